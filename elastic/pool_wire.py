@@ -393,7 +393,7 @@ class Park(_PoolMessage, frozen=True):
     permit: Count
 
 
-class Work(_PoolMessage, frozen=True):
+class WorkAs(_PoolMessage, frozen=True):
     """Join the run as this worker; answered by `Left` once it has ended."""
 
     permit: Count
@@ -406,11 +406,11 @@ class Leave(_PoolMessage, frozen=True):
     worker: Text
 
 
-class Up(_PoolMessage, frozen=True):
+class Warm(_PoolMessage, frozen=True):
     """The process is warm: everything is imported, and it waits, parked."""
 
 
-class Resumed(_PoolMessage, frozen=True):
+class DeviceResumed(_PoolMessage, frozen=True):
     permit: Count
     resume_s: Seconds
     state_bytes: Count
@@ -462,5 +462,5 @@ ToKeeper: TypeAlias = (
     | EndResident
     | StillHere
 )
-ToResident: TypeAlias = Resume | Park | Work | Leave
-FromResident: TypeAlias = Up | Resumed | Parked | Left
+ToResident: TypeAlias = Resume | Park | WorkAs | Leave
+FromResident: TypeAlias = Warm | DeviceResumed | Parked | Left

@@ -63,7 +63,7 @@ class _KeptResident:
         self.follower: w.StartResidentFrame | None = None
         """Started once this one is gone."""
         self.leave_s = 0.0
-        self.resumed = w.Resumed(0, 0.0, 0)
+        self.resumed = w.DeviceResumed(0, 0.0, 0)
 
 
 class _Device:
@@ -217,7 +217,7 @@ class Keeper:
             self._tell(kept, w.Resume(device.permit))
         if kept.ticket is not None and kept.permit == device.permit:
             ticket, kept.ticket = kept.ticket, None
-            self._tell(kept, w.Work(device.permit, ticket))
+            self._tell(kept, w.WorkAs(device.permit, ticket))
 
     def _lend(self, message: w.LendWorker) -> None:
         kept, worker = self._kept.get(message.job), message.ticket.worker
@@ -364,11 +364,11 @@ class Keeper:
     def _said(self, kept: _KeptResident, message: w.FromResident) -> None:
         job = kept.order.job
         match message:
-            case w.Up():
+            case w.Warm():
                 kept.up = True
                 self._say(w.ResidentUp(job, kept.order.placement))
                 self._resume()
-            case w.Resumed():
+            case w.DeviceResumed():
                 kept.resumed = message
             case w.Left(worker=worker, cause=cause):
                 if kept.order.phase is not w.PhaseKind.TRAIN and kept.worker == worker:

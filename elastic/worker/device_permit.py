@@ -16,7 +16,7 @@ from elastic.config import ConfigError
 from elastic.core.types import Account
 from elastic.parking import Parkable, Switch
 from elastic.pool_link import TO_RESIDENT, over_socket
-from elastic.pool_wire import KEEPER_VARIABLE, Leave, Park, Parked, Resume, Resumed, Up, Work
+from elastic.pool_wire import KEEPER_VARIABLE, DeviceResumed, Leave, Park, Parked, Resume, Warm, WorkAs
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.threads import DaemonThread
 
@@ -58,18 +58,18 @@ class DevicePermit:
         accounts.devote(Account.PARKED)
         link = await over_socket(self._keeper, TO_RESIDENT, "the keeper")
         try:
-            link.send(Up())
+            link.send(Warm())
             while True:
                 match await link.receive():
                     case Resume(permit=permit):
                         switch = await device.run(timeout_s, self._resumed, state, accounts)
                         await self._allow(True)
-                        link.send(Resumed(permit, switch.seconds, switch.state_bytes))
+                        link.send(DeviceResumed(permit, switch.seconds, switch.state_bytes))
                     case Park(permit=permit):
                         await self._allow(False)
                         switch = await device.run(timeout_s, self._parked, state, accounts)
                         link.send(Parked(permit, switch.seconds, switch.state_bytes, switch.rest_bytes))
-                    case Work() | Leave() as message:
+                    case WorkAs() | Leave() as message:
                         log.warning("a trainer is lent to nobody", asked=type(message).__name__)
         finally:
             link.abort()

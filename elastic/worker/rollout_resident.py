@@ -21,7 +21,18 @@ from elastic.endpoint import Endpoint
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, RolloutEngine, TokenChunk
 from elastic.parking import Parkable, Switch
 from elastic.pool_link import TO_RESIDENT, LinkLost, PoolLink, over_socket
-from elastic.pool_wire import Leave, Left, Park, Parked, Resume, Resumed, ToResident, Up, Work, WorkerTicketFrame
+from elastic.pool_wire import (
+    DeviceResumed,
+    Leave,
+    Left,
+    Park,
+    Parked,
+    Resume,
+    ToResident,
+    Warm,
+    WorkAs,
+    WorkerTicketFrame,
+)
 from elastic.weights.delta import decode_delta_manifest, delta_manifest_key
 from elastic.weights.errors import BlobNotFound, RelayError, VersionSuperseded
 from elastic.weights.manifest import decode_manifest, manifest_key
@@ -195,7 +206,7 @@ class KeptEngine:
             lent.hear(chunks)
 
 
-class _Slice:
+class _ResidentSlice:
     """A worker that the resident is."""
 
     def __init__(self, worker: str) -> None:
@@ -213,7 +224,7 @@ class RolloutResident:
         self._link: PoolLink[ToResident]
         self._accounts: DeviceAccounts | None = None
         """Of the slice's first worker: they began with the slice."""
-        self._slice: _Slice | None = None
+        self._slice: _ResidentSlice | None = None
         self._following: asyncio.Task[None] | None = None
         self._tasks = asyncio.TaskGroup()
 
@@ -225,7 +236,7 @@ class RolloutResident:
             async with self._tasks:
                 if leave is not None:
                     self._tasks.create_task(self._leave(leave))
-                self._link.send(Up())
+                self._link.send(Warm())
                 while True:
                     await self._obey(await self._link.receive())
         except* LinkLost as lost:
@@ -248,15 +259,15 @@ class RolloutResident:
         match message:
             case Resume(permit=permit):
                 switch = await self._resume()
-                self._link.send(Resumed(permit, switch.seconds, switch.state_bytes))
+                self._link.send(DeviceResumed(permit, switch.seconds, switch.state_bytes))
             case Park(permit=permit):
                 await self._end_slice()
                 switch = await run_in_thread(SWITCH_TIMEOUT_S, self._kept.park)
                 self._link.send(Parked(permit, switch.seconds, switch.state_bytes, switch.rest_bytes))
                 self._follow()
-            case Work(permit=permit, ticket=ticket):
+            case WorkAs(permit=permit, ticket=ticket):
                 await self._end_slice()
-                work = self._slice = _Slice(ticket.worker)
+                work = self._slice = _ResidentSlice(ticket.worker)
                 work.task = self._tasks.create_task(self._work(permit, ticket, work), name=f"worker {ticket.worker}")
             case Leave(worker=worker):
                 if self._slice is not None and self._slice.worker == worker:
@@ -273,7 +284,7 @@ class RolloutResident:
         self._accounts = accounts
         return switch
 
-    async def _work(self, permit: int, frame: WorkerTicketFrame, work: _Slice) -> None:
+    async def _work(self, permit: int, frame: WorkerTicketFrame, work: _ResidentSlice) -> None:
         accounts, self._accounts = self._accounts or DeviceAccounts(time.monotonic_ns()), None
         ticket = Ticket(
             endpoint=Endpoint(frame.join, fingerprint=frame.fingerprint),

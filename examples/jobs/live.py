@@ -140,6 +140,7 @@ def live(pool: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         victim.send_signal(signal.SIGKILL)
         kills.append({"at_s": at_s, "kind": kind})
     for name in names:
+        jobs_of(pool)  # Its process may just have been killed.
         command = [sys.executable, "-m", "elastic.cli", "jobs", "wait", name, "--pool", str(pool)]
         subprocess.run([*command, "--timeout-s", str(options.timeout_s)], check=False)
     return kills

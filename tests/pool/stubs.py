@@ -89,15 +89,15 @@ async def be_resident(directory: Path) -> None:
     behaviour = json.loads((directory / "script.json").read_text())
     link = await over_socket(socket.socket(fileno=int(os.environ["ELASTIC_KEEPER_FD"])), TO_RESIDENT, "the keeper")
     device, worker, permit = Device(), "", 0
-    link.send(w.Up())
+    link.send(w.Warm())
     while True:
         match await link.receive():
             case w.Resume(permit=number):
                 permit = number
                 device.take(permit)
                 (directory / f"resumed {os.environ.get('ELASTIC_WORKER', '')}").touch()
-                link.send(w.Resumed(permit, 0.001, 1000))
-            case w.Work(ticket=ticket):
+                link.send(w.DeviceResumed(permit, 0.001, 1000))
+            case w.WorkAs(ticket=ticket):
                 worker = ticket.worker
             case w.Leave(worker=left):
                 link.send(w.Left(permit, left))

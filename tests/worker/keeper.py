@@ -5,10 +5,21 @@ import socket
 from typing import Self, TypeVar
 
 from elastic.pool_link import FROM_RESIDENT, PoolLink, over_socket
-from elastic.pool_wire import FromResident, Leave, Left, Park, Parked, Resume, Resumed, Up, Work, WorkerTicketFrame
+from elastic.pool_wire import (
+    DeviceResumed,
+    FromResident,
+    Leave,
+    Left,
+    Park,
+    Parked,
+    Resume,
+    Warm,
+    WorkAs,
+    WorkerTicketFrame,
+)
 from tests.worker.conftest import PATIENCE_S
 
-SaidT = TypeVar("SaidT", Up, Resumed, Parked, Left)
+SaidT = TypeVar("SaidT", Warm, DeviceResumed, Parked, Left)
 
 
 class Keeper:
@@ -25,10 +36,10 @@ class Keeper:
         assert isinstance(said, kind), said
         return said
 
-    async def give(self) -> Resumed:
+    async def give(self) -> DeviceResumed:
         self.permit += 1
         self.link.send(Resume(self.permit))
-        said = await self.hear(Resumed)
+        said = await self.hear(DeviceResumed)
         assert said.permit == self.permit
         return said
 
@@ -42,7 +53,7 @@ class Keeper:
         return said
 
     def lend(self, worker: str, join: str, token: str, run: str = "run") -> None:
-        self.link.send(Work(self.permit, WorkerTicketFrame(run, worker, token, join)))
+        self.link.send(WorkAs(self.permit, WorkerTicketFrame(run, worker, token, join)))
 
     def call_back(self, worker: str) -> None:
         self.link.send(Leave(worker))

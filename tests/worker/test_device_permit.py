@@ -18,7 +18,7 @@ from elastic.core.types import Account, FinishReason
 from elastic.model.checkpoint import model_tensors, write_checkpoint
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
-from elastic.pool_wire import KEEPER_VARIABLE, Up
+from elastic.pool_wire import KEEPER_VARIABLE, Warm
 from elastic.worker.agent import AgentExit
 from elastic.worker.device_permit import DevicePermit, keeper_socket
 from elastic.worker.trainer_host import run_trainer_host
@@ -101,7 +101,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def shared(tmp_path: Path, base: Path) -> AsyncIterator[Shared]:
     async with Keeper() as keeper, Shared(tmp_path / "run", base, keeper) as run:
         run.host()
-        await keeper.hear(Up)
+        await keeper.hear(Warm)
         yield run
 
 
@@ -218,7 +218,7 @@ async def test_training_with_parks_anywhere_gives_the_same_weights(tmp_path: Pat
             return await run.state()
 
     async def take_turns(keeper: Keeper) -> None:
-        await keeper.hear(Up)
+        await keeper.hear(Warm)
         while True:
             await asyncio.shield(keeper.give())
             await asyncio.sleep(rng.uniform(0, 0.05))

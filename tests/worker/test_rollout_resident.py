@@ -16,7 +16,7 @@ from elastic.core.types import Account, WeightMode
 from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
-from elastic.pool_wire import KEEPER_VARIABLE, Left, Up
+from elastic.pool_wire import KEEPER_VARIABLE, Left, Warm
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.publisher import Publisher
 from elastic.weights.signing import SigningKey
@@ -109,7 +109,7 @@ async def job(tmp_path: Path) -> AsyncIterator[Job]:
     async with job.keeper, job.orchestra:
         work = job.resident.run(job.keeper.resident)
         job.orchestra.agents.append(asyncio.create_task(work))
-        await job.keeper.hear(Up)
+        await job.keeper.hear(Warm)
         yield job
 
 
@@ -119,7 +119,7 @@ async def fresh(tmp_path: Path, version: int, seed: int = 7) -> list[int]:
     job.publish(version)
     async with job.keeper, job.orchestra:
         resident = asyncio.create_task(job.resident.run(job.keeper.resident))
-        await job.keeper.hear(Up)
+        await job.keeper.hear(Warm)
         worker = await job.begin()
         await job.load(worker, version)
         said = await job.say(worker, "t", seed)
