@@ -305,7 +305,7 @@ class PoolShell:
             grant_within_s=min(SECONDS_MAX, (3 * record.request.limit_ns + 20 * notice_ns) / NS_PER_S),
             permits=tuple(
                 w.HeldPermit(
-                    permit.number, job, permit.phase, permit.nodes, self._left_s(permit.deadline_ns), permit.recalled
+                    permit.number, job, permit.phase, permit.nodes, self._ends_s(permit.deadline_ns), permit.recalled
                 )
                 for permit in permits
             ),
@@ -673,7 +673,7 @@ class PoolShell:
                 return
             live.wants.discard(command.phase)
             live.known.add(permit.number)
-        left_s = self._left_s(command.deadline_ns)
+        left_s = self._ends_s(command.deadline_ns)
         self._ports.tell_job(command.job, w.Granted(permit.number, command.phase, command.nodes, left_s))
 
     def _compare_permit(self, permit: Permit) -> None:
@@ -681,7 +681,7 @@ class PoolShell:
         live = self._job(permit.job)
         if permit.number not in live.known or (live.yielding is not None and live.yielding.permit == permit.number):
             return
-        left_s = self._left_s(permit.deadline_ns + self.cluster.limits.notice_ns)
+        left_s = self._ends_s(permit.deadline_ns)
         for name in permit.nodes:
             node = self.nodes.get(name)
             if node is not None and node.connected and node.given < permit.number:
@@ -894,6 +894,10 @@ class PoolShell:
         """Whether the job has a permit for this phase that it was told of."""
         number = self.cluster.jobs[job].permit
         return number is not None and number in self._job(job).known and self.cluster.permits[number].phase is phase
+
+    def _ends_s(self, deadline_ns: Nanoseconds) -> float:
+        """Until a permit counts no more: it is recalled at its deadline, and may be yielded for a while from then on."""
+        return self._left_s(deadline_ns + self.cluster.limits.notice_ns)
 
     def _left_s(self, at_ns: Nanoseconds) -> float:
         return min(SECONDS_MAX, max(0, at_ns - self._ports.now_ns()) / NS_PER_S)
