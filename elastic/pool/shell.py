@@ -896,7 +896,7 @@ class PoolShell:
         return number is not None and number in self._job(job).known and self.cluster.permits[number].phase is phase
 
     def _ends_s(self, deadline_ns: Nanoseconds) -> float:
-        """Until a permit counts no more: it is recalled at its deadline, and may be yielded for a while from then on."""
+        """Until a permit counts no more: it is recalled at its deadline, and may be yielded for a while after that."""
         return self._left_s(deadline_ns + self.cluster.limits.notice_ns)
 
     def _left_s(self, at_ns: Nanoseconds) -> float:
