@@ -20,8 +20,9 @@ from elastic.runtime.journal import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
-WITHIN_S = 85.0
-STEPS = 3
+WITHIN_S = 160.0
+"""A third of it is enough where nothing else runs on the machine."""
+STEPS = 5
 POOL = """
 [pool]
 name = "lab"
@@ -54,6 +55,9 @@ groups = 2
 group_size = 2
 max_turns = 4
 max_tokens_per_turn = 8
+[seeding]
+policy = "fixed"
+window_s = 0
 [engine]
 device = "cpu"
 max_context_tokens = 192
@@ -61,7 +65,7 @@ max_batch = 4
 max_pending = 2
 [engine.pacing]
 prefill_tokens_per_s = 8000
-decode_step_s = {{ 1 = 0.01, 4 = 0.012 }}
+decode_step_s = {{ 1 = 0.04, 4 = 0.05 }}
 [job]
 slo = 4.0
 plan = {{ rollout_s = 10, train_s = 10, sync_s = 1, rollout_switch_s = 0.5, train_switch_s = 0.5 }}
@@ -140,13 +144,14 @@ def pool(tmp_path: Path, checkpoint: Path) -> Iterator[LivePool]:
     assert pool.processes("pool-run", str(pool.path)) == []
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_two_jobs_take_turns_and_survive_kills_of_each_others_processes(pool: LivePool) -> None:
     pool.submit("one", 1)
     pool.submit("two", 2)
-    pool.until(lambda jobs: len(jobs) == 2 and all(job["steps_done"] >= 1 for job in jobs.values()))
     one, two = str(pool.run_dir("one")), str(pool.run_dir("two"))
+    pool.until(lambda jobs: jobs["one"]["steps_done"] >= 1)
     pool.kill("run", "--resume", one)
+    pool.until(lambda jobs: jobs["two"]["steps_done"] >= 1)
     pool.kill("pool-resident", two)
     jobs = pool.until(lambda jobs: all(job["over"] for job in jobs.values()))
     assert {job["state"] for job in jobs.values()} == {"finished"}
@@ -154,6 +159,6 @@ def test_two_jobs_take_turns_and_survive_kills_of_each_others_processes(pool: Li
     assert pool.processes("pool-resident", one) == pool.processes("pool-resident", two) == []
     for run in (one, two):
         with RunDirectory(Path(run)).journals() as journals:
-            kinds = [event for journal in journals for _, event in journal.events_of("LeaseGranted", "PermitGranted")]
-        assert len(kinds) >= 2 * STEPS
+            turns = [event for journal in journals for _, event in journal.events_of("LeaseGranted", "PermitGranted")]
+        assert len(turns) > 2 * STEPS, "a rollout and a training phase a step, and the trainer's lease"
     assert len(RunDirectory(Path(one)).journal_paths()) == 2, "it was taken up once"
