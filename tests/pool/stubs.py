@@ -55,7 +55,7 @@ class StubPrograms(PoolPrograms):
             job=submission.request.id,
             directory=submission.directory,
             max_restarts=json.loads((Path(submission.directory) / "script.json").read_text()).get("max_restarts", 3),
-            script=submission.script,
+            script=(*STUB, "job", submission.directory) if submission.script else (),
         )
 
 
@@ -138,7 +138,8 @@ class StubJob:
 
     def hello(self) -> w.JobHello:
         token, placement = os.environ["ELASTIC_POOL_TOKEN"], int(os.environ["ELASTIC_POOL_PLACEMENT"])
-        return w.JobHello(w.POOL_PROTOCOL_VERSION, os.environ["ELASTIC_POOL_JOB"], token, placement)
+        job, script = os.environ["ELASTIC_POOL_JOB"], bool(self.script.get("script"))
+        return w.JobHello(w.POOL_PROTOCOL_VERSION, job, token, placement, script)
 
     async def run(self) -> None:
         await self.dial()
@@ -163,16 +164,22 @@ class StubJob:
             await self.until(lambda: self.granted is not None and self.granted.phase is phase)
             granted = self.granted
             assert granted is not None
-            if phase is _TRAIN and not self.trainer:
+            lends = not self.script.get("script")
+            if phase is _TRAIN and not self.trainer and lends:
                 self.workers += 1
                 self.trainer = f"trainer-{os.getpid()}-{self.workers}"
                 self.say(w.StartTrainer(w.WorkerTicketFrame("run", self.trainer, "secret", "127.0.0.1:1")))
-            if phase is _ROLLOUT:
+            if phase is _ROLLOUT and lends:
                 for node in granted.nodes:
                     self.workers += 1
                     ticket = w.WorkerTicketFrame("run", f"{node}-{os.getpid()}-{self.workers}", "secret", "127.0.0.1:1")
                     self.say(w.LendSlice(granted.permit, node, ticket))
-            while phase is _TRAIN and not self.lost and not (self.directory / f"resumed {self.trainer}").exists():
+            while (
+                phase is _TRAIN
+                and lends
+                and not self.lost
+                and not (self.directory / f"resumed {self.trainer}").exists()
+            ):
                 with contextlib.suppress(TimeoutError):
                     await self.until(lambda: self.lost, 0.02)
             began_s = time.monotonic()
@@ -184,7 +191,7 @@ class StubJob:
             left_s -= time.monotonic() - began_s
             if self.lost:
                 continue
-            if phase is _ROLLOUT:
+            if phase is _ROLLOUT and lends:
                 self.parked, count = [], len(granted.nodes)
                 for node in granted.nodes:
                     self.say(w.ReturnSlice(granted.permit, node))

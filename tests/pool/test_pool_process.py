@@ -60,7 +60,8 @@ class Pool:
         request = JobRequest(
             id=job, slo=slo, plan=plan, steps=steps, rollout_nodes=rollout_nodes, rollout_bytes=2 * S, train_bytes=2 * S
         )
-        return SubmitJob(id=f"submit {job}", request=request, directory=str(where))
+        command = ("stub",) if script.get("script") else ()
+        return SubmitJob(id=f"submit {job}", request=request, directory=str(where), script=command)
 
     async def standing(self) -> PoolStanding:
         while True:
@@ -248,3 +249,26 @@ async def test_a_pool_that_was_stopped_goes_on_with_its_jobs_where_they_were(tmp
         pool.start()
         await pool.until_over("long")
         assert (await pool.job("long"))["state"] == "finished"
+
+
+async def test_a_script_takes_turns_with_a_run_and_comes_again_after_its_death(tmp_path: Path):
+    async with running(tmp_path) as pool:
+        await pool.control.submit(pool.submit("run", steps=3))
+        await pool.control.submit(pool.submit("script", steps=3, script=True))
+        await pool.until(lambda status: any(one["job"] == "script" for one in status["permits"]), "it has no turn")
+        os.kill(pool.residents("train-1", "script")[0], signal.SIGKILL)
+        await finished(pool, "run", "script")
+        assert (await pool.job("script"))["restarts"] == 1
+        assert not pool.residents("train-1", "script")
+
+
+async def test_a_script_that_hangs_is_killed_at_its_deadline_and_a_cancelled_one_leaves_nothing(tmp_path: Path):
+    async with running(tmp_path) as pool:
+        await pool.control.submit(pool.submit("script", steps=2, plan_s=2, script=True, hangs_at=0))
+        await finished(pool, "script")
+        assert (pool.jobs["script"] / "hung").exists()
+        await pool.control.submit(pool.submit("other", steps=1000, script=True))
+        await pool.until(lambda status: any(one["job"] == "other" for one in status["permits"]), "it has no turn")
+        await pool.control.cancel("other")
+        await pool.until(lambda _: not pool.residents("train-1", "other"), "it lives on")
+        assert (await pool.job("other"))["state"] == "cancelled"
