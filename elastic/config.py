@@ -105,6 +105,13 @@ class RolloutConfig(_Section):
     )
 
 
+class TrainerPacingConfig(_Section):
+    """A modelled device for training: a group takes at least its tokens at this speed, prompts included."""
+
+    train_tokens_per_s: float = Field(gt=0)
+    update_s: float = Field(0.0, ge=0, description="seconds that the step to the next version takes at least")
+
+
 class TrainerConfig(_Section):
     learning_rate: float = Field(2e-4, gt=0)
     warmup_updates: int = Field(5, ge=0)
@@ -127,6 +134,9 @@ class TrainerConfig(_Section):
     micro_batch_tokens: int = Field(16_384, ge=1)
     threads: int = Field(1, ge=1)
     checkpoint_every_steps: int = Field(5, ge=1)
+    pacing: TrainerPacingConfig | None = Field(
+        None, description="a modelled device, as `[engine.pacing]` is for rollouts"
+    )
     usd_per_gpu_hour: float = Field(10.47, ge=0)
     billing: Literal["exact", "second", "minute", "hour"] = Field(
         "exact", description="what is billed of its device: the time as it is, or each begun second, minute or hour"

@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from elastic import wire
-from elastic.config import Config, EngineConfig, WeightsConfig, validate
+from elastic.config import Config, EngineConfig, TrainerPacingConfig, WeightsConfig, validate
 from elastic.core.types import WeightMode
 from elastic.engine.base import RolloutEngine
 from elastic.model.checkpoint import load_model
@@ -210,6 +210,7 @@ class TrainerHost:
                 if not self.has(order):
                     self._given(order.index, order.group)
                     self._trainer.train_group(order)
+                    self._pace(began_s, _tokens_s(self._config.trainer.pacing, order))
                 return wire.Trained(order.group, time.monotonic() - began_s)
             case wire.SkipGroup():
                 if not self.has(order):
@@ -219,9 +220,19 @@ class TrainerHost:
             case wire.UpdateFrame():
                 if self._stepped is None or not self.has(order):
                     self._stepped = self._update(order)
+                    self._pace(began_s, pacing.update_s if (pacing := self._config.trainer.pacing) is not None else 0.0)
                 return self._stepped
             case _:
                 assert_never(order)
+
+    @staticmethod
+    def _pace(began_s: float, modelled_s: float) -> None:
+        """Wait until the modelled time is over."""
+        left_s = modelled_s - (time.monotonic() - began_s)
+        if left_s > 0:
+            time.sleep(left_s)
+        elif modelled_s:
+            log.info("the modelled pace is not held", modelled_s=modelled_s, late_s=-left_s)
 
     def _given(self, slot: int, *groups: str) -> None:
         stands = self._standing
@@ -310,6 +321,13 @@ class TrainerHost:
 
     def _saved(self) -> list[Path]:
         return checkpoint.saved(self._checkpoints)
+
+
+def _tokens_s(pacing: TrainerPacingConfig | None, group: wire.TrainGroupFrame) -> float:
+    """What a modelled device takes for the group."""
+    if pacing is None:
+        return 0.0
+    return sum(len(trajectory.token_ids) for trajectory in group.trajectories) / pacing.train_tokens_per_s
 
 
 def _parkable(part: object) -> Parkable:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from elastic import wire
-from elastic.config import Config
+from elastic.config import Config, TrainerConfig
 from elastic.core.types import Account, FinishReason
 from elastic.model.checkpoint import model_tensors, write_checkpoint
 from elastic.model.config import Qwen3Config
@@ -501,3 +502,17 @@ async def test_a_drained_host_finishes_what_is_on_the_device(house: TrainerHouse
     await agent
     kinds = [type(message) for _, _, message in house.heard]
     assert kinds.index(wire.Stepped) < kinds.index(wire.PublishedFrame) < kinds.index(wire.Goodbye)
+
+
+async def test_training_is_paced_to_a_modelled_device(config: Config, tmp_path: Path) -> None:
+    pacing = {"train_tokens_per_s": 100.0, "update_s": 0.2}
+    paced = config.model_copy(
+        update={"trainer": TrainerConfig.model_validate({**config.trainer.model_dump(), "pacing": pacing})}
+    )
+    async with TrainerHouse(paced, tmp_path) as house:
+        house.host()
+        await house.first(wire.Ready)
+        began_s = time.monotonic()
+        await house.step(1)
+        assert time.monotonic() - began_s >= GROUPS * 10 / 100.0 + 0.2
+        assert all(trained.train_s >= 0.1 for trained in house.of(wire.Trained))  # type: ignore[attr-defined]
