@@ -1,0 +1,226 @@
+"""What it takes to switch a device to another job: cold, and warm from host memory (Weave's Fig. 4, Table 2).
+
+Live, in real processes, one for each side:
+
+- rollout: an engine of the model; cold is a process that starts, pulls the weights off a relay and says a token.
+- train: a trainer with masters, moments and the gradients of a step under way; cold is a process that starts, reads its
+  checkpoint and trains a group.
+
+Warm they park and resume in turn. Figures are medians, in seconds. `cold_bare_s` is `cold_s` without interpreter and
+imports; `warm_s` goes from resuming until the token or the trained group is there; `memcpy_s` copies as many bytes from
+warm memory to warm memory in the same process. `cold_over_warm` is the smallest `cold_s` over `resume_s` of all,
+`resume_over_memcpy` the largest `resume_s` over `memcpy_s`.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _common import Arguments, emit, parse_arguments
+
+COLD_TIMES, WARM_TIMES = 3, 7
+MODELS: dict[str, dict[str, dict[str, Any]]] = {
+    "rollout": {
+        "140m": {
+            "vocab_size": 65_536,
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 14,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+        },
+    },
+    "train": {
+        "48m": {
+            "vocab_size": 32_768,
+            "hidden_size": 512,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 10,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+        },
+    },
+}
+PROCESS_TIMEOUT_S = 600.0
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        _, _, side, model, directory, times = sys.argv
+        {"rollout": _rollout, "train": _train}[side](model, Path(directory), int(times))
+        return
+    arguments = parse_arguments(__doc__)
+    emit(measured(arguments), arguments)
+
+
+def measured(arguments: Arguments) -> dict[str, Any]:
+    cold_times, warm_times = (1, 3) if arguments.quick else (COLD_TIMES, WARM_TIMES)
+    figures: dict[str, Any] = {}
+    for side, models in MODELS.items():
+        for model in models:
+            with tempfile.TemporaryDirectory() as directory:
+                _prepare(side, model, Path(directory))
+                runs = [_run(side, model, directory, warm_times) for _ in range(cold_times)]
+            figures.setdefault(side, {})[model] = {
+                key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "ratios"
+            } | {"resume_over_memcpy_all": sorted(ratio for run in runs for ratio in run["ratios"])}
+    each = [figure for models in figures.values() for figure in models.values()]
+    return figures | {
+        "cold_over_warm": min(figure["cold_s"] / figure["resume_s"] for figure in each),
+        "resume_over_memcpy": max(figure["resume_s"] / figure["memcpy_s"] for figure in each),
+        "kind": "live, on this machine's CPU: the device is an arena",
+    }
+
+
+def _run(side: str, model: str, directory: str, times: int) -> dict[str, Any]:
+    """One process, from its start: what it says of itself, and how long it took until it had the device."""
+    began_s = time.monotonic()
+    command = [sys.executable, __file__, "--child", side, model, directory, str(times)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROCESS_TIMEOUT_S)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {"cold_s": found.pop("first_at_s") - began_s, **found}
+
+
+def _warm(
+    times: int, parkable: Any, state_copies: Callable[[int], float], work: Callable[[], None], marks: dict[str, float]
+) -> None:
+    """Parks and resumes in turn, each beside a bare copy of as many bytes, and says what was measured."""
+    rows: list[tuple[float, float, float, float]] = []
+    parked = resumed = parkable.park()
+    for _ in range(times):
+        resumed_at_s = time.monotonic()
+        resumed = parkable.resume()
+        work()
+        warm_s = time.monotonic() - resumed_at_s
+        parked = parkable.park()
+        rows.append((resumed.seconds, parked.seconds, warm_s, state_copies(resumed.state_bytes)))
+    resume_s, park_s, warm_s, memcpy_s = (statistics.median(column) for column in zip(*rows, strict=True))
+    found = {
+        "resume_s": resume_s,
+        "park_s": park_s,
+        "warm_s": warm_s,
+        "memcpy_s": memcpy_s,
+        "state_bytes": resumed.state_bytes,
+        "rest_bytes": parked.rest_bytes,
+        "ratios": [row[0] / row[3] for row in rows],
+    }
+    print(json.dumps({**marks, **found}), flush=True)
+
+
+def _bare_copies() -> Callable[[int], float]:
+    """How long a copy takes of so many bytes; source and target are touched before."""
+    import torch
+
+    kept: dict[int, tuple[Any, Any]] = {}
+
+    def copy_s(size_bytes: int) -> float:
+        if size_bytes not in kept:
+            kept[size_bytes] = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
+        source, target = kept[size_bytes]
+        began_s = time.monotonic()
+        target.copy_(source)
+        return time.monotonic() - began_s
+
+    return copy_s
+
+
+def _prepare(side: str, model: str, directory: Path) -> None:
+    """Weights on a relay, or a checkpoint, by a process that ends."""
+    command = [sys.executable, __file__, "--child", side, model, str(directory), "0"]
+    subprocess.run(command, check=True, timeout=PROCESS_TIMEOUT_S)
+
+
+def _rollout(model: str, directory: Path, times: int) -> None:
+    import torch
+
+    from elastic.config import EngineConfig
+    from elastic.core.types import SamplingParameters, WeightMode
+    from elastic.engine.base import GenerateRequest
+    from elastic.engine.torch.engine import TorchEngine
+    from elastic.model.checkpoint import model_tensors
+    from elastic.model.config import Qwen3Config
+    from elastic.model.qwen3 import Qwen3
+    from elastic.weights.directory import DirectoryRelay
+    from elastic.weights.publisher import publish_keyframe
+    from elastic.weights.signing import SigningKey
+    from elastic.weights.source import RelaySource
+
+    torch.set_num_threads(1)
+    imported_s = time.monotonic()
+    config, key_file = Qwen3Config(**MODELS["rollout"][model]), directory / "publisher"
+    if not times:
+        key = SigningKey()
+        tensors = {name: tensor.bfloat16() for name, tensor in model_tensors(Qwen3(config)).items()}
+        publish_keyframe(DirectoryRelay(directory / "relay"), "run", 1, tensors, config.to_dict(), key)
+        key_file.write_text(key.public)
+        return
+    settings = {"kind": "torch", "device": "cpu", "max_context_tokens": 64, "kv_blocks": 16, "max_batch": 4}
+    engine = TorchEngine(config, EngineConfig.model_validate(settings))
+    said = threading.Event()
+    engine.start(lambda chunks: said.set())
+    source = RelaySource(run="run", version=1, relay=str(directory / "relay"), publisher=key_file.read_text())
+    engine.prefetch(source, PROCESS_TIMEOUT_S)
+    engine.load_version(source, WeightMode.FINISH)
+    turns = iter(range(1_000_000))
+
+    def say_a_token() -> None:
+        said.clear()
+        sampling = SamplingParameters(max_new_tokens=1, temperature=1.0, noise_seed=0)
+        engine.submit([GenerateRequest(request_id=f"t{next(turns)}", token_ids=[1, 2, 3], start=0, sampling=sampling)])
+        if not said.wait(PROCESS_TIMEOUT_S):
+            raise TimeoutError("the engine said nothing")
+
+    say_a_token()
+    first_s = time.monotonic()
+    _warm(times, engine, _bare_copies(), say_a_token, {"cold_bare_s": first_s - imported_s, "first_at_s": first_s})
+    engine.close()
+
+
+def _train(model: str, directory: Path, times: int) -> None:
+    import torch
+
+    from elastic.config import TrainerConfig
+    from elastic.model.checkpoint import load_model, model_tensors, write_checkpoint
+    from elastic.model.config import Qwen3Config
+    from elastic.model.qwen3 import Qwen3
+    from elastic.trainer.trainer import GRPOTrainer
+    from elastic.wire import TrainGroupFrame, TrajectoryData
+
+    torch.set_num_threads(1)
+    imported_s = time.monotonic()
+    config, groups = Qwen3Config(**MODELS["train"][model]), 1000
+    if not times:
+        write_checkpoint(directory / "base", config, model_tensors(Qwen3(config)))
+    trainer = GRPOTrainer(
+        TrainerConfig.model_validate({"updates_per_step": 1}), load_model(directory / "base", "cpu"), groups, 1.0
+    )
+    if not times:
+        trainer.save(directory / "state.safetensors")
+        return
+    trainer.load(directory / "state.safetensors")
+    slots = iter(range(groups))
+
+    def train_a_group() -> None:
+        slot = next(slots)
+        trajectories = [
+            TrajectoryData(f"t{slot}.{reward}", [1, 2, 3, 4], [0, 0, 1, 1], [0.0, 0.0, -9.0, -9.0], [0] * 4, reward)
+            for reward in (0.0, 1.0)
+        ]
+        trainer.train_group(TrainGroupFrame(1, f"g{slot}", slot, trajectories))
+
+    train_a_group()
+    first_s = time.monotonic()
+    _warm(times, trainer, _bare_copies(), train_a_group, {"cold_bare_s": first_s - imported_s, "first_at_s": first_s})
+
+
+if __name__ == "__main__":
+    main()
