@@ -177,9 +177,9 @@ TRAIN = c.TrainGroup(group="0/0", trajectories=("0/0/0",), step=0, slot=0)
 SCORE = c.ScoreTrajectory(trajectory="0/0/1", attempt=1)
 SKIP = c.DropGroup(group="0/1", trajectories=("0/1/0",), step=0, slot=1, reason="stale")
 UPDATE = c.UpdateWeights(step=0, version=1)
-RELEASE = c.ReleaseLease(lease="spot-1", provider="spot", reason="")
+RELEASE = c.ReleaseLease(lease="spot-1", provider="spot", reason="its time is over")
 FINAL: dict[c.Command, tuple[Any, ...]] = {
-    RELEASE: ("release", "spot-1", "spot"),
+    RELEASE: ("release", "spot-1", "spot", "its time is over"),
     TRAIN: ("train", TRAIN, "its batch"),
     SKIP: ("skip", SKIP, 7),
     SCORE: ("score", SCORE, "its tokens"),
