@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from tests.clouds.modal_server import Bench, bench
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "frozenlake.toml"
+POLL_S = 0.2
 PROVIDERS = "serving,ec2,modal"
 ONE_OF_EACH: Mapping[str, Mapping[str, Any]] = {
     "serving": {"hosts": 1, "max_workers": 1},
@@ -99,7 +101,11 @@ def _serve(clouds: LocalClouds, directory: Path) -> None:
     print("export", *(f"{name}={shlex.quote(value)}" for name, value in told.items()))
     print(f"cd {ROOT}; export PATH={Path(sys.executable).parent}:$PATH; alias elastic='python -m elastic.cli'")
     print(f"elastic run {config} --providers {PROVIDERS}", flush=True)
-    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: over.set())
+    while not over.wait(POLL_S):
+        pass
 
 
 def main() -> int:
@@ -107,7 +113,6 @@ def main() -> int:
     options.add_argument("--serve", action="store_true", help="start the clouds alone, until ^C")
     options.add_argument("--steps", type=int, default=40, help="of the run (default: %(default)s)")
     arguments = options.parse_args()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM} if arguments.serve else ())
     with tempfile.TemporaryDirectory() as name, local_clouds(Path(name)) as clouds:
         if arguments.serve:
             _serve(clouds, Path(name))
