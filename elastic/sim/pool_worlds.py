@@ -424,6 +424,7 @@ class _ModelJob:
         if self.ending_phase is not None or not self.granted:
             return
         assert self.left_ns is not None
+        self.world.see_given(self.granted, self.nodes)
         self.ending_phase = finished
         if not finished:
             self.left_ns = max(1, self.left_ns - (self.world.loop.now_ns - self.began_ns))
@@ -616,6 +617,11 @@ class PoolWorld:
     def fail(self, what: str) -> None:
         raise PoolWorldFailed(f"seed {self.seed}: after {self.events} events at {self.loop.now_ns / S:.3f} s: {what}")
 
+    def see_given(self, permit: int, nodes: tuple[NodeId, ...]) -> None:
+        """Where nothing goes wrong, who computes has been given the devices."""
+        if not self.faults.until_ns and any(self.keepers[node].last < permit for node in nodes):
+            self.fail(f"permit {permit} is used, and its devices were not given")
+
     # The ports.
 
     def now_ns(self) -> Nanoseconds:
@@ -788,6 +794,8 @@ class PoolWorld:
         for job, record in shell.cluster.jobs.items():
             if record.state is JobState.FINISHED and self.jobs[job].steps < record.request.steps:
                 self.fail(f"{job} is finished after {self.jobs[job].steps} of its steps")
+            if record.state is JobState.FAILED and record.reason == "it did not start in time":
+                self.fail(f"{job} was not started")
             if record.state is JobState.CANCELLED and job not in self.cancelled:
                 self.fail(f"{job} is cancelled, and nobody wanted that")
         if cluster_digest(replay(self.journal, self._policies)) != cluster_digest(shell.cluster):
