@@ -1,0 +1,138 @@
+"""Pools of the command line on this machine: started, given jobs, disturbed by kills, and judged."""
+
+import contextlib
+import importlib.util
+import json
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from _common import ROOT
+from _runs import RunFailed, elastic, sets
+
+from elastic.cluster.history import replay
+from elastic.cluster.types import NS_PER_HOUR, PhaseKind
+from elastic.pool.config import POOL_CONFIG, load_pool
+from elastic.pool.journal import read_records
+from policies.clusters import CLUSTER_POLICIES
+
+JOBS = ROOT / "examples" / "jobs"
+POOL = """
+[pool]
+name = "lab"
+directory = "{directory}"
+policy = "{policy}"
+[pool.rollout]
+nodes = {rollout}
+usd_per_gpu_hour = 1.85
+memory_gb = 8
+[pool.train]
+nodes = {train}
+usd_per_gpu_hour = 5.28
+memory_gb = 8
+[limits]
+start_s = 120
+{limits}
+"""
+ENDED = ("finished", "failed", "cancelled", "rejected")
+
+
+def _example() -> ModuleType:
+    """`make jobs`, which knows a pool's processes."""
+    spec = importlib.util.spec_from_file_location("elastic_jobs_live_example", JOBS / "live.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+example = _example()
+
+
+class LivePool:
+    """A pool by its directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def submit(self, config: Path, name: str, runs: Path, settings: Sequence[str] = ()) -> Path:
+        """Returns the directory of the job's run."""
+        arguments = ["jobs", "submit", str(config), "--name", name, "--pool", str(self.directory), "--json"]
+        elastic(*arguments, *sets([f"run.directory={runs}", *settings]))
+        return Path(self.job(name)["directory"])
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Once the pool's process answers."""
+        until_s = time.monotonic() + 60.0
+        while True:
+            try:
+                return json.loads(elastic("jobs", "list", "--all", "--json", "--pool", str(self.directory)))["jobs"]
+            except RunFailed:
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(0.3)
+
+    def job(self, name: str) -> dict[str, Any]:
+        return next(job for job in self.jobs() if job["job"] == name)
+
+    def wait(self, done: Callable[[list[dict[str, Any]]], bool], within_s: float) -> None:
+        """Raises `TimeoutError`, which says how the jobs stand."""
+        until_s = time.monotonic() + within_s
+        while not done(jobs := self.jobs()):
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"after {within_s:g} s: {json.dumps(jobs)[:2000]}")
+            time.sleep(0.3)
+
+    def wait_over(self, names: Sequence[str], within_s: float) -> None:
+        self.wait(lambda jobs: all(job["over"] for job in jobs if job["job"] in names), within_s)
+
+    def kill(self, kind: str, rng: random.Random, of: Sequence[str] = ()) -> int | None:
+        """SIGKILL one process of this kind, of these jobs; its id, None where there is none."""
+        jobs = [job for job in self.jobs() if not of or job["job"] in of]
+        found = example.victims(kind, self.directory, jobs)
+        if not found:
+            return None
+        victim = rng.choice(found)
+        victim.send_signal(signal.SIGKILL)
+        return int(victim.pid)
+
+    def report(self) -> dict[str, Any]:
+        return json.loads(elastic("report", str(self.directory), "--json").splitlines()[-1])
+
+
+@contextlib.contextmanager
+def live_pool(
+    directory: Path, policy: str, rollout: int, train: int, limits: Mapping[str, float] | None = None
+) -> Iterator[LivePool]:
+    """Starts a pool, and stops it with everything it has."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / "pool.toml"
+    lines = "\n".join(f"{key} = {value}" for key, value in (limits or {}).items())
+    text = POOL.format(directory=directory / "pools", policy=policy, rollout=rollout, train=train, limits=lines)
+    file.write_text(text, encoding="utf-8")
+    started = json.loads(elastic("pool", "start", str(file), "--json"))
+    pool = LivePool(Path(started["directory"]))
+    try:
+        yield pool
+    finally:
+        with contextlib.suppress(RunFailed):
+            elastic("pool", "stop", str(pool.directory), "--now")
+
+
+def residual_nano_usd(pool: LivePool) -> int:
+    """What bills and the pool's own part miss of what the pool pays, by its journal replayed: 0."""
+    config = load_pool(pool.directory / POOL_CONFIG)
+    cluster = replay(read_records(pool.directory), CLUSTER_POLICIES[config.pool.policy])
+    state, now_ns = cluster.state, cluster.now_ns
+    prices = {phase: cluster.spec.kind(phase).nano_usd_per_hour for phase in PhaseKind}
+    unbilled = sum(
+        prices[node.phase] * (now_ns - (node.own_since_ns if node.group is None else state.billed_ns[node.group]))
+        for node in state.nodes.values()
+    )
+    billed = state.pool_billed + sum(record.billed for record in state.jobs.values())
+    return round((cluster.books.paid(now_ns) - billed - unbilled) / NS_PER_HOUR)
