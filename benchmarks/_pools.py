@@ -78,7 +78,7 @@ class LivePool:
                 time.sleep(0.3)
 
     def job(self, name: str) -> dict[str, Any]:
-        return next(job for job in self.jobs() if job["job"] == name)
+        return next(job for job in self.jobs() if job["name"] == name)
 
     def wait(self, done: Callable[[list[dict[str, Any]]], bool], within_s: float) -> None:
         """Raises `TimeoutError`, which says how the jobs stand."""
@@ -89,11 +89,11 @@ class LivePool:
             time.sleep(0.3)
 
     def wait_over(self, names: Sequence[str], within_s: float) -> None:
-        self.wait(lambda jobs: all(job["over"] for job in jobs if job["job"] in names), within_s)
+        self.wait(lambda jobs: all(job["over"] for job in jobs if job["name"] in names), within_s)
 
     def kill(self, kind: str, rng: random.Random, of: Sequence[str] = ()) -> int | None:
         """SIGKILL one process of this kind, of these jobs; its id, None where there is none."""
-        jobs = [job for job in self.jobs() if not of or job["job"] in of]
+        jobs = [job for job in self.jobs() if not of or job["name"] in of]
         found = example.victims(kind, self.directory, jobs)
         if not found:
             return None
