@@ -553,6 +553,7 @@ class Cluster:
         deadline."""
         record, node = self.state.jobs.get(event.job), self.state.nodes.get(event.node)
         if record is not None and node is not None and event.job in node.residents:
+            self._rotation.chill(event.job, node.phase)
             self._tell(c.StartResident(job=event.job, node=event.node))
 
     def _residency_measured(self, event: e.ResidencyMeasured) -> None:
@@ -564,6 +565,7 @@ class Cluster:
         if event.host_bytes > declared:
             reason = f"it holds {event.host_bytes} bytes of host memory on {event.node}; declared: {declared}"
             self._tell(c.KillResident(job=event.job, node=event.node, reason=reason))
+            self._rotation.chill(event.job, node.phase)
             self._tell(c.StartResident(job=event.job, node=event.node))
 
     def _tell(self, command: c.ClusterCommand) -> None:

@@ -3,6 +3,7 @@
 - A job's phase may begin once it asked, all its nodes are free, and everybody before it in the order has had this
   cycle's turn there. Turns are counted by job and phase; a turn is had, or let pass.
 - Who is late is waited for until a named deadline, then passed over once.
+- A turn whose residents start in it, cold, may take as long as a restart of the job besides.
 - Who overruns its plan is told to give way, and killed where it does not. What is left goes on in the next turn.
 - A rollout's tail may stay on some of its nodes; the next job begins on the others and gets the rest as the tail ends.
 
@@ -43,6 +44,7 @@ class Rotation:
         others = [self._state.jobs[other].turns for other in group.members if self._takes_part(other, group)]
         had = min((min(turns.values()) for turns in others), default=0)
         record.turns = {_ROLLOUT: had, _TRAIN: had}
+        record.cold = [_ROLLOUT, _TRAIN]
         record.asked = None
 
     def leave(self, job: JobId, now_ns: Nanoseconds) -> None:
@@ -50,7 +52,13 @@ class Rotation:
         record = self._state.jobs[job]
         if record.permit is not None:
             self._end(self._state.permits[record.permit], now_ns)
-        record.turns, record.asked = {}, None
+        record.turns, record.asked, record.cold = {}, None, []
+
+    def chill(self, job: JobId, phase: PhaseKind) -> None:
+        """A resident of this phase has to start anew."""
+        record = self._state.jobs[job]
+        if record.turns and phase not in record.cold:
+            record.cold.append(phase)
 
     def ask(self, job: JobId, phase: PhaseKind, now_ns: Nanoseconds) -> None:
         """A job that trains again lets its next rollout pass, and the other way round: a cycle has one of each."""
@@ -101,6 +109,7 @@ class Rotation:
         self._end(permit, now_ns)
         record = self._state.jobs[permit.job]
         record.turns[permit.phase] += 1
+        self.chill(permit.job, permit.phase)
         for node_id in permit.nodes:
             self._tell(c.StartResident(job=permit.job, node=node_id))
         self.grant(self._group(record), now_ns)
@@ -203,6 +212,9 @@ class Rotation:
         number = state.permit_numbers
         planned_ns = member.rollout_ns if phase is _ROLLOUT else member.train_ns
         length_ns = planned_ns + int(self._limits.overrun_share * planned_ns)
+        if phase in record.cold:
+            record.cold.remove(phase)
+            length_ns += record.request.restart_ns
         permit = Permit(
             number=number, job=job, phase=phase, nodes=nodes, since_ns=now_ns, deadline_ns=now_ns + length_ns
         )

@@ -79,6 +79,24 @@ def test_who_does_not_give_way_is_killed_at_the_deadline() -> None:
     assert node.accounts_ns == {DeviceAccount.SLICE: 110 * S, DeviceAccount.DOWN: 10 * S}
 
 
+def test_a_turn_in_which_residents_start_may_take_a_restart_longer() -> None:
+    pool = Driver()
+    pool.run(job("a", restart_ns=40 * S), job("b"))
+    first = pool.ask("a", ROLLOUT, 0)[0]
+    assert first.deadline_ns == 150 * S
+    pool.ask("b", ROLLOUT, 1)
+    pool.end("a", 100)
+    pool.ask("a", ROLLOUT, 101)
+    warm = pool.end("b", 200)[0]
+    assert (warm.job, warm.deadline_ns) == ("a", 310 * S)
+    pool.tell(e.ResidentLost(job="a", node="rollout-1", cause="killed"), 210)
+    pool.ask("b", ROLLOUT, 211)
+    pool.end("a", 300)
+    pool.ask("a", ROLLOUT, 301)
+    again = pool.end("b", 400)[0]
+    assert (again.job, again.deadline_ns) == ("a", 550 * S)
+
+
 def test_nothing_counts_under_an_older_permit() -> None:
     pool = Driver()
     pool.run(job("a"), job("b"))
