@@ -154,7 +154,11 @@ class TrainerConfig(_Section):
 class SeedingConfig(_Section):
     """How long the trainer's device generates at a step's start (RLBoost Alg. 1)."""
 
-    policy: Literal["adaptive", "fixed"] = "adaptive"
+    policy: Literal["auto", "adaptive", "fixed", "none"] = Field(
+        "auto",
+        description="how the window is chosen; none: the device never generates; auto: none for a pool's job, whose "
+        "turns on a training node are for training, else adaptive",
+    )
     window_s: float = Field(1.0, ge=0, description="the window; with `adaptive` that of the first step")
     longest_window_s: float = Field(300.0, ge=0)
     rate: float = Field(4.0, ge=1, description="η: differences in idle time are divided by this")

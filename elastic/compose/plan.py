@@ -87,6 +87,16 @@ def _pick(kind: str, name: str, where: str) -> importlib.metadata.EntryPoint:
     return points[name]
 
 
+def _in_turns(config: Config) -> Config:
+    """What is left open, as it is best for a job that shares its devices."""
+    provisioning, seeding = config.provisioning, config.seeding
+    if provisioning.hold == "auto":
+        provisioning = provisioning.model_copy(update={"hold": "rollouts"})
+    if seeding.policy == "auto":
+        seeding = seeding.model_copy(update={"policy": "none"})
+    return config.model_copy(update={"provisioning": provisioning, "seeding": seeding})
+
+
 def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPlan:
     """Check everything that can be checked before a process starts. Raises `ConfigError`."""
     types: dict[str, type[Provider]] = {}
@@ -107,9 +117,8 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         raise ConfigError(f"{where}: run.caps.{unknown[0]}: names no provider; allowed: {allowed}")
     environment = _pick("environment", config.environment.name, f"{where}: environment.name").load()
     reward = config.rewards.name and _pick("reward", config.rewards.name, f"{where}: rewards.name").value
-    if config.provisioning.hold == "auto" and any(s.kind == POOL_KIND for s in settings.values()):
-        provisioning = config.provisioning.model_copy(update={"hold": "rollouts"})
-        config = config.model_copy(update={"provisioning": provisioning})
+    if any(chosen.kind == POOL_KIND for chosen in settings.values()):
+        config = _in_turns(config)
     _check_pool(config.rewards, where)
     resolve_engine(config.engine, where)
     _check_engine(config, config.trainer.engine, where, "trainer.engine")

@@ -107,8 +107,8 @@ def _replacement(config: Config) -> ReplacementPolicy | None:
 
 def _seeding(config: Config) -> SeedingPolicy:
     s = config.seeding
-    window_ns = round(s.window_s * NS_PER_S)
-    if s.policy == "fixed":
+    window_ns = 0 if s.policy == "none" else round(s.window_s * NS_PER_S)
+    if s.policy in ("fixed", "none"):
         return FixedWindow(window_ns)
     return AdaptiveWindow(
         window_ns,

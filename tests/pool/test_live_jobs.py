@@ -55,9 +55,6 @@ groups = 2
 group_size = 2
 max_turns = 4
 max_tokens_per_turn = 8
-[seeding]
-policy = "fixed"
-window_s = 0
 [engine]
 device = "cpu"
 max_context_tokens = 192
