@@ -29,6 +29,7 @@ from elastic.offload import Lane, lanes
 from elastic.runtime.journal import GroupRow, JournalRecord, PullRow, RunDirectory, StepRow, TrajectoryRow, TurnRow
 from elastic.sim.lies import KINDS, Liar
 from elastic.weights.source import RelaySource
+from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.agent import run_agent
 from elastic.worker.connection import Connection, ConnectionLost, Ticket, dial
 from elastic.worker.trainer_host import TrainerHost
@@ -138,7 +139,7 @@ class Honest:
         if trains:
             trainer = TrainerHost(self._config, self._run_dir, False, self._make_trainer, self._build_engine)
             build_engine = trainer.build_engine
-        await run_agent(ticket, build_engine, trainer=trainer, born_ns=time.monotonic_ns())
+        await run_agent(ticket, build_engine, trainer=trainer, accounts=DeviceAccounts(time.monotonic_ns()))
 
     def _build_engine(self, _: wire.Welcome) -> ModelEngine:
         now_ns = time.monotonic_ns

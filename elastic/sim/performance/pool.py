@@ -119,7 +119,7 @@ class PoolMember:
             self._step = step
             self._pool.tell(e.JobProgressed(job=self._job, steps_done=step))
 
-    def take_up(self, permit: int | None, *, asked: bool) -> None:
+    def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:
         raise AssertionError("a run of one incarnation does not resume")
 
     # What its slices ask for.
