@@ -1,4 +1,4 @@
-.PHONY: run run-clouds serve test test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-vllm fuzz check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run run-clouds jobs serve test test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-vllm fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
