@@ -102,7 +102,7 @@ def serve_command(
 
 def _oidc(said: OidcOptions) -> "OidcSettings | None":
     """The identity provider, if there is to be one."""
-    from elastic.server.oidc import is_safe
+    from elastic.server.identity.oidc import is_safe
     from elastic.server.settings import OidcSettings
 
     if not said.issuer:
@@ -183,7 +183,7 @@ def support_command(home: Path, database: str, url: str, logs: list[Path], outpu
     """Write a bundle, and say what could not be had of it."""
     try:
         from elastic.server.settings import ServerSettings
-        from elastic.server.support import write_bundle
+        from elastic.server.support.bundle import write_bundle
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; {MISSING}") from error
     from elastic.cli.doctor import findings_of

@@ -13,7 +13,7 @@ from starlette.routing import compile_path
 
 from elastic.resources import Problem, ProblemError
 from elastic.server.store import StoreUnavailable
-from elastic.server.vault import VaultError
+from elastic.server.store.vault import VaultError
 
 log = structlog.get_logger(__name__)
 

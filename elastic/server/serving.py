@@ -13,14 +13,14 @@ import structlog
 from elastic.endpoint import joined
 from elastic.http_server import serving
 from elastic.resources import AccessRole
-from elastic.server.app import create_app
+from elastic.server.api.app import create_app
+from elastic.server.identity.sign_ins import SignInChecks
+from elastic.server.intake.upload_files import UploadStorage
 from elastic.server.pools import PoolSupervisors
 from elastic.server.runner import RunnerLoop
 from elastic.server.settings import ServerSettings
-from elastic.server.sign_ins import SignInChecks
 from elastic.server.store import Store, StoreError, migrate, people, uploads
 from elastic.server.store.tables import server
-from elastic.server.upload_files import UploadStorage
 from elastic.server.webhooks import DeliveryLoop
 
 log = structlog.get_logger(__name__)

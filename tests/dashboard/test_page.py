@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from elastic.cli.remote import code_of
 from elastic.resources import AccessRole, ProviderFigures, RunFigures, RunPhase
-from elastic.server.oidc import IdentityProvider
+from elastic.server.identity.oidc import IdentityProvider
 from elastic.server.settings import ClaimMapping, OidcSettings
 from elastic.server.store import runs as runs_store
 from elastic.server.store.tables import runs

@@ -17,7 +17,7 @@ from benchmarks._postgres import PostgresCluster
 from benchmarks._postgres import cluster as postgresql_cluster
 from elastic.http_server import serving
 from elastic.resources import AccessRole
-from elastic.server.app import create_app
+from elastic.server.api.app import create_app
 from elastic.server.serving import first_key, open_store
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, people
@@ -132,6 +132,7 @@ def make_site(home: Path, database: str = "") -> Site:
                 _, secret = people.new_key(
                     tx, project=projects[name], name=f"{name}-{role}", role=role, scopes=[], expires_us=None
                 )
+                assert secret is not None
                 keys[name, role] = secret
     return Site(settings, store, create_app(store, settings), admin, projects, keys)
 

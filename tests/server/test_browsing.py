@@ -14,9 +14,9 @@ from elastic.core.policy import StepRecord
 from elastic.report.history import history_of
 from elastic.runtime.journal import CONTINUES, RunDirectory, SampleRow, StepRow, TrajectoryFilter, TrajectoryRow
 from elastic.runtime.status import RunStatus
-from elastic.server.answers import ENTRY_BYTES, KeptAnswers
-from elastic.server.journals import SETTLED_S, metrics_of, version_of
-from elastic.server.trajectories import NoSuchTrajectory, trajectories_of
+from elastic.server.history.answers import ENTRY_BYTES, KeptAnswers
+from elastic.server.history.journals import SETTLED_S, metrics_of, version_of
+from elastic.server.history.trajectories import NoSuchTrajectory, trajectories_of
 from tests.run_status import run_status
 
 REWARDS = st.one_of(st.none(), st.sampled_from([0.0, -1.0, 0.5, 1.0]))

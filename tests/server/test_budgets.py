@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.server import budgets
-from elastic.server.budgets import ProjectAccount, RunAccount, SpendingLimits, returned, slices, taken_back
+from elastic.server.quotas import budgets
+from elastic.server.quotas.budgets import ProjectAccount, RunAccount, SpendingLimits, returned, slices, taken_back
 
 USD = NANO_USD_PER_USD
 

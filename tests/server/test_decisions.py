@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.resources import ENDED, RunFigures, RunPhase
-from elastic.server import conditions
-from elastic.server.runner import decisions
+from elastic.server.runner import conditions, decisions
 from elastic.server.runner.decisions import Decision, Ending, NextStep, ProcessSeen, decide
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow

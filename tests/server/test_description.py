@@ -9,9 +9,9 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 
 import elastic.resources
-from elastic.server.examples import EXAMPLES
+from elastic.server.api.examples import EXAMPLES
+from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.problems import MEDIA_TYPE, TYPES
-from elastic.server.routes.model_route import ModelRoute
 from tests.server.conftest import Site
 from tests.server.test_access import OPEN, SIGN_IN, operations
 

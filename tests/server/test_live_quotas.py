@@ -15,7 +15,7 @@ import pytest
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.processes import identity
 from elastic.resources import RunPhase
-from elastic.server import needs
+from elastic.server.quotas import needs
 from elastic.server.runner import RunnerLoop
 from elastic.server.settings import ServerSettings
 from elastic.server.store import runs

@@ -14,7 +14,7 @@ import structlog
 
 from elastic.logs import log_to
 from elastic.resources import AccessRole, RunPhase
-from elastic.server.request_log import BUCKETS_S
+from elastic.server.api.request_log import BUCKETS_S
 from elastic.server.store.tables import runs
 from tests.server.conftest import Site
 

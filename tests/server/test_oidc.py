@@ -16,14 +16,14 @@ from joserfc.jwk import ECKey, RSAKey
 from elastic.cli import remote
 from elastic.cli.account import account, account_path
 from elastic.resources import AccessRole
-from elastic.server import oidc
-from elastic.server.app import create_app
-from elastic.server.auth import COOKIE as SESSION
-from elastic.server.auth import CSRF_HEADER
-from elastic.server.oidc import IdentityProvider, SignedIn, mapped_roles
-from elastic.server.routes.sign_in import COOKIE
+from elastic.server.api.app import create_app
+from elastic.server.api.auth import COOKIE as SESSION
+from elastic.server.api.auth import CSRF_HEADER
+from elastic.server.api.routes.sign_in import COOKIE
+from elastic.server.identity import oidc
+from elastic.server.identity.oidc import IdentityProvider, SignedIn, mapped_roles
+from elastic.server.identity.sign_ins import SignInChecks
 from elastic.server.settings import ClaimMapping, OidcSettings
-from elastic.server.sign_ins import SignInChecks
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import refresh_tokens, sessions, users
 from tests.server.conftest import Site, served

@@ -11,7 +11,7 @@ from elastic import compose
 from elastic.client import ApiError, Client
 from elastic.cluster import events as e
 from elastic.resources import AccessRole
-from elastic.server.app import create_app
+from elastic.server.api.app import create_app
 from elastic.server.store import people
 from tests.pool.stand_in import POOL, StandIn
 from tests.server.conftest import Site, served

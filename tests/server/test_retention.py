@@ -13,8 +13,9 @@ import pytest
 from elastic.resources import AccessRole, RunPhase
 from elastic.runtime.journal import RunDirectory, SqliteJournal
 from elastic.runtime.journal.records import EventRow, TrajectoryRow
-from elastic.server import retention
-from elastic.server.budgets import US_PER_DAY
+from elastic.server.intake.upload_files import UploadStorage
+from elastic.server.quotas.budgets import US_PER_DAY
+from elastic.server.retention import rules
 from elastic.server.runner import retiring
 from elastic.server.runner.retiring import retire
 from elastic.server.store import runs
@@ -22,7 +23,6 @@ from elastic.server.store.database import now_us
 from elastic.server.store.runs import HostedRunRow
 from elastic.server.store.tables import runs as runs_table
 from elastic.server.store.tables import uploads
-from elastic.server.upload_files import UploadStorage
 from tests.server.conftest import Site
 
 
@@ -119,9 +119,9 @@ def test_what_is_half_removed_goes_the_rest_of_the_way(
         pass
 
     def die(path: Path, part: str) -> None:
-        if part == retention.LOGS:
+        if part == rules.LOGS:
             raise Killed
-        retention.remove(path, part)
+        rules.remove(path, part)
 
     with monkeypatch.context() as patched:
         patched.setattr(retiring, "remove", die)

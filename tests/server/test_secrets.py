@@ -14,7 +14,7 @@ from elastic.config import apply_override
 from elastic.resources import AccessRole, RunPhase
 from elastic.server.runner import RunnerLoop
 from elastic.server.store.tables import secrets
-from elastic.server.vault import KEY_FILE, Vault, VaultError
+from elastic.server.store.vault import KEY_FILE, Vault, VaultError
 from tests.server.conftest import Site
 
 VALUE = "s3cr3t-of-ours"

@@ -7,7 +7,7 @@ import pytest
 import sqlalchemy as sa
 
 from elastic.resources import AccessRole
-from elastic.server.auth import COOKIE, CSRF_HEADER
+from elastic.server.api.auth import COOKIE, CSRF_HEADER
 from elastic.server.store.people import hash_of
 from elastic.server.store.tables import sessions
 from tests.server.conftest import Site

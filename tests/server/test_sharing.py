@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.server.sharing import LeaseClaim, SharedProvider, caps, shares
+from elastic.server.quotas.sharing import LeaseClaim, SharedProvider, caps, shares
 
 PERIOD_US = 600_000_000
 TICK_US = PERIOD_US // 60

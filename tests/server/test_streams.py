@@ -16,8 +16,8 @@ from elastic.core import events as e
 from elastic.log_files import LogFollower, LogGone
 from elastic.resources import RunPhase
 from elastic.runtime.journal import RunDirectory, SqliteJournal, event_row
-from elastic.server.feeds import Feeds
-from elastic.server.journal_events import EventLog, EventsGone, Position
+from elastic.server.history.events import EventLog, EventsGone, Position
+from elastic.server.history.feeds import Feeds
 from elastic.server.store.tables import runs
 from tests.server.conftest import Site
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from elastic import compose
 from elastic.config import Config
 from elastic.resources import Submission
-from elastic.server import ids, submissions
+from elastic.server import ids
+from elastic.server.intake import submissions
 from elastic.server.problems import ApiProblem
 from tests.server.conftest import CONFIG, Site
 
@@ -114,7 +115,7 @@ def foreign(site: Site) -> list[str]:
             "upload:",
         ),
         *(f"{home}/uploads/{theirs}/{THEIR_UPLOAD}", f"upload:{OUR_UPLOAD}/../../{theirs}/{THEIR_UPLOAD}/market.csv"),
-        *("os:system", "os.path:join", "elastic.server.auth:Caller", "$HOME/x", "${HF_TOKEN}", "%(HOME)s/x"),
+        *("os:system", "os.path:join", "elastic.server.api.auth:Caller", "$HOME/x", "${HF_TOKEN}", "%(HOME)s/x"),
     ]
 
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.resources import RunPhase
-from elastic.server.redaction import REMOVED, Redaction
 from elastic.server.settings import ServerSettings
 from elastic.server.store.tables import runs
-from elastic.server.support import write_bundle
-from elastic.server.vault import KEY_FILE
+from elastic.server.store.vault import KEY_FILE
+from elastic.server.support.bundle import write_bundle
+from elastic.server.support.redaction import REMOVED, Redaction
 from tests.server.conftest import Site
 
 PLANTED = {

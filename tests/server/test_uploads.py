@@ -15,8 +15,8 @@ import pytest
 from elastic.client import Client
 from elastic.resources import AccessRole, RunPhase
 from elastic.server import ids
-from elastic.server.app import create_app
-from elastic.server.upload_files import SETTLED_S, UploadStorage, named
+from elastic.server.api.app import create_app
+from elastic.server.intake.upload_files import SETTLED_S, UploadStorage, named
 from tests.server.conftest import Site
 from tests.server.test_client import url
 
@@ -109,7 +109,7 @@ def test_a_body_may_be_large_on_its_way_to_disk_alone(site: Site) -> None:
     small = replace(site.settings, body_bytes_max=1_000)
     client = site.client(site.key("ours", AccessRole.RUNNER))
     client.app = create_app(site.store, small)
-    client = type(client)(client.app, base_url="http://127.0.0.1", headers=client.headers)
+    client = type(client)(client.app, base_url="http://127.0.0.1", headers=dict(client.headers))
     content = os.urandom(100_000)
     upload = announce(client, a=content)["id"]
     assert send(client, upload, content).json()["state"] == "ready"
@@ -121,7 +121,7 @@ def test_a_body_may_be_large_on_its_way_to_disk_alone(site: Site) -> None:
 def test_a_project_has_so_much_room(site: Site) -> None:
     app = create_app(site.store, replace(site.settings, project_uploads_bytes_max=10))
     client = site.client(site.key("ours", AccessRole.RUNNER))
-    client = type(client)(app, base_url="http://127.0.0.1", headers=client.headers)
+    client = type(client)(app, base_url="http://127.0.0.1", headers=dict(client.headers))
     first = announce(client, a=b"123456")["id"]
     full = client.post("/v1/uploads", json={"name": "b", "files": told(b=b"12345")})
     assert (full.status_code, full.json()["type"]) == (409, "/problems/quota-exceeded")

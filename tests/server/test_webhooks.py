@@ -17,8 +17,8 @@ from standardwebhooks.webhooks import Webhook as Verifier
 from elastic.resources import RunPhase
 from elastic.server.store import runs
 from elastic.server.store.tables import deliveries, webhooks
+from elastic.server.store.vault import KEY_FILE
 from elastic.server.store.webhooks import WAITS_S
-from elastic.server.vault import KEY_FILE
 from elastic.server.webhooks import DeliveryLoop
 from elastic.server.webhooks.addresses import UnsafeTarget, checked, resolved
 from tests.server.conftest import Site

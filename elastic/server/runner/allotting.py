@@ -14,8 +14,8 @@ import structlog
 from elastic.control import ControlError, RunControl
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.resources import ALIVE
-from elastic.server import budgets
-from elastic.server.allotment import ProjectStanding, RunAllotment, allot
+from elastic.server.quotas import budgets
+from elastic.server.runner.allotment import ProjectStanding, RunAllotment, allot
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, quotas, runs, webhooks
 from elastic.server.store.database import now_us

@@ -24,10 +24,9 @@ import structlog
 from elastic.config import ConfigError
 from elastic.resources import ALIVE, ENDED, RunFigures, RunPhase
 from elastic.runtime.journal import JournalError, RunDirectory
-from elastic.server import conditions
-from elastic.server.budgets import day_of
-from elastic.server.journals import cost_nano_usd, figures_of
-from elastic.server.runner import decisions, launching
+from elastic.server.history.journals import cost_nano_usd, figures_of
+from elastic.server.quotas.budgets import day_of
+from elastic.server.runner import conditions, decisions, launching
 from elastic.server.runner.allotting import allotted
 from elastic.server.runner.control import told_its_limits, told_to_stop
 from elastic.server.runner.decisions import Decision, Ending, NextStep, ProcessSeen
@@ -37,7 +36,7 @@ from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable, people, quotas, runs, secrets
 from elastic.server.store.database import Leadership, now_us
 from elastic.server.store.runs import HostedRunRow
-from elastic.server.vault import Vault, VaultError
+from elastic.server.store.vault import Vault, VaultError
 
 log = structlog.get_logger(__name__)
 

@@ -4,13 +4,14 @@ import sqlalchemy as sa
 import structlog
 
 from elastic.server import ids
+from elastic.server.intake.upload_files import UploadStorage
 from elastic.server.permissions import Action
-from elastic.server.retention import REMOVED, REMOVING, RUN, due, needed_by, remove
+from elastic.server.retention import records
+from elastic.server.retention.rules import REMOVED, REMOVING, RUN, due, needed_by, remove
 from elastic.server.settings import ServerSettings
-from elastic.server.store import Store, audit, retention, runs, uploads
+from elastic.server.store import Store, audit, runs, uploads
 from elastic.server.store.database import now_us
 from elastic.server.store.runs import HostedRunRow
-from elastic.server.upload_files import UploadStorage
 
 log = structlog.get_logger(__name__)
 
@@ -22,11 +23,11 @@ AT_ONCE = 100
 def retire(store: Store, settings: ServerSettings) -> bool:
     """Remove what is over of a few runs and uploads; whether there is more. Raises `StoreUnavailable`."""
     with store.reading() as connection:
-        begun = retention.half_removed(connection)
+        begun = records.half_removed(connection)
     for run in begun:
         _finish(store, settings, run)
     with store.reading() as connection:
-        found = [run.id for run, _ in retention.over(connection, None, now_us())]
+        found = [run.id for run, _ in records.over(connection, None, now_us())]
     for id_ in found[:AT_ONCE]:
         run = _begin(store, id_)
         if run is not None:
@@ -41,7 +42,7 @@ def _retire_uploads(store: Store, settings: ServerSettings) -> None:
     storage = UploadStorage(settings)
 
     def over(connection: sa.Connection, project: str | None = None) -> list[sa.RowMapping]:
-        found = retention.uploads_over(connection, project, storage.standing, settings.open_upload_days)
+        found = records.uploads_over(connection, project, storage.standing, settings.open_upload_days)
         return [row for row, _, _ in found]
 
     with store.reading() as connection:
@@ -70,7 +71,7 @@ def _begin(store: Store, id_: str) -> HostedRunRow | None:
         run = runs.find(tx, id_)
         if run is None:
             return None
-        own, server = retention.policy(tx, run.project), retention.policy(tx, retention.SERVER)
+        own, server = records.policy(tx, run.project), records.policy(tx, records.SERVER)
         parts = due(run, own, server, now_us())
         if not parts or needed_by(run, runs.managed(tx)) is not None:
             return None

@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.server.budgets import SpendingLimits, day_of
+from elastic.server.quotas.budgets import SpendingLimits, day_of
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import accounts, capacities, quotas, runs
 

@@ -13,7 +13,7 @@ from elastic.processes import Identity
 from elastic.resources import ENDED, Condition, HostedRun, HostedRunDetail, RunFigures, RunPhase
 from elastic.server import ids
 from elastic.server.clock import rfc3339
-from elastic.server.needs import RunNeeds, needs_of_config
+from elastic.server.quotas.needs import RunNeeds, needs_of_config
 from elastic.server.store import webhooks
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import idempotency, runs

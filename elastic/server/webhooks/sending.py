@@ -10,7 +10,7 @@ import structlog
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable, webhooks
 from elastic.server.store.database import now_us
-from elastic.server.vault import Vault, VaultError
+from elastic.server.store.vault import Vault, VaultError
 from elastic.server.webhooks.addresses import UnsafeTarget, resolved
 from elastic.server.webhooks.signing import signed_headers
 

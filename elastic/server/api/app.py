@@ -1,0 +1,79 @@
+"""The application: routes, problems, and the limits on what a request may cost."""
+
+import contextlib
+import importlib.metadata
+import re
+from collections.abc import AsyncIterator, Callable
+
+import sqlalchemy as sa
+from fastapi import FastAPI
+from fastapi.responses import Response
+
+from elastic.http_server import BodyLimits, HostCheck
+from elastic.server import problems
+from elastic.server.api import openapi, routes
+from elastic.server.api.request_log import RequestFigures, RequestLog
+from elastic.server.api.state import ServerState
+from elastic.server.history.feeds import Feeds
+from elastic.server.identity.oidc import IdentityProvider
+from elastic.server.settings import ServerSettings
+from elastic.server.store import Store, StoreUnavailable
+from elastic.server.store.tables import server as server_table
+
+_FILE_OF_UPLOAD = re.compile(r"/v1/uploads/[^/]+/files/[^/]+")
+
+
+def create_app(
+    store: Store,
+    settings: ServerSettings,
+    wake: Callable[[], None] = lambda: None,
+    runner_lags: Callable[[], list[str]] = list,
+) -> FastAPI:
+    """The control API over a store. `runner_lags` says what keeps the runner from its work."""
+
+    def ready() -> list[str]:
+        try:
+            with store.reading() as connection:
+                # SQLite makes an empty database where there is none: that one answers, too, but has no tables.
+                connection.execute(sa.select(server_table.c.key).limit(1)).all()
+        except StoreUnavailable as error:
+            return [f"the database: {error}"]
+        return runner_lags()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+
+    app = FastAPI(
+        title="Elastic",
+        version=importlib.metadata.version("elastic-rl"),
+        routes=routes.all_routes(),
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        separate_input_output_schemas=False,
+    )
+    requests = RequestFigures()
+    provider = None if settings.oidc is None else IdentityProvider(settings.oidc)
+    feeds = Feeds(settings.feed_interval_s)
+    app.state.server = ServerState(store, settings, feeds, wake, provider, ready, requests)
+    problems.install(app)
+    openapi.install(app)
+    app.add_middleware(BodyLimits, bytes_max=settings.body_bytes_max, bytes_max_of=_upload_limit(settings))
+    app.add_middleware(HostCheck, names=settings.host_names, refuse=_misdirected)
+    app.add_middleware(RequestLog, figures=requests)
+    return app
+
+
+def _upload_limit(settings: ServerSettings) -> Callable[[str, str], int | None]:
+    """Files of uploads go to disk as they come, and may be as large as their project's room."""
+
+    def bytes_max(method: str, path: str) -> int | None:
+        return settings.project_uploads_bytes_max if method == "PUT" and _FILE_OF_UPLOAD.fullmatch(path) else None
+
+    return bytes_max
+
+
+def _misdirected(_: int, detail: str) -> Response:
+    return problems.early_response("misdirected", detail)

@@ -1,0 +1,25 @@
+"""The audit log: who did what, and who was not let."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+
+from elastic.resources import AuditEntry, Listed
+from elastic.server import ids
+from elastic.server.api.routes.common import CallerDep, Cursor, StateDep, cursor_of, listing, rules
+from elastic.server.api.routes.model_route import ModelRoute
+from elastic.server.permissions import Action
+from elastic.server.store import audit
+from elastic.server.store.tables import audit as audit_table
+
+router = APIRouter(prefix="/v1/audit", tags=["audit"], route_class=ModelRoute)
+
+
+@router.get("", **rules(Action.AUDIT_READ, "invalid-cursor"))
+def list_entries(
+    request: Request, caller: CallerDep, state: StateDep, cursor: Annotated[Cursor, Depends(cursor_of(ids.AUDIT))]
+) -> Listed[AuditEntry]:
+    """List what was done, newest first."""
+    where = [] if caller.project is None else [audit_table.c.project == caller.project]
+    with state.store.reading() as connection:
+        return listing(request, connection, audit_table, where, cursor, audit.as_entry)

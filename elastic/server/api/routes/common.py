@@ -1,0 +1,146 @@
+"""What routes have in common: who calls, which page, what can go wrong, which ETag."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+import sqlalchemy as sa
+from fastapi import Depends, Header, Query, Request
+from pydantic import BaseModel
+
+from elastic.resources import Listed, Problem
+from elastic.server import ids
+from elastic.server.api.auth import AskingDep, Caller, CallerDep, requires
+from elastic.server.api.state import ServerState, state_of
+from elastic.server.permissions import Action
+from elastic.server.problems import MEDIA_TYPE, TYPES, ApiProblem, not_found
+from elastic.server.store import people, runs
+from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor, page
+from elastic.server.store.runs import HostedRunRow
+
+R = TypeVar("R", bound=BaseModel)
+
+StateDep = Annotated[ServerState, Depends(state_of)]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(max_length=255, description="a repetition under the same key is answered as the first time, for a day"),
+]
+IfMatch = Annotated[str | None, Header(description="the ETag of what is edited")]
+ALWAYS = (
+    *(
+        "invalid-request",
+        "unauthenticated",
+        "forbidden",
+        "stale-page",
+        "request-timeout",
+        "too-large",
+        "unsupported-media-type",
+    ),
+    *("misdirected", "internal", "unavailable"),
+)
+
+__all__ = ["CallerDep", "Cursor", "IdempotencyKey", "IfMatch", "StateDep"]
+
+
+def rules(action: Action, *problems: str, **openapi: Any) -> dict[str, Any]:
+    """What a route that does `action` says of itself: who may, and what can go wrong besides what always can."""
+    return {
+        "dependencies": [Depends(requires(action))],
+        "responses": problem_responses(*ALWAYS, *problems),
+        "openapi_extra": {"x-action": action.value, "security": [{"key": []}], **openapi},
+    }
+
+
+def problem_responses(*kinds: str) -> dict[int | str, dict[str, Any]]:
+    """The problems that a route may answer with, by status."""
+    by_status: dict[int | str, dict[str, Any]] = {}
+    for kind in kinds:
+        type_ = TYPES[kind]
+        found = by_status.setdefault(
+            type_.status,
+            {"model": Problem, "description": type_.title, "content": {MEDIA_TYPE: {"examples": {}}}},
+        )
+        found["content"][MEDIA_TYPE]["examples"][kind] = {
+            "value": {
+                "type": f"/problems/{kind}",
+                "title": type_.title,
+                "status": type_.status,
+                "detail": type_.advice,
+                "instance": "/v1/runs",
+                "request_id": "req_01JD3K5T7WQ8M2N4P6R8S0V2X4",
+            }
+        }
+    return by_status
+
+
+def cursor_of(prefix: str) -> Callable[..., Awaitable[Cursor]]:
+    """A dependency: the page of a list of things whose ids have this prefix. Raises `ApiProblem`."""
+
+    async def cursor(
+        limit: Annotated[int, Query(ge=1, le=LIMIT_MAX)] = LIMIT,
+        starting_after: Annotated[str | None, Query(max_length=64, description="an entry's id: older ones")] = None,
+        ending_before: Annotated[str | None, Query(max_length=64, description="an entry's id: newer ones")] = None,
+    ) -> Cursor:
+        if starting_after is not None and ending_before is not None:
+            raise ApiProblem("invalid-cursor", "starting_after and ending_before exclude each other")
+        for name, value in (("starting_after", starting_after), ("ending_before", ending_before)):
+            if value is not None and not ids.is_id(value, prefix):
+                raise ApiProblem("invalid-cursor", f"{name}: {value!r} is of no entry of this list")
+        return Cursor(limit, starting_after or "", ending_before or "")
+
+    return cursor
+
+
+def listing(
+    request: Request,
+    connection: sa.Connection,
+    table: sa.FromClause,
+    where: Sequence[sa.ColumnElement[bool]],
+    cursor: Cursor,
+    resource: Callable[[sa.RowMapping], R],
+    columns: Sequence[sa.ColumnElement[Any]] = (),
+) -> Listed[R]:
+    rows, has_more = page(connection, table, where, cursor, columns)
+    return Listed(url=request.url.path, data=[resource(row) for row in rows], has_more=has_more)
+
+
+def run_of(connection: sa.Connection, caller: Caller, run: str) -> HostedRunRow:
+    """The run with this id, if the caller sees it. Raises `ApiProblem`."""
+    found = runs.find(connection, run)
+    if found is None or not caller.sees(found.project):
+        raise not_found("run", run)
+    return found
+
+
+async def seen_run(run: str, asking: AskingDep) -> HostedRunRow:
+    """The run that the path names. Raises `ApiProblem` where the caller sees no such run."""
+    if asking.run is None:
+        raise not_found("run", run)
+    return asking.run
+
+
+RunDep = Annotated[HostedRunRow, Depends(seen_run)]
+
+
+def project_of(connection: sa.Connection, caller: Caller, wanted: str | None) -> str:
+    """The id of the project that a request is about: the caller's, or for a key of none the one it names.
+
+    Raises `ApiProblem`; of projects of others nothing is said.
+    """
+    if wanted is None:
+        wanted = caller.project or people.DEFAULT_PROJECT
+    found = people.project(connection, wanted)
+    if found is None or not caller.sees(found["id"]):
+        raise not_found("project", wanted)
+    return found["id"]
+
+
+def check_etag(if_match: str | None, etag: str) -> None:
+    """Raises `ApiProblem` unless the request says that it edits what is there now."""
+    if if_match is None:
+        raise ApiProblem("precondition-required", f"send If-Match with the ETag of what you have read; now {etag}")
+    if if_match.strip() not in (etag, "*"):
+        raise ApiProblem("precondition-failed", f"If-Match: found {if_match[:100]}; now {etag}")
+
+
+def etag_of(version: int) -> str:
+    return f'"{version}"'

@@ -1,0 +1,206 @@
+"""Streams: what happens in a run, and what its processes write. Each can be taken up again where it was left."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path as FilePath
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi.responses import StreamingResponse
+
+from elastic.log_files import LogFollower, LogGone, log_files
+from elastic.resources import RunEvent
+from elastic.runtime.journal import JournalError
+from elastic.server.api.routes.common import RunDep, StateDep, rules
+from elastic.server.api.routes.model_route import ModelRoute
+from elastic.server.api.routes.runs import RunId
+from elastic.server.api.state import ServerState
+from elastic.server.history.events import EventLog, EventsGone, Position
+from elastic.server.permissions import Action
+from elastic.server.problems import ApiProblem, not_found
+from elastic.server.store import runs
+
+router = APIRouter(prefix="/v1/runs", tags=["streams"], route_class=ModelRoute)
+
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+LastEventId = Annotated[str | None, Header(max_length=200, description="the id of the last event that was received")]
+After = Annotated[str | None, Query(max_length=200, description="as Last-Event-ID, for who cannot send headers")]
+Follow = Annotated[bool, Query(description="wait for more; with false the stream ends at what is there now")]
+EVENT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+STREAM: dict[str, Any] = {
+    "responses": {
+        200: {
+            "description": "server-sent events; a comment whenever nothing else was sent for 15 s",
+            "content": {"text/event-stream": {"itemSchema": EVENT}},
+        },
+        204: {"description": "the run has ended, and nothing follows: do not connect again"},
+    }
+}
+
+
+def stream_rules(example: str, *problems: str) -> dict[str, Any]:
+    said = rules(Action.RUNS_READ, "not-found", *problems)
+    content = {"text/event-stream": {"itemSchema": EVENT, "example": example}}
+    responses = said["responses"] | STREAM["responses"]
+    responses[200] = {**responses[200], "content": content}
+    return {**said, "responses": responses, "response_class": StreamingResponse}
+
+
+def _with_example(example: Any, said: dict[str, Any]) -> dict[str, Any]:
+    shown = {200: {"content": {"application/json": {"example": example}}}}
+    return {**said, "responses": said["responses"] | shown}
+
+
+@router.get(
+    "/{run}/events",
+    **stream_rules('id: 5f0c-4712\nevent: lease.preempted\ndata: {"lease":"l-9","detail":""}\n\n', "events-gone"),
+)
+async def events(
+    run: RunId,
+    found: RunDep,
+    state: StateDep,
+    last_event_id: LastEventId = None,
+    after: After = None,
+    follow: Follow = True,
+) -> Response:
+    """Stream what happens in a run, from its beginning or behind the event of an id: leases, workers, steps, weights.
+
+    Each event has an `id`; send the last one as Last-Event-ID to go on behind it. A `run.ended` event without an id
+    ends the stream of a run that is over.
+    """
+    run_dir = state.settings.run_dir(run)
+    begin = last_event_id or after or ""
+    log = EventLog(run_dir)
+    position = await asyncio.to_thread(_position, log, begin)
+    if begin and found.ended and not (await asyncio.to_thread(log.read, position)).events:
+        return Response(status_code=204)
+    body = _following(state, run, begin) if follow else _reading(log, position)
+    return StreamingResponse(body, media_type="text/event-stream", headers=HEADERS)
+
+
+def _position(log: EventLog, event: str) -> Position:
+    try:
+        return log.after(event)
+    except EventsGone:
+        raise ApiProblem("events-gone", f"no event {event[:100]!r} is in this run's journals") from None
+    except (JournalError, OSError) as error:
+        raise ApiProblem("unavailable", f"the run's journal cannot be read now: {type(error).__name__}") from error
+
+
+async def _reading(log: EventLog, position: Position) -> AsyncIterator[bytes]:
+    """What is there now."""
+    whole = False
+    while not whole:
+        found, position, whole = await asyncio.to_thread(log.read, position)
+        yield b"".join(_event(event) for _, event in found)
+
+
+async def _following(state: ServerState, run: str, begin: str) -> AsyncIterator[bytes]:
+    """What is there, and what comes, until the run is over."""
+
+    async def ended() -> bool:
+        return await asyncio.to_thread(_ended, state, run)
+
+    settings = state.settings
+    async with state.feeds.following(run, settings.run_dir(run), ended) as feed:
+        position = await asyncio.to_thread(_position, feed.log, begin)
+        yield b": hello\n\n"
+        while True:
+            over = feed.over
+            found, position, whole = await feed.after(position)
+            if found:
+                yield b"".join(_event(event) for _, event in found)
+            elif whole and over:
+                yield await asyncio.to_thread(_last_event, state, run)
+                return
+            elif whole and not await feed.changed_behind(position, settings.ping_s):
+                yield b": ping\n\n"
+
+
+def _ended(state: ServerState, run: str) -> bool:
+    with state.store.reading() as connection:
+        found = runs.find(connection, run)
+    return found is None or found.ended
+
+
+def _last_event(state: ServerState, run: str) -> bytes:
+    with state.store.reading() as connection:
+        found = runs.find(connection, run)
+    said = {"phase": "deleted", "cause": ""} if found is None else {"phase": found.phase.value, "cause": found.cause}
+    return f"event: run.ended\ndata: {json.dumps(said)}\n\n".encode()
+
+
+def _event(event: RunEvent) -> bytes:
+    data = msgspec.json.encode({"at_s": event.at_s, **event.data})
+    return b"id: %s\nevent: %s\ndata: %s\n\n" % (event.id.encode(), event.type.encode(), data)
+
+
+@router.get(
+    "/{run}/logs", **stream_rules('id: process:118\ndata: {"line":"step 1/100  success  35%"}\n\n', "events-gone")
+)
+async def logs(
+    run: RunId,
+    found: RunDep,
+    state: StateDep,
+    last_event_id: LastEventId = None,
+    after: After = None,
+    follow: Follow = True,
+    source: Annotated[
+        str, Query(pattern=r"^[A-Za-z0-9._-]{1,100}$", description="whose: see `log-sources`")
+    ] = "process",
+    tail: Annotated[int | None, Query(ge=0, le=100_000, description="begin with the last lines only")] = None,
+) -> Response:
+    """Stream a run's log, line by line: `process` has its progress and what it says of failures.
+
+    A `log.ended` event without an id ends the log of a run that is over.
+    """
+    path = state.settings.run_dir(run) / "logs" / f"{source}.log"
+    if source != "process" and not path.is_file():
+        raise not_found("log", source)
+    begin = last_event_id or after or ""
+    follower = LogFollower(source, path)
+    try:
+        await asyncio.to_thread(follower.seek, begin, tail)
+    except LogGone:
+        raise ApiProblem("events-gone", f"{begin[:100]!r} is no place in log {source!r}") from None
+    if begin and found.ended and await asyncio.to_thread(follower.at_end):
+        return Response(status_code=204)
+    return StreamingResponse(
+        _lines(state, run, follower, follow=follow), media_type="text/event-stream", headers=HEADERS
+    )
+
+
+async def _lines(state: ServerState, run: str, follower: LogFollower, *, follow: bool) -> AsyncIterator[bytes]:
+    yield b": hello\n\n"
+    quiet_s, interval_s = 0.0, state.settings.feed_interval_s
+    while True:
+        over = not follow or await asyncio.to_thread(_ended, state, run)
+        lines = await asyncio.to_thread(follower.read)
+        if lines:
+            quiet_s = 0.0
+            yield b"".join(
+                b"id: %s\ndata: %s\n\n" % (one.id.encode(), one.model_dump_json(include={"line"}).encode())
+                for one in lines
+            )
+        elif over:
+            if follow:
+                yield b"event: log.ended\ndata: {}\n\n"
+            return
+        else:
+            quiet_s += interval_s
+            if quiet_s >= state.settings.ping_s:
+                quiet_s = 0.0
+                yield b": ping\n\n"
+            await asyncio.sleep(interval_s)
+
+
+@router.get("/{run}/log-sources", **_with_example(["orchestrator", "process"], rules(Action.RUNS_READ, "not-found")))
+def log_sources(run: Annotated[str, Path(max_length=64)], found: RunDep, state: StateDep) -> list[str]:
+    """Name the logs that a run has: of its process, its orchestrator, its trainer and its workers."""
+    return log_files(FilePath(state.settings.run_dir(run)) / "logs")

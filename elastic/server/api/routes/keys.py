@@ -1,0 +1,116 @@
+"""Keys: made, listed, revoked. Their secrets are shown once and kept nowhere."""
+
+from typing import Annotated
+
+import sqlalchemy as sa
+from fastapi import APIRouter, Depends, Path, Request, Response
+
+from elastic.resources import AccessRole, ApiKey, CreatedKey, Listed, NewKey, ProblemError
+from elastic.server import ids
+from elastic.server.api.auth import Caller
+from elastic.server.api.routes.common import (
+    CallerDep,
+    Cursor,
+    IdempotencyKey,
+    StateDep,
+    cursor_of,
+    listing,
+    project_of,
+    rules,
+)
+from elastic.server.api.routes.model_route import ModelRoute
+from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.permissions import Action, actions_of, may_grant
+from elastic.server.problems import ApiProblem, not_found
+from elastic.server.store import people
+from elastic.server.store.database import now_us
+
+router = APIRouter(prefix="/v1/keys", tags=["keys"], route_class=ModelRoute)
+KeyId = Annotated[str, Path(max_length=64)]
+
+
+@router.post(
+    "",
+    status_code=201,
+    response_model=CreatedKey,
+    **rules(Action.KEYS_WRITE, "not-found", "idempotency-mismatch"),
+)
+def create(
+    request: Request, body: NewKey, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Make a key of the project itself, for programs. Its secret is in this answer and nowhere else."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        if body.server_wide and caller.project is not None:
+            raise ApiProblem("forbidden", "only a key of no project can make another one")
+        project = None if body.server_wide else project_of(tx, caller, body.project)
+        refuse_more(caller, body.role, body.scopes, server_wide=project is None)
+        expires_us = None if body.expires_in_s is None else now_us() + body.expires_in_s * 1_000_000
+        row, secret = people.new_key(
+            tx, project=project, name=body.name, role=body.role, scopes=body.scopes, expires_us=expires_us
+        )
+        return key_made(row, secret, router.prefix, project)
+
+    return carry_out(request, state, caller, Action.KEYS_WRITE, body, work)
+
+
+def key_made(row: sa.RowMapping, secret: str | None, prefix: str, project: str | None = None) -> WriteResult:
+    """The answer with a new key: its secret is in this one, and in none that repeats it."""
+    made = people.as_key(row).model_dump()
+    place = f"{prefix}/{row['id']}"
+    kept = CreatedKey(**made, secret=None)
+    return WriteResult(
+        201, CreatedKey(**made, secret=secret), {"location": place}, kept=kept, resource=place, project=project
+    )
+
+
+@router.get("", **rules(Action.KEYS_READ, "invalid-cursor"))
+def list_keys(
+    request: Request, caller: CallerDep, state: StateDep, cursor: Annotated[Cursor, Depends(cursor_of(ids.KEY))]
+) -> Listed[ApiKey]:
+    """List keys, newest first, without their secrets."""
+    where = [] if caller.project is None else [people.keys_seen.c.project == caller.project]
+    with state.store.reading() as connection:
+        return listing(request, connection, people.keys_seen, where, cursor, people.as_key)
+
+
+@router.get("/{key}", **rules(Action.KEYS_READ, "not-found"))
+def show(key: KeyId, caller: CallerDep, state: StateDep) -> ApiKey:
+    """Show a key, without its secret."""
+    with state.store.reading() as connection:
+        return people.as_key(key_of(connection, caller, key))
+
+
+@router.delete("/{key}", status_code=204, **rules(Action.KEYS_WRITE, "not-found"))
+def revoke(key: KeyId, request: Request, caller: CallerDep, state: StateDep) -> Response:
+    """Revoke a key: from now on it opens nothing. It stays in the list."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = key_of(tx, caller, key)
+        people.revoke(tx, found["id"])
+        return WriteResult(204, project=found["project"])
+
+    return carry_out(request, state, caller, Action.KEYS_WRITE, None, work)
+
+
+def key_of(connection: sa.Connection, caller: Caller, key: str) -> sa.RowMapping:
+    """The key with this id, if the caller sees it. Raises `ApiProblem`."""
+    found = people.key(connection, key)
+    if found is None or not caller.sees(found["project"]):
+        raise not_found("key", key)
+    return found
+
+
+def refuse_more(caller: Caller, role: AccessRole, scopes: list[str], *, server_wide: bool) -> None:
+    """Nobody hands on more than they have. Raises `ApiProblem`."""
+    if not may_grant(caller.role, role):
+        raise ApiProblem("forbidden", f"a {caller.role} cannot make a key for a {role}")
+    allowed = actions_of(role, [], server_wide=server_wide)
+    unknown = [scope for scope in scopes if scope not in allowed]
+    if unknown:
+        errors = [ProblemError(pointer="#/scopes", detail=f"unknown, or not the role's: {', '.join(unknown)}")]
+        raise ApiProblem("invalid-request", f"scopes: found {unknown[0]!r}; allowed: {', '.join(allowed)}", errors)
+    granted = actions_of(role, scopes, server_wide=server_wide)
+    beyond = [action for action in granted if action not in caller.actions]
+    if beyond:
+        raise ApiProblem("forbidden", f"this key cannot hand on {beyond[0]}, which it does not have itself")

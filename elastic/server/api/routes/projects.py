@@ -1,0 +1,99 @@
+"""Projects: what runs, keys and files belong to."""
+
+import sqlalchemy as sa
+from fastapi import APIRouter, Request, Response
+
+from elastic.resources import Listed, NewProject, Project, ProjectChange
+from elastic.server.api.routes.common import (
+    CallerDep,
+    IdempotencyKey,
+    IfMatch,
+    StateDep,
+    check_etag,
+    etag_of,
+    project_of,
+    rules,
+)
+from elastic.server.api.routes.model_route import ModelRoute
+from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.permissions import Action
+from elastic.server.problems import ApiProblem
+from elastic.server.store import people
+
+router = APIRouter(prefix="/v1/projects", tags=["projects"], route_class=ModelRoute)
+
+
+@router.post(
+    "",
+    status_code=201,
+    response_model=Project,
+    **rules(Action.SERVER_WRITE, "name-taken", "untrusted-neighbours", "idempotency-mismatch"),
+)
+def create(
+    request: Request, body: NewProject, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Make a project. Its runs' processes have a Unix user of their own, unless the server was told to trust all."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        _refuse_taken(tx, body.name)
+        if body.unix_user is None and not state.settings.shared_trust:
+            raise ApiProblem(
+                "untrusted-neighbours",
+                "its runs would be processes of the same user as other projects': give it a unix_user, or start the "
+                "server with --shared-trust",
+            )
+        made = people.new_project(tx, body.name, body.unix_user)
+        place = f"{router.prefix}/{made['id']}"
+        headers = {"location": place, "etag": etag_of(made["version"])}
+        return WriteResult(201, people.as_project(made), headers, resource=place, project=made["id"])
+
+    return carry_out(request, state, caller, Action.SERVER_WRITE, body, work)
+
+
+@router.get("", **rules(Action.PROJECTS_READ))
+def list_projects(request: Request, caller: CallerDep, state: StateDep) -> Listed[Project]:
+    """List the projects that the key sees."""
+    with state.store.reading() as connection:
+        rows = people.all_projects(connection)
+    seen = [people.as_project(row) for row in rows if caller.sees(row["id"])]
+    return Listed(url=request.url.path, data=seen, has_more=False)
+
+
+@router.get("/{project}", **rules(Action.PROJECTS_READ, "not-found"))
+def show(project: str, caller: CallerDep, state: StateDep, response: Response) -> Project:
+    """Show a project, by its id or its name."""
+    with state.store.reading() as connection:
+        row = people.project(connection, project_of(connection, caller, project))
+    assert row is not None
+    response.headers["etag"] = etag_of(row["version"])
+    return people.as_project(row)
+
+
+@router.patch(
+    "/{project}",
+    response_model=Project,
+    **rules(Action.SERVER_WRITE, "not-found", "name-taken", "precondition-failed", "precondition-required"),
+)
+def change(
+    project: str, request: Request, body: ProjectChange, caller: CallerDep, state: StateDep, if_match: IfMatch = None
+) -> Response:
+    """Rename a project, or give it a Unix user."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = people.project(tx, project_of(tx, caller, project))
+        assert found is not None
+        check_etag(if_match, etag_of(found["version"]))
+        changes = body.model_dump(exclude_unset=True, exclude_none=True)
+        if changes.get("name", found["name"]) != found["name"]:
+            _refuse_taken(tx, changes["name"])
+        people.change_project(tx, found["id"], changes)
+        now = people.project(tx, found["id"])
+        assert now is not None
+        return WriteResult(200, people.as_project(now), {"etag": etag_of(now["version"])}, project=now["id"])
+
+    return carry_out(request, state, caller, Action.SERVER_WRITE, body, work)
+
+
+def _refuse_taken(tx: sa.Connection, name: str) -> None:
+    if people.project(tx, name) is not None:
+        raise ApiProblem("name-taken", f"there is a project {name!r} already")

@@ -1,0 +1,212 @@
+"""What a run has come to: metrics, trajectories, checkpoints, workers, leases, reports."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path as FilePath
+from typing import Annotated, Literal, TypeVar
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
+
+from elastic import report
+from elastic.resources import (
+    Checkpoint,
+    HostedLease,
+    HostedTrajectory,
+    HostedTrajectoryDetail,
+    HostedWorker,
+    Listed,
+    Metrics,
+)
+from elastic.runtime.journal import JournalError, RunDirectory, TrajectoryFilter
+from elastic.server.api.routes.common import RunDep, StateDep, rules
+from elastic.server.api.routes.model_route import ModelRoute
+from elastic.server.api.routes.runs import RunId
+from elastic.server.api.state import ServerState
+from elastic.server.history import journals
+from elastic.server.history.answers import Entries
+from elastic.server.history.trajectories import NoSuchTrajectory, trajectories_of, trajectory_of
+from elastic.server.permissions import Action
+from elastic.server.problems import ApiProblem, not_found
+from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor
+
+R = TypeVar("R", HostedWorker, HostedLease, Checkpoint)
+T = TypeVar("T")
+SAMPLES = 1_000
+
+router = APIRouter(prefix="/v1/runs", tags=["results"], route_class=ModelRoute)
+CheckpointId = Annotated[str, Path(pattern=r"^[0-9]{1,12}$")]
+
+
+async def cursor(
+    limit: Annotated[int, Query(ge=1, le=LIMIT_MAX)] = LIMIT,
+    starting_after: Annotated[str | None, Query(max_length=200, description="an entry's id: what follows it")] = None,
+) -> Cursor:
+    return Cursor(limit, starting_after or "")
+
+
+PageDep = Annotated[Cursor, Depends(cursor)]
+
+
+@router.get("/{run}/metrics", response_model=Metrics, **rules(Action.RUNS_READ, "not-found"))
+def metrics(
+    run: RunId, found: RunDep, state: StateDep, samples: Annotated[int, Query(ge=1, le=SAMPLES)] = SAMPLES
+) -> Response:
+    """Show a run's series: every finished step, and how it stood at up to `samples` moments."""
+    run_dir = state.settings.run_dir(run)
+
+    def make() -> Entries:
+        return [("", journals.metrics_of(run, run_dir, samples).model_dump_json().encode())]
+
+    ((_, content),) = _read(lambda: state.answers.get(run_dir, f"metrics {samples}", make))
+    return Response(content, media_type="application/json")
+
+
+@router.get(
+    "/{run}/trajectories",
+    response_model=Listed[HostedTrajectory],
+    **rules(Action.RUNS_READ, "not-found", "invalid-cursor"),
+)
+def trajectories(
+    run: RunId,
+    request: Request,
+    found: RunDep,
+    state: StateDep,
+    page: PageDep,
+    step: Annotated[int | None, Query(ge=0, le=2**31, description="only of this step")] = None,
+    reward_min: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+    reward_max: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+    order: Annotated[Literal["newest", "reward"], Query(description="`reward`: the highest first")] = "newest",
+) -> Response:
+    """Browse what the policy has done, by step and reward."""
+    by_reward = order == "reward"
+    wanted = TrajectoryFilter(step=step, reward_min=reward_min, reward_max=reward_max, by_reward=by_reward)
+    run_dir = state.settings.run_dir(run)
+
+    def make() -> Entries:
+        data, has_more = trajectories_of(run_dir, wanted, page.starting_after, page.limit)
+        return [("", Listed(url=request.url.path, data=data, has_more=has_more).model_dump_json().encode())]
+
+    try:
+        ((_, content),) = _read(lambda: state.answers.get(run_dir, f"trajectories {wanted} {page}", make))
+    except NoSuchTrajectory:
+        raise _no_entry(page) from None
+    return Response(content, media_type="application/json")
+
+
+@router.get("/{run}/trajectories/{trajectory}", **rules(Action.RUNS_READ, "not-found"))
+def trajectory(
+    run: RunId, trajectory: Annotated[str, Path(max_length=200)], found: RunDep, state: StateDep
+) -> HostedTrajectoryDetail:
+    """Show a trajectory with its tokens, and its text where the environment has words for them."""
+    run_dir, environment = state.settings.run_dir(run), journals.environment_of(found.config)
+    shown = _read(lambda: trajectory_of(run_dir, trajectory, environment))
+    if shown is None:
+        raise not_found("trajectory", trajectory)
+    return shown
+
+
+@router.get(
+    "/{run}/workers", response_model=Listed[HostedWorker], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
+)
+def workers(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
+    """List a run's workers, past and present, with their GPU time by account."""
+    return _listed(request, _entries(state, run, "workers", journals.workers_of), page)
+
+
+@router.get(
+    "/{run}/leases", response_model=Listed[HostedLease], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
+)
+def leases(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
+    """List a run's leases, past and present, with what they cost and why they ended."""
+    return _listed(request, _entries(state, run, "leases", journals.leases_of), page)
+
+
+@router.get(
+    "/{run}/checkpoints", response_model=Listed[Checkpoint], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
+)
+def checkpoints(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
+    """List the trainer's checkpoints."""
+    return _listed(request, _as_entries(journals.checkpoints_of(state.settings.run_dir(run))), page)
+
+
+@router.get(
+    "/{run}/checkpoints/{checkpoint}",
+    response_class=FileResponse,
+    **rules(Action.RUNS_READ, "not-found"),
+)
+def checkpoint(run: RunId, checkpoint: CheckpointId, found: RunDep, state: StateDep) -> FileResponse:
+    """Download a checkpoint."""
+    path = state.settings.run_dir(run) / journals.CHECKPOINTS / f"{checkpoint}.safetensors"
+    if not path.is_file():
+        raise not_found("checkpoint", checkpoint)
+    return FileResponse(path, media_type="application/octet-stream", filename=f"{run}-{path.name}")
+
+
+_REPORT = rules(Action.RUNS_READ, "not-found")
+_REPORT["responses"][200] = {
+    "content": {
+        "application/json": {"example": {"run": "run_01JD3K5T7WQ8M2N4P6R8S0V2X4", "outcome": "finished"}},
+        "text/html": {"schema": {"type": "string"}, "example": "<!doctype html>"},
+        "text/markdown": {"schema": {"type": "string"}, "example": "# frozenlake"},
+    }
+}
+
+
+@router.get("/{run}/report", response_class=JSONResponse, **_REPORT)
+def show_report(
+    run: RunId,
+    found: RunDep,
+    state: StateDep,
+    as_: Annotated[Literal["json", "html", "markdown"], Query(alias="format")] = "json",
+) -> Response:
+    """Report on a run: what it cost, what it gained, where every GPU-second went."""
+    directory = RunDirectory(state.settings.run_dir(run))
+    if not directory.journal_paths():
+        raise ApiProblem("not-found", f"{run} has no report yet: its process has not begun")
+
+    def make() -> Entries:
+        summary = report.summarise(directory)
+        if as_ == "json":
+            return [("", bytes(JSONResponse(report.as_json(summary)).body))]
+        return [("", (report.as_html(summary) if as_ == "html" else report.as_markdown(summary)).encode())]
+
+    ((_, content),) = _read(lambda: state.answers.get(directory.path, f"report {as_}", make))
+    if as_ == "html":
+        policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+        return HTMLResponse(content, headers={"content-security-policy": policy})
+    return Response(content, media_type="text/markdown" if as_ == "markdown" else "application/json")
+
+
+def _entries(state: ServerState, run: str, what: str, read: Callable[[FilePath], Sequence[R]]) -> Entries:
+    run_dir = state.settings.run_dir(run)
+    return _read(lambda: state.answers.get(run_dir, what, lambda: _as_entries(read(run_dir))))
+
+
+def _as_entries(rows: Sequence[R]) -> Entries:
+    return [(row.id, row.model_dump_json().encode()) for row in rows]
+
+
+def _listed(request: Request, entries: Entries, page: Cursor) -> Response:
+    """A page of a list that is read whole. Raises `ApiProblem` for a cursor that is not of it."""
+    begin = 0
+    if page.starting_after:
+        begin = next((place for place, (id_, _) in enumerate(entries, 1) if id_ == page.starting_after), 0)
+        if not begin:
+            raise _no_entry(page)
+    end = begin + page.limit
+    data = b",".join(content for _, content in entries[begin:end])
+    url, has_more = json.dumps(request.url.path).encode(), b"true" if end < len(entries) else b"false"
+    content = b'{"object":"list","url":%s,"data":[%s],"has_more":%s}' % (url, data, has_more)
+    return Response(content, media_type="application/json")
+
+
+def _no_entry(page: Cursor) -> ApiProblem:
+    return ApiProblem("invalid-cursor", f"starting_after: {page.starting_after!r} is of no entry of this list")
+
+
+def _read(read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except (JournalError, OSError) as error:
+        raise ApiProblem("unavailable", f"the run's journal cannot be read now: {type(error).__name__}") from error

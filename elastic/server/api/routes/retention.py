@@ -1,0 +1,139 @@
+"""Retention: for how long what runs leave is kept, and what would go now."""
+
+import itertools
+from typing import Annotated
+
+import sqlalchemy as sa
+from fastapi import APIRouter, Query, Request, Response
+
+from elastic.resources import RetentionChange, RetentionItem, RetentionPlan, RetentionPolicy, RetentionUpload
+from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, project_of, rules
+from elastic.server.api.routes.model_route import ModelRoute
+from elastic.server.api.state import ServerState
+from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.clock import rfc3339
+from elastic.server.intake.upload_files import UploadStorage
+from elastic.server.permissions import Action
+from elastic.server.retention import records
+from elastic.server.retention.rules import RetentionRow, bytes_of
+from elastic.server.store.database import now_us
+
+router = APIRouter(prefix="/v1", tags=["retention"], route_class=ModelRoute)
+ITEMS = 1_000
+Limit = Annotated[int, Query(ge=1, le=ITEMS, description="most runs, and uploads, to name; the sums are of these")]
+_EDITS = ("precondition-failed", "precondition-required")
+
+
+@router.get("/retention", **rules(Action.PROJECTS_READ))
+def show(caller: CallerDep, state: StateDep, response: Response) -> RetentionPolicy:
+    """Show for how long the server keeps what runs leave, where a project says nothing else."""
+    return _shown(state, records.SERVER, response)
+
+
+@router.patch("/retention", response_model=RetentionPolicy, **rules(Action.SERVER_WRITE, *_EDITS))
+def change(
+    request: Request, body: RetentionChange, caller: CallerDep, state: StateDep, if_match: IfMatch = None
+) -> Response:
+    """Set for how long the server keeps what runs leave."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        return _changed(tx, records.SERVER, body, if_match, None)
+
+    return carry_out(request, state, caller, Action.SERVER_WRITE, body, work)
+
+
+@router.get("/retention/dry-run", **rules(Action.SERVER_WRITE))
+def dry_run(caller: CallerDep, state: StateDep, limit: Limit = ITEMS) -> RetentionPlan:
+    """Say what of all projects' runs would go now, and how many bytes; nothing is removed."""
+    return _plan(state, None, limit)
+
+
+@router.get("/projects/{project}/retention", **rules(Action.PROJECTS_READ, "not-found"))
+def show_of_project(project: str, caller: CallerDep, state: StateDep, response: Response) -> RetentionPolicy:
+    """Show for how long a project keeps what its runs leave; what is null is as the server's."""
+    with state.store.reading() as connection:
+        id_ = project_of(connection, caller, project)
+    return _shown(state, id_, response)
+
+
+@router.patch(
+    "/projects/{project}/retention",
+    response_model=RetentionPolicy,
+    **rules(Action.PROJECTS_WRITE, "not-found", *_EDITS),
+)
+def change_of_project(
+    project: str, request: Request, body: RetentionChange, caller: CallerDep, state: StateDep, if_match: IfMatch = None
+) -> Response:
+    """Set for how long a project keeps what its runs leave."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        id_ = project_of(tx, caller, project)
+        return _changed(tx, id_, body, if_match, id_)
+
+    return carry_out(request, state, caller, Action.PROJECTS_WRITE, body, work)
+
+
+@router.get("/projects/{project}/retention/dry-run", **rules(Action.PROJECTS_READ, "not-found"))
+def dry_run_of_project(project: str, caller: CallerDep, state: StateDep, limit: Limit = ITEMS) -> RetentionPlan:
+    """Say what of a project's runs would go now, and how many bytes; nothing is removed."""
+    with state.store.reading() as connection:
+        id_ = project_of(connection, caller, project)
+    return _plan(state, id_, limit)
+
+
+def _shown(state: ServerState, scope: str, response: Response) -> RetentionPolicy:
+    with state.store.reading() as connection:
+        found = records.policy(connection, scope)
+    response.headers["etag"] = etag_of(found.version)
+    return _policy(found)
+
+
+def _changed(
+    tx: sa.Connection, scope: str, body: RetentionChange, if_match: str | None, project: str | None
+) -> WriteResult:
+    check_etag(if_match, etag_of(records.policy(tx, scope).version))
+    records.change(tx, scope, body.model_dump(exclude_unset=True))
+    now = records.policy(tx, scope)
+    return WriteResult(200, _policy(now), {"etag": etag_of(now.version)}, project=project)
+
+
+def _policy(row: RetentionRow) -> RetentionPolicy:
+    return RetentionPolicy(
+        scope=row.scope,
+        runs_days=row.runs_days,
+        trajectories_days=row.trajectories_days,
+        checkpoints_days=row.checkpoints_days,
+        logs_days=row.logs_days,
+        uploads_days=row.uploads_days,
+    )
+
+
+def _plan(state: ServerState, project: str | None, limit: int) -> RetentionPlan:
+    with state.store.reading() as connection:
+        found = list(records.over(connection, project, now_us()))
+        standing = UploadStorage(state.settings).standing
+        unused = records.uploads_over(connection, project, standing, state.settings.open_upload_days)
+        uploads = [
+            RetentionUpload(
+                upload=row["id"],
+                name=row["name"],
+                project=row["project"],
+                state="ready" if stands.ready else "open",
+                last_used_at=rfc3339(last_us) or "",
+                bytes=stands.bytes,
+            )
+            for row, stands, last_us in itertools.islice(unused, limit)
+        ]
+    items = [
+        RetentionItem(
+            run=run.id,
+            name=run.name,
+            project=run.project,
+            ended_at=rfc3339(run.ended_us) or "",
+            removes=parts,
+            bytes=bytes_of(state.settings.run_dir(run.id), parts),
+        )
+        for run, parts in found[:limit]
+    ]
+    freed = sum(one.bytes for one in (*items, *uploads))
+    return RetentionPlan(items=items, uploads=uploads, runs=len(found), bytes=freed)

@@ -1,0 +1,270 @@
+"""Runs: submitted, listed, shown, edited, stopped, resumed, deleted."""
+
+import json
+from typing import Annotated
+
+import sqlalchemy as sa
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+
+from elastic.core.ledger import NANO_USD_PER_USD
+from elastic.resources import (
+    DryRun,
+    HostedRun,
+    HostedRunDetail,
+    Listed,
+    ResumeRequest,
+    RunBudget,
+    RunChange,
+    RunPhase,
+    StopRequest,
+    Submission,
+)
+from elastic.server import ids
+from elastic.server.api.routes.common import (
+    CallerDep,
+    Cursor,
+    IdempotencyKey,
+    IfMatch,
+    RunDep,
+    StateDep,
+    check_etag,
+    cursor_of,
+    etag_of,
+    listing,
+    project_of,
+    rules,
+    run_of,
+)
+from elastic.server.api.routes.model_route import ModelRoute
+from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.intake import submissions
+from elastic.server.permissions import Action
+from elastic.server.problems import ApiProblem
+from elastic.server.quotas import budgets
+from elastic.server.retention.rules import UNRESUMABLE
+from elastic.server.runner import conditions
+from elastic.server.store import quotas, runs
+from elastic.server.store.database import now_us
+from elastic.server.store.tables import runs as runs_table
+
+router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=ModelRoute)
+RunId = Annotated[str, Path(max_length=64)]
+
+
+@router.post(
+    "",
+    status_code=201,
+    response_model=HostedRun,
+    **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found", "quota-exceeded", "idempotency-mismatch"),
+)
+def submit(
+    request: Request, body: Submission, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Submit a run. Once this is answered, the run is never lost; the runner starts it soon after."""
+    with state.store.reading() as connection:
+        project = project_of(connection, caller, body.project)
+    new, _ = submissions.check(state.settings, body, project)
+
+    def work(tx: sa.Connection) -> WriteResult:
+        submissions.refuse_beyond(quotas.quota(tx, project), new.needs)
+        first = conditions.updated([], [conditions.SUBMITTED], now_us(), 1)
+        run = runs.insert(tx, new, caller.actor, first)
+        place = f"{router.prefix}/{run.id}"
+        headers = {"location": place, "etag": etag_of(run.generation)}
+        return WriteResult(201, runs.as_run(run), headers, resource=place, project=project)
+
+    return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
+
+
+@router.post(
+    "/dry-run",
+    response_model=DryRun,
+    **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found", "quota-exceeded"),
+)
+def dry_run(body: Submission, caller: CallerDep, state: StateDep) -> DryRun:
+    """Check a submission and say what it would hold and cost at most; nothing is started or kept."""
+    with state.store.reading() as connection:
+        project = project_of(connection, caller, body.project)
+    new, plan = submissions.check(state.settings, body, project)
+    with state.store.reading() as connection:
+        submissions.refuse_beyond(quotas.quota(connection, project), new.needs)
+    return submissions.dry_run(plan)
+
+
+@router.get("", **rules(Action.RUNS_READ, "invalid-cursor", "not-found"))
+def list_runs(
+    request: Request,
+    caller: CallerDep,
+    state: StateDep,
+    cursor: Annotated[Cursor, Depends(cursor_of(ids.RUN))],
+    phase: Annotated[RunPhase | None, Query(description="only runs in this phase")] = None,
+    project: Annotated[str | None, Query(max_length=64, description="for keys of no project: only of this one")] = None,
+) -> Listed[HostedRun]:
+    """List runs, newest first."""
+    with state.store.reading() as connection:
+        where: list[sa.ColumnElement[bool]] = [runs_table.c.wanted != runs.DELETE]
+        if caller.project is not None or project is not None:
+            where.append(runs_table.c.project == project_of(connection, caller, project))
+        if phase is not None:
+            where.append(runs_table.c.phase == phase.value)
+        return listing(request, connection, runs_table, where, cursor, runs.as_listed_run, runs.LISTED)
+
+
+@router.get("/{run}", **rules(Action.RUNS_READ, "not-found"))
+async def show(run: RunId, found: RunDep, response: Response) -> HostedRunDetail:
+    """Show a run: its phase, conditions, figures and configuration."""
+    response.headers["etag"] = etag_of(found.generation)
+    return runs.as_run_detail(found)
+
+
+@router.patch(
+    "/{run}",
+    response_model=HostedRun,
+    **rules(Action.RUNS_WRITE, "not-found", "invalid-configuration", "precondition-failed", "precondition-required"),
+)
+def change(
+    run: RunId, request: Request, body: RunChange, caller: CallerDep, state: StateDep, if_match: IfMatch = None
+) -> Response:
+    """Edit a run's budget, caps or labels. A living run hears of it at once, a stopped one when it is resumed."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = run_of(tx, caller, run)
+        check_etag(if_match, etag_of(found.generation))
+        if unknown := sorted((body.caps or {}).keys() - set(found.providers)):
+            allowed = ", ".join(found.providers) or "none"
+            raise ApiProblem(
+                "invalid-configuration", f"caps: {unknown[0]!r} is no provider of the run; allowed: {allowed}"
+            )
+        runs.want(tx, run, **body.model_dump(exclude_unset=True, exclude_none=True))
+        return _changed(tx, caller, run)
+
+    return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
+
+
+@router.post(
+    "/{run}/stop",
+    response_model=HostedRun,
+    **rules(Action.RUNS_WRITE, "not-found", "run-finished", "run-stopped", "idempotency-mismatch"),
+)
+def stop(
+    run: RunId,
+    request: Request,
+    caller: CallerDep,
+    state: StateDep,
+    body: StopRequest | None = None,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Stop a run: it makes a checkpoint, gives everything back and ends. It can be resumed."""
+    force = body is not None and body.force
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = run_of(tx, caller, run)
+        _refuse_ended(found)
+        if found.wanted != runs.STOP or (force and not found.force):
+            # Whatever it was waiting for before it went on: it is stopped at once.
+            runs.want(tx, run, wanted=runs.STOP, force=force, not_before_us=0)
+        return _changed(tx, caller, run)
+
+    return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
+
+
+@router.post(
+    "/{run}/resume",
+    response_model=HostedRun,
+    **rules(Action.RUNS_WRITE, "not-found", "run-active", "run-finished", "run-retired", "idempotency-mismatch"),
+)
+def resume(
+    run: RunId,
+    request: Request,
+    caller: CallerDep,
+    state: StateDep,
+    body: ResumeRequest | None = None,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Go on with a run that has ended, from its journal or its last checkpoint; a finished one with more steps."""
+    asked = body or ResumeRequest()
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = run_of(tx, caller, run)
+        if not found.ended:
+            raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
+        if gone := [part for part in UNRESUMABLE if part in (found.retired or {})]:
+            raise ApiProblem("run-retired", f"{run} has no {' and '.join(gone)} any more", run=run)
+        config = json.loads(found.config)
+        steps = found.figures.steps
+        if found.phase is RunPhase.FINISHED and (asked.steps is None or asked.steps <= steps):
+            raise ApiProblem("run-finished", f"{run} finished its {steps} steps; `steps` asks for more", run=run)
+        if asked.steps is not None:
+            config.setdefault("run", {})["steps"] = asked.steps
+        pending = conditions.findings(found, RunPhase.PENDING, "", found.figures)
+        runs.want(
+            tx,
+            run,
+            wanted=runs.RUN,
+            force=False,
+            config=json.dumps(config),
+            budget_usd=found.budget_usd if asked.budget_usd is None else asked.budget_usd,
+            limits=None,
+            phase=RunPhase.PENDING.value,
+            cause="",
+            restarts=0,
+            not_before_us=0,
+            ended_us=None,
+            conditions=[
+                one.model_dump()
+                for one in conditions.updated(found.conditions, pending, now_us(), found.generation + 1)
+            ],
+        )
+        return _changed(tx, caller, run)
+
+    return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
+
+
+@router.delete("/{run}", status_code=204, **rules(Action.RUNS_WRITE, "not-found", "run-active"))
+def delete(run: RunId, request: Request, caller: CallerDep, state: StateDep) -> Response:
+    """Delete a run that has ended: its journal, checkpoints and report are gone."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = run_of(tx, caller, run)
+        if not found.ended:
+            raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
+        runs.want(tx, run, wanted=runs.DELETE)
+        return WriteResult(204, project=found.project)
+
+    return carry_out(request, state, caller, Action.RUNS_WRITE, None, work)
+
+
+@router.get("/{run}/budget", **rules(Action.RUNS_READ, "not-found"))
+async def budget(run: RunId, found: RunDep) -> RunBudget:
+    """Show what a run may cost, what it has cost, and when the rest is gone with what it holds."""
+    figures, own = found.figures, found.budget_usd
+    stands, allotted = figures.budget, found.allotted_nano_usd
+    rate = 0.0 if found.ended else sum(one.usd_per_hour for one in figures.providers.values())
+    ends_in_s = None if stands is None or found.ended or own is None else stands.ends_in_s
+    if ends_in_s is not None and own is not None and stands is not None and stands.budget_usd < own:
+        # Its core knows no more than its slices.
+        ends_in_s = budgets.ends_in_s(own, stands.committed_usd, rate)
+    return RunBudget(
+        run=found.id,
+        budget_usd=found.budget_usd,
+        usd=figures.usd,
+        allotted_usd=None if allotted is None else allotted / NANO_USD_PER_USD,
+        usd_per_hour=rate,
+        committed_usd=None if stands is None else stands.committed_usd,
+        warned=conditions.budget_nearly_used(own, figures),
+        ends_in_s=ends_in_s,
+    )
+
+
+def _refuse_ended(found: runs.HostedRunRow) -> None:
+    if not found.ended:
+        return
+    figures = found.figures
+    if found.phase is RunPhase.STOPPED:
+        raise ApiProblem("run-stopped", f"{found.id} is stopped at step {figures.step}", run=found.id)
+    raise ApiProblem("run-finished", f"{found.id} {found.phase} at step {figures.step}", run=found.id)
+
+
+def _changed(tx: sa.Connection, caller: CallerDep, run: str) -> WriteResult:
+    now = run_of(tx, caller, run)
+    return WriteResult(200, runs.as_run(now), {"etag": etag_of(now.generation)}, project=now.project)

@@ -1,0 +1,103 @@
+"""A project's secrets: written, named, removed; no answer ever has a value.
+
+Each is a variable in the environment of the runs that the project's people begin or resume from then on.
+"""
+
+import fnmatch
+from typing import Annotated
+
+import sqlalchemy as sa
+from fastapi import APIRouter, Path, Request, Response
+
+from elastic.processes import INHERITED
+from elastic.resources import Listed, ProblemError, ProjectSecret, SecretValue
+from elastic.server.api.routes.common import CallerDep, IdempotencyKey, StateDep, project_of, rules
+from elastic.server.api.routes.model_route import ModelRoute
+from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.permissions import Action
+from elastic.server.problems import ApiProblem, not_found
+from elastic.server.store import secrets
+from elastic.server.store.vault import Vault
+
+router = APIRouter(prefix="/v1/projects/{project}/secrets", tags=["secrets"], route_class=ModelRoute)
+SecretName = Annotated[str, Path(pattern=r"^[A-Z][A-Z0-9_]{0,63}$")]
+PER_PROJECT = 64
+_SYSTEMS_OWN = (
+    *INHERITED,
+    *(
+        "LD_*",
+        "DYLD_*",
+        "ELASTIC*",
+        "GLIBC_*",
+        "MALLOC_*",
+        "BASH*",
+        "ENV",
+        "IFS",
+        "PWD",
+        "OLDPWD",
+        "CDPATH",
+        "GCONV_PATH",
+    ),
+    *("TMP", "TEMP", "TERM*", "NLSPATH", "LOCPATH", "HOSTALIASES", "RES_OPTIONS", "LOCALDOMAIN", "*PROXY", "*_PRELOAD"),
+    *("*CA_BUNDLE", "SSL_*", "OPENSSL_*", "XDG_*", "DBUS_*", "SUDO_*", "NOTIFY_SOCKET", "GIT_*", "CC", "CXX", "RAY_*"),
+    *("VLLM_*", "HF_HOME", "HF_*CACHE", "PIP_*"),
+)
+"""Variables by which programs find their code, their files or their way, and patterns of such."""
+
+
+@router.put(
+    "/{secret}",
+    response_model=ProjectSecret,
+    **rules(Action.SECRETS_WRITE, "not-found", "idempotency-mismatch"),
+)
+def put(
+    project: str,
+    secret: SecretName,
+    request: Request,
+    body: SecretValue,
+    caller: CallerDep,
+    state: StateDep,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Keep a secret, or give it another value. Processes of runs that begin from now on have it as a variable."""
+    if any(fnmatch.fnmatchcase(secret, pattern) for pattern in _SYSTEMS_OWN):
+        errors = [ProblemError(pointer="path/secret", detail="is a variable of the system's own")]
+        raise ApiProblem("invalid-request", f"{secret}: is a variable of the system's own; choose another", errors)
+    value = body.value.get_secret_value()
+    if "\0" in value:
+        errors = [ProblemError(pointer="#/value", detail="has a zero byte, which no variable can have")]
+        raise ApiProblem("invalid-request", "value: has a zero byte, which no variable can have", errors)
+
+    vault = Vault(state.settings.home)
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = project_of(tx, caller, project)
+        kept = secrets.all_of(tx, found)
+        if len(kept) >= PER_PROJECT and secret not in {row["name"] for row in kept}:
+            raise ApiProblem("invalid-request", f"the project has {len(kept)} secrets; allowed: {PER_PROJECT}")
+        secrets.put(tx, found, secret, vault.sealed(value))
+        (row,) = (row for row in secrets.all_of(tx, found) if row["name"] == secret)
+        return WriteResult(200, secrets.as_secret(row), project=found)
+
+    return carry_out(request, state, caller, Action.SECRETS_WRITE, body, work, mark=vault.mark(value))
+
+
+@router.get("", **rules(Action.SECRETS_READ, "not-found"))
+def list_secrets(project: str, request: Request, caller: CallerDep, state: StateDep) -> Listed[ProjectSecret]:
+    """Name a project's secrets, without their values."""
+    with state.store.reading() as connection:
+        rows = secrets.all_of(connection, project_of(connection, caller, project))
+    return Listed(url=request.url.path, data=[secrets.as_secret(row) for row in rows], has_more=False)
+
+
+@router.delete("/{secret}", status_code=204, **rules(Action.SECRETS_WRITE, "not-found"))
+def delete(project: str, secret: SecretName, request: Request, caller: CallerDep, state: StateDep) -> Response:
+    """Remove a secret. Processes that have it keep it until they end."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = project_of(tx, caller, project)
+        if not secrets.remove(tx, found, secret):
+            raise not_found("secret", secret)
+        return WriteResult(204, project=found)
+
+    return carry_out(request, state, caller, Action.SECRETS_WRITE, None, work)

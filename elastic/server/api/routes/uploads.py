@@ -1,0 +1,222 @@
+"""Uploads: checkpoints and data that a project's submissions may name, as `upload:ID` or `upload:ID/FILE`.
+
+Each is announced with its files and their checksums; then come the files, one request each, in any order and again
+after a failure. Once the last one is there, the upload is ready, and never changes.
+"""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import sqlalchemy as sa
+from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi.responses import FileResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from elastic.resources import Listed, NewUpload, ProblemError, Upload, UploadFile
+from elastic.server import ids
+from elastic.server.api.auth import Caller
+from elastic.server.api.routes.common import (
+    CallerDep,
+    Cursor,
+    IdempotencyKey,
+    StateDep,
+    cursor_of,
+    listing,
+    project_of,
+    rules,
+)
+from elastic.server.api.routes.model_route import ModelRoute
+from elastic.server.api.state import ServerState
+from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.intake.upload_files import ChecksumMismatch, Receiving, UploadStorage
+from elastic.server.permissions import Action
+from elastic.server.problems import ApiProblem, not_found
+from elastic.server.store import uploads
+from elastic.server.store.tables import uploads as uploads_table
+
+router = APIRouter(prefix="/v1/uploads", tags=["uploads"], route_class=ModelRoute)
+UploadId = Annotated[str, Path(max_length=64)]
+Digest = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$", description="the file's SHA-256")]
+WRITE_BYTES = 1 << 20
+_BINARY = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@router.post(
+    "",
+    status_code=201,
+    response_model=Upload,
+    **rules(Action.UPLOADS_WRITE, "not-found", "quota-exceeded", "idempotency-mismatch"),
+)
+def create(
+    request: Request, body: NewUpload, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Announce an upload: its files, each with its size and checksum. `missing` says which are to be sent."""
+    _check(body)
+
+    def work(tx: sa.Connection) -> WriteResult:
+        project = project_of(tx, caller, body.project)
+        taken, wanted = uploads.bytes_of(tx, project), sum(file.bytes for file in body.files)
+        most = state.settings.project_uploads_bytes_max
+        if taken + wanted > most:
+            raise ApiProblem(
+                "quota-exceeded", f"the project's uploads have {taken} bytes; with these {wanted} more than {most}"
+            )
+        row = uploads.insert(tx, project, body.name, body.files, caller.actor)
+        place = f"{router.prefix}/{row['id']}"
+        return WriteResult(201, _shown(state, row), {"location": place}, resource=place, project=project)
+
+    return carry_out(request, state, caller, Action.UPLOADS_WRITE, body, work)
+
+
+@router.get("", **rules(Action.UPLOADS_READ, "invalid-cursor"))
+def list_uploads(
+    request: Request, caller: CallerDep, state: StateDep, cursor: Annotated[Cursor, Depends(cursor_of(ids.UPLOAD))]
+) -> Listed[Upload]:
+    """List uploads, newest first."""
+    where = [] if caller.project is None else [uploads_table.c.project == caller.project]
+    with state.store.reading() as connection:
+        return listing(request, connection, uploads_table, where, cursor, lambda row: _shown(state, row))
+
+
+@router.get("/{upload}", **rules(Action.UPLOADS_READ, "not-found"))
+def show(upload: UploadId, caller: CallerDep, state: StateDep) -> Upload:
+    """Show an upload: its files, and which of them are missing."""
+    with state.store.reading() as connection:
+        return _shown(state, _upload_of(connection, caller, upload))
+
+
+@router.put(
+    "/{upload}/files/{digest}",
+    response_model=Upload,
+    **rules(
+        Action.UPLOADS_WRITE,
+        "not-found",
+        "checksum-mismatch",
+        "storage-full",
+        requestBody={"required": True, "content": _BINARY},
+    ),
+)
+async def receive(upload: UploadId, digest: Digest, request: Request, caller: CallerDep, state: StateDep) -> Response:
+    """Send a file of an upload, as it is. What does not have its size and checksum leaves nothing."""
+    row, file = await run_in_threadpool(_file_of, state, caller, upload, digest)
+    storage = UploadStorage(state.settings)
+    with _room():
+        if not await run_in_threadpool(_has, storage, row, digest):
+            with await run_in_threadpool(storage.receiving, upload, digest, file.bytes) as receiving:
+                await _take_in(request, receiving)
+                await run_in_threadpool(receiving.keep)
+
+        def work(tx: sa.Connection) -> WriteResult:
+            found = _upload_of(tx, caller, upload)
+            storage.complete(found["project"], upload, uploads.files_of(found))
+            return WriteResult(200, _shown(state, found), project=found["project"])
+
+        return await run_in_threadpool(carry_out, request, state, caller, Action.UPLOADS_WRITE, None, work)
+
+
+_FETCHES = rules(Action.UPLOADS_READ, "not-found")
+_FETCHES["responses"][200] = {"description": "the file", "content": _BINARY}
+
+
+@router.get("/{upload}/files/{digest}", response_class=FileResponse, **_FETCHES)
+def fetch(upload: UploadId, digest: Digest, caller: CallerDep, state: StateDep) -> Response:
+    """Fetch a file of an upload that is ready. `Range` is understood."""
+    row, file = _file_of(state, caller, upload, digest)
+    path = UploadStorage(state.settings).place(row["project"], upload) / file.path
+    if not path.is_file():
+        raise not_found("file", digest)
+    return FileResponse(path, media_type="application/octet-stream", filename=file.path.rpartition("/")[2])
+
+
+@router.delete("/{upload}", status_code=204, **rules(Action.UPLOADS_WRITE, "not-found", "upload-in-use"))
+def delete(upload: UploadId, request: Request, caller: CallerDep, state: StateDep) -> Response:
+    """Delete an upload that no run which goes on names."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = _upload_of(tx, caller, upload)
+        if (run := uploads.user_of(tx, found["project"], upload)) is not None:
+            raise ApiProblem("upload-in-use", f"{run} uses it: wait until it has ended", run=run)
+        uploads.remove(tx, upload)
+        UploadStorage(state.settings).discard(found["project"], upload)
+        return WriteResult(204, project=found["project"])
+
+    return carry_out(request, state, caller, Action.UPLOADS_WRITE, None, work)
+
+
+async def _take_in(request: Request, receiving: Receiving) -> None:
+    waiting = bytearray()
+    try:
+        async for chunk in request.stream():
+            waiting += chunk
+            if len(waiting) >= WRITE_BYTES:
+                await run_in_threadpool(receiving.write, bytes(waiting))
+                waiting.clear()
+    except ClientDisconnect:
+        raise ApiProblem("request-timeout", "the sender left before the end of the file") from None
+    await run_in_threadpool(receiving.write, bytes(waiting))
+
+
+@contextmanager
+def _room() -> Iterator[None]:
+    """What cannot be received is told as a problem."""
+    try:
+        yield
+    except ChecksumMismatch as error:
+        raise ApiProblem("checksum-mismatch", f"the file has {error}") from None
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise ApiProblem("storage-full", f"the server's disk: {error.strerror}") from None
+
+
+def _has(storage: UploadStorage, row: sa.RowMapping, digest: str) -> bool:
+    return storage.is_ready(row["project"], row["id"]) or digest in storage.received(row["id"])
+
+
+def _upload_of(connection: sa.Connection, caller: Caller, upload: str) -> sa.RowMapping:
+    found = uploads.find(connection, upload)
+    if found is None or not caller.sees(found["project"]):
+        raise not_found("upload", upload)
+    return found
+
+
+def _file_of(state: ServerState, caller: Caller, upload: str, digest: str) -> tuple[sa.RowMapping, UploadFile]:
+    with state.store.reading() as connection:
+        row = _upload_of(connection, caller, upload)
+    file = next((file for file in uploads.files_of(row) if file.sha256 == digest), None)
+    if file is None:
+        raise not_found("file", digest)
+    return row, file
+
+
+def _shown(state: ServerState, row: sa.RowMapping) -> Upload:
+    storage = UploadStorage(state.settings)
+    ready = storage.is_ready(row["project"], row["id"])
+    return uploads.as_upload(row, ready=ready, received=set() if ready else storage.received(row["id"]))
+
+
+def _check(body: NewUpload) -> None:
+    """Raises `ApiProblem` where two files have one place, or one content two sizes."""
+    errors: list[ProblemError] = []
+    paths: set[str] = set()
+    sizes: dict[str, int] = {}
+    for number, file in enumerate(body.files):
+        if file.path in paths or any(f"{file.path}/" == other[: len(file.path) + 1] for other in paths):
+            errors.append(ProblemError(pointer=f"#/files/{number}/path", detail=f"{file.path!r} is there twice"))
+        if any(parent in paths for parent in _parents(file.path)):
+            errors.append(ProblemError(pointer=f"#/files/{number}/path", detail=f"{file.path!r} lies in a file"))
+        if sizes.setdefault(file.sha256, file.bytes) != file.bytes:
+            errors.append(ProblemError(pointer=f"#/files/{number}/bytes", detail="differs for the same checksum"))
+        paths.add(file.path)
+    if errors:
+        raise ApiProblem("invalid-request", f"{errors[0].pointer}: {errors[0].detail}", errors)
+
+
+def _parents(path: str) -> Iterator[str]:
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path

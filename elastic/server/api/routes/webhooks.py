@@ -1,0 +1,193 @@
+"""Webhooks: made, edited, tried, removed. Their signing secrets are shown once."""
+
+from typing import Annotated
+
+import sqlalchemy as sa
+from fastapi import APIRouter, Depends, Path, Request, Response
+
+from elastic.resources import (
+    CreatedWebhook,
+    Listed,
+    NewWebhook,
+    ProblemError,
+    Webhook,
+    WebhookChange,
+    WebhookDelivery,
+)
+from elastic.server import ids
+from elastic.server.api.auth import Caller
+from elastic.server.api.routes.common import (
+    CallerDep,
+    Cursor,
+    IdempotencyKey,
+    IfMatch,
+    StateDep,
+    check_etag,
+    cursor_of,
+    etag_of,
+    listing,
+    project_of,
+    rules,
+)
+from elastic.server.api.routes.model_route import ModelRoute
+from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.permissions import Action
+from elastic.server.problems import ApiProblem, not_found
+from elastic.server.settings import ServerSettings
+from elastic.server.store import webhooks
+from elastic.server.store.tables import deliveries as deliveries_table
+from elastic.server.store.tables import webhooks as webhooks_table
+from elastic.server.store.vault import Vault
+from elastic.server.webhooks import new_secret
+from elastic.server.webhooks.addresses import UnsafeTarget, checked
+
+router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"], route_class=ModelRoute)
+WebhookId = Annotated[str, Path(max_length=64)]
+
+
+@router.post(
+    "",
+    status_code=201,
+    response_model=CreatedWebhook,
+    **rules(Action.WEBHOOKS_WRITE, "not-found", "idempotency-mismatch"),
+)
+def create(
+    request: Request, body: NewWebhook, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Have a URL told what becomes of the project's runs. The secret that messages are signed with is shown once."""
+    _check_url(state.settings, body.url)
+    secret = new_secret()
+
+    def work(tx: sa.Connection) -> WriteResult:
+        project = project_of(tx, caller, body.project)
+        sealed = Vault(state.settings.home).sealed(secret)
+        row = webhooks.insert(tx, project, body.url, list(dict.fromkeys(body.events)), sealed)
+        made = webhooks.as_webhook(row).model_dump()
+        place = f"{router.prefix}/{row['id']}"
+        return WriteResult(
+            201,
+            CreatedWebhook(**made, secret=secret),
+            {"location": place, "etag": etag_of(row["version"])},
+            kept=CreatedWebhook(**made, secret=None),
+            resource=place,
+            project=project,
+        )
+
+    return carry_out(request, state, caller, Action.WEBHOOKS_WRITE, body, work)
+
+
+@router.get("", **rules(Action.WEBHOOKS_READ, "invalid-cursor"))
+def list_webhooks(
+    request: Request, caller: CallerDep, state: StateDep, cursor: Annotated[Cursor, Depends(cursor_of(ids.WEBHOOK))]
+) -> Listed[Webhook]:
+    """List webhooks, newest first, without their secrets."""
+    where = [] if caller.project is None else [webhooks_table.c.project == caller.project]
+    with state.store.reading() as connection:
+        return listing(request, connection, webhooks_table, where, cursor, webhooks.as_webhook)
+
+
+@router.get("/{webhook}", **rules(Action.WEBHOOKS_READ, "not-found"))
+def show(webhook: WebhookId, caller: CallerDep, state: StateDep, response: Response) -> Webhook:
+    """Show a webhook, without its secret."""
+    with state.store.reading() as connection:
+        found = _webhook_of(connection, caller, webhook)
+    response.headers["etag"] = etag_of(found["version"])
+    return webhooks.as_webhook(found)
+
+
+@router.patch(
+    "/{webhook}",
+    response_model=Webhook,
+    **rules(Action.WEBHOOKS_WRITE, "not-found", "precondition-failed", "precondition-required"),
+)
+def change(
+    webhook: WebhookId,
+    request: Request,
+    body: WebhookChange,
+    caller: CallerDep,
+    state: StateDep,
+    if_match: IfMatch = None,
+) -> Response:
+    """Edit a webhook, or switch it off and on. What was to be told meanwhile is not sent later."""
+    if body.url is not None:
+        _check_url(state.settings, body.url)
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = _webhook_of(tx, caller, webhook)
+        check_etag(if_match, etag_of(found["version"]))
+        changes = body.model_dump(include={"url", "events"}, exclude_unset=True, exclude_none=True)
+        if body.enabled is not None:
+            changes["disabled"] = None if body.enabled else found["disabled"] or webhooks.DISABLED
+        webhooks.change(tx, found["id"], **changes)
+        now = _webhook_of(tx, caller, webhook)
+        headers = {"etag": etag_of(now["version"])}
+        return WriteResult(200, webhooks.as_webhook(now), headers, project=now["project"])
+
+    return carry_out(request, state, caller, Action.WEBHOOKS_WRITE, body, work)
+
+
+@router.delete("/{webhook}", status_code=204, **rules(Action.WEBHOOKS_WRITE, "not-found"))
+def delete(webhook: WebhookId, request: Request, caller: CallerDep, state: StateDep) -> Response:
+    """Remove a webhook, with what it was still to be told."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = _webhook_of(tx, caller, webhook)
+        webhooks.remove(tx, found["id"])
+        return WriteResult(204, project=found["project"])
+
+    return carry_out(request, state, caller, Action.WEBHOOKS_WRITE, None, work)
+
+
+@router.post(
+    "/{webhook}/test",
+    status_code=202,
+    response_model=WebhookDelivery,
+    **rules(Action.WEBHOOKS_WRITE, "not-found", "idempotency-mismatch"),
+)
+def try_out(
+    webhook: WebhookId,
+    request: Request,
+    caller: CallerDep,
+    state: StateDep,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Send a message of type `webhook.test`, signed and repeated as any other."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = _webhook_of(tx, caller, webhook)
+        row = webhooks.enqueue(tx, found["id"], webhooks.TEST, {"webhook": found["id"]})
+        return WriteResult(202, webhooks.as_delivery(row), project=found["project"])
+
+    return carry_out(request, state, caller, Action.WEBHOOKS_WRITE, None, work)
+
+
+@router.get("/{webhook}/deliveries", **rules(Action.WEBHOOKS_READ, "not-found", "invalid-cursor"))
+def list_deliveries(
+    webhook: WebhookId,
+    request: Request,
+    caller: CallerDep,
+    state: StateDep,
+    cursor: Annotated[Cursor, Depends(cursor_of(ids.DELIVERY))],
+) -> Listed[WebhookDelivery]:
+    """List what a webhook was told in the last 30 days, or is still to be told, newest first."""
+    with state.store.reading() as connection:
+        found = _webhook_of(connection, caller, webhook)
+        where = [deliveries_table.c.webhook == found["id"]]
+        return listing(request, connection, deliveries_table, where, cursor, webhooks.as_delivery)
+
+
+def _webhook_of(connection: sa.Connection, caller: Caller, webhook: str) -> sa.RowMapping:
+    found = webhooks.find(connection, webhook)
+    if found is None or not caller.sees(found["project"]):
+        raise not_found("webhook", webhook)
+    return found
+
+
+def _check_url(settings: ServerSettings, url: str) -> None:
+    """Names are resolved and checked whenever something is sent."""
+    try:
+        checked(url, settings.webhook_networks)
+    except UnsafeTarget as error:
+        raise ApiProblem(
+            "invalid-request", f"url: {error}", [ProblemError(pointer="#/url", detail=str(error))]
+        ) from None

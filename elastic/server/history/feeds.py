@@ -1,0 +1,139 @@
+"""Runs' events for whoever follows them. However many follow a run, its journal is looked at once.
+
+Each follower pulls at its own pace: one that reads slowly holds nothing back and costs no memory.
+"""
+
+import asyncio
+import bisect
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import structlog
+
+from elastic.resources import RunEvent
+from elastic.runtime.journal import JournalError
+from elastic.server.history.events import EventBatch, EventLog, Position
+from elastic.server.history.journals import Version, version_of
+
+log = structlog.get_logger(__name__)
+
+KEPT_EVENTS = 2_000
+"""The newest events that are served from memory."""
+ASK_EVERY = 5
+"""Looks at a journal for each time that the store is asked whether its run is over."""
+
+
+class RunFeed:
+    """One run's newest events. `ended` asks whether the run is over; it is asked whenever nothing is new."""
+
+    def __init__(self, run_dir: Path, interval_s: float, ended: Callable[[], Awaitable[bool]]) -> None:
+        self.log = EventLog(run_dir)
+        self._run_dir = run_dir
+        self.followers = 0
+        self.over = False
+        """Nothing more will come."""
+        self._interval_s = interval_s
+        self._ended = ended
+        self._positions: list[Position] = []
+        self._events: list[RunEvent] = []
+        self._floor: Position | None = None
+        """What stands behind this is in memory."""
+        self._changed = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Look at the journal until it is over, or cancelled."""
+        position = await self._reading(self.log.end)
+        self._floor = position
+        version: Version | None = None
+        asked_s = 0.0
+        while True:
+            batch, version = await self._reading(lambda at=position, known=version: self._look(at, known))
+            position = batch.position
+            if batch.events:
+                self._keep(batch.events)
+            elif batch.whole and time.monotonic() - asked_s > ASK_EVERY * self._interval_s:
+                asked_s = time.monotonic()
+                if await self._ended():
+                    # What was written between the last look and the end of the run comes first.
+                    batch = await self._reading(lambda at=position: self.log.read(at))
+                    position = batch.position
+                    self._keep(batch.events)
+                    self.over = batch.whole
+            if batch.events or self.over:
+                async with self._changed:
+                    self._changed.notify_all()
+            if self.over:
+                return
+            if batch.whole:
+                await asyncio.sleep(self._interval_s)
+
+    async def after(self, position: Position) -> tuple[list[tuple[Position, RunEvent]], Position, bool]:
+        """What stands behind a position now, how far that reaches, and whether it was all."""
+        if self._floor is not None and position >= self._floor:
+            begin = bisect.bisect_right(self._positions, position)
+            found = list(zip(self._positions[begin:], self._events[begin:], strict=True))
+            return found, found[-1][0] if found else position, True
+        return await self._reading(lambda: self.log.read(position))
+
+    async def changed_behind(self, position: Position, timeout_s: float) -> bool:
+        """Whether something stands behind the position, or nothing more will come, at the latest after that time."""
+
+        def changed() -> bool:
+            return self.over or bool(self._positions and self._positions[-1] > position)
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(changed)
+        return changed()
+
+    def _look(self, position: Position, known: Version | None) -> tuple[EventBatch, Version | None]:
+        """What is new behind a position, and of which version of the journals that is all; read only if there is
+        another one than the one `known`."""
+        version = version_of(self._run_dir)
+        if version is not None and version == known:
+            return EventBatch([], position, True), known
+        batch = self.log.read(position)
+        return batch, version if batch.whole else None
+
+    def _keep(self, events: list[tuple[Position, RunEvent]]) -> None:
+        self._positions += [position for position, _ in events]
+        self._events += [event for _, event in events]
+        if (excess := len(self._events) - KEPT_EVENTS) > 0:
+            self._floor = self._positions[excess - 1]
+            del self._positions[:excess], self._events[:excess]
+
+    async def _reading(self, read):
+        """What `read` returns, in a thread; a journal that cannot be read now is tried again."""
+        while True:
+            try:
+                return await asyncio.to_thread(read)
+            except (JournalError, OSError) as error:
+                log.warning("a journal cannot be read now", error=str(error))
+                await asyncio.sleep(10 * self._interval_s)
+
+
+class Feeds:
+    """A feed for each run that somebody follows."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._feeds: dict[str, tuple[RunFeed, asyncio.Task[None]]] = {}
+
+    @contextlib.asynccontextmanager
+    async def following(self, run: str, run_dir: Path, ended: Callable[[], Awaitable[bool]]) -> AsyncIterator[RunFeed]:
+        """The run's feed, for as long as somebody follows it."""
+        if run not in self._feeds or self._feeds[run][0].over:
+            feed = RunFeed(run_dir, self._interval_s, ended)
+            self._feeds[run] = feed, asyncio.create_task(feed.run(), name=f"feed {run}")
+        feed, task = self._feeds[run]
+        feed.followers += 1
+        try:
+            yield feed
+        finally:
+            feed.followers -= 1
+            if not feed.followers and self._feeds.get(run, (None, None))[0] is feed:
+                del self._feeds[run]
+                task.cancel()
+                await asyncio.wait({task}, timeout=1.0)

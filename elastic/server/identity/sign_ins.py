@@ -1,0 +1,93 @@
+"""What follows from what an identity provider says of people: when they sign in, and asked again while they stay.
+
+- It holds for `sign_in_s`. Then sessions are over, and people's own keys rest, until it has said so again.
+- Where it gave a refresh token it is asked every `recheck_s`: claims give and take as if people had signed in anew, and
+  whom it lets in no more is out at once. Without any, people sign in again.
+"""
+
+import asyncio
+
+import sqlalchemy as sa
+import structlog
+
+from elastic.resources import AccessRole
+from elastic.server import ids
+from elastic.server.identity.oidc import GrantEnded, IdentityProvider, IssuerUnavailable, SignedIn, mapped_roles
+from elastic.server.permissions import Action
+from elastic.server.settings import OidcSettings, ServerSettings
+from elastic.server.store import Store, StoreUnavailable, audit, members, people, sign_ins
+from elastic.server.store.database import now_us
+from elastic.server.store.vault import Vault, VaultError
+
+log = structlog.get_logger(__name__)
+
+ACTOR = "identity provider"
+TICKS = 10
+"""How often, in the time between two looks at a person, somebody looks whose turn it is."""
+
+
+def admitted(tx: sa.Connection, settings: OidcSettings, vault: Vault, who: SignedIn) -> str:
+    """Have it hold what the provider says of somebody now; returns the person. Raises `VaultError`."""
+    person = members.person_of_sign_in(tx, issuer=settings.issuer, subject=who.subject, email=who.email, name=who.name)
+    roles: dict[str, AccessRole] = {}
+    for name, role in mapped_roles(settings.mappings, who).items():
+        project = people.project(tx, name)
+        if project is None:
+            log.warning("a claim is mapped to a project that is not there", project=name)
+        else:
+            roles[project["id"]] = role
+    members.map_claims(tx, person, roles)
+    sealed = vault.sealed(who.refresh_token) if who.refresh_token else None
+    sign_ins.vouched(tx, person, settings.sign_in_s, sealed)
+    return person
+
+
+class SignInChecks:
+    """Asks the provider again of people who have a session or a key."""
+
+    def __init__(self, store: Store, settings: ServerSettings, provider: IdentityProvider) -> None:
+        self._store = store
+        self._settings = provider.settings
+        self._vault = Vault(settings.home)
+        self._provider = provider
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(self._settings.recheck_s / TICKS)
+            try:
+                await asyncio.to_thread(self.look)
+            except StoreUnavailable as error:
+                log.warning("the database does not answer; people are looked at again later", error=str(error))
+
+    def look(self) -> None:
+        """Ask of everybody whose turn it is. Raises `StoreUnavailable`."""
+        with self._store.reading() as connection:
+            due = sign_ins.due(connection, now_us() - int(self._settings.recheck_s * 1e6))
+        for one in due:
+            with self._store.writing() as tx:
+                mine = sign_ins.claim(tx, one["person"], one["checked_us"])
+            if mine:
+                self._ask(one)
+
+    def _ask(self, one: sa.RowMapping) -> None:
+        try:
+            who = self._provider.again(self._vault.opened(bytes(one["sealed"])), one["subject"])
+        except (IssuerUnavailable, VaultError) as error:
+            log.warning("a sign-in cannot be looked at again now", person=one["person"], error=str(error))
+        except GrantEnded as error:
+            log.info("the identity provider lets somebody in no more", person=one["person"], reason=str(error))
+            with self._store.writing() as tx:
+                sign_ins.ended(tx, one["person"])
+                audit.write(
+                    tx,
+                    actor=ACTOR,
+                    action=Action.ME_WRITE,
+                    resource=f"/v1/session/oidc: {one['person']}",
+                    project=None,
+                    status=403,
+                    request_id=ids.new_id(ids.REQUEST),
+                )
+        else:
+            with self._store.writing() as tx:
+                admitted(tx, self._settings, self._vault, who)

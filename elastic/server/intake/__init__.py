@@ -1,0 +1,1 @@
+"""What projects hand in: runs, which are checked whole before anything is kept, and files."""

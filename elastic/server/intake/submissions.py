@@ -1,0 +1,199 @@
+"""Submissions: checked whole before anything is kept. They name installed components and their project's files only."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from elastic import compose
+from elastic.config import Config, ConfigError, validate
+from elastic.resources import DryRun, ProblemError, Submission, WouldAcquire
+from elastic.server.intake.upload_files import SCHEME, named
+from elastic.server.problems import ApiProblem
+from elastic.server.quotas.needs import RunNeeds, needs_of
+from elastic.server.settings import ServerSettings
+from elastic.server.store.quotas import TRAINER, QuotaRow
+from elastic.server.store.runs import NewRun
+
+_WHERE = "config"
+_SERVERS_OWN = (
+    *("run.directory", "run.host", "run.port", "run.advertise", "run.certificate", "run.certificate_key"),
+    *("run.pass_env", "weights.port", "weights.relay"),
+)
+"""Where a run listens, what it inherits and where it is kept: the server's to say."""
+_REFUSED_KEYS = frozenset({"address", "arguments"})
+"""Of providers and engines: a host to dial, or whatever an engine would take."""
+_PATH_LIKE = re.compile(r"[/\\\0]|^~|^\.\.?$")
+_NO_PATHS_IN = ("simulation",)
+"""What live runs do not look at."""
+CHECKPOINT = "model.checkpoint"
+
+
+def check(settings: ServerSettings, submission: Submission, project: str) -> tuple[NewRun, compose.RunPlan]:
+    """The run that is asked for, and its plan. Raises `ApiProblem` with all faults that can be told at once."""
+    raw = json.loads(json.dumps(submission.config))
+    errors = [*_forbidden(raw), *_settle_paths(raw, settings, project)]
+    names = [*submission.providers, *(["reserved"] if "reserved" in raw.get("providers", {}) else [])]
+    plan: compose.RunPlan | None = None
+    try:
+        config = validate(Config, raw, _WHERE)
+        if not errors:
+            plan = compose.resolve(config, submission.providers, _WHERE)
+            compose.check_live(plan)
+    except ConfigError as error:
+        errors += [_fault(line) for line in str(error).splitlines()]
+    errors += [
+        ProblemError(pointer=f"#/caps/{name}", detail=f"names no provider of this run; allowed: {', '.join(names)}")
+        for name in {**_caps_in(raw), **submission.caps}
+        if name not in names
+    ]
+    if errors or plan is None:
+        detail = "; ".join(f"{one.pointer}: {one.detail}" for one in errors)
+        raise ApiProblem("invalid-configuration", detail, errors)
+    own = raw.get("run", {}).pop("budget_usd", None)
+    own_caps = raw.get("run", {}).pop("caps", {})
+    run = NewRun(
+        project=project,
+        name=plan.config.run.name,
+        config=raw,
+        providers=list(plan.providers),
+        labels=submission.labels,
+        budget_usd=own if submission.budget_usd is None else submission.budget_usd,
+        caps={**own_caps, **submission.caps},
+        max_restarts=submission.max_restarts,
+        needs=needs_of(plan),
+    )
+    return run, plan
+
+
+def dry_run(plan: compose.RunPlan) -> DryRun:
+    """What the run would hold and cost at most."""
+    rows = [WouldAcquire(**msgspec.to_builtins(row)) for row in compose.acquisitions(plan)]
+    calls = compose.reward_calls(plan)
+    return DryRun(
+        config=plan.resolved(),
+        would_acquire=rows,
+        would_call=None if calls is None else msgspec.to_builtins(calls),
+        usd_per_hour_max=sum(row.usd_per_hour_max for row in rows),
+        warnings=compose.short_limits(plan.config),
+    )
+
+
+def _caps_in(raw: Mapping[str, Any]) -> dict[str, Any]:
+    section = raw.get("run")
+    caps = section.get("caps") if isinstance(section, dict) else None
+    return caps if isinstance(caps, dict) else {}
+
+
+def refuse_beyond(quota: QuotaRow, needs: RunNeeds) -> None:
+    """Raises `ApiProblem` for a run that could never begin, or never have what it names, under this quota."""
+    faults: list[ProblemError] = []
+    if quota.runs_max == 0:
+        faults.append(ProblemError(pointer="#/project", detail="the project may have no runs"))
+    trainers = quota.gpus.get(TRAINER, needs.trainer_gpus)
+    if needs.trainer_gpus > trainers:
+        words = f"its trainer takes {needs.trainer_gpus} GPUs; the project may have {trainers} in trainers"
+        faults.append(ProblemError(pointer="#/config/trainer/gpus", detail=words))
+    for name, one in needs.providers.items():
+        allowed = quota.gpus.get(one.kind, one.unit)
+        if one.gpus > 0 and allowed < one.unit:
+            words = f"a lease has {one.unit} GPUs of {one.kind}; the project may have {allowed}"
+            faults.append(ProblemError(pointer=f"#/config/providers/{name}", detail=words))
+    if faults:
+        raise ApiProblem("quota-exceeded", "; ".join(one.detail for one in faults), faults)
+
+
+def _forbidden(raw: Mapping[str, Any]) -> Iterator[ProblemError]:
+    for key in _SERVERS_OWN:
+        section, _, name = key.partition(".")
+        if isinstance(raw.get(section), dict) and name in raw[section]:
+            yield ProblemError(pointer=_pointer((section, name)), detail="is the server's to choose; leave it out")
+    for top in ("engine", "providers", "trainer"):
+        for path, _ in _leaves(raw.get(top), (top,)):
+            if _REFUSED_KEYS & set(path):
+                yield ProblemError(pointer=_pointer(path), detail="cannot be set in a run on a server; leave it out")
+
+
+def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -> Iterator[ProblemError]:
+    """Put what lies in the project's storage, or for checkpoints in `models`, in the place of its name."""
+    storage = settings.storage(project).resolve()
+    for path, value in list(_leaves({k: v for k, v in raw.items() if k not in _NO_PATHS_IN}, ())):
+        is_checkpoint = ".".join(path) == CHECKPOINT
+        if isinstance(value, str) and value.startswith(SCHEME):
+            found = named(settings, project, value)
+            if found is None:
+                detail = f"no complete upload {value!r} in the project; allowed: upload:ID, upload:ID/FILE"
+                yield ProblemError(pointer=_pointer(path), detail=detail)
+            else:
+                _put(raw, path, str(found))
+            continue
+        if not isinstance(value, str) or not (is_checkpoint or _could_be_a_path(value)):
+            continue
+        roots = (storage, *(settings.models if is_checkpoint else ()))
+        found = _inside(value, roots)
+        if found is not None:
+            _put(raw, path, str(found))
+        elif is_checkpoint or _PATH_LIKE.search(value) or _is_file(value):
+            what = "no base policy" if is_checkpoint else "no file"
+            where = "the project's storage" + (" or the server's models" if is_checkpoint else "")
+            yield ProblemError(pointer=_pointer(path), detail=f"{what} {value!r} in {where}")
+
+
+def _inside(name: str, roots: Sequence[Path]) -> Path | None:
+    """What is called so in one of the roots, or from here and lies in one of them; a link leads nowhere else."""
+    if not name or "\0" in name:
+        return None
+    for root in roots:
+        for base in (root, Path.cwd()):
+            try:
+                found = (base / name).resolve()
+                if found.is_relative_to(root.resolve()) and found != root.resolve() and found.exists():
+                    return found
+            except (OSError, ValueError):
+                continue
+    return None
+
+
+def _could_be_a_path(value: str) -> bool:
+    return _PATH_LIKE.search(value) is not None or bool(Path(value).suffix)
+
+
+def _is_file(name: str) -> bool:
+    """Whether the server would take this for a file of its own."""
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):
+        return True
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, str(key)))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _leaves(inner, (*path, str(number)))
+    else:
+        yield path, value
+
+
+def _put(raw: Any, path: Sequence[str], value: str) -> None:
+    for part in path[:-1]:
+        raw = raw[int(part)] if isinstance(raw, list) else raw[part]
+    last = path[-1]
+    raw[int(last) if isinstance(raw, list) else last] = value
+
+
+def _pointer(path: Sequence[str]) -> str:
+    return "#/config" + "".join(f"/{part.replace('~', '~0').replace('/', '~1')}" for part in path)
+
+
+def _fault(line: str) -> ProblemError:
+    """A line of a `ConfigError`, with the pointer that it names the key of."""
+    found = re.match(rf"(?:{_WHERE}: )?([A-Za-z_][\w.\-]*): (.*)", line)
+    if found is None:
+        return ProblemError(pointer="#/config", detail=line.removeprefix(f"{_WHERE}: "))
+    return ProblemError(pointer=_pointer(found[1].split(".")), detail=found[2])

@@ -1,0 +1,1 @@
+"""How long what runs leave is kept, and its removal."""

@@ -1,0 +1,88 @@
+"""Retention in the store: the policies, and the runs of which something is over."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from elastic.resources import ENDED
+from elastic.server.intake.upload_files import UploadStanding
+from elastic.server.retention.rules import REMOVING, RetentionRow, due, needed_by, upload_is_over
+from elastic.server.store import runs, uploads
+from elastic.server.store.database import now_us
+from elastic.server.store.runs import HostedRunRow
+from elastic.server.store.tables import retention
+from elastic.server.store.tables import runs as runs_table
+from elastic.server.store.tables import uploads as uploads_table
+
+SERVER = "server"
+"""The scope of the policy that holds where a project's says nothing."""
+
+
+def policy(connection: sa.Connection, scope: str) -> RetentionRow:
+    row = connection.execute(sa.select(retention).where(retention.c.scope == scope)).mappings().first()
+    return RetentionRow(scope=scope) if row is None else RetentionRow(**row)
+
+
+def change(tx: sa.Connection, scope: str, changes: Mapping[str, Any]) -> None:
+    if policy(tx, scope).version:
+        tx.execute(
+            sa.update(retention).where(retention.c.scope == scope).values(**changes, version=retention.c.version + 1)
+        )
+    else:
+        tx.execute(sa.insert(retention).values(scope=scope, version=1, **changes))
+
+
+def over(connection: sa.Connection, project: str | None, at_us: int) -> Iterator[tuple[HostedRunRow, list[str]]]:
+    """The runs, of one project or all, of which something is kept no longer, and what; the oldest first."""
+    policies = {row["scope"]: RetentionRow(**row) for row in connection.execute(sa.select(retention)).mappings()}
+    if not policies:
+        return
+    server, going = policies.get(SERVER, RetentionRow(scope=SERVER)), runs.managed(connection)
+    ended = (
+        sa.select(runs_table)
+        .where(~runs_table.c.managed, runs_table.c.phase.in_([phase.value for phase in ENDED]))
+        .order_by(runs_table.c.id)
+    )
+    if project is not None:
+        ended = ended.where(runs_table.c.project == project)
+    for row in connection.execute(ended).mappings():
+        run = runs.as_record(row)
+        parts = due(run, policies.get(run.project, RetentionRow(scope=run.project)), server, at_us)
+        if parts and needed_by(run, going) is None:
+            yield run, parts
+
+
+def uploads_over(
+    connection: sa.Connection, project: str | None, standing: Callable[[str, str], UploadStanding], open_days: int
+) -> Iterator[tuple[sa.RowMapping, UploadStanding, int]]:
+    """The uploads, of one project or all, that are kept no longer: how each stands, and when it was last used; oldest
+    first. One that a run names which has not ended is in use."""
+    policies = {row["scope"]: RetentionRow(**row) for row in connection.execute(sa.select(retention)).mappings()}
+    server, at_us = policies.get(SERVER, RetentionRow(scope=SERVER)), now_us()
+    wanted = sa.select(uploads_table).order_by(uploads_table.c.id)
+    if project is not None:
+        wanted = wanted.where(uploads_table.c.project == project)
+    for row in connection.execute(wanted).mappings():
+        found, own = (
+            standing(row["project"], row["id"]),
+            policies.get(row["project"], RetentionRow(scope=row["project"])),
+        )
+
+        def over(last_us: int, found: UploadStanding = found, own: RetentionRow = own) -> bool:
+            return upload_is_over(
+                ready=found.ready, last_us=last_us, own=own, server=server, open_days=open_days, now_us=at_us
+            )
+
+        last_us = max(row["created_us"], found.touched_us)
+        # The runs are only asked where it matters.
+        if over(last_us) and uploads.user_of(connection, row["project"], row["id"]) is None:
+            last_us = max(last_us, uploads.last_use_us(connection, row["project"], row["id"]))
+            if over(last_us):
+                yield row, found, last_us
+
+
+def half_removed(connection: sa.Connection) -> list[HostedRunRow]:
+    """Runs of which the removal of something has begun."""
+    begun = sa.select(runs_table).where(sa.cast(runs_table.c.retired, sa.Text).like(f"%{REMOVING}%"))
+    return [runs.as_record(row) for row in connection.execute(begun).mappings()]

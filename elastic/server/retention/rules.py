@@ -1,0 +1,136 @@
+"""How long what runs leave is kept, and what is over: looked at without a change, or removed.
+
+- Only what has ended is touched, and nothing that a run which goes on could need.
+- What is to go is in the store before the first file is: whoever finds a removal half done does the rest.
+- Logs, checkpoints and trajectories go apart; the run, its figures and its report stay until the whole run goes.
+"""
+
+import contextlib
+import shutil
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.runtime.journal import RunDirectory
+from elastic.runtime.journal.frames import FRAME
+from elastic.server.quotas.budgets import US_PER_DAY
+from elastic.server.store.runs import HostedRunRow
+
+RUN, TRAJECTORIES, CHECKPOINTS, LOGS = "run", "trajectories", "checkpoints", "logs"
+PARTS = (TRAJECTORIES, CHECKPOINTS, LOGS)
+UNRESUMABLE = (TRAJECTORIES, CHECKPOINTS)
+"""Without these a run cannot go on."""
+REMOVING, REMOVED = "removing", "removed"
+_DIRECTORIES: Mapping[str, Sequence[str]] = {CHECKPOINTS: ("checkpoints", "weights"), LOGS: ("logs",)}
+_LOCK_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionRow:
+    """Days for which each is kept after a run's end, uploads after they were last used; None where the server's policy
+    says, or for ever."""
+
+    scope: str
+    runs_days: int | None = None
+    trajectories_days: int | None = None
+    checkpoints_days: int | None = None
+    logs_days: int | None = None
+    uploads_days: int | None = None
+    version: int = 0
+
+    def days(self, part: str) -> int | None:
+        return {
+            RUN: self.runs_days,
+            TRAJECTORIES: self.trajectories_days,
+            CHECKPOINTS: self.checkpoints_days,
+            LOGS: self.logs_days,
+        }[part]
+
+
+def due(run: HostedRunRow, own: RetentionRow, server: RetentionRow, now_us: int) -> list[str]:
+    """What of a run is kept no longer: the whole run alone, or parts of it that are still there."""
+    if not run.ended or run.managed or run.ended_us is None:
+        return []
+    over: list[str] = []
+    for part in (RUN, *PARTS):
+        days = server.days(part) if own.days(part) is None else own.days(part)
+        if days is not None and now_us - run.ended_us >= days * US_PER_DAY:
+            over.append(part)
+    if RUN in over:
+        return [RUN]
+    return [part for part in over if part not in (run.retired or {})]
+
+
+def upload_is_over(
+    *, ready: bool, last_us: int, own: RetentionRow, server: RetentionRow, open_days: int, now_us: int
+) -> bool:
+    """Whether an upload is kept no longer of which nothing has come, or that nobody has used, since `last_us`."""
+    kept = server.uploads_days if own.uploads_days is None else own.uploads_days
+    days = kept if ready else open_days
+    return days is not None and now_us - last_us >= days * US_PER_DAY
+
+
+def needed_by(run: HostedRunRow, going: Iterable[HostedRunRow]) -> str | None:
+    """The run that goes on and whose configuration names something of this one's; None where there is none."""
+    return next((other.id for other in going if other.id != run.id and run.id in other.config), None)
+
+
+def bytes_of(run_dir: Path, parts: Sequence[str]) -> int:
+    """What the removal of these parts would free, about."""
+    if RUN in parts:
+        return _size(run_dir)
+    found = sum(_size(run_dir / name) for part in parts for name in _DIRECTORIES.get(part, ()))
+    if TRAJECTORIES in parts:
+        found += sum(_said_bytes(path) for path in RunDirectory(run_dir).journal_paths())
+    return found
+
+
+def remove(run_dir: Path, part: str) -> None:
+    """Remove a part; what is gone already is left. Raises `OSError` where something cannot be removed."""
+    for name in _DIRECTORIES.get(part, ()):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(run_dir / name)
+    if part == TRAJECTORIES:
+        for path in RunDirectory(run_dir).journal_paths():
+            _forget_what_was_said(path)
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for found in path.rglob("*"):
+        with contextlib.suppress(OSError):
+            if found.is_file() and not found.is_symlink():
+                total += found.stat().st_size
+    return total
+
+
+def _said_bytes(journal: Path) -> int:
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(_opened(journal)) as connection:
+        said = connection.execute(
+            "SELECT COALESCE(SUM(LENGTH(token_ids) + LENGTH(sampled)), 0) FROM trajectories"
+        ).fetchone()[0]
+        return said + _frames(connection)
+    return 0
+
+
+def _frames(connection: sqlite3.Connection) -> int:
+    of_frames = "SELECT COALESCE(SUM(LENGTH(body)), 0) FROM events WHERE kind = ?"
+    return connection.execute(of_frames, (FRAME,)).fetchone()[0]
+
+
+def _forget_what_was_said(journal: Path) -> None:
+    """Tokens go, and frames with tokens; what a report is made of stays. Whole, or not at all."""
+    try:
+        with contextlib.closing(_opened(journal)) as connection:
+            with connection:
+                connection.execute("UPDATE trajectories SET token_ids = x'', sampled = x''")
+                connection.execute("DELETE FROM events WHERE kind = ?", (FRAME,))
+            connection.execute("VACUUM")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except sqlite3.Error as error:
+        raise OSError(f"{journal}: {error}") from error
+
+
+def _opened(journal: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"file:{journal}?mode=rw", uri=True, timeout=_LOCK_TIMEOUT_S)

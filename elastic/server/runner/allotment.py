@@ -1,0 +1,271 @@
+"""What every run may have now: whether it may begin, its share of what is scarce, and its slice of a budget. Pure.
+
+Decided for all runs together. What comes of it is in the store before any process is told.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from elastic.core.ledger import NANO_USD_PER_USD
+from elastic.resources import ALIVE, RunPhase
+from elastic.server.quotas import budgets, sharing
+from elastic.server.quotas.budgets import ProjectAccount, RunAccount
+from elastic.server.quotas.sharing import LeaseClaim, SharedProvider
+from elastic.server.store import runs
+from elastic.server.store.quotas import TRAINER, QuotaRow
+from elastic.server.store.runs import HostedRunRow
+
+
+class QuotaWait(NamedTuple):
+    """Why a run does not begin yet: `reason` for programs, `message` for people."""
+
+    reason: str
+    message: str
+
+
+class ProjectSpending(NamedTuple):
+    """What a project's runs have cost, and may cost without asking again, in nano-dollars: in all, and of this day."""
+
+    total: int
+    today: int
+    allotted: int
+    allotted_today: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectStanding:
+    """A project: its quota, and what its runs cost that are over, in all and today."""
+
+    quota: QuotaRow
+    settled_nano_usd: int = 0
+    settled_today_nano_usd: int = 0
+
+    def spending(self, its: Iterable[HostedRunRow], day: int) -> ProjectSpending:
+        """With what its runs have cost that are not over."""
+        total = allotted = self.settled_nano_usd
+        today = allotted_today = self.settled_today_nano_usd
+        for run in its:
+            cost, base = run.seen_nano_usd, run.base_nano_usd(day)
+            may = cost if run.allotted_nano_usd is None else max(cost, run.allotted_nano_usd)
+            total, today = total + cost, today + cost - base
+            allotted, allotted_today = allotted + may, allotted_today + may - base
+        return ProjectSpending(total, today, allotted, allotted_today)
+
+
+@dataclass(kw_only=True)
+class RunAllotment:
+    """What one run may have from now on; fields as in the runs' table."""
+
+    shares: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    caps: dict[str, int] = field(default_factory=dict[str, int])
+    allotted_nano_usd: int | None = None
+    day: int = 0
+    day_base_nano_usd: int = 0
+    waits: QuotaWait | None = None
+
+    def limits(self, run: HostedRunRow) -> dict[str, Any]:
+        """What its process is to be told."""
+        allotted = self.allotted_nano_usd
+        bounds = [run.budget_usd, None if allotted is None else allotted / NANO_USD_PER_USD]
+        budget_usd = min((usd for usd in bounds if usd is not None), default=None)
+        return {"caps": self.caps, "budget_usd": budget_usd}
+
+
+def going(run: HostedRunRow) -> bool:
+    """Whether it has a process, or is about to have another one."""
+    return run.phase in ALIVE or run.phase is RunPhase.RESTARTING
+
+
+def allot(
+    records: Sequence[HostedRunRow],
+    projects: Mapping[str, ProjectStanding],
+    capacities: Mapping[str, int],
+    held: Mapping[str, Mapping[str, int]],
+    now_us: int,
+    period_us: int,
+) -> dict[str, RunAllotment]:
+    """What each of the runs may have. `projects` are all of theirs; `held` has, of processes that could be asked, the
+    GPUs that they hold or have asked for, by provider."""
+    day = budgets.day_of(now_us)
+    made = {
+        run.id: RunAllotment(
+            caps=dict(run.caps),
+            allotted_nano_usd=run.allotted_nano_usd,
+            day=day,
+            day_base_nano_usd=run.base_nano_usd(day),
+        )
+        for run in records
+    }
+    _share(records, projects, capacities, held, made, now_us, period_us)
+    for project, standing in projects.items():
+        its = [run for run in records if run.project == project]
+        _make_room(its, standing.quota, made)
+        beginning = _admit(its, standing.quota, made, now_us)
+        _spend(its, standing, made, beginning)
+    return made
+
+
+# GPUs
+
+
+def _share(
+    records: Sequence[HostedRunRow],
+    projects: Mapping[str, ProjectStanding],
+    capacities: Mapping[str, int],
+    held: Mapping[str, Mapping[str, int]],
+    made: Mapping[str, RunAllotment],
+    now_us: int,
+    period_us: int,
+) -> None:
+    quotas = {project: standing.quota for project, standing in projects.items()}
+    kinds = {kind for quota in quotas.values() for kind in quota.gpus} | capacities.keys()
+    for kind in sorted(kinds - {TRAINER}):
+        bound = {project: quota.gpus[kind] for project, quota in quotas.items() if kind in quota.gpus}
+        weights = {project: quota.weight for project, quota in quotas.items()}
+        provider = SharedProvider(gpus=capacities.get(kind), quotas=bound, weights=weights)
+        sections = [
+            (run, name)
+            for run in records
+            for name, one in run.needed.providers.items()
+            if one.kind == kind and (kind in capacities or run.project in bound)
+        ]
+        claims = {(run.id, name): _claim(run, name, held, now_us) for run, name in sections}
+        given = sharing.shares(list(claims.values()), provider, now_us, period_us)
+        told = sharing.caps(list(claims.values()), provider, given)
+        for (run, name), claim in claims.items():
+            share = given[claim.key]
+            since_us = claim.since_us_after(share, told[claim.key], now_us)
+            made[run].shares[name] = {"gpus": share, "since_us": since_us}
+            made[run].caps[name] = min(told[claim.key], made[run].caps.get(name, told[claim.key]))
+
+
+def _claim(run: HostedRunRow, name: str, held: Mapping[str, Mapping[str, int]], now_us: int) -> LeaseClaim:
+    needs, share = run.needed.providers[name], (run.shares or {}).get(name, {})
+    wants = run.phase in (RunPhase.STARTING, RunPhase.RUNNING, RunPhase.RESTARTING) and run.wanted == runs.RUN
+    most = min(needs.gpus, run.caps.get(name, needs.gpus)) if wants else 0
+    return LeaseClaim(
+        key=f"{run.id}/{name}",
+        project=run.project,
+        gpus=most,
+        unit=needs.unit,
+        share=int(share.get("gpus", 0)),
+        since_us=int(share.get("since_us", now_us)),
+        told=_known_cap(run, name, needs.gpus) if going(run) else 0,
+        held=held.get(run.id, {}).get(name, 0),
+    )
+
+
+def _known_cap(run: HostedRunRow, name: str, most: int) -> int:
+    """The highest cap that its process may know: what it was told, or is about to be."""
+    known = [said["caps"].get(name, most) for said in (run.told, run.limits) if said is not None]
+    return min(most, max(known, default=most))
+
+
+# Runs at once
+
+
+def _make_room(records: Sequence[HostedRunRow], quota: QuotaRow, made: Mapping[str, RunAllotment]) -> None:
+    """Of more runs than there may be by now, the last ones submitted are stopped, and wait."""
+    staying = [run for run in records if going(run) and run.wanted == runs.RUN]
+    count, trainers = len(staying), sum(run.needed.trainer_gpus for run in staying)
+    for run in reversed(staying):
+        gpus = run.needed.trainer_gpus
+        if quota.runs_max is not None and count > quota.runs_max:
+            made[run.id].waits = QuotaWait("RunsAtOnce", f"the project may have {quota.runs_max} runs at once by now")
+        elif gpus and trainers > quota.gpus.get(TRAINER, trainers):
+            words = f"the project may have {quota.gpus[TRAINER]} GPUs in trainers by now"
+            made[run.id].waits = QuotaWait("TrainerGpus", words)
+        else:
+            continue
+        count, trainers = count - 1, trainers - gpus
+
+
+def _admit(
+    records: Sequence[HostedRunRow], quota: QuotaRow, made: Mapping[str, RunAllotment], now_us: int
+) -> list[HostedRunRow]:
+    """The runs that may begin now, as far as there is money; the others are told what they wait for."""
+    live = [run for run in records if going(run)]
+    count, trainers = len(live), sum(run.needed.trainer_gpus for run in live)
+    admitted: list[HostedRunRow] = []
+    for run in records:
+        if run.phase is not RunPhase.PENDING or run.wanted != runs.RUN or run.not_before_us > now_us:
+            continue
+        gpus = run.needed.trainer_gpus
+        if quota.runs_max is not None and count >= quota.runs_max:
+            made[run.id].waits = QuotaWait("RunsAtOnce", f"the project has {count} of {quota.runs_max} runs at once")
+        elif trainers + gpus > quota.gpus.get(TRAINER, trainers + gpus):
+            words = f"its trainer takes {gpus} GPUs; the project has {trainers} of {quota.gpus[TRAINER]} in trainers"
+            made[run.id].waits = QuotaWait("TrainerGpus", words)
+        else:
+            admitted.append(run)
+            count, trainers = count + 1, trainers + gpus
+    return admitted
+
+
+# Money
+
+
+def _spend(
+    records: Sequence[HostedRunRow],
+    standing: ProjectStanding,
+    made: Mapping[str, RunAllotment],
+    beginning: Sequence[HostedRunRow],
+) -> None:
+    limits = standing.quota.spending
+    if not limits:
+        for run in records:
+            made[run.id].allotted_nano_usd = None
+        return
+    begins = {run.id for run in beginning}
+    accounts = [_account(run, made[run.id], run.id in begins) for run in records]
+    account = ProjectAccount(
+        runs=accounts, gone_nano_usd=standing.settled_nano_usd, gone_today_nano_usd=standing.settled_today_nano_usd
+    )
+    given, taken = budgets.slices(account, limits), budgets.taken_back(account, limits)
+    for run, before in zip(records, accounts, strict=True):
+        change = given.get(run.id, 0) - taken.get(run.id, 0)
+        made[run.id].allotted_nano_usd = before.allotted_nano_usd + change
+        if before.begins and run.id not in given:
+            made[run.id].waits = _unfunded(account, standing.quota, before)
+
+
+def _account(run: HostedRunRow, allotment: RunAllotment, begins: bool) -> RunAccount:
+    seen = run.seen_nano_usd
+    stands = run.figures.budget
+    committed = max(seen, round(stands.committed_usd * NANO_USD_PER_USD)) if stands is not None else seen
+    if going(run):
+        # One that goes on since before there was a budget owes what it has committed.
+        allotted = committed if run.allotted_nano_usd is None else run.allotted_nano_usd
+    else:
+        # One that waits may have been given its slice already; one that has ended was charged what it cost.
+        allotted = seen if run.allotted_nano_usd is None or run.ended else max(seen, run.allotted_nano_usd)
+    own = None if run.budget_usd is None else int(run.budget_usd * NANO_USD_PER_USD)
+    unfunded = allotted <= seen and (own is None or allotted < own)
+    return RunAccount(
+        run=run.id,
+        allotted_nano_usd=allotted,
+        day_base_nano_usd=allotment.day_base_nano_usd,
+        committed_nano_usd=committed,
+        known_nano_usd=_known_budget(run) if going(run) else 0,
+        own_nano_usd=own,
+        slice_nano_usd=run.needed.slice_nano_usd,
+        alive=going(run) and run.wanted == runs.RUN,
+        begins=begins and unfunded,
+    )
+
+
+def _known_budget(run: HostedRunRow) -> int:
+    """The highest budget that its process may know: what it was told, or is about to be."""
+    known = [said["budget_usd"] for said in (run.told, run.limits) if said is not None]
+    return max((int(usd * NANO_USD_PER_USD) for usd in known if usd is not None), default=0)
+
+
+def _unfunded(account: ProjectAccount, quota: QuotaRow, run: RunAccount) -> QuotaWait:
+    slice_usd, limits = run.slice / NANO_USD_PER_USD, quota.spending
+    total_usd, today_usd = account.total_nano_usd / NANO_USD_PER_USD, account.today_nano_usd / NANO_USD_PER_USD
+    if limits.budget_nano_usd is not None and limits.budget_nano_usd - account.total_nano_usd < run.slice:
+        words = f"of the project's ${quota.budget_usd:.2f} are ${total_usd:.2f} spent or allotted"
+        return QuotaWait("ProjectBudget", f"{words}; it takes ${slice_usd:.2f} to go on")
+    words = f"of the project's ${quota.usd_per_day or 0:.2f} a day are ${today_usd:.2f} spent or allotted today (UTC)"
+    return QuotaWait("DollarsADay", f"{words}; it takes ${slice_usd:.2f} to go on")

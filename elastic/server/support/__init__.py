@@ -1,0 +1,1 @@
+"""What somebody who was not there needs to see of a server, without its secrets."""
