@@ -33,7 +33,7 @@ from elastic.pool.shell import PoolShell
 from elastic.pool_control import SubmitJob
 from elastic.processes import inherited
 from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
-from elastic.tls import Certificate, run_certificate
+from elastic.tls import Certificate, TlsError, run_certificate
 from policies.clusters import CLUSTER_POLICIES
 
 log = structlog.get_logger(__name__)
@@ -210,8 +210,8 @@ async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]
     gateway = PoolGateway(tokens, journal, KeeperTimes(limits.silence_s, limits.orphan_s, limits.measure_s))
     certificate = _certificate(config, directory)
     address = await _listen(gateway, config, journal, certificate)
-    local = seen_as("" if certificate is None else config.pool.host, address)
-    endpoint = Endpoint(local, fingerprint="" if certificate is None else certificate.fingerprint)
+    # Keepers and jobs are this process's children: they dial the machine that they are on.
+    endpoint = Endpoint(seen_as("", address), fingerprint="" if certificate is None else certificate.fingerprint)
     made = programs(config, directory, endpoint, tokens)
     ports = LivePorts(directory, config.pool.name, journal, gateway, made, lambda: max(last_ns, began.since_ns()))
     times = PoolTimes(
@@ -256,7 +256,13 @@ def _began(journal: PoolJournal, last_ns: int) -> tuple[Began, bool]:
 
 
 def _certificate(config: PoolConfig, directory: Path) -> Certificate | None:
-    return None if is_loopback(config.pool.host) else run_certificate(directory, [config.pool.host])
+    """Raises `ConfigError`."""
+    if is_loopback(config.pool.host):
+        return None
+    try:
+        return run_certificate(directory, [config.pool.host])
+    except (OSError, TlsError) as error:
+        raise ConfigError(f"pool.host {config.pool.host}: no certificate can be made for TLS: {error}") from error
 
 
 async def _listen(

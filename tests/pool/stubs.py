@@ -123,6 +123,7 @@ class StubJob:
         self.link: PoolLink[w.ToJob] | None = None
         self.welcome: w.JobWelcome | None = None
         self.granted: w.Granted | None = None
+        self.asked: PhaseKind | None = None
         self.recalled = False
         self.lost = False
         self.trainer = ""
@@ -159,11 +160,7 @@ class StubJob:
     async def phase(self, phase: PhaseKind, left_s: float) -> None:
         hung = self.script.get("hangs_at") == self.steps and phase.value == self.script.get("hangs_in", "rollout")
         while left_s > 0:
-            self.granted, self.recalled, self.lost = None, False, False
-            self.say(w.AskPhase(phase))
-            await self.until(lambda: self.granted is not None and self.granted.phase is phase)
-            granted = self.granted
-            assert granted is not None
+            granted = await self.turn(phase)
             lends = not self.script.get("script")
             if phase is _TRAIN and not self.trainer and lends:
                 self.workers += 1
@@ -200,6 +197,14 @@ class StubJob:
             self.yielded = w.YieldPhase(granted.permit, finished=left_s <= 0)
             self.say(self.yielded)
 
+    async def turn(self, phase: PhaseKind) -> w.Granted:
+        self.granted, self.recalled, self.lost = None, False, False
+        self.say(w.AskPhase(phase))
+        while (granted := self.granted) is None or granted.phase is not phase:
+            self.stirred.clear()
+            await self.stirred.wait()
+        return granted
+
     async def until(self, condition, timeout_s: float | None = None) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
@@ -211,7 +216,7 @@ class StubJob:
         self.link.send(message)
         if self.script.get("repeats"):
             self.link.send(message)
-        self.asked = message.phase if isinstance(message, w.AskPhase) else getattr(self, "asked", None)
+        self.asked = message.phase if isinstance(message, w.AskPhase) else self.asked
 
     async def dial(self) -> None:
         endpoint = Endpoint(os.environ["ELASTIC_POOL"], fingerprint=os.environ["ELASTIC_POOL_FINGERPRINT"])
@@ -225,9 +230,10 @@ class StubJob:
             try:
                 message = await self.link.receive()
             except LinkLost:
-                held = self.granted
                 await self.dial()
                 assert self.welcome is not None
+                held = self.granted  # What it held may have been yielded meanwhile, to nobody.
+                self.link.send(w.StepsDone(self.steps))
                 numbers = {one.permit: one for one in self.welcome.permits}
                 if held is not None and held.permit not in numbers:
                     self.lost = True
@@ -238,7 +244,7 @@ class StubJob:
                     elif held is None or held.permit != number:
                         self.granted = w.Granted(number, one.phase, one.nodes, one.left_s)
                     self.recalled = self.recalled or one.recalled
-                if held is None and self.granted is None and getattr(self, "asked", None) is not None:
+                if held is None and self.granted is None and self.asked is not None:
                     self.link.send(w.AskPhase(self.asked))
                 self.parked += [*self.welcome.rollout_nodes]  # What was asked meanwhile may never be answered.
                 self.stirred.set()

@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
+import re
 import signal
+import sqlite3
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,9 +19,14 @@ import pytest
 from elastic.cluster.history import cluster_digest, replay
 from elastic.cluster.types import JobRequest, PhasePlan
 from elastic.control import ControlError
+from elastic.endpoint import Endpoint
 from elastic.pool.config import PoolConfig, save_pool
-from elastic.pool.journal import read_records
+from elastic.pool.gateway import PoolTokens
+from elastic.pool.journal import JOURNAL, pool_secret, read_records
+from elastic.pool.keeper import Keeper, KeeperTicket
+from elastic.pool_client import PoolClient, PoolMembership, PoolUnavailable
 from elastic.pool_control import PoolControl, PoolStanding, SubmitJob
+from elastic.tls import run_certificate
 from policies.clusters import CLUSTER_POLICIES
 from tests.pool.stubs import STUB
 
@@ -27,13 +35,14 @@ pytestmark = pytest.mark.slow
 
 
 class Pool:
-    def __init__(self, tmp_path: Path, **limits: float) -> None:
+    def __init__(self, tmp_path: Path, host: str = "127.0.0.1", **limits: float) -> None:
         nodes = {"usd_per_gpu_hour": 1.0, "memory_gb": 8}
         self.config = PoolConfig.model_validate(
             {
                 "pool": {
                     "name": "lab",
                     "directory": str(tmp_path),
+                    "host": host,
                     "rollout": {**nodes, "nodes": 2},
                     "train": {**nodes, "nodes": 1},
                 },
@@ -111,8 +120,8 @@ class Pool:
 
 
 @contextlib.asynccontextmanager
-async def running(tmp_path: Path, **limits: float) -> AsyncIterator[Pool]:
-    pool = Pool(tmp_path, **limits)
+async def running(tmp_path: Path, host: str = "127.0.0.1", **limits: float) -> AsyncIterator[Pool]:
+    pool = Pool(tmp_path, host, **limits)
     pool.start()
     try:
         await pool.until(lambda status: all(node["keeper"]["up"] for node in status["nodes"]), "keepers are not up")
@@ -164,6 +173,37 @@ async def test_two_jobs_take_turns_on_the_same_devices_and_the_pool_ends_with_no
         status = await pool.status()
         assert not status["permits"]
         assert pool.replayed_digest() == status["digest"]
+
+
+async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_certificate_says_nothing(
+    tmp_path: Path,
+):
+    async with running(tmp_path, host="0.0.0.0") as pool:
+        for name in ("one", "two"):
+            await pool.control.submit(pool.submit(name, steps=4, rollout_s=0.6))
+        await pool.until(lambda status: any(job["steps_done"] for job in status["jobs"]), "nobody comes on")
+        pool.kill()
+        pool.start()  # It shows the same certificate: keepers and jobs come back to it.
+        await pool.until(lambda status: all(node["keeper"]["up"] for node in status["nodes"]), "keepers are not back")
+
+        with sqlite3.connect(pool.directory / JOURNAL) as notes:
+            ((listens,),) = notes.execute("select value from notes where key = 'address'")
+        address = f"127.0.0.1:{listens.rpartition(':')[2]}"
+        right = run_certificate(pool.directory, []).fingerprint
+        token = PoolTokens(pool_secret(pool.directory)).job("one", 1)
+        wrong = hashlib.sha256(b"another certificate").hexdigest()
+        for fingerprint, refused in ((wrong, "not to be believed"), ("", "closed the connection|did not answer|broke")):
+            endpoint = Endpoint(address, fingerprint=fingerprint)
+            member = PoolMembership(endpoint=endpoint, job="one", placement=1, token=token)
+            with pytest.raises(PoolUnavailable, match=refused):
+                await PoolClient(member).open(1.0)
+            ticket = KeeperTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="none", wait_s=1.0)
+            assert re.search(refused, await Keeper(ticket).run())
+        stranger = KeeperTicket(
+            endpoint=Endpoint(address, fingerprint=right), pool="lab", node="rollout-1", token="guessed", wait_s=5.0
+        )
+        assert "wrong token" in await Keeper(stranger).run()
+        await finished(pool, "one", "two")
 
 
 async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):
