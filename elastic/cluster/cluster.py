@@ -371,17 +371,17 @@ class Cluster:
         if record is None or not self._is_current(event.job, event.placement):
             return
         if record.state is JobState.RUNNING:
-            self._rotation.ask(event.job, event.phase, self.now_ns)
+            self._rotation.ask(event.job, event.phase, self.now_ns, both=event.both)
 
     def _yielded(self, event: e.PermitYielded) -> None:
         record = self.state.jobs.get(event.job)
         permit = self.state.permits.get(event.permit)
         if record is None or permit is None:
             return
-        phase = permit.phase
+        phase, both = permit.phase, permit.both
         slice_ns = self._rotation.yielded(event.job, event.permit, event.switch_ns, self.now_ns)
-        if slice_ns is None:
-            return
+        if slice_ns is None or both:
+            return  # A phase with the nodes of both pools is none of the two that are planned.
         record.phase_ns += max(0, slice_ns - event.switch_ns)
         if event.finished:
             before_ns = record.measured_ns.get(phase)

@@ -47,13 +47,14 @@ class RejectJob(_ClusterCommand, frozen=True):
 
 
 class GrantPermit(_ClusterCommand, frozen=True):
-    """The slice begins."""
+    """The slice begins. With `both` the nodes are those of rollouts and of training."""
 
     job: JobId
     permit: int
     phase: PhaseKind
     nodes: tuple[NodeId, ...]
     deadline_ns: Nanoseconds
+    both: bool = False
 
 
 class RecallPermit(_ClusterCommand, frozen=True):

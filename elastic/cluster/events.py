@@ -83,11 +83,15 @@ class JobStopped(_ClusterEvent, frozen=True):
 
 
 class PhaseAsked(_ClusterEvent, frozen=True):
-    """The job could begin this phase now. `placement` is the number of its start, where that is known."""
+    """The job could begin this phase now. `placement` is the number of its start, where that is known.
+
+    With `both` it needs the nodes of both pools at once, and takes a turn of training, whatever `phase` says.
+    """
 
     job: JobId
     phase: PhaseKind
     placement: int | None = None
+    both: bool = False
 
 
 class PermitYielded(_ClusterEvent, frozen=True):

@@ -44,6 +44,10 @@ def _permits(cluster: Cluster) -> Iterator[str]:
             yield f"permit {number} has no deadline"
         if number > state.permit_numbers:
             yield f"permit {number} was never given"
+        if permit.both and record.seat is not None:
+            needed = {*record.seat.rollout, *state.groups[record.seat.group].train}
+            if permit.phase is not PhaseKind.TRAIN or set(permit.nodes) != needed:
+                yield f"permit {number} is for both pools and has {permit.nodes} of {sorted(needed)}"
     for node in state.nodes.values():
         if node.permit is not None and (
             node.permit not in state.permits or node.id not in state.permits[node.permit].nodes
@@ -108,6 +112,8 @@ def _seats(cluster: Cluster) -> Iterator[str]:
 def _waits(cluster: Cluster) -> Iterator[str]:
     """Nobody waits without a name and a bound; who waits for a turn waits for somebody who is bounded."""
     for job, record in cluster.state.jobs.items():
+        if record.asked_both and record.asked is not PhaseKind.TRAIN:
+            yield f"job {job} waits for both pools and asked for {record.asked}"
         for what, state in NAMED_WAITS.items():
             if record.state is state and not cluster.timers.waiting(what, job):
                 yield f"job {job} is {state} without a deadline"

@@ -5,6 +5,9 @@
 - Who is late is waited for until a named deadline, then passed over once.
 - A turn whose residents start in it, cold, may take as long as a restart of the job besides.
 - Who overruns its plan is told to give way, and killed where it does not. What is left goes on in the next turn.
+- A phase that needs both pools takes a turn of training that closes the cycle's rollouts: it begins with all of its
+  nodes at once, once everybody has rolled out on those that it shares, and nobody begins the next rollout there before
+  it. Turns follow one another, so nobody waits for who waits for him.
 - A rollout's tail may stay on some of its nodes; the next job begins on the others and gets the rest as the tail ends.
 
 Source: Weave §4.3, with a fixed order instead of its FIFO queues (§5.1): in a fixed order a phase that ends early makes
@@ -45,14 +48,14 @@ class Rotation:
         had = min((min(turns.values()) for turns in others), default=0)
         record.turns = {_ROLLOUT: had, _TRAIN: had}
         record.cold = [_ROLLOUT, _TRAIN]
-        record.asked = None
+        record.asked, record.asked_both = None, False
 
     def leave(self, job: JobId, now_ns: Nanoseconds) -> None:
         """Whatever the job holds is free, and it is not waited for any more."""
         record = self._state.jobs[job]
         if record.permit is not None:
             self._end(self._state.permits[record.permit], now_ns)
-        record.turns, record.asked, record.cold = {}, None, []
+        record.turns, record.asked, record.asked_both, record.cold = {}, None, False, []
 
     def chill(self, job: JobId, phase: PhaseKind) -> None:
         """A resident of this phase has to start anew."""
@@ -60,14 +63,14 @@ class Rotation:
         if record.turns and phase not in record.cold:
             record.cold.append(phase)
 
-    def ask(self, job: JobId, phase: PhaseKind, now_ns: Nanoseconds) -> None:
+    def ask(self, job: JobId, phase: PhaseKind, now_ns: Nanoseconds, *, both: bool = False) -> None:
         """A job that trains again lets its next rollout pass, and the other way round: a cycle has one of each."""
         record = self._state.jobs[job]
         if not record.turns or record.permit is not None:
             return
-        record.asked = phase
+        record.asked, record.asked_both = _TRAIN if both else phase, both
         turns = record.turns
-        if phase is _ROLLOUT:
+        if record.asked is _ROLLOUT:
             turns[_TRAIN] = max(turns[_TRAIN], turns[_ROLLOUT])
         elif turns[_ROLLOUT] <= turns[_TRAIN]:
             turns[_ROLLOUT] = turns[_TRAIN] + 1
@@ -109,7 +112,8 @@ class Rotation:
         self._end(permit, now_ns)
         record = self._state.jobs[permit.job]
         record.turns[permit.phase] += 1
-        self.chill(permit.job, permit.phase)
+        for phase in PhaseKind if permit.both else (permit.phase,):
+            self.chill(permit.job, phase)
         for node_id in permit.nodes:
             self._tell(c.StartResident(job=permit.job, node=node_id))
         self.grant(self._group(record), now_ns)
@@ -162,33 +166,36 @@ class Rotation:
             record = self._state.jobs[job]
             if record.asked is None or not self._takes_part(job, group):
                 continue
-            phase = record.asked
-            nodes = member.nodes if phase is _ROLLOUT else group.train
+            phase, both = record.asked, record.asked_both
+            nodes = member.nodes if phase is _ROLLOUT else (*member.nodes, *group.train) if both else group.train
             before = self._before(group, job, phase, nodes)
             if before:
                 self._wait_for(group, before, now_ns)
                 continue
             free = tuple(node for node in nodes if self._state.nodes[node].permit is None)
-            if len(free) == len(nodes) or (free and self._only_tails(nodes)):
+            if len(free) == len(nodes) or (free and not both and self._only_tails(nodes)):
                 self._begin(record, member, phase, free, now_ns)
         self._widen(group, now_ns)
 
     def _before(self, group: JobGroup, job: JobId, phase: PhaseKind, nodes: Iterable[NodeId]) -> list[JobId]:
         """Members whose turn on one of these nodes comes before the job's. A tail counts as over."""
-        own, found, passed = self._state.jobs[job].turns[phase], list[JobId](), False
-        wanted = set(nodes)
+        mine, found, passed = self._state.jobs[job], list[JobId](), False
+        own, rolled_out, wanted = mine.turns[phase], mine.turns[_ROLLOUT], set(nodes)
         for other, member in group.members.items():
             if other == job:
                 passed = True
                 continue
             record = self._state.jobs[other]
-            if not self._takes_part(other, group) or (phase is _ROLLOUT and wanted.isdisjoint(member.nodes)):
+            shares = not wanted.isdisjoint(member.nodes)
+            if not self._takes_part(other, group) or (phase is _ROLLOUT and not shares):
                 continue
             had = record.turns[phase]
             if record.permit is not None:
                 permit = self._state.permits[record.permit]
                 had += int(bool(permit.tail_nodes) and permit.nodes == permit.tail_nodes and permit.phase is phase)
-            if had < own or (had == own and not passed):
+            rolls_out_first = mine.asked_both and shares and record.turns[_ROLLOUT] < rolled_out
+            closes_rollouts = phase is _ROLLOUT and record.asked_both and record.turns[_TRAIN] < own
+            if had < own or (had == own and not passed) or rolls_out_first or closes_rollouts:
                 found.append(other)
         return found
 
@@ -209,21 +216,23 @@ class Rotation:
     ) -> None:
         state, job = self._state, record.request.id
         state.permit_numbers += 1
-        number = state.permit_numbers
-        planned_ns = member.rollout_ns if phase is _ROLLOUT else member.train_ns
+        number, both = state.permit_numbers, record.asked_both
+        # A phase with both pools is not planned: it has as long as a step alone, which no cycle is shorter than.
+        planned_ns = member.alone_ns if both else member.rollout_ns if phase is _ROLLOUT else member.train_ns
         length_ns = planned_ns + int(self._limits.overrun_share * planned_ns)
-        if phase in record.cold:
-            record.cold.remove(phase)
+        if warmed := [cold for cold in record.cold if both or cold is phase]:
+            record.cold = [cold for cold in record.cold if cold not in warmed]
             length_ns += record.request.restart_ns
+        deadline_ns = now_ns + length_ns
         permit = Permit(
-            number=number, job=job, phase=phase, nodes=nodes, since_ns=now_ns, deadline_ns=now_ns + length_ns
+            number=number, job=job, phase=phase, nodes=nodes, since_ns=now_ns, deadline_ns=deadline_ns, both=both
         )
         state.permits[number] = permit
-        record.permit, record.asked = number, None
+        record.permit, record.asked, record.asked_both = number, None, False
         for node in nodes:
             self._hold(node, permit, now_ns)
         self._timers.set("permit", str(number), now_ns, length_ns)
-        self._tell(c.GrantPermit(job=job, permit=number, phase=phase, nodes=nodes, deadline_ns=permit.deadline_ns))
+        self._tell(c.GrantPermit(job=job, permit=number, phase=phase, nodes=nodes, deadline_ns=deadline_ns, both=both))
 
     def _widen(self, group: JobGroup, now_ns: Nanoseconds) -> None:
         """Who began beside a tail gets the tail's nodes once these are free."""

@@ -51,6 +51,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     - `reserved`: where it moves to, once it has stopped. `placement`: the number of its last start.
     - `accepted_ns`, `accepted_steps`: when its SLO began to count, and what was done by then.
     - `turns`: how many turns of each phase it has had or let pass; empty while it takes no part in its group's cycle.
+    - `asked`: the phase that it waits for; `asked_both`: with the nodes of both pools, in a turn of training.
     - `cold`: phases whose residents have started since their last turn.
     - `measured_ns`: how long its phases have lately taken, switching left out.
     - `billed`: what it owes, in nano-dollars times nanoseconds per hour.
@@ -73,6 +74,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     resubmissions: int = 0
     turns: dict[PhaseKind, int] = {}
     asked: PhaseKind | None = None
+    asked_both: bool = False
     permit: int | None = None
     cold: list[PhaseKind] = []
     measured_ns: dict[PhaseKind, Nanoseconds] = {}

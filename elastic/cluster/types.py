@@ -185,7 +185,8 @@ class Seat(msgspec.Struct, frozen=True):
 class Permit(msgspec.Struct, kw_only=True):
     """The right of one job to compute on some nodes in one phase until `deadline_ns`.
 
-    `number` only grows in a cluster: whatever comes under an older one counts for nothing.
+    `number` only grows in a cluster: whatever comes under an older one counts for nothing. With `both` it is a turn of
+    training that has the job's rollout nodes as well.
     """
 
     number: int
@@ -195,5 +196,6 @@ class Permit(msgspec.Struct, kw_only=True):
     since_ns: Nanoseconds
     deadline_ns: Nanoseconds
     recalled: bool = False
+    both: bool = False
     tail_nodes: tuple[NodeId, ...] = ()
     """Where the phase's tail was told to move; empty while it was not."""

@@ -156,7 +156,7 @@ def _job(cluster: Cluster, record: JobRecord, billed: int) -> dict[str, Any]:
         "cycle_s": cycle_ns / NS_PER_S,
         "planned_slowdown": cycle_ns / solo_ns if cycle_ns and solo_ns else None,
         "permit": record.permit,
-        "asked": record.asked.value if record.asked is not None else None,
+        "asked": "both" if record.asked_both else record.asked.value if record.asked is not None else None,
         "moves": record.moves,
         "resubmissions": record.resubmissions,
         "usd": usd(billed),
@@ -169,7 +169,7 @@ def _permit(permit: Permit, now_ns: Nanoseconds) -> dict[str, Any]:
     return {
         "number": permit.number,
         "job": permit.job,
-        "phase": permit.phase.value,
+        "phase": "both" if permit.both else permit.phase.value,
         "nodes": list(permit.nodes),
         "since_s": permit.since_ns / NS_PER_S,
         "left_s": max(0, permit.deadline_ns - now_ns) / NS_PER_S,

@@ -38,6 +38,8 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     longest: float = 1.0
     profile: PhasePlan | None = None
     """What a timed step shows, for a request without a plan."""
+    both: bool = False
+    """It trains with the nodes of both pools."""
 
 
 class JobFaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,7 +280,8 @@ class JobsWorld:
         state = self._jobs[job]
         if state.permit is None and state.step_began_ns is not None and not state.syncing:
             record = self.cluster.jobs[job]
-            self._send(e.PhaseAsked(job=job, phase=state.phase, placement=state.placement))
+            both = state.arrival.both and state.phase is _TRAIN
+            self._send(e.PhaseAsked(job=job, phase=state.phase, placement=state.placement, both=both))
             if self._faults.share or record.state is not JobState.RUNNING:
                 self._later(job, 60 * S, self._ask)  # Asked again until it is heard.
 
@@ -451,7 +454,7 @@ class JobsWorld:
 
 def worlds_of_jobs(policies: Mapping[str, ClusterPolicies], seed: int) -> JobsWorld:
     """A small world full of faults, all of it drawn from the seed."""
-    rng = Random(seed)
+    rng, both = Random(seed), Random(-seed - 1)
     names = sorted(policies)
     name = names[rng.randrange(len(names))]
     memory = rng.randrange(2, 6)
@@ -488,7 +491,13 @@ def worlds_of_jobs(policies: Mapping[str, ClusterPolicies], seed: int) -> JobsWo
             max_resubmissions=rng.randrange(4),
         )
         arrivals.append(
-            Arrival(at_ns=rng.randrange(3600 * S), request=request, shortest=rng.choice((0.2, 0.5, 1.0)), profile=plan)
+            Arrival(
+                at_ns=rng.randrange(3600 * S),
+                request=request,
+                shortest=rng.choice((0.2, 0.5, 1.0)),
+                profile=plan,
+                both=both.random() < 0.2,
+            )
         )
     return JobsWorld(
         spec,
