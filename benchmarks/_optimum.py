@@ -5,8 +5,6 @@ largest of a few sums, and its cost its training node and the fewest rollout nod
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from itertools import combinations
 
 import highspy
 import msgspec
@@ -113,23 +111,6 @@ class Optimiser:
         whole = (-int(-share // 1) for share in (rollout - 1e-9, train - 1e-9))
         prices = (self._spec.rollout.nano_usd_per_hour, self._spec.train.nano_usd_per_hour)
         return sum(max(1, nodes) * price for nodes, price in zip(whole, prices, strict=True))
-
-    def enumerated(self, active: Sequence[JobId]) -> int:
-        """The same by looking at every partition: for a few jobs, to check the solver by."""
-
-        @cache
-        def least(left: tuple[JobId, ...]) -> float:
-            if not left:
-                return 0
-            best, rest = float("inf"), left[1:]
-            for size in range(len(rest) + 1):
-                for others in combinations(rest, size):
-                    cost = self.cost(tuple(sorted((left[0], *others))))
-                    if cost is not None:
-                        best = min(best, cost + least(tuple(job for job in rest if job not in others)))
-            return best
-
-        return int(least(tuple(sorted(active))))
 
 
 def fewest_nodes(items: tuple[tuple[int, int], ...], capacity_ns: int, memory_bytes: int) -> int:

@@ -189,7 +189,6 @@ class Ec2Api:
         self.run, self._provider = run, provider
         self._clients: dict[str, Any] = {}
         self._making = threading.Lock()
-        self._template = ""
         self.skew_s = 0.0
         self.closed = False
         """Nobody reads notices any more: what a call that is still open brings is put back."""

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from elastic.cli import deferred
 from elastic.cli.hosted import AsJson, ProjectOption, RoleOption
 
 _KEYS_HELP = """Make, list and revoke keys of a server.
@@ -46,9 +47,7 @@ def create_key(
 
     Example: elastic keys create nightly --role runner --expires-days 90 > nightly.key
     """
-    from elastic.cli.remote_access import create_key_command
-
-    create_key_command(
+    deferred.remote_access.create_key_command(
         name, role, scope or [], expires_days, project, server_wide=server_wide, mine=mine, as_json=as_json
     )
 
@@ -59,9 +58,7 @@ def list_keys(mine: Mine = False, as_json: AsJson = False) -> None:
 
     Example: elastic keys list --json
     """
-    from elastic.cli.remote_access import keys_command
-
-    keys_command(mine=mine, as_json=as_json)
+    deferred.remote_access.keys_command(mine=mine, as_json=as_json)
 
 
 @keys.command("revoke")
@@ -70,9 +67,7 @@ def revoke_key(key: KeyName, mine: Mine = False) -> None:
 
     Example: elastic keys revoke nightly
     """
-    from elastic.cli.remote_access import revoke_key_command
-
-    revoke_key_command(key, mine=mine)
+    deferred.remote_access.revoke_key_command(key, mine=mine)
 
 
 @secrets.command("set")
@@ -87,9 +82,7 @@ def set_secret(
 
     Example: elastic secrets set HF_TOKEN < token
     """
-    from elastic.cli.remote_access import set_secret_command
-
-    set_secret_command(name, from_file, project)
+    deferred.remote_access.set_secret_command(name, from_file, project)
 
 
 @secrets.command("list")
@@ -98,9 +91,7 @@ def list_secrets(project: ProjectOption = "", as_json: AsJson = False) -> None:
 
     Example: elastic secrets list
     """
-    from elastic.cli.remote_access import secrets_command
-
-    secrets_command(project, as_json=as_json)
+    deferred.remote_access.secrets_command(project, as_json=as_json)
 
 
 @secrets.command("delete")
@@ -109,9 +100,7 @@ def delete_secret(name: SecretName, project: ProjectOption = "") -> None:
 
     Example: elastic secrets delete HF_TOKEN
     """
-    from elastic.cli.remote_access import delete_secret_command
-
-    delete_secret_command(name, project)
+    deferred.remote_access.delete_secret_command(name, project)
 
 
 @webhooks.command("add")
@@ -127,9 +116,7 @@ def add_webhook(
 
     Example: elastic webhooks add https://example.com/elastic --event run.failed > webhook.secret
     """
-    from elastic.cli.remote_access import add_webhook_command
-
-    add_webhook_command(url, event or [], project, as_json=as_json)
+    deferred.remote_access.add_webhook_command(url, event or [], project, as_json=as_json)
 
 
 @webhooks.command("list")
@@ -138,9 +125,7 @@ def list_webhooks(as_json: AsJson = False) -> None:
 
     Example: elastic webhooks list
     """
-    from elastic.cli.remote_access import webhooks_command
-
-    webhooks_command(as_json=as_json)
+    deferred.remote_access.webhooks_command(as_json=as_json)
 
 
 @webhooks.command("test")
@@ -149,9 +134,7 @@ def try_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
 
     Example: elastic webhooks test hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
-    from elastic.cli.remote_access import try_webhook_command
-
-    try_webhook_command(webhook, as_json=as_json)
+    deferred.remote_access.try_webhook_command(webhook, as_json=as_json)
 
 
 @webhooks.command("deliveries")
@@ -160,9 +143,7 @@ def list_deliveries(webhook: WebhookName, as_json: AsJson = False) -> None:
 
     Example: elastic webhooks deliveries hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
-    from elastic.cli.remote_access import deliveries_command
-
-    deliveries_command(webhook, as_json=as_json)
+    deferred.remote_access.deliveries_command(webhook, as_json=as_json)
 
 
 @webhooks.command("enable")
@@ -171,9 +152,7 @@ def enable_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
 
     Example: elastic webhooks enable hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
-    from elastic.cli.remote_access import switch_webhook_command
-
-    switch_webhook_command(webhook, enabled=True, as_json=as_json)
+    deferred.remote_access.switch_webhook_command(webhook, enabled=True, as_json=as_json)
 
 
 @webhooks.command("disable")
@@ -182,9 +161,7 @@ def disable_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
 
     Example: elastic webhooks disable hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
-    from elastic.cli.remote_access import switch_webhook_command
-
-    switch_webhook_command(webhook, enabled=False, as_json=as_json)
+    deferred.remote_access.switch_webhook_command(webhook, enabled=False, as_json=as_json)
 
 
 @webhooks.command("delete")
@@ -193,9 +170,7 @@ def delete_webhook(webhook: WebhookName) -> None:
 
     Example: elastic webhooks delete hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
-    from elastic.cli.remote_access import delete_webhook_command
-
-    delete_webhook_command(webhook)
+    deferred.remote_access.delete_webhook_command(webhook)
 
 
 def audit(
@@ -206,6 +181,4 @@ def audit(
 
     Example: elastic audit -n 20 --json
     """
-    from elastic.cli.remote_access import audit_command
-
-    audit_command(limit, as_json=as_json)
+    deferred.remote_access.audit_command(limit, as_json=as_json)

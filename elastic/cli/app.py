@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from elastic.cli import access, hosted, modal, pooled, quotas
+from elastic.cli import access, deferred, hosted, modal, pooled, quotas
 from elastic.cli.output import EXIT_FAILED, bad_input, say
 from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
 from elastic.endpoint import host_and_port
@@ -139,8 +139,6 @@ def run(
 
     Example: elastic run examples/frozenlake.toml --providers serving,spot
     """
-    from elastic.cli.run import dry_run_command, run_command
-
     if remote:
         raise typer.Exit(
             _submit(
@@ -152,15 +150,17 @@ def run(
     overrides = [*(overrides or []), *_listening(listen, advertise), *_budget(budget_usd)]
     settings, run_dir, names = _run_settings(config, providers, overrides, seed, resume)
     if dry_run:
-        dry_run_command(settings, names, str(config or run_dir), as_json=as_json)
+        deferred.run.dry_run_command(settings, names, str(config or run_dir), as_json=as_json)
     elif supervised:
-        from elastic.cli.supervise import supervise_command
-
         changed = [*overrides, *([f"run.seed={seed}"] if seed is not None else [])]
         options = [*(word for change in changed for word in ("--set", change)), *(["--json"] if as_json else [])]
-        raise typer.Exit(supervise_command(settings, names, str(config or run_dir), run_dir, options, max_restarts))
+        raise typer.Exit(
+            deferred.supervise.supervise_command(
+                settings, names, str(config or run_dir), run_dir, options, max_restarts
+            )
+        )
     else:
-        raise typer.Exit(run_command(settings, names, str(config or run_dir), run_dir, as_json=as_json))
+        raise typer.Exit(deferred.run.run_command(settings, names, str(config or run_dir), run_dir, as_json=as_json))
 
 
 def _submit(
@@ -174,8 +174,6 @@ def _submit(
     as_json: bool,
 ) -> int:
     """`elastic run --remote`; returns the exit code."""
-    from elastic.cli.remote import submit_command
-
     _refuse_all_but(
         context,
         "--remote",
@@ -193,7 +191,9 @@ def _submit(
             "elastic run --remote: give a configuration file; `elastic runs resume RUN` goes on with a run"
         )
     changed = [*overrides, *([f"run.seed={seed}"] if seed is not None else [])]
-    return submit_command(config, _names(providers), changed, dry_run=dry_run, detach=detach, as_json=as_json)
+    return deferred.remote.submit_command(
+        config, _names(providers), changed, dry_run=dry_run, detach=detach, as_json=as_json
+    )
 
 
 def _names(providers: str | None) -> list[str]:
@@ -304,21 +304,16 @@ def simulate(
     Example: elastic simulate --jobs examples/jobs.toml --policy ours
     """
     if jobs is not None:
-        from elastic.cli.job_simulation import simulate_jobs_command
-
         _refuse_all_but(context, "--jobs", "--policy", "--output", "--json")
-        raise typer.Exit(simulate_jobs_command(jobs, policy, output, as_json=as_json))
+        raise typer.Exit(deferred.job_simulation.simulate_jobs_command(jobs, policy, output, as_json=as_json))
     for option in ("policy", "output"):
         source = context.get_parameter_source(option)
         if source is not None and source.name in _GIVEN:
             raise ConfigError(f"elastic simulate: --{option} is for --jobs")
     if faults:
-        from elastic.cli.faults import faults_command
-
         _refuse_all_but(context, "--faults", "--seed", "--worlds", "--json")
-        raise typer.Exit(faults_command(seed or 0, worlds, as_json=as_json))
+        raise typer.Exit(deferred.faults.faults_command(seed or 0, worlds, as_json=as_json))
 
-    from elastic.cli.simulate import simulate_command, split_profiles
     from elastic.simulation import Experiment
 
     if config is None:
@@ -328,7 +323,7 @@ def simulate(
     settings, _, names = _run_settings(config, providers, [*(overrides or []), *_budget(budget_usd)], seed, "")
     if providers is None:
         names = list(settings.simulation.providers)
-    default, by_provider = split_profiles(profile or [])
+    default, by_provider = deferred.simulate.split_profiles(profile or [])
     experiment = Experiment(
         profile=default,
         profiles=by_provider,
@@ -337,7 +332,7 @@ def simulate(
         frame_s=frame_s,
         horizon_s=hours * 3600,
     )
-    raise typer.Exit(simulate_command(settings, names, str(config), experiment, as_json=as_json))
+    raise typer.Exit(deferred.simulate.simulate_command(settings, names, str(config), experiment, as_json=as_json))
 
 
 def _refuse_all_but(context: typer.Context, mode: str, *allowed: str) -> None:
@@ -381,7 +376,6 @@ def profile(
 
     Example: elastic profile latest --engine examples/frozenlake.toml -o machine.toml
     """
-    from elastic.cli.profile import profile_command
     from elastic.compose import resolve
 
     if not name and engine is None:
@@ -391,7 +385,7 @@ def profile(
     settings = load_config(engine, overrides or []) if engine else None
     if settings is not None:
         resolve(settings, [], str(engine))
-    profile_command(name, directory, settings, output, base, as_json=as_json)
+    deferred.profile.profile_command(name, directory, settings, output, base, as_json=as_json)
 
 
 @app.command()
@@ -404,9 +398,7 @@ def prepare(
 
     Example: elastic prepare examples/frozenlake.toml
     """
-    from elastic.cli.run import prepare_command
-
-    prepare_command(load_config(config, overrides or []), str(config), force=force)
+    deferred.run.prepare_command(load_config(config, overrides or []), str(config), force=force)
 
 
 @app.command()
@@ -433,20 +425,15 @@ def report(
     Example: elastic report latest --compare frozenlake-20260101-120000
     Example: elastic report lab
     """
-    from elastic.cli.pool_report import pool_report_command, pooled
-    from elastic.cli.remote import is_hosted
-    from elastic.cli.remote import report_command as hosted_report_command
-    from elastic.cli.report import report_command
-
-    if remote or is_hosted(name):
+    if remote or deferred.remote.is_hosted(name):
         _refuse_all_but(context, "--remote", "RUN", "--output", "--md", "--json", "NAME")
-        hosted_report_command(name, output, markdown=markdown, as_json=as_json)
+        deferred.remote.report_command(name, output, markdown=markdown, as_json=as_json)
         return
-    shared = pooled(name, pools)
+    shared = deferred.pool_report.pooled(name, pools)
     if shared is not None:
         _refuse_all_but(context, "of a pool or of its job", "--output", "--json", "--pools", "--directory", "NAME")
-        raise typer.Exit(pool_report_command(shared, output, as_json=as_json))
-    report_command(name, directory, output, compare, markdown=markdown, as_json=as_json)
+        raise typer.Exit(deferred.pool_report.pool_report_command(shared, output, as_json=as_json))
+    deferred.report.report_command(name, directory, output, compare, markdown=markdown, as_json=as_json)
 
 
 @app.command()
@@ -464,14 +451,14 @@ def cap(
 
     Example: elastic cap latest spot=8
     """
-    from elastic.cli.account import run_on_disk
-    from elastic.cli.control import cap_command
-    from elastic.cli.remote import cap_hosted_command, is_hosted
-
-    if remote or is_hosted(name):
-        cap_hosted_command(name, provider, as_json=as_json)
+    if remote or deferred.remote.is_hosted(name):
+        deferred.remote.cap_hosted_command(name, provider, as_json=as_json)
         return
-    raise typer.Exit(cap_command(run_on_disk(directory, name), provider, command_id, as_json=as_json))
+    raise typer.Exit(
+        deferred.control.cap_command(
+            deferred.account.run_on_disk(directory, name), provider, command_id, as_json=as_json
+        )
+    )
 
 
 @app.command()
@@ -489,14 +476,12 @@ def budget(
 
     Example: elastic budget latest 25
     """
-    from elastic.cli.account import run_on_disk
-    from elastic.cli.control import budget_command
-    from elastic.cli.remote import budget_hosted_command, is_hosted
-
-    if remote or is_hosted(name):
-        budget_hosted_command(name, usd, as_json=as_json)
+    if remote or deferred.remote.is_hosted(name):
+        deferred.remote.budget_hosted_command(name, usd, as_json=as_json)
         return
-    raise typer.Exit(budget_command(run_on_disk(directory, name), usd, command_id, as_json=as_json))
+    raise typer.Exit(
+        deferred.control.budget_command(deferred.account.run_on_disk(directory, name), usd, command_id, as_json=as_json)
+    )
 
 
 @app.command()
@@ -524,9 +509,7 @@ def worker(
 
     Example: elastic worker --join trainer.example:7433 --ticket-file FILE
     """
-    from elastic.cli.worker import worker_command
-
-    worker_command(join, ticket_file, trainer, resume=resume)
+    deferred.worker.worker_command(join, ticket_file, trainer, resume=resume)
 
 
 @app.command()
@@ -549,16 +532,15 @@ def ticket(
 
     Example: elastic ticket latest -o machine.ticket --label "the lab's 4090"
     """
-    from elastic.cli.ticket import list_tickets, mint_ticket, revoke_ticket
     from elastic.runtime.journal import DirectoryStore
 
     run = DirectoryStore(directory).find(name)
     if listed:
-        list_tickets(run, as_json=as_json)
+        deferred.ticket.list_tickets(run, as_json=as_json)
     elif revoke:
-        revoke_ticket(run, revoke, as_json=as_json)
+        deferred.ticket.revoke_ticket(run, revoke, as_json=as_json)
     else:
-        mint_ticket(run, output, label, usd_per_gpu_hour, minutes * 60, as_json=as_json)
+        deferred.ticket.mint_ticket(run, output, label, usd_per_gpu_hour, minutes * 60, as_json=as_json)
 
 
 @app.command("serving-host", hidden=True)
@@ -567,9 +549,7 @@ def serving_host() -> None:
 
     Example: ELASTIC_SERVING_HOST='{…}' elastic serving-host
     """
-    from elastic.cli.worker import serving_host_command
-
-    raise typer.Exit(serving_host_command())
+    raise typer.Exit(deferred.worker.serving_host_command())
 
 
 @app.command("pool-resident", hidden=True)
@@ -580,9 +560,7 @@ def pool_resident(
 
     Example: ELASTIC_KEEPER_FD=3 elastic pool-resident runs/one
     """
-    from elastic.cli.worker import pool_resident_command
-
-    pool_resident_command()
+    deferred.worker.pool_resident_command()
 
 
 @app.command()
@@ -597,7 +575,5 @@ def doctor(
 
     Example: elastic doctor examples/frozenlake.toml
     """
-    from elastic.cli.doctor import doctor_command
-
     settings = load_config(config) if config is not None else None
-    raise typer.Exit(doctor_command(settings, as_json=as_json))
+    raise typer.Exit(deferred.doctor.doctor_command(settings, as_json=as_json))

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from elastic.cli import deferred
 from elastic.config import ConfigError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
@@ -48,9 +49,7 @@ def login(
 
     Example: elastic api login http://127.0.0.1:7430
     """
-    from elastic.cli.remote import login_command
-
-    login_command(url, with_key=with_key)
+    deferred.remote.login_command(url, with_key=with_key)
 
 
 @api.command()
@@ -59,9 +58,7 @@ def logout() -> None:
 
     Example: elastic api logout
     """
-    from elastic.cli.remote import logout_command
-
-    logout_command()
+    deferred.remote.logout_command()
 
 
 @api.command()
@@ -70,9 +67,7 @@ def info(as_json: AsJson = False) -> None:
 
     Example: elastic api info --json
     """
-    from elastic.cli.remote import info_command
-
-    info_command(as_json=as_json)
+    deferred.remote.info_command(as_json=as_json)
 
 
 @runs.callback(invoke_without_command=True)
@@ -89,13 +84,9 @@ def list_runs(
     if context.invoked_subcommand is not None:
         return
     if remote:
-        from elastic.cli.remote import list_command
-
-        list_command(as_json=as_json)
+        deferred.remote.list_command(as_json=as_json)
     else:
-        from elastic.cli.report import runs_command
-
-        runs_command(directory, as_json=as_json)
+        deferred.report.runs_command(directory, as_json=as_json)
 
 
 @runs.command("list")
@@ -108,9 +99,7 @@ def list_hosted_runs(
 
     Example: elastic runs list --phase running --json
     """
-    from elastic.cli.remote import list_command
-
-    list_command(phase, project, as_json=as_json)
+    deferred.remote.list_command(phase, project, as_json=as_json)
 
 
 @runs.command()
@@ -119,9 +108,7 @@ def show(name: HostedName = "latest", as_json: AsJson = False) -> None:
 
     Example: elastic runs show latest
     """
-    from elastic.cli.remote import show_command
-
-    show_command(name, as_json=as_json)
+    deferred.remote.show_command(name, as_json=as_json)
 
 
 @runs.command()
@@ -135,9 +122,7 @@ def resume(
 
     Example: elastic runs resume latest --steps 200
     """
-    from elastic.cli.remote import resume_command
-
-    resume_command(name, steps, budget_usd, as_json=as_json)
+    deferred.remote.resume_command(name, steps, budget_usd, as_json=as_json)
 
 
 @runs.command()
@@ -146,9 +131,7 @@ def delete(name: Annotated[str, typer.Argument(metavar="RUN", help="A run's id o
 
     Example: elastic runs delete run_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
-    from elastic.cli.remote import delete_command
-
-    delete_command(name)
+    deferred.remote.delete_command(name)
 
 
 @runs.command()
@@ -161,9 +144,7 @@ def events(
 
     Example: elastic runs events latest -f
     """
-    from elastic.cli.remote import events_command
-
-    events_command(name, after, follow=follow)
+    deferred.remote.events_command(name, after, follow=follow)
 
 
 @runs.command()
@@ -177,11 +158,9 @@ def trajectories(
 
     Example: elastic runs trajectories latest --step 3 | head
     """
-    from elastic.cli.remote import lines_command
-
     asked = {"step": step, "reward_min": reward_min, "reward_max": reward_max}
     filters = {key: value for key, value in asked.items() if value is not None}
-    lines_command(lambda client, run: client.trajectories(run, order="reward", **filters), name)
+    deferred.remote.lines_command(lambda client, run: client.trajectories(run, order="reward", **filters), name)
 
 
 @runs.command()
@@ -196,9 +175,7 @@ def trajectory(
 
     Example: elastic runs trajectory latest 3/0/2
     """
-    from elastic.cli.remote import trajectory_command
-
-    trajectory_command(name, trajectory, as_json=as_json)
+    deferred.remote.trajectory_command(name, trajectory, as_json=as_json)
 
 
 @runs.command()
@@ -207,9 +184,7 @@ def workers(name: HostedName = "latest") -> None:
 
     Example: elastic runs workers latest
     """
-    from elastic.cli.remote import lines_command
-
-    lines_command(lambda client, run: client.workers(run), name)
+    deferred.remote.lines_command(lambda client, run: client.workers(run), name)
 
 
 @runs.command()
@@ -218,9 +193,7 @@ def checkpoints(name: HostedName = "latest") -> None:
 
     Example: elastic runs checkpoints latest
     """
-    from elastic.cli.remote import lines_command
-
-    lines_command(lambda client, run: client.checkpoints(run), name)
+    deferred.remote.lines_command(lambda client, run: client.checkpoints(run), name)
 
 
 @runs.command()
@@ -229,9 +202,7 @@ def leases(name: HostedName = "latest") -> None:
 
     Example: elastic runs leases latest
     """
-    from elastic.cli.remote import lines_command
-
-    lines_command(lambda client, run: client.leases(run), name)
+    deferred.remote.lines_command(lambda client, run: client.leases(run), name)
 
 
 @runs.command()
@@ -240,9 +211,7 @@ def metrics(name: HostedName = "latest") -> None:
 
     Example: elastic runs metrics latest
     """
-    from elastic.cli.remote import lines_command
-
-    lines_command(lambda client, run: client.metrics(run).steps, name)
+    deferred.remote.lines_command(lambda client, run: client.metrics(run).steps, name)
 
 
 _PROJECTS_HELP = """List, make and share projects on a server.
@@ -270,9 +239,7 @@ def list_projects(as_json: AsJson = False) -> None:
 
     Example: elastic projects list
     """
-    from elastic.cli.tenancy import projects_command
-
-    projects_command(as_json=as_json)
+    deferred.tenancy.projects_command(as_json=as_json)
 
 
 @projects.command("create")
@@ -287,9 +254,7 @@ def create_project(
 
     Example: elastic projects create agents --unix-user elastic-agents
     """
-    from elastic.cli.tenancy import create_project_command
-
-    create_project_command(name, unix_user, as_json=as_json)
+    deferred.tenancy.create_project_command(name, unix_user, as_json=as_json)
 
 
 @projects.command("set")
@@ -303,9 +268,7 @@ def set_project(
 
     Example: elastic projects set agents --unix-user elastic-agents
     """
-    from elastic.cli.tenancy import change_project_command
-
-    change_project_command(project, name, unix_user, as_json=as_json)
+    deferred.tenancy.change_project_command(project, name, unix_user, as_json=as_json)
 
 
 @members.command("list")
@@ -314,9 +277,7 @@ def list_members(project: ProjectOption = "", as_json: AsJson = False) -> None:
 
     Example: elastic projects members list --json
     """
-    from elastic.cli.tenancy import members_command
-
-    members_command(project, as_json=as_json)
+    deferred.tenancy.members_command(project, as_json=as_json)
 
 
 @members.command("add")
@@ -330,9 +291,7 @@ def add_member(
 
     Example: elastic projects members add ada@example.com --role runner
     """
-    from elastic.cli.tenancy import add_member_command
-
-    add_member_command(email, role, project, as_json=as_json)
+    deferred.tenancy.add_member_command(email, role, project, as_json=as_json)
 
 
 @members.command("set")
@@ -346,9 +305,7 @@ def set_member(
 
     Example: elastic projects members set ada@example.com viewer
     """
-    from elastic.cli.tenancy import set_member_command
-
-    set_member_command(name, role, project, as_json=as_json)
+    deferred.tenancy.set_member_command(name, role, project, as_json=as_json)
 
 
 @members.command("remove")
@@ -357,9 +314,7 @@ def remove_member(name: MemberName, project: ProjectOption = "") -> None:
 
     Example: elastic projects members remove ada@example.com
     """
-    from elastic.cli.tenancy import remove_member_command
-
-    remove_member_command(name, project)
+    deferred.tenancy.remove_member_command(name, project)
 
 
 _UPLOADS_HELP = """Checkpoints and data in a project's storage on a server.
@@ -382,9 +337,7 @@ def put_upload(
 
     Example: elastic uploads put .cache/frozenlake-base
     """
-    from elastic.cli.uploads import put_command
-
-    put_command(source, name, project, as_json=as_json)
+    deferred.uploads.put_command(source, name, project, as_json=as_json)
 
 
 @uploads.command("list")
@@ -393,9 +346,7 @@ def list_uploads(as_json: AsJson = False) -> None:
 
     Example: elastic uploads list
     """
-    from elastic.cli.uploads import list_command
-
-    list_command(as_json=as_json)
+    deferred.uploads.list_command(as_json=as_json)
 
 
 @uploads.command("get")
@@ -407,9 +358,7 @@ def get_upload(
 
     Example: elastic uploads get upl_01JD3K5T7WQ8M2N4P6R8S0V2X4 -o base
     """
-    from elastic.cli.uploads import get_command
-
-    get_command(upload, target)
+    deferred.uploads.get_command(upload, target)
 
 
 @uploads.command("delete")
@@ -418,9 +367,7 @@ def delete_upload(upload: UploadName) -> None:
 
     Example: elastic uploads delete upl_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
-    from elastic.cli.uploads import delete_upload_command
-
-    delete_upload_command(upload)
+    deferred.uploads.delete_upload_command(upload)
 
 
 CommandIdOption = Annotated[
@@ -445,14 +392,10 @@ def logs(
 
     Example: elastic logs latest -f
     """
-    from elastic.cli.remote import is_hosted, logs_command
-
-    if remote or is_hosted(name):
-        logs_command(name, source or "process", tail, follow=follow)
+    if remote or deferred.remote.is_hosted(name):
+        deferred.remote.logs_command(name, source or "process", tail, follow=follow)
     else:
-        from elastic.cli.disk_logs import disk_logs_command
-
-        disk_logs_command(name, directory, source or "orchestrator", tail, follow=follow)
+        deferred.disk_logs.disk_logs_command(name, directory, source or "orchestrator", tail, follow=follow)
 
 
 def stop(
@@ -472,17 +415,16 @@ def stop(
 
     Example: elastic stop latest --reason "the GPUs are needed"
     """
-    from elastic.cli.remote import is_hosted, stop_command
-
-    if remote or is_hosted(name):
-        stop_command(name, force=force, as_json=as_json)
+    if remote or deferred.remote.is_hosted(name):
+        deferred.remote.stop_command(name, force=force, as_json=as_json)
         return
     if force:
         raise ConfigError("elastic stop: --force is for runs on a server")
-    from elastic.cli.account import run_on_disk
-    from elastic.cli.control import disk_stop_command
-
-    raise typer.Exit(disk_stop_command(run_on_disk(directory, name), reason, command_id, as_json=as_json))
+    raise typer.Exit(
+        deferred.control.disk_stop_command(
+            deferred.account.run_on_disk(directory, name), reason, command_id, as_json=as_json
+        )
+    )
 
 
 def serve(
@@ -544,9 +486,7 @@ def serve(
 
     Example: elastic serve --home /var/lib/elastic
     """
-    from elastic.cli.serve import OidcOptions, serve_command
-
-    serve_command(
+    deferred.serve.serve_command(
         host,
         port,
         home,
@@ -557,7 +497,7 @@ def serve(
         shared_trust=shared_trust,
         pools=pool or [],
         webhook_networks=webhook_network or [],
-        oidc=OidcOptions(
+        oidc=deferred.serve.OidcOptions(
             oidc_issuer,
             oidc_client_id,
             oidc_client_secret_file,
@@ -579,9 +519,7 @@ def runner(
 
     Example: elastic runner --home /var/lib/elastic
     """
-    from elastic.cli.serve import runner_command
-
-    runner_command(home, database, fair_share_period_s)
+    deferred.serve.runner_command(home, database, fair_share_period_s)
 
 
 def support_bundle(
@@ -599,9 +537,7 @@ def support_bundle(
 
     Example: elastic support-bundle --home /var/lib/elastic --log /var/log/elastic.log
     """
-    from elastic.cli.serve import support_command
-
-    support_command(home, database, url, log or [], output)
+    deferred.serve.support_command(home, database, url, log or [], output)
 
 
 # Under `elastic runs`, too, where some look for them.

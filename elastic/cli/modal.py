@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from elastic.cli import deferred
 from elastic.cli.hosted import AsJson
 from elastic.modal_platform import APP
 
@@ -37,6 +38,4 @@ def deploy(
 
     Example: elastic modal deploy --package "transformers>=5" --module my_rewards
     """
-    from elastic.cli.modal_deployment import deploy_command
-
-    deploy_command(app, environment, package or [], module or [], as_json=as_json)
+    deferred.modal_deployment.deploy_command(app, environment, package or [], module or [], as_json=as_json)

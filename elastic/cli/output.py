@@ -9,11 +9,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn, TextIO, cast
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 import msgspec
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -30,6 +33,14 @@ def say(text: str) -> None:
 def emit(body: Any) -> None:
     """Print one JSON object on standard output."""
     typer.echo(msgspec.json.encode(body).decode())
+
+
+def tell(resource: "BaseModel", words: str, *, as_json: bool) -> None:
+    """Print a resource of the API as JSON, or these words about it."""
+    if as_json:
+        emit(resource.model_dump(mode="json"))
+    else:
+        say(words)
 
 
 def bad_input(message: str) -> NoReturn:

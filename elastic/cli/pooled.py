@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from elastic.cli import deferred
 from elastic.config import ConfigError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
@@ -73,9 +74,7 @@ def start_pool(
 
     Example: elastic pool start examples/pool.toml
     """
-    from elastic.cli.pool import start_command
-
-    raise typer.Exit(start_command(config, max_restarts, wait_s, foreground=foreground, as_json=as_json))
+    raise typer.Exit(deferred.pool.start_command(config, max_restarts, wait_s, foreground=foreground, as_json=as_json))
 
 
 @pool.command("status")
@@ -92,9 +91,7 @@ def pool_status(
 
     Example: elastic pool status --watch
     """
-    from elastic.cli.pool import status_command
-
-    raise typer.Exit(status_command(name, directory, every_s if watch else None, as_json=as_json))
+    raise typer.Exit(deferred.pool.status_command(name, directory, every_s if watch else None, as_json=as_json))
 
 
 @pool.command("stop")
@@ -110,9 +107,7 @@ def stop_pool(
 
     Example: elastic pool stop
     """
-    from elastic.cli.pool import stop_command
-
-    raise typer.Exit(stop_command(name, directory, wait_s, command_id, now=now, as_json=as_json))
+    raise typer.Exit(deferred.pool.stop_command(name, directory, wait_s, command_id, now=now, as_json=as_json))
 
 
 @jobs.command("submit", cls=ScriptCommand)
@@ -146,10 +141,8 @@ def submit_job(
 
     Example: elastic jobs submit examples/jobs/one.toml --slo 1.5 --dry-run
     """
-    from elastic.cli.jobs import AskedJob, submit_command
-
     changed = [*(overrides or []), *([f"run.seed={seed}"] if seed is not None else [])]
-    submission = AskedJob(
+    submission = deferred.jobs.AskedJob(
         config=config,
         overrides=changed,
         slo=slo,
@@ -159,7 +152,7 @@ def submit_job(
         script=script_of(context),
         command_id=command_id,
     )
-    raise typer.Exit(submit_command(submission, pool, directory, dry_run=dry_run, as_json=as_json))
+    raise typer.Exit(deferred.jobs.submit_command(submission, pool, directory, dry_run=dry_run, as_json=as_json))
 
 
 def script_of(context: typer.Context) -> tuple[str, ...] | None:
@@ -181,9 +174,7 @@ def list_jobs(
 
     Example: elastic jobs list --all
     """
-    from elastic.cli.jobs import list_command
-
-    raise typer.Exit(list_command(pool, directory, everything=everything, as_json=as_json))
+    raise typer.Exit(deferred.jobs.list_command(pool, directory, everything=everything, as_json=as_json))
 
 
 @jobs.command("show")
@@ -194,9 +185,7 @@ def show_job(
 
     Example: elastic jobs show one
     """
-    from elastic.cli.jobs import show_command
-
-    raise typer.Exit(show_command(name, pool, directory, as_json=as_json))
+    raise typer.Exit(deferred.jobs.show_command(name, pool, directory, as_json=as_json))
 
 
 @jobs.command("logs")
@@ -214,9 +203,7 @@ def job_logs(
 
     Example: elastic jobs logs one -f
     """
-    from elastic.cli.jobs import logs_command
-
-    raise typer.Exit(logs_command(name, pool, directory, source, tail, follow=follow))
+    raise typer.Exit(deferred.jobs.logs_command(name, pool, directory, source, tail, follow=follow))
 
 
 @jobs.command("wait")
@@ -231,9 +218,7 @@ def wait_for_job(
 
     Example: elastic jobs wait one
     """
-    from elastic.cli.jobs import wait_command
-
-    raise typer.Exit(wait_command(name, pool, directory, timeout_s, as_json=as_json))
+    raise typer.Exit(deferred.jobs.wait_command(name, pool, directory, timeout_s, as_json=as_json))
 
 
 @jobs.command("cancel")
@@ -248,9 +233,7 @@ def cancel_job(
 
     Example: elastic jobs cancel one
     """
-    from elastic.cli.jobs import cancel_command
-
-    raise typer.Exit(cancel_command(name, pool, directory, command_id, as_json=as_json))
+    raise typer.Exit(deferred.jobs.cancel_command(name, pool, directory, command_id, as_json=as_json))
 
 
 @jobs.command("resubmit")
@@ -265,9 +248,7 @@ def resubmit_job(
 
     Example: elastic jobs resubmit one
     """
-    from elastic.cli.jobs import resubmit_command
-
-    raise typer.Exit(resubmit_command(name, pool, directory, command_id, as_json=as_json))
+    raise typer.Exit(deferred.jobs.resubmit_command(name, pool, directory, command_id, as_json=as_json))
 
 
 @jobs.command("profile")
@@ -282,9 +263,7 @@ def profile_job(
 
     Example: elastic jobs profile examples/jobs/one.toml
     """
-    from elastic.cli.jobs import profile_command
-
-    raise typer.Exit(profile_command(config, overrides or [], steps, as_json=as_json))
+    raise typer.Exit(deferred.jobs.profile_command(config, overrides or [], steps, as_json=as_json))
 
 
 def pool_run(
@@ -295,9 +274,11 @@ def pool_run(
 
     Example: elastic pool-run pools/lab
     """
-    from elastic.cli.pool import run_command, supervise_pool
-
-    raise typer.Exit(run_command(directory) if supervise is None else supervise_pool(directory, supervise))
+    raise typer.Exit(
+        deferred.pool.run_command(directory)
+        if supervise is None
+        else deferred.pool.supervise_pool(directory, supervise)
+    )
 
 
 def pool_host() -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic.cli import deferred
 from elastic.cli.hosted import AsJson, projects
 from elastic.config import ConfigError
 
@@ -41,8 +42,6 @@ def quota(
 
     Example: elastic projects quota agents --gpus spot-replay=8 --runs 4 --usd-per-day 100
     """
-    from elastic.cli.remote_quotas import quota_command
-
     changes: dict[str, Any] = {}
     if runs is not None:
         changes["runs"] = _whole("--runs", runs)
@@ -52,7 +51,9 @@ def quota(
         changes["budget_usd"] = _dollars("--budget-usd", budget_usd)
     if weight is not None:
         changes["weight"] = weight
-    quota_command(project, changes, dict(_pair("--gpus", one) for one in gpus or ()), as_json=as_json)
+    deferred.remote_quotas.quota_command(
+        project, changes, dict(_pair("--gpus", one) for one in gpus or ()), as_json=as_json
+    )
 
 
 @projects.command()
@@ -71,8 +72,6 @@ def retention(
 
     Example: elastic projects retention agents --checkpoints-days 30 --logs-days 14
     """
-    from elastic.cli.remote_quotas import retention_command
-
     said = {
         "runs_days": runs_days,
         "trajectories_days": trajectories_days,
@@ -81,15 +80,13 @@ def retention(
         "uploads_days": uploads_days,
     }
     changes = {name: _whole(f"--{name.replace('_', '-')}", days) for name, days in said.items() if days is not None}
-    retention_command(None if server else project, changes, dry_run=dry_run, as_json=as_json)
+    deferred.remote_quotas.retention_command(None if server else project, changes, dry_run=dry_run, as_json=as_json)
 
 
 @providers.callback(invoke_without_command=True, help=_PROVIDERS_HELP)
 def list_providers(context: typer.Context, as_json: AsJson = False) -> None:
     if context.invoked_subcommand is None:
-        from elastic.cli.remote_quotas import providers_command
-
-        providers_command(as_json=as_json)
+        deferred.remote_quotas.providers_command(as_json=as_json)
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's TOML file.")]
@@ -99,11 +96,10 @@ Names = Annotated[
 
 
 def _plan(config: Path, names: str) -> Any:
-    from elastic.cli.capacity import plan_of
     from elastic.config import load_config
 
     wanted = [name.strip() for name in names.split(",") if name.strip()]
-    return plan_of(load_config(config), wanted, str(config))
+    return deferred.capacity.plan_of(load_config(config), wanted, str(config))
 
 
 @providers.command("list")
@@ -112,9 +108,7 @@ def list_sections(config: ConfigFile, names: Names = "", as_json: AsJson = False
 
     Example: elastic providers list examples/frozenlake.toml
     """
-    from elastic.cli.capacity import list_command
-
-    list_command(_plan(config, names), as_json=as_json)
+    deferred.capacity.list_command(_plan(config, names), as_json=as_json)
 
 
 @providers.command()
@@ -123,9 +117,7 @@ def offers(config: ConfigFile, names: Names = "", as_json: AsJson = False) -> No
 
     Example: elastic providers offers clouds.toml --providers ec2
     """
-    from elastic.cli.capacity import offers_command
-
-    raise typer.Exit(offers_command(_plan(config, names), prices=False, as_json=as_json))
+    raise typer.Exit(deferred.capacity.offers_command(_plan(config, names), prices=False, as_json=as_json))
 
 
 @providers.command()
@@ -134,9 +126,7 @@ def prices(config: ConfigFile, names: Names = "", as_json: AsJson = False) -> No
 
     Example: elastic providers prices clouds.toml --providers ec2
     """
-    from elastic.cli.capacity import offers_command
-
-    raise typer.Exit(offers_command(_plan(config, names), prices=True, as_json=as_json))
+    raise typer.Exit(deferred.capacity.offers_command(_plan(config, names), prices=True, as_json=as_json))
 
 
 @providers.command()
@@ -150,9 +140,7 @@ def capacity(
 
     Example: elastic providers capacity spot-replay=16
     """
-    from elastic.cli.remote_quotas import capacity_command
-
-    capacity_command(*_pair("elastic providers capacity", kind), as_json=as_json)
+    deferred.remote_quotas.capacity_command(*_pair("elastic providers capacity", kind), as_json=as_json)
 
 
 def _pair(what: str, said: str) -> tuple[str, int | None]:

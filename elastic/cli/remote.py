@@ -22,7 +22,17 @@ from rich.table import Table
 from elastic import compose
 from elastic.cli.account import KEY_VARIABLE, Login, account_path, connected, forget_account, save_account
 from elastic.cli.control import cap_of, cap_words, dollars
-from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, duration, emit, say
+from elastic.cli.output import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    bad_input,
+    console,
+    duration,
+    emit,
+    say,
+    tell,
+)
 from elastic.cli.report import show_rows
 from elastic.cli.run import show_plan
 from elastic.client import ApiError, Client, ClientError
@@ -335,10 +345,7 @@ def logs_command(name: str, source: str, tail: int | None, *, follow: bool) -> N
 def stop_command(name: str, *, force: bool, as_json: bool) -> None:
     with server() as client:
         run = client.stop(latest(client, name), force=force)
-    if as_json:
-        emit(run.model_dump(mode="json"))
-    else:
-        say(f"{run.id} is stopping; go on with: elastic runs resume {run.id}")
+    tell(run, f"{run.id} is stopping; go on with: elastic runs resume {run.id}", as_json=as_json)
 
 
 def cap_hosted_command(name: str, cap: str, *, as_json: bool) -> None:
@@ -347,10 +354,7 @@ def cap_hosted_command(name: str, cap: str, *, as_json: bool) -> None:
         run = client.run(latest(client, name))
         kept = {key: most for key, most in run.caps.items() if key != provider}
         changed = client.change(run.id, RunChange(caps=kept if gpus is None else {**kept, provider: gpus}))
-    if as_json:
-        emit(changed.model_dump(mode="json"))
-    else:
-        say(f"run {changed.id} holds {cap_words(gpus)} of {provider}; what exceeds that drains")
+    tell(changed, f"run {changed.id} holds {cap_words(gpus)} of {provider}; what exceeds that drains", as_json=as_json)
 
 
 def budget_hosted_command(name: str, budget: str, *, as_json: bool) -> None:
@@ -359,19 +363,13 @@ def budget_hosted_command(name: str, budget: str, *, as_json: bool) -> None:
         raise ConfigError(f"elastic budget: found {budget!r}; allowed on a server: more than 0 dollars")
     with server() as client:
         changed = client.change(latest(client, name), RunChange(budget_usd=usd))
-    if as_json:
-        emit(changed.model_dump(mode="json"))
-    else:
-        say(f"run {changed.id} never costs more than ${usd:.2f} in all")
+    tell(changed, f"run {changed.id} never costs more than ${usd:.2f} in all", as_json=as_json)
 
 
 def resume_command(name: str, steps: int | None, budget_usd: float | None, *, as_json: bool) -> None:
     with server() as client:
         run = client.resume(latest(client, name), steps=steps, budget_usd=budget_usd)
-    if as_json:
-        emit(run.model_dump(mode="json"))
-    else:
-        say(f"{run.id} goes on; follow it with: elastic logs {run.id} -f")
+    tell(run, f"{run.id} goes on; follow it with: elastic logs {run.id} -f", as_json=as_json)
 
 
 def delete_command(name: str) -> None:

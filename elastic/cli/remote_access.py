@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import typer
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from elastic.cli.output import EXIT_FAILED, bad_input, emit, say
+from elastic.cli.output import EXIT_FAILED, bad_input, emit, say, tell
 from elastic.cli.remote import server
 from elastic.cli.tenancy import own_project, role_of, show_objects
 from elastic.client import Client
@@ -138,10 +138,7 @@ def webhooks_command(*, as_json: bool) -> None:
 def try_webhook_command(webhook: str, *, as_json: bool) -> None:
     with server() as client:
         made = client.try_webhook(webhook)
-    if as_json:
-        emit(made.model_dump(mode="json"))
-    else:
-        say(f"{made.id} is sent; what came of it: elastic webhooks deliveries {webhook}")
+    tell(made, f"{made.id} is sent; what came of it: elastic webhooks deliveries {webhook}", as_json=as_json)
 
 
 def deliveries_command(webhook: str, *, as_json: bool) -> None:
@@ -153,10 +150,7 @@ def deliveries_command(webhook: str, *, as_json: bool) -> None:
 def switch_webhook_command(webhook: str, *, enabled: bool, as_json: bool) -> None:
     with server() as client:
         made = client.change_webhook(webhook, WebhookChange(enabled=enabled))
-    if as_json:
-        emit(made.model_dump(mode="json"))
-    else:
-        say(f"{made.id} is {'told again' if enabled else 'told nothing for now'}")
+    tell(made, f"{made.id} is {'told again' if enabled else 'told nothing for now'}", as_json=as_json)
 
 
 def delete_webhook_command(webhook: str) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from rich.table import Table
 
-from elastic.cli.output import bad_input, console, emit, say
+from elastic.cli.output import bad_input, console, emit, say, tell
 from elastic.cli.remote import server
 from elastic.client import Client
-from elastic.resources import AccessRole, ProjectChange, ProjectMember
+from elastic.resources import AccessRole, ProjectChange
 
 
 def projects_command(*, as_json: bool) -> None:
@@ -21,10 +21,7 @@ def projects_command(*, as_json: bool) -> None:
 def create_project_command(name: str, unix_user: str | None, *, as_json: bool) -> None:
     with server() as client:
         project = client.create_project(name, unix_user)
-    if as_json:
-        emit(project.model_dump(mode="json"))
-    else:
-        say(f"made project {project.name!r}, {project.id}")
+    tell(project, f"made project {project.name!r}, {project.id}", as_json=as_json)
 
 
 def change_project_command(project: str, name: str | None, unix_user: str | None, *, as_json: bool) -> None:
@@ -54,14 +51,14 @@ def members_command(project: str, *, as_json: bool) -> None:
 def add_member_command(email: str, role: str, project: str, *, as_json: bool) -> None:
     with server() as client:
         member = client.add_member(own_project(client, project), email, role_of(role))
-    _told(member, f"{member.email} is {member.role} from their next sign-in on", as_json=as_json)
+    tell(member, f"{member.email} is {member.role} from their next sign-in on", as_json=as_json)
 
 
 def set_member_command(name: str, role: str, project: str, *, as_json: bool) -> None:
     with server() as client:
         project = own_project(client, project)
         member = client.change_member(project, _member(client, project, name), role_of(role))
-    _told(member, f"{member.email or member.name} is now {member.role}", as_json=as_json)
+    tell(member, f"{member.email or member.name} is now {member.role}", as_json=as_json)
 
 
 def remove_member_command(name: str, project: str) -> None:
@@ -94,13 +91,6 @@ def role_of(text: str) -> AccessRole:
         return AccessRole(text)
     except ValueError:
         bad_input(f"role: found {text!r}; allowed: {', '.join(AccessRole)}")
-
-
-def _told(member: ProjectMember, words: str, *, as_json: bool) -> None:
-    if as_json:
-        emit(member.model_dump(mode="json"))
-    else:
-        say(words)
 
 
 def show_objects(found: Iterable[BaseModel], columns: Sequence[str], *, as_json: bool) -> None:

@@ -103,8 +103,6 @@ class JobGroup(msgspec.Struct, kw_only=True):
         """Of an hour of all its nodes."""
         return len(self.rollout) * nano_usd_per_rollout_node + len(self.train) * nano_usd_per_train_node
 
-    def cycle_with(self, newcomer: PlannedMember, cycle: CycleModel, without: Iterable[JobId] = ()) -> Nanoseconds:
-        """The cycle once the newcomer is in, at the end of the order, and these members are gone."""
-        left_out = set(without)
-        members = [member for job, member in self.members.items() if job not in left_out]
-        return cycle([*members, newcomer])
+    def cycle_with(self, newcomer: PlannedMember, cycle: CycleModel) -> Nanoseconds:
+        """Return the cycle that the group has once the newcomer is its last member."""
+        return cycle([*self.members.values(), newcomer])

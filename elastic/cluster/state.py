@@ -63,7 +63,6 @@ class JobRecord(msgspec.Struct, kw_only=True):
     story: list[JobChapter] = []
     seat: Seat | None = None
     reserved: Seat | None = None
-    reserved_limit_ns: Nanoseconds = 0
     placement: int = 0
     stopping: bool = False
     steps_done: int = 0

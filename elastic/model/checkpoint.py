@@ -48,13 +48,13 @@ def read_tensors(directory: Path, config: Qwen3Config) -> dict[str, Tensor]:
     return tensors
 
 
-def load_model(directory: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Qwen3:
-    """A checkpoint as a model whose parameters are of `dtype`. Raises `CheckpointError`."""
+def load_model(directory: Path, device: torch.device | str = "cpu") -> Qwen3:
+    """Load a checkpoint as a model with float32 parameters. Raises `CheckpointError`."""
     config = read_config(directory)
     tensors = read_tensors(directory, config)
     with torch.device("meta"):
         model = Qwen3(config)
-    model = model.to_empty(device=device).to(dtype)
+    model = model.to_empty(device=device).to(torch.float32)
     model.tie_weights()
     load_tensors(model, tensors)
     return model
@@ -67,10 +67,10 @@ def load_tensors(model: Qwen3, tensors: Mapping[str, Tensor]) -> None:
             parameter.copy_(tensors[name])
 
 
-def model_tensors(model: Qwen3, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """The model's parameters as a checkpoint stores them: copies on the CPU, tied ones once, in `dtype`."""
+def model_tensors(model: Qwen3) -> dict[str, Tensor]:
+    """Copy the model's parameters to the CPU as a checkpoint stores them: in bfloat16, tied ones once."""
     return {
-        name: parameter.detach().to("cpu", dtype, copy=True).contiguous()
+        name: parameter.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
         for name, parameter in model.named_parameters()
     }
 

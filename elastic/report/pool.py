@@ -49,7 +49,6 @@ class JobPast(msgspec.Struct, kw_only=True):
     phases_ns: dict[PhaseKind, list[Nanoseconds]] = {}
     cycles_ns: list[Nanoseconds] = []
     marginal: int | None = None
-    passed_over: int = 0
 
 
 class TurnUnderWay(msgspec.Struct, kw_only=True):
