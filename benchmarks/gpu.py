@@ -109,9 +109,6 @@ def _apart(name: str, cpu: bool) -> dict[str, Any]:
     return {**json.loads(done.stdout.splitlines()[-1]), "took_s": took_s}
 
 
-# Shared by the parts.
-
-
 def _settle(device: str) -> None:
     import torch
 
@@ -129,9 +126,6 @@ def _median_s(work: Callable[[], object], device: str) -> float:
         _settle(device)
         taken_s.append(time.perf_counter() - begun_s)
     return median(taken_s[1:])
-
-
-# The parts.
 
 
 def engine(scale: GpuExtent) -> dict[str, Any]:

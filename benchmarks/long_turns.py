@@ -125,9 +125,6 @@ def lived(run: SimulatedRun) -> str:
         return str(error)
 
 
-# Long turns
-
-
 def long_turns(steps: int, staleness: int, limits: Mapping[str, Any], *, declining: bool) -> dict[str, Any]:
     run = simulated(
         LONG,
@@ -181,9 +178,6 @@ def arms(steps: int) -> dict[str, Any]:
     return found | {"overhead_over_hand_tuned": over}
 
 
-# Short turns
-
-
 def short_rollout_s(batch: int, theta: int | None) -> float:
     engine = {"max_batch": batch, "max_context_tokens": 1024} | ({} if theta is None else {"max_pending": theta})
     run = simulated(
@@ -210,8 +204,6 @@ def over_best_theta(batch: int, thetas: Sequence[int]) -> float:
     """Throughput with the default Θ over the best of a sweep of fixed ones."""
     return min(short_rollout_s(batch, theta) for theta in thetas) / short_rollout_s(batch, None)
 
-
-# Hardware
 
 READS = Task("reads", turns=8, observation=512, tokens=128, shortest_share=0.5)
 WRITES = Task("writes", turns=1, observation=512, tokens=8192, shortest_share=0.5)

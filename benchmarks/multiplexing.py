@@ -259,9 +259,6 @@ def config_of(name: str, kind: JobType, setting: Setting, pace: Pace, train_node
     return Config.model_validate(body)
 
 
-# Worlds
-
-
 def pool_of(rollout: int, train: int, setting: Setting) -> PoolSpec:
     memory = 2 * 10**12
     kinds = {
@@ -354,9 +351,6 @@ def pipelined(name: str, kind: JobType, setting: Setting, pace: Pace) -> float:
     failed = run.live(sample=sample, sample_ns=NS_PER_S)
     assert not failed, failed
     return (run.loop.now_ns - begun_ns[0]) / (setting.steps - 1) / NS_PER_S
-
-
-# Figures
 
 
 def seen_alone(kinds: Mapping[str, JobType], setting: Setting, paces: Mapping[str, Pace]) -> dict[str, JobSeen]:

@@ -115,9 +115,6 @@ def configuration(policy: Path, case: OverheadCase, steps: int, *, paced: bool) 
     )
 
 
-# Orchestrated
-
-
 class StepGate:
     """Holds a step's episodes back until it is to be played, and measures the processes' CPU time.
 
@@ -239,9 +236,6 @@ def play_in_process(pipe: multiprocessing.connection.Connection, config: Config,
     pipe.send(None)
     while (step := pipe.recv()) is not None:
         pipe.send(side.play(step))
-
-
-# Both
 
 
 class StepPair(NamedTuple):

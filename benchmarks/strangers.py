@@ -118,9 +118,6 @@ async def _kind(port: int) -> str:
     return "relay" if (await _http(port)).startswith(b"HTTP/1.1 401") else "orchestrator"
 
 
-# A polite client.
-
-
 async def _exchange(port: int, sending: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -232,9 +229,6 @@ def _strangers(attack: str, targets: list[Target]) -> Iterator[None]:
         for process in processes:
             process.kill()
             process.join()
-
-
-# The measurement.
 
 
 async def _peak_mb(target: Target, peaks: dict[str, float]) -> None:

@@ -53,9 +53,6 @@ UPDATES = 5
 MOVES = 32
 
 
-# In place
-
-
 def measure_in_place(quick: bool) -> dict[str, Any]:
     from elastic.testing.models import TINY_MODELS
 
@@ -134,9 +131,6 @@ def _differ_after_move(recorder: Any) -> float:
     cuts = [1 + 120 * number // MOVES for number in range(MOVES)]
     moved = [recorder.run(turn("moved", n, whole[n][:cut]))[0] for n, cut in enumerate(cuts)]
     return sum(moved[n] != whole[n][cut:] for n, cut in enumerate(cuts)) / MOVES
-
-
-# Through Elastic
 
 
 def _task() -> type:

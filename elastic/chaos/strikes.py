@@ -65,9 +65,6 @@ def _trains(worker: Process) -> bool:
     return worker.name.startswith(TRAINER_PROVIDER)
 
 
-# What befalls one worker
-
-
 def _kill(world: World, worker: Process, fault: Fault) -> bool:
     noticed = fault.chance < 1 / 2 or _trains(worker)
     callbacks = int(fault.duration_s * CALLBACKS_MAX) % CALLBACKS_MAX
@@ -174,9 +171,6 @@ def _lie(world: World, worker: Process, fault: Fault) -> bool:
     return True
 
 
-# What befalls the orchestrator
-
-
 def _kill_orchestrator(world: World, orchestrator: Process, fault: Fault) -> None:
     callbacks = int(fault.target * CALLBACKS_MAX)
     orchestrator.end_after(callbacks, partial(world.crash_orchestrator, fault.duration_s))
@@ -238,9 +232,6 @@ def _hold_up(world: World, orchestrator: Process, fault: Fault) -> None:
     world.witness.connections_ail(fault.duration_s)
     world.witness.weights_ail(fault.duration_s)
     orchestrator.frozen_until_ns = world.until_ns(fault.duration_s)
-
-
-# What befalls everybody
 
 
 def _weather(world: World, fault: Fault) -> None:

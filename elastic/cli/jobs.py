@@ -214,9 +214,6 @@ def _show_plan(plan: dict[str, Any], pool: Path, *, as_json: bool) -> None:
         shown.print(table)
 
 
-# What there is.
-
-
 def list_command(pool: str, directory: Path, *, everything: bool, as_json: bool) -> int:
     path = find_pool(pool, directory)
     standing = asked(PoolControl(path).standing())
@@ -335,9 +332,6 @@ def wait_command(name: str, pool: str, directory: Path, timeout_s: float | None,
     return {"finished": 0, "cancelled": EXIT_STOPPED}.get(job["state"], EXIT_FAILED)
 
 
-# What is done to a job.
-
-
 def cancel_command(name: str, pool: str, directory: Path, command_id: str, *, as_json: bool) -> int:
     return _command("cancel", PoolControl.cancel, name, pool, directory, command_id, "is cancelled", as_json=as_json)
 
@@ -366,9 +360,6 @@ def _command(
         emit({"job": job, "command": what, "id": answer.id, "repeated": answer.repeated})
     say(f"job {job} {words}{' (as it was told before)' if answer.repeated else ''}")
     return 0
-
-
-# What a job would need.
 
 
 @compose.private()

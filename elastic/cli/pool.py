@@ -75,9 +75,6 @@ def asked(question: Coroutine[Any, Any, T], command_id: str = "") -> T:
         raise SystemExit(EXIT_FAILED) from error
 
 
-# Start.
-
-
 @compose.private()
 def start_command(path: Path, max_restarts: int, wait_s: float, *, foreground: bool, as_json: bool) -> int:
     """Start the pool and wait until it answers; with `foreground` until it has ended. Returns the exit code."""
@@ -173,9 +170,6 @@ def run_command(directory: Path) -> int:
     from elastic.compose.pool import run_pool
 
     return run_pool(directory)
-
-
-# Status.
 
 
 def status_command(name: str, directory: Path, every_s: float | None, *, as_json: bool) -> int:
@@ -285,9 +279,6 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column)
     return table
-
-
-# Stop.
 
 
 def stop_command(name: str, directory: Path, wait_s: float, command_id: str, *, now: bool, as_json: bool) -> int:

@@ -106,9 +106,6 @@ def allot(
     return made
 
 
-# GPUs
-
-
 def _share(
     records: Sequence[HostedRunRow],
     projects: Mapping[str, ProjectStanding],
@@ -162,9 +159,6 @@ def _known_cap(run: HostedRunRow, name: str, most: int) -> int:
     return min(most, max(known, default=most))
 
 
-# Runs at once
-
-
 def _make_room(records: Sequence[HostedRunRow], quota: QuotaRow, made: Mapping[str, RunAllotment]) -> None:
     """Of more runs than there may be by now, the last ones submitted are stopped, and wait."""
     staying = [run for run in records if going(run) and run.wanted == runs.RUN]
@@ -201,9 +195,6 @@ def _admit(
             admitted.append(run)
             count, trainers = count + 1, trainers + gpus
     return admitted
-
-
-# Money
 
 
 def _spend(
