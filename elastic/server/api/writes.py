@@ -4,15 +4,16 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import sqlalchemy as sa
-from fastapi import Request
+from fastapi import Depends, Header, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 from sqlalchemy.exc import IntegrityError
 
-from elastic.server.api.auth import Caller
-from elastic.server.api.state import ServerState
+from elastic.server.api.auth import Caller, CallerDep
+from elastic.server.api.state import ServerState, state_of
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.store import audit
@@ -35,72 +36,83 @@ class WriteResult:
     project: str | None = None
 
 
-def carry_out(
-    request: Request,
-    state: ServerState,
-    caller: Caller,
-    action: Action,
-    body: BaseModel | None,
-    work: Callable[[sa.Connection], WriteResult],
-    mark: str = "",
-) -> Response:
-    """Do `work` in one transaction with the record of its answer: both are durable, or neither is.
+@dataclass(frozen=True)
+class WriteRequest:
+    """A request that changes something. `key` is its Idempotency-Key, empty without one."""
 
-    `mark` tells apart what the body does not show of itself, as secrets. Raises what `work` raises, and then nothing
-    is kept.
-    """
-    key = request.headers.get("idempotency-key", "")
-    if len(key) > KEY_CHARACTERS:
-        raise ApiProblem("invalid-request", f"Idempotency-Key has {len(key)} characters; allowed: {KEY_CHARACTERS}")
-    fingerprint = _fingerprint(request, body, mark)
-    try:
-        response = _once(request, state, caller, action, key, fingerprint, work)
-    except IntegrityError:
-        # Somebody else was faster with the same key: theirs is the answer now.
-        response = _once(request, state, caller, action, key, fingerprint, work)
-    state.wake()
-    return response
+    request: Request
+    state: ServerState
+    caller: Caller
+    key: str
 
+    def carry_out(
+        self, action: Action, body: BaseModel | None, work: Callable[[sa.Connection], WriteResult], mark: str = ""
+    ) -> Response:
+        """Do `work` in one transaction with the record of its answer: both are durable, or neither is.
 
-def _once(
-    request: Request,
-    state: ServerState,
-    caller: Caller,
-    action: Action,
-    key: str,
-    fingerprint: str,
-    work: Callable[[sa.Connection], WriteResult],
-) -> Response:
-    with state.store.writing() as tx:
-        if key and (former := _recalled(tx, caller.actor, key)) is not None:
-            if former["fingerprint"] != fingerprint:
-                raise ApiProblem("idempotency-mismatch", f"Idempotency-Key {key!r} came with another request before")
-            headers = {**former["headers"], REPLAYED: "true"}
-            return _response(former["status"], bytes(former["body"]), headers)
-        answer = work(tx)
-        content = _json(answer.body)
-        if key:
-            tx.execute(
-                sa.insert(idempotency).values(
-                    actor=caller.actor,
-                    key=key,
-                    fingerprint=fingerprint,
-                    status=answer.status,
-                    headers=dict(answer.headers),
-                    body=_json(answer.kept or answer.body),
-                    created_us=now_us(),
+        `mark` stands for parts of the request that `body` does not show, such as a secret. Raises what `work` raises;
+        nothing is kept then.
+        """
+        fingerprint = _fingerprint(self.request, body, mark)
+        try:
+            response = self._once(action, fingerprint, work)
+        except IntegrityError:
+            # Another request with the same key was faster: its record is the answer now.
+            response = self._once(action, fingerprint, work)
+        self.state.wake()
+        return response
+
+    def _once(self, action: Action, fingerprint: str, work: Callable[[sa.Connection], WriteResult]) -> Response:
+        with self.state.store.writing() as tx:
+            if self.key and (former := _recalled(tx, self.caller.actor, self.key)) is not None:
+                if former["fingerprint"] != fingerprint:
+                    raise ApiProblem(
+                        "idempotency-mismatch", f"Idempotency-Key {self.key!r} came with another request before"
+                    )
+                headers = {**former["headers"], REPLAYED: "true"}
+                return _response(former["status"], bytes(former["body"]), headers)
+            answer = work(tx)
+            content = _json(answer.body)
+            if self.key:
+                tx.execute(
+                    sa.insert(idempotency).values(
+                        actor=self.caller.actor,
+                        key=self.key,
+                        fingerprint=fingerprint,
+                        status=answer.status,
+                        headers=dict(answer.headers),
+                        body=_json(answer.kept or answer.body),
+                        created_us=now_us(),
+                    )
                 )
+            audit.write(
+                tx,
+                actor=self.caller.actor,
+                action=action,
+                resource=answer.resource or self.request.url.path,
+                project=answer.project or self.caller.project,
+                status=answer.status,
+                request_id=self.request.state.request_id,
             )
-        audit.write(
-            tx,
-            actor=caller.actor,
-            action=action,
-            resource=answer.resource or request.url.path,
-            project=answer.project or caller.project,
-            status=answer.status,
-            request_id=request.state.request_id,
-        )
-    return _response(answer.status, content, answer.headers)
+        return _response(answer.status, content, answer.headers)
+
+
+async def _write_request(
+    request: Request,
+    caller: CallerDep,
+    state: Annotated[ServerState, Depends(state_of)],
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            max_length=KEY_CHARACTERS,
+            description="a repetition under the same key is answered as the first time, for a day",
+        ),
+    ] = None,
+) -> WriteRequest:
+    return WriteRequest(request, state, caller, idempotency_key or "")
+
+
+WriteDep = Annotated[WriteRequest, Depends(_write_request)]
 
 
 def _recalled(tx: sa.Connection, actor: str, key: str) -> sa.RowMapping | None:

@@ -20,10 +20,6 @@ from elastic.server.store.runs import HostedRunRow
 R = TypeVar("R", bound=BaseModel)
 
 StateDep = Annotated[ServerState, Depends(state_of)]
-IdempotencyKey = Annotated[
-    str | None,
-    Header(max_length=255, description="a repetition under the same key is answered as the first time, for a day"),
-]
 IfMatch = Annotated[str | None, Header(description="the ETag of what is edited")]
 ALWAYS = (
     *(
@@ -38,14 +34,16 @@ ALWAYS = (
     *("misdirected", "internal", "unavailable"),
 )
 
-__all__ = ["CallerDep", "Cursor", "IdempotencyKey", "IfMatch", "StateDep"]
+_OF_WRITES = ("idempotency-mismatch",)
+
+__all__ = ["CallerDep", "Cursor", "IfMatch", "StateDep"]
 
 
 def rules(action: Action, *problems: str, **openapi: Any) -> dict[str, Any]:
     """What a route that does `action` says of itself: who may, and what can go wrong besides what always can."""
     return {
         "dependencies": [Depends(requires(action))],
-        "responses": problem_responses(*ALWAYS, *problems),
+        "responses": problem_responses(*ALWAYS, *problems, *(_OF_WRITES if action.value.endswith(":write") else ())),
         "openapi_extra": {"x-action": action.value, "security": [{"key": []}], **openapi},
     }
 

@@ -11,7 +11,6 @@ from elastic.server.api.auth import Caller
 from elastic.server.api.routes.common import (
     CallerDep,
     Cursor,
-    IdempotencyKey,
     StateDep,
     cursor_of,
     listing,
@@ -19,7 +18,7 @@ from elastic.server.api.routes.common import (
     rules,
 )
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.api.writes import WriteDep, WriteResult
 from elastic.server.permissions import Action, actions_of, may_grant
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store import people
@@ -33,25 +32,23 @@ KeyId = Annotated[str, Path(max_length=64)]
     "",
     status_code=201,
     response_model=CreatedKey,
-    **rules(Action.KEYS_WRITE, "not-found", "idempotency-mismatch"),
+    **rules(Action.KEYS_WRITE, "not-found"),
 )
-def create(
-    request: Request, body: NewKey, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
-) -> Response:
+def create(body: NewKey, write: WriteDep) -> Response:
     """Make a key of the project itself, for programs. Its secret is in this answer and nowhere else."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        if body.server_wide and caller.project is not None:
+        if body.server_wide and write.caller.project is not None:
             raise ApiProblem("forbidden", "only a key of no project can make another one")
-        project = None if body.server_wide else project_of(tx, caller, body.project)
-        refuse_more(caller, body.role, body.scopes, server_wide=project is None)
+        project = None if body.server_wide else project_of(tx, write.caller, body.project)
+        refuse_more(write.caller, body.role, body.scopes, server_wide=project is None)
         expires_us = None if body.expires_in_s is None else now_us() + body.expires_in_s * 1_000_000
         row, secret = people.new_key(
             tx, project=project, name=body.name, role=body.role, scopes=body.scopes, expires_us=expires_us
         )
         return key_made(row, secret, router.prefix, project)
 
-    return carry_out(request, state, caller, Action.KEYS_WRITE, body, work)
+    return write.carry_out(Action.KEYS_WRITE, body, work)
 
 
 def key_made(row: sa.RowMapping, secret: str | None, prefix: str, project: str | None = None) -> WriteResult:
@@ -82,15 +79,15 @@ def show(key: KeyId, caller: CallerDep, state: StateDep) -> ApiKey:
 
 
 @router.delete("/{key}", status_code=204, **rules(Action.KEYS_WRITE, "not-found"))
-def revoke(key: KeyId, request: Request, caller: CallerDep, state: StateDep) -> Response:
+def revoke(key: KeyId, write: WriteDep) -> Response:
     """Revoke a key: from now on it opens nothing. It stays in the list."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = key_of(tx, caller, key)
+        found = key_of(tx, write.caller, key)
         people.revoke(tx, found["id"])
         return WriteResult(204, project=found["project"])
 
-    return carry_out(request, state, caller, Action.KEYS_WRITE, None, work)
+    return write.carry_out(Action.KEYS_WRITE, None, work)
 
 
 def key_of(connection: sa.Connection, caller: Caller, key: str) -> sa.RowMapping:

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Depends, Request, Response
 from elastic.resources import ApiKey, CreatedKey, Listed, Me, NewOwnKey
 from elastic.server import ids
 from elastic.server.api.auth import Caller
-from elastic.server.api.routes.common import CallerDep, Cursor, IdempotencyKey, StateDep, cursor_of, listing, rules
+from elastic.server.api.routes.common import CallerDep, Cursor, StateDep, cursor_of, listing, rules
 from elastic.server.api.routes.keys import KeyId, key_made, key_of, refuse_more
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.api.writes import WriteDep, WriteResult
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store import members, people
@@ -43,22 +43,20 @@ def me(caller: CallerDep, state: StateDep) -> Me:
     "/keys",
     status_code=201,
     response_model=CreatedKey,
-    **rules(Action.ME_WRITE, "name-taken", "not-a-person", "idempotency-mismatch"),
+    **rules(Action.ME_WRITE, "name-taken", "not-a-person"),
 )
-def create(
-    request: Request, body: NewOwnKey, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
-) -> Response:
+def create(body: NewOwnKey, write: WriteDep) -> Response:
     """Make a key of one's own, for the project that one is signed in to. It ends with the membership."""
-    member = _person(caller)
-    role = body.role or caller.role
-    refuse_more(caller, role, body.scopes, server_wide=False)
+    member = _person(write.caller)
+    role = body.role or write.caller.role
+    refuse_more(write.caller, role, body.scopes, server_wide=False)
 
     def work(tx: sa.Connection) -> WriteResult:
         if body.sha256 is not None and people.key_of_hash(tx, bytes.fromhex(body.sha256)) is not None:
             raise ApiProblem("name-taken", "there is a key with this secret already")
         row, secret = people.new_key(
             tx,
-            project=caller.project,
+            project=write.caller.project,
             name=body.name,
             role=role,
             scopes=body.scopes,
@@ -68,7 +66,7 @@ def create(
         )
         return key_made(row, secret, f"{router.prefix}/keys")
 
-    return carry_out(request, state, caller, Action.ME_WRITE, body, work)
+    return write.carry_out(Action.ME_WRITE, body, work)
 
 
 @router.get("/keys", **rules(Action.RUNS_READ, "not-a-person", "invalid-cursor"))
@@ -82,17 +80,17 @@ def list_own(
 
 
 @router.delete("/keys/{key}", status_code=204, **rules(Action.ME_WRITE, "not-found", "not-a-person"))
-def revoke(key: KeyId, request: Request, caller: CallerDep, state: StateDep) -> Response:
+def revoke(key: KeyId, write: WriteDep) -> Response:
     """Revoke a key of one's own."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = key_of(tx, caller, key)
-        if found["member"] != _person(caller):
+        found = key_of(tx, write.caller, key)
+        if found["member"] != _person(write.caller):
             raise not_found("key", key)
         people.revoke(tx, found["id"])
         return WriteResult(204)
 
-    return carry_out(request, state, caller, Action.ME_WRITE, None, work)
+    return write.carry_out(Action.ME_WRITE, None, work)
 
 
 def _person(caller: Caller) -> str:

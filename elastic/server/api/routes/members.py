@@ -11,7 +11,6 @@ from elastic.server.api.auth import Caller
 from elastic.server.api.routes.common import (
     CallerDep,
     Cursor,
-    IdempotencyKey,
     IfMatch,
     StateDep,
     check_etag,
@@ -22,7 +21,7 @@ from elastic.server.api.routes.common import (
     rules,
 )
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.api.writes import WriteDep, WriteResult
 from elastic.server.permissions import Action, may_grant
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store import members
@@ -35,21 +34,14 @@ MemberId = Annotated[str, Path(max_length=64)]
     "",
     status_code=201,
     response_model=ProjectMember,
-    **rules(Action.MEMBERS_WRITE, "not-found", "name-taken", "idempotency-mismatch"),
+    **rules(Action.MEMBERS_WRITE, "not-found", "name-taken"),
 )
-def add(
-    project: str,
-    request: Request,
-    body: NewMember,
-    caller: CallerDep,
-    state: StateDep,
-    idempotency_key: IdempotencyKey = None,
-) -> Response:
+def add(project: str, body: NewMember, write: WriteDep) -> Response:
     """Make somebody a member by their e-mail address. It is theirs once they sign in with it, now or later."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = project_of(tx, caller, project)
-        _refuse_more(caller, body.role)
+        found = project_of(tx, write.caller, project)
+        _refuse_more(write.caller, body.role)
         person = members.person_of_email(tx, body.email.lower())
         if members.of_person(tx, found, person) is not None:
             raise ApiProblem("name-taken", f"{body.email} is a member already")
@@ -58,7 +50,7 @@ def add(
         headers = {"location": place, "etag": etag_of(made["version"])}
         return WriteResult(201, members.as_member(made), headers, resource=place, project=found)
 
-    return carry_out(request, state, caller, Action.MEMBERS_WRITE, body, work)
+    return write.carry_out(Action.MEMBERS_WRITE, body, work)
 
 
 @router.get("", **rules(Action.MEMBERS_READ, "not-found", "invalid-cursor"))
@@ -89,41 +81,33 @@ def show(project: str, member: MemberId, caller: CallerDep, state: StateDep, res
     response_model=ProjectMember,
     **rules(Action.MEMBERS_WRITE, "not-found", "last-admin", "precondition-failed", "precondition-required"),
 )
-def change(
-    project: str,
-    member: MemberId,
-    request: Request,
-    body: MemberChange,
-    caller: CallerDep,
-    state: StateDep,
-    if_match: IfMatch = None,
-) -> Response:
+def change(project: str, member: MemberId, body: MemberChange, write: WriteDep, if_match: IfMatch = None) -> Response:
     """Give a member another role. Their keys and sessions do no more than it allows, from now on."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = _member_of(tx, project_of(tx, caller, project), member)
+        found = _member_of(tx, project_of(tx, write.caller, project), member)
         check_etag(if_match, etag_of(found["version"]))
-        _refuse_more(caller, body.role)
+        _refuse_more(write.caller, body.role)
         if body.role is not AccessRole.ADMIN:
             _refuse_last(tx, found)
         members.change(tx, found["id"], body.role, members.GIVEN)
         now = _member_of(tx, found["project"], member)
         return WriteResult(200, members.as_member(now), {"etag": etag_of(now["version"])}, project=now["project"])
 
-    return carry_out(request, state, caller, Action.MEMBERS_WRITE, body, work)
+    return write.carry_out(Action.MEMBERS_WRITE, body, work)
 
 
 @router.delete("/{member}", status_code=204, **rules(Action.MEMBERS_WRITE, "not-found", "last-admin"))
-def remove(project: str, member: MemberId, request: Request, caller: CallerDep, state: StateDep) -> Response:
+def remove(project: str, member: MemberId, write: WriteDep) -> Response:
     """Remove a member: their keys and sessions of this project end at once. What they have submitted goes on."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = _member_of(tx, project_of(tx, caller, project), member)
+        found = _member_of(tx, project_of(tx, write.caller, project), member)
         _refuse_last(tx, found)
         members.remove(tx, found["id"])
         return WriteResult(204, project=found["project"])
 
-    return carry_out(request, state, caller, Action.MEMBERS_WRITE, None, work)
+    return write.carry_out(Action.MEMBERS_WRITE, None, work)
 
 
 def _member_of(connection: sa.Connection, project: str, member: str) -> sa.RowMapping:

@@ -15,10 +15,10 @@ from elastic.pool_control import PoolControl, SubmitJob
 from elastic.resources import HostedJob, HostedPool, JobPlacement, JobSubmission, Listed, Submission
 from elastic.server import ids
 from elastic.server.api.auth import Caller
-from elastic.server.api.routes.common import CallerDep, IdempotencyKey, StateDep, project_of, rules
+from elastic.server.api.routes.common import CallerDep, StateDep, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
-from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult
 from elastic.server.intake import submissions
 from elastic.server.permissions import Action
 from elastic.server.pools import as_job, as_pool, asked, control_of, project_of_job
@@ -68,25 +68,17 @@ def show_job(pool: PoolId, job: JobId, caller: CallerDep, state: StateDep) -> Ho
         "job-conflict",
         "untrusted-neighbours",
         "pool-away",
-        "idempotency-mismatch",
     ),
 )
-def submit_job(
-    pool: PoolId,
-    request: Request,
-    body: JobSubmission,
-    caller: CallerDep,
-    state: StateDep,
-    idempotency_key: IdempotencyKey = None,
-) -> Response:
+def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     """Submit a job. Once this is answered, the pool never loses it: it goes on without its process and this server."""
-    control = control_of(state.settings, pool)
-    project, config, providers = _checked(state, body, caller)
-    command = _command_id(request, caller, idempotency_key)
-    job = ids.new_id(ids.JOB) if idempotency_key is None else f"{ids.JOB}_{command[:26]}"
+    control = control_of(write.state.settings, pool)
+    project, config, providers = _checked(write.state, body, write.caller)
+    command = _command_id(write)
+    job = ids.new_id(ids.JOB) if not write.key else f"{ids.JOB}_{command[:26]}"
     asked(control.plan(job_request(job, config.job, config.run.steps)))
-    path = (state.settings.pooled / project / job).resolve()
-    (state.settings.storage(project)).mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = (write.state.settings.pooled / project / job).resolve()
+    (write.state.settings.storage(project)).mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     (path / "logs").mkdir(mode=0o700, exist_ok=True)
     compose.save_run_config(path, config)
@@ -97,13 +89,13 @@ def submit_job(
         if problem.kind != "pool-away":
             compose.discard_run(path)
         raise
-    made = _job(state.settings, pool, job, caller)
+    made = _job(write.state.settings, pool, job, write.caller)
 
     def work(tx: sa.Connection) -> WriteResult:
         place = f"{router.prefix}/{pool}/jobs/{job}"
         return WriteResult(201, made, {"location": place}, resource=place, project=project)
 
-    return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
+    return write.carry_out(Action.RUNS_WRITE, body, work)
 
 
 @router.post(
@@ -133,53 +125,35 @@ def dry_run_job(pool: PoolId, body: JobSubmission, caller: CallerDep, state: Sta
 @router.post(
     "/{pool}/jobs/{job}/cancel",
     response_model=HostedJob,
-    **rules(Action.RUNS_WRITE, "not-found", "job-conflict", "pool-away", "idempotency-mismatch"),
+    **rules(Action.RUNS_WRITE, "not-found", "job-conflict", "pool-away"),
 )
-def cancel_job(
-    pool: PoolId,
-    job: JobId,
-    request: Request,
-    caller: CallerDep,
-    state: StateDep,
-    idempotency_key: IdempotencyKey = None,
-) -> Response:
+def cancel_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
     """Cancel a job: everything of it ends now."""
-    return _told(pool, job, request, caller, state, idempotency_key, PoolControl.cancel)
+    return _told(pool, job, write, PoolControl.cancel)
 
 
 @router.post(
     "/{pool}/jobs/{job}/resubmit",
     response_model=HostedJob,
-    **rules(Action.RUNS_WRITE, "not-found", "job-conflict", "pool-away", "idempotency-mismatch"),
+    **rules(Action.RUNS_WRITE, "not-found", "job-conflict", "pool-away"),
 )
-def resubmit_job(
-    pool: PoolId,
-    job: JobId,
-    request: Request,
-    caller: CallerDep,
-    state: StateDep,
-    idempotency_key: IdempotencyKey = None,
-) -> Response:
+def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
     """Have a job that has failed go on from its last checkpoint, as a new arrival."""
-    return _told(pool, job, request, caller, state, idempotency_key, PoolControl.resubmit)
+    return _told(pool, job, write, PoolControl.resubmit)
 
 
-def _told(
-    pool: str, job: str, request: Request, caller: Caller, state: ServerState, key: str | None, tell: Any
-) -> Response:
-    found = _job(state.settings, pool, job, caller)
-    asked(tell(control_of(state.settings, pool), found.id, _command_id(request, caller, key)))
-    now = _job(state.settings, pool, job, caller)
-    return carry_out(
-        request, state, caller, Action.RUNS_WRITE, None, lambda _: WriteResult(200, now, project=found.project)
-    )
+def _told(pool: str, job: str, write: WriteRequest, tell: Any) -> Response:
+    found = _job(write.state.settings, pool, job, write.caller)
+    asked(tell(control_of(write.state.settings, pool), found.id, _command_id(write)))
+    now = _job(write.state.settings, pool, job, write.caller)
+    return write.carry_out(Action.RUNS_WRITE, None, lambda _: WriteResult(200, now, project=found.project))
 
 
-def _command_id(request: Request, caller: Caller, key: str | None) -> str:
-    """Of a request that may come again under its key: then the pool does it once, too."""
-    if key is None:
+def _command_id(write: WriteRequest) -> str:
+    """Return the id of the command for the pool: the same for each repetition under one Idempotency-Key."""
+    if not write.key:
         return new_command_id()
-    said = json.dumps([caller.actor, request.url.path, key])
+    said = json.dumps([write.caller.actor, write.request.url.path, write.key])
     return hashlib.sha256(said.encode()).hexdigest()[:32]
 
 

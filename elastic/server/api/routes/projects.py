@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request, Response
 from elastic.resources import Listed, NewProject, Project, ProjectChange
 from elastic.server.api.routes.common import (
     CallerDep,
-    IdempotencyKey,
     IfMatch,
     StateDep,
     check_etag,
@@ -15,7 +14,7 @@ from elastic.server.api.routes.common import (
     rules,
 )
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.api.writes import WriteDep, WriteResult
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.store import people
@@ -27,16 +26,14 @@ router = APIRouter(prefix="/v1/projects", tags=["projects"], route_class=ModelRo
     "",
     status_code=201,
     response_model=Project,
-    **rules(Action.SERVER_WRITE, "name-taken", "untrusted-neighbours", "idempotency-mismatch"),
+    **rules(Action.SERVER_WRITE, "name-taken", "untrusted-neighbours"),
 )
-def create(
-    request: Request, body: NewProject, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
-) -> Response:
+def create(body: NewProject, write: WriteDep) -> Response:
     """Make a project. Its runs' processes have a Unix user of their own, unless the server was told to trust all."""
 
     def work(tx: sa.Connection) -> WriteResult:
         _refuse_taken(tx, body.name)
-        if body.unix_user is None and not state.settings.shared_trust:
+        if body.unix_user is None and not write.state.settings.shared_trust:
             raise ApiProblem(
                 "untrusted-neighbours",
                 "its runs would be processes of the same user as other projects': give it a unix_user, or start the "
@@ -47,7 +44,7 @@ def create(
         headers = {"location": place, "etag": etag_of(made["version"])}
         return WriteResult(201, people.as_project(made), headers, resource=place, project=made["id"])
 
-    return carry_out(request, state, caller, Action.SERVER_WRITE, body, work)
+    return write.carry_out(Action.SERVER_WRITE, body, work)
 
 
 @router.get("", **rules(Action.PROJECTS_READ))
@@ -74,13 +71,11 @@ def show(project: str, caller: CallerDep, state: StateDep, response: Response) -
     response_model=Project,
     **rules(Action.SERVER_WRITE, "not-found", "name-taken", "precondition-failed", "precondition-required"),
 )
-def change(
-    project: str, request: Request, body: ProjectChange, caller: CallerDep, state: StateDep, if_match: IfMatch = None
-) -> Response:
+def change(project: str, body: ProjectChange, write: WriteDep, if_match: IfMatch = None) -> Response:
     """Rename a project, or give it a Unix user."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = people.project(tx, project_of(tx, caller, project))
+        found = people.project(tx, project_of(tx, write.caller, project))
         assert found is not None
         check_etag(if_match, etag_of(found["version"]))
         changes = body.model_dump(exclude_unset=True, exclude_none=True)
@@ -91,7 +86,7 @@ def change(
         assert now is not None
         return WriteResult(200, people.as_project(now), {"etag": etag_of(now["version"])}, project=now["id"])
 
-    return carry_out(request, state, caller, Action.SERVER_WRITE, body, work)
+    return write.carry_out(Action.SERVER_WRITE, body, work)
 
 
 def _refuse_taken(tx: sa.Connection, name: str) -> None:

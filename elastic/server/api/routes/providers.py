@@ -10,7 +10,7 @@ from elastic import compose
 from elastic.resources import ENDED, Listed, ProviderChange, ProviderFigures, ProviderKind, RunFigures
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.api.writes import WriteDep, WriteResult
 from elastic.server.permissions import Action
 from elastic.server.problems import not_found
 from elastic.server.store import quotas
@@ -41,11 +41,9 @@ def show(provider: str, caller: CallerDep, state: StateDep, response: Response) 
     response_model=ProviderKind,
     **rules(Action.SERVER_WRITE, "not-found", "precondition-failed", "precondition-required"),
 )
-def change(
-    provider: str, request: Request, body: ProviderChange, caller: CallerDep, state: StateDep, if_match: IfMatch = None
-) -> Response:
+def change(provider: str, body: ProviderChange, write: WriteDep, if_match: IfMatch = None) -> Response:
     """Say how many GPUs of this kind there are for all runs together; they share them by their projects' weights."""
-    kind = show(provider, caller, state, Response())
+    kind = show(provider, write.caller, write.state, Response())
 
     def work(tx: sa.Connection) -> WriteResult:
         check_etag(if_match, etag_of(quotas.capacity(tx, provider)[1]))
@@ -53,7 +51,7 @@ def change(
         version = quotas.capacity(tx, provider)[1]
         return WriteResult(200, kind.model_copy(update={"gpus": body.gpus}), {"etag": etag_of(version)})
 
-    return carry_out(request, state, caller, Action.SERVER_WRITE, body, work)
+    return write.carry_out(Action.SERVER_WRITE, body, work)
 
 
 def _kinds(caller: CallerDep, state: StateDep) -> list[ProviderKind]:

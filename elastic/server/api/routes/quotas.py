@@ -1,14 +1,14 @@
 """Projects' quotas: what each may have at once and may spend, and what it uses of that."""
 
 import sqlalchemy as sa
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from elastic import compose
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.resources import ProblemError, ProjectQuota, QuotaChange, QuotaUse
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.api.writes import WriteDep, WriteResult
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.quotas import budgets
@@ -34,9 +34,7 @@ def show(project: str, caller: CallerDep, state: StateDep, response: Response) -
     response_model=ProjectQuota,
     **rules(Action.SERVER_WRITE, "not-found", "precondition-failed", "precondition-required"),
 )
-def change(
-    project: str, request: Request, body: QuotaChange, caller: CallerDep, state: StateDep, if_match: IfMatch = None
-) -> Response:
+def change(project: str, body: QuotaChange, write: WriteDep, if_match: IfMatch = None) -> Response:
     """Set what a project may have at once and may spend. Runs that go on hear of it at once: what is beyond drains."""
     allowed = (TRAINER, *sorted(compose.installed("elastic.providers")))
     if unknown := sorted((body.gpus or {}).keys() - set(allowed)):
@@ -44,13 +42,13 @@ def change(
         raise ApiProblem("invalid-request", detail, [ProblemError(pointer=f"#/gpus/{unknown[0]}", detail=detail)])
 
     def work(tx: sa.Connection) -> WriteResult:
-        id_ = project_of(tx, caller, project)
+        id_ = project_of(tx, write.caller, project)
         check_etag(if_match, etag_of(quotas.quota(tx, id_).version))
         quotas.change_quota(tx, id_, _columns(body))
         now = quotas.quota(tx, id_)
         return WriteResult(200, as_quota(tx, now), {"etag": etag_of(now.version)}, project=id_)
 
-    return carry_out(request, state, caller, Action.SERVER_WRITE, body, work)
+    return write.carry_out(Action.SERVER_WRITE, body, work)
 
 
 def _columns(body: QuotaChange) -> dict[str, object]:

@@ -4,13 +4,13 @@ import itertools
 from typing import Annotated
 
 import sqlalchemy as sa
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Query, Response
 
 from elastic.resources import RetentionChange, RetentionItem, RetentionPlan, RetentionPolicy, RetentionUpload
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
-from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.api.writes import WriteDep, WriteResult
 from elastic.server.clock import rfc3339
 from elastic.server.intake.upload_files import UploadStorage
 from elastic.server.permissions import Action
@@ -31,15 +31,13 @@ def show(caller: CallerDep, state: StateDep, response: Response) -> RetentionPol
 
 
 @router.patch("/retention", response_model=RetentionPolicy, **rules(Action.SERVER_WRITE, *_EDITS))
-def change(
-    request: Request, body: RetentionChange, caller: CallerDep, state: StateDep, if_match: IfMatch = None
-) -> Response:
+def change(body: RetentionChange, write: WriteDep, if_match: IfMatch = None) -> Response:
     """Set for how long the server keeps what runs leave."""
 
     def work(tx: sa.Connection) -> WriteResult:
         return _changed(tx, records.SERVER, body, if_match, None)
 
-    return carry_out(request, state, caller, Action.SERVER_WRITE, body, work)
+    return write.carry_out(Action.SERVER_WRITE, body, work)
 
 
 @router.get("/retention/dry-run", **rules(Action.SERVER_WRITE))
@@ -61,16 +59,14 @@ def show_of_project(project: str, caller: CallerDep, state: StateDep, response: 
     response_model=RetentionPolicy,
     **rules(Action.PROJECTS_WRITE, "not-found", *_EDITS),
 )
-def change_of_project(
-    project: str, request: Request, body: RetentionChange, caller: CallerDep, state: StateDep, if_match: IfMatch = None
-) -> Response:
+def change_of_project(project: str, body: RetentionChange, write: WriteDep, if_match: IfMatch = None) -> Response:
     """Set for how long a project keeps what its runs leave."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        id_ = project_of(tx, caller, project)
+        id_ = project_of(tx, write.caller, project)
         return _changed(tx, id_, body, if_match, id_)
 
-    return carry_out(request, state, caller, Action.PROJECTS_WRITE, body, work)
+    return write.carry_out(Action.PROJECTS_WRITE, body, work)
 
 
 @router.get("/projects/{project}/retention/dry-run", **rules(Action.PROJECTS_READ, "not-found"))

@@ -23,7 +23,6 @@ from elastic.server import ids
 from elastic.server.api.routes.common import (
     CallerDep,
     Cursor,
-    IdempotencyKey,
     IfMatch,
     RunDep,
     StateDep,
@@ -36,7 +35,7 @@ from elastic.server.api.routes.common import (
     run_of,
 )
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.api.writes import WriteDep, WriteResult
 from elastic.server.intake import submissions
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
@@ -55,25 +54,23 @@ RunId = Annotated[str, Path(max_length=64)]
     "",
     status_code=201,
     response_model=HostedRun,
-    **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found", "quota-exceeded", "idempotency-mismatch"),
+    **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found", "quota-exceeded"),
 )
-def submit(
-    request: Request, body: Submission, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
-) -> Response:
+def submit(body: Submission, write: WriteDep) -> Response:
     """Submit a run. Once this is answered, the run is never lost; the runner starts it soon after."""
-    with state.store.reading() as connection:
-        project = project_of(connection, caller, body.project)
-    new, _ = submissions.check(state.settings, body, project)
+    with write.state.store.reading() as connection:
+        project = project_of(connection, write.caller, body.project)
+    new, _ = submissions.check(write.state.settings, body, project)
 
     def work(tx: sa.Connection) -> WriteResult:
         submissions.refuse_beyond(quotas.quota(tx, project), new.needs)
         first = conditions.updated([], [conditions.SUBMITTED], now_us(), 1)
-        run = runs.insert(tx, new, caller.actor, first)
+        run = runs.insert(tx, new, write.caller.actor, first)
         place = f"{router.prefix}/{run.id}"
         headers = {"location": place, "etag": etag_of(run.generation)}
         return WriteResult(201, runs.as_run(run), headers, resource=place, project=project)
 
-    return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
+    return write.carry_out(Action.RUNS_WRITE, body, work)
 
 
 @router.post(
@@ -122,13 +119,11 @@ async def show(run: RunId, found: RunDep, response: Response) -> HostedRunDetail
     response_model=HostedRun,
     **rules(Action.RUNS_WRITE, "not-found", "invalid-configuration", "precondition-failed", "precondition-required"),
 )
-def change(
-    run: RunId, request: Request, body: RunChange, caller: CallerDep, state: StateDep, if_match: IfMatch = None
-) -> Response:
+def change(run: RunId, body: RunChange, write: WriteDep, if_match: IfMatch = None) -> Response:
     """Edit a run's budget, caps or labels. A living run hears of it at once, a stopped one when it is resumed."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = run_of(tx, caller, run)
+        found = run_of(tx, write.caller, run)
         check_etag(if_match, etag_of(found.generation))
         if unknown := sorted((body.caps or {}).keys() - set(found.providers)):
             allowed = ", ".join(found.providers) or "none"
@@ -136,56 +131,42 @@ def change(
                 "invalid-configuration", f"caps: {unknown[0]!r} is no provider of the run; allowed: {allowed}"
             )
         runs.want(tx, run, **body.model_dump(exclude_unset=True, exclude_none=True))
-        return _changed(tx, caller, run)
+        return _changed(tx, write.caller, run)
 
-    return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
+    return write.carry_out(Action.RUNS_WRITE, body, work)
 
 
 @router.post(
     "/{run}/stop",
     response_model=HostedRun,
-    **rules(Action.RUNS_WRITE, "not-found", "run-finished", "run-stopped", "idempotency-mismatch"),
+    **rules(Action.RUNS_WRITE, "not-found", "run-finished", "run-stopped"),
 )
-def stop(
-    run: RunId,
-    request: Request,
-    caller: CallerDep,
-    state: StateDep,
-    body: StopRequest | None = None,
-    idempotency_key: IdempotencyKey = None,
-) -> Response:
+def stop(run: RunId, write: WriteDep, body: StopRequest | None = None) -> Response:
     """Stop a run: it makes a checkpoint, gives everything back and ends. It can be resumed."""
     force = body is not None and body.force
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = run_of(tx, caller, run)
+        found = run_of(tx, write.caller, run)
         _refuse_ended(found)
         if found.wanted != runs.STOP or (force and not found.force):
             # Whatever it was waiting for before it went on: it is stopped at once.
             runs.want(tx, run, wanted=runs.STOP, force=force, not_before_us=0)
-        return _changed(tx, caller, run)
+        return _changed(tx, write.caller, run)
 
-    return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
+    return write.carry_out(Action.RUNS_WRITE, body, work)
 
 
 @router.post(
     "/{run}/resume",
     response_model=HostedRun,
-    **rules(Action.RUNS_WRITE, "not-found", "run-active", "run-finished", "run-retired", "idempotency-mismatch"),
+    **rules(Action.RUNS_WRITE, "not-found", "run-active", "run-finished", "run-retired"),
 )
-def resume(
-    run: RunId,
-    request: Request,
-    caller: CallerDep,
-    state: StateDep,
-    body: ResumeRequest | None = None,
-    idempotency_key: IdempotencyKey = None,
-) -> Response:
+def resume(run: RunId, write: WriteDep, body: ResumeRequest | None = None) -> Response:
     """Go on with a run that has ended, from its journal or its last checkpoint; a finished one with more steps."""
     asked = body or ResumeRequest()
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = run_of(tx, caller, run)
+        found = run_of(tx, write.caller, run)
         if not found.ended:
             raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
         if gone := [part for part in UNRESUMABLE if part in (found.retired or {})]:
@@ -215,23 +196,23 @@ def resume(
                 for one in conditions.updated(found.conditions, pending, now_us(), found.generation + 1)
             ],
         )
-        return _changed(tx, caller, run)
+        return _changed(tx, write.caller, run)
 
-    return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
+    return write.carry_out(Action.RUNS_WRITE, body, work)
 
 
 @router.delete("/{run}", status_code=204, **rules(Action.RUNS_WRITE, "not-found", "run-active"))
-def delete(run: RunId, request: Request, caller: CallerDep, state: StateDep) -> Response:
+def delete(run: RunId, write: WriteDep) -> Response:
     """Delete a run that has ended: its journal, checkpoints and report are gone."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = run_of(tx, caller, run)
+        found = run_of(tx, write.caller, run)
         if not found.ended:
             raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
         runs.want(tx, run, wanted=runs.DELETE)
         return WriteResult(204, project=found.project)
 
-    return carry_out(request, state, caller, Action.RUNS_WRITE, None, work)
+    return write.carry_out(Action.RUNS_WRITE, None, work)
 
 
 @router.get("/{run}/budget", **rules(Action.RUNS_READ, "not-found"))

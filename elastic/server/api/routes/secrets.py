@@ -11,9 +11,9 @@ from fastapi import APIRouter, Path, Request, Response
 
 from elastic.processes import INHERITED
 from elastic.resources import Listed, ProblemError, ProjectSecret, SecretValue
-from elastic.server.api.routes.common import CallerDep, IdempotencyKey, StateDep, project_of, rules
+from elastic.server.api.routes.common import CallerDep, StateDep, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.api.writes import WriteDep, WriteResult
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store import secrets
@@ -48,17 +48,9 @@ _SYSTEMS_OWN = (
 @router.put(
     "/{secret}",
     response_model=ProjectSecret,
-    **rules(Action.SECRETS_WRITE, "not-found", "idempotency-mismatch"),
+    **rules(Action.SECRETS_WRITE, "not-found"),
 )
-def put(
-    project: str,
-    secret: SecretName,
-    request: Request,
-    body: SecretValue,
-    caller: CallerDep,
-    state: StateDep,
-    idempotency_key: IdempotencyKey = None,
-) -> Response:
+def put(project: str, secret: SecretName, body: SecretValue, write: WriteDep) -> Response:
     """Keep a secret, or give it another value. Processes of runs that begin from now on have it as a variable."""
     if any(fnmatch.fnmatchcase(secret, pattern) for pattern in _SYSTEMS_OWN):
         errors = [ProblemError(pointer="path/secret", detail="is a variable of the system's own")]
@@ -68,10 +60,10 @@ def put(
         errors = [ProblemError(pointer="#/value", detail="has a zero byte, which no variable can have")]
         raise ApiProblem("invalid-request", "value: has a zero byte, which no variable can have", errors)
 
-    vault = Vault(state.settings.home)
+    vault = Vault(write.state.settings.home)
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = project_of(tx, caller, project)
+        found = project_of(tx, write.caller, project)
         kept = secrets.all_of(tx, found)
         if len(kept) >= PER_PROJECT and secret not in {row["name"] for row in kept}:
             raise ApiProblem("invalid-request", f"the project has {len(kept)} secrets; allowed: {PER_PROJECT}")
@@ -79,7 +71,7 @@ def put(
         (row,) = (row for row in secrets.all_of(tx, found) if row["name"] == secret)
         return WriteResult(200, secrets.as_secret(row), project=found)
 
-    return carry_out(request, state, caller, Action.SECRETS_WRITE, body, work, mark=vault.mark(value))
+    return write.carry_out(Action.SECRETS_WRITE, body, work, mark=vault.mark(value))
 
 
 @router.get("", **rules(Action.SECRETS_READ, "not-found"))
@@ -91,13 +83,13 @@ def list_secrets(project: str, request: Request, caller: CallerDep, state: State
 
 
 @router.delete("/{secret}", status_code=204, **rules(Action.SECRETS_WRITE, "not-found"))
-def delete(project: str, secret: SecretName, request: Request, caller: CallerDep, state: StateDep) -> Response:
+def delete(project: str, secret: SecretName, write: WriteDep) -> Response:
     """Remove a secret. Processes that have it keep it until they end."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = project_of(tx, caller, project)
+        found = project_of(tx, write.caller, project)
         if not secrets.remove(tx, found, secret):
             raise not_found("secret", secret)
         return WriteResult(204, project=found)
 
-    return carry_out(request, state, caller, Action.SECRETS_WRITE, None, work)
+    return write.carry_out(Action.SECRETS_WRITE, None, work)

@@ -21,7 +21,6 @@ from elastic.server.api.auth import Caller
 from elastic.server.api.routes.common import (
     CallerDep,
     Cursor,
-    IdempotencyKey,
     StateDep,
     cursor_of,
     listing,
@@ -30,7 +29,7 @@ from elastic.server.api.routes.common import (
 )
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
-from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.api.writes import WriteDep, WriteResult
 from elastic.server.intake.upload_files import ChecksumMismatch, Receiving, UploadStorage
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
@@ -49,27 +48,25 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     "",
     status_code=201,
     response_model=Upload,
-    **rules(Action.UPLOADS_WRITE, "not-found", "quota-exceeded", "idempotency-mismatch"),
+    **rules(Action.UPLOADS_WRITE, "not-found", "quota-exceeded"),
 )
-def create(
-    request: Request, body: NewUpload, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
-) -> Response:
+def create(body: NewUpload, write: WriteDep) -> Response:
     """Announce an upload: its files, each with its size and checksum. `missing` says which are to be sent."""
     _check(body)
 
     def work(tx: sa.Connection) -> WriteResult:
-        project = project_of(tx, caller, body.project)
+        project = project_of(tx, write.caller, body.project)
         taken, wanted = uploads.bytes_of(tx, project), sum(file.bytes for file in body.files)
-        most = state.settings.project_uploads_bytes_max
+        most = write.state.settings.project_uploads_bytes_max
         if taken + wanted > most:
             raise ApiProblem(
                 "quota-exceeded", f"the project's uploads have {taken} bytes; with these {wanted} more than {most}"
             )
-        row = uploads.insert(tx, project, body.name, body.files, caller.actor)
+        row = uploads.insert(tx, project, body.name, body.files, write.caller.actor)
         place = f"{router.prefix}/{row['id']}"
-        return WriteResult(201, _shown(state, row), {"location": place}, resource=place, project=project)
+        return WriteResult(201, _shown(write.state, row), {"location": place}, resource=place, project=project)
 
-    return carry_out(request, state, caller, Action.UPLOADS_WRITE, body, work)
+    return write.carry_out(Action.UPLOADS_WRITE, body, work)
 
 
 @router.get("", **rules(Action.UPLOADS_READ, "invalid-cursor"))
@@ -100,22 +97,22 @@ def show(upload: UploadId, caller: CallerDep, state: StateDep) -> Upload:
         requestBody={"required": True, "content": _BINARY},
     ),
 )
-async def receive(upload: UploadId, digest: Digest, request: Request, caller: CallerDep, state: StateDep) -> Response:
+async def receive(upload: UploadId, digest: Digest, write: WriteDep) -> Response:
     """Send a file of an upload, as it is. What does not have its size and checksum leaves nothing."""
-    row, file = await run_in_threadpool(_file_of, state, caller, upload, digest)
-    storage = UploadStorage(state.settings)
+    row, file = await run_in_threadpool(_file_of, write.state, write.caller, upload, digest)
+    storage = UploadStorage(write.state.settings)
     with _room():
         if not await run_in_threadpool(_has, storage, row, digest):
             with await run_in_threadpool(storage.receiving, upload, digest, file.bytes) as receiving:
-                await _take_in(request, receiving)
+                await _take_in(write.request, receiving)
                 await run_in_threadpool(receiving.keep)
 
         def work(tx: sa.Connection) -> WriteResult:
-            found = _upload_of(tx, caller, upload)
+            found = _upload_of(tx, write.caller, upload)
             storage.complete(found["project"], upload, uploads.files_of(found))
-            return WriteResult(200, _shown(state, found), project=found["project"])
+            return WriteResult(200, _shown(write.state, found), project=found["project"])
 
-        return await run_in_threadpool(carry_out, request, state, caller, Action.UPLOADS_WRITE, None, work)
+        return await run_in_threadpool(write.carry_out, Action.UPLOADS_WRITE, None, work)
 
 
 _FETCHES = rules(Action.UPLOADS_READ, "not-found")
@@ -133,18 +130,18 @@ def fetch(upload: UploadId, digest: Digest, caller: CallerDep, state: StateDep) 
 
 
 @router.delete("/{upload}", status_code=204, **rules(Action.UPLOADS_WRITE, "not-found", "upload-in-use"))
-def delete(upload: UploadId, request: Request, caller: CallerDep, state: StateDep) -> Response:
+def delete(upload: UploadId, write: WriteDep) -> Response:
     """Delete an upload that no run which goes on names."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = _upload_of(tx, caller, upload)
+        found = _upload_of(tx, write.caller, upload)
         if (run := uploads.user_of(tx, found["project"], upload)) is not None:
             raise ApiProblem("upload-in-use", f"{run} uses it: wait until it has ended", run=run)
         uploads.remove(tx, upload)
-        UploadStorage(state.settings).discard(found["project"], upload)
+        UploadStorage(write.state.settings).discard(found["project"], upload)
         return WriteResult(204, project=found["project"])
 
-    return carry_out(request, state, caller, Action.UPLOADS_WRITE, None, work)
+    return write.carry_out(Action.UPLOADS_WRITE, None, work)
 
 
 async def _take_in(request: Request, receiving: Receiving) -> None:

@@ -19,7 +19,6 @@ from elastic.server.api.auth import Caller
 from elastic.server.api.routes.common import (
     CallerDep,
     Cursor,
-    IdempotencyKey,
     IfMatch,
     StateDep,
     check_etag,
@@ -30,7 +29,7 @@ from elastic.server.api.routes.common import (
     rules,
 )
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteResult, carry_out
+from elastic.server.api.writes import WriteDep, WriteResult
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.settings import ServerSettings
@@ -49,18 +48,16 @@ WebhookId = Annotated[str, Path(max_length=64)]
     "",
     status_code=201,
     response_model=CreatedWebhook,
-    **rules(Action.WEBHOOKS_WRITE, "not-found", "idempotency-mismatch"),
+    **rules(Action.WEBHOOKS_WRITE, "not-found"),
 )
-def create(
-    request: Request, body: NewWebhook, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
-) -> Response:
+def create(body: NewWebhook, write: WriteDep) -> Response:
     """Have a URL told what becomes of the project's runs. The secret that messages are signed with is shown once."""
-    _check_url(state.settings, body.url)
+    _check_url(write.state.settings, body.url)
     secret = new_secret()
 
     def work(tx: sa.Connection) -> WriteResult:
-        project = project_of(tx, caller, body.project)
-        sealed = Vault(state.settings.home).sealed(secret)
+        project = project_of(tx, write.caller, body.project)
+        sealed = Vault(write.state.settings.home).sealed(secret)
         row = webhooks.insert(tx, project, body.url, list(dict.fromkeys(body.events)), sealed)
         made = webhooks.as_webhook(row).model_dump()
         place = f"{router.prefix}/{row['id']}"
@@ -73,7 +70,7 @@ def create(
             project=project,
         )
 
-    return carry_out(request, state, caller, Action.WEBHOOKS_WRITE, body, work)
+    return write.carry_out(Action.WEBHOOKS_WRITE, body, work)
 
 
 @router.get("", **rules(Action.WEBHOOKS_READ, "invalid-cursor"))
@@ -100,65 +97,52 @@ def show(webhook: WebhookId, caller: CallerDep, state: StateDep, response: Respo
     response_model=Webhook,
     **rules(Action.WEBHOOKS_WRITE, "not-found", "precondition-failed", "precondition-required"),
 )
-def change(
-    webhook: WebhookId,
-    request: Request,
-    body: WebhookChange,
-    caller: CallerDep,
-    state: StateDep,
-    if_match: IfMatch = None,
-) -> Response:
+def change(webhook: WebhookId, body: WebhookChange, write: WriteDep, if_match: IfMatch = None) -> Response:
     """Edit a webhook, or switch it off and on. What was to be told meanwhile is not sent later."""
     if body.url is not None:
-        _check_url(state.settings, body.url)
+        _check_url(write.state.settings, body.url)
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = _webhook_of(tx, caller, webhook)
+        found = _webhook_of(tx, write.caller, webhook)
         check_etag(if_match, etag_of(found["version"]))
         changes = body.model_dump(include={"url", "events"}, exclude_unset=True, exclude_none=True)
         if body.enabled is not None:
             changes["disabled"] = None if body.enabled else found["disabled"] or webhooks.DISABLED
         webhooks.change(tx, found["id"], **changes)
-        now = _webhook_of(tx, caller, webhook)
+        now = _webhook_of(tx, write.caller, webhook)
         headers = {"etag": etag_of(now["version"])}
         return WriteResult(200, webhooks.as_webhook(now), headers, project=now["project"])
 
-    return carry_out(request, state, caller, Action.WEBHOOKS_WRITE, body, work)
+    return write.carry_out(Action.WEBHOOKS_WRITE, body, work)
 
 
 @router.delete("/{webhook}", status_code=204, **rules(Action.WEBHOOKS_WRITE, "not-found"))
-def delete(webhook: WebhookId, request: Request, caller: CallerDep, state: StateDep) -> Response:
+def delete(webhook: WebhookId, write: WriteDep) -> Response:
     """Remove a webhook, with what it was still to be told."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = _webhook_of(tx, caller, webhook)
+        found = _webhook_of(tx, write.caller, webhook)
         webhooks.remove(tx, found["id"])
         return WriteResult(204, project=found["project"])
 
-    return carry_out(request, state, caller, Action.WEBHOOKS_WRITE, None, work)
+    return write.carry_out(Action.WEBHOOKS_WRITE, None, work)
 
 
 @router.post(
     "/{webhook}/test",
     status_code=202,
     response_model=WebhookDelivery,
-    **rules(Action.WEBHOOKS_WRITE, "not-found", "idempotency-mismatch"),
+    **rules(Action.WEBHOOKS_WRITE, "not-found"),
 )
-def try_out(
-    webhook: WebhookId,
-    request: Request,
-    caller: CallerDep,
-    state: StateDep,
-    idempotency_key: IdempotencyKey = None,
-) -> Response:
+def try_out(webhook: WebhookId, write: WriteDep) -> Response:
     """Send a message of type `webhook.test`, signed and repeated as any other."""
 
     def work(tx: sa.Connection) -> WriteResult:
-        found = _webhook_of(tx, caller, webhook)
+        found = _webhook_of(tx, write.caller, webhook)
         row = webhooks.enqueue(tx, found["id"], webhooks.TEST, {"webhook": found["id"]})
         return WriteResult(202, webhooks.as_delivery(row), project=found["project"])
 
-    return carry_out(request, state, caller, Action.WEBHOOKS_WRITE, None, work)
+    return write.carry_out(Action.WEBHOOKS_WRITE, None, work)
 
 
 @router.get("/{webhook}/deliveries", **rules(Action.WEBHOOKS_READ, "not-found", "invalid-cursor"))
