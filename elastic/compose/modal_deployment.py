@@ -14,6 +14,10 @@ from elastic.worker.modal_variables import APP_VARIABLE, MODULES_VARIABLE, PACKA
 
 CHECK_TIMEOUT_S = 30.0
 """For Modal to say whether an app is there."""
+SOURCES_TIMEOUT_S = 10.0
+"""For git to say what the sources are, which Modal's client asks it besides."""
+DESCRIBES = "get_git_commit_info"
+"""The coroutine of Modal's client that asks."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +46,7 @@ def deploy(app: str, packages: Sequence[str] = (), modules: Sequence[str] = (), 
             f"elastic modal deploy: {error.name} is not installed; pip install 'elastic-rl[modal]'"
         ) from error
     try:
-        deployed.app.deploy(name=app, environment_name=environment or None)
+        _deployed(deployed.app, app, environment or None)
     except modal.exception.AuthError as error:
         raise ConfigError(
             f"elastic modal deploy: Modal does not let us in ({told(error)}); `modal token new` makes "
@@ -55,6 +59,25 @@ def deploy(app: str, packages: Sequence[str] = (), modules: Sequence[str] = (), 
         version=version(),
         url=deployed.app.get_dashboard_url() or "",
     )
+
+
+def _deployed(app: Any, name: str, environment: str | None) -> None:
+    """Deploy, and leave nothing behind that is still under way where that fails.
+
+    Modal's client has git describe the sources meanwhile, forgets about it if it is refused, and closes its event loop
+    as the process ends, under git's processes.
+    """
+    try:
+        app.deploy(name=name, environment_name=environment)
+    except BaseException:
+        importlib.import_module("modal._utils.async_utils").synchronize_api(_sources_described)()
+        raise
+
+
+async def _sources_described() -> None:
+    asked = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == DESCRIBES]
+    if asked:
+        await asyncio.wait(asked, timeout=SOURCES_TIMEOUT_S)
 
 
 def rewards_fault(config: Config) -> str | None:

@@ -1,6 +1,7 @@
 """`elastic modal deploy`, and what other commands say of what is on Modal."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,12 +29,19 @@ def test_deploys_an_app_of_this_version_with_modules_of_ones_own(platform: Bench
     platform.remove("elastic-two")
 
 
-def test_says_what_to_do_where_modal_does_not_let_us_in(platform: Bench) -> None:
+def test_says_what_to_do_where_modal_does_not_let_us_in(
+    platform: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = tmp_path / "ended"
+    (tmp_path / "git").write_text(f"#!/bin/sh\nsleep 2\necho $1 >> {ended}\n")  # Modal's client asks it meanwhile.
+    (tmp_path / "git").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     platform.refuse_token(True)
     done = command("modal", "deploy")
     assert done.returncode == 2
     assert "modal token new" in done.stderr
     assert "Traceback" not in done.stderr
+    assert sorted(ended.read_text().split()) == ["log", "remote", "rev-parse", "status"]
 
 
 def test_doctor_and_offers_know_whether_the_app_is_there(
