@@ -30,7 +30,7 @@ SETTINGS = (
     "rollout.groups=4",
     "rollout.group_size=4",
     "trainer.checkpoint_every_steps=1",
-    "seeding.window_s=0",
+    "seeding.policy=none",
     'engine.pacing={prefill_tokens_per_s=8000, decode_step_s={"1"=0.02}}',
     "engine.max_batch=4",
     "providers.modal.max_workers=2",

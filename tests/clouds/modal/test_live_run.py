@@ -29,6 +29,7 @@ SETTINGS = (
     "rewards.pool=modal",
     "rewards.timeout_s=30",
     "rewards.pool_settings={batch=4}",
+    "seeding.policy=none",
     "providers.modal.max_workers=1",
     "providers.modal.cores=1",
     "providers.modal.memory_mb=2048",
@@ -56,7 +57,7 @@ class OnModal:
         self._runs, self._proof, self.platform = module("_runs"), module("_proof"), platform
         config = directory / "small.toml"
         text = CONFIG.format(directory=directory, checkpoint=checkpoint).partition("[providers.spot]")[0]
-        config.write_text(text.replace("window_s = 0.2", "window_s = 0.0"))
+        config.write_text(text)
         arguments = [str(config), "--providers", "modal", *self._runs.sets([*SETTINGS, *own])]
         self.run = module("_crashes").CrashingRun(directory / "runs", arguments)
         self.name = f"{self.run.run_dir.name}/modal"

@@ -83,14 +83,29 @@ class BenchSide:
         return web.Response()
 
     async def _app(self, request: web.Request) -> web.Response:
-        """What was deployed under a name: its tags, and each function as it was asked for."""
+        """What was deployed under a name: its tags, each function as it was asked for, and the variants of these."""
         platform = self._platform
         app = next((app for app in platform.apps.values() if app.name == request.match_info["name"]), None)
         if app is None:
             return web.Response(status=404)
         functions = [f for f in platform.functions.values() if f.app is app and not f.base]
-        shown = {f.definition.function_name: MessageToDict(f.definition) for f in functions}
-        return web.json_response({"tags": app.tags, "functions": shown, "images": platform.images})
+        names = {f.id: f.definition.function_name for f in functions}
+        variants = [
+            {"of": names[f.base], "parameters": platform.parameters(f), "options": MessageToDict(f.options)}
+            for f in platform.functions.values()
+            if f.base in names
+        ]
+        mounts = {mount for f in functions for mount in f.definition.mount_ids}
+        return web.json_response(
+            {
+                "tags": app.tags,
+                "functions": {f.definition.function_name: MessageToDict(f.definition) for f in functions},
+                "variants": variants,
+                "files": sorted({file.filename for mount in mounts for file in platform.mounts.get(mount, ())}),
+                "images": platform.images,
+                "volumes": {name: held for (kind, name), held in platform.names.items() if kind == "volume"},
+            }
+        )
 
     async def _tags(self, request: web.Request) -> web.Response:
         tags = await request.json()

@@ -43,7 +43,8 @@ class Bench:
         return [one for one in record["containers"] if one["task"] in record["running"] and run in (None, one["run"])]
 
     def app(self, name: str) -> dict[str, Any]:
-        """What was deployed: `tags`, `functions` by name as they were asked for, and the `images`' commands."""
+        """What was deployed: `tags`, `functions` by name and their `variants` as they were asked for, mounted `files`,
+        and, of the whole workspace, `images` as the commands that build them and `volumes`' ids by name."""
         return self._http.get(f"/apps/{name}").raise_for_status().json()
 
     def faults(self, **faults: Any) -> None:

@@ -70,6 +70,8 @@ class Function:
     definition: api_pb2.Function
     base: str = ""
     serialized_params: bytes = b""
+    options: api_pb2.FunctionOptions = field(default_factory=api_pb2.FunctionOptions)
+    """What a variant was asked for with."""
     queue: deque[Input] = field(default_factory=deque)
     containers: "dict[str, RunningContainer]" = field(default_factory=dict)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -236,7 +238,7 @@ class Platform:
     def _start(self, function: Function) -> None:
         resources = function.definition.resources
         task = self.new_id("ta")
-        run = next(iter(self._parameters(function).values()), "")
+        run = next(iter(self.parameters(function).values()), "")
         record = Container(
             task=task,
             function=function.definition.function_name,
@@ -430,7 +432,7 @@ class Platform:
         function = self.functions[app.function_ids[f"{name}.*"]]
         return api_pb2.ClassHandleMetadata(class_function_id=function.id, class_function_metadata=function.metadata())
 
-    def _parameters(self, function: Function) -> Mapping[str, str]:
+    def parameters(self, function: Function) -> Mapping[str, str]:
         if not function.serialized_params:
             return {}
         found = api_pb2.ClassParameterSet()
@@ -462,7 +464,8 @@ class Platform:
             if getattr(options, f"replace_{name}"):
                 definition.ClearField(name)
                 getattr(definition, name).extend(getattr(options, name))
-        variant = Function(self.new_id("fu"), base.app, definition, base.id, request.serialized_params)
+        definition.scheduler_placement.MergeFrom(options.scheduler_placement)
+        variant = Function(self.new_id("fu"), base.app, definition, base.id, request.serialized_params, options)
         self.functions[variant.id] = variant
         self.names[key] = variant.id
         return variant
