@@ -67,7 +67,7 @@ async def test_a_worker_without_a_gpu_asks_for_none(platform: Bench, leased: Lea
     assert "volumeMounts" not in options
 
 
-async def test_a_volume_is_mounted_and_its_workers_keep_weights_there(
+async def test_a_volume_is_mounted_and_its_workers_keep_weights_and_compiled_code_there(
     platform: Bench, leased: Leased, tmp_path: Path
 ) -> None:
     where = str(tmp_path / "volume")
@@ -75,7 +75,7 @@ async def test_a_volume_is_mounted_and_its_workers_keep_weights_there(
     (mount,) = options["volumeMounts"]
     assert mount["mountPath"] == where
     assert mount["volumeId"] == platform.app(APP)["volumes"]["elastic-weights"]
-    await eventually(lambda: processes_with(ELASTIC_SITE=where))
+    await eventually(lambda: processes_with(ELASTIC_SITE=where, NUMBA_CACHE_DIR=f"{where}/compiled"))
 
 
 def test_reward_functions_start_from_a_snapshot_and_workers_do_not(platform: Bench) -> None:

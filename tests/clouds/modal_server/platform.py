@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import os
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from modal_proto import api_pb2
+from modal_proto import api_pb2  # pyright: ignore[reportMissingImports]
 
 from elastic.processes import MARK_VARIABLE, inherited
 from tests.clouds.modal_server.faults import Chance
@@ -144,6 +145,7 @@ class Platform:
         self.news = asyncio.Condition()
         self.url = ""
         self._site = list(site)
+        self._roots: dict[str, Path] = {}
         self._ids = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._mark = f"modal-server-{os.getpid()}"
@@ -343,15 +345,19 @@ class Platform:
             )
 
     def _root(self, mount: str) -> Path:
-        """The mount's files as they lie below /root, laid out once."""
-        root = self.directory / "mounts" / mount
+        """The mount's files as they lie below /root, laid out once; or where the same lie, with what is compiled of
+        them."""
+        if mount in self._roots:
+            return self._roots[mount]
+        files = {Path(file.filename).relative_to("/root"): file.sha256_hex for file in self.mounts[mount]}
+        root = next((site for site in map(Path, self._site) if _holds(site, files)), self.directory / "mounts" / mount)
         if not root.exists():
             partial = root.with_suffix(".partial")
-            for file in self.mounts[mount]:
-                target = partial / Path(file.filename).relative_to("/root")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.link(self.directory / "files" / file.sha256_hex, target)
+            for name, sha256 in files.items():
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                os.link(self.directory / "files" / sha256, partial / name)
             partial.rename(root)
+        self._roots[mount] = root
         return root
 
     def _mount_volume(self, volume: api_pb2.VolumeMount) -> None:
@@ -484,3 +490,12 @@ class Platform:
                 await container.gone.wait()
         for task in list(self._tasks):
             task.cancel()
+
+
+def _holds(directory: Path, files: Mapping[Path, str]) -> bool:
+    """Whether these files, by their names and SHA-256, are in a directory."""
+    found = (directory / name for name in files)
+    return all(
+        path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
+        for path, sha256 in zip(found, files.values(), strict=True)
+    )
