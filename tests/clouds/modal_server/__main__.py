@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from google.protobuf.json_format import MessageToDict
-from grpclib.server import Server
+from grpclib.server import Server  # pyright: ignore[reportMissingImports]
 
 from tests.clouds.modal_server.faults import Faults
 from tests.clouds.modal_server.platform import Platform
