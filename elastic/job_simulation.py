@@ -22,6 +22,8 @@ GB = 1_000_000_000
 OPTIMA = ("optimum", "optimum_unsaturated")
 
 Seconds = Annotated[float, Field(ge=0)]
+SomeSeconds = Annotated[float, Field(gt=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
 
 
 class _Part(BaseModel):
@@ -31,10 +33,10 @@ class _Part(BaseModel):
 class PoolNodes(_Part):
     """`usd_per_gpu_hour` defaults in neither kind: a bill is made of it."""
 
-    nodes: int
-    gpus: int = 8
-    memory_gb: float = 1000.0
-    usd_per_gpu_hour: float
+    nodes: AtLeastOne
+    gpus: AtLeastOne = 8
+    memory_gb: Annotated[float, Field(ge=0)] = 1000.0
+    usd_per_gpu_hour: Annotated[float, Field(ge=0)]
 
     def kind(self) -> NodeKind:
         return NodeKind(
@@ -55,17 +57,17 @@ class WorkloadJob(_Part):
     name: str
     at_s: float = 0.0
     slo: float
-    steps: int
-    rollout_s: float
-    train_s: float
+    steps: AtLeastOne
+    rollout_s: SomeSeconds
+    train_s: SomeSeconds
     sync_s: Seconds = 0.0
     rollout_switch_s: Seconds = 0.0
     train_switch_s: Seconds = 0.0
-    rollout_nodes: int = 1
-    train_nodes: int = 1
-    rollout_gb: float = 0.0
-    train_gb: float = 0.0
-    train_efficiency: float = 1.0
+    rollout_nodes: AtLeastOne = 1
+    train_nodes: AtLeastOne = 1
+    rollout_gb: Annotated[float, Field(ge=0)] = 0.0
+    train_gb: Annotated[float, Field(ge=0)] = 0.0
+    train_efficiency: Annotated[float, Field(ge=0, le=1)] = 1.0
     restart_s: Seconds = float(RESTART_S)
     shortest: Annotated[float, Field(gt=0, le=1)] = 1.0
 
@@ -76,8 +78,8 @@ class WorkloadTrace(_Part):
     name: str
     profile: str = "mixed"
     slo: tuple[float, float] = (1.0, 2.0)
-    jobs: Annotated[int, Field(ge=1)] = 300
-    residents: Annotated[int, Field(ge=1)] = 5
+    jobs: AtLeastOne = 300
+    residents: AtLeastOne = 5
     shortest: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
@@ -92,8 +94,10 @@ def load_workload(path: Path) -> Workload:
     """Raises `ConfigError` that names the file, the key, what was found and what is allowed."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
     workload = validate(Workload, raw, str(path))
     if bool(workload.jobs) == (workload.trace is not None):
         raise ConfigError(

@@ -172,9 +172,10 @@ def _of_script(said: AskedJob, overrides: Sequence[str]) -> ScriptConfig:
 def _with_phases(script: tuple[str, ...], phases: Path) -> tuple[str, ...]:
     """The script's command line, with its functions wrapped. Raises `ConfigError` for a phases file that cannot be."""
     from elastic.phases.files import PhasesFileError, load_phases, wrapped
+    from elastic.phases.sources import check_sources
 
     try:
-        load_phases(phases)
+        check_sources(load_phases(phases), script, Path.cwd())
         return wrapped(script, phases.resolve())
     except PhasesFileError as error:
         raise ConfigError(f"--phases: {error}") from error

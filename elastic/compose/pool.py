@@ -121,7 +121,6 @@ class PoolPrograms:
                 "ELASTIC_WORKER": ticket.worker,
                 "ELASTIC_ORCHESTRATOR_TIMEOUT_S": str(ticket.orchestrator_timeout_s),
             }
-        logs = self._directory / "logs" / entry.job if entry.script else Path(entry.directory) / "logs"
         return w.StartResidentFrame(
             job=entry.job,
             placement=placement,
@@ -129,7 +128,7 @@ class PoolPrograms:
             command=tuple(entry.script or self.resident_command(entry, phase)),
             environment=environment,
             directory=entry.directory if entry.script else os.getcwd(),
-            log=str(logs.resolve() / ("script.log" if entry.script else f"resident-{node}.log")),
+            log=str(self.logs(entry) / ("script.log" if entry.script else f"resident-{node}.log")),
             script=bool(entry.script),
         )
 
@@ -159,6 +158,10 @@ class PoolPrograms:
             return phase_plan(plan_of_run(RunDirectory(where), load_run_config(where)))
         except (JobProfileError, JournalError) as error:
             raise ValueError(f"its run {ending.how}: {ending.cause or f'see {where / RUN_LOG}'}") from error
+
+    def logs(self, entry: JobEntry) -> Path:
+        """Where the job's logs are: a run's in its directory, a script's in the pool's."""
+        return (self._directory / "logs" / entry.job if entry.script else Path(entry.directory) / "logs").resolve()
 
     def describe(self, submission: SubmitJob) -> JobEntry:
         """What is kept of a submission. Raises `ValueError` for one that could not be started."""
@@ -220,7 +223,7 @@ async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]
         keeper_start_ns=round(KEEPER_START_S * _NS),
     )
     shell = PoolShell(cluster, ports, times, journal.entries())
-    desk = PoolDesk(config.pool.name, shell, journal, made.describe, ports.jobs.pid)
+    desk = PoolDesk(config.pool.name, shell, journal, made.describe, ports.jobs.pid, made.logs)
     socket = LineSocket(directory, desk.answer, invalid, SUBMISSION_BYTES_MAX)
     stopping = _stops_by_signal(shell, journal)
     log.info("pool's process begins", pool=config.pool.name, events=journal.events, address=address, anew=anew)

@@ -82,6 +82,12 @@ def load_phases(path: Path) -> PhasesFile:
 
 def wrapped(script: Sequence[str], phases: Path) -> tuple[str, ...]:
     """The command line of `script` with the phases of the file. Raises `PhasesFileError` unless that is Python's."""
+    at = program_at(script)
+    return (*script[:at], "-m", "elastic.phases.run", str(phases), *script[at:])
+
+
+def program_at(script: Sequence[str]) -> int:
+    """Where the program's file, or `-m`, is in a command line. Raises `PhasesFileError` unless that is Python's."""
     at = 1
     if not script or not Path(script[0]).name.startswith("python"):
         raise _not_python(script)
@@ -89,7 +95,7 @@ def wrapped(script: Sequence[str], phases: Path) -> tuple[str, ...]:
         at += 2 if script[at][1:] in WITH_VALUE else 1
     if at >= len(script) or script[at] in ("-c", "-"):
         raise _not_python(script)
-    return (*script[:at], "-m", "elastic.phases.run", str(phases), *script[at:])
+    return at
 
 
 def split(name: str, what: str) -> tuple[str, str]:

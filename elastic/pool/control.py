@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,7 +41,7 @@ class PoolDesk:
     """Turns requests into events of the shell, each of them once.
 
     `describe` makes what is kept of a submission, and raises `ValueError` for one that could not be started; `pid`
-    names a job's process.
+    names a job's process, and `logs` where its logs are.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class PoolDesk:
         journal: PoolJournal,
         describe: Callable[[SubmitJob], JobEntry],
         pid: Callable[[str], int | None],
+        logs: Callable[[JobEntry], Path],
     ) -> None:
-        self._pool, self._shell, self._journal, self._describe, self._pid = pool, shell, journal, describe, pid
+        self._pool, self._shell, self._journal = pool, shell, journal
+        self._describe, self._pid, self._logs = describe, pid, logs
 
     async def answer(self, line: bytes) -> PoolAnswer:
         """Raises `msgspec.DecodeError` for what is no request."""
@@ -140,6 +143,7 @@ class PoolDesk:
         for job in found["jobs"]:
             entry, live = shell.entries.get(job["name"]), shell.jobs.get(job["name"])
             job["directory"] = entry.directory if entry is not None else ""
+            job["logs"] = str(self._logs(entry)) if entry is not None else ""
             job["script"] = bool(entry.script) if entry is not None else False
             job["pid"] = self._pid(job["name"])
             job["restarts"] = live.restarts if live is not None else 0

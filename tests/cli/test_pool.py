@@ -146,6 +146,9 @@ def test_a_script_with_a_phases_file_is_wrapped(refused, elastic, pool: StandIn,
         elastic("jobs", "submit", file, "--phases", "none.toml", "--", "python", "x.py"),
         "phases file none.toml: No such",
     )
+    (tmp_path / "x.py").write_text("def roll(): ...\n")
+    phases.write_text('[phases]\n"__main__:roll" = "rollout"\n"__main__:update" = "train"\n')
+    refused(elastic(*submission, "python", "x.py"), "x.py has no __main__:update")
     assert len(pool.submitted) == 1
 
 

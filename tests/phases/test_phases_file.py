@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic.phases.files import NEXT, PhasesFileError, PhaseTarget, load_phases, wrapped
+from elastic.phases.sources import check_sources
 from tests.phases.stub_pool import StubPool
 
 SCRIPT = """
@@ -199,3 +200,66 @@ def test_options_of_python_stay(tmp_path: Path) -> None:
         *("/opt/bin/python3.11", "-W", "error", "-Xdev", "-m", "elastic.phases.run", str(file)),
         *("-m", "package.train", "-m", "3"),
     )
+
+
+SOURCES = {
+    "train.py": """
+import lib.loop as loop
+if True:
+    def roll(): ...
+class Job(loop.Base):
+    async def update(self): ...
+alias = loop.helper
+""",
+    "lib/__init__.py": "from .loop import *\nfrom json import dumps as told",
+    "lib/loop.py": """
+class Base:
+    def own(self): ...
+class Far(Base): ...
+try:
+    fast = 1
+except ImportError:
+    def slow(): ...
+""",
+    "broken.py": "def (",
+}
+
+
+@pytest.mark.parametrize(
+    ("named", "missing"),
+    [
+        ("__main__:roll", False),
+        ("__main__:Job.update", False),
+        ("__main__:Job.own", True),
+        ("__main__:alias", True),
+        ("__main__:nothing", True),
+        ("train:alias", False),
+        ("lib.loop:Base.own", False),
+        ("lib.loop:Base.other", True),
+        ("lib.loop:Far.own", False),
+        ("lib.loop:fast", False),
+        ("lib.loop:slow", False),
+        ("lib.loop:Base", False),
+        ("lib.loop:gone", True),
+        ("lib:told", False),
+        ("lib:dumps", False),
+        ("broken:any", False),
+        ("elsewhere:any", False),
+    ],
+)
+def test_what_sources_beside_the_program_have_not_is_known_before_it_runs(
+    tmp_path: Path, named: str, missing: bool
+) -> None:
+    (tmp_path / "lib").mkdir()
+    for name, text in SOURCES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "phases.toml").write_text(f'[phases]\n"{named}" = "rollout"\n')
+    file = load_phases(tmp_path / "phases.toml")
+    for script in (("python", "-u", "train.py", "x"), ("python", "-m", "train")):
+        if missing:
+            with pytest.raises(PhasesFileError, match=f"has no {named}"):
+                check_sources(file, script, tmp_path)
+        else:
+            check_sources(file, script, tmp_path)
+    check_sources(file, ("python", "-P", "train.py"), tmp_path)
+    check_sources(file, ("python", "-m", "installed"), tmp_path)

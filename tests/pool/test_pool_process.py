@@ -298,7 +298,9 @@ async def test_a_script_takes_turns_with_a_run_and_comes_again_after_its_death(t
         await pool.until(lambda status: any(one["job"] == "script" for one in status["permits"]), "it has no turn")
         os.kill(pool.residents("train-1", "script")[0], signal.SIGKILL)
         await finished(pool, "run", "script")
-        assert (await pool.job("script"))["restarts"] == 1
+        job = await pool.job("script")
+        assert job["restarts"] == 1
+        assert (Path(job["logs"]) / "script.log").is_file()
         assert not pool.residents("train-1", "script")
 
 
