@@ -48,7 +48,7 @@ def skipped_without_vllm() -> str:
     return "vLLM is not installed here: `make test-vllm` sets up an environment that has it"
 
 
-def emit(figures: Mapping[str, Any], arguments: Arguments) -> None:
+def emit(figures: Mapping[str, Any], arguments: Arguments | argparse.Namespace) -> None:
     """Print the figures: a JSON object with `--json`, else a table."""
     if arguments.json:
         print(json.dumps(figures), flush=True)

@@ -9,11 +9,14 @@ import functools
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import sqlite3
 import sys
+import tempfile
 import time
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -125,7 +128,23 @@ class HostedSite:
     def log(self, part: Part) -> Path:
         return self.home / f"{part}.log"
 
-    def prepare(self) -> None:
+    @classmethod
+    @contextlib.contextmanager
+    def up(cls, from_s: float, to_s: float, every_s: float, database: str = "") -> Iterator["HostedSite"]:
+        """A site whose runs are those of `write_job`, with both processes up until the block is left."""
+        home = Path(tempfile.mkdtemp(prefix="elastic-hosted-"))
+        site = cls(home, write_job(home / "job", from_s, to_s, every_s), database)
+        try:
+            site._prepare()
+            site.start("api")
+            site.start("runner")
+            site.wait_up()
+            yield site
+        finally:
+            site.end()
+            shutil.rmtree(home, ignore_errors=True)
+
+    def _prepare(self) -> None:
         """Make the store and its first key, and find a port."""
         from elastic.server.serving import first_key, open_store
 

@@ -23,14 +23,13 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import httpx
-from _common import ROOT, Arguments, emit, parser
-from _hosted import CONFIG, HostedSite, write_job
+from _common import ROOT, emit, parser
+from _hosted import CONFIG, HostedSite
 
 FUZZER = ROOT / ".cache" / "fuzz" / "bin" / "schemathesis"
 REQUESTS = 20_000
@@ -52,40 +51,30 @@ def main() -> None:
     options.add_argument("--keep", type=Path, help="keep the fuzzer's report and the server's log here")
     options.add_argument("--seed", type=int, default=SEED, help="of what is made up first")
     parsed = options.parse_args()
-    arguments = Arguments(quick=parsed.quick, json=parsed.json)
     if not FUZZER.exists():
-        emit({"skipped_because": "schemathesis is not installed here: `make fuzz` sets up an environment"}, arguments)
+        emit({"skipped_because": "schemathesis is not installed here: `make fuzz` sets up an environment"}, parsed)
         return
-    home = Path(tempfile.mkdtemp(prefix="elastic-fuzz-"))
-    site = HostedSite(home, write_job(home / "job", JOB_S, JOB_S, JOB_S))
     figures: dict[str, Any] = {"requests": 0, "operations": 0, "failures": 0, "server_errors": 0}
     found: Counter[str] = Counter()
-    try:
-        site.prepare()
-        site.start("api")
-        site.start("runner")
-        site.wait_up()
+    with HostedSite.up(JOB_S, JOB_S, JOB_S) as site:
         known = _populate(site)
         for number in range(100):
-            report = _fuzz(site, known, parsed.seed + number, quick=arguments.quick, within_s=parsed.within_s)
+            report = _fuzz(site, known, parsed.seed + number, quick=parsed.quick, within_s=parsed.within_s)
             figures["requests"] = _answered(site)
             figures["operations"] = max(figures["operations"], (report["operations"] or {}).get("tested", 0))
             for failure in (*report["failures"], *report["errors"]):
                 found[f"{failure['title']}: {', '.join(failure.get('operations', []))}"] += failure["count"]
-            if arguments.quick or parsed.within_s or figures["requests"] >= REQUESTS:
+            if parsed.quick or parsed.within_s or figures["requests"] >= REQUESTS:
                 break
         figures["failures"] = len(found)
         figures["server_errors"] = sum(line["status"] >= 500 for line in _requests(site))
         if parsed.keep:
             parsed.keep.mkdir(parents=True, exist_ok=True)
-            for path in (*home.glob("*.log"), *home.glob("fuzz-*")):
+            for path in (*site.home.glob("*.log"), *site.home.glob("fuzz-*")):
                 shutil.copy(path, parsed.keep)
-    finally:
-        site.end()
-        shutil.rmtree(home, ignore_errors=True)
     for failure, count in found.most_common():
         print(f"{count} x {failure}", file=sys.stderr)
-    emit(figures, arguments)
+    emit(figures, parsed)
 
 
 def _populate(site: HostedSite) -> dict[str, list[str]]:

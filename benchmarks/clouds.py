@@ -19,7 +19,7 @@ from typing import Any
 
 import _clouds_ec2
 import _clouds_modal
-from _common import Arguments, emit, parser
+from _common import emit, parser
 
 PROVIDERS: dict[str, Callable[[bool], dict[str, Any]]] = {"ec2": _clouds_ec2.measure, "modal": _clouds_modal.measure}
 """Each is told whether it is to be quick."""
@@ -37,4 +37,4 @@ if __name__ == "__main__":
     options = parser(__doc__)
     options.add_argument("--only", choices=list(PROVIDERS), help="measure one cloud alone")
     args = options.parse_args()
-    emit(main(args), Arguments(quick=args.quick, json=args.json))
+    emit(main(args), args)

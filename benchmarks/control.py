@@ -15,8 +15,6 @@ counts as slow, too.
 import asyncio
 import itertools
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +28,7 @@ import numpy as np
 import psutil
 import sqlalchemy as sa
 from _common import emit, parse_arguments
-from _hosted import CONFIG, HOST, HostedSite, write_job
+from _hosted import CONFIG, HOST, HostedSite
 from _http_load import EventStream, ReadPool, ServerHungUp, request
 from _postgres import cluster, skipped_without_postgresql
 
@@ -103,22 +101,13 @@ def main() -> None:
 
 
 def measure(database: str, load_s: float) -> dict[str, Any]:
-    home = Path(tempfile.mkdtemp(prefix="elastic-control-"))
     outlasts_s = 4 * UP_S + 2 * load_s
-    site = HostedSite(home, write_job(home / "job", outlasts_s, outlasts_s, EVERY_S), database)
-    try:
-        site.prepare()
+    with HostedSite.up(outlasts_s, outlasts_s, EVERY_S, database) as site:
         long_run = fill(site)
-        site.start("api")
-        site.start("runner")
-        site.wait_up()
         with httpx.Client(base_url=site.url, headers=_headers(site), timeout=UP_S) as client:
             jobs = [_begun(client) for _ in range(JOBS)]
             measured = compose.run_loop(load(site, jobs, long_run, load_s))
             listed = sum(1 for _ in _listed(client))
-    finally:
-        site.end()
-        shutil.rmtree(home, ignore_errors=True)
     answers, late, delays = (np.array(one) for one in (measured.answers_ms, measured.late_ms, measured.delays_ms))
     return {
         "requests_per_s": len(answers) / measured.load_s,

@@ -12,19 +12,16 @@ its events. At the end each acknowledged run must be there and finished, begun o
 
 import itertools
 import random
-import shutil
 import sqlite3
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 
-from _common import Arguments, emit, parser
-from _hosted import CONFIG, HostedSite, Part, write_job
+from _common import emit, parser
+from _hosted import CONFIG, HostedSite, Part
 
 from elastic.client import ApiError, Client, ClientError
 from elastic.resources import HostedRun, RunPhase
@@ -109,43 +106,35 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=SEED, help="of when what is killed")
     options.add_argument("--kills", type=int, default=KILLS, help="without --quick")
     parsed = options.parse_args()
-    arguments = Arguments(quick=parsed.quick, json=parsed.json)
     chance = random.Random(parsed.seed)
-    home = Path(tempfile.mkdtemp(prefix="elastic-faults-"))
-    site = HostedSite(home, write_job(home / "job", *(JOB_QUICK_S if arguments.quick else JOB_S), EVERY_S))
-    submitter = Submitter(site)
     kills: list[tuple[float, Part]] = []
-    try:
-        site.prepare()
-        site.start("api")
-        site.start("runner")
-        site.wait_up()
-        submitting = [threading.Thread(target=submitter.run, daemon=True) for _ in range(SUBMITTERS)]
-        for thread in submitting:
-            thread.start()
-        began_s = time.monotonic()
-        wanted = KILLS_QUICK if arguments.quick else parsed.kills
-        while len(kills) < wanted and not (arguments.quick and time.monotonic() - began_s > QUICK_S):
-            parts: list[Part] = chance.choice((["api"], ["runner"], ["runner"], ["api", "runner"]))
-            if chance.random() > ON_THE_WAY_UP:
-                _wait_for_work(site, submitter)
-            time.sleep(WAIT_S * chance.random())
-            for part in parts:
-                kills.append((time.time(), part))
-                site.kill(part)
-            for part in parts:
-                site.start(part)
-        submitter.over.set()
-        figures = {
-            "kills": len(kills),
-            **_judged(site, submitter, submitting),
-            "adopted_s_max": _adopted_s(site, kills),
-        }
-    finally:
-        submitter.given_up.set()
-        site.end()
-        shutil.rmtree(home, ignore_errors=True)
-    emit(figures, arguments)
+    with HostedSite.up(*(JOB_QUICK_S if parsed.quick else JOB_S), EVERY_S) as site:
+        submitter = Submitter(site)
+        try:
+            submitting = [threading.Thread(target=submitter.run, daemon=True) for _ in range(SUBMITTERS)]
+            for thread in submitting:
+                thread.start()
+            began_s = time.monotonic()
+            wanted = KILLS_QUICK if parsed.quick else parsed.kills
+            while len(kills) < wanted and not (parsed.quick and time.monotonic() - began_s > QUICK_S):
+                parts: list[Part] = chance.choice((["api"], ["runner"], ["runner"], ["api", "runner"]))
+                if chance.random() > ON_THE_WAY_UP:
+                    _wait_for_work(site, submitter)
+                time.sleep(WAIT_S * chance.random())
+                for part in parts:
+                    kills.append((time.time(), part))
+                    site.kill(part)
+                for part in parts:
+                    site.start(part)
+            submitter.over.set()
+            figures = {
+                "kills": len(kills),
+                **_judged(site, submitter, submitting),
+                "adopted_s_max": _adopted_s(site, kills),
+            }
+        finally:
+            submitter.given_up.set()
+    emit(figures, parsed)
 
 
 def _wait_for_work(site: HostedSite, submitter: Submitter) -> None:

@@ -50,7 +50,7 @@ from typing import Any
 
 import msgspec
 import torch
-from _common import Arguments, emit, parser, skipped_without_vllm
+from _common import emit, parser, skipped_without_vllm
 from _shapes import SHAPES
 from _shared_device import (
     CONTEXT,
@@ -504,11 +504,11 @@ def main() -> None:
     parsed = options.parse_args()
     if parsed.device == "cuda" and not torch.cuda.is_available():
         options.error("--device: cuda: there is none here")
-    arguments, plan = Arguments(parsed.quick, parsed.json), replaced(QUICK if parsed.quick else FULL, parsed)
+    plan = replaced(QUICK if parsed.quick else FULL, parsed)
     if parsed.arm == "vllm" and (why := skipped_without_vllm()):
-        emit({"skipped_because": why}, arguments)
+        emit({"skipped_because": why}, parsed)
         return
-    emit(run_loop(measure_vllm(plan) if parsed.arm == "vllm" else measure(plan)), arguments)
+    emit(run_loop(measure_vllm(plan) if parsed.arm == "vllm" else measure(plan)), parsed)
 
 
 if __name__ == "__main__":

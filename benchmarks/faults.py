@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from _common import Arguments, emit
+from _common import emit
 from _judges import judge
 from _mutants import all_mutants, sample
 from _shell import (
@@ -257,6 +257,6 @@ if __name__ == "__main__":
     if first is None:
         first = 0 if given.minutes is None else fresh_seed()
     figures = main(chosen, first, count, given.mutation_seed)
-    emit(figures, Arguments(quick=given.quick, json=given.json))
+    emit(figures, given)
     jobs_failed = (figures.get("jobs") or {}).get("failed_seeds")
     sys.exit(bool(figures.get("failed_seeds") or figures.get("shell_failed_seeds") or jobs_failed))

@@ -32,7 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-from _common import Arguments, emit, parser
+from _common import emit, parser
 from _episodes import EpisodePlayer, PlayedEpisode, episode
 from _shapes import SHAPES, random_weights
 
@@ -75,11 +75,10 @@ def main() -> None:
     if parsed.in_process:
         print(json.dumps(PARTS[parsed.in_process].run(scale)), flush=True)
         return
-    arguments = Arguments(quick=parsed.quick, json=parsed.json)
     if not parsed.cpu and (missing := _missing()):
-        emit({"skipped_because": missing}, arguments)
+        emit({"skipped_because": missing}, parsed)
         return
-    emit({"device": _device_name(scale), **{name: _apart(name, parsed.cpu) for name in parsed.parts}}, arguments)
+    emit({"device": _device_name(scale), **{name: _apart(name, parsed.cpu) for name in parsed.parts}}, parsed)
 
 
 def _missing() -> str:

@@ -29,7 +29,7 @@ from random import Random
 from statistics import mean, pstdev
 from typing import Any, NamedTuple
 
-from _common import Arguments, emit, parser
+from _common import emit, parser
 from _drift import ARMS, SETTINGS, drifted
 from _job_variants import QUANTILES, extra_rounds, planned, train_when
 from _optimum import Optimiser
@@ -327,4 +327,4 @@ if __name__ == "__main__":
     given = options.parse_args()
     proven = given.proven_max or (QUICK_PROVEN_MAX if given.quick else PROVEN_MAX)
     wanted = given.part or (("windows",) if given.quick else PARTS)
-    emit(main(given.quick, proven, wanted), Arguments(quick=given.quick, json=given.json))
+    emit(main(given.quick, proven, wanted), given)

@@ -15,6 +15,7 @@ actors that have a name after the run's end. `--only ray` measures nothing else.
 `skipped_because`.
 """
 
+import argparse
 import math
 import tempfile
 import time
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from _arms import median_range
-from _common import Arguments, emit, parser
+from _common import emit, parser
 from _live import run_to_end
 from _ray_nodes import LEFT_S, kill_nodes, why_not
 from _runs import prepare, run
@@ -74,7 +75,7 @@ def on_ray(within_s: float, began_s: float) -> dict[str, Any]:
         return run_to_end(kill_nodes(Path(name), KILLS, until_s))
 
 
-def replayed(arguments: Arguments) -> dict[str, Any]:
+def replayed(arguments: argparse.Namespace) -> dict[str, Any]:
     prepare()
     seeds = SEEDS[:1] if arguments.quick else SEEDS
     steps, groups = (2, 8) if arguments.quick else (20, 16)
@@ -107,11 +108,10 @@ def main() -> None:
         "--within-s", type=float, default=math.inf, help="longest time for Ray's nodes to be killed in"
     )
     parsed, began_s = options.parse_args(), time.monotonic()
-    arguments = Arguments(quick=parsed.quick, json=parsed.json)
-    figures = {} if parsed.only == "ray" else replayed(arguments)
+    figures = {} if parsed.only == "ray" else replayed(parsed)
     if parsed.only != "replayed":
-        figures["ray"] = on_ray(QUICK_S if arguments.quick else parsed.within_s, began_s)
-    emit(figures, arguments)
+        figures["ray"] = on_ray(QUICK_S if parsed.quick else parsed.within_s, began_s)
+    emit(figures, parsed)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import psutil
-from _common import Arguments, emit, parser, skipped_without_vllm
+from _common import emit, parser, skipped_without_vllm
 from _live import Capacity, LiveRun, live_run, replay, reserved, run_to_end, write_policy
 from _paced import LimitedSettings, LimitedTask
 from pydantic import ConfigDict
@@ -435,13 +435,12 @@ def main() -> None:
     options.add_argument("--engine", choices=("torch", "vllm"), default="torch", help="of the workers that are killed")
     options.add_argument("--within-s", type=float, default=1800.0, help="with vLLM: begin no kill after so long")
     parsed = options.parse_args()
-    arguments = Arguments(quick=parsed.quick, json=parsed.json)
     if parsed.engine == "vllm" and (why := skipped_without_vllm()):
-        emit({"skipped_because": why}, arguments)
+        emit({"skipped_because": why}, parsed)
     elif parsed.engine == "vllm":
-        emit(run_to_end(measure_vllm(1 if parsed.quick else 20, parsed.within_s)), arguments)
+        emit(run_to_end(measure_vllm(1 if parsed.quick else 20, parsed.within_s)), parsed)
     else:
-        emit(run_to_end(measure(5, 1, 8.0) if parsed.quick else measure(50, 5, 600.0)), arguments)
+        emit(run_to_end(measure(5, 1, 8.0) if parsed.quick else measure(50, 5, 600.0)), parsed)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@
 Where vLLM is not installed: `skipped_because`.
 """
 
-from _common import Arguments, emit, parser, skipped_without_vllm  # isort: skip
+from _common import emit, parser, skipped_without_vllm  # isort: skip
 
 import asyncio
 import contextlib
@@ -446,16 +446,15 @@ def main() -> None:
     options.add_argument("--pairs", type=int, default=PAIRS, help="of runs through Elastic and straight to vLLM")
     options.add_argument("--pairs-only", action="store_true", help="without updates in place, restarts and moves")
     parsed = options.parse_args()
-    arguments = Arguments(quick=parsed.quick, json=parsed.json)
     if why := skipped_without_vllm():
-        emit({"skipped_because": why}, arguments)
+        emit({"skipped_because": why}, parsed)
         return
     figures: dict[str, Any] = {"throughput_ratio": None, "ttft_ratio_p50": None, "cpu_us_per_token": None}
     if not parsed.pairs_only:
-        figures |= measure_in_place(arguments.quick)
-    if not arguments.quick:
+        figures |= measure_in_place(parsed.quick)
+    if not parsed.quick:
         figures |= asyncio.run(measure_pairs(parsed.pairs))
-    emit(figures, arguments)
+    emit(figures, parsed)
 
 
 if __name__ == "__main__":
