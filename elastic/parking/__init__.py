@@ -1,14 +1,13 @@
-"""How jobs take turns on one device: who has it brings its state there, and takes it away again for the next.
+"""How jobs take turns on one device: each job brings its state there, and takes it away for the next job.
 
-Light; `elastic.parking.tensors` has what moves tensors. Source: RollMux and Weave §5.1 (warm start).
+This module is light; `elastic.parking.tensors` moves tensors. Source: RollMux and Weave §5.1 (warm start).
 """
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Switch(NamedTuple):
-    """What parking or resuming took: seconds, the bytes of state that left the device or came to it, and what of the
-    device is held all the time."""
+    """The cost of one parking or resuming: seconds, bytes of state copied, and bytes of the device that stay in use."""
 
     seconds: float
     state_bytes: int
@@ -17,14 +16,14 @@ class Switch(NamedTuple):
 
 @runtime_checkable
 class Parkable(Protocol):
-    """What makes way on its device for other jobs, and comes back: an engine, a trainer. It begins resumed.
+    """Something that gives its device to other jobs and comes back: an engine or a trainer. It begins resumed.
 
-    Both return once they are done, may be called from any thread, and do nothing where nothing is to be done. Where
-    `resume` raises it is parked still.
+    `park` and `resume` return once they are done, may be called from any thread, and do nothing if there is nothing to
+    do. If `resume` raises, the object is still parked.
 
-    A parked engine aborts what runs, generates nothing, and holds its weights in host memory; there `load_version`
-    brings newer ones into force without the device. Weights that were tensors of this process are lost to an engine
-    that is parked for the first time: it needs a `load_version`, and keeps what it is given from then on.
+    A parked engine aborts running turns, generates nothing, and holds its weights in host memory, where `load_version`
+    replaces them without the device. An engine that is parked for the first time loses weights that were tensors of
+    this process: it then needs a `load_version`, and keeps the weights that it gets from then on.
     """
 
     def park(self) -> Switch: ...

@@ -1,7 +1,7 @@
-"""Tensors that are taken off their device, in place, and brought back.
+"""Tensors that are taken off their device in place, and brought back.
 
-On a CPU the device is an arena: states are copied out and back, too, and the memory between is the kernel's to take
-as soon as somebody needs it (`MADV_FREE`).
+On a CPU the device is an arena: states are copied out and back all the same, and the kernel may take the memory in
+between as soon as another process needs it (`MADV_FREE`).
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 
 
 class _Copy(NamedTuple):
-    """`host` has the bytes of `storage`, in page-locked memory where that is a GPU's."""
+    """`host` holds the bytes of `storage`; in page-locked memory if the storage is a GPU's."""
 
     storage: UntypedStorage
     host: Tensor
@@ -27,10 +27,10 @@ class _Zeros(NamedTuple):
 
 
 class ParkedTensors:
-    """Tensors whose storages leave their device and come back bit for bit. References to them and views stay good.
+    """Tensors whose storages leave their device and come back bit for bit. References and views stay valid.
 
-    Between `park` and `resume` their content is undefined, and on a GPU there is none. The host's memory for the copies
-    is kept for the next time; while the state is on the device it is the kernel's to take.
+    Between `park` and `resume` their content is undefined; on a GPU it is gone. The host memory of the copies is kept
+    for the next time; while the tensors are on the device, the kernel may take that memory.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,10 @@ class ParkedTensors:
         self.parked = False
 
     def park(self, tensors: Iterable[Tensor], zeros: Iterable[Tensor] = ()) -> int:
-        """Returns the bytes that were copied. `zeros` hold nothing but zeros: they come back so without a copy.
+        """Take the tensors off their device; returns the bytes copied. Tensors in `zeros` contain zeros and are not
+        copied.
 
-        Does nothing where something is parked already. Where it raises (no host memory), everything is as before.
+        Does nothing if tensors are parked already. If it raises (no host memory), nothing has changed.
         """
         if self.parked:
             return 0
@@ -60,8 +61,10 @@ class ParkedTensors:
         return sum(host.nbytes for _, host in copies)
 
     def resume(self) -> int:
-        """Returns the bytes that were copied. Does nothing where nothing is parked. Where it raises (no memory on the
-        device) the copies are kept, and it can be called again."""
+        """Bring the tensors back; returns the bytes copied. Does nothing if no tensors are parked.
+
+        If it raises (no memory on the device), the copies are kept and it can be called again.
+        """
         if not self.parked:
             return 0
         for storage, host in self._copies:
@@ -78,7 +81,7 @@ class ParkedTensors:
         return sum(host.nbytes for _, host in self._copies)
 
     def content(self, tensor: Tensor) -> Tensor:
-        """What the tensor holds, on the host while it is parked; not to be written to, and good until `resume`."""
+        """Return what the tensor holds, from the host if it is parked. Read only; valid until `resume`."""
         if not self.parked:
             return tensor
         address = tensor.untyped_storage()._cdata
@@ -91,7 +94,7 @@ class ParkedTensors:
 
 
 def give_back(storage: UntypedStorage) -> None:
-    """Gives the memory of a storage to the device's others, and with it its content."""
+    """Free the memory of a storage on its device, and lose its content."""
     if storage.device.type == "cpu":
         _free_lazily(storage.data_ptr(), storage.nbytes())
     else:
@@ -99,12 +102,12 @@ def give_back(storage: UntypedStorage) -> None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """What torch holds of a GPU at the moment, its context not counted."""
+    """Return the bytes that torch holds of a GPU now, without its context."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def empty_caches(devices: Iterable[torch.device]) -> None:
-    """What torch has kept for later allocations goes back to the device, for other processes."""
+    """Free the memory that torch has cached on the devices, for other processes."""
     if any(device.type == "cuda" for device in devices):
         torch.cuda.empty_cache()
 
@@ -115,7 +118,7 @@ def _take_again(storage: UntypedStorage, size_bytes: int) -> None:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Each once, in order, without those that are empty."""
+    """Yield each storage once, in order, without empty ones."""
     found = [tensor.untyped_storage() for tensor in tensors]
     return list({storage._cdata: storage for storage in found if storage.nbytes()}.values())
 
@@ -137,14 +140,14 @@ def _buffer(spare: list[Tensor], storage: UntypedStorage) -> Tensor:
 
 
 def _settle(devices: Iterable[torch.device]) -> None:
-    """Waits for copies under way."""
+    """Wait for copies under way on the devices."""
     for device in set(devices):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
 def _free_lazily(address: int, size_bytes: int) -> None:
-    """Whole pages alone can go; memory that is not ours alone (a file's) stays as it is."""
+    """Let the kernel take the whole pages in this range. Memory that is not ours alone (a file's) stays as it is."""
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + size_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     if length > 0 and hasattr(mmap, "MADV_FREE"):

@@ -35,11 +35,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class PhaseError(RuntimeError):
-    """A phase that cannot be, or that the pool does not give; the message names it."""
+    """A phase cannot begin or go on: it is declared wrongly, or the pool does not grant it. The message names the
+    phase."""
 
 
 class ScriptPhase:
-    """A phase, as a decorator or a context manager. Only in a pool it does anything."""
+    """A phase, as a decorator or a context manager. It has an effect in a pool only."""
 
     def __init__(self, kind: str, state: States, *, both: bool, name: str, inner: bool = False) -> None:
         if kind not in PHASES:
@@ -57,7 +58,7 @@ class ScriptPhase:
         self._state = state
 
     def of(self, state: States) -> "ScriptPhase":
-        """The same phase with other states: whoever ends the one ends the other."""
+        """Return this phase with other states. Ending either of the two ends both."""
         other = ScriptPhase(self.kind, state, both=self.both, name=self.name, inner=self.inner)
         other.origin = self.origin
         return other
@@ -69,15 +70,16 @@ class ScriptPhase:
         return list(self._state() if callable(self._state) else self._state)
 
     def begin(self, *, lingers: bool = False) -> bool:
-        """Enter the phase. One that `lingers` lasts until `end`, or until another phase begins. Raises `PhaseError`.
+        """Enter the phase. A phase that `lingers` lasts until `end`, or until another phase begins. Raises
+        `PhaseError`.
 
-        Returns whether `end` is to follow: not outside of a pool, nor where it is a part of the phase under way.
+        Returns whether the caller must call `end`. It must not outside of a pool, nor within a phase of the same kind.
         """
         session = _session()
         return session is not None and session.begin(self, lingers=lingers)
 
     def end(self, *, finished: bool = True) -> None:
-        """Leave the phase. Does nothing where it is not under way."""
+        """Leave the phase. Does nothing if the phase is not under way."""
         if (session := _session()) is not None:
             session.end(self, finished=finished)
 
@@ -131,13 +133,14 @@ class ScriptPhase:
 
 
 def phase(kind: PhaseName, *, state: States = (), both: bool = False, name: str = "") -> ScriptPhase:
-    """A phase of the script, as a decorator or a context manager. Raises `PhaseError`, also for another `kind`.
+    """Declare a phase of the script, as a decorator or a context manager. Raises `PhaseError`, also for an unknown
+    `kind`.
 
     - `state` names what is on the device during the phase: torch modules and optimisers, which are moved in place;
-      anything with `park` and `resume`; or an engine with `sleep` and `wake_up`. It may be a function
-      that returns them.
-    - With `both` the phase has the nodes of rollouts and of training at once, or waits.
-    - A `sync` phase without `both` holds no device: it is only told from the others.
+      objects with `park` and `resume`; or an engine with `sleep` and `wake_up`. `state` may be a function that returns
+      these objects.
+    - With `both` the phase waits until it has the nodes of rollouts and of training at once.
+    - A `sync` phase without `both` holds no device: it only separates the other phases.
     """
     caller = sys._getframe(1)
     place = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
@@ -145,32 +148,41 @@ def phase(kind: PhaseName, *, state: States = (), both: bool = False, name: str 
 
 
 def progress(done: int, of: int) -> None:
-    """Tell how many of the rollout's responses are done: by that a pool decides when to take some of its nodes."""
+    """Tell the pool how many of the rollout's responses are done. The pool uses this to decide when to take nodes
+    back."""
     if (session := _session()) is not None:
         session.progress(done, of)
 
 
 def on_consolidate(callback: Callable[[tuple[str, ...]], None]) -> None:
-    """Have `callback` called, on a thread of its own, when the rollout's last responses are to move to these of its
-    nodes. The others count as left once it returns; if it raises, or where there is none, they are kept."""
+    """Register `callback`, which the pool calls on a thread of its own to move the rollout's last responses to fewer
+    nodes.
+
+    `callback` gets the nodes to keep. The other nodes count as left when it returns. If it raises, or if no callback is
+    registered, the script keeps all of its nodes.
+    """
     if (session := _session()) is not None:
         session.on_consolidate(callback)
 
 
 def should_yield() -> bool:
-    """Whether the phase under way was recalled: it should end soon, or call `give_way`."""
+    """Return whether the pool has recalled the phase under way. The phase should then end soon, or call `give_way`."""
     return (session := _session()) is not None and session.recalled
 
 
 def give_way() -> None:
-    """Take the states off the device, let others have their turn, and return once this phase may go on. Does nothing
-    outside of a phase. Whatever else the script has on the device stays there, so call it where that is little."""
+    """Take the states off the device, let other jobs have their turn, and return once this phase may go on.
+
+    Does nothing outside of a phase. Anything else that the script has on the device stays there, so call this where
+    little is left.
+    """
     if (session := _session()) is not None:
         session.give_way()
 
 
 def steps_done(steps: int) -> None:
-    """Tell how many steps are done in all. Else every training phase that ends counts as one."""
+    """Tell the pool how many steps are done in all. Without this call every training phase that ends counts as one
+    step."""
     if (session := _session()) is not None:
         session.steps_done(steps)
 

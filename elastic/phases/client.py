@@ -1,7 +1,7 @@
-"""The line of a script to its pool: a thread that dials, dials again, and keeps what is wanted and what is held.
+"""The connection of a script to its pool: a thread that dials, redials, and keeps what the script wants and holds.
 
-The script's own thread waits for a turn here and for nothing else. While the pool's process is away a phase goes on,
-and its end is told once the process is back.
+The script's own thread waits here for a turn only. While the pool's process is away, a phase goes on; the pool hears of
+the phase's end once its process is back.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from elastic.phases import PhaseError
 from elastic.pool_link import LinkLost, NotLetIn, PoolLink
 
 AWAY_S = 3_600.0
-"""So long a pool's process may be away before the script gives up."""
+"""How long the pool's process may be away before the script gives up."""
 CLOSE_S = 5.0
 
 Consolidate = Callable[[tuple[str, ...]], None]
@@ -41,7 +41,8 @@ class ScriptTurn(NamedTuple):
 
 
 class PhaseClient:
-    """Used by one thread at a time. What cannot be told now is told when the pool's process is back."""
+    """A script's connection to its pool, for one thread at a time. It keeps messages while the pool's process is
+    away."""
 
     def __init__(self, endpoint: Endpoint, job: str, token: str, placement: int, away_s: float = AWAY_S) -> None:
         self._endpoint, self._away_s = endpoint, away_s
@@ -65,11 +66,11 @@ class PhaseClient:
 
     @property
     def recalled(self) -> bool:
-        """Whether the turn that is held should end: it was recalled, or counts no more."""
+        """Whether the script should end its turn: the pool has recalled the permit, or has taken it."""
         return self._recalled or bool(self._over)
 
     def ask(self, phase: PhaseKind, *, both: bool = False) -> ScriptTurn:
-        """Wait for the turn. Raises `PhaseError` where none is given; interrupted, the wish is withdrawn."""
+        """Wait for a turn. Raises `PhaseError` if the pool gives none. An interrupted call withdraws the request."""
         try:
             return self._there(self._ask(w.AskPhase(phase, both=both)))
         except PhaseError:
@@ -79,7 +80,7 @@ class PhaseClient:
             raise
 
     def yield_turn(self, turn: ScriptTurn, *, finished: bool, switch_s: float) -> None:
-        """The states are off the device: the nodes are free."""
+        """Give the turn's nodes back. The script's states must be off the device."""
         self._there(self._yield(turn, w.YieldPhase(turn.permit, finished, switch_s)))
 
     def progress(self, done: int, of: int) -> None:
@@ -92,7 +93,7 @@ class PhaseClient:
         self._consolidate = callback
 
     def close(self) -> None:
-        """Send what is left to say, as far as the pool's process is there, and end the thread."""
+        """Send all pending messages, if the pool's process is there, and end the thread."""
         if not self._thread.is_alive() or os.getpid() != self._process:
             return
         with contextlib.suppress(TimeoutError, PhaseError):
@@ -101,7 +102,7 @@ class PhaseClient:
         self._thread.join(CLOSE_S)
 
     def _there(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """On the client's thread."""
+        """Run the coroutine on the client's thread and return its result."""
         if os.getpid() != self._process:
             coroutine.close()
             raise PhaseError(f"process {os.getpid()} was forked from {self._process}, which speaks for this script")
@@ -133,7 +134,7 @@ class PhaseClient:
             self._wanted, self._waiter = None, None
 
     async def _abandon(self) -> None:
-        """Nobody waits any more: a turn that has come meanwhile ends."""
+        """Yield a turn that was granted after the script had stopped waiting."""
         if self._held is not None:
             await self._yield(self._held, w.YieldPhase(self._held.permit, finished=False))
 
@@ -256,7 +257,8 @@ class PhaseClient:
             self._link.send(message)
 
     def _count_down(self) -> None:
-        """While the pool's process is there, a turn is waited for as long as that has promised."""
+        """Limit the wait for a turn to what the pool has promised. Only time while the pool's process is there
+        counts."""
         self._stop_counting()
         if self._link is not None and self._wanted is not None:
             wish, within_s = self._wanted, self._grant_within_s

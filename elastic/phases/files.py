@@ -1,4 +1,4 @@
-"""A phases file: which functions of a program are which phases, where the program itself is not to be touched.
+"""A phases file: says which functions of a program are which phases, without a change to the program.
 
     [phases]
     "grpo:rollout" = "rollout"
@@ -6,9 +6,9 @@
     "lib.loop:forward" = { phase = "train", until = "lib.loop:after_step", state = ["grpo:model"] }
     "lib.loop:backward" = { phase = "train", until = "next" }
 
-Keys are `module:function`, or `module:Class.method`; the program's own file is `__main__`. A phase lasts as long as its
-function; with `until`, until that function has returned, or until the `next` phase begins. States are attributes of the
-function's parameters (`self.model`), or of modules (`module:name`).
+Keys are `module:function` or `module:Class.method`; the program's own file is `__main__`. A phase lasts as long as its
+function. With `until` it lasts until the named function has returned, or until the `next` phase begins. States are
+attributes of the function's parameters (`self.model`) or of modules (`module:name`).
 """
 
 import tomllib
@@ -23,17 +23,17 @@ from elastic.phases import PHASES, PhaseError
 MAIN = "__main__"
 KEYS = ("phase", "until", "state", "both")
 NEXT = ("", "next")
-"""In place of a function: the phase lasts until another begins."""
+"""Stands in the place of a function: the phase lasts until the next phase begins."""
 WITH_VALUE = frozenset("WX")
-"""Python's options that take a value, which may be the next word."""
+"""Options of Python that take a value. The value may be the next argument."""
 
 
 class PhasesFileError(PhaseError):
-    """A phases file that cannot be read, or names what is not there; the message says which."""
+    """A phases file cannot be read, or names something that does not exist. The message says which."""
 
 
 class PhaseTarget(msgspec.Struct, frozen=True):
-    """A function (`module`, `path` within it) and the phase that it is."""
+    """A function (`module`, and `path` within the module) and the phase that it is."""
 
     module: str
     path: str
@@ -52,17 +52,17 @@ class PhasesFile(msgspec.Struct, frozen=True):
     targets: tuple[PhaseTarget, ...]
 
     def modules(self) -> set[str]:
-        """Those in which something is wrapped."""
+        """The modules in which a function is wrapped."""
         return {module for module, _ in self.functions()}
 
     def functions(self) -> set[tuple[str, str]]:
-        """All that are named, by module and path."""
+        """All functions that the file names, by module and path."""
         ends = {target.until for target in self.targets if target.until not in (None, NEXT)}
         return {(target.module, target.path) for target in self.targets} | {end for end in ends if end is not None}
 
 
 def load_phases(path: Path) -> PhasesFile:
-    """Raises `PhasesFileError`, one message, for a file that is not there or says what cannot be."""
+    """Read a phases file. Raises `PhasesFileError` if the file is missing or invalid."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -81,13 +81,14 @@ def load_phases(path: Path) -> PhasesFile:
 
 
 def wrapped(script: Sequence[str], phases: Path) -> tuple[str, ...]:
-    """The command line of `script` with the phases of the file. Raises `PhasesFileError` unless that is Python's."""
+    """Return the command line that runs `script` with the file's phases. Raises `PhasesFileError` if `script` is not
+    run by Python."""
     at = program_at(script)
     return (*script[:at], "-m", "elastic.phases.run", str(phases), *script[at:])
 
 
 def program_at(script: Sequence[str]) -> int:
-    """Where the program's file, or `-m`, is in a command line. Raises `PhasesFileError` unless that is Python's."""
+    """Return where a command line has the program's file, or `-m`. Raises `PhasesFileError` if Python does not run it."""
     at = 1
     if not script or not Path(script[0]).name.startswith("python"):
         raise _not_python(script)
@@ -99,7 +100,7 @@ def program_at(script: Sequence[str]) -> int:
 
 
 def split(name: str, what: str) -> tuple[str, str]:
-    """Of `module:path`. Raises `PhasesFileError`."""
+    """Split `module:path`. Raises `PhasesFileError`."""
     module, colon, path = name.partition(":")
     if not (colon and all(part.isidentifier() for part in (*module.split("."), *path.split(".")))):
         raise PhasesFileError(f"{what}: found {name!r}; allowed: module:function or module:Class.method")

@@ -1,7 +1,7 @@
-"""`python -m elastic.phases.run FILE SCRIPT|-m MODULE [ARGUMENTS]`: a program with the phases that FILE names.
+"""`python -m elastic.phases.run FILE SCRIPT|-m MODULE [ARGUMENTS]`: runs a program with the phases that FILE names.
 
-Functions are wrapped as their modules are imported, those of the program's own file as it is compiled. What FILE names
-and is not there ends the program with exit code 2.
+Functions are wrapped when their modules are imported, and functions of the program's own file when it is compiled. If
+FILE names a function that does not exist, the program ends with exit code 2.
 """
 
 import ast
@@ -28,7 +28,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class PhaseWrapper:
-    """Wraps what a phases file names, wherever it turns up, and knows what has not."""
+    """Wraps the functions that a phases file names as their modules appear, and records which have not appeared."""
 
     def __init__(self, file: PhasesFile) -> None:
         self.file = file
@@ -36,7 +36,7 @@ class PhaseWrapper:
         self._done: set[str] = set()
 
     def wraps(self, module: str) -> dict[str, list[Wrap]]:
-        """By path within the module, what its functions become."""
+        """Return the wrapper of each named function of a module, by the function's path within the module."""
         found: dict[str, list[Wrap]] = {}
         for target in self.file.targets:
             if target.module == module:
@@ -47,7 +47,7 @@ class PhaseWrapper:
         return found
 
     def apply(self, module: ModuleType) -> None:
-        """Raises `PhasesFileError` for a function that the module has not."""
+        """Wrap the named functions of a module. Raises `PhasesFileError` if the module lacks one."""
         for path, wraps in self.wraps(module.__name__).items():
             holder, name = _place(module, path, f"phases file {self.file.path}")
             function = inspect.getattr_static(holder, name)
@@ -62,14 +62,14 @@ class PhaseWrapper:
             self._done.add(f"{module.__name__}:{path}")
 
     def wrap_main(self, path: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What a function of the program's own file becomes as it is defined."""
+        """Wrap a function of the program's own file when it is defined."""
         for wrap in self.wraps(MAIN).get(path, ()):
             function = wrap(function)
         self._done.add(f"{MAIN}:{path}")
         return function
 
     def missed(self) -> list[str]:
-        """What was named, and never turned up."""
+        """Functions that the file names and that never appeared."""
         return sorted({f"{module}:{path}" for module, path in self.file.functions()} - self._done)
 
     def _begins(self, target: PhaseTarget, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +111,7 @@ class PhaseWrapper:
 
 
 class _Finder(MetaPathFinder):
-    """Before all others: has the modules that a phases file names wrapped once they are imported."""
+    """An import finder before all others: wraps the named functions of a module once the module is imported."""
 
     def __init__(self, wrapper: PhaseWrapper) -> None:
         self._wrapper = wrapper
@@ -149,7 +149,7 @@ class _Loader(Loader):
 
 
 class _Decorate(ast.NodeTransformer):
-    """Has functions of the program's own file wrapped as they are defined."""
+    """Adds the wrappers to the functions of the program's own file as decorators."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self.left = set(paths)
@@ -183,7 +183,7 @@ class _Decorate(ast.NodeTransformer):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the program in this process, as Python itself would; returns its exit code, or raises what it raises."""
+    """Run the program in this process, as Python would. Returns its exit code, or raises what the program raises."""
     if len(arguments) < 2 or (arguments[1] == "-m" and len(arguments) < 3):
         print(f"error: {USAGE}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -217,7 +217,7 @@ def _told(error: PhaseError) -> int:
 
 
 def _script(arguments: Sequence[str], wrapper: PhaseWrapper) -> tuple[CodeType, str, list[str]]:
-    """Raises `PhasesFileError` for a file that cannot be read, or lacks a function that was named."""
+    """Run a script file. Raises `PhasesFileError` if the file cannot be read, or lacks a named function."""
     path = Path(arguments[0])
     try:
         source = path.read_bytes()
@@ -229,7 +229,7 @@ def _script(arguments: Sequence[str], wrapper: PhaseWrapper) -> tuple[CodeType, 
 
 
 def _module(arguments: Sequence[str], wrapper: PhaseWrapper) -> tuple[CodeType, str, list[str]]:
-    """As `python -m`. Raises `PhasesFileError` for a module that is not there, or has no source."""
+    """Run a module as `python -m` does. Raises `PhasesFileError` if the module is missing or has no source."""
     name = arguments[0]
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
@@ -262,7 +262,7 @@ def _compiled(source: bytes, path: str, wrapper: PhaseWrapper) -> CodeType:
 
 
 def _check_module(file: PhasesFile, name: str) -> None:
-    """Raises `PhasesFileError` for a module whose top package is not to be found."""
+    """Raises `PhasesFileError` if the module's top package cannot be found."""
     top = name.partition(".")[0]
     if _spec(top) is None:
         raise PhasesFileError(f"phases file {file.path}: there is no module {top!r} here, of {name!r}")
@@ -276,7 +276,7 @@ def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _place(module: ModuleType, path: str, what: str) -> tuple[Any, str]:
-    """The object that has the last name of a path. Raises `PhasesFileError` where something of it is not there."""
+    """Return the object that holds the last name of a path. Raises `PhasesFileError` if part of the path is missing."""
     *holders, name = path.split(".")
     holder: Any = module
     for at, part in enumerate((*holders, name)):
@@ -294,7 +294,7 @@ def _phase_of(target: PhaseTarget) -> ScriptPhase:
 
 
 def _state(target: PhaseTarget, named: str, parameters: dict[str, Any]) -> Any:
-    """Raises `PhaseError` for a state that is not there now."""
+    """Return the object that a state's name refers to. Raises `PhaseError` if there is none now."""
     if ":" in named:
         module, path = split(named, target.name)
         thing, parts = sys.modules.get(module), path.split(".")

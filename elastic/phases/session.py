@@ -1,4 +1,4 @@
-"""A script's turns: which phase is under way, in which order they come, and its states with them."""
+"""The turns of a script: which phase is under way, the order of phases, and the states that move with them."""
 
 import logging
 import threading
@@ -16,7 +16,7 @@ _log = logging.getLogger("elastic.phases")
 
 
 class TurnSource(Protocol):
-    """Who gives turns: a pool, by its `PhaseClient`."""
+    """Gives turns. A pool does, through its `PhaseClient`."""
 
     @property
     def recalled(self) -> bool: ...
@@ -35,7 +35,7 @@ class TurnSource(Protocol):
 
 
 class PhaseSession:
-    """Of one process. Phases are entered and left by whatever thread, one at a time."""
+    """The phases of one process. Any thread may enter and leave phases, one at a time."""
 
     def __init__(self, turns: TurnSource) -> None:
         self._turns = turns
@@ -51,7 +51,7 @@ class PhaseSession:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> "PhaseSession":
-        """Raises `PhaseError` where a variable is missing, or no number."""
+        """Make the session from environment variables. Raises `PhaseError` if one is missing or no number."""
 
         def variable(name: str) -> str:
             try:
@@ -72,9 +72,9 @@ class PhaseSession:
         return self._turn is not None and self._turns.recalled
 
     def begin(self, phase: ScriptPhase, *, lingers: bool = False) -> bool:
-        """Returns once the phase has its nodes, and its states are on the device. Raises `PhaseError`.
+        """Enter the phase; returns once it has its nodes and its states are on the device. Raises `PhaseError`.
 
-        False: it is a part of the phase under way, and does not end that.
+        Returns False if the phase is a part of the phase under way; leaving it then does not end that phase.
         """
         with self._lock:
             states = phase.states()
@@ -95,7 +95,7 @@ class PhaseSession:
             return True
 
     def end(self, phase: ScriptPhase, *, finished: bool = True) -> None:
-        """Takes every state off the device and gives the nodes back. Does nothing for a phase that is over."""
+        """Take every state off the device and give the nodes back. Does nothing for a phase that is over."""
         with self._lock:
             if self._current is not None and self._current.origin is phase.origin:
                 self._end(finished=finished)
@@ -123,7 +123,7 @@ class PhaseSession:
         self._turns.on_consolidate(callback)
 
     def close(self) -> None:
-        """At the script's end: what lingers is over. A phase that is under way in another thread is not waited for."""
+        """End the session at the script's end, with a lingering phase. Does not wait for a phase of another thread."""
         if self._lock.acquire(blocking=False):
             try:
                 if self._current is not None and self._turn is not None:
@@ -133,13 +133,15 @@ class PhaseSession:
         self._turns.close()
 
     def _is_part(self, phase: ScriptPhase, *, lingers: bool) -> bool:
-        """The same phase that lingers, said once more; or one of its kind that may be a part of it."""
+        """Return whether the phase continues the phase under way: it lingers under the same kind, or may be a part
+        of it."""
         assert self._current is not None
         same = self._current.kind == phase.kind and self._current.both >= phase.both
         return same and (phase.inner or (lingers and self._lingers))
 
     def _take_turn(self, phase: ScriptPhase, states: list[Any]) -> None:
-        """Nothing of the script is on the device while it waits."""
+        """Take all of the script's states off the device, wait for a turn, and bring this phase's states to the
+        device."""
         self._arena.park()
         kind = PhaseKind.ROLLOUT if phase.kind == "rollout" else PhaseKind.TRAIN
         asked_s = time.monotonic()

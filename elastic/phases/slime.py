@@ -13,13 +13,13 @@ KINDS = {"sampler": "rollout", "trainer": "train", "both": "sync"}
 
 
 class SlimePhases:
-    """Outside of a pool it does nothing."""
+    """A phase callback for slime. It has an effect in a pool only."""
 
     def __init__(self) -> None:
         self._under_way: ScriptPhase | None = None
 
     def on_phase_begin(self, phase: str, role: str, context: dict[str, Any] | None = None) -> None:
-        """Waits for the nodes of this role. Raises `PhaseError`, also for another role."""
+        """Wait for the nodes of this role. Raises `PhaseError`, also for an unknown role."""
         if role not in KINDS:
             raise PhaseError(f"slime's phase {phase!r}: role: found {role!r}; allowed: {', '.join(KINDS)}")
         begun = ScriptPhase(KINDS[role], (), both=role == "both", name=f"slime's {phase}")

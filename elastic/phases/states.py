@@ -1,7 +1,7 @@
-"""States of a script that leave its device between phases, in place: references to them stay good.
+"""States of a script that leave their device between phases, in place: references to them stay valid.
 
-A tensor that several states share is moved once. On a machine with a GPU what lies in host memory stays there; on one
-without, the host is the device.
+A tensor that several states share is moved once. On a machine with a GPU, tensors in host memory stay there. On a
+machine without a GPU, the host is the device.
 """
 
 import inspect
@@ -22,12 +22,13 @@ WAYS = (
     ("sleep", "wake"),
     ("release_memory_occupation", "resume_memory_occupation"),
 )
-"""Methods by which something else than torch's own leaves its device and comes back: the last is SGLang's."""
+"""Pairs of methods by which objects that are not torch's leave their device and come back. The last pair is
+SGLang's."""
 
 ALLOWED = f"a torch module or optimiser, or something with {', '.join(' and '.join(way) for way in WAYS)}"
 
 _parked_names: dict[int, str] = {}
-"""Of torch's things that are off their device, by `id`."""
+"""The names of torch modules and optimisers that are off their device, by `id`."""
 
 
 class _Movable(Protocol):
@@ -39,7 +40,7 @@ class _Movable(Protocol):
 
 
 class StateArena:
-    """Every state that a script has named; each is on its device or parked."""
+    """Every state that a script has named. Each state is either on its device or parked."""
 
     def __init__(self) -> None:
         self._states: dict[int, _Movable] = {}
@@ -49,20 +50,20 @@ class StateArena:
         """By address, whose copy a parked storage is in."""
 
     def learn(self, things: Iterable[Any], owner: str) -> None:
-        """Raises `PhaseError` for what cannot be parked; `owner` is whose state it is."""
+        """Register states of `owner`. Raises `PhaseError` for an object that cannot be parked."""
         for at, thing in enumerate(things):
             if id(thing) not in self._states:
                 self._states[id(thing)] = self._movable(thing, f"{owner}: state[{at}], a {type(thing).__name__},")
                 self._kept.append(thing)
 
     def park(self) -> None:
-        """Take every state that is there off the device."""
+        """Take every state that is on the device off it."""
         for state in self._states.values():
             if not state.parked:
                 state.park()
 
     def resume(self, things: Iterable[Any]) -> None:
-        """Bring these to the device, and with them those that share tensors with them."""
+        """Bring these states to the device, and with them all states that share tensors with them."""
         for thing in things:
             state = self._states[id(thing)]
             if isinstance(state, _Tensors):
@@ -148,7 +149,7 @@ class _ByMethods:
 
 
 def _refuse_parked(thing: Any, *_: Any) -> None:
-    """Raises `PhaseError` for the use of what is parked: a hook, which copies of the thing may have, too."""
+    """A hook that raises `PhaseError` when a parked object is used. Copies of the object may have the hook too."""
     if id(thing) in _parked_names:
         raise PhaseError(f"{_parked_names[id(thing)]} is used outside of its phases, where it is not on the device")
 
@@ -162,7 +163,7 @@ def _of_module(module: Any) -> "Iterator[Tensor]":
 
 
 def _of_values(value: Any) -> "Iterator[Tensor]":
-    """Tensors among values, in whatever these are collected."""
+    """Yield the tensors among values, also those within collections."""
     import torch
 
     if isinstance(value, torch.Tensor):

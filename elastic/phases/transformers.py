@@ -1,9 +1,9 @@
-"""Phases of a Transformers `Trainer`, TRL's `GRPOTrainer` among them, by a callback:
+"""Phases of a Transformers `Trainer` (such as TRL's `GRPOTrainer`), through a callback:
 
     GRPOTrainer(..., callbacks=[ElasticCallback()])
 
-The model itself tells what it is used for: a forward pass without gradients belongs to the rollouts, one with gradients
-to training, and either lasts until the other begins. What generates elsewhere (a vLLM engine) needs a phases file.
+The callback watches the model. A forward pass without gradients belongs to the rollout phase, one with gradients to the
+training phase; each phase lasts until the other begins. If another engine generates (vLLM), use a phases file.
 """
 
 from typing import Any
@@ -15,7 +15,10 @@ from elastic.phases import ScriptPhase, steps_done
 
 
 class ElasticCallback(TrainerCallback):
-    """Outside of a pool it does nothing. Training holds its node until the script ends, for what saves the model."""
+    """Enters phases by what the model is used for. It has an effect in a pool only.
+
+    The training phase holds its node until the script ends, so that the script can save the model.
+    """
 
     def __init__(self) -> None:
         self._rollout = ScriptPhase("rollout", (), both=False, name="forward without gradients")
