@@ -1,4 +1,4 @@
-"""Many jobs on shared pools: who goes where, when, and what it costs. A pure state machine; see docs/jobs.md."""
+"""Many jobs on shared pools: where each job runs, when, and what it costs. A pure state machine; see docs/jobs.md."""
 
 from elastic.cluster.cluster import Cluster
 from elastic.cluster.policy import ClusterPolicies

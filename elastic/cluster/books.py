@@ -28,19 +28,19 @@ class Books:
                 node.used_ns[node.user] = node.used_ns.get(node.user, 0) + passed_ns
 
     def turn_to(self, node: NodeRecord, account: DeviceAccount, now_ns: Nanoseconds, user: JobId | None = None) -> None:
-        """From now on the node's time goes elsewhere."""
+        """Charge the node's time from now on to another account."""
         self.settle(node, now_ns)
         node.account, node.user = account, user
 
     def switched(self, node: NodeRecord, switch_ns: Nanoseconds) -> None:
-        """So much of a slice was switching."""
+        """Record that `switch_ns` of a slice was switching between jobs."""
         moved_ns = min(switch_ns, node.accounts_ns.get(DeviceAccount.SLICE, 0))
         if moved_ns > 0:
             node.accounts_ns[DeviceAccount.SLICE] -= moved_ns
             node.accounts_ns[DeviceAccount.SWITCHING] = node.accounts_ns.get(DeviceAccount.SWITCHING, 0) + moved_ns
 
     def bill(self, name: GroupName, now_ns: Nanoseconds) -> None:
-        """Divide what the group cost since its last bill. Its membership and nodes must not have changed since."""
+        """Divide a group's cost since its last bill. The group's members and nodes must not have changed since then."""
         state = self._state
         group = state.groups[name]
         if now_ns > state.billed_ns[name]:
@@ -55,7 +55,7 @@ class Books:
         state.billed_ns[name] = now_ns
 
     def owed(self, name: GroupName, now_ns: Nanoseconds) -> tuple[Mapping[JobId, int], int]:
-        """What each member owes of the group's cost since its last bill, and that cost. Nothing is settled by it."""
+        """Return what each member owes of the group's cost since its last bill, and that cost. Settles nothing."""
         state = self._state
         group, since_ns = state.groups[name], state.billed_ns[name]
         cost, used = 0, dict.fromkeys(group.members, 0)
@@ -72,19 +72,19 @@ class Books:
         return self._charging.bills(shares, cost), cost
 
     def alone_price(self, job: JobId) -> int:
-        """What an hour of the nodes that the job asked for costs."""
+        """Return the price of an hour of the nodes that the job asked for."""
         request = self._state.jobs[job].request
         return (
             request.rollout_nodes * self._price[PhaseKind.ROLLOUT] + request.train_nodes * self._price[PhaseKind.TRAIN]
         )
 
     def own(self, node: NodeRecord, since_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
-        """A node's time outside of any group is the pool's own."""
+        """Charge a node's time outside of any group to the pool."""
         node.own_ns += now_ns - since_ns
         self._state.pool_billed += self._price[node.phase] * (now_ns - since_ns)
 
     def paid(self, now_ns: Nanoseconds) -> int:
-        """What the pool has paid for all nodes until now, in nano-dollars times nanoseconds per hour."""
+        """Return what the pool has paid for all nodes until now, in nano-dollars times nanoseconds per hour."""
         nodes = self._state.nodes.values()
         return self._state.lost_cost + sum(self._price[node.phase] * (now_ns - node.opened_ns) for node in nodes)
 

@@ -1,8 +1,8 @@
 """The cluster: every event of a pool goes in, commands come out, and `next_wakeup_ns` says when to ask again.
 
-It owns jobs, groups, nodes, residency, permits and the devices' books. Which job goes where, when a tail moves, who has
-drifted and who pays what are policies. Nothing here reads a clock or does I/O, so the same events at the same times
-always lead to the same state. Sources: RollMux; Weave §4, 5.3.
+The cluster owns jobs, groups, nodes, residents, permits and the devices' books. Policies decide where a job goes, when
+a tail moves, which job has drifted and who pays. Nothing here reads a clock or does I/O: the same events at the same
+times always lead to the same state. Sources: RollMux; Weave §4, 5.3.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
 
 class Cluster:
-    """One pool's state machine. `handle` is its only way in; everything else may be read."""
+    """The state machine of one pool. Callers change it through `handle` only; everything else is for reading."""
 
     def __init__(self, spec: PoolSpec, policies: ClusterPolicies, limits: WaitLimits, now_ns: Nanoseconds) -> None:
         self.spec, self.policies, self.limits = spec, policies, limits
@@ -87,7 +87,7 @@ class Cluster:
         }
 
     def handle(self, event: e.ClusterEvent, now_ns: Nanoseconds) -> list[c.ClusterCommand]:
-        """Take one event at a time; returns what the shell is to do, in order. Time never goes backwards."""
+        """Take one event; returns the commands for the shell, in order. `now_ns` never decreases."""
         self.now_ns = max(self.now_ns, now_ns)
         self._handlers[type(event)](event)
         for what, key in self.timers.pop_due(self.now_ns):
@@ -127,7 +127,7 @@ class Cluster:
 
     @property
     def waits(self) -> Sequence[Wait]:
-        """Who waits for what, since when, until when."""
+        """Every wait: who waits for what, since when, until when."""
         return self.timers.waits()
 
     def request(self, job: JobId) -> JobRequest:
@@ -149,12 +149,12 @@ class Cluster:
         return record.state is JobState.RUNNING and not record.stopping
 
     def price_per_hour(self) -> int:
-        """What an hour of all groups' nodes costs, in nano-dollars."""
+        """The price of an hour of all groups' nodes, in nano-dollars."""
         rollout, train = self.spec.rollout.nano_usd_per_hour, self.spec.train.nano_usd_per_hour
         return sum(group.price(rollout, train) for group in self.state.groups.values())
 
     def dry_run(self, request: JobRequest) -> tuple[PlacementChoice | None, Sequence[PlacementRefusal]]:
-        """Where a job would go now, and for each group that it could not join, why not.
+        """Return where a job would go now, and the reason for each group that it could not join.
 
         Raises `ClusterError` for a job that would be rejected.
         """
@@ -178,7 +178,7 @@ class Cluster:
             self._place_queued()
 
     def _node_lost(self, event: e.NodeLost) -> None:
-        """Its residents are gone with it: their jobs are placed anew, from their checkpoints."""
+        """Remove a node. Jobs with residents on it are placed anew and go on from their checkpoints."""
         node = self.state.nodes.get(event.node)
         if node is None:
             return
@@ -251,7 +251,7 @@ class Cluster:
         self._consider(record)
 
     def _consider(self, record: JobRecord) -> None:
-        """Reject what cannot be, time what is not known, place what can be placed, queue the rest."""
+        """Reject a job that can never run, time a job of unknown length, place a job that fits, and queue any other."""
         job = record.request.id
         if record.request.plan is None:
             record.to(JobState.PROFILING, self.now_ns, "its phases are not known yet")
@@ -271,7 +271,7 @@ class Cluster:
             self._place(record, choice)
 
     def _problem(self, request: JobRequest) -> str:
-        """Why no pool like this can ever take the job; empty where it can."""
+        """Return why no pool of this kind can ever take the job; empty if one can."""
         for phase, nodes, host_bytes in (
             (_ROLLOUT, request.rollout_nodes, request.rollout_bytes),
             (_TRAIN, request.train_nodes, request.train_bytes),
@@ -309,7 +309,7 @@ class Cluster:
         self._look_for_moves(seat.group)
 
     def _seat(self, record: JobRecord, choice: PlacementChoice, limit_ns: Nanoseconds | None) -> Seat:
-        """Make the job a member where it was chosen to be."""
+        """Make the job a member of the group that was chosen for it."""
         state = self.state
         if choice.group is None:
             state.group_numbers += 1
@@ -348,7 +348,7 @@ class Cluster:
         self._rotation.join(event.job)
 
     def _place_queued(self) -> None:
-        """In the order in which they came."""
+        """Place queued jobs in the order of their arrival."""
         for record in list(self.state.jobs.values()):
             if record.state is JobState.QUEUED:
                 choice = self.policies.placement.place(record.request, self)
@@ -421,7 +421,7 @@ class Cluster:
         self._go_on_elsewhere(record)
 
     def _go_on_elsewhere(self, record: JobRecord) -> None:
-        """A stopped job takes the place that was kept for it, or arrives anew with the plan that was measured."""
+        """Move a stopped job to its reserved place. Without one, it arrives anew with its measured plan."""
         seat, record.reserved = record.reserved, None
         if seat is None:
             record.request = self._replanned(record)
@@ -438,7 +438,7 @@ class Cluster:
         self._place_queued()
 
     def _replanned(self, record: JobRecord) -> JobRequest:
-        """The job as it has lately been measured where it was."""
+        """Return the job's request with the phase times lately measured in its group."""
         request, measured = record.request, record.measured_ns
         plan, seat = request.plan, record.seat
         if plan is None or seat is None or len(measured) < len(PhaseKind):
@@ -458,7 +458,7 @@ class Cluster:
             self._fail(event.job, event.cause)
 
     def _is_current(self, job: JobId, placement: int | None) -> bool:
-        """Whether a message is from the job's last start."""
+        """Return whether a message comes from the job's last start."""
         record = self.state.jobs.get(job)
         return record is not None and placement in (None, record.placement)
 
@@ -479,7 +479,7 @@ class Cluster:
         self._tell(c.RejectJob(job=job, reason=reason))
 
     def _over(self, job: JobId, state: JobState, cause: str) -> bool:
-        """The job ends here, if it had not ended before."""
+        """End the job in this cluster, if it has not ended."""
         record = self.state.jobs.get(job)
         if record is None or record.state is state or record.ended:
             return False
@@ -501,7 +501,7 @@ class Cluster:
         return True
 
     def _vacate(self, record: JobRecord) -> None:
-        """The job holds nothing any more, here and where a place was kept for it."""
+        """Free everything that the job holds, including a reserved place."""
         job = record.request.id
         for what in ("stop", "start", "turn"):
             self.timers.clear(what, job)
@@ -532,7 +532,7 @@ class Cluster:
     # Jobs come together.
 
     def _look_for_moves(self, group: GroupName) -> None:
-        """At the next wake-up: looking for moves never delays an arrival."""
+        """Schedule a search for moves at the next wake-up. A search never delays an arrival."""
         if group not in self._changed:
             self._changed.append(group)
         self.timers.set("regroup", "", self.now_ns, 1)
@@ -549,15 +549,15 @@ class Cluster:
     # Residents.
 
     def _resident_lost(self, event: e.ResidentLost) -> None:
-        """The process starts anew outside of others' slices; a slice that it was in ends by its job's word or its
-        deadline."""
+        """Start the process anew outside of other jobs' slices. A slice that it computed in ends when the job says
+        so, or at its deadline."""
         record, node = self.state.jobs.get(event.job), self.state.nodes.get(event.node)
         if record is not None and node is not None and event.job in node.residents:
             self._rotation.chill(event.job, node.phase)
             self._tell(c.StartResident(job=event.job, node=event.node))
 
     def _residency_measured(self, event: e.ResidencyMeasured) -> None:
-        """A resident that outgrows what was declared is ended, never a neighbour."""
+        """Record a resident's host memory. A resident that exceeds its declaration is ended; its neighbours are not."""
         record, node = self.state.jobs.get(event.job), self.state.nodes.get(event.node)
         if record is None or node is None or event.job not in node.residents:
             return

@@ -1,4 +1,4 @@
-"""What a cluster wants done. The shell carries commands out in order and tells what became of them as events."""
+"""The commands of a cluster. The shell carries them out in order and reports the results as events."""
 
 from typing import TypeAlias
 
@@ -35,7 +35,7 @@ class StopJob(_ClusterCommand, frozen=True):
 
 
 class EndJob(_ClusterCommand, frozen=True):
-    """End every process of the job now: nothing of it is believed any more."""
+    """End every process of the job now. The cluster ignores the job's messages from here on."""
 
     job: JobId
     reason: str
@@ -58,7 +58,7 @@ class GrantPermit(_ClusterCommand, frozen=True):
 
 
 class RecallPermit(_ClusterCommand, frozen=True):
-    """Give way: park what has been done and yield before `until_ns`; then the residents are killed."""
+    """Ask the phase to park its state and to yield before `until_ns`. After that its residents are killed."""
 
     job: JobId
     permit: int
@@ -66,7 +66,7 @@ class RecallPermit(_ClusterCommand, frozen=True):
 
 
 class MoveTail(_ClusterCommand, frozen=True):
-    """Move the phase's last responses to `nodes` and leave the others; answered by `TailMoved`."""
+    """Move the phase's last responses to `nodes` and free the other nodes; answered by `TailMoved`."""
 
     job: JobId
     permit: int
@@ -82,7 +82,7 @@ class KillResident(_ClusterCommand, frozen=True):
 
 
 class StartResident(_ClusterCommand, frozen=True):
-    """Start the job's process on this node anew, outside of others' slices."""
+    """Start the job's process on this node anew, outside of other jobs' slices."""
 
     job: JobId
     node: NodeId

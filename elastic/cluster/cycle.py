@@ -23,17 +23,17 @@ class CycleMember(Protocol):
     def sync_ns(self) -> int: ...
     @property
     def nodes(self) -> Sequence[Hashable]:
-        """Its rollout nodes. All members train on all of the group's training nodes."""
+        """Its rollout nodes. All members share all of the group's training nodes."""
         ...
 
 
 def longest_step_ns(members: Sequence[CycleMember]) -> int:
-    """The longest that a member's own phases take one after the other."""
+    """Return the longest sum of one member's own phases."""
     return max((member.rollout_ns + member.train_ns + member.sync_ns for member in members), default=0)
 
 
 def load_ns(members: Sequence[CycleMember]) -> int:
-    """What the busiest node has to do in a cycle (Weave §4.2, T_load)."""
+    """Return the work of the busiest node in a cycle (Weave §4.2, T_load)."""
     loads: dict[Hashable, int] = {}
     for member in members:
         for node in member.nodes:
@@ -42,12 +42,13 @@ def load_ns(members: Sequence[CycleMember]) -> int:
 
 
 def shortest_cycle_ns(members: Sequence[CycleMember]) -> int:
-    """No cycle is shorter. With one rollout node for each member, and no synchronisation, none is longer either."""
+    """Return a lower bound of the cycle. The bound is reached if each member has one rollout node and no
+    synchronisation."""
     return max(longest_step_ns(members), load_ns(members))
 
 
 def cycle_ns(members: Sequence[CycleMember]) -> int:
-    """How long a cycle lasts once it repeats, rounded up to the nanosecond."""
+    """Return the length of a cycle in the repeating schedule, rounded up to the nanosecond."""
     bound_ns = shortest_cycle_ns(members)
     if all(len(member.nodes) == 1 and not member.sync_ns for member in members):
         return bound_ns
@@ -55,12 +56,12 @@ def cycle_ns(members: Sequence[CycleMember]) -> int:
 
 
 def whole_jobs_ns(members: Sequence[CycleMember]) -> int:
-    """The same where a job holds all its nodes for a whole step: members follow one another (Gavel's rounds)."""
+    """Return the cycle of members that each hold all of their nodes for a whole step (Gavel's rounds)."""
     return sum(member.rollout_ns + member.train_ns + member.sync_ns for member in members)
 
 
 def _critical_ns(members: Sequence[CycleMember], least_ns: int) -> int:
-    """Lawler's search: while some closed path takes longer than its laps at the present length, take that path's."""
+    """Lawler's search: start at `least_ns`, and lengthen the cycle while some closed path needs longer per lap."""
     arcs = _arcs(members)
     length_ns = least_ns
     while True:
@@ -72,7 +73,7 @@ def _critical_ns(members: Sequence[CycleMember], least_ns: int) -> int:
 
 
 def _arcs(members: Sequence[CycleMember]) -> list[tuple[int, int, int, int]]:
-    """(from, to, ns, laps): `to` begins at the earliest so long after `from` began so many cycles before.
+    """Return (from, to, ns, laps): `to` begins at the earliest `ns` after `from` began, `laps` cycles before.
 
     The rollout of member i is 2i, its training 2i + 1.
     """
@@ -94,7 +95,7 @@ def _arcs(members: Sequence[CycleMember]) -> list[tuple[int, int, int, int]]:
 
 
 def _longer_path(arcs: Sequence[tuple[int, int, int, int]], count: int, length_ns: int) -> tuple[int, int] | None:
-    """Length and laps of a closed path that takes longer than `length_ns` a lap; None where there is none."""
+    """Return length and laps of a closed path that takes longer than `length_ns` a lap; None if there is none."""
     longest = [0] * count
     came: list[tuple[int, int, int] | None] = [None] * count
     changed = -1

@@ -38,14 +38,14 @@ class JobProfiled(_ClusterEvent, frozen=True):
 
 
 class JobStarted(_ClusterEvent, frozen=True):
-    """The job's residents are up where it was placed. `placement` is the number that the command carried."""
+    """The job's residents are up on the nodes of its placement. `placement` is the number in the command."""
 
     job: JobId
     placement: int
 
 
 class JobProgressed(_ClusterEvent, frozen=True):
-    """So many of its steps are done in all; how long its phases have lately taken, where the job says so."""
+    """`steps_done` steps are done in all. The durations are those of the job's latest phases, if it reports them."""
 
     job: JobId
     steps_done: int
@@ -58,7 +58,8 @@ class JobFinished(_ClusterEvent, frozen=True):
 
 
 class JobFailed(_ClusterEvent, frozen=True):
-    """`placement` is the number of the start that failed: an older one's failure is no news. None for none."""
+    """`placement` is the number of the start that failed; the failure of an older start is ignored. None for no
+    start."""
 
     job: JobId
     cause: str
@@ -70,22 +71,22 @@ class CancelRequested(_ClusterEvent, frozen=True):
 
 
 class ResubmitRequested(_ClusterEvent, frozen=True):
-    """A job that failed goes on from its last checkpoint, as a new arrival."""
+    """A failed job arrives anew and goes on from its last checkpoint."""
 
     job: JobId
 
 
 class JobStopped(_ClusterEvent, frozen=True):
-    """The job that was told to stop has given everything back at a step's end; its checkpoint has `steps_done`."""
+    """A job that was told to stop has freed everything at a step's end. Its checkpoint has `steps_done` steps."""
 
     job: JobId
     steps_done: int
 
 
 class PhaseAsked(_ClusterEvent, frozen=True):
-    """The job could begin this phase now. `placement` is the number of its start, where that is known.
+    """The job can begin this phase now. `placement` is the number of the job's start, if known.
 
-    With `both` it needs the nodes of both pools at once, and takes a turn of training, whatever `phase` says.
+    With `both` the job needs the nodes of both pools at once, and takes a turn of training whatever `phase` says.
     """
 
     job: JobId
@@ -95,9 +96,9 @@ class PhaseAsked(_ClusterEvent, frozen=True):
 
 
 class PermitYielded(_ClusterEvent, frozen=True):
-    """The phase has parked and left its nodes. `finished`: it need not go on in a further slice.
+    """The phase has parked its state and left its nodes. `finished`: the phase needs no further slice.
 
-    `switch_ns` is how much of the slice resuming and parking took.
+    `switch_ns` is the part of the slice that resuming and parking took.
     """
 
     job: JobId
@@ -107,7 +108,7 @@ class PermitYielded(_ClusterEvent, frozen=True):
 
 
 class RolloutProgressed(_ClusterEvent, frozen=True):
-    """So many of the phase's responses are done."""
+    """`done` of the phase's responses are done."""
 
     job: JobId
     permit: int
@@ -116,14 +117,14 @@ class RolloutProgressed(_ClusterEvent, frozen=True):
 
 
 class TailMoved(_ClusterEvent, frozen=True):
-    """The phase's last responses go on where they were told to; the other nodes are free."""
+    """The phase's last responses run on the nodes that `MoveTail` named. The other nodes are free."""
 
     job: JobId
     permit: int
 
 
 class ResidentLost(_ClusterEvent, frozen=True):
-    """A job's process on a node is gone; what it computed there goes on elsewhere or in a new one."""
+    """A job's process on a node is gone. Its work goes on elsewhere, or in a new process."""
 
     job: JobId
     node: NodeId

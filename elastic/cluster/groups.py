@@ -1,7 +1,7 @@
-"""A group of jobs that share nodes, as planned: who does what where, and what follows from that.
+"""A group of jobs that share nodes, as planned: which phase runs on which node, and the resulting cycle.
 
-Everything that a placement looks at is kept up to date with the group's membership, so that looking at a group costs a
-few comparisons.
+All figures that a placement reads are updated with the group's members, so that looking at a group costs a few
+comparisons.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ CycleModel: TypeAlias = Callable[[Sequence[CycleMember]], Nanoseconds]
 
 
 class PlannedMember(msgspec.Struct, kw_only=True):
-    """A job as its group plans with it; phases include switching. `limit_ns` is the longest cycle that it bears."""
+    """A job's plan within its group; phases include switching. `limit_ns` is the longest cycle that the job accepts."""
 
     job: JobId
     rollout_ns: Nanoseconds
@@ -36,7 +36,7 @@ class PlannedMember(msgspec.Struct, kw_only=True):
 def planned(
     request: JobRequest, train_nodes: int, nodes: tuple[NodeId, ...], limit_ns: Nanoseconds | None = None
 ) -> PlannedMember:
-    """The job in a group with so many training nodes, on these rollout nodes."""
+    """Plan the job in a group with `train_nodes` training nodes, on these rollout nodes."""
     plan = request.plan
     assert plan is not None
     return PlannedMember(
@@ -70,7 +70,7 @@ class JobGroup(msgspec.Struct, kw_only=True):
     """Every member has one rollout node and no synchronisation: the cycle is then the largest of a few sums."""
 
     def follow(self, cycle: CycleModel) -> None:
-        """Bring up to date what follows from the members."""
+        """Update everything that depends on the members."""
         members = list(self.members.values())
         self.cycle_ns = cycle(members) if members else 0
         self.limit_ns = min((member.limit_ns for member in members), default=0)
@@ -86,21 +86,21 @@ class JobGroup(msgspec.Struct, kw_only=True):
         self.single = all(len(member.nodes) == 1 and not member.sync_ns for member in members)
 
     def rollout_load_ns(self, nodes: Iterable[NodeId]) -> Nanoseconds:
-        """What the busiest of these rollout nodes has to do in a cycle."""
+        """Return the work of the busiest of these rollout nodes in a cycle."""
         return max((self.rollout_ns.get(node, 0) for node in nodes), default=0)
 
     @property
     def load_ns(self) -> Nanoseconds:
-        """What the busiest node has to do in a cycle."""
+        """The work of the busiest node in a cycle."""
         return max(self.train_ns, max(self.rollout_ns.values(), default=0))
 
     @property
     def saturated(self) -> bool:
-        """The busiest node has no slack in the longest member's step (Weave §4.2)."""
+        """Whether the busiest node has no idle time in the longest member's step (Weave §4.2)."""
         return self.load_ns >= self.longest_ns
 
     def price(self, nano_usd_per_rollout_node: int, nano_usd_per_train_node: int) -> int:
-        """Of an hour of all its nodes."""
+        """Return the price of an hour of all of the group's nodes, in nano-dollars."""
         return len(self.rollout) * nano_usd_per_rollout_node + len(self.train) * nano_usd_per_train_node
 
     def cycle_with(self, newcomer: PlannedMember, cycle: CycleModel) -> Nanoseconds:

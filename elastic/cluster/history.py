@@ -1,4 +1,4 @@
-"""A cluster's journal as bytes, its replay, and a hash of its state: the same events lead to the same hash."""
+"""A cluster's journal as bytes, its replay, and a hash of its state. The same events lead to the same hash."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ DIGEST_BYTES = 16
 
 
 class ClusterEntry(msgspec.Struct, frozen=True):
-    """One event, and when the cluster heard of it."""
+    """One event, and the time at which the cluster got it."""
 
     now_ns: Nanoseconds
     event: ClusterEvent
@@ -38,9 +38,9 @@ def encode(record: ClusterEntry | ClusterOpening) -> bytes:
 
 
 def decoded(records: Iterable[bytes]) -> tuple[ClusterOpening, Iterator[ClusterEntry]]:
-    """A journal's first record, and the others as they are asked for.
+    """Return a journal's first record, and an iterator over the others.
 
-    Raises `msgspec.ValidationError` for bytes that are no such records, and `ValueError` where there is none.
+    Raises `msgspec.ValidationError` for bytes that are not such records, and `ValueError` if there is no record.
     """
     it = iter(records)
     first = next(it, None)
@@ -50,7 +50,7 @@ def decoded(records: Iterable[bytes]) -> tuple[ClusterOpening, Iterator[ClusterE
 
 
 def replay(records: Iterable[bytes], policies: ClusterPolicies) -> Cluster:
-    """The cluster as it was after the last record. Commands are not carried out again. Raises as `decoded`."""
+    """Return the cluster after the last record. Commands are not carried out again. Raises as `decoded`."""
     opening, entries = decoded(records)
     cluster = Cluster(opening.spec, policies, opening.limits, opening.now_ns)
     for entry in entries:
@@ -59,7 +59,7 @@ def replay(records: Iterable[bytes], policies: ClusterPolicies) -> Cluster:
 
 
 def cluster_digest(cluster: Cluster) -> str:
-    """The state and the waits as a hexadecimal hash. Order counts, since decisions may depend on it."""
+    """Return a hexadecimal hash of state and waits. Order counts, since decisions may depend on it."""
     waits = [(wait.what, wait.key, wait.since_ns, wait.until_ns) for wait in cluster.waits]
     content = repr((cluster.now_ns, cluster.state, waits))  # Sums of money are longer than what msgpack takes.
     return hashlib.blake2b(content.encode(), digest_size=DIGEST_BYTES).hexdigest()

@@ -1,4 +1,4 @@
-"""What holds in a cluster after every event: a checker that walks the whole state, for tests and worlds of faults."""
+"""Invariants of a cluster, checked after every event by walking the whole state, in tests and worlds of faults."""
 
 from collections.abc import Iterator
 
@@ -11,11 +11,11 @@ NAMED_WAITS = {"profile": JobState.PROFILING, "queue": JobState.QUEUED, "start":
 
 
 class ClusterInvariantBroken(AssertionError):
-    """An invariant does not hold: always a bug of ours."""
+    """An invariant does not hold: always a bug of Elastic."""
 
 
 def check(cluster: Cluster, *, slos: bool = True) -> None:
-    """Raises `ClusterInvariantBroken` with all that is wrong. `slos=False` for policies that keep none."""
+    """Raise `ClusterInvariantBroken` with every violation. Pass `slos=False` for policies that keep no SLOs."""
     problems = [
         *_permits(cluster),
         *_nodes(cluster),
@@ -29,7 +29,7 @@ def check(cluster: Cluster, *, slos: bool = True) -> None:
 
 
 def _permits(cluster: Cluster) -> Iterator[str]:
-    """One job computes on a device at a time, by a permit that it knows of and that has a deadline."""
+    """At most one job computes on a device, by a permit that the job knows of and that has a deadline."""
     state = cluster.state
     for number, permit in state.permits.items():
         record = state.jobs[permit.job]
@@ -58,7 +58,7 @@ def _permits(cluster: Cluster) -> Iterator[str]:
 
 
 def _nodes(cluster: Cluster) -> Iterator[str]:
-    """A node is of one group or free; states fit its host memory."""
+    """A node belongs to one group or is free. The states on it fit its host memory."""
     state = cluster.state
     for node in state.nodes.values():
         free = node.id in state.free[node.phase]
@@ -82,7 +82,7 @@ def _nodes(cluster: Cluster) -> Iterator[str]:
 
 
 def _seats(cluster: Cluster) -> Iterator[str]:
-    """Who runs has a place, and nobody else; a member is planned where it is pinned."""
+    """Exactly the running jobs have a place. A member's plan names the nodes to which the member is pinned."""
     state = cluster.state
     seats: dict[tuple[str, str], tuple[str, ...]] = {}
     for job, record in state.jobs.items():
@@ -110,7 +110,7 @@ def _seats(cluster: Cluster) -> Iterator[str]:
 
 
 def _waits(cluster: Cluster) -> Iterator[str]:
-    """Nobody waits without a name and a bound; who waits for a turn waits for somebody who is bounded."""
+    """Every wait has a name and a bound. A job waits for a turn only behind jobs whose time is bounded."""
     for job, record in cluster.state.jobs.items():
         if record.asked_both and record.asked is not PhaseKind.TRAIN:
             yield f"job {job} waits for both pools and asked for {record.asked}"
@@ -135,7 +135,7 @@ def _waits(cluster: Cluster) -> Iterator[str]:
 
 
 def _is_true(cluster: Cluster, wait: Wait) -> bool:
-    """Whether that which is waited for has not come yet."""
+    """Return whether the awaited thing has not come yet."""
     if wait.what == "regroup":
         return True
     if wait.what in ("permit", "yield"):
@@ -150,7 +150,7 @@ def _is_true(cluster: Cluster, wait: Wait) -> bool:
 
 
 def _books(cluster: Cluster) -> Iterator[str]:
-    """Accounts sum to a node's time, bills to what the pool pays."""
+    """Accounts sum to each node's time. Bills sum to what the pool pays."""
     state, now_ns, unbilled = cluster.state, cluster.now_ns, 0
     for node in state.nodes.values():
         if sum(node.accounts_ns.values()) != node.settled_ns - node.opened_ns:
@@ -166,7 +166,7 @@ def _books(cluster: Cluster) -> Iterator[str]:
 
 
 def _slos(cluster: Cluster) -> Iterator[str]:
-    """The planned cycle is one that every member bears."""
+    """Every member accepts the planned cycle of its group."""
     for group in cluster.state.groups.values():
         expected_ns = cluster.policies.placement.cycle(list(group.members.values()))
         if group.cycle_ns != expected_ns:

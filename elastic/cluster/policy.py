@@ -1,7 +1,7 @@
-"""What a cluster asks of policies, and the read-only views that they decide on.
+"""What a cluster asks of policies, and the read-only views on which they decide.
 
 Policies are pure: no I/O, no clock, no memory of their own. The cluster calls them through these protocols and imports
-none of them.
+no policy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,27 +29,27 @@ class PoolView(Protocol):
     def free_train(self) -> int: ...
     @property
     def arrivals(self) -> int:
-        """How many placements have been asked for so far: what a policy draws by."""
+        """The number of placements asked for so far. Policies that draw at random use it as their seed."""
         ...
 
     def request(self, job: JobId) -> JobRequest: ...
     def remaining_ns(self, job: JobId) -> Nanoseconds:
-        """How long the job goes on, at the cycle that its group has now."""
+        """Return how long the job will still run at its group's present cycle."""
         ...
 
     def limit_after_restart_ns(self, job: JobId) -> Nanoseconds:
-        """The longest cycle that the job bears for the rest of its steps, if it is moved now."""
+        """Return the longest cycle that the job accepts for its remaining steps if it moves now."""
         ...
 
     def movable(self, job: JobId) -> bool:
-        """It runs, and is not on its way elsewhere already."""
+        """Return whether the job runs and is not already moving."""
         ...
 
 
 class PlacementChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a job goes: `rollout` nodes of the group, and so many new ones; a group of its own where `group` is None.
+    """A place for a job: `rollout` nodes of a group and a number of new ones; a new group if `group` is None.
 
-    `marginal_nano_usd_per_hour` is what an hour of the cluster costs more, `cycle_ns` the group's planned cycle.
+    `marginal_nano_usd_per_hour` is the increase of the cluster's price, `cycle_ns` the group's planned cycle.
     """
 
     group: GroupName | None
@@ -61,12 +61,12 @@ class PlacementChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def how(self) -> str:
-        """As the papers count admissions: `packed`, `scaled` or `new`."""
+        """The kind of admission in the papers' words: `packed`, `scaled` or `new`."""
         return "new" if self.group is None else "scaled" if self.new_rollout else "packed"
 
 
 class PlacementRefusal(msgspec.Struct, frozen=True):
-    """Why a job does not go into a group: what it would need there, and what is allowed."""
+    """Why a job cannot join a group: what the job would need there, and what is allowed."""
 
     group: GroupName
     reason: str
@@ -78,7 +78,7 @@ class PlacementRefusal(msgspec.Struct, frozen=True):
 
 
 class Relocation(msgspec.Struct, frozen=True):
-    """A running job that is to move to another place, and why that pays."""
+    """A move of a running job to another place, and why the move pays."""
 
     job: JobId
     to: PlacementChoice
@@ -88,26 +88,28 @@ class Relocation(msgspec.Struct, frozen=True):
 class PlacementPolicy(Protocol):
     @property
     def cycle(self) -> CycleModel:
-        """How long the cycle of a group lasts under the rotation that goes with this placement."""
+        """Returns the cycle of a group under the rotation that goes with this placement."""
         ...
 
     def place(self, request: JobRequest, pool: PoolView) -> PlacementChoice | None:
-        """Where the job goes; None while the pool has too few free nodes for it."""
+        """Returns a place for the job; None while the pool has too few free nodes for it."""
         ...
 
     def refusals(self, request: JobRequest, pool: PoolView) -> Sequence[PlacementRefusal]:
-        """For each group that the job cannot join, why not."""
+        """Returns the reason for each group that the job cannot join."""
         ...
 
     def relocations(self, pool: PoolView, changed: Sequence[GroupName]) -> Sequence[Relocation]:
-        """Moves that pay, now that jobs have left or joined these groups."""
+        """Returns moves that pay, after jobs have left or joined the groups in `changed`."""
         ...
 
 
 class SliceView(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout phase under way. `waiting_ns` is the planned rollout of the job that is next on most of its nodes, 0
-    where nobody waits; `left_ns` the rest of its planned time, of which there are `planned_ns` in all. `shortens_ns` is
-    the most by which the group's cycle can become shorter where these nodes are free sooner: what else bounds it stays.
+    """A rollout phase under way.
+
+    `waiting_ns` is the planned rollout of the next job on most of the nodes, 0 if no job waits. `left_ns` is the rest
+    of the phase's planned time `planned_ns`. `shortens_ns` is the most by which the group's cycle can shrink if these
+    nodes are freed sooner.
     """
 
     done: int
@@ -121,20 +123,20 @@ class SliceView(msgspec.Struct, frozen=True, kw_only=True):
 
 class TailPolicy(Protocol):
     def keeps(self, rollout: SliceView) -> tuple[NodeId, ...] | None:
-        """The nodes that the phase's tail is to move to; None to leave it where it is."""
+        """Returns the nodes that the phase's tail moves to; None to leave the tail where it is."""
         ...
 
 
 class DriftPolicy(Protocol):
     def strays(self, group: JobGroup, measured: Mapping[JobId, tuple[Nanoseconds, Nanoseconds]]) -> JobId | None:
-        """The member to be placed anew, by the mean rollout and training time that was measured of each."""
+        """Returns the member to place anew, judged by the mean rollout and training times measured of each member."""
         ...
 
 
 class BillShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group charges for a stretch of time, in nano-dollars times nanoseconds per hour, so that sums are exact.
+    """One member's part in a stretch of a group's time, in nano-dollars times nanoseconds per hour; all sums are exact.
 
-    `used` is what the job's slices and switches cost, `alone` what all of its nodes would have cost for it alone.
+    `used` is the cost of the member's slices and switches, `alone` the cost of all of its nodes if it ran alone.
     """
 
     job: JobId
@@ -144,7 +146,7 @@ class BillShare(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChargingPolicy(Protocol):
     def bills(self, shares: Sequence[BillShare], cost: int) -> Mapping[JobId, int]:
-        """What each member owes of the group's cost; what is left over is the pool's own."""
+        """Returns what each member owes of the group's cost. The pool pays the rest."""
         ...
 
 

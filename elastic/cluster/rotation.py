@@ -1,17 +1,18 @@
-"""Whose turn it is: permits within groups, in a fixed cyclic order.
+"""Turns of jobs within a group: permits in a fixed cyclic order.
 
-- A job's phase may begin once it asked, all its nodes are free, and everybody before it in the order has had this
-  cycle's turn there. Turns are counted by job and phase; a turn is had, or let pass.
-- Who is late is waited for until a named deadline, then passed over once.
-- A turn whose residents start in it, cold, may take as long as a restart of the job besides.
-- Who overruns its plan is told to give way, and killed where it does not. What is left goes on in the next turn.
+- A phase may begin once its job has asked, all of its nodes are free, and every job before it in the order has had its
+  turn of this cycle on those nodes. Turns are counted by job and phase; a job has a turn or lets it pass.
+- Other jobs wait for a late job until a named deadline, and then skip it once.
+- A turn in which residents start cold may take as long as a restart of the job besides.
+- A phase that overruns its plan is told to give way, and killed if it does not. Its rest goes on in the next turn.
 - A phase that needs both pools takes a turn of training that closes the cycle's rollouts: it begins with all of its
-  nodes at once, once everybody has rolled out on those that it shares, and nobody begins the next rollout there before
-  it. Turns follow one another, so nobody waits for who waits for him.
-- A rollout's tail may stay on some of its nodes; the next job begins on the others and gets the rest as the tail ends.
+  nodes at once, after every job has rolled out on the shared nodes and before any begins its next rollout there. Turns
+  follow one another, so no two jobs wait for each other.
+- A rollout's tail may stay on some of its nodes. The next job begins on the other nodes and gets the rest when the tail
+  ends.
 
-Source: Weave §4.3, with a fixed order instead of its FIFO queues (§5.1): in a fixed order a phase that ends early makes
-nobody late.
+Source: Weave §4.3, with a fixed order instead of its FIFO queues (§5.1). In a fixed order a phase that ends early
+delays no job.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,7 +42,7 @@ class Rotation:
         self._tail, self._tell = tail, tell
 
     def join(self, job: JobId) -> None:
-        """The job takes part from the cycle that goes on, at the end of the order."""
+        """Add the job to the present cycle, at the end of the order."""
         record = self._state.jobs[job]
         group = self._group(record)
         others = [self._state.jobs[other].turns for other in group.members if self._takes_part(other, group)]
@@ -51,20 +52,21 @@ class Rotation:
         record.asked, record.asked_both = None, False
 
     def leave(self, job: JobId, now_ns: Nanoseconds) -> None:
-        """Whatever the job holds is free, and it is not waited for any more."""
+        """Free everything that the job holds, and stop waiting for it."""
         record = self._state.jobs[job]
         if record.permit is not None:
             self._end(self._state.permits[record.permit], now_ns)
         record.turns, record.asked, record.asked_both, record.cold = {}, None, False, []
 
     def chill(self, job: JobId, phase: PhaseKind) -> None:
-        """A resident of this phase has to start anew."""
+        """Note that a resident of this phase has to start anew."""
         record = self._state.jobs[job]
         if record.turns and phase not in record.cold:
             record.cold.append(phase)
 
     def ask(self, job: JobId, phase: PhaseKind, now_ns: Nanoseconds, *, both: bool = False) -> None:
-        """A job that trains again lets its next rollout pass, and the other way round: a cycle has one of each."""
+        """Queue the job's phase. A job that trains twice in a row skips its rollout, and vice versa: a cycle has one
+        of each."""
         record = self._state.jobs[job]
         if not record.turns or record.permit is not None:
             return
@@ -78,7 +80,7 @@ class Rotation:
         self.grant(self._group(record), now_ns)
 
     def yielded(self, job: JobId, number: int, switch_ns: Nanoseconds, now_ns: Nanoseconds) -> Nanoseconds | None:
-        """The slice ends; returns how long it was. None for a permit that counts no more."""
+        """End the slice; returns its length in nanoseconds, or None if the permit does not count any more."""
         permit = self._state.permits.get(number)
         if permit is None or permit.job != job:
             return None
@@ -92,7 +94,7 @@ class Rotation:
         return now_ns - permit.since_ns
 
     def recall(self, number: int, now_ns: Nanoseconds) -> None:
-        """The phase has overrun its plan."""
+        """Recall a permit whose phase has overrun its plan."""
         permit = self._state.permits[number]
         permit.recalled = True
         until_ns = now_ns + self._limits.notice_ns
@@ -100,7 +102,7 @@ class Rotation:
         self._timers.set("yield", str(number), now_ns, self._limits.notice_ns)
 
     def kill(self, number: int, now_ns: Nanoseconds) -> None:
-        """The phase did not give way: its residents die, and the cycle goes on without it."""
+        """End a permit whose phase did not give way. Its residents die, and the cycle goes on."""
         permit = self._state.permits[number]
         for node_id in permit.nodes:
             node = self._state.nodes[node_id]
@@ -119,7 +121,7 @@ class Rotation:
         self.grant(self._group(record), now_ns)
 
     def pass_over(self, job: JobId, now_ns: Nanoseconds) -> None:
-        """Others have waited for the job's turn long enough: it lets one pass, of the phase that is due."""
+        """Skip one due turn of a job for which others have waited long enough."""
         record = self._state.jobs[job]
         turns = record.turns
         if turns[_ROLLOUT] > turns[_TRAIN]:
@@ -130,7 +132,8 @@ class Rotation:
         self.grant(self._group(record), now_ns)
 
     def progressed(self, job: JobId, number: int, done: int, of: int, now_ns: Nanoseconds) -> None:
-        """Where the rollout has come to its tail and others wait for its nodes, the tail moves together."""
+        """Move the rollout's tail to fewer nodes if the rollout has come to its tail and other jobs wait for its
+        nodes."""
         permit = self._state.permits.get(number)
         if permit is None or permit.job != job or permit.phase is not _ROLLOUT or permit.tail_nodes or permit.recalled:
             return
@@ -161,7 +164,7 @@ class Rotation:
         self.grant(self._group(self._state.jobs[job]), now_ns)
 
     def grant(self, group: JobGroup, now_ns: Nanoseconds) -> None:
-        """Every turn that has come begins; whoever others wait for without its having asked has a deadline."""
+        """Begin every turn that is due. Set a deadline for a job that others wait for and that has not asked."""
         for job, member in group.members.items():
             record = self._state.jobs[job]
             if record.asked is None or not self._takes_part(job, group):
@@ -178,7 +181,7 @@ class Rotation:
         self._widen(group, now_ns)
 
     def _before(self, group: JobGroup, job: JobId, phase: PhaseKind, nodes: Iterable[NodeId]) -> list[JobId]:
-        """Members whose turn on one of these nodes comes before the job's. A tail counts as over."""
+        """Return the members whose turn on one of these nodes comes before the job's. A tail counts as over."""
         mine, found, passed = self._state.jobs[job], list[JobId](), False
         own, rolled_out, wanted = mine.turns[phase], mine.turns[_ROLLOUT], set(nodes)
         for other, member in group.members.items():
@@ -235,7 +238,7 @@ class Rotation:
         self._tell(c.GrantPermit(job=job, permit=number, phase=phase, nodes=nodes, deadline_ns=deadline_ns, both=both))
 
     def _widen(self, group: JobGroup, now_ns: Nanoseconds) -> None:
-        """Who began beside a tail gets the tail's nodes once these are free."""
+        """Give a tail's nodes, once they are free, to the job that began beside the tail."""
         for job, member in group.members.items():
             number = self._state.jobs[job].permit if self._takes_part(job, group) else None
             permit = None if number is None else self._state.permits[number]
@@ -278,7 +281,7 @@ class Rotation:
             self._free(node, now_ns)
 
     def _waiting_ns(self, group: JobGroup, job: JobId, nodes: Iterable[NodeId]) -> Nanoseconds:
-        """The planned rollout of the first member that waits for one of these nodes; 0 where nobody does."""
+        """Return the planned rollout of the first member that waits for one of these nodes; 0 if none waits."""
         wanted = set(nodes)
         for other, member in group.members.items():
             if other == job or not self._takes_part(other, group) or wanted.isdisjoint(member.nodes):
@@ -288,7 +291,7 @@ class Rotation:
         return 0
 
     def _takes_part(self, job: JobId, group: JobGroup) -> bool:
-        """It runs in this group: it is not only expected there."""
+        """Return whether the job runs in this group, not only has a reserved place there."""
         record = self._state.jobs[job]
         return bool(record.turns) and record.seat is not None and record.seat.group == group.name
 
@@ -297,6 +300,6 @@ class Rotation:
         return self._state.groups[record.seat.group]
 
     def resume(self, name: GroupName, now_ns: Nanoseconds) -> None:
-        """A group has changed: turns may have come."""
+        """Grant turns that may have become due after a change of the group."""
         if name in self._state.groups:
             self.grant(self._state.groups[name], now_ns)

@@ -1,4 +1,4 @@
-"""Everything that a cluster remembers, as plain records: what is hashed, and what a replay must come to again."""
+"""Everything that a cluster remembers, as plain records. Hashes and replays compare these records."""
 
 from collections.abc import Mapping
 
@@ -32,7 +32,7 @@ LEGAL_NEXT: Mapping[JobState, frozenset[JobState]] = {
     _S.REJECTED: frozenset(),
 }
 STORY_LENGTH_MAX = 24
-"""Enough to see how a job came to its state; of a long story the last part is kept."""
+"""Entries of a job's story that are kept: the latest, enough to explain its state."""
 
 
 class JobChapter(msgspec.Struct, frozen=True):
@@ -42,18 +42,18 @@ class JobChapter(msgspec.Struct, frozen=True):
 
 
 class IllegalJobTransition(AssertionError):
-    """The cluster tried to take a job where it may not go: always a bug of ours, never bad input."""
+    """The cluster has tried a job transition that does not exist: always a bug of Elastic, never bad input."""
 
 
 class JobRecord(msgspec.Struct, kw_only=True):
-    """A job's whole story here.
+    """The state of one job in this cluster.
 
-    - `reserved`: where it moves to, once it has stopped. `placement`: the number of its last start.
-    - `accepted_ns`, `accepted_steps`: when its SLO began to count, and what was done by then.
-    - `turns`: how many turns of each phase it has had or let pass; empty while it takes no part in its group's cycle.
-    - `asked`: the phase that it waits for; `asked_both`: with the nodes of both pools, in a turn of training.
+    - `reserved`: the place that the job moves to once it has stopped. `placement`: the number of its last start.
+    - `accepted_ns`, `accepted_steps`: the time from which its SLO counts, and the steps done by then.
+    - `turns`: the turns of each phase that it has had or skipped; empty while it is not part of a cycle.
+    - `asked`: the phase for which it waits. `asked_both`: it needs the nodes of both pools, in a turn of training.
     - `cold`: phases whose residents have started since their last turn.
-    - `measured_ns`: how long its phases have lately taken, switching left out.
+    - `measured_ns`: the latest durations of its phases, without switching.
     - `billed`: what it owes, in nano-dollars times nanoseconds per hour.
     """
 
@@ -99,12 +99,12 @@ class JobRecord(msgspec.Struct, kw_only=True):
 
 
 class NodeRecord(msgspec.Struct, kw_only=True):
-    """A node: whose it is, who computes on it, and where its time went.
+    """A node: its group, the job that computes on it, and where its time went.
 
-    - `accounts_ns` sum to the time from `opened_ns` to `settled_ns`; `account` is what the time since then is.
-    - `used_ns`: what members have used since their group's bill was last settled.
-    - `own_since_ns`: since when it is the pool's own, while it is of no group; `own_ns`: how long it was before.
-    - `residents`: host memory by job, as declared or, where that is more, as measured.
+    - `accounts_ns` sum to the time from `opened_ns` to `settled_ns`. `account` has the time since then.
+    - `used_ns`: each member's use since the group's bill was last settled.
+    - `own_since_ns`: since when the node has been in no group. `own_ns`: how long it was in none before that.
+    - `residents`: host memory by job: the declared or the measured size, whichever is larger.
     """
 
     id: NodeId
@@ -131,12 +131,12 @@ class ClusterState(msgspec.Struct, kw_only=True):
     free: dict[PhaseKind, dict[NodeId, None]] = {}
     permits: dict[int, Permit] = {}
     billed_ns: dict[GroupName, Nanoseconds] = {}
-    """Until when each group's bills are settled."""
+    """The time until which each group's bills are settled."""
     permit_numbers: int = 0
     placements: int = 0
     group_numbers: int = 0
     pool_billed: int = 0
-    """What groups cost beyond what their members owe, and nodes of no group, in nano-dollars times nanoseconds per
-    hour."""
+    """The cost of groups beyond what their members owe, and of nodes in no group, in nano-dollars times nanoseconds
+    per hour."""
     lost_cost: int = 0
-    """What nodes that are gone have cost, in the same unit."""
+    """The cost of nodes that are gone, in the same unit."""

@@ -1,4 +1,4 @@
-"""What a cluster is made of: nodes, jobs and what they ask for, permits, and the limits of waiting.
+"""The parts of a cluster: nodes, jobs and their requests, permits, and the limits of waiting.
 
 Times are nanoseconds, prices nano-dollars per hour, so that sums are exact.
 """
@@ -17,7 +17,7 @@ NS_PER_HOUR = 3_600_000_000_000
 
 
 class ClusterError(ValueError):
-    """A pool, a job or a demand that cannot be; the message names it, what was found and what is allowed."""
+    """A pool, a job or a request is invalid. The message names it, what was found and what is allowed."""
 
 
 class PhaseKind(StrEnum):
@@ -40,7 +40,7 @@ class JobState(StrEnum):
 
 
 class DeviceAccount(StrEnum):
-    """Where a node's time goes; every nanosecond of it is in one of these."""
+    """The accounts of a node's time. Every nanosecond is in exactly one."""
 
     SLICE = "slice"
     SWITCHING = "switching"
@@ -69,15 +69,15 @@ class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def solo_ns(self) -> Nanoseconds:
-        """A step of the job alone on what it asks for, where nothing is ever parked."""
+        """The length of the job's step if it runs alone on its requested nodes and never parks."""
         return self.rollout_ns + self.train_ns + self.sync_ns
 
 
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job asks for: nodes, host memory on each of them, and the largest slowdown that it accepts.
+    """The request of a job: nodes, host memory on each node, and the largest slowdown that the job accepts.
 
-    `plan` is None until a step of the job has been timed. `steps` tells how long the job goes on. `train_efficiency`
-    is the share of each further training node that makes the job faster. `restart_ns` is what moving it costs.
+    `plan` is None until a step of the job has been timed. `steps` says how long the job runs. `train_efficiency` is the
+    share of each additional training node that speeds the job up. `restart_ns` is the cost of moving the job.
     """
 
     id: JobId
@@ -107,8 +107,8 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise ClusterError(f"job {self.id}: train_efficiency: found {self.train_efficiency}; allowed: from 0 to 1")
 
     def train_ns(self, nodes: int) -> Nanoseconds:
-        """A training phase on so many nodes. Fewer than asked for make it longer in proportion; more make it shorter
-        by the declared efficiency."""
+        """Return the length of a training phase on `nodes` nodes. Fewer nodes than requested lengthen it in
+        proportion; more nodes shorten it by the declared efficiency."""
         assert self.plan is not None
         if nodes <= self.train_nodes:
             return -(-self.plan.train_ns * self.train_nodes // nodes)
@@ -116,19 +116,19 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limit_ns(self) -> Nanoseconds:
-        """The longest step that it accepts."""
+        """The longest step that the job accepts."""
         assert self.plan is not None
         return int(self.slo * self.plan.solo_ns)
 
     @property
     def alone_ns(self) -> Nanoseconds:
-        """A step of the job alone in a group, switching included."""
+        """The length of the job's step if it is alone in a group, with switching."""
         assert self.plan is not None
         return self.plan.solo_ns + self.plan.rollout_switch_ns + self.plan.train_switch_ns
 
 
 class NodeKind(msgspec.Struct, frozen=True, kw_only=True):
-    """All nodes of a pool for one phase are of one kind."""
+    """The kind of all nodes of a pool for one phase."""
 
     gpus: int
     memory_bytes: int
@@ -143,7 +143,7 @@ class NodeKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Two kinds of nodes, and how many of each there are at first."""
+    """Two kinds of nodes, and the initial number of each."""
 
     rollout: NodeKind
     train: NodeKind
@@ -160,10 +160,11 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the cluster waits for what, and what it leaves a phase beyond its plan.
+    """How long the cluster waits, and how much time a phase gets beyond its plan.
 
-    - A phase gives way `overrun_share` of its planned time after that time; `notice_ns` later its residents are killed.
-    - Who is late for a turn that others want is waited for `late_share` of its planned step, then passed over once.
+    - A phase is recalled `overrun_share` of its planned time after that time; `notice_ns` later its residents are
+      killed.
+    - Jobs wait for a late job for `late_share` of its planned step, and then skip it once.
     """
 
     profile_ns: Nanoseconds = 1_800_000_000_000
@@ -176,7 +177,8 @@ class WaitLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """Where a job is pinned: the group and its rollout nodes there. All of a group's training nodes are its own too."""
+    """The place to which a job is pinned: a group and rollout nodes in it. All of a group's training nodes are its
+    own too."""
 
     group: GroupName
     rollout: tuple[NodeId, ...]
@@ -185,8 +187,8 @@ class Seat(msgspec.Struct, frozen=True):
 class Permit(msgspec.Struct, kw_only=True):
     """The right of one job to compute on some nodes in one phase until `deadline_ns`.
 
-    `number` only grows in a cluster: whatever comes under an older one counts for nothing. With `both` it is a turn of
-    training that has the job's rollout nodes as well.
+    `number` only grows within a cluster; messages under an older number are ignored. With `both` the permit is a turn
+    of training that includes the job's rollout nodes.
     """
 
     number: int
@@ -198,4 +200,4 @@ class Permit(msgspec.Struct, kw_only=True):
     recalled: bool = False
     both: bool = False
     tail_nodes: tuple[NodeId, ...] = ()
-    """Where the phase's tail was told to move; empty while it was not."""
+    """The nodes that the phase's tail was told to move to; empty before that."""

@@ -1,8 +1,8 @@
-"""A rollout engine as rates: continuous batching with every stretch of equal iterations folded into one event.
+"""A rollout engine as rates: continuous batching, with every stretch of equal iterations folded into one event.
 
-An iteration decodes one token of each running sequence and prefills up to a chunk of what is not cached; its time
-is that of the profile. As long as nothing joins, ends or runs out of memory, iterations are alike, and a *span* of
-them is worked out at once. Source: the batching is that of `elastic.engine.torch.scheduler` (Orca, Sarathi-Serve).
+An iteration decodes one token of each running sequence and prefills up to one chunk of uncached tokens; the profile
+gives its time. Iterations are equal as long as no sequence joins or ends and memory suffices, so the model computes a
+*span* of them at once. Source: the batching is that of `elastic.engine.torch.scheduler` (Orca, Sarathi-Serve).
 """
 
 import heapq
@@ -19,14 +19,14 @@ from elastic.sim.performance.prefix_cache import PrefixCache, Prompt
 from elastic.sim.performance.profile import EngineRates
 
 CREEP = 1e-12
-"""Context costs per iteration below this many seconds count as none."""
+"""Context costs below this many seconds per iteration count as zero."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One attempt at a turn of `length` tokens in all, `start` of which are accepted already.
+    """One attempt at a turn of `length` tokens in all, of which `start` are accepted already.
 
-    Jobs with the same `shared` have the same first `shared_tokens` of context.
+    Jobs with the same `shared` key have the same first `shared_tokens` tokens of context.
     """
 
     turn: TurnId
@@ -34,7 +34,7 @@ class Job:
     trajectory: str
     shared: str
     context: int
-    """Tokens of the prompt and of the answer, as far as it was accepted."""
+    """Tokens of the prompt and of the accepted part of the answer."""
     start: int
     length: int
     longest: int
@@ -44,17 +44,17 @@ class Job:
     reported: int = field(init=False)
     admissions: int = 0
     cached: int = 0
-    """Tokens that its first admission found in the prefix cache."""
+    """Tokens that the first admission found in the prefix cache."""
     cacheable: bool = True
     decoding: bool = False
     joined: int = 0
-    """While it decodes: its position is the engine's clock minus this."""
+    """Set while the job decodes: its position is the engine's clock minus this."""
     prefill_left: int = 0
     prefilled: int = 0
     prompt: Prompt | None = None
-    """The prompt that it shares with others while it runs; its KV memory counts once for all of them."""
+    """The prompt that the job shares with others while it runs. The prompt's KV memory counts once for all of them."""
     behind: int = 0
-    """How many of its tokens are in there."""
+    """How many of the job's tokens are in the shared prompt."""
     running: bool = False
     told: bool = False
 
@@ -70,7 +70,8 @@ class SharedDevice(Protocol):
     """A device that serving uses first."""
 
     def acquire(self) -> Nanoseconds | None:
-        """Before each iteration: when to ask again, now if it may begin; None when rollouts must leave."""
+        """Called before each iteration. Returns when to ask again (now: the iteration may begin); None if rollouts
+        must leave."""
         ...
 
 
@@ -79,9 +80,9 @@ _Shares = Sequence[tuple[Account, float]]
 
 @dataclass(slots=True)
 class _IterationSpan:
-    """`iterations` equal ones from `begin_ns` on, all of which take `whole_ns`; number i `first_s + i * growth_s`.
+    """`iterations` equal iterations from `begin_ns` on. All take `whole_ns`; number i takes `first_s + i * growth_s`.
 
-    Their time goes to `account`, but for the `shares` of others.
+    Their time goes to `account`, except for the `shares` of other accounts.
     """
 
     begin_ns: Nanoseconds
@@ -97,12 +98,12 @@ class _IterationSpan:
         self.whole_ns = self.length_ns(self.iterations)
 
     def keep_first(self) -> None:
-        """Nothing is done after the first iteration."""
+        """Drop all iterations after the first."""
         self.iterations = 1
         self.whole_ns = self.length_ns(1)
 
     def drop_first(self, iterations: int) -> None:
-        """They are over: the span begins where they end."""
+        """Remove `iterations` finished iterations. The span then begins where they end."""
         self.begin_ns += self.length_ns(iterations)
         self.first_s += iterations * self.growth_s
         self.iterations -= iterations
@@ -113,7 +114,7 @@ class _IterationSpan:
         return round((n * self.first_s + self.growth_s * n * (n - 1) / 2) * NS_PER_S)
 
     def done_by(self, elapsed_ns: Nanoseconds) -> int:
-        """Whole iterations in a time."""
+        """Return the whole iterations within a time."""
         if elapsed_ns >= self.whole_ns:
             return self.iterations
         elapsed_s = elapsed_ns / NS_PER_S
@@ -131,7 +132,7 @@ class _IterationSpan:
 
 
 class EngineModel:
-    """`emit` gets chunks as they are to be sent. Reads and changes must come in order of the loop's time."""
+    """`emit` gets chunks when they are sent. Callers read and change the engine in the order of the loop's time."""
 
     def __init__(
         self,
@@ -188,7 +189,7 @@ class EngineModel:
 
     @property
     def holds_admissions(self) -> bool:
-        """Whether new weights are to be applied before anything new begins."""
+        """Whether the engine applies new weights before it begins new turns."""
         return self._held is not None or self._applying
 
     @property
@@ -196,12 +197,12 @@ class EngineModel:
         return min(1.0, self._used_tokens / self._rates.kv_tokens)
 
     def holds(self, turn: TurnId, attempt: int) -> bool:
-        """Whether it executes this attempt, or will."""
+        """Return whether the engine runs or has queued this attempt."""
         return (job := self._jobs.get(turn)) is not None and job.attempt == attempt
 
     @property
     def decode_s(self) -> float:
-        """The next token of all that decode."""
+        """Return the time of one iteration of the decoding sequences."""
         batch = len(self._decoding)
         return self._rates.decode_s(batch) + self._rates.context_s * self._context_tokens if batch else 0.0
 
@@ -227,16 +228,16 @@ class EngineModel:
             self._release_if_idle()
 
     def hold_admissions(self, then: Callable[[], None], mode: WeightMode = WeightMode.FINISH) -> None:
-        """Begin nothing new; call `then` once nothing runs, or after this iteration. Ends with `resume`."""
+        """Begin no new turns. Call `then` once no turn runs, or after this iteration. `resume` ends the hold."""
         self._held, self._lets_finish = then, mode is WeightMode.FINISH
         if not self._lets_finish:
             self._cut()
         self._release_if_idle()
 
     def use_version(self, version: int, mode: WeightMode = WeightMode.FINISH) -> None:
-        """New weights: nothing cached counts any more, and admissions go on.
+        """Put new weights in force: drop everything cached and admit turns again.
 
-        What still runs is computed again, or goes on with KV of several versions that nobody else may use.
+        Running turns are computed again, or keep KV of several versions that no other turn may use.
         """
         self.flush()
         self._charge()
@@ -251,7 +252,7 @@ class EngineModel:
         self.resume()
 
     def resume(self) -> None:
-        """Weights are applied, or given up: admissions go on."""
+        """Admit turns again, after new weights were applied or given up."""
         self._charge()
         self._applying = False
         self._cut()
@@ -278,7 +279,7 @@ class EngineModel:
         self._charge()
 
     def flush(self, unsent_ns: Nanoseconds = 0) -> None:
-        """Sends all generated tokens; with `unsent_ns`, without those of that last stretch of time."""
+        """Send all generated tokens. With `unsent_ns`, omit those of the last `unsent_ns` nanoseconds."""
         self._settle()
         held = 0
         if unsent_ns and self._span is not None and self._span.first_s > 0:
@@ -300,7 +301,7 @@ class EngineModel:
     # Spans
 
     def _cut(self) -> None:
-        """Something has changed: what runs ends at the next boundary of an iteration, where all is planned anew."""
+        """End the running span at the next boundary of an iteration, where everything is planned anew."""
         if self._closed:
             return
         span = self._span
@@ -316,7 +317,7 @@ class EngineModel:
                 self._run_span(self._span)
 
     def _plan(self) -> None:
-        """At a boundary: admit, and begin the next span."""
+        """Admit turns and begin the next span. Called at a boundary of an iteration."""
         if self._closed or self.asleep or self.version is None or self._span is not None or self._applying:
             return
         if not self._jobs or (self._held is not None and not (self._lets_finish and self._started)):
@@ -342,7 +343,7 @@ class EngineModel:
             self._loop.at(until_ns, lambda: None if self._closed else self._ask_device(share))
 
     def retry(self) -> None:
-        """The device may be had again."""
+        """Ask for the device again."""
         self._cut()
 
     def _begin(self) -> None:
@@ -397,7 +398,7 @@ class EngineModel:
                 self._run_span(self._span)
 
     def _settle(self) -> None:
-        """Take in the iterations of the span that are over; what is left of it goes on."""
+        """Count the finished iterations of the span. The rest of the span goes on."""
         span = self._span
         if span is None:
             return
@@ -451,14 +452,14 @@ class EngineModel:
         return chunks
 
     def _share_prompt(self, job: Job) -> None:
-        """Members of its group that are admitted from now on find what it has computed of their prompt."""
+        """Let later members of the job's group use what the job has computed of their prompt."""
         computed = job.context + job.position - job.start - job.prefill_left
         prompt = self._cache.share(job.shared, min(computed, job.shared_tokens - 1), job.prompt)
         if prompt is not None:
             job.prompt, job.behind = prompt, prompt.tokens
 
     def _join(self, job: Job) -> None:
-        """The iteration that ends a prefill samples the next token."""
+        """Start decoding: the iteration that ends a prefill samples the next token."""
         job.position += 1
         self.decoded_tokens += 1
         job.decoding = True
@@ -470,7 +471,7 @@ class EngineModel:
         heapq.heappush(self._finishes, (job.joined + job.length, self._sequence, job))
 
     def _next_finish(self) -> int:
-        """The clock at which the first of the decoding jobs ends; entries of those that left are dropped."""
+        """Return the clock at which the first decoding job ends. Drops entries of jobs that have left."""
         while True:
             at, _, job = self._finishes[0]
             if job.decoding and job.joined + job.length == at:
@@ -484,7 +485,7 @@ class EngineModel:
         return bool(self._prefilling or self._decoding)
 
     def _admit(self) -> None:
-        """As long as something of the next chunk of prefill is left."""
+        """Admit queued jobs until the next chunk of prefill is full."""
         if not self._waiting:
             return
         rates, cache = self._rates, self._cache
@@ -512,7 +513,7 @@ class EngineModel:
             self._prefilling.append(job)
 
     def _make_room(self) -> None:
-        """Every decoding sequence needs a token's room; the newest give theirs up until there is enough."""
+        """Free room for one token of every decoding sequence by preempting the newest sequences."""
         self._cache.shrink_to(self._rates.kv_tokens - self._used_tokens - len(self._decoding))
         while self._rates.kv_tokens - self._used_tokens < len(self._decoding) and self.executing > 1:
             newest = self._prefilling[-1] if self._prefilling else next(reversed(self._decoding.values()))
@@ -530,7 +531,7 @@ class EngineModel:
         return work
 
     def _preempt(self, job: Job) -> None:
-        """Puts the job back to the front of the queue; its KV is computed again."""
+        """Return the job to the front of the queue. Its KV is computed again."""
         self._leave(job)
         if job.prompt is not None:
             self._leave_prompt(job, job.prompt)
@@ -538,7 +539,7 @@ class EngineModel:
         self._waiting.appendleft(job)
 
     def _leave(self, job: Job) -> None:
-        """Out of the batch, with its memory."""
+        """Remove the job from the batch and free its memory."""
         if job.decoding:
             job.position = self._position(job)
             del self._decoding[job.turn]
@@ -549,7 +550,7 @@ class EngineModel:
         job.running = job.decoding = False
 
     def _leave_prompt(self, job: Job, prompt: Prompt) -> None:
-        """After its own tokens are kept, if they are: a prompt is forgotten later than what follows it."""
+        """Release the shared prompt after the job's own tokens, so that the cache forgets the prompt last."""
         self._used_tokens -= self._cache.leave(job.shared, prompt)
         job.prompt, job.behind = None, 0
 
@@ -626,7 +627,7 @@ class EngineModel:
         accounts_ns[account] = accounts_ns.get(account, 0) + left_ns
 
     def _resting_account(self) -> Account:
-        """Where the time between spans goes."""
+        """Return the account of the time between spans."""
         if self._applying:
             return Account.APPLYING
         if self.asleep:
@@ -635,7 +636,7 @@ class EngineModel:
 
 
 def _shares(work_s: float, decode_s: float, plain_s: float, again_s: float) -> tuple[Account, _Shares]:
-    """Divides a mixed iteration's time by the costs of its parts: an account, and the shares of the others."""
+    """Divide the time of a mixed iteration by the costs of its parts: one account, and the shares of the others."""
     costs = ((Account.DECODE, decode_s), (Account.PREFILL, plain_s), (Account.RECOMPUTE, again_s))
     *others, (account, _) = [(account, cost_s) for account, cost_s in costs if cost_s]
     return account, [(other, cost_s / work_s) for other, cost_s in others]

@@ -18,7 +18,7 @@ from functions.base import Call, CallOutcome, Meter
 
 @dataclass(slots=True)
 class Trajectory:
-    """How far one has come in its episode."""
+    """The progress of one trajectory in its episode."""
 
     id: TrajectoryId
     episode: Episode
@@ -49,9 +49,9 @@ class ModelledTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSettings:
-    """Limits of turns, and the reward function if there is one.
+    """Limits of turns, and the reward function, if any.
 
-    Environments `take_time` as the profile says, besides the latencies of their turns.
+    With `take_time` environments take the time that the profile gives, in addition to the latencies of their turns.
     """
 
     max_tokens_per_turn: int
@@ -62,7 +62,8 @@ class EnvironmentSettings:
 
 
 class Environments(OneIncarnation):
-    """The trajectories and rewards of a run (`elastic.runtime.ports`). `busy` hears until when one is at work."""
+    """The trajectories and rewards of a run (`elastic.runtime.ports`). `busy` is told until when an environment
+    works."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class Environments(OneIncarnation):
         self._free_ns: Nanoseconds = 0
 
     def job(self, command: c.StartTurn) -> Job | None:
-        """The job of a worker that gets this command now; None if the turn has ended."""
+        """Return the engine's job for a worker that gets this command now; None if the turn has ended."""
         turn = self._turns.get(command.turn)
         if turn is None:
             return None
@@ -156,7 +157,7 @@ class Environments(OneIncarnation):
             self._finished.pop(trajectory, None)
 
     def _work(self, work_ns: Nanoseconds, trajectory: TrajectoryId) -> None:
-        """The environment works, and the turn's own latency passes; then the next turn is asked for."""
+        """Let the environment work and the turn's own latency pass, and then request the next turn."""
         begin_ns = self._loop.now_ns
         if self._serial:
             begin_ns = max(begin_ns, self._free_ns)

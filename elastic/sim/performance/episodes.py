@@ -1,4 +1,4 @@
-"""What the environment and the policy do in a simulated run: how many turns, how long each, how long in between."""
+"""What environment and policy do in a simulated run: the number of turns, their lengths, and the time between them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from elastic.core.types import TrajectoryId
 
 
 class EpisodeTurn(msgspec.Struct, frozen=True):
-    """`observation_tokens` come to the context before it; `tokens` it generates; `latency_s` passes before it."""
+    """`latency_s` passes and `observation_tokens` are added to the context; then `tokens` are generated."""
 
     observation_tokens: int
     tokens: int
@@ -37,14 +37,13 @@ class Episodes(Protocol):
     def episode(self, trajectory: TrajectoryId) -> Episode: ...
 
     def notes(self) -> list[str]:
-        """Remarks on episodes that had to differ from their source."""
+        """Remarks on episodes that differ from their source."""
         ...
 
 
 class RecordedEpisodes:
-    """Episodes of a live run, within the limits of this one. A trajectory that the live run has not finished takes
-    another one's place.
-    """
+    """Episodes of a live run, within this run's limits. A trajectory that did not finish there is replaced by
+    another one's episode."""
 
     def __init__(self, recorded: Mapping[TrajectoryId, Episode], limits: EpisodeLimits) -> None:
         if not recorded:
@@ -80,12 +79,15 @@ def _cut_notes(cut: int, taken: int) -> list[str]:
 PROMPT_SHARE = 1 / 16
 MEDIAN_TURN_SHARE = 1 / 5
 SPREAD = 0.9
-"""Of the logarithm of a turn's length: a long tail, the 99th percentile at eight times the median."""
+"""Standard deviation of the logarithm of a turn's length: a long tail, with the 99th percentile at eight times the
+median."""
 
 
 class DrawnEpisodes:
-    """A long-tailed mixture within the run's limits, for configurations about whose turns nothing is known; or, with
-    `sessions`, their turns. Members of a group begin with the same prompt, that of one of the sessions."""
+    """Episodes from a long-tailed mixture within the run's limits, for configurations without known turns.
+
+    With `sessions`, turns are drawn from those. Members of a group begin with the same prompt, that of one session.
+    """
 
     def __init__(self, seed: int, limits: EpisodeLimits, sessions: Sequence[Episode] = ()) -> None:
         self._seed = seed
@@ -130,7 +132,7 @@ class DrawnEpisodes:
 
 
 def _clipped(turns: Sequence[EpisodeTurn], limits: EpisodeLimits) -> tuple[EpisodeTurn, ...]:
-    """As many of the turns as fit, each within the limits, as a rollout loop would have it. At least one."""
+    """Return the turns that fit, each within the limits, as a rollout loop cuts them. Returns at least one turn."""
     kept: list[EpisodeTurn] = []
     context = 0
     for turn in turns[: limits.max_turns]:

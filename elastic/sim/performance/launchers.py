@@ -1,4 +1,4 @@
-"""Providers on virtual time: the markets of the live ones, and modelled workers that boot on what these lease."""
+"""Providers on virtual time: the markets of live providers, and modelled workers that boot on their leases."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ from traces.spot import read_spot_trace
 
 QUEUE_KEYS = {ReservedMarket: "reserved_queue_s", ServerlessMarket: "serverless_queue_s", SpotMarket: "spot_queue_s"}
 BOOT_KEYS = {TrainerMarket: "trainer_boot_s", ServingMarket: "serving_boot_s"}
-"""What a profile calls the times from a request to its grant, and from a worker's start to its first words."""
+"""The profile's keys of two times: from a request to its grant, and from a worker's start to its first message."""
 
 
 class LaunchWorld(Protocol):
@@ -49,9 +49,9 @@ class LaunchWorld(Protocol):
 
 @dataclass(slots=True)
 class ModelledLease:
-    """A lease as its provider knows it; `noticed` is the ending that notice was given of.
+    """A lease as its provider knows it. `noticed` is the ending of which notice was given.
 
-    `workers` are those whose processes have not ended.
+    `workers` are the workers whose processes live.
     """
 
     id: LeaseId
@@ -63,7 +63,7 @@ class ModelledLease:
 
 @dataclass(slots=True)
 class BilledSpan:
-    """What a provider would put on its bill: so many devices of a lease from their grant to their end, None before."""
+    """An entry of a provider's bill: the devices of a lease from grant to end. None before the grant."""
 
     lease: LeaseId
     workers: int
@@ -72,7 +72,7 @@ class BilledSpan:
 
 
 class Launcher:
-    """Drives a market, and has workers boot on what it leases, as fast as their device's profile says."""
+    """Drives a market, and boots workers on its leases as fast as their device's profile says."""
 
     def __init__(self, market: Market[Any], device: Device, world: LaunchWorld) -> None:
         self.market = market
@@ -85,20 +85,20 @@ class Launcher:
         self._held: dict[LeaseId, ModelledLease] = {}
 
     def share(self, place: str) -> LentShareModel | None:
-        """Of a borrowed device."""
+        """Return the share of a borrowed device."""
         return None
 
     @property
     def resident_version(self) -> int | None:
-        """The weights that its workers begin with; None where they begin without."""
+        """Return the weights with which its workers begin; None if they begin without weights."""
         return None
 
     def queue_s(self) -> float:
-        """From the request to the grant."""
+        """Return the time from a request to its grant."""
         return float(getattr(self.device.profile, self.queue_key)) if self.queue_key else 0.0
 
     def boot_s(self) -> float:
-        """From the worker's process to its first words."""
+        """Return the time from the start of a worker's process to its first message."""
         return float(getattr(self.device.profile, self.boot_key))
 
     # What the core asks for
@@ -125,7 +125,7 @@ class Launcher:
             self._world.loop.after(0, lambda: self.end(lease, LeaseEnding(EndCause.RELEASED)))
 
     def worker_left(self, lease: LeaseId, worker: WorkerId) -> None:
-        """One of the lease's processes has ended by itself; with the last one the lease does."""
+        """Note that a process of the lease has ended by itself. The lease ends with its last process."""
         held = self._held.get(lease)
         if held is not None and worker in held.workers:
             held.workers.remove(worker)
@@ -192,7 +192,7 @@ class Launcher:
 
 
 class ServingCluster(Launcher):
-    """Hosts with a modelled load, which they serve first."""
+    """Hosts with a modelled load. A host serves its load before it lends itself."""
 
     def __init__(self, name: str, settings: ServingSettings, device: Device, world: LaunchWorld) -> None:
         load, trace = settings.load, read_serving_trace(traces.find(settings.load.trace))
@@ -223,7 +223,7 @@ class ServingCluster(Launcher):
 
 
 def launcher_of(name: str, settings: ProviderSettings, device: Device, world: LaunchWorld) -> Launcher:
-    """The model that stands for a provider of these settings. Raises `ValueError` where there is none."""
+    """Return the model of a provider with these settings. Raises `ValueError` if there is none."""
     markets: dict[type[ProviderSettings], type[Market[Any]]] = {
         SpotSettings: SpotMarket,
         ServerlessSettings: ServerlessMarket,
@@ -240,7 +240,7 @@ def launcher_of(name: str, settings: ProviderSettings, device: Device, world: La
 
 
 def doubts(name: str, settings: ProviderSettings) -> list[str]:
-    """Why nothing, or less than one might think, would come of a provider with these settings."""
+    """Return why a provider with these settings would give nothing, or less than expected."""
     if settings.max_workers == 0:
         return [f"providers.{name}.max_workers is 0: no worker comes from it"]
     if isinstance(settings, ServingSettings) and settings.hosts == 0:

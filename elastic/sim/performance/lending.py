@@ -9,7 +9,8 @@ from providers.serving_messages import DeviceSettings, LendingSettings
 from traces.serving import ServingRequest
 
 WATCH_S = 0.05
-"""How often a lent host is looked at; live workers look more often, which is not worth the events here."""
+"""Interval at which a lent host's load is checked. Live workers check more often, which would cost too many events
+here."""
 
 
 class LentHostModel:
@@ -61,14 +62,14 @@ class LentShareModel:
         return self._host.updated().pressed or self._ended
 
     def acquire(self) -> Nanoseconds | None:
-        """When to ask again, now if the device may be used; None when rollouts must leave."""
+        """Return when to ask again (now: the device may be used); None if rollouts must leave."""
         wait_s = self._claim.wait_s(self._host.now_s())
         if wait_s is None:
             return None
         return self._loop.now_ns + (max(1, round(wait_s * NS_PER_S)) if wait_s else 0)
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever credit or pressure have."""
+        """Call `changed` whenever credit or pressure has changed."""
         if self._ended:
             return
         seen = (self.hold_back(), self.capacity_turns(1 << 10))

@@ -1,7 +1,7 @@
-"""Many jobs on one pool on virtual time, token by token: the real `Cluster`, and for each job a real `Run`.
+"""Many jobs on one pool on virtual time, token by token: the real `Cluster`, and a real `Run` for each job.
 
-A job reaches the pool as live ones do: rollout slices are leases of a provider, and the trainer computes by permit.
-Modelled are devices, links and how long it takes to resume and to park; nothing dies.
+A job uses the pool as a live job does: rollout slices are leases of a provider, and the trainer computes by permit.
+Devices, links, and the times to resume and to park are modelled; no process dies.
 """
 
 from collections import deque
@@ -28,12 +28,12 @@ from providers.markets import CapacityUnavailable, LeaseEnding, Market, TakenBac
 
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 TAIL_NOTICE_NS = 30 * NS_PER_S
-"""For the turns of a tail to move off a node."""
+"""The notice for the turns of a tail to leave a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchTimes:
-    """What resuming and parking take on a node, in nanoseconds."""
+    """The times to resume and to park on a node, in nanoseconds."""
 
     rollout_resume_ns: Nanoseconds = 0
     rollout_park_ns: Nanoseconds = 0
@@ -50,14 +50,14 @@ class SwitchTimes:
 
 
 class JobProcess(Protocol):
-    """A job's run, as the pool that it is on sees it."""
+    """A job's run, as its pool sees it."""
 
     def begin(self) -> None: ...
 
 
 @dataclass(slots=True)
 class _Slice:
-    """A permit that a job holds, from its grant until its devices are free."""
+    """A permit of a job, from its grant until its devices are free."""
 
     permit: int
     nodes: list[NodeId]
@@ -69,7 +69,7 @@ class _Slice:
 
 @dataclass(slots=True)
 class PhaseSeen:
-    """A slice as it was: from its grant until its devices were free again."""
+    """A finished slice, from its grant until its devices were free."""
 
     job: JobId
     phase: PhaseKind
@@ -77,11 +77,11 @@ class PhaseSeen:
     began_ns: Nanoseconds
     ended_ns: Nanoseconds = 0
     finished: bool = False
-    """It need not go on in a further slice."""
+    """Whether the phase was complete, so that it needed no further slice."""
 
 
 class PoolMember:
-    """One job's end of the pool: `elastic.runtime.ports.Pool` for its trainer, and the slices of its rollouts.
+    """A job's connection to the pool: `elastic.runtime.ports.Pool` for its trainer, and the slices of its rollouts.
 
     A job asks for one phase at a time, training first.
     """
@@ -126,7 +126,8 @@ class PoolMember:
 
     @property
     def rollout_nodes(self) -> Sequence[NodeId]:
-        """Those of the slice that goes on; none until its state is on the devices, and once it is to end."""
+        """Return the nodes of the current slice; none before its state is on the devices, and none once it is to
+        end."""
         held = self._held.get(_ROLLOUT)
         return held.nodes if held is not None and held.resumed and not held.recalled and not held.over else ()
 
@@ -135,7 +136,7 @@ class PoolMember:
         self._ask()
 
     def leave_rollout(self, *, finished: bool) -> None:
-        """No worker is left on the slice's nodes."""
+        """End the slice. No worker may be left on its nodes."""
         held = self._held.get(_ROLLOUT)
         if held is not None and not held.over:
             held.over = True
@@ -191,7 +192,7 @@ class PoolMember:
             self.slices.keep_only(move.nodes)
 
     def killed(self, phase: PhaseKind, cause: str) -> None:
-        """Its residents were killed for not giving way: what they computed is lost."""
+        """Note that the phase's residents were killed because they did not give way. Their unfinished work is lost."""
         held = self._held.pop(phase, None)
         if held is None:
             return
@@ -219,7 +220,7 @@ class PoolMember:
 
 
 class SharedTrainerMarket(TrainerMarket):
-    """The trainer's device of a job on a pool: it computes there by permit."""
+    """The trainer's device of a job on a pool. The trainer computes there by permit."""
 
     def __init__(self, name: str, settings: ProviderSettings, within_s: float) -> None:
         super().__init__(name, settings)
@@ -232,7 +233,7 @@ class SharedTrainerMarket(TrainerMarket):
 
 
 class SliceMarket(Market[ProviderSettings]):
-    """A job's rollout nodes, each one lease with `per_node` workers while the job has its turn."""
+    """A job's rollout nodes. During the job's turn each node is one lease with `per_node` workers."""
 
     role = WorkerRole.ELASTIC
 
@@ -247,7 +248,7 @@ class SliceMarket(Market[ProviderSettings]):
 
 
 class SliceLauncher(Launcher):
-    """Rollout slices as leases: asked for, granted when the turn has come, ended by notice or given back.
+    """Rollout slices as leases: requested, granted when the turn begins, and ended by notice or by release.
 
     Residents are warm, and follow the job's versions while they are parked.
     """
@@ -269,7 +270,7 @@ class SliceLauncher(Launcher):
         return 0.0
 
     def follow(self, version: int, relay: RelayModel) -> None:
-        """A version is published: parked residents pull it, the first of them over the slow link."""
+        """Let parked residents pull a published version. The first resident pulls it over the slow link."""
         _, pulled_ns = relay.pull(self._version, version, self.device.profile)
 
         def pulled() -> None:
@@ -290,7 +291,7 @@ class SliceLauncher(Launcher):
         self._world.loop.after(0, self.open)
 
     def open(self) -> None:
-        """Who waits gets the nodes of the slice that has begun, or waits for one."""
+        """Grant waiting requests the nodes of the current slice, or ask for a slice."""
         for node in self._member.rollout_nodes:
             if node not in self._on and self._waiting and (self._kept is None or node in self._kept):
                 held = self._waiting.pop(0)
@@ -324,7 +325,7 @@ class SliceLauncher(Launcher):
             self._give_notice(TakenBack(held.id, until_ns, LeaseEnding(EndCause.EXPIRED, "its turn is over")))
 
     def keep_only(self, nodes: Sequence[NodeId]) -> None:
-        """The tail moves to these nodes."""
+        """Move the tail to these nodes."""
         self._kept = nodes
         leaving = [held for node, held in self._on.items() if node not in nodes]
         until_ns = self._world.loop.now_ns + TAIL_NOTICE_NS
@@ -332,7 +333,7 @@ class SliceLauncher(Launcher):
             self._give_notice(TakenBack(held.id, until_ns, LeaseEnding(EndCause.EXPIRED, "the tail moves together")))
 
     def lose(self, cause: str) -> None:
-        """The residents were killed."""
+        """End all leases, because the residents were killed."""
         for held in list(self._on.values()):
             super().end(held.id, LeaseEnding(EndCause.LOST, cause))
         self._on.clear()
@@ -345,7 +346,7 @@ class SliceLauncher(Launcher):
 
 
 class ModelledCluster:
-    """The pool of a world of jobs. `job` makes the run of a job that is started, once."""
+    """The pool of a world of jobs. `job` makes the run of a started job; it is called once."""
 
     def __init__(self, loop: EventLoop, spec: PoolSpec, policies: ClusterPolicies, limits: WaitLimits) -> None:
         self.loop = loop
@@ -363,11 +364,11 @@ class ModelledCluster:
         self.tell(e.JobSubmitted(request=request))
 
     def finished(self, job: JobId) -> None:
-        """The job's run has come to its end."""
+        """Note that the job's run has ended."""
         self.tell(e.JobFinished(job=job))
 
     def tell(self, event: e.ClusterEvent) -> None:
-        """Hands the event to the cluster and carries out its commands, one event after the other."""
+        """Give the event to the cluster and carry out its commands. Events are handled one after the other."""
         self._events.append(event)
         if self._telling:
             return

@@ -1,7 +1,8 @@
-"""The prefix cache of a modelled engine: which trajectory's KV is still there, and how many tokens of it.
+"""The prefix cache of a modelled engine: how many tokens of which trajectory's KV it still holds.
 
-Kept by trajectory rather than by block: what a trajectory has computed is one prefix, and the prompt that a
-group's members share is another, which theirs follow. The least recently used is forgotten first, from its end.
+The cache is kept by trajectory instead of by block. The tokens that a trajectory has computed are one prefix; the
+prompt that a group's members share is another one, and the members' prefixes follow it. The cache forgets the least
+recently used prefix first, from its end.
 """
 
 from collections import OrderedDict
@@ -10,9 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """A prompt that a group's members share, in memory once; `users` of them run on it.
+    """A prompt that a group's members share. It is in memory once; `users` members run on it.
 
-    It grows while its first user computes it, until a second user comes or the first ends.
+    The prompt grows while its first user computes it, until a second user comes or the first ends.
     """
 
     tokens: int
@@ -21,8 +22,7 @@ class Prompt:
 
 
 class PrefixCache:
-    """The cache holds tokens that no running turn uses; running turns own theirs. Sizes are in tokens, in whole
-    blocks."""
+    """A cache of tokens that no running turn uses; running turns own their tokens. Sizes are tokens in whole blocks."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -35,14 +35,14 @@ class PrefixCache:
         return tokens - tokens % self._block_tokens
 
     def in_use(self, group: str) -> int:
-        """Tokens of the group's prompt that somebody runs on, so that they take no more memory."""
+        """Return the tokens of the group's prompt that a running turn uses; they need no further memory."""
         prompt = self._prompts.get(group)
         return prompt.tokens if prompt is not None and prompt.users else 0
 
     def take(self, trajectory: str, group: str, tokens: int) -> tuple[int, Prompt | None]:
-        """How many of a context's `tokens` are cached, and the group's prompt if the context begins with it.
+        """Return how many of a context's `tokens` are cached, and the group's prompt if the context begins with it.
 
-        The found tokens leave the cache for the turn's use. A context's last token is always computed.
+        The tokens leave the cache and belong to the turn. A context's last token is always computed.
         """
         most = self.whole_blocks(tokens - 1)
         own, behind = self._kept.pop(trajectory, (0, 0))
@@ -59,9 +59,9 @@ class PrefixCache:
         return min(prompt.tokens + found, most), prompt
 
     def share(self, group: str, tokens: int, prompt: Prompt | None) -> Prompt | None:
-        """So many of the group's tokens are computed, by a user of `prompt` if there is one: what is shared by now.
+        """Share the group's first `tokens` tokens, computed by a user of `prompt` if given; returns the shared prompt.
 
-        None where the group has a prompt already that this user does not run on.
+        Returns None if the group already has a prompt on which this user does not run.
         """
         tokens = self.whole_blocks(tokens)
         if prompt is not None:
@@ -72,7 +72,7 @@ class PrefixCache:
         return prompt
 
     def leave(self, group: str, prompt: Prompt) -> int:
-        """A user of the prompt has ended; returns the tokens that nothing uses any more."""
+        """Remove a user from the prompt; returns the tokens that no turn uses any more."""
         prompt.users -= 1
         prompt.grows = False
         if prompt.users:
@@ -83,14 +83,14 @@ class PrefixCache:
         return prompt.tokens
 
     def keep(self, trajectory: str, tokens: int, behind: int = 0) -> None:
-        """A context of `tokens`, the first `behind` of which are its group's prompt."""
+        """Cache a context of `tokens` tokens. The first `behind` of them are its group's prompt."""
         own = max(0, self.whole_blocks(tokens) - behind)
         self.tokens += own - self._kept.pop(trajectory, (0, 0))[0]
         if own:
             self._kept[trajectory] = (own, behind)
 
     def shrink_to(self, tokens: int) -> None:
-        """Forget until at most `tokens` are kept; of a prompt all or nothing."""
+        """Forget prefixes until at most `tokens` tokens are kept. A prompt is forgotten whole."""
         while self.tokens > max(0, tokens):
             key, (kept, behind) = next(iter(self._kept.items()))
             whole = self._prompts.pop(key, None) is not None

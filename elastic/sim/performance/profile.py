@@ -1,8 +1,8 @@
-"""What a device is taken to be capable of: numbers with their sources, read from files, and what follows from them.
+"""The assumed speed of a device: numbers with their sources, read from files, and figures computed from them.
 
-A profile is a file of its own (`local`, or one that `elastic profile` has written), or `DEVICE/MODEL`, such as
-`H100/Qwen3-8B` or `H20/Qwen3-32B:tp2`, computed from the sheets of both. Every number says where it is from, or
-that it is an estimate and within which bounds.
+A profile is a file (`local`, or one that `elastic profile` has written) or `DEVICE/MODEL`, such as `H100/Qwen3-8B` or
+`H20/Qwen3-32B:tp2`, computed from the data sheets of both. Every number names its source, or says that it is an
+estimate and gives its bounds.
 """
 
 import math
@@ -23,7 +23,7 @@ HARDWARE, MODELS, EFFICIENCY = "hardware.toml", "models.toml", "efficiency.toml"
 BATCHES = (1, 8, 16, 32, 64, 128, 256)
 BYTES_PER_WEIGHT = 2
 FLOPS_PER_WEIGHT = 2
-"""Of a forward pass, for each token (Kaplan et al. 2020); training takes three times as many."""
+"""Operations of a forward pass per weight and token (Kaplan et al. 2020). Training takes three times as many."""
 
 
 class ProfileError(ValueError):
@@ -31,7 +31,7 @@ class ProfileError(ValueError):
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A value with where it is from: a `source`, or an `estimate` (its reason) that lies between `low` and `high`."""
+    """A value with its `source`, or an `estimate` (with its reason) between `low` and `high`."""
 
     value: float
     source: str = ""
@@ -41,10 +41,11 @@ class Number(msgspec.Struct, frozen=True):
 
 
 class EngineRates(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """An engine on its device. `decode_step_s` maps batch sizes to the time of one iteration, linear in between.
+    """The speed of an engine on its device. `decode_step_s` maps batch sizes to the time of an iteration, linear in
+    between.
 
-    `context_s` is what each token of context in the batch adds to an iteration, `overhead_s` what every one costs.
-    `tflops` and `memory_gb_per_s` are what its workers declare.
+    Each token of context in the batch adds `context_s` to an iteration; every iteration costs `overhead_s` besides.
+    Workers declare `tflops` and `memory_gb_per_s`.
     """
 
     prefill_tokens_per_s: float
@@ -65,7 +66,7 @@ class EngineRates(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {}
 
     def decode_s(self, batch: int) -> float:
-        """One iteration's time at a batch size, without its context."""
+        """Return the time of one iteration at a batch size, without the context's part."""
         known_s = self._known_decode_s.get(batch)
         if known_s is None:
             known_s = self._known_decode_s[batch] = decode_step_s(batch, self.decode_step_s)
@@ -114,7 +115,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComputedProfile(Profile, frozen=True, kw_only=True):
-    """Of a worker with so many `gpus` of one kind, which can do `tflops` and `memory_gb_per_s` in all."""
+    """The profile of a worker with `gpus` devices of one kind, with `tflops` and `memory_gb_per_s` in all."""
 
     model: str
     gpus: int
@@ -132,19 +133,19 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 _TABLE_KEYS = ("decode_step_s",)
 _KEYS = tuple(field for field in Profile.__struct_fields__ if field not in ("name", *_TABLE_KEYS))
 _RATES = ("prefill_tokens_per_s", "kv_tokens", "link_bytes_per_s", "relay_bytes_per_s", "train_tokens_per_s")
-"""Time is divided by these."""
+"""Numbers by which an amount of work is divided to get a time."""
 _COMPUTED = re.compile(r"(?P<device>\w[\w.-]*)/(?P<model>\w[\w.-]*)(:(?P<parallel>.*))?")
 
 
 def profile_names() -> list[str]:
-    """The profiles that come with the package; devices and models can be combined at will."""
+    """Return the profiles that come with the package. Any device can be combined with any model."""
     devices, models = _read(DATA / HARDWARE), _read(DATA / MODELS)
     files = sorted(p.stem for p in DATA.glob("profile-*.toml"))
     return [name.removeprefix("profile-") for name in files] + [f"{d}/{m}" for d in devices for m in models]
 
 
 def load_profile(name: str, gpus: int = 1) -> Profile:
-    """By name, or by a path to a file. `DEVICE/MODEL` is of so many `gpus` a worker, unless it says `:tpN` itself.
+    """Load a profile by name or path. `DEVICE/MODEL` has `gpus` devices per worker, unless the name ends in `:tpN`.
 
     Raises `ProfileError`.
     """
@@ -178,7 +179,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def with_numbers(profile: Profile, numbers: Mapping[str, float]) -> Profile:
-    """The profile with these numbers in the place of its own. Raises `ProfileError`."""
+    """Return the profile with these numbers replaced. Raises `ProfileError`."""
     for key, value in numbers.items():
         if key not in _KEYS:
             raise ProfileError(f"{key}: unknown key; allowed: {', '.join(_KEYS)}")
@@ -189,7 +190,7 @@ def with_numbers(profile: Profile, numbers: Mapping[str, float]) -> Profile:
 
 
 def write_profile(path: Path, numbers: Mapping[str, Number], decode_step_s: Mapping[int, Number]) -> None:
-    """As `read_profile` reads it."""
+    """Write a profile that `read_profile` can read."""
     lines = [f"{key} = {_inline(number)}" for key, number in numbers.items()]
     lines += ["", "[decode_step_s]", *(f"{batch} = {_inline(n)}" for batch, n in decode_step_s.items())]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -255,8 +256,8 @@ def _steps(path: Path, raw: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _computed(name: str, device_name: str, model_name: str, gpus: int) -> ComputedProfile:
-    """A roofline: prefill and training by arithmetic, decode by what must be read from memory, each at the share of
-    the device's peak that `efficiency.toml` estimates."""
+    """Compute a roofline: prefill and training by arithmetic, decode by the memory that must be read, each at the
+    share of the device's peak that `efficiency.toml` estimates."""
     device = _sheet(DATA / HARDWARE, device_name, "device")
     model = _sheet(DATA / MODELS, model_name, "model")
     share = {key: _number(DATA / EFFICIENCY, _read(DATA / EFFICIENCY), key).value for key in _read(DATA / EFFICIENCY)}

@@ -1,4 +1,4 @@
-"""Where workers pull weights from: each has a link of its own, and what leaves the relays has a limit."""
+"""The relay of weights: each worker has a link of its own, and the relay's total bandwidth is limited."""
 
 from elastic.core.types import NS_PER_S, Nanoseconds
 from elastic.sim.loop import EventLoop
@@ -12,7 +12,8 @@ class RelayModel:
         self._free_ns: Nanoseconds = 0
 
     def pull(self, have: int | None, wanted: int, puller: Profile) -> tuple[int, Nanoseconds]:
-        """What a pull moves, and when it is there: a keyframe to one without weights, else a delta a version."""
+        """Return the bytes of a pull and when it arrives: a keyframe for a worker without weights, else one delta a
+        version."""
         profile = self._profile
         first = have is None or have > wanted
         whole = profile.keyframe_bytes

@@ -1,7 +1,7 @@
-"""One run on virtual time: the real core, with everything around it modelled.
+"""One run on virtual time: the real core, with models of everything around it.
 
-Commands are carried out by models of workers, providers, environments and the trainer; what comes of them returns
-as events when its time has passed. Nothing here decides anything that the core decides live.
+Models of workers, providers, environments and the trainer carry out the core's commands; the results return as events
+when their time has passed. Nothing here decides anything that the core decides in a live run.
 """
 
 import contextlib
@@ -37,19 +37,19 @@ from providers.base import ProviderSettings
 from providers.markets import TrainerMarket
 
 PATIENCE = 4
-"""Times the longest that the core waits for anything: if nothing has come of the run by then, nothing will."""
+"""Multiple of the core's longest wait after which a run without progress is given up."""
 WAITS_NAMED = 8
 COLLECTED_AFTER = 100_000
-"""Objects made before the collector looks for cycles among them: there are next to none, so looking is a waste."""
+"""Objects made between two searches for garbage. A simulated run makes next to no cycles, so searches are a waste."""
 
 
 class SimulationError(Exception):
-    """The simulated run cannot come to its end; the message says what it waits for."""
+    """The simulated run cannot end. The message says what it waits for."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What a live run takes from its configuration outside of the core; times in nanoseconds."""
+    """Settings that a live run takes from its configuration, outside of the core; times in nanoseconds."""
 
     heartbeat_ns: Nanoseconds
     flush_ns: Nanoseconds
@@ -59,13 +59,16 @@ class RunSettings:
 
 
 POOL = "pool"
-"""What the provider of a job's rollout slices is called."""
+"""The name of the provider of a job's rollout slices."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPool:
-    """What a run that is a job on a pool shares with others. `settings` are of its slices, `per_node` workers on each
-    node; a turn comes within `within_s`. `ended` is told once the run is over."""
+    """The pool of a run that is a job.
+
+    `settings` describe its slices, with `per_node` workers on each node; a turn comes within `within_s`. The run calls
+    `ended` when it is over.
+    """
 
     loop: EventLoop
     member: PoolMember
@@ -76,11 +79,11 @@ class SharedPool:
 
 
 class SimulatedRun(OneIncarnation):
-    """A simulated run; `live` carries it to its end. `providers` maps names to live settings, `trainer` has its
-    device's.
+    """A simulated run; `live` carries it to its end. `providers` maps names to live settings, `trainer` has the
+    settings of the trainer's device.
 
-    `devices` describes each provider's workers. The profile of the trainer's device is also that of everything that a
-    run has once, such as environments and the relay.
+    `devices` describes each provider's workers. The profile of the trainer's device also covers what a run has once,
+    such as environments and the relay.
     """
 
     def __init__(
@@ -165,7 +168,7 @@ class SimulatedRun(OneIncarnation):
         sample: Callable[[], None] = lambda: None,
         sample_ns: Nanoseconds = NS_PER_S // 2,
     ) -> str:
-        """Run to the end, `told` these events first; returns the cause of failure, empty if there is none.
+        """Run to the end, after feeding the core the events `told`; returns the cause of failure, or an empty string.
 
         Raises `SimulationError`.
         """
@@ -183,7 +186,7 @@ class SimulatedRun(OneIncarnation):
         sample: Callable[[], None] = lambda: None,
         sample_ns: Nanoseconds = NS_PER_S // 2,
     ) -> None:
-        """Set everything going; the loop, which others may share, does the rest."""
+        """Start the run on its loop, which other runs may share."""
         for event in told:
             self.feed(event)
         self._bill_functions()
@@ -197,7 +200,7 @@ class SimulatedRun(OneIncarnation):
 
     @property
     def failed(self) -> str:
-        """The cause of failure, once it is over; empty if there is none."""
+        """The cause of failure after the run's end; empty if it succeeded."""
         return self._run.failed
 
     def _give_up(self, found: str) -> None:
@@ -207,7 +210,7 @@ class SimulatedRun(OneIncarnation):
         raise SimulationError(f"{found}; the run waits for: {', '.join(named) or 'nothing'}{more}")
 
     def _check_progress(self) -> None:
-        """A run that only repeats itself would go on like that for ever."""
+        """Give up a run that repeats itself without progress."""
         if self.loop.now_ns - self._busy_until_ns > self._patience_ns:
             since_s = self._busy_until_ns / NS_PER_S
             self._give_up(f"nothing has come of the run since {since_s:.1f} s: no token, and nothing trained")
@@ -230,11 +233,11 @@ class SimulatedRun(OneIncarnation):
             )
 
     def stop(self, reason: str) -> None:
-        """From within `sample`: give everything back and end."""
+        """Give everything back and end. For calls from within `sample`."""
         self._run.stop(reason)
 
     def _sample_every(self, sample: Callable[[], None], interval_ns: Nanoseconds, taken: int) -> None:
-        """Half as often after each thousand, so that long runs do not drown in samples."""
+        """Sample at an interval that doubles after each thousand samples, so that long runs keep few."""
 
         def take() -> None:
             if self._over:
@@ -247,7 +250,7 @@ class SimulatedRun(OneIncarnation):
 
     @property
     def events(self) -> int:
-        """How many the core has been told."""
+        """The number of events fed to the core."""
         return self.scribe.events
 
     # What the run sees: its workers, its leases, its owner

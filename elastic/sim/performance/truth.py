@@ -1,6 +1,6 @@
-"""What the core did without need, by the world's own knowledge and not by the core's opinion.
+"""Unnecessary acts of the core, judged by the world's knowledge instead of the core's.
 
-Modelled engines never hang: a worker whose process lives is healthy, and a turn that its engine holds would go on.
+Modelled engines never hang: a worker with a living process is healthy, and its engine would finish its turns.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,11 @@ from elastic.sim.performance.worker import WorkerModel
 
 @dataclass(slots=True)
 class Acts:
-    """What the core has done to workers and turns so far.
+    """Counts of unnecessary acts on workers and turns.
 
-    - `needless_fences`: workers that were fenced while their process lived, or was booting.
-    - `needless_moves`: turns that were taken from a worker while its engine held them. There is need where the worker
-      drains, since its lease ends, and where a turn is balanced to one in whose engine fewer wait, or which decodes
-      faster.
+    - `needless_fences`: fences of workers whose process lived or booted.
+    - `needless_moves`: turns taken from a worker while its engine held them. A move is necessary if the worker drains,
+      since its lease ends, or if balancing moves the turn to a worker with fewer waiting turns or with faster decoding.
     - `resent_turns`: dispatches of turns beyond the first of each.
     """
 
@@ -29,7 +28,7 @@ class Acts:
     resent_turns: int = 0
 
     def note(self, order: WorkerOrder, workers: Mapping[WorkerId, WorkerModel], scheduler: Scheduler) -> None:
-        """The core has just given this order, which its worker has not heard yet."""
+        """Judge an order that the core has just given and that its worker has not received."""
         if type(order) is c.StartTurn:
             self.resent_turns += order.attempt > 1
         elif type(order) is c.AbortTurn:
@@ -49,6 +48,6 @@ class Acts:
     def _meant_to_stay(
         self, name: WorkerId, workers: Mapping[WorkerId, WorkerModel], scheduler: Scheduler
     ) -> WorkerModel | None:
-        """The worker, if its process lives and it does not drain."""
+        """Return the worker if its process lives and it does not drain; else None."""
         record, worker = scheduler.fleet.workers.get(name), workers.get(name)
         return None if record is not None and record.state is WorkerState.DRAINING else worker

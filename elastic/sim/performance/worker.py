@@ -1,4 +1,4 @@
-"""A worker as the core meets it: it boots, joins, beats, pulls weights, obeys, and says goodbye or dies."""
+"""A worker as the core meets it: it boots, joins, sends heartbeats, pulls weights, obeys, and says goodbye or dies."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,13 +28,12 @@ from elastic.sim.performance.relay import RelayModel
 from elastic.wire import WeightsReport
 
 NO_VERSION = -1
-"""As live, of a chunk without tokens."""
+"""The version of a chunk without tokens, as in live runs."""
 
 
 class WorkerWorld(Protocol):
-    """The part of the world that a worker uses. `feed` takes arriving messages; `send` delivers one after its way's
-    delay.
-    """
+    """The part of the world that a worker uses. Arriving messages go to `feed`; `send` delivers one after the link's
+    delay."""
 
     loop: EventLoop
     relay: RelayModel
@@ -44,7 +43,7 @@ class WorkerWorld(Protocol):
     weight_mode: WeightMode
 
     def tell(self, event: e.Event, payload: Any = None) -> None:
-        """The event reaches the run after a message's way."""
+        """Delivers the event to the run after the link's delay."""
         ...
 
     def next_epoch(self, worker: WorkerId) -> int | None: ...
@@ -52,12 +51,13 @@ class WorkerWorld(Protocol):
     def job(self, command: c.StartTurn) -> Job | None: ...
 
     def worker_left(self, worker: WorkerId) -> None:
-        """Its process has ended by itself."""
+        """Notes that the worker's process has ended by itself."""
         ...
 
 
 class WorkerModel:
-    """`share` is that of a borrowed device. `version` is what it brings along, the trainer's own."""
+    """`share` is the share of a borrowed device. `version` is the version of weights that the trainer's worker
+    begins with."""
 
     def __init__(
         self,
@@ -120,10 +120,10 @@ class WorkerModel:
         return self.engine is not None and self.engine.holds(turn, attempt)
 
     def decline(self, duration_ns: Nanoseconds) -> None:
-        """The host takes its device back for `duration_ns`.
+        """Give the device to its owner for `duration_ns`.
 
-        Until then the worker returns every turn, running or arriving, though it has announced credit. A co-serving
-        executor does so until its credit has followed.
+        Until then the worker returns every turn, running or arriving, even if it has announced credit. A co-serving
+        executor does the same until its credit has followed.
         """
 
         def end() -> None:
@@ -137,7 +137,7 @@ class WorkerModel:
     # Its life
 
     def join(self, version: int | None = None) -> None:
-        """The process is up: it dials, and is ready to be told."""
+        """Start the process: the worker dials and accepts orders."""
         world = self._world
         epoch = world.next_epoch(self.id) if self.alive else None
         if epoch is None:
@@ -165,7 +165,7 @@ class WorkerModel:
             self.share.watch(self._share_changed)
 
     def die(self) -> None:
-        """The worker is killed. Messages that it has sent still arrive; unsent tokens are lost."""
+        """Kill the worker. Messages that it has sent still arrive; unsent tokens are lost."""
         if not self.alive:
             return
         self.alive = False
@@ -235,7 +235,7 @@ class WorkerModel:
         return LoadPhase.WAITING if self._running.executing else LoadPhase.APPLYING
 
     def _accounts_ns(self) -> dict[Account, int]:
-        """The engine's, with booting before them and training taken out of its sleep."""
+        """Return the engine's accounts, with the boot time before them and training taken out of sleep."""
         total = dict(self._running.accounts_ns)
         total[Account.BOOTING] = self._booting_ns
         trained_ns = self._trained_ns
@@ -247,7 +247,7 @@ class WorkerModel:
         return total
 
     def _share_changed(self) -> None:
-        """Follows a change of the share that the device's owner lends."""
+        """Follow a change of the share that the device's owner lends."""
         if not self.alive or self.share is None:
             return
         if self.share.hold_back():
@@ -330,7 +330,7 @@ class WorkerModel:
     # The trainer's
 
     def train(self, duration_ns: Nanoseconds, then: Callable[[], None]) -> None:
-        """The device trains while the engine sleeps, one order after the other."""
+        """Train on the device while the engine sleeps. Orders are carried out one after the other."""
         loop = self._world.loop
         begin_ns = max(loop.now_ns + self._world.message_ns, self._operations_free_ns)
         self._operations_free_ns = begin_ns + duration_ns
