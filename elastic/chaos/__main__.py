@@ -1,4 +1,4 @@
-"""Replays the world of a seed, and finds how few of its faults make it fail.
+"""Replays the world of a seed, and finds a small set of its faults that still makes it fail.
 
 python -m elastic.chaos SEED [--only cut,lie] [--faults 0,3,7] [--shrink [--shrink-within 60]] [--log]
 """

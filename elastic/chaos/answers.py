@@ -1,4 +1,4 @@
-"""What production code finds where it asks the process for something: the world's answer."""
+"""The world's replacements for what production code asks its process for: clocks, random numbers, threads, files."""
 
 import contextlib
 import functools
@@ -29,12 +29,12 @@ from elastic.worker import service, trainer_host
 OpenRelay = Callable[[str, str | None, str], Relay]
 
 AUDIT_PAUSE_S = 8.0
-"""Worlds are short, and what is audited is small."""
+"""Pause between audits of weights. Worlds are short, and their weights small."""
 SHARE_BYTES = 256
-"""Of a keyframe: small ones are read in several ranges, too."""
+"""Bytes of a keyframe that one range request reads, so that small keyframes need several requests too."""
 
 COLLECTS = 20_000, 20, 100
-"""Garbage is looked for more seldom than by default: what a world leaves behind is gone with it."""
+"""Thresholds of the garbage collector, higher than the defaults: a world's garbage goes with the world."""
 
 POOLED = digest, publisher, reading, trainer_host
 THREADED = client, trainer_host, writer
@@ -42,11 +42,10 @@ THREADED = client, trainer_host, writer
 
 @contextlib.contextmanager
 def governs(clock: WorldClock, seed: str, longest_turn_s: float, open_relay: OpenRelay) -> Iterator[None]:
-    """Production code that reads a clock, draws a number, blocks, opens a journal or a relay, or asks which boot this
-    is, gets the world's answer.
+    """While the context lasts, production code gets the world's clock, numbers, threads, journal, relay and boot id.
 
-    It asks once what is installed, and looks less often at what may have changed, above all in runs of hours: both
-    would take most of a world's time.
+    The list of installed packages is read once, and slow checks run less often, above all in runs of hours: both would
+    take most of a world's time.
     """
     _prepared()
     rare_s = longest_turn_s / 100
@@ -98,7 +97,7 @@ _installed = functools.cache(importlib.metadata.entry_points)
 
 @functools.cache
 def _prepared() -> None:
-    """Compile what decodes weights; and what was imported until now need not be looked at for garbage, ever."""
+    """Compile the decoders of weights, and exclude everything imported so far from garbage collection."""
     codecs.warm_up()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Where GPUs come from: a cloud that outlives whoever asks it, and the provider through which a process does."""
+"""A cloud that outlives the processes that use it, and the provider through which a process uses it."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from providers.base import (
 )
 
 Boot = Callable[[Endpoint, WorkerTicket, bool], None]
-"""Starts a worker's process: where it dials, as whom, and whether it is the trainer's."""
+"""Starts a worker's process: where it dials, its ticket, and whether it is the trainer's."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Lease:
 
 
 class Cloud:
-    """One provider's GPUs. `after` calls something later, `end` kills a worker's process."""
+    """The GPUs of one provider. `after` schedules a call, `end` kills a worker's process."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Cloud:
         self._after(self._chance.uniform(0.001, 0.1), act)
 
     def end(self, name: LeaseId, cause: EndCause) -> None:
-        """Take the GPUs back."""
+        """End a lease and kill its workers."""
         lease = self.leases.get(name)
         if lease is None or not lease.granted:
             return
@@ -121,14 +121,14 @@ class Cloud:
         self.offer()
 
     def drop(self, name: LeaseId) -> None:
-        """End a lease, granted or not: nobody asks any more."""
+        """End a lease, granted or not, that no process asks for any more."""
         lease = self.leases.pop(name)
         for worker in lease.alive:
             self._end_process(worker)
         self._ended[name] = EndCause.RELEASED
 
     def bar(self, name: LeaseId) -> None:
-        """What this lease stands on is not leased again, but for the last place: a run without any may never end."""
+        """Never lease this lease's place again, unless it is the last place: a run without any place may never end."""
         if name in self.leases or name in self._ended:
             self._barred = min(self._barred + 1, self.places - 1)
 
@@ -136,7 +136,7 @@ class Cloud:
         return next((name for name, lease in self.leases.items() if worker in lease.alive), None)
 
     def warn(self, name: LeaseId, notice_s: float) -> None:
-        """The lease will be taken."""
+        """Give notice that the lease will end."""
         lease = self.leases.get(name)
         if lease is not None and lease.granted and lease.notice is None:
             deadline_ns = self.run_now_ns() + round(notice_s * NS_PER_S)
@@ -145,7 +145,7 @@ class Cloud:
             self._after(notice_s, lambda: self.end(name, EndCause.PREEMPTED))
 
     def exited(self, worker: WorkerId) -> None:
-        """A worker's process has ended by itself, or was killed."""
+        """Note that a worker's process has ended by itself, or was killed."""
         for name, lease in list(self.leases.items()):
             if worker in lease.alive:
                 del lease.alive[worker]
@@ -153,7 +153,7 @@ class Cloud:
                     self._after(self._chance.uniform(0.001, 0.05), lambda name=name: self.end(name, EndCause.LOST))
 
     def take_over(self, known: Sequence[KnownLease]) -> list[LeaseId]:
-        """Another process of the run asks: tell it what it missed; returns the requests that were never heard."""
+        """Connect another process of the run and tell it what it missed; returns the requests that never arrived."""
         names = {lease.request.lease for lease in known}
         for name in [name for name in self.leases if name not in names]:
             lease = self.leases.pop(name)
@@ -175,7 +175,7 @@ class Cloud:
 
 
 class CloudProvider:
-    """`providers.base.Provider` of one process, over a cloud that other processes ask, too."""
+    """`providers.base.Provider` of one process, over a cloud that other processes use too."""
 
     Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
 

@@ -1,6 +1,7 @@
-"""The orchestrator's disk: slow, full, or without power, and then it has kept what had been synced, maybe more.
+"""The orchestrator's disk, which may be slow, full or without power. After a loss of power it has everything that was
+synced, and perhaps more.
 
-The journal on it is the production one, on a thread of its process.
+The journal on it is the production journal, on a thread of its process.
 """
 
 import errno
@@ -16,16 +17,16 @@ from elastic.runtime.journal import SqliteJournal
 
 SECTOR_BYTES = 512
 FULL = 2
-"""SQLite's name for a sync at each commit; with less it syncs where it moves the log into the database."""
+"""SQLite's name for a sync at each commit. Below it, SQLite syncs when it moves the log into the database."""
 CHECKPOINT_PAGES = 60
-"""So that journals of worlds are long enough for the log to be moved into the database now and then."""
+"""Low enough that the journals of worlds sometimes move their log into the database."""
 ENDLESS_PAGES = 2**30
 
 
 class Disk:
-    """What a journal's files are kept on. `lies`: what it says to have synced it has not.
+    """The disk of a journal's files. With `lies` it reports syncs that it has not done.
 
-    What it keeps is followed only if it `loses_power` some time.
+    Its content is tracked only if it `loses_power` at some time.
     """
 
     def __init__(self, chance: Random, *, loses_power: bool, lies: bool) -> None:
@@ -46,16 +47,16 @@ class Disk:
         self._commits = 0
 
     def begun(self, journal: "ModelledJournal") -> None:
-        """A journal has been made, and its database synced."""
+        """Note that a journal was made and its database synced."""
         self._journal = journal
         if self._loses_power:
             self._named, self._database, self._log = False, journal.path.read_bytes(), b""
             self._commits = 0
 
     def committed(self, path: Path, synced: bool) -> None:
-        """A transaction has been committed to the journal, and its log `synced` or not.
+        """Note that a transaction was committed to the journal, with or without a sync of its log.
 
-        The log is also synced before it is moved into the database, and that after it.
+        The log is also synced before it is moved into the database, and the database after that.
         """
         self._commits += 1
         if not self._loses_power or self.lies:
@@ -65,7 +66,7 @@ class Disk:
             self._named, self._database, self._log = True, database, _log(path).read_bytes()
 
     def lose_power(self) -> None:
-        """Leave of the newest journal what was kept, and of what was not any part."""
+        """Reduce the newest journal to what was synced and an arbitrary part of the rest."""
         if self._journal is None:
             return
         path, log = self._journal.path, _log(self._journal.path)
@@ -82,7 +83,7 @@ class Disk:
         self._journal = None
 
     def _mixed(self, kept: bytes, now: bytes) -> bytes:
-        """What was written since it was synced is there up to some sector, torn there; later ones may be, too."""
+        """Return `kept` with unsynced writes up to some sector, which is torn, and perhaps with later sectors."""
         if kept == now:
             return now
         sectors = range(0, len(now), SECTOR_BYTES)
@@ -100,7 +101,7 @@ def _log(path: Path) -> Path:
 
 
 class ModelledJournal(SqliteJournal):
-    """Its files are in memory: what a disk does to them, `disk` does."""
+    """The journal with its files in memory, where `disk` harms them."""
 
     def __init__(
         self,
@@ -144,9 +145,9 @@ class ModelledJournal(SqliteJournal):
         self._disk.committed(self.path, self._synced)
 
     def _finish(self) -> None:
-        """The loop cannot wait for a thread that it has to step; what is left is little."""
+        """Write the rest at once. The loop cannot wait for a thread that it has to step."""
         self._write_once()
 
     def forsake(self) -> None:
-        """Close its files as they are, or will be: whoever has power again finds others."""
+        """Close the files as they are. The next process finds other files after a loss of power."""
         self._connection.close()

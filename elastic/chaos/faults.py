@@ -1,4 +1,4 @@
-"""What goes wrong in a world: drawn from its seed, which faults there are at all first, then when and how."""
+"""The faults of a world, drawn from its seed: first the kinds that exist at all, then the time and target of each."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -14,18 +14,18 @@ class FaultKind(StrEnum):
     KILL_TRAINER = "kill_trainer"
     KILL_ORCHESTRATOR = "kill_orchestrator"
     KILL_BOTH = "kill_both"
-    """Orchestrator and trainer."""
+    """Orchestrator and trainer are killed together."""
     STOP = "stop"
-    """Somebody has the run stop, by a signal or a command, and resumes it."""
+    """A user stops the run, by a signal or a command, and resumes it."""
     COMMAND = "command"
-    """Somebody caps a provider, or sets a budget that is enough."""
+    """A user caps a provider, or sets a sufficient budget."""
     FREEZE = "freeze"
-    """A worker is not run for a while; its machine may be suspended, so that no time passes there."""
+    """A worker does not run for a while. Its machine may be suspended, so that no time passes there."""
     HOLD_UP = "hold_up"
-    """The orchestrator itself, so that its timers are late."""
+    """The orchestrator does not run for a while, so that its timers are late."""
     CUT = "cut"
     STALL = "stall"
-    """Nothing passes a worker's connection for a while; then all of it does, late."""
+    """No byte passes a worker's connection for a while; then all of them arrive late."""
     REPEAT = "repeat"
     """Frames of a worker's connection are delivered twice for a while."""
     WEATHER = "weather"
@@ -35,39 +35,39 @@ class FaultKind(StrEnum):
     """The orchestrator, or some workers, can open no connection and no file for a while."""
     PREEMPT = "preempt"
     TAKE = "take"
-    """The cloud takes a lease without notice."""
+    """The cloud ends a lease without notice."""
     HANG = "hang"
-    """An engine stands still, its heart goes on."""
+    """An engine stands still while its worker sends heartbeats."""
     SLOW = "slow"
     FAIL = "fail"
-    """A device fails while weights are put in force there next."""
+    """A device fails when weights are next put in force on it."""
     ROT = "rot"
     """A bit of the weights that a worker serves with changes by itself."""
     TERMINATE = "terminate"
-    """Somebody has a worker's process leave, by a signal."""
+    """A user ends a worker's process by a signal."""
     DECLINE = "decline"
-    """A worker declines every turn for a while; it may announce credit all the same."""
+    """A worker declines every turn for a while, although it may announce credit."""
     LIE = "lie"
     RELAY = "relay"
-    """It answers late, with errors, in part, or not at all for a while."""
+    """The relay answers late, with errors, in part, or not at all for a while."""
     TAMPER = "tamper"
-    """What workers read of the relay is short or wrong for a while."""
+    """Workers read blobs from the relay that are short or wrong, for a while."""
     CALENDAR = "calendar"
-    """The orchestrator's calendar leaps by hours."""
+    """The orchestrator's calendar jumps by hours."""
     SLOW_DISK = "slow_disk"
     FULL_DISK = "full_disk"
     PORT = "port"
-    """The orchestrator is killed, and its port is somebody else's when it is back."""
+    """The orchestrator is killed, and another program has its port when it is back."""
     POWER = "power"
-    """The orchestrator's machine loses power, and with it whatever its disk had not kept."""
+    """The orchestrator's machine loses power, and everything that its disk had not synced."""
     ENVIRONMENT = "environment"
     FUNCTIONS = "functions"
     KILL_COMMANDED = "kill_commanded"
-    """Somebody commands the run, and its orchestrator is killed about when it answers."""
+    """A user commands the run, and the orchestrator is killed about when it answers."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """`target` picks whom it befalls, `chance` how bad it is."""
+    """`target` picks the victim, `chance` the severity."""
 
     kind: FaultKind
     at_s: float
@@ -76,17 +76,17 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float = 1.0
 
     def weather(self) -> Weather:
-        """How connections are from then on."""
+        """Return the state of connections from this fault on."""
         bad = self.chance
         return Weather(split=self.target / 2, slow=bad / 50, slow_s=2.5 * self.target, refused=bad / 4)
 
 
 class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A run's shape, and the faults in order. After `end_s` nothing goes wrong any more.
+    """The shape of a run, and its faults in order. No fault begins after `end_s`.
 
-    `drift` is how much faster than the world's a machine's clock goes at most. `lying_disk`: what the disk says to have
-    kept is lost with its power all the same. `scored`: functions compute the rewards. So many `machines` join with
-    tickets. `far`: workers may be on other machines.
+    `drift` is the most by which a machine's clock runs faster than the world's. With `lying_disk` the disk loses synced
+    data with its power. With `scored` functions compute the rewards. `machines` machines join with tickets. With `far`
+    workers may be on other machines.
     """
 
     seed: int
@@ -112,10 +112,10 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
     end_s: float = 0.0
     only: tuple[FaultKind, ...] = ()
-    """The kinds that it was drawn from, where that are not all."""
+    """The kinds from which the faults were drawn; empty for all kinds."""
 
     def command(self) -> str:
-        """What replays its world."""
+        """Return the command that replays this world."""
         drawn = draw_plan(self.seed, self.only)
         parts = [f"python -m elastic.chaos {self.seed}"]
         if self.only:
@@ -127,11 +127,11 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 SPAN_S = 30.0
 LONG_SHARE = 1 / 50
-"""Of the worlds: their turns take hours."""
+"""Share of worlds whose turns take hours."""
 
 
 def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
-    """Swarm testing: each seed has some kinds of faults and lacks others, or has `only` some of these."""
+    """Draw a plan by swarm testing: each seed has some kinds of faults and lacks others. `only` restricts the kinds."""
     rng = Random(f"{seed}/plan")
     long = rng.random() < LONG_SHARE and not only
     among = 2 / 3 if only else rng.choice((1 / 8, 1 / 3, 2 / 3))

@@ -1,7 +1,7 @@
-"""What a run has come to, held against what it had to come to. Everything here follows from the seed alone.
+"""Judges a finished run against the result that follows from its seed.
 
-Where a disk has forgotten what it was to keep, the run may have gone on from an earlier moment: then it counts what
-the trainer has learnt in the end.
+If a disk has lost synced data, the run may have gone on from an earlier moment. Then the weights that the trainer has
+in the end count.
 """
 
 import msgspec
@@ -19,7 +19,7 @@ from elastic.runtime.rollout import stable_hash
 
 
 def judge(world: World) -> None:
-    """Raises `AssertionError` that names what is wrong."""
+    """Raise `AssertionError` with everything that is wrong."""
     plan, forgot = world.plan, world.disk.forgot
     require(world.result == "", f"the run failed: {world.result}")
     may_forget = plan.durable_against == "process" or plan.lying_disk
@@ -60,9 +60,9 @@ def require(holds: bool, found: str) -> None:
 
 
 def _touched_by_liars(world: World) -> tuple[set[TrajectoryId], Scheduler]:
-    """Trajectories with tokens of a worker that lies, which harm its own turns, and nothing else; and the core.
+    """Return the trajectories with tokens of a worker that lies. A liar may harm its own turns only.
 
-    Replays the run for that, which has to come to the same ledger, without a gap.
+    Replays the run for this; the replay must come to the same ledger, without a gap.
     """
     touched: set[TrajectoryId] = set()
 
@@ -77,7 +77,7 @@ def _touched_by_liars(world: World) -> tuple[set[TrajectoryId], Scheduler]:
 
 
 def _check_trajectory(world: World, row: TrajectoryRow) -> None:
-    """Every token is the one that the seed has for its place, and the reward follows from them."""
+    """Check that every token is the one that the seed gives for its position, and that the reward follows from them."""
     seed, (step, group, member) = world.config.run.seed, parse_trajectory(row.trajectory)
     environment, tokens = ModelEnvironment(NoSettings()), list[int]()
     tokens += environment.begin(stable_hash(seed, step, group))

@@ -1,4 +1,4 @@
-"""A bad link between real sockets: a TCP proxy that delays, limits, stalls, cuts and resets what goes through it."""
+"""A bad link between real sockets: a TCP proxy that delays, limits, stalls, cuts and resets connections."""
 
 import asyncio
 import contextlib
@@ -8,12 +8,12 @@ from elastic.endpoint import host_and_port, joined
 
 READ_BYTES = 1 << 16
 IN_FLIGHT_PIECES = 1024
-"""Of one direction of a connection; beyond that its sender waits."""
+"""Pieces under way in one direction of a connection, beyond which the sender waits."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LinkQuality:
-    """`delay_s` is that of one direction, `bytes_per_s` that of all connections together in each."""
+    """`delay_s` is the delay of one direction; `bytes_per_s` limits all connections together, in each direction."""
 
     delay_s: float = 0.0
     bytes_per_s: float | None = None
@@ -23,13 +23,13 @@ class LinkQuality:
 class _Direction:
     carried_bytes: int = 0
     free_s: float = 0.0
-    """When what has been sent so far will have crossed."""
+    """The time at which everything sent so far has crossed."""
 
 
 class BadLink:
-    """Listens, and carries whatever connects to `upstream` (host:port) and back. Its `quality` may change at any time.
+    """Listens, and forwards every connection to `upstream` (host:port) and back. Its `quality` may change at any time.
 
-    While it is `cut` nothing passes, and nobody is told: connections stay, and new ones get no answer.
+    While it is `cut`, no byte passes and no peer is told: connections stay open, and new ones get no answer.
     """
 
     def __init__(self, upstream: str, quality: LinkQuality | None = None) -> None:
@@ -42,13 +42,13 @@ class BadLink:
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Returns where it listens (host:port). Raises `OSError`."""
+        """Listen; returns the address (host:port). Raises `OSError`."""
         self._server = await asyncio.start_server(self._accept, host, port)
         return joined(*self._server.sockets[0].getsockname()[:2])
 
     @property
     def carried_up_bytes(self) -> int:
-        """How many have come through to `upstream`."""
+        """The bytes that have reached `upstream`."""
         return self._directions[0].carried_bytes
 
     def cut(self) -> None:
@@ -58,7 +58,7 @@ class BadLink:
         self._whole.set()
 
     def reset(self) -> None:
-        """Break every connection, as a gateway does that has lost its tables."""
+        """Break every connection, as a gateway that has lost its tables does."""
         for work, writers in tuple(self._connections.items()):
             for writer in writers:
                 writer.transport.abort()
@@ -94,7 +94,7 @@ class BadLink:
                 writer.transport.abort()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: _Direction) -> None:
-        """Until one end closes; what is under way then still arrives."""
+        """Forward until one end closes. Bytes under way then still arrive."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(IN_FLIGHT_PIECES)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._deliver(writer, under_way, direction))

@@ -1,4 +1,4 @@
-"""Event loops of simulated processes: they never wait, a world steps them, and their time is their machine's."""
+"""Event loops of simulated processes. They never wait: a world steps them, and they read their machine's clocks."""
 
 import asyncio
 import heapq
@@ -17,10 +17,9 @@ EPOCH_NS = 1_700_000_000 * NS_PER_S
 
 
 class Machine:
-    """One machine's clocks: `rate` is how much faster they go than the world's, and `ahead_ns` how far its calendar is
-    ahead.
+    """The clocks of one machine. They run at `rate` times the world's rate; the calendar is `ahead_ns` ahead.
 
-    Its monotonic clock stands still while the machine is `suspended`, and begins anew when it is `rebooted`.
+    The monotonic clock stands still while the machine is `suspended`, and restarts when it is `rebooted`.
     """
 
     def __init__(self, world: "WorldClock", rate: float = 1.0) -> None:
@@ -39,7 +38,7 @@ class Machine:
         return EPOCH_NS + self._world.now_ns + self.ahead_ns
 
     def world_ns(self, monotonic_ns: Nanoseconds) -> Nanoseconds:
-        """When its monotonic clock shows this."""
+        """Return the world's time at which the machine's monotonic clock shows `monotonic_ns`."""
         passed_ns = monotonic_ns - self._at_ns
         return self.since_ns + (passed_ns if self.rate == 1 else round(passed_ns / self.rate))
 
@@ -56,7 +55,7 @@ class Machine:
 
 
 class WorldClock:
-    """The world's time. `here` is the machine whose process is being stepped, if one is."""
+    """The world's time. `here` is the machine whose process is being stepped, if any."""
 
     def __init__(self) -> None:
         self.now_ns: Nanoseconds = NS_PER_S
@@ -84,11 +83,11 @@ _connect = sqlite3.connect
 
 
 class Ordered:
-    """Hashes by age and not by address, so that sets of them are gone through in one order in every process."""
+    """An object that hashes by age instead of address, so that sets have the same order in every process."""
 
     __slots__ = ()
     ages: ClassVar[Iterator[int]] = itertools.count()
-    """Of one world: where a set's members are depends on more than their order."""
+    """Counts the objects of one world, since the order of a set depends on the hash values themselves."""
     _age: int
 
     def __hash__(self) -> int:
@@ -111,15 +110,15 @@ class _Future(Ordered, asyncio.Future[Any]):  # pyright: ignore[reportIncompatib
 
 
 class ProcessThread(Protocol):
-    """A thread of a process, which waits for the loop to come to it."""
+    """A thread of a process. It waits until the loop runs it."""
 
     def bury(self) -> None:
-        """Let it come to its end: its process is no more."""
+        """End the thread, because its process is dead."""
         ...
 
 
 class ProcessLoop(asyncio.BaseEventLoop):
-    """One process's loop, on a machine."""
+    """The loop of one process on a machine."""
 
     def __init__(self, clock: WorldClock, machine: Machine) -> None:
         super().__init__()
@@ -141,7 +140,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
 
     @classmethod
     def here(cls) -> "ProcessLoop":
-        """That of the process which is being stepped."""
+        """Return the loop of the process that is being stepped."""
         loop = events._get_running_loop()
         assert isinstance(loop, cls)
         return loop
@@ -172,12 +171,12 @@ class ProcessLoop(asyncio.BaseEventLoop):
         pass
 
     def at_world(self, when_ns: Nanoseconds, callback: Callable[..., object], *arguments: Any) -> None:
-        """Call back at a time of the world's, unless the machine is suspended meanwhile."""
+        """Call back at a time of the world, unless the machine is suspended then."""
         delay_ns = when_ns - self.clock.now_ns
         self.call_later(delay_ns * self.machine.rate / NS_PER_S, callback, *arguments)
 
     def next_ns(self) -> Nanoseconds | None:
-        """When it has something to do next."""
+        """Return when the loop next has work."""
         now_ns = self.clock.now_ns
         if self._inner._ready:
             return now_ns
@@ -193,7 +192,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         return self._head_ns if self._head_ns > now_ns else now_ns
 
     def step(self, most: int | None = None) -> None:
-        """Do what is due now, or the first callbacks of it."""
+        """Run the callbacks that are due now, or the first `most` of them."""
         ready, scheduled = self._inner._ready, self._inner._scheduled
         end_s = self.time() + self._clock_resolution
         while scheduled and scheduled[0]._when <= end_s:
@@ -212,7 +211,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
             self.clock.here = None
 
     def bury(self) -> None:
-        """Let what is left of a process come to its end, when nothing that it does can matter any more."""
+        """Take the rest of a process apart once nothing that it does can matter."""
         for thread in list(self.threads):
             thread.bury()
         tasks = asyncio.all_tasks(self)
@@ -230,7 +229,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         self.close()
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        """A call that blocks takes a moment, and is made then."""
+        """Make a blocking call after a short delay."""
         future = self.create_future()
 
         def call() -> None:
@@ -245,5 +244,5 @@ class ProcessLoop(asyncio.BaseEventLoop):
         return future
 
     def offload_s(self) -> float:
-        """How long the next call takes that leaves the loop's thread."""
+        """Return how long the next call outside of the loop's thread takes."""
         return random.uniform(0.0001, 0.003)

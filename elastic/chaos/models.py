@@ -1,4 +1,4 @@
-"""What stands around the production code: an engine, a trainer's arithmetic, an environment, each exact and small."""
+"""Models around the production code, each exact and small: an engine, a trainer's arithmetic, an environment."""
 
 import asyncio
 import hashlib
@@ -32,12 +32,12 @@ VOCABULARY = 64
 
 
 def drawn(*parts: object) -> int:
-    """64 bits that follow from these alone."""
+    """Return 64 bits that depend on the arguments alone."""
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big")
 
 
 def turn_tokens(noise_seed: int, longest: int) -> list[int]:
-    """What a turn comes to, wherever it is generated: its stop token last, unless it is cut."""
+    """Return the tokens of a turn, independent of the worker. The stop token is last, unless the turn is cut."""
     length = 1 + drawn(noise_seed, "length") % longest
     tokens = [1 + drawn(noise_seed, place) % (VOCABULARY - 1) for place in range(length)]
     if drawn(noise_seed, "stops") % 4:
@@ -48,9 +48,9 @@ def turn_tokens(noise_seed: int, longest: int) -> list[int]:
 
 @dataclass
 class ModelDevice:
-    """What ails a worker's device: until when its engine stands still, is slow, or is its owner's.
+    """The faults of a worker's device: until when its engine stands still, is slow, or belongs to its owner.
 
-    `now_ns` is the world's time. `honest`: it announces no credit while it is its owner's.
+    `now_ns` is the world's time. An `honest` device announces no credit while it belongs to its owner.
     """
 
     now_ns: Callable[[], Nanoseconds]
@@ -59,24 +59,25 @@ class ModelDevice:
     slowness: float = 1.0
     held_until_ns: Nanoseconds = 0
     fails: type[Exception] | None = None
-    """What its next load of weights raises, after a while."""
+    """The error that the next load of weights raises, after a while."""
     fails_after_s: float = 0.0
     rots: bool = False
-    """A bit of the weights is about to change."""
+    """Whether a bit of the weights is about to change."""
     honest: bool = True
 
     def hangs(self) -> bool:
         return self.now_ns() < self.hangs_until_ns
 
     def load(self) -> None:
-        """Raises what becomes of it."""
+        """Raise the failure that the world has planned for this load, after `fails_after_s`; return at once if there
+        is none."""
         fails, self.fails = self.fails, None
         if fails is not None:
             time.sleep(self.fails_after_s)
             raise fails("the device fails")
 
     def takes(self) -> float:
-        """Times as long as it should."""
+        """Return by what factor the device is slower than normal."""
         return self.slowness if self.now_ns() < self.slow_until_ns else 1.0
 
     # `elastic.engine.base.DeviceShare`, of a device whose owner takes it now and then
@@ -92,31 +93,31 @@ class ModelDevice:
 
 
 class LoadWatch(Protocol):
-    """Sees how a worker's engine comes to its weights."""
+    """Watches how a worker's engine gets its weights."""
 
     def pulls(self, source: RelaySource) -> AbstractContextManager[None]:
-        """As long as the context lasts it pulls what it was told to."""
+        """A context: while it lasts, the worker pulls the version that it was told to pull."""
         ...
 
     def applied(self, source: RelaySource, bits: bytes) -> None:
-        """These bits are in force as what it was told to pull."""
+        """The worker has put `bits` in force as the version that it was told to pull."""
         ...
 
     def unsound(self) -> None:
-        """It has found that what it serves with has changed by itself, and will pull it anew."""
+        """The worker has found that its weights have changed by themselves, and pulls them again."""
         ...
 
     def failed(self, began_ns: Nanoseconds) -> None:
-        """A load has failed that began then, by the world's time."""
+        """A load has failed that began at `began_ns` of the world's time."""
         ...
 
 
 LOADS_MAX = 8
-"""Under way at a time, or just over, in one worker."""
+"""Loads under way or just finished in one worker."""
 
 
 class ModelEngine:
-    """`elastic.engine.base.RolloutEngine`: a token for each running turn in each iteration, which takes `step_s`."""
+    """`elastic.engine.base.RolloutEngine` that makes a token of each running turn in each iteration of `step_s`."""
 
     def __init__(
         self,
@@ -302,17 +303,17 @@ ELEMENTS = sum(math.prod(shape) for shape in SHAPES.values())
 
 
 class Weights(msgspec.Struct):
-    """What the trainer has learnt, in order; the same order gives the same bits."""
+    """The groups that the trainer has learnt, in order. The same order gives the same bits."""
 
     version: int = 0
     learnt: list[tuple[int, str, int]] = []
-    """Step, group, and a sum of what its trajectories were."""
+    """Step, group, and a checksum of the group's trajectories."""
 
     def copy(self) -> "Weights":
         return Weights(self.version, list(self.learnt))
 
     def bits(self) -> npt.NDArray[np.uint16]:
-        """The patterns of version 0, and over them some for every group that was learnt."""
+        """Return the patterns of version 0, changed by every group that was learnt."""
         bits = (np.arange(ELEMENTS) * 2654435761 >> 7).astype(np.uint16)
         for step, _, what in self.learnt:
             if step < self.version:
@@ -327,13 +328,13 @@ class Weights(msgspec.Struct):
 
 
 def bits_of(tensors: Mapping[str, Any]) -> bytes:
-    """The patterns of all of them."""
+    """Return the patterns of all tensors."""
     return b"".join(tensors[name].contiguous().view(torch.int16).numpy().tobytes() for name in SHAPES)
 
 
 class ModelTrainer:
-    """`elastic.worker.trainer_host.PolicyTrainer`: it learns by writing down. `stepped` hears what it has learnt,
-    `has` what the weights of a version are."""
+    """`elastic.worker.trainer_host.PolicyTrainer` that learns by recording groups. `stepped` is told what it has
+    learnt; `has` is told the weights of each version."""
 
     def __init__(self, stepped: Callable[[Weights], None], has: Callable[[int, bytes], None]) -> None:
         self.metrics: dict[str, float] = {}
@@ -378,19 +379,19 @@ class NoSettings(BaseModel):
 
 
 class Mishap(Enum):
-    """What may befall an environment, or a function."""
+    """What can go wrong with an environment or a function."""
 
     RAISES = "raises"
     HANGS = "hangs"
 
 
 def scored(token_ids: Sequence[int]) -> float:
-    """What a function has to say of a trajectory."""
+    """Return the reward that a function gives a trajectory."""
     return float(drawn("score", *token_ids) % 2)
 
 
 class ModelPool:
-    """`functions.base.FunctionPool`: a call takes a moment; what was answered once is answered again."""
+    """`functions.base.FunctionPool` whose calls take a moment. A repeated call gets the same answer."""
 
     def __init__(self, meter: Meter, mishap: Callable[[], Mishap | None]) -> None:
         self._meter = meter
@@ -428,7 +429,7 @@ class ModelPool:
 
 
 class ModelEnvironment:
-    """Some turns, as many as the seed says; what it answers follows from what it is told."""
+    """An environment with as many turns as the seed says. Its answers depend on the tokens that it gets."""
 
     Settings: ClassVar[type[BaseModel]] = NoSettings
     vocabulary: ClassVar[tuple[str, ...]] = tuple(str(number) for number in range(VOCABULARY))

@@ -1,4 +1,4 @@
-"""Connections in memory between simulated processes: bytes in order, late, in pieces, twice, or not any more."""
+"""Connections in memory between simulated processes. Bytes arrive in order; late, in pieces, twice, or not at all."""
 
 import asyncio
 import errno
@@ -17,26 +17,26 @@ from elastic.core.types import NS_PER_S, Nanoseconds
 from elastic.wire import FrameBuffer
 
 APART_NS = 1000
-"""Between two pieces of a connection, so that no rounding of a loop's time turns them round."""
+"""Time between two pieces of a connection, so that rounding of a loop's time cannot swap them."""
 RESET_S = 0.001
 ACCEPT_RETRY_S = 1.0
-"""After which a loop that could not accept a connection tries again, as asyncio's do."""
+"""Time after which a loop that could not accept a connection tries again, as asyncio's loops do."""
 ONCE = frozenset({"Hello", "Ready", "Goodbye", "Welcome", "Refused"})
-"""What begins and ends an epoch: a connection on which these came twice would be none of this protocol."""
+"""Frames that begin or end an epoch. A connection that repeated them would violate the protocol."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Weather:
-    """How bad connections are; shares of the pieces that are sent, and times in seconds."""
+    """The quality of connections: shares of the pieces sent, and times in seconds."""
 
     latency_s: tuple[float, float] = (0.0002, 0.004)
     split: float = 0.0
-    """Pieces that arrive as two."""
+    """Share of pieces that arrive as two."""
     slow: float = 0.0
-    """Pieces that are held up, with all that comes after them."""
+    """Share of pieces that are delayed, together with everything after them."""
     slow_s: float = 1.0
     refused: float = 0.0
-    """Connections that are not made."""
+    """Share of connection attempts that fail."""
 
     @property
     def bad(self) -> bool:
@@ -44,7 +44,8 @@ class Weather:
 
 
 class Network:
-    """Who listens where. `weather` may be changed at any time; `dialled` hears who has tried to connect."""
+    """The addresses on which processes listen. `weather` may change at any time; `dialled` is told of every attempt
+    to connect."""
 
     def __init__(self, chance: Random) -> None:
         self.weather = Weather()
@@ -60,7 +61,7 @@ class Network:
         return f"10.0.{self._addresses // 250}.{self._addresses % 250}"
 
     def listen(self, loop: "NetworkLoop", factory: Callable[[], Any], host: str, port: int) -> "_Server":
-        """Raises `OSError` where somebody listens who lives."""
+        """Listen on an address. Raises `OSError` if a living process listens there."""
         if not port:
             self._port += 1
             port = self._port
@@ -71,7 +72,7 @@ class Network:
         return server
 
     def take(self, address: str) -> None:
-        """Somebody else listens there from now on, who is of no concern."""
+        """Let an unrelated program listen on this address from now on."""
         host, _, port = address.rpartition(":")
         self._taken.add((host, int(port)))
 
@@ -80,7 +81,7 @@ class Network:
         return (host, int(port)) in self._taken
 
     def reach(self, host: str, port: int) -> "_Server":
-        """Raises `ConnectionRefusedError` where nobody listens."""
+        """Return the listener of an address. Raises `ConnectionRefusedError` if there is none."""
         server = self._listening.get((host, port))
         befallen = self.chance.random() < self.weather.refused
         if server is None or not server.open or not server.loop.alive or befallen:
@@ -127,7 +128,7 @@ class NetworkLoop(ProcessLoop):
 
     @staticmethod
     def _accepted_by(server: "_Server", far: "_Transport") -> None:
-        """In the server's process. The kernel has completed the connection, whenever that comes."""
+        """Accept a connection in the server's process. The kernel completed it earlier."""
         loop = server.loop
         if loop.machine.is_out_of_descriptors():
             loop.call_later(ACCEPT_RETRY_S, loop._accepted_by, server, far)
@@ -139,7 +140,7 @@ class NetworkLoop(ProcessLoop):
             far._read()
 
     def kill(self, noticed: bool) -> None:
-        """The process is gone. Its peers see its connections reset if that is `noticed`, else nothing at all."""
+        """Kill the process. If `noticed`, its peers see their connections reset; else they see nothing."""
         self.alive = False
         for transport in list(self.transports):
             peer = transport.peer
@@ -148,7 +149,7 @@ class NetworkLoop(ProcessLoop):
                 peer.loop.at_world(transport.opens_ns(RESET_S), peer.lose, reset)
 
     def stall(self, until_ns: Nanoseconds) -> None:
-        """Nothing passes its connections until then, neither way."""
+        """Let no byte pass the process's connections until `until_ns`, in either direction."""
         for transport in self.transports:
             transport.stalled_until_ns = until_ns
             if transport.peer is not None:
@@ -176,15 +177,15 @@ class _Server:
 
 @dataclass(eq=False)
 class _Transport(asyncio.Transport):
-    """One end of a connection. What is written is on its way until the other end has read it."""
+    """One end of a connection. Written bytes are under way until the other end has read them."""
 
     loop: NetworkLoop
     protocol: Any
     address: str
-    """Of the other end."""
+    """The address of the other end."""
     peer: "_Transport | None" = None
     unread: deque[bytes] = field(default_factory=deque[bytes])
-    """That has arrived while nobody reads."""
+    """Bytes that have arrived while nothing reads them."""
     on_way_bytes: int = 0
     free_ns: Nanoseconds = 0
     stalled_until_ns: Nanoseconds = 0
@@ -197,7 +198,7 @@ class _Transport(asyncio.Transport):
         self.loop.transports[self] = None
 
     def opens_ns(self, after_s: float) -> Nanoseconds:
-        """When something can reach the other end that takes so long."""
+        """Return when a message that takes `after_s` can reach the other end."""
         return max(self.stalled_until_ns, self.loop.clock.now_ns + round(after_s * NS_PER_S))
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -238,7 +239,7 @@ class _Transport(asyncio.Transport):
             self.protocol.data_received(piece)
 
     def lose(self, cause: Exception | None) -> None:
-        """The connection is gone."""
+        """Drop the connection."""
         if self.lost:
             return
         self.lost = self.closing = True
@@ -247,7 +248,7 @@ class _Transport(asyncio.Transport):
             self.protocol.connection_lost(cause)
 
     def close(self) -> None:
-        """After what was written has left."""
+        """Close the connection after everything written has left."""
         if not self.closing:
             self.closing = True
             self.loop.at_world(max(self.free_ns, self.loop.clock.now_ns) + 100 * APART_NS, self._end, None)
@@ -283,7 +284,7 @@ class _Transport(asyncio.Transport):
 
 
 def _repeated(content: bytes) -> bytes:
-    """Each of the frames that were written at once another time after itself, unless one of them must come once."""
+    """Return the frames with each one repeated, except for frames that must come once."""
     frames: list[bytes] = []
     for body in FrameBuffer().feed(content):
         frame = len(body).to_bytes(4, "big") + bytes(body)

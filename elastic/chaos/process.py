@@ -11,7 +11,7 @@ from elastic.offload import lanes
 
 
 class Process:
-    """A simulated process: a loop, and what runs on it."""
+    """A simulated process: a loop, and the tasks on it."""
 
     def __init__(
         self, name: str, loop: NetworkLoop, work: Callable[[], Coroutine[Any, Any, Any]], device: ModelDevice
@@ -31,7 +31,7 @@ class Process:
         return self.loop.alive
 
     def end_after(self, callbacks: int, then: Callable[[], None]) -> None:
-        """Let it run for so many more callbacks, wherever that is, and kill it."""
+        """Run `callbacks` more callbacks, wherever that leads, and kill the process."""
         if self.callbacks_left is None:
             self.callbacks_left, self.at_its_end = callbacks, then
 

@@ -1,4 +1,4 @@
-"""The relay that a run's orchestrator serves, and how it answers: late, with errors, in part, or with wrong bytes."""
+"""The relay of a run's orchestrator, with faults: it answers late, with errors, in part, or with wrong bytes."""
 
 import time
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from elastic.weights.rights import RelayRights
 
 LATE_MAX_S = 2.0
 SILENCE_S = 10.0
-"""After which `HttpRelay` gives an answer up."""
+"""Time after which `HttpRelay` gives up an answer."""
 AWAY_MAX_S = 9.0
-"""Of troubles that follow each other: with the last silence they end before anybody's patience does."""
+"""Longest sequence of troubles. With the last silence it ends before any client gives up."""
 
 
 class RelayTrouble(StrEnum):
@@ -27,22 +27,22 @@ class RelayTrouble(StrEnum):
     SILENT = "silent"
     LATE = "late"
     BREAKS_OFF = "breaks off"
-    """In the middle of what it answers; what was asked of it is done."""
+    """The connection breaks within the answer; the request is carried out."""
     CUTS_SHORT = "cuts short"
-    """A blob, without a word."""
+    """A blob is cut short without an error."""
     GARBLES = "garbles"
-    """A byte of a blob."""
+    """A byte of a blob is wrong."""
 
 
 OF_THE_LINK = tuple(RelayTrouble)[:5]
 OF_THE_BYTES = tuple(RelayTrouble)[5:]
-"""Only workers find these: whoever publishes reads nothing back that it would believe."""
+"""Troubles that only workers meet, since the publisher reads back nothing that it relies on."""
 
 
 class RelayStore:
-    """Blobs in memory. It is reached at `url`, which is empty while nobody serves it; `rights` are the server's.
+    """Blobs in memory. `url` is the relay's address, empty while no process serves it; `rights` are the server's.
 
-    `troubles` may befall every other request until their time is over. `asked` hears where somebody asks for something.
+    `troubles` affect every other request until their time is over. `asked` is told of every request.
     """
 
     def __init__(self, chance: Random, now_ns: Callable[[], Nanoseconds]) -> None:
@@ -65,16 +65,16 @@ class RelayStore:
         self._troubles[trouble] = max(until_ns, self._troubles.get(trouble, 0))
 
     def open(self, url: str, token: str | None, anchor: str) -> HttpRelay:
-        """The production client, whose requests come here."""
+        """Open the production client with its requests directed to this store."""
         return HttpRelay(url, token, anchor, _ModelTransport(self, url))
 
     def trouble(self) -> RelayTrouble | None:
-        """What befalls the next request, if anything does."""
+        """Return the trouble of the next request, if any."""
         there = [trouble for trouble, until_ns in self._troubles.items() if until_ns > self._now_ns()]
         return self.chance.choice(there) if there and self.chance.random() < 1 / 2 else None
 
     def answer(self, method: str, request: httpx.Request, trouble: RelayTrouble | None) -> tuple[int, bytes]:
-        """As `elastic.weights.server` does."""
+        """Answer a request as `elastic.weights.server` does."""
         bearer = self.rights.bearer(request.headers.get("authorization", "").removeprefix("Bearer "))
         if bearer is None:
             return 401, b"wrong or missing bearer token"
@@ -113,7 +113,7 @@ class RelayStore:
 
 
 class _ModelTransport(httpx.BaseTransport):
-    """Carries a client's requests to the store, in the time of the thread that makes them."""
+    """Carries a client's requests to the store, in the time of the requesting thread."""
 
     def __init__(self, store: RelayStore, url: str) -> None:
         self._store = store

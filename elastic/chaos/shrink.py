@@ -1,4 +1,4 @@
-"""How few of a plan's faults make its world fail: delta debugging (Zeller, Hildebrandt 2002)."""
+"""Finds a small set of faults that still makes a world fail: delta debugging (Zeller, Hildebrandt 2002)."""
 
 import contextlib
 import itertools
@@ -14,10 +14,9 @@ SHRINK_S = 300.0
 
 
 def shrunk(plan: WorldPlan, limit_s: float = SHRINK_S) -> WorldFailed:
-    """The failure with the fewest faults that was found in time, or until somebody interrupts it; any failure
-    will do.
+    """Return the failure with the fewest faults found within `limit_s`, or before an interrupt. Any failure counts.
 
-    Raises `ValueError` where there is none.
+    Raises `ValueError` if no fault set fails.
     """
     until_s = time.monotonic() + limit_s
     found = _failure(plan)

@@ -1,4 +1,4 @@
-"""Lives through worlds: what befalls them, until the run has ended, and what is then said of it."""
+"""Runs worlds: their faults, until the run has ended, and then their judgement."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from elastic.core.types import NS_PER_S
 
 
 class WorldFailed(AssertionError):
-    """A world went wrong; its plan, which a seed draws, is all that is needed to see it again."""
+    """A world has failed. Its plan, which the seed draws, is enough to replay it."""
 
     def __init__(self, plan: WorldPlan, found: str, cause: Exception) -> None:
         self.plan = plan
@@ -20,12 +20,13 @@ class WorldFailed(AssertionError):
 
 
 def simulate(seed: int, plan: WorldPlan | None = None, tell: Callable[[str], None] | None = None) -> Outcome:
-    """Live through one world. What is not given is drawn from the seed. Raises `WorldFailed`."""
+    """Run one world. Missing arguments are drawn from the seed. Raises `WorldFailed`."""
     return live(World(plan or draw_plan(seed), tell))
 
 
 def live(world: World) -> Outcome:
-    """Until the run has ended and nothing is left, or much too long. Raises `WorldFailed`."""
+    """Run the world until its run has ended and no process is left. Raises `WorldFailed`, also if that takes much
+    too long."""
     with world.begins():
         try:
             for fault in world.plan.faults:

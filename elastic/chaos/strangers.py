@@ -1,4 +1,4 @@
-"""Peers that have no business with the run: they connect, say little of use, and stay as long as they are let."""
+"""Peers without a place in the run: they connect, send useless messages, and stay as long as the gateway allows."""
 
 import asyncio
 from functools import partial
@@ -11,7 +11,7 @@ STAY_S = 8.0
 
 
 class _Stranger(asyncio.Protocol):
-    """Says something, or nothing, and leaves with what it hears."""
+    """Sends a message or nothing, and leaves at the first answer."""
 
     def __init__(self, says: bytes) -> None:
         self._says = says
@@ -22,7 +22,7 @@ class _Stranger(asyncio.Protocol):
 
 
 async def flood(chance: Random, count: int, address: str, run: str, worker: str, silent: bool) -> None:
-    """Open so many connections in a moment, say something or nothing, and let them be."""
+    """Open `count` connections within a moment, send a message or nothing on each, and leave them open."""
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     assert isinstance(loop, NetworkLoop)
@@ -38,7 +38,7 @@ async def flood(chance: Random, count: int, address: str, run: str, worker: str,
 
 
 def _words(chance: Random, run: str, worker: str) -> bytes:
-    """Nothing, noise, half a message, or a Hello that is not believed."""
+    """Return nothing, noise, half a message, or a Hello with a false token."""
     version, who = wire.PROTOCOL_VERSION, "stranger"
     hello = wire.encode(wire.Hello(version, worker, "guessed", chance.random() < 1 / 2, 1, who, run))
     return chance.choice(

@@ -1,4 +1,4 @@
-"""How each fault is done to a world."""
+"""Applies each kind of fault to a world."""
 
 import signal
 from collections.abc import Callable, Mapping
@@ -18,22 +18,22 @@ from elastic.core.types import NS_PER_S, EndCause
 from elastic.sim.lies import KINDS, Liar
 
 CALLBACKS_MAX = 60
-"""That a process runs on before it is killed: so that it dies between any two of them."""
+"""Callbacks that a process still runs before it is killed, so that it can die between any two of them."""
 ENOUGH_USD = 1000.0
 LIMITED = 0.9
-"""Of the caps; the others lift one."""
+"""Share of cap commands that set a cap; the others lift one."""
 LEAP_S = 10_000.0
 LIES = 12
 STRANGERS_MIN, STRANGERS_MAX = 270, 3000
-"""More than may wait to be let in; seldom many more."""
+"""More connections than may wait to be let in; seldom many more."""
 SLOWNESS_MAX = 10.0
 SLOW_COMMIT_S = 0.5
 FOR_EVER_S = 1e6
-"""Weather that nothing follows, where only some of the drawn faults come."""
+"""Duration of weather that no other weather ends, in worlds with only some of the drawn faults."""
 
 
 def strike(world: World, fault: Fault) -> bool:
-    """Have the fault befall whom it is meant for; whether there is anybody."""
+    """Apply the fault to its target; returns whether there was a target."""
     if fault.kind in _OF_THE_RUN:
         if world.orchestrator is None or world.result is not None:
             return False
@@ -51,7 +51,7 @@ def strike(world: World, fault: Fault) -> bool:
 
 
 def _picked(world: World, fault: Fault) -> Process | None:
-    """The trainer's worker bears connections that break, and pauses; everything else is others'."""
+    """Return the fault's target. The trainer's worker gets broken connections and pauses only."""
     workers = world.workers()
     trainers = [worker for worker in workers if _trains(worker)]
     if fault.kind is FaultKind.KILL_TRAINER:
@@ -158,7 +158,7 @@ def _decline(world: World, worker: Process, fault: Fault) -> bool:
 
 
 def _lie(world: World, worker: Process, fault: Fault) -> bool:
-    """Frames that no truthful worker sends, between those that it does."""
+    """Let the worker send frames that no truthful worker sends, between its own."""
     core = world.witness.core
     if core is None or not worker.loop.transports:
         return False
@@ -183,7 +183,7 @@ def _kill_both(world: World, orchestrator: Process, fault: Fault) -> None:
 
 
 def _take_port(world: World, orchestrator: Process, fault: Fault) -> None:
-    """Whoever works for it dials in vain, and leaves."""
+    """Kill the orchestrator and give its port away. Its workers dial in vain, and leave."""
     if world.address:
         world.network.take(world.address)
         for worker in world.workers():
@@ -218,7 +218,7 @@ def _command(world: World, orchestrator: Process, fault: Fault) -> bool:
 
 
 def _kill_commanded(world: World, orchestrator: Process, fault: Fault) -> bool:
-    """A command has just been heard, or is being committed, or was acknowledged a moment ago."""
+    """Kill the orchestrator while it receives a command, commits it, or just after it has acknowledged it."""
     command = _stop if fault.target < 1 / 4 else _command
     if not command(world, orchestrator, msgspec.structs.replace(fault, chance=fault.chance / 2)):
         return False
@@ -228,7 +228,7 @@ def _kill_commanded(world: World, orchestrator: Process, fault: Fault) -> bool:
 
 
 def _hold_up(world: World, orchestrator: Process, fault: Fault) -> None:
-    """It excuses no fence: nobody was silent but itself. Connections are another thing."""
+    """Hold up the orchestrator. This excuses no fence, since no worker was silent; it may excuse lost connections."""
     world.witness.connections_ail(fault.duration_s)
     world.witness.weights_ail(fault.duration_s)
     orchestrator.frozen_until_ns = world.until_ns(fault.duration_s)
@@ -252,7 +252,7 @@ def _flood(world: World, fault: Fault) -> None:
 
 
 def _descriptors(world: World, fault: Fault) -> None:
-    """Of the orchestrator's machine, or of some workers', whose journals and connections are opened there."""
+    """Exhaust the descriptors of the orchestrator's machine, or of some workers'."""
     world.witness.all_ail(fault.duration_s)
     machines = [worker.loop.machine for worker in world.workers() if world.chance.random() < fault.chance]
     for machine in machines if fault.target < 1 / 2 else [world.machine]:
@@ -261,7 +261,7 @@ def _descriptors(world: World, fault: Fault) -> None:
 
 def _relay(world: World, fault: Fault) -> None:
     trouble = OF_THE_LINK[int(fault.chance * len(OF_THE_LINK))]
-    # Whoever has asked at the end of a silence waits for the answer that long.
+    # A request at the end of a silence waits for its answer that long.
     world.witness.all_ail(fault.duration_s + (SILENCE_S if trouble is RelayTrouble.SILENT else 0.0))
     world.relay.ails(trouble, fault.duration_s)
 

@@ -1,7 +1,7 @@
-"""Threads of simulated processes: real ones, of which one runs at a time, when its process's loop comes to it.
+"""Threads of simulated processes. They are real threads, but one runs at a time, when its process's loop runs it.
 
-Whatever blocks (a sleep, a lock, another thread's result) gives control back to the loop until its time has come. So
-the thread of a process that is killed never goes on, and one seed gives one history.
+A blocking call (a sleep, a lock, another thread's result) gives control back to the loop until its time has come. So a
+thread of a killed process never goes on, and one seed gives one history.
 """
 
 import _thread
@@ -21,14 +21,14 @@ from elastic.offload import Lane
 
 
 class ThreadBuried(BaseException):
-    """Raised where a thread waits whose process is no more, only to take it apart."""
+    """Raised in a waiting thread of a dead process, to take the thread apart."""
 
 
 class SimulatedThread(Ordered):
     """Makes a call that may block, in callbacks of its process's loop."""
 
     running: ClassVar["SimulatedThread | None"] = None
-    """The one that runs now, if one does."""
+    """The thread that runs now, if any."""
 
     def __init__(self, loop: ProcessLoop, call: Callable[[], object], after_s: float = 0.0) -> None:
         self.loop = loop
@@ -44,7 +44,7 @@ class SimulatedThread(Ordered):
         loop.call_later(after_s, self._go_on, 0)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """On this thread: until it is woken or the time is over; whether it was woken."""
+        """Wait until woken or until the time is over; returns whether it was woken. Called on this thread."""
         if self._buried:
             raise ThreadBuried
         timer = None if timeout_s is None else self.loop.call_later(max(0.0, timeout_s), self._go_on, self._waits)
@@ -57,7 +57,7 @@ class SimulatedThread(Ordered):
         return self._woken
 
     def waker(self) -> Callable[[], object]:
-        """What wakes it from its next wait."""
+        """Return a function that wakes the thread from its next wait."""
         return partial(self.loop.call_soon, self._go_on, self._waits, True)
 
     def bury(self) -> None:
@@ -68,7 +68,7 @@ class SimulatedThread(Ordered):
             self._go_on(self._waits)
 
     def _go_on(self, waits: int, woken: bool = False) -> None:
-        """On the loop's thread: let it run until it waits again, or has ended."""
+        """Run the thread until it waits again or ends. Called on the loop's thread."""
         if waits != self._waits:
             return
         self._waits += 1
@@ -97,7 +97,7 @@ class SimulatedThread(Ordered):
 
 
 class _Carrier:
-    """A real thread, for one simulated thread after the other."""
+    """A real thread that runs simulated threads one after the other."""
 
     idle: ClassVar[list["_Carrier"]] = []
 
@@ -128,7 +128,7 @@ os.register_at_fork(after_in_child=_Carrier.idle.clear)
 
 
 class SimulatedLane(Lane):
-    """`elastic.offload.Lane`: each call begins after a drawn time."""
+    """`elastic.offload.Lane` whose calls each begin after a drawn delay."""
 
     def __init__(self, loop: ProcessLoop) -> None:
         self._loop = loop
@@ -206,11 +206,11 @@ class _Thread:
 
 
 THREADING = SimpleNamespace(Thread=_Thread, Lock=threading.Semaphore, Condition=threading.Condition)
-"""What production code finds instead of the module: a semaphore waits on a condition, and so for virtual time."""
+"""Replaces the `threading` module for production code. Its locks wait on conditions, and so for virtual time."""
 
 
 def sleep(duration_s: float) -> None:
-    """`time.sleep`, which nobody may do who holds up an event loop."""
+    """Replaces `time.sleep`. Raises in code that would block an event loop."""
     thread = SimulatedThread.running
     if thread is None:
         raise AssertionError("an event loop is made to sleep")
@@ -218,7 +218,7 @@ def sleep(duration_s: float) -> None:
 
 
 def wait_on(condition: threading.Condition, timeout: float | None = None) -> bool:
-    """`threading.Condition.wait`, on which futures, events and semaphores wait, too."""
+    """Replaces `threading.Condition.wait`, on which futures, events and semaphores wait too."""
     thread = SimulatedThread.running
     if thread is None:
         return _wait(condition, timeout)
@@ -238,7 +238,7 @@ _wait = threading.Condition.wait
 
 
 def loop_here() -> ProcessLoop:
-    """That of the process which runs now, on whichever of its threads."""
+    """Return the loop of the process that runs now, on any of its threads."""
     if SimulatedThread.running is not None:
         return SimulatedThread.running.loop
     return ProcessLoop.here()

@@ -1,11 +1,11 @@
-"""Sees what the core is told and what it orders, and holds it against what is true in the world.
+"""Watches what the core is told and what it orders, and compares both with the truth of the world.
 
 - The core's invariants hold.
-- Whoever pulls asks the relay that it was told of, and a load that has failed is told on the connection on which it was
+- A pull uses the relay that the worker was told of. A failed load is reported on the connection on which it was
   ordered.
-- Nothing is done without need: a worker that nothing ails is not fenced, does not leave, need not dial again and gets
-  the weights that it is told to load, its turns are neither moved nor sent again, and whoever has failed is left alone
-  for a while before it is tried again.
+- No act is needless: a healthy worker is not fenced, does not leave, need not dial again, and gets the weights that it
+  is told to load; its turns are neither moved nor sent again; and a failed peer is left alone for a while before a
+  retry.
 """
 
 import contextlib
@@ -25,29 +25,29 @@ from elastic.core.types import NS_PER_S, EndCause, Nanoseconds, TurnId, TurnStat
 from elastic.worker.service import AgentExit
 
 CHECKED = 1 / 24
-"""Of the events: the whole state is gone through after these."""
+"""Share of events after which the whole state is checked."""
 NEVER_NS: Nanoseconds = 2**62
 AFTERMATH_S = 8.0
-"""How long what has befallen somebody may still be the cause of something."""
+"""How long after a fault its victim's acts may still be due to it."""
 LOAD_S = 12.0
-"""How long it may take that a load fails which began while something was wrong."""
+"""How long a load that began during a fault may take to fail."""
 LATE_LOAD = re.compile(r"not pulled within ([\d.]+) s")
 LOADS_MAX = 8
-"""Failed loads of a worker that are remembered: what it tells of them may be delivered twice."""
+"""Failed loads that are remembered for a worker, since its reports may arrive twice."""
 DRIFT_MAX = 1e-3
-"""Of any worker's clock."""
+"""Most by which any worker's clock drifts."""
 DIALS_MAX, DIALS_WITHIN_S = 60, 5.0
-"""More attempts to connect than these are made by nobody who backs off."""
+"""More attempts to connect within this time show a peer without a back-off."""
 OF_NO_CONCERN = ("its lease ended", "it has no live lease", "expired", "lost", "released")
-"""Reasons for a fence that do not say that the worker was at fault: its lease is over, or it has gone."""
+"""Reasons for a fence that do not blame the worker: its lease is over, or it has left."""
 AT_WORK = (WorkerState.LOADING, WorkerState.READY, WorkerState.ASLEEP)
 LOSSES = ("connection lost", "session moved")
 BLAMES = (*LOSSES, "no token in time", "hand-over took too long", "expected from")
-"""What is said of a turn whose worker is at fault."""
+"""Reasons for moving a turn that blame its worker."""
 
 
 class Act(StrEnum):
-    """What may be done without need."""
+    """Acts that may be needless."""
 
     FENCE = "fence"
     MOVE = "move"
@@ -56,7 +56,7 @@ class Act(StrEnum):
 
 
 class Needless(AssertionError):
-    """Something was done without need."""
+    """An act was needless."""
 
     def __init__(self, act: Act, found: str) -> None:
         self.act = act
@@ -65,14 +65,14 @@ class Needless(AssertionError):
 
 @dataclass
 class _Pull:
-    """`asked`: the relays that its process has asked meanwhile; `alone`: for no other pull."""
+    """`asked`: the relays that the process has used since. `alone`: the pull shares them with no other pull."""
 
     alone: bool
     asked: set[str] = field(default_factory=set[str])
 
 
 class Witness:
-    """Watches a `core` at a time. What is wrong is `found`, whatever becomes of it in the process that did it."""
+    """Watches one `core` at a time. Violations are collected in `found`, even if the process that caused them dies."""
 
     def __init__(self, now_ns: Callable[[], Nanoseconds], chance: Random) -> None:
         self.core: Scheduler | None = None
@@ -98,7 +98,7 @@ class Witness:
         self._dials: dict[object, deque[Nanoseconds]] = {}
 
     def follow(self, core: Scheduler) -> None:
-        """Watch the core of another incarnation, which need not know what the one before has seen last."""
+        """Watch the core of another incarnation, which need not know the last events of the one before."""
         self.core = core
         for known in (self._refused_ns, self._failed_loads, self._sent):
             known.clear()
@@ -125,23 +125,22 @@ class Witness:
     # What is true
 
     def ails(self, worker: WorkerId, for_s: float = 0.0) -> None:
-        """Something has befallen this worker, and lasts so long."""
+        """Note a fault of this worker that lasts `for_s`."""
         self._ailing_ns[worker] = max(self._ailing_ns.get(worker, 0), self._until_ns(for_s))
 
     def doomed(self, worker: WorkerId) -> None:
-        """This worker is dead, or dials where nobody will ever answer: whatever is done about it is needed, however
-        late that is found."""
+        """Note that this worker is dead, or dials an address that never answers. Every later act on it is needed."""
         self._ailing_ns[worker] = NEVER_NS
 
     def all_ail(self, for_s: float = 0.0) -> None:
         self._all_ailing_ns = max(self._all_ailing_ns, self._until_ns(for_s))
 
     def connections_ail(self, for_s: float = 0.0) -> None:
-        """Something may make everybody give a connection up, which is no reason to give a worker up."""
+        """Note a fault that may make peers give up connections. It is no reason to give up a worker."""
         self._connections_ailing_ns = max(self._connections_ailing_ns, self._until_ns(for_s))
 
     def weights_ail(self, for_s: float = 0.0) -> None:
-        """What workers are told to load may be late, or never come."""
+        """Note a fault that may delay or prevent the loads that workers are told to make."""
         self._weights_ailing_ns = max(self._weights_ailing_ns, self._until_ns(for_s + LOAD_S))
 
     def lies(self, worker: WorkerId) -> None:
@@ -154,7 +153,7 @@ class Witness:
         return self._now_ns() + round((for_s + AFTERMATH_S) * NS_PER_S)
 
     def _well(self, worker: WorkerId, for_s: float = 0.0) -> bool:
-        """Whether nothing ails it, and has not for so long."""
+        """Return whether the worker has had no fault for `for_s`."""
         until_ns = max(self._all_ailing_ns, self._ailing_ns.get(worker, 0)) + round(for_s * NS_PER_S)
         return worker not in self._liars and self._now_ns() > until_ns
 
@@ -170,7 +169,7 @@ class Witness:
 
     @contextlib.contextmanager
     def pulls(self, who: object, relay: str) -> Iterator[None]:
-        """As long as the context lasts, a process pulls weights that it was told to pull from a relay."""
+        """A context: while it lasts, a process pulls weights, as it was told, from a relay."""
         others = self._pulls.setdefault(who, [])
         pull = _Pull(alone=not others)
         for other in others:
@@ -188,17 +187,17 @@ class Witness:
             pull.asked.add(relay)
 
     def load_failed(self, worker: WorkerId, began_ns: Nanoseconds) -> None:
-        """In the worker itself; whether it tells of it is another thing."""
+        """Note a load that has failed in the worker. The worker may or may not report it."""
         self._loads_failed.setdefault(worker, deque(maxlen=LOADS_MAX)).append(began_ns)
 
     def left(self, worker: WorkerId, end: AgentExit) -> None:
-        """A worker's process has ended by itself, which it does for a fault only where something is wrong with it."""
+        """Note that a worker's process has ended by itself. It may blame a fault only if something is wrong with it."""
         known = self.core and self.core.fleet.workers.get(worker)
         if end.code and known and known.state in AT_WORK and self._well(worker):
             self.found.append(Needless(Act.FENCE, f"{worker} has left: {end.reason}"))
 
     def left_behind(self, worker: WorkerId, what: str) -> None:
-        """A worker that nothing ails has left in good order, without this."""
+        """Note something that a healthy worker left behind when it left in good order."""
         if self._well(worker, LOAD_S):
             self.found.append(AssertionError(f"{worker} has left with {what}"))
 
@@ -233,8 +232,8 @@ class Witness:
             check(core)
 
     def _load_told(self, event: e.WeightsFailed) -> None:
-        """An epoch's connection is closed before the next one's begins: a load that began before was not ordered on
-        the one on which it is told."""
+        """Check a report of a failed load. An epoch's connection is closed before the next one begins, so a load
+        that began before the connection was not ordered on it."""
         if event.worker in self._liars:
             return
         since_ns, failed = self._lost_ns.get(event.worker, 0), self._loads_failed.get(event.worker, deque())
@@ -287,7 +286,7 @@ def _require(needed: bool, act: Act, found: str) -> None:
 
 
 def _taken_off(turn: Turn) -> tuple[Nanoseconds, str]:
-    """When, and why, it was taken off the worker that had it last."""
+    """Return when and why the turn was taken off its last worker."""
     queued = (
         (at_ns, cause) for at_ns, _, finish, cause, _ in reversed(turn.story.chapters) if finish is TurnState.QUEUED
     )

@@ -1,4 +1,4 @@
-"""A world: production processes, a clock, and what goes wrong. It lives until the run has ended, and judges it."""
+"""A world: production processes, a clock, and faults. It lives until its run has ended, and then judges the run."""
 
 import asyncio
 import contextlib
@@ -62,37 +62,37 @@ from providers.waiting_room import WaitingRoom
 
 RUN = "run"
 ADDRESS = "10.0.0.1"
-"""The orchestrator's, for other machines."""
+"""The orchestrator's address for other machines."""
 RELAY_PORT = 50_000
 MOVES = 1 / 3
-"""Of the incarnations: they serve the relay at another port than the one before."""
+"""Share of incarnations that serve the relay at another port than the one before."""
 ELASTIC = "reserved"
 JOINED = "joined"
 ORCHESTRATOR_TIMEOUT_S = 20.0
 PULL_TIMEOUT_S = 10.0
 LIVENESS_S = 240.0
-"""For the run to end once nothing goes wrong any more, where turns are short."""
+"""Time for the run to end after the last fault, if turns are short."""
 TURNS_MAX = 4
 STEPS_MAX = 3_000_000
 WORK_NS = 2_000
-"""What a step of a process takes at least; nothing takes no time."""
+"""Shortest time of a process's step: no work is instantaneous."""
 STOPPED = "somebody had it stop"
-"""Why a run ends that is resumed."""
+"""The reason of a stop after which a user resumes the run."""
 OUT_OF_STEP = "out of step with the journal"
 SINCE_BEFORE_S = 12.0
-"""What may have befallen a machine before it was a worker lasts no longer."""
+"""Longest fault of a machine from before it became a worker."""
 COMMANDED = 2
-"""How often the same is commanded; the second time it is only acknowledged."""
+"""How often each command is sent; repetitions are only acknowledged."""
 NEVER_S = 1e9
-"""Until a machine's ticket is of no use: the calendar may leap."""
+"""Validity of a machine's ticket: longer than any jump of the calendar."""
 NO_DESCRIPTORS = "no file descriptor was left"
-"""Why a run ends that cannot read its journal for want of them."""
+"""The reason of a run that cannot read its journal for lack of descriptors."""
 BEGIN_AGAIN_S = 1.0
-"""After which somebody resumes a run that has ended for want of its disk, or of descriptors."""
+"""Time after which a user resumes a run that ended for lack of disk or descriptors."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a world came to; `history` hashes all that its run's incarnations have journaled."""
+    """The result of a world. `history` hashes everything that its run's incarnations have journaled."""
 
     seed: int
     ended_s: float
@@ -163,7 +163,7 @@ def config_of(plan: WorldPlan) -> Config:
 
 
 class World:
-    """`tell` hears what its processes log, and what befalls them."""
+    """`tell` gets what the world's processes log, and its faults."""
 
     def __init__(self, plan: WorldPlan, tell: Callable[[str], None] | None = None) -> None:
         self.plan = plan
@@ -223,7 +223,7 @@ class World:
     # Time
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Something of the world's own, in no process."""
+        """Schedule an action of the world itself, in no process."""
         when_ns = self.clock.now_ns + round(delay_s * NS_PER_S)
         heapq.heappush(self._later, (when_ns, next(self._numbers), action))
 
@@ -232,7 +232,7 @@ class World:
 
     @contextlib.contextmanager
     def begins(self) -> Iterator[None]:
-        """Govern what production code asks of this process, and take everything apart in the end."""
+        """A context: production code gets this world's answers, and everything is taken apart at its end."""
         longest_turn_s = self.plan.max_tokens * self.plan.token_s
         governed = governs(self.clock, f"{self.plan.seed}/code", longest_turn_s, self.relay.open)
         with governed, self.witness.watches(), self._logged():
@@ -246,7 +246,7 @@ class World:
                 shutil.rmtree(self._directory, ignore_errors=True)
 
     def befalls(self, fault: Fault, done: bool) -> None:
-        """A fault has come, and was `done` to somebody if there was anybody."""
+        """Record that a fault has come, and whether it was `done` to a target."""
         self._struck += done
         if done and self._tell is not None:
             self._tell(f"{self.clock.now_ns / NS_PER_S:9.3f} *** {fault}")
@@ -268,7 +268,7 @@ class World:
             structlog.configure(**former)
 
     def go_on(self) -> None:
-        """Until the run has ended and nothing is left. Raises `AssertionError` after much too long."""
+        """Run until the run has ended and no process is left. Raises `AssertionError` if that takes much too long."""
         plan = self.plan
         turns = plan.steps * plan.groups * TURNS_MAX
         until_s = plan.end_s + LIVENESS_S + 4 * turns * plan.max_tokens * plan.token_s
@@ -281,7 +281,7 @@ class World:
         raise AssertionError(f"no end: result {self.result!r}, alive {alive}")
 
     def _step(self, until_ns: float) -> bool:
-        """Do what comes next, wherever that is."""
+        """Take the next step, in whichever process it is."""
         now_ns = self.clock.now_ns
         due_ns: float = self._later[0][0] if self._later else until_ns + 1
         chosen: Process | None = None
@@ -320,7 +320,7 @@ class World:
             self.witness.dialled(loop)
 
     def workers(self) -> list[Process]:
-        """The run's, the trainer's among them, and machines that would be."""
+        """Return the run's workers, with the trainer's, and machines that are about to join."""
         machines = self._machines.values()
         return [process for process in self._alive if process.name in self._workers or process in machines]
 
@@ -339,7 +339,7 @@ class World:
         return process
 
     def kill(self, process: Process, *, noticed: bool) -> None:
-        """It is gone. Its peers are told if that is `noticed`, and its provider is, sooner or later."""
+        """Kill a process. If `noticed`, its peers are told; its provider learns of it sooner or later."""
         if not process.alive:
             return
         process.loop.kill(noticed)
@@ -350,7 +350,7 @@ class World:
             self.after(self.chance.uniform(0.1, 10), self._join)
 
     def command(self, make: Callable[[str], CapProvider | SetBudget | StopRun]) -> bool:
-        """Somebody commands the run, under a new id; whether there is anybody who hears it."""
+        """Send the run a command under a new id; returns whether a process hears it."""
         orchestrator, shell = self.orchestrator, self.shell
         if orchestrator is None or shell is None or not self.address:
             return False
@@ -369,7 +369,7 @@ class World:
         self.orchestrator = self.begin(f"orchestrator {self.incarnations}", self.machine, self._orchestrate)
 
     def crash_orchestrator(self, down_s: float) -> None:
-        """Kill it; after a while there is another one."""
+        """Kill the orchestrator and start another one after a while."""
         if self.orchestrator is None:
             return
         self.kill(self.orchestrator, noticed=True)
@@ -384,7 +384,7 @@ class World:
         self.after(down_s, self.begin_orchestrator)
 
     async def _orchestrate(self) -> str:
-        """As `elastic.compose.execute`, around models."""
+        """Run an orchestrator as `elastic.compose.execute` does, around models."""
         config, run, plan = self.config, self.run, self.plan
         former = previous_incarnation(run, config) if self.incarnations > 1 else PreviousIncarnation()
         resolved = compose.resolve(config, [ELASTIC, JOINED] if plan.machines else [ELASTIC], "chaos")
@@ -438,7 +438,7 @@ class World:
         return failed or scheduler.stopped
 
     def _serve_relay(self, rights: RelayRights) -> None:
-        """Where it was, unless that port is taken."""
+        """Serve the relay at its last port, unless that port is taken."""
         elsewhere = self.incarnations > 1 and self.chance.random() < MOVES
         for trainer in self._building if elsewhere else ():
             self.witness.doomed(trainer)
@@ -506,7 +506,7 @@ class World:
         self._workers[ticket.worker] = self._begin_worker(ticket.worker, bought, trains)
 
     def _join(self) -> None:
-        """Somebody starts a worker on a machine, with a ticket: as which worker it comes in is not known yet."""
+        """Start a worker on a machine with a ticket. Its name in the run is not known yet."""
         if self.result is not None:
             return
         if not self.address:
@@ -531,7 +531,7 @@ class World:
             self.witness.lies(worker)
 
     def _begin_worker(self, name: str, bought: Ticket, trains: bool) -> Process:
-        """Where a provider has started it, its device is shared with whoever lends it."""
+        """Start a worker of a provider. Its device is shared with the owner if the provider lends it."""
         plan, device = self.plan, ModelDevice(lambda: self.clock.now_ns)
         machine = Machine(self.clock, 1 + self.chance.uniform(-plan.drift, plan.drift))
 
@@ -568,7 +568,7 @@ class World:
         self.weights = weights
 
     def applied(self, source: RelaySource, bits: bytes) -> None:
-        """A worker serves with these as the version that it was told to pull."""
+        """Note that a worker serves with `bits` as the version that it was told to pull."""
         if bits != self._weights_of.get((source.publisher, source.version)):
             self.witness.found.append(AssertionError(f"weights served that are not those of version {source.version}"))
 
@@ -580,7 +580,7 @@ class World:
             self._alive.remove(process)
 
     def _ended(self, process: Process) -> None:
-        """It has come to its end by itself."""
+        """Note that a process has ended by itself."""
         self.kill(process, noticed=True)
         if process.name in self._workers:
             end = process.main.result()
@@ -602,7 +602,7 @@ class World:
             self.result = process.main.result()
 
     def _kept(self, trainer: WorkerId, host: TrainerHost) -> None:
-        """A trainer that leaves in good order between two steps has kept what it has trained."""
+        """Check that a trainer that leaves in good order between two steps has kept what it has trained."""
         stands = host.standing()
         kept = {int(path.stem) for path in checkpoint.saved(self.run.path / "checkpoints")}
         if stands.version and not stands.groups and not stands.slots and stands.version not in kept:
@@ -627,7 +627,7 @@ class World:
         )
 
     def _bury(self) -> None:
-        """What was killed is taken apart only now, when nothing that its `finally` does can matter."""
+        """Take killed processes apart, now that nothing in their `finally` blocks can matter."""
         for process in self.processes:
             process.loop.alive = False
             for task in asyncio.all_tasks(process.loop):
@@ -654,7 +654,7 @@ class _Watch:
 
 
 class _Tickets(TicketBook):
-    """`spent` hears which machine comes in as which worker."""
+    """The ticket book. `spent` is told which machine joins as which worker."""
 
     def __init__(self, run_dir: Path, spent: Callable[[str, WorkerId], None]) -> None:
         super().__init__(run_dir)
