@@ -88,7 +88,7 @@ def wrapped(script: Sequence[str], phases: Path) -> tuple[str, ...]:
 
 
 def program_at(script: Sequence[str]) -> int:
-    """Return where a command line has the program's file, or `-m`. Raises `PhasesFileError` if Python does not run it."""
+    """Return the index of the program's file, or of `-m`. Raises `PhasesFileError` if Python does not run it."""
     at = 1
     if not script or not Path(script[0]).name.startswith("python"):
         raise _not_python(script)
