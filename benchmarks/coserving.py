@@ -1,4 +1,4 @@
-"""Rollouts on a live serving device: what they harvest, and what that costs serving's users.
+"""Rollouts on a live serving device: how much of its idle time they use, and what that costs serving's users.
 
 A serving and a rollout model of different shapes, with random weights, share the device of one co-serving executor,
 whose thread is bound to core 0; its OpenAI-compatible front, the rollout load and, in a process of its own, the
@@ -11,13 +11,13 @@ Rollouts are a closed loop of multi-turn trajectories with growing prefixes; tur
 again with what was accepted, since here there is no other worker to take them. How many trajectories a device gets
 is capped as in ROSE's Appendix A: with twice as many, the memory that a cut leaves them holds half a batch.
 
-A window's harvest is the rollout tokens per second of policy `elastic` over those of the device alone, measured
-just before, divided by the share of time that serving alone leaves idle; `harvest_share` is that of the worst window.
-It is the product of two: `time`, the rollouts' part of that idle time, and `speed`, tokens per second of their own
-time over what it is alone: below 1 where memory or slack allow smaller batches only, and where turns are computed
-again; above it where turns that wait for serving make fuller batches. `time` is bounded by 1, but for serving's
-batches, which rollouts make fuller and so quicker; of a device of their own, rollouts use `time_alone`: the rest are
-the executor's decisions and environments that all rest at once.
+A window's idle utilisation is the rollout tokens per second of policy `elastic` over those of the device alone,
+measured just before, divided by the share of time that serving alone leaves idle; `harvest_share` is that of the worst
+window. It is the product of `time` and `speed`. `time` is the rollouts' part of the idle time; `speed` is their tokens
+per second of their own time over that of the device alone. `speed` falls below 1 where memory or slack allow smaller
+batches only, and where turns are computed again; it rises above 1 where turns that wait for serving make fuller batches.
+`time` is bounded by 1, except that rollouts make serving's batches fuller and so quicker. On a device of their own,
+rollouts use `time_alone`: the rest is the executor's decisions, and environments that all rest at once.
 
 `--arm vllm` has one vLLM in the executor's place, in the environment of `make test-vllm`: it serves a base, rollouts
 are an adapter to it, and the same front, load and loop are on the other core. Its scale is its own (speed, targets and
@@ -322,23 +322,23 @@ async def _calibrate(device: Any, plan: CoservingPlan, replay: TraceReplay) -> f
 def _density(
     by_policy: dict[str, list[DeviceUse]], ours: str, targets: Targets, rollouts_alone: Sequence[DeviceUse]
 ) -> dict[str, Any]:
-    """The figures of one density; the harvest is that of the policy `ours`."""
+    """The figures of one density; the idle utilisation is that of the policy `ours`."""
     serving_alone = by_policy["serving_alone"]
-    harvests = [
-        _harvest(*outcomes)
+    utilisations = [
+        _utilisation(*outcomes)
         for outcomes in zip(by_policy[ours], serving_alone, rollouts_alone, strict=True)
         if outcomes[-1].rollout_rate
     ]
     return {
         "policies": {policy: _policy(outcomes, targets) for policy, outcomes in by_policy.items()},
-        "harvest_share": min((harvest["share"] for harvest in harvests), default=None),
-        "harvest_by_window": harvests,
+        "harvest_share": min((utilisation["share"] for utilisation in utilisations), default=None),
+        "harvest_by_window": utilisations,
         "serving_alone_busy_share": [outcome.serving_busy_share for outcome in serving_alone],
         "rollout_alone_tokens_per_s": [outcome.rollout_rate for outcome in rollouts_alone],
     }
 
 
-def _harvest(shared: DeviceUse, serving_alone: DeviceUse, rollouts_alone: DeviceUse) -> dict[str, float]:
+def _utilisation(shared: DeviceUse, serving_alone: DeviceUse, rollouts_alone: DeviceUse) -> dict[str, float]:
     idle_share = 1 - serving_alone.serving_busy_share
     time = shared.rollout_busy_share / idle_share
     share = shared.rollout_rate / rollouts_alone.rollout_rate / idle_share

@@ -98,14 +98,14 @@ class ControlError(Exception):
     """The process of a run, or of a pool, could not be asked.
 
     ControlError
-    ├── RunNotThere         nothing is at it now
+    ├── RunNotFound         nothing is at it now
     ├── RunOfAnotherUser    somebody else's process is
     ├── RunSilent           no answer in time; the command may have been done, and may be repeated under its id
     └── CommandRefused      the run says no, and why
     """
 
 
-class RunNotThere(ControlError):
+class RunNotFound(ControlError):
     pass
 
 
@@ -206,9 +206,9 @@ class ControlLine:
             ) from error
         except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
             gone = "no process is at it now" if self._directory.is_dir() else f"there is no such {self._what}"
-            raise RunNotThere(f"{self._name}: {gone}") from error
+            raise RunNotFound(f"{self._name}: {gone}") from error
         except OSError as error:
-            raise RunNotThere(f"{self._name}: its control socket: {error.strerror or error}") from error
+            raise RunNotFound(f"{self._name}: its control socket: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ class PoolAcknowledged(_PoolReply, frozen=True, tag="acknowledged"):
     placement: dict[str, Any] = {}
 
 
-class PoolSaysNo(_PoolReply, frozen=True, tag="refused"):
+class PoolRefusal(_PoolReply, frozen=True, tag="refused"):
     """Nothing was done. `kind` is one of `invalid`, `unknown_job`, `conflict`, `rejected`, `version` and `ending`."""
 
     kind: str
@@ -108,7 +108,7 @@ class PoolStanding(_PoolReply, frozen=True, tag="status"):
     status: dict[str, Any]
 
 
-PoolAnswer: TypeAlias = PoolAcknowledged | PoolSaysNo | PoolPlan | PoolStanding
+PoolAnswer: TypeAlias = PoolAcknowledged | PoolRefusal | PoolPlan | PoolStanding
 R = TypeVar("R", bound=_PoolReply)
 
 
@@ -161,6 +161,6 @@ class PoolControl:
 
     async def _told(self, request: PoolRequest, kind: type[R]) -> R:
         answer = await self._line.ask(request, PoolAnswer)
-        if isinstance(answer, PoolSaysNo):
+        if isinstance(answer, PoolRefusal):
             raise CommandRefused(answer.kind, answer.message)
         return self._line.expected(answer, kind)

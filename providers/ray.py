@@ -85,7 +85,7 @@ def places(available: Mapping[str, float], asked: Mapping[str, float]) -> int:
     return int(min((available.get(name, 0.0) / amount for name, amount in asked.items()), default=0))
 
 
-class Said(NamedTuple):
+class ActorStatus(NamedTuple):
     """What an actor says of its worker's process: its exit status once it is over, None if it could not be started."""
 
     runs: bool
@@ -96,10 +96,10 @@ class WorkerActor:
     """An actor: a worker's process on a node, from its start to its end."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._said = Said(runs=True)
+        self._said = ActorStatus(runs=True)
         threading.Thread(target=self._work, args=(command, environment), daemon=True).start()
 
-    def said(self) -> "Said":
+    def said(self) -> "ActorStatus":
         return self._said
 
     def _work(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -113,7 +113,7 @@ class WorkerActor:
                 preexec_fn=_die_with_parent,
             )
             status = process.wait()
-        self._said = Said(runs=False, status=status)
+        self._said = ActorStatus(runs=False, status=status)
         time.sleep(LINGER_S)
         os._exit(0)
 
@@ -123,7 +123,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-class Look(NamedTuple):
+class RayStatus(NamedTuple):
     """What the cluster says: resources that are free, actors that have a name, and how those asked for are.
 
     Of an actor that is `gone` there is Ray's reason; of one that does not answer at the moment, nothing.
@@ -131,7 +131,7 @@ class Look(NamedTuple):
 
     free: Mapping[str, float]
     named: frozenset[str]
-    said: Mapping[str, Said]
+    said: Mapping[str, ActorStatus]
     gone: Mapping[str, str]
 
 
@@ -353,10 +353,10 @@ def _named(namespace: str, prefix: str) -> frozenset[str]:
     return frozenset(one["name"] for one in named if one["namespace"] == namespace and one["name"].startswith(prefix))
 
 
-def _look(settings: RaySettings, prefix: str, standing: Sequence[str], questions: dict[str, Any]) -> Look:
+def _look(settings: RaySettings, prefix: str, standing: Sequence[str], questions: dict[str, Any]) -> RayStatus:
     """An actor is asked again only once it has answered, for one on a lost node does not until Ray knows of that."""
     exceptions = ray().exceptions
-    said: dict[str, Said] = {}
+    said: dict[str, ActorStatus] = {}
     gone: dict[str, str] = {}
     for name in questions.keys() - set(standing):
         del questions[name]
@@ -377,7 +377,7 @@ def _look(settings: RaySettings, prefix: str, standing: Sequence[str], questions
             log.debug("an actor does not answer", actor=name, error=told(error))
         except exceptions.RayActorError as error:
             gone[name] = str(error).partition("\n")[0]
-    return Look(ray().available_resources(), _named(settings.namespace, prefix), said, gone)
+    return RayStatus(ray().available_resources(), _named(settings.namespace, prefix), said, gone)
 
 
 def _start(

@@ -358,7 +358,7 @@ class World:
 
         async def ask() -> None:
             for _ in range(COMMANDED):
-                if isinstance(await shell.desk.answer(request), Acknowledged):
+                if isinstance(await shell.command_manager.answer(request), Acknowledged):
                     self.acknowledged.append(request.id)
 
         orchestrator.loop.create_task(ask(), context=orchestrator.loop.context)

@@ -14,7 +14,7 @@ from elastic.control import (
     CommandRefused,
     ControlError,
     RunControl,
-    RunNotThere,
+    RunNotFound,
     RunSilent,
     new_command_id,
 )
@@ -105,7 +105,7 @@ def _done(
         return EXIT_BAD_INPUT if error.kind in _BAD_INPUT else EXIT_FAILED
     except ControlError as error:
         say(f"error: {error}")
-        if isinstance(error, RunNotThere):
+        if isinstance(error, RunNotFound):
             say(f"hint: only a run that goes on takes commands; go on with: {program()} run --resume {run.path}")
         if isinstance(error, RunSilent):
             say(f"hint: it may have been done; repeat it with --id {command_id}, and it is done once")

@@ -12,7 +12,7 @@ from elastic.sim.world import SimulatedWorldFailed, simulate
 TOLD_EVERY_S = 2.0
 
 
-class Seen(msgspec.Struct, kw_only=True):
+class FaultsSeen(msgspec.Struct, kw_only=True):
     """What the worlds lived through so far have shown; `seeds` counts the failed ones too."""
 
     first_seed: int
@@ -44,7 +44,7 @@ def faults_command(first: int, worlds: int, *, as_json: bool) -> int:
 
     Interrupted, it reports what it has seen.
     """
-    seen, interrupted, began_s = Seen(first_seed=first), False, time.monotonic()
+    seen, interrupted, began_s = FaultsSeen(first_seed=first), False, time.monotonic()
     try:
         _live_through(seen, worlds)
     except KeyboardInterrupt:
@@ -64,7 +64,7 @@ def faults_command(first: int, worlds: int, *, as_json: bool) -> int:
     return EXIT_INTERRUPTED if interrupted else EXIT_FAILED if seen.failed_seeds else 0
 
 
-def _live_through(seen: Seen, worlds: int) -> None:
+def _live_through(seen: FaultsSeen, worlds: int) -> None:
     """Progress is a status that changes on a terminal, and a line now and then elsewhere."""
     terminal = console(stderr=True)
     told_s = time.monotonic()

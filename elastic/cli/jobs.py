@@ -28,7 +28,7 @@ from elastic.config import (
     read_sections,
     validate,
 )
-from elastic.control import ControlError, RunNotThere, RunSilent, new_command_id
+from elastic.control import ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.log_files import LogFollower, log_files
 from elastic.pool.config import job_request
 from elastic.pool_control import JOB_NAME, PoolControl, PoolStanding, SubmitJob
@@ -317,7 +317,7 @@ def wait_command(name: str, pool: str, directory: Path, timeout_s: float | None,
         try:
             job = job_of(asyncio.run(control.standing()), job["name"])
             heard_s, told = time.monotonic(), False
-        except (RunNotThere, RunSilent) as error:
+        except (RunNotFound, RunSilent) as error:
             if time.monotonic() - heard_s > AWAY_S:
                 say(f"error: {error}")
                 return EXIT_FAILED

@@ -17,7 +17,7 @@ from elastic import compose
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
 from elastic.cli.supervise import keep_up
 from elastic.config import ConfigError
-from elastic.control import CommandRefused, ControlError, RunNotThere, RunSilent, new_command_id
+from elastic.control import CommandRefused, ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.log_files import LogFollower
 from elastic.pool.config import POOL_CONFIG, PoolConfig, load_pool, save_pool
 from elastic.pool_control import OtherPoolVersion, PoolControl, PoolStanding
@@ -63,9 +63,9 @@ def asked(question: Coroutine[Any, Any, T], command_id: str = "") -> T:
     except CommandRefused as error:
         say(f"error: {error}")
         raise SystemExit(EXIT_BAD_INPUT if error.kind in BAD_INPUT else EXIT_FAILED) from error
-    except (RunNotThere, OtherPoolVersion) as error:
+    except (RunNotFound, OtherPoolVersion) as error:
         say(f"error: {error}")
-        if isinstance(error, RunNotThere):
+        if isinstance(error, RunNotFound):
             say(f"hint: {program()} pool start POOL.toml starts a pool, or goes on with one")
         raise SystemExit(EXIT_BAD_INPUT) from error
     except ControlError as error:
@@ -145,7 +145,7 @@ def _up(directory: Path, supervisor: "subprocess.Popen[bytes]", wait_s: float) -
     while time.monotonic() < deadline and supervisor.poll() is None:
         try:
             return asyncio.run(control.standing())
-        except (RunNotThere, RunSilent):
+        except (RunNotFound, RunSilent):
             time.sleep(POLL_S)
     return None
 
@@ -198,7 +198,7 @@ def _again(control: PoolControl, last: PoolStanding) -> PoolStanding:
     """How the pool stands now; as last, while its process is away and may come back."""
     try:
         return asyncio.run(control.standing())
-    except (RunNotThere, RunSilent):
+    except (RunNotFound, RunSilent):
         return last
 
 

@@ -23,7 +23,7 @@ from elastic.endpoint import Endpoint, host_and_port, is_loopback, seen_as
 from elastic.line_socket import LineSocket
 from elastic.logs import log_to
 from elastic.pool.config import POOL_CONFIG, PoolConfig, load_pool, phase_plan
-from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolDesk, invalid
+from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolCommandManager, invalid
 from elastic.pool.gateway import KeeperTimes, PoolGateway, PoolTokens
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
 from elastic.pool.keeper import Keeper, KeeperTicket
@@ -223,8 +223,8 @@ async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]
         keeper_start_ns=round(KEEPER_START_S * _NS),
     )
     shell = PoolShell(cluster, ports, times, journal.entries())
-    desk = PoolDesk(config.pool.name, shell, journal, made.describe, ports.jobs.pid, made.logs)
-    socket = LineSocket(directory, desk.answer, invalid, SUBMISSION_BYTES_MAX)
+    command_manager = PoolCommandManager(config.pool.name, shell, journal, made.describe, ports.jobs.pid, made.logs)
+    socket = LineSocket(directory, command_manager.answer, invalid, SUBMISSION_BYTES_MAX)
     stopping = _stops_by_signal(shell, journal)
     log.info("pool's process begins", pool=config.pool.name, events=journal.events, address=address, anew=anew)
     try:

@@ -363,7 +363,7 @@ class Fleet:
         return "" if counts == self._helpers else f"helper counts {self._helpers}, should be {counts}"
 
 
-class Others:
+class RemainingFleet:
     """The fleet without the workers that a turn must avoid."""
 
     def __init__(self, fleet: Fleet, avoided: Container[WorkerId]) -> None:

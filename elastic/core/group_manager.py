@@ -13,7 +13,7 @@ from elastic.core import events as e
 from elastic.core.policy import BatchView
 from elastic.core.reward_manager import RewardManager
 from elastic.core.run_state import RunState
-from elastic.core.steps import Group, Step, Taking
+from elastic.core.steps import BatchRule, Group, Step
 from elastic.core.turn_manager import TurnManager
 from elastic.core.types import GroupState, TrajectoryId
 
@@ -92,7 +92,7 @@ class GroupManager:
         step = self._run.step
         if step is None:
             return True
-        if step.taking is not Taking.ALL:
+        if step.taking is not BatchRule.ALL:
             return step.count(GroupState.RUNNING) > 0
         return step.unended > len(self._rewards.scorings)
 
@@ -152,7 +152,7 @@ class GroupManager:
 
     def drop_surplus(self, step: Step) -> None:
         """The batch is complete; in synchronous training no later step may have what is left."""
-        if step.taking is Taking.FIRST_OF_USE and self._run.plan.staleness_bound == 0:
+        if step.taking is BatchRule.FIRST_OF_USE and self._run.plan.staleness_bound == 0:
             self.drop_all(step, step.surplus(), "surplus: the step has its groups")
 
     def drop_all(self, step: Step, groups: Sequence[Group], reason: str) -> None:

@@ -12,7 +12,7 @@ from elastic.core.group_manager import GroupManager
 from elastic.core.policy import StepRecord
 from elastic.core.reward_manager import RewardManager
 from elastic.core.run_state import Phase, RunState
-from elastic.core.steps import Step, Taking
+from elastic.core.steps import BatchRule, Step
 from elastic.core.trainer_device import TrainerDevice, TrainerMode
 from elastic.core.trainer_permit import PermitState, TrainerPermit
 from elastic.core.turn_manager import TurnManager
@@ -188,10 +188,10 @@ class StepController:
             self._begin_seeding()
 
     @property
-    def _taking(self) -> Taking:
+    def _taking(self) -> BatchRule:
         if self._run.policies.sampling.replaces_rejected:
-            return Taking.FIRST_OF_USE
-        return Taking.ALL if self._synchronous else Taking.AS_READY
+            return BatchRule.FIRST_OF_USE
+        return BatchRule.ALL if self._synchronous else BatchRule.AS_READY
 
     def _begin_seeding(self) -> None:
         run = self._run

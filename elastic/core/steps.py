@@ -13,7 +13,7 @@ from elastic.core.transitions import Story, take_transition
 from elastic.core.types import GroupState, Nanoseconds, TrajectoryId
 
 
-class Taking(Enum):
+class BatchRule(Enum):
     """Which of the groups in play make a step's batch."""
 
     ALL = auto()
@@ -72,7 +72,7 @@ class Step:
         number: int,
         version: int,
         size: int,
-        taking: Taking,
+        taking: BatchRule,
         minibatches: int,
         now_ns: Nanoseconds,
         inherited: Iterable[Group] = (),
@@ -145,9 +145,9 @@ class Step:
         """Drop a finished group that is of no use. Its slot stays empty unless another group makes up for it."""
         self.drop(group, now_ns, reason)
         self.rejected += 1
-        if self.taking is Taking.ALL:
+        if self.taking is BatchRule.ALL:
             self._fill(group, group.index)
-        elif self.taking is Taking.AS_READY and self._free:
+        elif self.taking is BatchRule.AS_READY and self._free:
             self._fill(group, self._free[0])
 
     # The batch
@@ -162,10 +162,10 @@ class Step:
         ready = self._in_state[GroupState.READY]
         if not ready or not self._free:
             return None
-        if self.taking is Taking.FIRST_OF_USE:
+        if self.taking is BatchRule.FIRST_OF_USE:
             return self._first_of_use()
         group = next(iter(ready.values()))
-        if self.taking is Taking.ALL:
+        if self.taking is BatchRule.ALL:
             return group, group.index
         return min(ready.values(), key=lambda g: (g.step, g.index)), self._free[0]
 
@@ -215,9 +215,9 @@ class Step:
         """Whether the batch has finished: whatever still runs is not waited for."""
         if not self._in_state[GroupState.RUNNING]:
             return True
-        if self.taking is Taking.ALL or self.filled + self.count(GroupState.READY) < self.size:
+        if self.taking is BatchRule.ALL or self.filled + self.count(GroupState.READY) < self.size:
             return False
-        return self.taking is Taking.AS_READY or all(
+        return self.taking is BatchRule.AS_READY or all(
             group.state is not GroupState.RUNNING for group in self._alive()[: self.size]
         )
 

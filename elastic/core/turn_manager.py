@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.fleet import Others, Worker
+from elastic.core.fleet import RemainingFleet, Worker
 from elastic.core.leaving import Leaving
 from elastic.core.run_state import RunState
 from elastic.core.turns import Turn
@@ -91,7 +91,7 @@ class TurnManager:
             if chosen is None and run.fleet.leaving:
                 chosen = self._leaving(turn)
             if chosen is None:
-                fleet = Others(run.fleet, turn.avoided) if turn.avoided else run.fleet
+                fleet = RemainingFleet(run.fleet, turn.avoided) if turn.avoided else run.fleet
                 chosen = run.policies.routing.route(turn, fleet)
             if chosen is not None:
                 return turn, run.fleet.workers[chosen]

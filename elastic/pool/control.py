@@ -22,8 +22,8 @@ from elastic.pool_control import (
     PoolAcknowledged,
     PoolAnswer,
     PoolPlan,
+    PoolRefusal,
     PoolRequest,
-    PoolSaysNo,
     PoolStanding,
     ResubmitJob,
     StopPool,
@@ -37,7 +37,7 @@ STOPPING = "stopping"
 decode_pool_request = msgspec.json.Decoder(PoolRequest).decode
 
 
-class PoolDesk:
+class PoolCommandManager:
     """Turns requests into events of the shell, each of them once.
 
     `describe` makes what is kept of a submission, and raises `ValueError` for one that could not be started; `pid`
@@ -68,7 +68,7 @@ class PoolDesk:
                 try:
                     return PoolPlan(plan=plan_of(self._shell.cluster, request.request))
                 except ClusterError as error:
-                    return PoolSaysNo(kind="rejected", message=str(error))
+                    return PoolRefusal(kind="rejected", message=str(error))
             case _:
                 return self._command(request)
 
@@ -77,10 +77,10 @@ class PoolDesk:
         done = self._journal.words_of(request.id)
         if done is not None:
             if done != command.words:
-                return PoolSaysNo(kind="conflict", message=f"command {request.id} was another one: {done}")
+                return PoolRefusal(kind="conflict", message=f"command {request.id} was another one: {done}")
             return PoolAcknowledged(id=request.id, repeated=True)
         if self._shell.stopping and not isinstance(request, StopPool):
-            return PoolSaysNo(kind="ending", message="the pool is stopping already")
+            return PoolRefusal(kind="ending", message="the pool is stopping already")
         match request:
             case SubmitJob():
                 return self._submit(request, command)
@@ -97,14 +97,14 @@ class PoolDesk:
         cluster, job = self._shell.cluster, request.request.id
         if job in cluster.jobs:
             message = f"the pool has a job {job} already ({cluster.jobs[job].state}); name it otherwise"
-            return PoolSaysNo(kind="conflict", message=message)
+            return PoolRefusal(kind="conflict", message=message)
         try:
             placement = plan_of(cluster, request.request)
             entry = self._describe(request)
         except ClusterError as error:
-            return PoolSaysNo(kind="rejected", message=str(error))
+            return PoolRefusal(kind="rejected", message=str(error))
         except ValueError as error:
-            return PoolSaysNo(kind="invalid", message=str(error))
+            return PoolRefusal(kind="invalid", message=str(error))
         self._shell.submit(request.request, entry, command)
         return PoolAcknowledged(id=request.id, placement=placement)
 
@@ -113,14 +113,14 @@ class PoolDesk:
             return unknown
         state = self._shell.cluster.jobs[job].state
         if state is not JobState.FAILED:
-            return PoolSaysNo(kind="conflict", message=f"job {job} is {state}; allowed: failed")
+            return PoolRefusal(kind="conflict", message=f"job {job} is {state}; allowed: failed")
         return self._done(command_id, self._shell.resubmit(job, command))
 
-    def _no_such(self, job: str) -> PoolSaysNo | None:
+    def _no_such(self, job: str) -> PoolRefusal | None:
         if job in self._shell.cluster.jobs:
             return None
         there = ", ".join(self._shell.cluster.jobs) or "none"
-        return PoolSaysNo(kind="unknown_job", message=f"the pool has no job {job}; there are: {there}")
+        return PoolRefusal(kind="unknown_job", message=f"the pool has no job {job}; there are: {there}")
 
     def _done(self, command_id: str, _: None) -> PoolAcknowledged:
         return PoolAcknowledged(id=command_id)
@@ -151,8 +151,8 @@ class PoolDesk:
         return found
 
 
-def invalid(message: str) -> PoolSaysNo:
-    return PoolSaysNo(kind="invalid", message=message)
+def invalid(message: str) -> PoolRefusal:
+    return PoolRefusal(kind="invalid", message=message)
 
 
 def _words(request: PoolRequest) -> str:

@@ -36,7 +36,7 @@ _OFTEN = (e.PhaseAsked, e.PermitYielded, e.JobProgressed, e.RolloutProgressed, e
 _LOST = (JobState.FAILED, JobState.CANCELLED, JobState.REJECTED)
 
 
-class JobPast(msgspec.Struct, kw_only=True):
+class JobTimeline(msgspec.Struct, kw_only=True):
     """What of a job the cluster forgets. `alone_ns`: its phases, switching left out. It began to start at `started_ns`,
     which takes as long alone, and was up at `begun_ns`."""
 
@@ -58,14 +58,14 @@ class TurnUnderWay(msgspec.Struct, kw_only=True):
     nodes: dict[NodeId, Nanoseconds]
 
 
-class PoolPast:
+class PoolTimeline:
     """A pool's past, event by event; `cluster` is its last state."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.slices: list[NodeSlice] = []
         self.marks: list[PoolMark] = []
-        self.jobs: defaultdict[JobId, JobPast] = defaultdict(JobPast)
+        self.jobs: defaultdict[JobId, JobTimeline] = defaultdict(JobTimeline)
         self.gone: list[tuple[NodeRecord, Nanoseconds]] = []
         """Nodes that were lost, as they were then, and how long each was of a group."""
         self.cycles: list[dict[str, float | str]] = []
@@ -215,10 +215,10 @@ class PoolPast:
         ]
 
 
-def history_of(records: Iterable[bytes], policies: ClusterPolicies) -> PoolPast:
+def history_of(records: Iterable[bytes], policies: ClusterPolicies) -> PoolTimeline:
     """Raises as `elastic.cluster.history.decoded`."""
     opening, entries = decoded(records)
-    history = PoolPast(Cluster(opening.spec, policies, opening.limits, opening.now_ns))
+    history = PoolTimeline(Cluster(opening.spec, policies, opening.limits, opening.now_ns))
     for entry in entries:
         history.take(entry)
     return history
@@ -239,7 +239,7 @@ def _grouped_ns(node: NodeRecord, now_ns: Nanoseconds) -> Nanoseconds:
 
 
 def pool_report(
-    history: PoolPast,
+    history: PoolTimeline,
     policy: str,
     *,
     now_ns: Nanoseconds | None = None,
@@ -308,7 +308,7 @@ def _measured(cycle: dict[str, float | str], jobs: list[PooledJob]) -> dict[str,
 
 
 def _job(
-    history: PoolPast,
+    history: PoolTimeline,
     record: JobRecord,
     billed: int,
     now_ns: Nanoseconds,

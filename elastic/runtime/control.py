@@ -26,7 +26,7 @@ from elastic.runtime.status import RunStatus
 _decode_request = msgspec.json.Decoder(Request).decode
 
 
-class CommandDesk:
+class CommandManager:
     """Turns requests into events of the core. `durable` calls back once all that was fed so far is durable; `providers`
     are those that may be capped."""
 
@@ -93,10 +93,10 @@ def event_of(request: StopRun | CapProvider | SetBudget) -> e.StopCommanded | e.
 
 
 class ControlSocket(LineSocket):
-    """Serves `desk` in the run's directory while it is open."""
+    """Serves `command_manager` in the run's directory while it is open."""
 
-    def __init__(self, run_dir: Path, desk: CommandDesk) -> None:
+    def __init__(self, run_dir: Path, command_manager: CommandManager) -> None:
         async def answer(line: bytes) -> Answer:
-            return await desk.answer(_decode_request(line))
+            return await command_manager.answer(_decode_request(line))
 
         super().__init__(run_dir, answer, lambda message: Refused(kind="invalid", message=message))

@@ -25,13 +25,13 @@ from elastic.machine import CpuSampler
 from elastic.pool_client import PoolClient
 from elastic.run_secrets import RunSecrets
 from elastic.runtime import states
-from elastic.runtime.control import CommandDesk, ControlSocket
+from elastic.runtime.control import CommandManager, ControlSocket
 from elastic.runtime.gateway import Gateway, GatewayError
 from elastic.runtime.journal import JOIN, PUBLISHER, RunDirectory, SqliteJournal, TrajectoryRow
 from elastic.runtime.listener import Listener
 from elastic.runtime.live import GatewayWorkers, LoopClock, ProviderLeases
 from elastic.runtime.pool_permits import PoolPermits
-from elastic.runtime.ports import Ports, Unshared
+from elastic.runtime.ports import Ports, UnsharedDevice
 from elastic.runtime.refusals import REFUSED_NOTE
 from elastic.runtime.rewards import MakePool, RewardDispatch
 from elastic.runtime.rollout import RolloutLimits, Rollouts, ScoringSettings
@@ -126,14 +126,14 @@ class Orchestrator:
         self._scribe = Scribe(scheduler, journal, self._when, self._stored)
         self._sampler = Sampler(config.run.name, scheduler, self._scribe, journal, observe, CpuSampler().share)
         self._run = Run(scheduler, self._connect)
-        self.desk = CommandDesk(
+        self.command_manager = CommandManager(
             scheduler,
             self._command,
             self._scribe.durable,
             self._names,
             lambda: self._sampler.status(self.now_ns()),
         )
-        self._control = ControlSocket(wiring.kept.path, self.desk)
+        self._control = ControlSocket(wiring.kept.path, self.command_manager)
         if former is not None:
             self._run.restore(former.state)
             self._workers.publisher = former.publisher
@@ -209,7 +209,7 @@ class Orchestrator:
             rewards=self._rewards,
             trainer=listener.trainer,
             owner=self,
-            pool=self._permits or Unshared(),
+            pool=self._permits or UnsharedDevice(),
         )
 
     def _command(self, event: e.Event) -> None:

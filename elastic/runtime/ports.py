@@ -28,7 +28,7 @@ class Clock(Protocol):
         ...
 
 
-class Remembers(Protocol):
+class Stateful(Protocol):
     """A port that has a state, which a later incarnation's takes over."""
 
     def saved(self) -> Any:
@@ -38,7 +38,7 @@ class Remembers(Protocol):
     def restore(self, saved: Any) -> None: ...
 
 
-class Journal(Remembers, Protocol):
+class Journal(Stateful, Protocol):
     """Remembers what happens. What is recorded of one event becomes durable together."""
 
     def record(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
@@ -80,7 +80,7 @@ class Leases(Protocol):
         ...
 
 
-class Trajectories(Remembers, Protocol):
+class Trajectories(Stateful, Protocol):
     """The environment loops, and what their trajectories have come to."""
 
     def start(self, group: c.StartGroup) -> None: ...
@@ -130,7 +130,7 @@ class Rewards(Protocol):
     def score(self, order: c.ScoreTrajectory, finished: Any) -> None: ...
 
 
-class TrainerPort(Remembers, Protocol):
+class TrainerPort(Stateful, Protocol):
     """The trainer's process; orders are carried out one after the other, and asked for once more they are no-ops."""
 
     def remember(self, order: c.TrainGroup | c.DropGroup | c.UpdateWeights) -> None:
@@ -169,7 +169,7 @@ class Pool(Protocol):
         ...
 
 
-class Unshared:
+class UnsharedDevice:
     """What the trainer computes on is the run's own: no permit is asked for, and none is had."""
 
     def ask_permit(self) -> None:
@@ -207,7 +207,7 @@ class Ports:
     rewards: Rewards
     trainer: TrainerPort
     owner: Owner
-    pool: Pool = field(default_factory=Unshared)
+    pool: Pool = field(default_factory=UnsharedDevice)
 
 
 class OneIncarnation:

@@ -20,7 +20,7 @@ from elastic.core.invariants import check
 from elastic.core.policy import Policies
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, TurnId, WorkerId
-from elastic.runtime.ports import Ports, Unshared, WorkerOrder
+from elastic.runtime.ports import Ports, UnsharedDevice, WorkerOrder
 from elastic.runtime.run import Run
 from elastic.sim.faults import FaultPlan, SimulatedSurroundings
 from elastic.sim.learner import Learner, Order
@@ -81,7 +81,7 @@ def fresh_core(settings: WorldSettings) -> Scheduler:
     return Scheduler(settings.plan, settings.limits, policies(settings), 0)
 
 
-class Outside(SimulatedSurroundings, Protocol):
+class PersistentWorld(SimulatedSurroundings, Protocol):
     """What outlives an orchestrator: time and chance, the providers and their workers, the trainer's checkpoint."""
 
     learner: Learner
@@ -108,7 +108,7 @@ class SimulatedJournal:
 
     def __init__(
         self,
-        outside: Outside,
+        outside: PersistentWorld,
         scheduler: Scheduler,
         judge: Callable[[Nanoseconds, e.Event, Sequence[c.Command]], None],
         save: Callable[[], None],
@@ -212,7 +212,7 @@ class TrainerOrders:
         self.given = saved
 
 
-class Saved(NamedTuple):
+class SavedRunState(NamedTuple):
     """A run's state after so many events, and its record at that time."""
 
     events: int
@@ -225,7 +225,7 @@ class Incarnation:
     trainer's checkpoint.
     """
 
-    def __init__(self, outside: Outside, former: "Incarnation | None" = None) -> None:
+    def __init__(self, outside: PersistentWorld, former: "Incarnation | None" = None) -> None:
         settings = outside.settings
         self.up = self.over = False
         self.checkpoint = outside.learner.checkpoint
@@ -239,7 +239,7 @@ class Incarnation:
         )
         self.scheduler = fresh_core(settings)
         self.journal = SimulatedJournal(outside, self.scheduler, self._judge, self._save)
-        self.saved: Saved | None = None
+        self.saved: SavedRunState | None = None
         self.orders = TrainerOrders(self._tell_trainer)
         self._outside = outside
         self._run = Run(self.scheduler, self._connect)
@@ -257,7 +257,7 @@ class Incarnation:
             rewards=self,
             trainer=self.orders,
             owner=self,
-            pool=self._outside.pool or Unshared(),
+            pool=self._outside.pool or UnsharedDevice(),
         )
 
     # From one incarnation to the next
@@ -275,7 +275,7 @@ class Incarnation:
         self.rollouts.die()
 
     def _save(self) -> None:
-        self.saved = Saved(len(self.journal.events), self._run.saved(), deepcopy(self.record))
+        self.saved = SavedRunState(len(self.journal.events), self._run.saved(), deepcopy(self.record))
 
     def _recall(self, former: "Incarnation") -> None:
         """Be where the journal leads, which is where the former one was when it was last made durable.

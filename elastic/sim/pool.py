@@ -22,7 +22,7 @@ class SharedDeviceViolated(AssertionError):
     """Somebody has left the device to others and computes on it."""
 
 
-class Sharer(Protocol):
+class SharedTrainerProcess(Protocol):
     """The trainer's process, as the keeper of its device sees it."""
 
     @property
@@ -40,7 +40,7 @@ class Sharer(Protocol):
 class PoolSurroundings(SimulatedSurroundings, Protocol):
     def listener(self) -> Callable[[e.Event], None]: ...
 
-    def sharer(self) -> Sharer | None:
+    def sharer(self) -> SharedTrainerProcess | None:
         """The trainer's process that lives now."""
         ...
 

@@ -21,8 +21,8 @@ from elastic.pool_control import (
     PoolAcknowledged,
     PoolAnswer,
     PoolPlan,
+    PoolRefusal,
     PoolRequest,
-    PoolSaysNo,
     PoolStanding,
     ResubmitJob,
     StopPool,
@@ -104,7 +104,7 @@ class StandIn:
                 try:
                     return PoolPlan(plan=plan_of(self.cluster, request.request))
                 except ClusterError as error:
-                    return PoolSaysNo(kind="rejected", message=str(error))
+                    return PoolRefusal(kind="rejected", message=str(error))
             case SubmitJob():
                 plan = plan_of(self.cluster, request.request)
                 self.submitted.append(request)
@@ -114,7 +114,7 @@ class StandIn:
                 self.tell(e.CancelRequested(job=request.job))
             case ResubmitJob():
                 if self.cluster.jobs[request.job].state != "failed":
-                    return PoolSaysNo(kind="conflict", message=f"job {request.job} has not failed")
+                    return PoolRefusal(kind="conflict", message=f"job {request.job} has not failed")
                 self.tell(e.ResubmitRequested(job=request.job))
             case StopPool():
                 pass

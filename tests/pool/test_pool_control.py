@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from elastic.cluster import JobRequest, PhasePlan
-from elastic.control import SOCKET, CommandRefused, RunNotThere, RunSilent, socket_address
+from elastic.control import SOCKET, CommandRefused, RunNotFound, RunSilent, socket_address
 from elastic.pool_control import (
     POOL_CONTROL_VERSION,
     AskPool,
@@ -20,8 +20,8 @@ from elastic.pool_control import (
     PoolAnswer,
     PoolControl,
     PoolPlan,
+    PoolRefusal,
     PoolRequest,
-    PoolSaysNo,
     PoolStanding,
     StopPool,
     SubmitJob,
@@ -87,7 +87,7 @@ async def test_a_pool_of_another_version_is_told_nothing(tmp_path: Path) -> None
 
 
 async def test_what_the_pool_refuses_is_said_with_its_kind(tmp_path: Path) -> None:
-    said = PoolSaysNo(kind="unknown_job", message="no job 'one'; there are: two")
+    said = PoolRefusal(kind="unknown_job", message="no job 'one'; there are: two")
     async with served(tmp_path, lambda _: said):
         with pytest.raises(CommandRefused, match="no job 'one'; there are: two") as found:
             await PoolControl(tmp_path).cancel("one")
@@ -95,9 +95,9 @@ async def test_what_the_pool_refuses_is_said_with_its_kind(tmp_path: Path) -> No
 
 
 async def test_no_pool_and_one_that_dies_while_it_is_asked(tmp_path: Path) -> None:
-    with pytest.raises(RunNotThere, match=f"pool {tmp_path}: no process is at it now"):
+    with pytest.raises(RunNotFound, match=f"pool {tmp_path}: no process is at it now"):
         await PoolControl(tmp_path).standing()
-    with pytest.raises(RunNotThere, match="there is no such pool"):
+    with pytest.raises(RunNotFound, match="there is no such pool"):
         await PoolControl(tmp_path / "nowhere").standing()
     async with served(tmp_path, lambda _: None):
         with pytest.raises(RunSilent, match="its process ended before it had answered"):

@@ -10,8 +10,8 @@ import pytest
 
 from elastic.cluster.types import JobState, PhaseKind
 from elastic.job_simulation import arrivals_of, load_workload, spec_of
-from elastic.report.jobs import as_page, as_text, job_text
-from elastic.report.pool import PoolPast, history_of, pool_report
+from elastic.report.jobs import PoolMark, as_page, as_text, job_text
+from elastic.report.pool import PoolTimeline, history_of, pool_report
 from elastic.sim.jobs import JobsWorld, S, worlds_of_jobs
 from policies.clusters import CLUSTER_POLICIES
 
@@ -27,7 +27,7 @@ def quiet() -> JobsWorld:
     return world
 
 
-def history(world: JobsWorld) -> PoolPast:
+def history(world: JobsWorld) -> PoolTimeline:
     return history_of(world.journal, world.cluster.policies)
 
 
@@ -88,14 +88,17 @@ def test_reports_of_worlds_full_of_faults_add_up_at_any_time(seed: int) -> None:
 
 
 def test_what_went_wrong_stands_where_it_did() -> None:
-    for seed in range(20):
+    def lived(seed: int) -> JobsWorld:
         world = worlds_of_jobs(CLUSTER_POLICIES, seed)
         world.run()
-        found = history(world)
-        killed = [mark for mark in found.marks if mark.what == "killed"]
-        if killed:
-            break
-    assert killed
+        return world
+
+    def kills(found: PoolTimeline) -> list[PoolMark]:
+        return [mark for mark in found.marks if mark.what == "killed"]
+
+    world = next(world for world in map(lived, range(20)) if kills(history(world)))
+    found = history(world)
+    killed = kills(found)
     assert len(killed) <= world.faults["job"] + world.faults["resident"]
     failed = [job for job, record in found.cluster.jobs.items() if record.state is JobState.FAILED]
     assert set(failed) <= {mark.job for mark in found.marks}

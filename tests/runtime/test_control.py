@@ -19,14 +19,14 @@ from elastic.control import (
     CommandRefused,
     ControlError,
     RunControl,
-    RunNotThere,
+    RunNotFound,
     RunOfAnotherUser,
     RunSilent,
 )
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Plan
-from elastic.runtime.control import CommandDesk, ControlSocket
+from elastic.runtime.control import CommandManager, ControlSocket
 from elastic.runtime.status import run_status
 from elastic.sim.incarnation import policies
 from elastic.sim.settings import SMALL_LIMITS, WorldSettings
@@ -41,8 +41,10 @@ class CommandedRun:
         self.core = Scheduler(settings.plan, SMALL_LIMITS, policies(settings), 0)
         self.events: list[e.Event] = []
         self.pending: list[Callable[[], None]] | None = None
-        desk = CommandDesk(self.core, self._feed, self._durable, lambda: ["spot", "serving"], self._status)
-        self.socket = ControlSocket(path, desk)
+        command_manager = CommandManager(
+            self.core, self._feed, self._durable, lambda: ["spot", "serving"], self._status
+        )
+        self.socket = ControlSocket(path, command_manager)
 
     def _feed(self, event: e.Event) -> None:
         self.events.append(event)
@@ -191,9 +193,9 @@ async def test_the_socket_is_its_owners_and_a_former_one_is_replaced(tmp_path: P
     assert stat.S_IMODE((tmp_path / SOCKET).stat().st_mode) == 0o600
     await RunControl(tmp_path).status()
     await run.socket.aclose()
-    with pytest.raises(RunNotThere, match="no process is at it now"):
+    with pytest.raises(RunNotFound, match="no process is at it now"):
         await RunControl(tmp_path).status()
-    with pytest.raises(RunNotThere, match="there is no such run"):
+    with pytest.raises(RunNotFound, match="there is no such run"):
         await RunControl(tmp_path / "nowhere").status()
 
 
@@ -201,7 +203,7 @@ async def test_a_socket_of_a_process_that_was_killed(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(tmp_path / SOCKET))
     assert (tmp_path / SOCKET).is_socket()
-    with pytest.raises(RunNotThere, match="no process is at it now"):
+    with pytest.raises(RunNotFound, match="no process is at it now"):
         await RunControl(tmp_path).status()
 
 

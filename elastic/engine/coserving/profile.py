@@ -134,7 +134,7 @@ class CostModel:
         return self.profile.prefill.at(count, sum(piece.count * piece.start for piece in pieces) / count)
 
 
-class Reach(NamedTuple):
+class ProfileRange(NamedTuple):
     """How large the iterations are that a profile has to tell about."""
 
     prefill_tokens: int
@@ -142,7 +142,7 @@ class Reach(NamedTuple):
     context: int
 
 
-def read_profile(path: Path, model: str, device: str, reach: Reach) -> CostProfile:
+def read_profile(path: Path, model: str, device: str, reach: ProfileRange) -> CostProfile:
     """Raises `CostProfileError` for a file that cannot be read, is of another model or device, or short of `reach`."""
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=CostProfile)
@@ -157,7 +157,7 @@ def read_profile(path: Path, model: str, device: str, reach: Reach) -> CostProfi
     ):
         if found != wanted:
             raise CostProfileError(f"{path}: profile of another {what}: found {found!r}, wanted {wanted!r}")
-    measured = Reach(profile.prefill.xs[-1], profile.decode.xs[-1], profile.decode.ys[-1])
+    measured = ProfileRange(profile.prefill.xs[-1], profile.decode.xs[-1], profile.decode.ys[-1])
     if any(there < wanted for there, wanted in zip(measured, reach, strict=True)):
         raise CostProfileError(f"{path}: measured for smaller iterations: found {measured}, wanted {reach}")
     return profile

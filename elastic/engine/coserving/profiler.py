@@ -14,7 +14,7 @@ import torch
 
 from elastic.config import EngineConfig
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.engine.coserving.profile import CostProfile, CostProfileError, Grid, Reach, read_profile
+from elastic.engine.coserving.profile import CostProfile, CostProfileError, Grid, ProfileRange, read_profile
 from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.torch import pacing
 from elastic.engine.torch.scheduler import Work, load_of
@@ -96,9 +96,9 @@ def measuring(
     return CostProfile(model=model, device=device, prefill=prefills, decode=decodes)
 
 
-def _reach(settings: EngineConfig) -> Reach:
+def _reach(settings: EngineConfig) -> ProfileRange:
     longest = settings.max_context_tokens - 1
-    return Reach(min(settings.prefill_chunk_tokens, longest), settings.max_batch, longest)
+    return ProfileRange(min(settings.prefill_chunk_tokens, longest), settings.max_batch, longest)
 
 
 def _timed(runner: PagedRunner, work: list[Work]) -> Generator[None, None, Nanoseconds]:

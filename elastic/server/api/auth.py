@@ -60,30 +60,30 @@ def presented_key(request: Request) -> str:
 
 
 @dataclass(frozen=True)
-class Asking:
+class Requester:
     """Who a request comes from, and the run that its path names, where they see one of that id."""
 
     caller: Caller
     run: HostedRunRow | None
 
 
-async def asking(request: Request) -> Asking:
+async def asking(request: Request) -> Requester:
     """What almost every request begins with, read in one go. Raises `ApiProblem` for who shows no valid key."""
     return await run_in_threadpool(_asking, request, await state_of(request))
 
 
-def _asking(request: Request, state: ServerState) -> Asking:
+def _asking(request: Request, state: ServerState) -> Requester:
     run = request.path_params.get("run")
     with state.store.reading() as connection:
         caller = authenticated(connection, request)
         found = None if run is None else runs.find(connection, run)
-    return Asking(caller, found if found is not None and caller.sees(found.project) else None)
+    return Requester(caller, found if found is not None and caller.sees(found.project) else None)
 
 
-AskingDep = Annotated[Asking, Depends(asking)]
+RequesterDep = Annotated[Requester, Depends(asking)]
 
 
-async def caller_of(asking: AskingDep) -> Caller:
+async def caller_of(asking: RequesterDep) -> Caller:
     """Whoever is let in."""
     return asking.caller
 
@@ -142,7 +142,7 @@ CallerDep = Annotated[Caller, Depends(caller_of)]
 def requires(action: Action) -> Callable[..., Awaitable[None]]:
     """A dependency that lets pass only who may do this; whoever else is noted in the audit log."""
 
-    async def check(request: Request, asking: AskingDep) -> None:
+    async def check(request: Request, asking: RequesterDep) -> None:
         if action not in asking.caller.actions:
             await run_in_threadpool(refuse, request, asking.caller, await state_of(request))
 

@@ -18,7 +18,7 @@ from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, WeightMode, WorkerId, WorkerRole
 from elastic.runtime.journal import JournalWriter
-from elastic.runtime.ports import OneIncarnation, Ports, Unshared, WorkerOrder
+from elastic.runtime.ports import OneIncarnation, Ports, UnsharedDevice, WorkerOrder
 from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
 from elastic.sim.loop import EventLoop, VirtualClock
@@ -156,7 +156,7 @@ class SimulatedRun(OneIncarnation):
             rewards=self.environments,
             trainer=self,
             owner=self,
-            pool=Unshared() if self._shared is None else self._shared.member,
+            pool=UnsharedDevice() if self._shared is None else self._shared.member,
         )
 
     # The whole

@@ -13,7 +13,7 @@ from elastic.engine.coserving.profile import (
     CostProfileError,
     Grid,
     Prefill,
-    Reach,
+    ProfileRange,
     Shape,
     read_profile,
     write_profile,
@@ -26,7 +26,7 @@ PROFILE = CostProfile(
     prefill=Grid((10, 100), (0, 1000), ((100, 200), (1000, 2000))),
     decode=Grid((1, 4), (100,), ((50,), (80,))),
 )
-REACH = Reach(prefill_tokens=100, batch=4, context=100)
+REACH = ProfileRange(prefill_tokens=100, batch=4, context=100)
 SETTINGS = EngineConfig.model_validate({"max_context_tokens": 101, "prefill_chunk_tokens": 512, "max_batch": 4})
 
 

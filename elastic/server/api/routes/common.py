@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from elastic.resources import Listed, Problem
 from elastic.server import ids
-from elastic.server.api.auth import AskingDep, Caller, CallerDep, requires
+from elastic.server.api.auth import Caller, CallerDep, RequesterDep, requires
 from elastic.server.api.state import ServerState, state_of
 from elastic.server.permissions import Action
 from elastic.server.problems import MEDIA_TYPE, TYPES, ApiProblem, not_found
@@ -109,7 +109,7 @@ def run_of(connection: sa.Connection, caller: Caller, run: str) -> HostedRunRow:
     return found
 
 
-async def seen_run(run: str, asking: AskingDep) -> HostedRunRow:
+async def seen_run(run: str, asking: RequesterDep) -> HostedRunRow:
     """The run that the path names. Raises `ApiProblem` where the caller sees no such run."""
     if asking.run is None:
         raise not_found("run", run)
