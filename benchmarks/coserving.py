@@ -15,7 +15,7 @@ A window's idle utilisation is the rollout tokens per second of policy `elastic`
 measured just before, divided by the share of time that serving alone leaves idle; `harvest_share` is that of the worst
 window. It is the product of `time` and `speed`. `time` is the rollouts' part of the idle time; `speed` is their tokens
 per second of their own time over that of the device alone. `speed` falls below 1 where memory or slack allow smaller
-batches only, and where turns are computed again; it rises above 1 where turns that wait for serving make fuller batches.
+batches only, and where turns are computed again; it rises above 1 where turns that wait for serving fill batches.
 `time` is bounded by 1, except that rollouts make serving's batches fuller and so quicker. On a device of their own,
 rollouts use `time_alone`: the rest is the executor's decisions, and environments that all rest at once.
 
