@@ -144,7 +144,7 @@ def test_a_damaged_profile_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_profile_that_was_measured_for_less_is_refused(tmp_path: Path, smaller: dict[str, int]) -> None:
     path = tmp_path / "p.json"
     write_profile(path, PROFILE)
-    with pytest.raises(CostProfileError, match=r"p\.json: measured for smaller iterations: found ProfileRange.* wanted ProfileRange"):
+    with pytest.raises(CostProfileError, match=r"p\.json: measured for smaller iterations: found .* wanted "):
         read_profile(path, "m", "d", REACH._replace(**smaller))
     assert read_profile(path, "m", "d", REACH) == PROFILE
 
