@@ -1,4 +1,4 @@
-"""Who may do what: roles and the actions that they allow. Pure."""
+"""Roles, and the actions that they allow. Pure."""
 
 from collections.abc import Collection
 from enum import StrEnum
@@ -7,7 +7,7 @@ from elastic.resources import AccessRole
 
 
 class Action(StrEnum):
-    """What a request does. A key's scopes are names of these."""
+    """What a request does. The scopes of keys are these values."""
 
     RUNS_READ = "runs:read"
     RUNS_WRITE = "runs:write"
@@ -47,9 +47,9 @@ _LEAST_ROLE = {
     Action.AUDIT_READ: AccessRole.ADMIN,
     Action.SERVER_WRITE: AccessRole.ADMIN,
 }
-"""The least role that an action takes."""
+"""The least role that an action needs."""
 SERVER_WIDE = frozenset({Action.SERVER_WRITE})
-"""What only keys of no project may do."""
+"""Actions for keys of no project only."""
 _RANKS = {role: rank for rank, role in enumerate(AccessRole)}
 
 
@@ -59,17 +59,17 @@ def allows(role: AccessRole, action: Action) -> bool:
 
 
 def may_grant(role: AccessRole, granted: AccessRole) -> bool:
-    """Nobody makes a key that may do more than they may."""
+    """Return whether a role may give another one: nobody gives more than they have."""
     return _RANKS[role] >= _RANKS[granted]
 
 
 def lesser(role: AccessRole, other: AccessRole) -> AccessRole:
-    """Of two roles the one that may do less."""
+    """Return the weaker of two roles."""
     return min(role, other, key=_RANKS.__getitem__)
 
 
 def actions_of(role: AccessRole, scopes: Collection[str], *, server_wide: bool) -> list[Action]:
-    """All that a key may do: what its role allows, within its scopes if it has any."""
+    """Return all actions of a key: those of its role, limited to its scopes if it has any."""
     return [
         action
         for action in Action

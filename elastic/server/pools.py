@@ -1,4 +1,5 @@
-"""Pools that jobs share: kept up by the server, asked through their sockets, shown to projects as far as they see."""
+"""Pools that jobs share: the server supervises them, asks them through their sockets, and shows projects their own
+part."""
 
 import asyncio
 import contextlib
@@ -25,12 +26,12 @@ log = structlog.get_logger(__name__)
 
 ASK_TIMEOUT_S = 10.0
 LOOK_S = 1.0
-"""How often a supervisor is looked for."""
+"""How often the server checks that a pool's supervisor lives."""
 _KINDS = {"rejected": "job-rejected", "conflict": "job-conflict", "unknown_job": "not-found", "ending": "job-conflict"}
 
 
 def pool_dir(settings: ServerSettings, name: str) -> Path:
-    """The directory of the server's pool with this name. Raises `ApiProblem`."""
+    """Return the directory of the server's pool of this name. Raises `ApiProblem`."""
     for path in settings.pools:
         if path.name == name:
             return path
@@ -38,12 +39,12 @@ def pool_dir(settings: ServerSettings, name: str) -> Path:
 
 
 def control_of(settings: ServerSettings, name: str) -> PoolControl:
-    """Raises `ApiProblem` where there is no such pool."""
+    """Return the control of the server's pool of this name. Raises `ApiProblem` if there is none."""
     return PoolControl(pool_dir(settings, name), ASK_TIMEOUT_S)
 
 
 def asked(question: Coroutine[Any, Any, T]) -> T:
-    """The pool's answer, for routes that have a thread. Raises `ApiProblem`."""
+    """Wait for the pool's answer; for routes that run in a thread. Raises `ApiProblem`."""
     try:
         return asyncio.run(question)
     except CommandRefused as error:
@@ -53,7 +54,7 @@ def asked(question: Coroutine[Any, Any, T]) -> T:
 
 
 def project_of_job(settings: ServerSettings, job: Mapping[str, Any]) -> str | None:
-    """Whose job it is, by where it was put; None for one that was not submitted here."""
+    """Return the project of a job, by the job's directory; None for a job that was not submitted to this server."""
     directory = Path(str(job.get("directory", "")))
     with contextlib.suppress(ValueError):
         return directory.relative_to(settings.pooled.resolve()).parts[0]
@@ -70,7 +71,7 @@ def as_job(settings: ServerSettings, pool: str, job: Mapping[str, Any]) -> Hoste
 
 
 def as_pool(settings: ServerSettings, standing: PoolStanding, name: str, project: str | None) -> HostedPool:
-    """The pool as this project may see it, or whoever is of none: others' jobs have no names."""
+    """Return the pool as this project may see it, without the names of other projects' jobs; None sees all jobs."""
     status = standing.status
     hidden = {job["name"] for job in status["jobs"] if project is not None and project_of_job(settings, job) != project}
 
@@ -96,7 +97,7 @@ def as_pool(settings: ServerSettings, standing: PoolStanding, name: str, project
 
 
 class PoolSupervisors:
-    """Keeps a supervisor at each pool, which keeps its process up. Both outlive the server."""
+    """Keeps a supervisor running for each pool, which keeps the pool's process running. Both outlive the server."""
 
     def __init__(self, pools: tuple[Path, ...]) -> None:
         self._pools = pools
@@ -104,7 +105,7 @@ class PoolSupervisors:
         self._not_before_s: dict[Path, float] = {}
 
     async def run(self, base_s: float, max_s: float) -> None:
-        """Until it is cancelled: one that is gone is started again, with back-off from `base_s` up to `max_s`."""
+        """Restart dead supervisors until cancelled, with a back-off from `base_s` up to `max_s`."""
         delay_s = dict.fromkeys(self._pools, base_s)
         while True:
             for path in self._pools:

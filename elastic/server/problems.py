@@ -1,4 +1,4 @@
-"""Why requests come to nothing: one documented type for each cause, as problem+json (RFC 9457)."""
+"""Failures of requests: one documented type for each cause, as problem+json (RFC 9457)."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -96,7 +96,7 @@ _BY_STATUS = {
 
 
 class ApiProblem(Exception):
-    """Ends a request. `kind` is one of `TYPES`; `further` are members of the body besides."""
+    """Ends a request with a problem. `kind` is a key of `TYPES`; `further` are additional members of the body."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ def not_found(what: str, name: str) -> ApiProblem:
 
 
 def problem_response(request: Request, problem: ApiProblem) -> Response:
-    """The answer to a request that came to nothing."""
+    """Return the response for a failed request."""
     kind = TYPES[problem.kind]
     body = Problem(
         type=f"/problems/{problem.kind}",
@@ -142,14 +142,14 @@ def problem_response(request: Request, problem: ApiProblem) -> Response:
 
 
 def early_response(kind: str, detail: str, instance: str = "", **further: str) -> JSONResponse:
-    """The answer to a request that never came to the application, or that it failed at."""
+    """Return the response for a request that never reached the application, or that made it fail."""
     type_ = TYPES[kind]
     body = {"type": f"/problems/{kind}", "title": type_.title, "status": type_.status, "detail": detail}
     return JSONResponse(body | {"instance": instance} | further, type_.status, media_type=MEDIA_TYPE)
 
 
 def install(app: FastAPI) -> None:
-    """Have every error of the application answered as a problem."""
+    """Answer every error of the application with a problem."""
 
     @app.exception_handler(ApiProblem)
     def _ours(request: Request, error: ApiProblem) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -184,7 +184,7 @@ def install(app: FastAPI) -> None:
 
 
 def _allowed(request: Request) -> str:
-    """What can be done at this path: each route knows its own methods only."""
+    """Return the methods of this path. Each route knows its own methods only."""
     described: dict[str, dict[str, Any]] = request.app.openapi()["paths"]
     exact = described.get(request.url.path)
     matching = [exact] if exact else [one for path, one in described.items() if _matches(path, request.url.path)]
@@ -196,7 +196,7 @@ def _matches(described: str, path: str) -> bool:
 
 
 def _pointer(location: tuple[int | str, ...]) -> str:
-    """Where a fault lies: in the body by a JSON pointer, else the kind and name of the parameter."""
+    """Return where a fault is: a JSON pointer within the body, else the kind and name of the parameter."""
     first, *rest = location
     if first == "body":
         return "#" + "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in rest)

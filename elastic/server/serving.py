@@ -29,11 +29,11 @@ LAG_S = 10.0
 """A runner that has not looked at its runs for so long is not ready."""
 HOME = "home"
 THROUGH = 0o711
-"""Projects' users pass through such directories to what is theirs; the server's own files are its user's alone."""
+"""Mode of directories that projects' users may traverse. The server's own files are readable by its user alone."""
 
 
 def open_store(settings: ServerSettings) -> Store:
-    """The store, with this version's tables. Raises `StoreError` for one that is another server's."""
+    """Open the store with this version's tables. Raises `StoreError` if it belongs to another server."""
     for directory in (settings.home, settings.runs, settings.projects, settings.all_uploads):
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(THROUGH)
@@ -57,7 +57,7 @@ def _claim(store: Store, home: str) -> None:
 
 
 def first_key(store: Store) -> str | None:
-    """On a fresh store: makes the first project and an admin's key of no project; returns its secret."""
+    """On a fresh store, make the first project and an admin's key of no project; returns the key's secret."""
     with store.writing() as tx:
         if people.any_key(tx):
             return None
@@ -77,9 +77,9 @@ async def serve(
     with_runner: bool,
     on_ready: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Serve the API, and look after runs, until a signal comes. Runs go on without it.
+    """Serve the API, and look after runs if `with_runner`, until a signal comes. Runs go on without the server.
 
-    Raises `RunnerBusy` where another process looks after these runs.
+    Raises `RunnerBusy` if another process looks after these runs.
     """
     runner = RunnerLoop(store, settings) if with_runner else None
 
@@ -122,7 +122,7 @@ async def run_runner(store: Store, settings: ServerSettings) -> None:
 
 
 def _signalled() -> asyncio.Event:
-    """Set once the process is told to end."""
+    """Return an event that is set when the process is told to end."""
     event, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         with contextlib.suppress(NotImplementedError, RuntimeError):
@@ -131,7 +131,7 @@ def _signalled() -> asyncio.Event:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises `OSError`."""
+    """Listen on host and port. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=512)
     log.info("listening", at=joined(*listener.getsockname()[:2]))

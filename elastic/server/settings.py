@@ -1,4 +1,4 @@
-"""How the server is set up: what `elastic serve` is given."""
+"""The server's settings, as `elastic serve` gets them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,8 @@ from elastic.resources import AccessRole
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimMapping:
-    """Who has this value of a claim is a member of the project. Of `email`, a value may be such as `*@example.com`."""
+    """Makes people with this value of a claim members of the project. A value of `email` may be a pattern such as
+    `*@example.com`."""
 
     claim: str
     value: str
@@ -20,7 +21,7 @@ class ClaimMapping:
 
 @dataclass(frozen=True, kw_only=True)
 class OidcSettings:
-    """An identity provider that people sign in with. Without a `client_secret` this server is a public client."""
+    """An identity provider for sign-ins. Without a `client_secret` this server is a public client."""
 
     issuer: str
     client_id: str
@@ -29,22 +30,23 @@ class OidcSettings:
     scopes: tuple[str, ...] = ("openid", "email", "profile")
     mappings: tuple[ClaimMapping, ...] = ()
     leeway_s: int = 60
-    """How far clocks may be apart."""
+    """Largest difference between clocks."""
     timeout_s: float = 5.0
     refresh_s: float = 3600.0
-    """For so long the issuer's description and keys hold, unless a token needs newer keys."""
+    """How long the issuer's metadata and keys are cached, unless a token needs newer keys."""
     sign_in_s: float = 24 * 3600.0
-    """For so long it holds what the issuer has said of somebody: then their sessions end, and their keys rest."""
+    """How long a statement of the issuer is valid. After that sessions end and the person's keys rest."""
     recheck_s: float = 900.0
-    """How often the issuer is asked again of people for whom it has given a refresh token."""
+    """How often the issuer is asked again about people for whom it has given a refresh token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """`home` holds all that the server keeps on disk; `models` are directories with base policies for every project.
+    """`home` holds everything that the server keeps on disk. `models` are directories of base policies for every
+    project.
 
-    `host_names` are names, besides addresses, under which browsers and clients may reach it. With `shared_trust`
-    several projects' runs may be processes of one Unix user.
+    `host_names` are names, besides addresses, by which browsers and clients may reach the server. With `shared_trust`
+    the runs of several projects may be processes of one Unix user.
     """
 
     home: Path
@@ -53,39 +55,39 @@ class ServerSettings:
     host_names: tuple[str, ...] = ()
     shared_trust: bool = False
     pools: tuple[Path, ...] = ()
-    """Directories of the pools that it keeps up, and whose jobs it takes."""
+    """Directories of the pools that the server supervises and whose jobs it accepts."""
     webhook_networks: tuple[IPv4Network | IPv6Network, ...] = ()
-    """Private networks that webhooks may lead into."""
+    """Private networks to which webhooks may connect."""
     webhook_tick_s: float = 1.0
-    """How often somebody looks at what webhooks are to be told."""
+    """How often the server looks for deliveries that are due."""
     tick_s: float = 0.25
-    """How often the runner looks at what is wanted and at what its runs do."""
+    """How often the runner looks at the requests for its runs and at their processes."""
     observe_s: float = 1.0
-    """How often it writes down how a run stands."""
+    """How often the runner records the status of a run."""
     feed_interval_s: float = 0.1
-    """How often a followed journal is looked at."""
+    """How often a followed journal is read."""
     ping_s: float = 15.0
-    """A stream in which nothing happens says so, lest somebody in between cut it."""
+    """How often an idle stream sends a ping, so that no proxy cuts it."""
     body_bytes_max: int = 4 * 2**20
     project_uploads_bytes_max: int = 256 * 2**30
-    """What a project's uploads may take of the disk."""
+    """Most that a project's uploads may take of the disk."""
     open_upload_days: int = 7
-    """An upload that is not complete is given up once nothing has come of it for so long."""
+    """An incomplete upload is deleted when no file of it has arrived for so long."""
     oidc: OidcSettings | None = None
     session_s: float = 12 * 3600.0
     """How long a browser stays signed in."""
     housekeeping_s: float = 600.0
-    """How often the runner removes what is kept no longer."""
+    """How often the runner applies retention."""
     fair_share_period_s: float = 600.0
-    """Within this, each run that wants some of a provider that is shared gets a lease of it."""
+    """Period within which each run that wants GPUs of a shared provider gets a lease."""
     stop_patience_s: float = 30.0
-    """How long a run's process may take until it hears commands; before that no signal would find it ready."""
+    """Longest start of a run's process until it accepts commands. A signal before that would be lost."""
     restart_base_s: float = 1.0
     restart_max_s: float = 30.0
     command: tuple[str, ...] = ()
-    """How a run's process begins; unless set, this interpreter's `elastic run`."""
+    """The command of a run's process; by default `elastic run` of this interpreter."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Variables that runs' processes get besides those that all processes of runs inherit."""
+    """Variables of runs' processes, besides those that all processes of runs inherit."""
 
     @property
     def database_url(self) -> str:
@@ -100,7 +102,7 @@ class ServerSettings:
 
     @property
     def pooled(self) -> Path:
-        """Runs that are jobs of pools, in a directory for each project."""
+        """The directory of runs that are jobs of pools; it has a directory for each project."""
         return self.home / "pooled"
 
     @property
@@ -113,13 +115,13 @@ class ServerSettings:
 
     @property
     def incoming(self) -> Path:
-        """Uploads that are not complete."""
+        """The directory of incomplete uploads."""
         return self.home / "incoming"
 
     def uploads(self, project: str) -> Path:
-        """A project's uploads, which its runs read and do not change."""
+        """Return the directory of a project's uploads. Its runs may read it and not change it."""
         return self.all_uploads / project
 
     def storage(self, project: str) -> Path:
-        """A project's own files: what its submissions may name."""
+        """Return the directory of a project's own files, which its submissions may name."""
         return self.projects / project

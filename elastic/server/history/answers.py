@@ -1,9 +1,9 @@
-"""Answers that are made of whole journals, kept for the next who asks: making one may take a second.
+"""A cache of answers that are computed from whole journals, which may take a second.
 
-- One is served again while its run's journals are as they were; of a run that goes on also for `PATIENCE` times as long
-  as it took to make, so that no run's readers take more than a small share of a core.
-- However many ask at once, it is made once.
-- They take a bounded memory: those that nobody has asked for longest go first.
+- An answer is served again while its run's journals are unchanged. For a run under way it is also served for `PATIENCE`
+  times as long as it took to compute, so that a run's readers take only a small share of a core.
+- Simultaneous requests for the same answer compute it once.
+- The cache has a bounded size. It drops the answers that were least recently requested.
 """
 
 import threading
@@ -17,13 +17,13 @@ from elastic.server.history.journals import Version, version_of
 
 ANSWERS_BYTES_MAX = 64 * 2**20
 ENTRY_BYTES = 200
-"""What an entry takes beside its content."""
+"""Memory of an entry besides its content."""
 PATIENCE = 20.0
 AT_ONCE_S = 0.02
-"""What is made this fast is made anew for every change."""
+"""Answers that are computed faster than this are computed anew for every change."""
 
 Entries = Sequence[tuple[str, bytes]]
-"""What an answer consists of: each entry's id, and the entry as JSON."""
+"""The entries of an answer: each entry's id, and the entry as JSON."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _Kept:
 
 
 class KeptAnswers:
-    """Answers by run and what was asked. Threads may share it."""
+    """Answers by run and question. Threads may share it."""
 
     def __init__(self, bytes_max: int = ANSWERS_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -48,7 +48,8 @@ class KeptAnswers:
         return len(self._kept)
 
     def get(self, run_dir: Path, what: str, make: Callable[[], Entries]) -> Entries:
-        """The entries that `make` makes of the run's journals, or made before. Raises what `make` raises."""
+        """Return the entries that `make` computes from the run's journals, from the cache if possible. Raises what
+        `make` raises."""
         key = (run_dir, what)
         with self._lock:
             kept = self._kept.setdefault(key, _Kept())
@@ -72,7 +73,7 @@ class KeptAnswers:
             return entries
 
     def _forget(self, key: tuple[Path, str], kept: _Kept) -> None:
-        """Nothing stays of an answer that cannot be made: anything may be asked for."""
+        """Drop an answer that cannot be computed, so that arbitrary questions leave nothing behind."""
         with self._lock:
             if self._kept.get(key) is kept:
                 del self._kept[key]

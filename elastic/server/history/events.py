@@ -1,7 +1,7 @@
-"""A run's journal as a stream of events that can be taken up after any of them.
+"""A run's journal as a stream of events that a reader can resume after any event.
 
-An event's id names the journal that it stands in and its number there. A journal is discarded when its process came to
-nothing; its name never returns, and whoever had read it begins again.
+An event's id names its journal and its number there. A journal is discarded when its process came to nothing; its name
+is never used again, and its readers begin anew.
 """
 
 import re
@@ -18,25 +18,25 @@ from elastic.resources import RunEvent
 from elastic.runtime.journal import JournalReader, RunDirectory
 
 INCARNATION = "incarnation"
-"""The note under which a journal has its own name."""
+"""The note under which a journal stores its own name."""
 UNREAD = ("Tick", "WorkerReported", "TokensReceived", "TurnRequested", "RewardRequested", "RewardScored")
-"""Kinds that are too many to tell: heartbeats and single turns."""
+"""Kinds of events that the stream omits because there are too many: heartbeats and single turns."""
 SCANNED_AT_ONCE = 2_000
 
 
 class Position(NamedTuple):
-    """Behind the event of this number in the journal of this place in the run's list."""
+    """The position behind the event `number` in the journal at this index of the run's list."""
 
     journal: int
     number: int
 
 
 class EventsGone(Exception):
-    """The journal that an event's id names is not there any more."""
+    """The journal that an event's id names does not exist any more."""
 
 
 class EventBatch(NamedTuple):
-    """Events, each with its position; how far the journals have been read; whether that was all."""
+    """Events with their positions, how far the journals were read, and whether that was everything."""
 
     events: list[tuple[Position, RunEvent]]
     position: Position
@@ -44,8 +44,8 @@ class EventBatch(NamedTuple):
 
 
 class EventLog:
-    """The events of one run, read as they are asked for, by any thread. Positions are those of this very log: its list
-    of journals only grows, also when one is discarded."""
+    """The events of one run, read on demand by any thread. Positions are valid for this object only: its list of
+    journals grows and never shrinks."""
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = RunDirectory(run_dir)
@@ -53,7 +53,7 @@ class EventLog:
         self._lock = threading.Lock()
 
     def after(self, event: str) -> Position:
-        """The position behind the event of this id; the beginning for "". Raises `EventsGone`."""
+        """Return the position behind the event of this id; the beginning for an empty id. Raises `EventsGone`."""
         if not event:
             return Position(0, 0)
         self.refresh()
@@ -64,7 +64,7 @@ class EventLog:
         return Position(names.index(name), int(number))
 
     def refresh(self) -> None:
-        """Look for journals that have come. Raises `JournalError`."""
+        """Look for new journals. Raises `JournalError`."""
         with self._lock:
             known = {name for name, _ in self._journals}
             for path in self._directory.journal_paths():
@@ -74,7 +74,7 @@ class EventLog:
                     self._journals.append((name, path))
 
     def end(self) -> Position:
-        """Behind all that is there now."""
+        """Return the position behind everything that exists now."""
         self.refresh()
         if not self._journals:
             return Position(0, 0)
@@ -84,7 +84,7 @@ class EventLog:
         return Position(len(self._journals) - 1, last)
 
     def read(self, position: Position) -> EventBatch:
-        """What stands behind a position, up to a bound. Raises `JournalError`."""
+        """Read a bounded number of events behind a position. Raises `JournalError`."""
         if position.journal >= len(self._journals) - 1:
             self.refresh()
         place, number = position
@@ -116,7 +116,8 @@ def _told(name: str, seq: int, t_ns: int, event: e.Event) -> RunEvent:
 
 
 def event_type(event: e.Event) -> str:
-    """`LeaseGranted` is told as `lease.granted`; a lease's end by its cause."""
+    """Return the event's name in the API, such as `lease.granted` for `LeaseGranted`. A lease's end is named by its
+    cause."""
     if isinstance(event, e.LeaseEnded):
         return f"lease.{event.cause}"
     words: Sequence[str] = re.findall(r"[A-Z][a-z0-9]*", type(event).__name__)

@@ -1,6 +1,6 @@
-"""Runs' events for whoever follows them. However many follow a run, its journal is looked at once.
+"""Events of runs for any number of followers. Each run's journal is read once for all of them.
 
-Each follower pulls at its own pace: one that reads slowly holds nothing back and costs no memory.
+Each follower pulls at its own pace. A slow reader delays no other and costs no memory.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from elastic.server.history.journals import Version, version_of
 log = structlog.get_logger(__name__)
 
 KEPT_EVENTS = 2_000
-"""The newest events that are served from memory."""
+"""The newest events, which are served from memory."""
 ASK_EVERY = 5
-"""Looks at a journal for each time that the store is asked whether its run is over."""
+"""Reads of a journal for each query of the store whether the run is over."""
 
 
 class RunFeed:
-    """One run's newest events. `ended` asks whether the run is over; it is asked whenever nothing is new."""
+    """The newest events of one run. `ended` says whether the run is over; it is called when there are no new events."""
 
     def __init__(self, run_dir: Path, interval_s: float, ended: Callable[[], Awaitable[bool]]) -> None:
         self.log = EventLog(run_dir)
@@ -43,7 +43,7 @@ class RunFeed:
         self._changed = asyncio.Condition()
 
     async def run(self) -> None:
-        """Look at the journal until it is over, or cancelled."""
+        """Read the journal until the run is over, or until cancelled."""
         position = await self._reading(self.log.end)
         self._floor = position
         version: Version | None = None
@@ -70,7 +70,7 @@ class RunFeed:
                 await asyncio.sleep(self._interval_s)
 
     async def after(self, position: Position) -> tuple[list[tuple[Position, RunEvent]], Position, bool]:
-        """What stands behind a position now, how far that reaches, and whether it was all."""
+        """Return the events behind a position, how far they reach, and whether they are all."""
         if self._floor is not None and position >= self._floor:
             begin = bisect.bisect_right(self._positions, position)
             found = list(zip(self._positions[begin:], self._events[begin:], strict=True))
@@ -78,7 +78,7 @@ class RunFeed:
         return await self._reading(lambda: self.log.read(position))
 
     async def changed_behind(self, position: Position, timeout_s: float) -> bool:
-        """Whether something stands behind the position, or nothing more will come, at the latest after that time."""
+        """Wait until there is an event behind the position or the run is over; at most `timeout_s`."""
 
         def changed() -> bool:
             return self.over or bool(self._positions and self._positions[-1] > position)
@@ -89,8 +89,8 @@ class RunFeed:
         return changed()
 
     def _look(self, position: Position, known: Version | None) -> tuple[EventBatch, Version | None]:
-        """What is new behind a position, and of which version of the journals that is all; read only if there is
-        another one than the one `known`."""
+        """Return the new events behind a position, and the version of the journals they belong to. Reads only if the
+        version is not `known`."""
         version = version_of(self._run_dir)
         if version is not None and version == known:
             return EventBatch([], position, True), known
@@ -105,7 +105,7 @@ class RunFeed:
             del self._positions[:excess], self._events[:excess]
 
     async def _reading(self, read):
-        """What `read` returns, in a thread; a journal that cannot be read now is tried again."""
+        """Call `read` in a thread. Retries while the journal cannot be read."""
         while True:
             try:
                 return await asyncio.to_thread(read)
@@ -115,7 +115,7 @@ class RunFeed:
 
 
 class Feeds:
-    """A feed for each run that somebody follows."""
+    """One feed for each followed run."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -123,7 +123,7 @@ class Feeds:
 
     @contextlib.asynccontextmanager
     async def following(self, run: str, run_dir: Path, ended: Callable[[], Awaitable[bool]]) -> AsyncIterator[RunFeed]:
-        """The run's feed, for as long as somebody follows it."""
+        """A context: the run's feed, kept while at least one follower uses it."""
         if run not in self._feeds or self._feeds[run][0].over:
             feed = RunFeed(run_dir, self._interval_s, ended)
             self._feeds[run] = feed, asyncio.create_task(feed.run(), name=f"feed {run}")

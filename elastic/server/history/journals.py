@@ -1,4 +1,4 @@
-"""What a run's journals say of it: figures, series, trajectories, workers, leases. Reads only, also while it runs."""
+"""Figures, series, workers, leases and checkpoints from a run's journals. Only reads, also while the run goes on."""
 
 import contextlib
 import json
@@ -35,15 +35,16 @@ from elastic.server.clock import rfc3339
 
 CHECKPOINTS = "checkpoints"
 WRITTEN = ("", "-wal")
-"""What SQLite writes of a journal, by the ends of the names."""
+"""Suffixes of the files that SQLite writes for a journal."""
 SETTLED_S = 0.1
-"""Files' times are no finer than some milliseconds: of what was written just now, more may follow under one time."""
+"""File times are only accurate to milliseconds: a file written within this time may change again under the same
+time."""
 
 Version = tuple[tuple[str, int, int], ...]
 
 
 def version_of(run_dir: Path) -> Version | None:
-    """Another one whenever something was written to the run's journals; None for what was written just now."""
+    """Return a value that changes with every write to the run's journals; None while a write is too recent to tell."""
     found: list[tuple[str, int, int]] = []
     for path in RunDirectory(run_dir).journal_paths():
         for suffix in WRITTEN:
@@ -55,9 +56,9 @@ def version_of(run_dir: Path) -> Version | None:
 
 
 def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
-    """How the run stood last, as its journals but for the `former` oldest say; None where they say nothing yet.
+    """Return the latest status of the run from its journals, without the `former` oldest; None if they have none yet.
 
-    What a run has cost and generated includes what it had when it was begun again at a checkpoint.
+    Cost and tokens include what the run had when it was resumed from a checkpoint.
     """
     paths = RunDirectory(run_dir).journal_paths()
     newest: RunFigures | None = None
@@ -75,7 +76,7 @@ def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
 
 
 def cost_nano_usd(run_dir: Path) -> int:
-    """The most that a run can have cost, as all of its journals say; 0 where they cannot be read."""
+    """Return the most that a run can have cost according to all of its journals; 0 if they cannot be read."""
     with contextlib.suppress(JournalError, ConfigError, OSError):
         return compose.cost_nano_usd(RunDirectory(run_dir))
     return 0
@@ -94,7 +95,8 @@ def _with_earlier(figures: RunFigures, earlier: RunFigures) -> RunFigures:
 
 
 def metrics_of(run: str, run_dir: Path, samples_max: int) -> Metrics:
-    """The run's series. Of more than `samples_max` samples every so-manieth is told. Raises `JournalError`."""
+    """Return the run's series. Of more than `samples_max` samples, returns evenly spaced ones. Raises
+    `JournalError`."""
     with history_in(run_dir) as history:
         steps = [_step(row) for row in history.rows(StepRow)]
         samples = [status for _, status in history.samples(samples_max)]
@@ -123,7 +125,7 @@ def _step(row: StepRow) -> StepMetrics:
 
 
 def workers_of(run_dir: Path) -> list[HostedWorker]:
-    """Every worker that the run has or had, the newest first. Raises `JournalError`."""
+    """Return every worker that the run has or had, newest first. Raises `JournalError`."""
     with history_in(run_dir) as history:
         books = history.books()
     return [_worker(book) for book in reversed(books)]
@@ -143,7 +145,7 @@ def _worker(book: DeviceBook) -> HostedWorker:
 
 
 def leases_of(run_dir: Path) -> list[HostedLease]:
-    """Every lease that the run has or had, the newest first. Raises `JournalError`."""
+    """Return every lease that the run has or had, newest first. Raises `JournalError`."""
     with history_in(run_dir) as history:
         books, end_ns = history.books(), history.end_ns
         causes = {end.lease: end.cause for end in lease_ends(history, books)}
@@ -169,7 +171,7 @@ def _lease(lease: str, books: Sequence[DeviceBook], cause: str, end_ns: int) -> 
 
 
 def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
-    """The trainer's checkpoints, the newest first."""
+    """Return the trainer's checkpoints, newest first."""
     found: list[Checkpoint] = []
     for path in sorted((run_dir / CHECKPOINTS).glob("*.safetensors"), reverse=True):
         with contextlib.suppress(OSError, ValueError):  # It is replaced by a newer one meanwhile.
@@ -186,13 +188,13 @@ def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
 
 
 def environment_of(config: str) -> str:
-    """The name of the environment in a run's configuration."""
+    """Return the name of the environment in a run's configuration."""
     return json.loads(config).get("environment", {}).get("name", "frozenlake")
 
 
 @contextlib.contextmanager
 def history_in(run_dir: Path) -> Iterator[History]:
-    """The run's history; an empty one before it has a journal. Raises `JournalError`."""
+    """Return the run's history; empty before the run has a journal. Raises `JournalError`."""
     directory = RunDirectory(run_dir)
     if not directory.journal_paths():
         yield History(directory.name, [])

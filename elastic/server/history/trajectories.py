@@ -1,4 +1,4 @@
-"""Browsing a run's trajectories: a page at a time, read where its journals have them, however many there are."""
+"""Pages of a run's trajectories, read from the journals that hold them. Cost does not depend on their number."""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -24,15 +24,15 @@ LAST_ROW = 2**63 - 1
 
 
 class NoSuchTrajectory(Exception):
-    """The run has none of this name."""
+    """The run has no trajectory of this name."""
 
 
 def trajectories_of(
     run_dir: Path, wanted: TrajectoryFilter, starting_after: str, limit: int
 ) -> tuple[list[HostedTrajectory], bool]:
-    """Up to `limit` of the trajectories that are over, behind one of them, and whether there are more.
+    """Return up to `limit` finished trajectories behind `starting_after`, and whether there are more.
 
-    Raises `JournalError`, and `NoSuchTrajectory` for what the page is to begin behind.
+    Raises `JournalError`, and `NoSuchTrajectory` if `starting_after` does not exist.
     """
     with history_in(run_dir) as history:
         sources = [(segment, number) for segment in history.segments for number, _ in enumerate(segment.journals)]
@@ -57,7 +57,7 @@ def _place_of(
 
 
 def _behind(behind: tuple[int, TrajectoryPlace] | None, source: int) -> TrajectoryPlace | None:
-    """The place in one journal that a place in another stands for: of equal ranks, later journals' come first."""
+    """Translate a place in one journal to another journal. Among equal ranks, later journals come first."""
     if behind is None or behind[0] == source:
         return None if behind is None else behind[1]
     return TrajectoryPlace(behind[1].rank, LAST_ROW if source < behind[0] else 0)
@@ -71,7 +71,7 @@ def _ranked(
     source: int,
     limit: int,
 ) -> Iterator[tuple[TrajectoryPlace, int, TrajectoryRow]]:
-    """One journal's trajectories, but for those of which a later journal of its segment has another record."""
+    """Return the trajectories of one journal, without those that a later journal of the same segment records again."""
     journal, later = segment.journals[number], segment.journals[number + 1 :]
     here = msgspec.structs.replace(wanted, step_end=segment.undone_from)
     while True:
@@ -95,7 +95,7 @@ def _retold(row: TrajectoryRow, segment: Segment) -> TrajectoryRow:
 
 
 def trajectory_of(run_dir: Path, name: str, environment: str) -> HostedTrajectoryDetail | None:
-    """One of them, with what was said. Raises `JournalError`."""
+    """Return one trajectory with its tokens. Raises `JournalError`."""
     row = RunDirectory(run_dir).trajectories([name]).get(name)
     if row is None:
         return None
@@ -112,7 +112,7 @@ def trajectory_of(run_dir: Path, name: str, environment: str) -> HostedTrajector
 
 
 def _text(token_ids: Sequence[int], environment: str) -> str | None:
-    """The tokens in the environment's words; None where its words are not known."""
+    """Return the tokens as text of the environment; None if its vocabulary is unknown."""
     point = compose.installed("elastic.environments").get(environment)
     if point is None:
         return None

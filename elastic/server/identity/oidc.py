@@ -1,7 +1,7 @@
-"""Sign-in by OpenID Connect: the authorization code flow with PKCE, state and nonce, and ID tokens held against them.
+"""Sign-in by OpenID Connect: the authorization code flow with PKCE, state and nonce, and verified ID tokens.
 
-Nothing of what the issuer sends is kept but who somebody is, and a refresh token if it gives any: by that it is asked
-again, as long as somebody stays, whether it would still let them in.
+The server keeps a person's identity and, if the issuer gives one, a refresh token. With the refresh token it asks the
+issuer from time to time whether the person may still sign in.
 """
 
 import base64
@@ -27,27 +27,27 @@ if TYPE_CHECKING:  # Only servers whose people sign in need it, and load it.
     from joserfc.jwk import KeySet
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-"""Signatures by a private key of the issuer's: never by a shared secret, and never none."""
+"""Accepted signatures: by a private key of the issuer, never by a shared secret, never none."""
 _KEY_TYPES = ("RSA", "EC", "OKP")
 JWKS_AGAIN_S = 5.0
-"""An unknown key has the issuer's keys fetched anew, but no more often than this."""
+"""Shortest time between two fetches of the issuer's keys. An unknown key causes a fetch."""
 SUBJECT_CHARACTERS, NAME_CHARACTERS, EMAIL_CHARACTERS = 255, 200, 254
 
 
 class SignInRefused(Exception):
-    """Whoever came back from the issuer is not let in; the message says why."""
+    """A person who returned from the issuer is not let in. The message says why."""
 
 
 class GrantEnded(Exception):
-    """The issuer lets somebody in no more; the message says what it answered."""
+    """The issuer no longer lets a person in. The message has its answer."""
 
 
 class IssuerUnavailable(Exception):
-    """The issuer does not answer, or not as one."""
+    """The issuer does not answer, or answers with nonsense."""
 
 
 class SignInAttempt(msgspec.Struct, frozen=True):
-    """A sign-in that a browser has begun. It keeps this, sealed, until it is back."""
+    """A sign-in that a browser has begun. The browser keeps this, sealed, until it returns."""
 
     state: str
     nonce: str
@@ -58,7 +58,7 @@ class SignInAttempt(msgspec.Struct, frozen=True):
 
 
 class SignedIn(NamedTuple):
-    """Who the issuer says somebody is. `email` only if it has verified it."""
+    """A person according to the issuer. `email` is set only if the issuer has verified it."""
 
     subject: str
     email: str | None
@@ -68,7 +68,7 @@ class SignedIn(NamedTuple):
 
 
 class IdentityProvider:
-    """The issuer, as this server's client. Threads may share it."""
+    """The issuer, with this server as its client. Threads may share it."""
 
     def __init__(self, settings: OidcSettings) -> None:
         self.settings = settings
@@ -77,7 +77,7 @@ class IdentityProvider:
         self._keys: tuple[float, KeySet] | None = None
 
     def begin(self, redirect_uri: str, next_: str, lasts_s: float) -> tuple[str, SignInAttempt]:
-        """Where to send a browser, and what it is to bring back. Raises `IssuerUnavailable`."""
+        """Return the URL to send a browser to, and the attempt that it must bring back. Raises `IssuerUnavailable`."""
         state, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(3))
         challenge = base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest()).rstrip(b"=").decode()
         asked = {
@@ -95,7 +95,7 @@ class IdentityProvider:
         return url, SignInAttempt(state, nonce, verifier, redirect_uri, next_, time.time() + lasts_s)
 
     def finish(self, attempt: SignInAttempt, code: str) -> SignedIn:
-        """Who it is that came back with this code. Raises `SignInRefused` and `IssuerUnavailable`."""
+        """Return the person who came back with this code. Raises `SignInRefused` and `IssuerUnavailable`."""
         said = {
             "grant_type": "authorization_code",
             "code": code,
@@ -110,8 +110,8 @@ class IdentityProvider:
         return self._who(answer, self._verified(answer["id_token"], attempt.nonce))
 
     def again(self, refresh_token: str, subject: str) -> SignedIn:
-        """Who somebody is by now. Raises `GrantEnded` where the issuer says nothing of them any more, and
-        `IssuerUnavailable`."""
+        """Return the person's present identity. Raises `GrantEnded` if the issuer no longer vouches for the person,
+        and `IssuerUnavailable`."""
         status, answer = self._token_endpoint({"grant_type": "refresh_token", "refresh_token": refresh_token})
         if answer.get("error") == "invalid_grant":
             raise GrantEnded(f"status {status}, invalid_grant")
@@ -146,7 +146,7 @@ class IdentityProvider:
         )
 
     def _token_endpoint(self, said: dict[str, str]) -> tuple[int, dict[str, Any]]:
-        """Ask for tokens, as this client; returns the status, of 200 or 4xx, and the answer."""
+        """Request tokens as this client; returns the status (200 or 4xx) and the answer."""
         id_, secret = self.settings.client_id, self.settings.client_secret
         auth: httpx.BasicAuth | None = None
         if secret and "client_secret_basic" in self._discovered().get(
@@ -158,8 +158,8 @@ class IdentityProvider:
         return self._answer("POST", self._endpoint("token_endpoint"), data=said, auth=auth)
 
     def _verified(self, token: str, nonce: str | None) -> dict[str, Any]:
-        """The claims of an ID token that this issuer has made, for us, not long ago; with a nonce in answer to that
-        sign-in, else to a refresh token."""
+        """Return the claims of an ID token after checking issuer, audience and age. With a nonce the token must
+        answer that sign-in, else a refresh token."""
         from joserfc import jwt
         from joserfc.errors import JoseError
 
@@ -189,7 +189,7 @@ class IdentityProvider:
         return claims
 
     def _decoded(self, token: str) -> "jwt.Token":
-        """With the keys that are known, or if they do not fit, with those that the issuer has by now."""
+        """Decode the token with the known keys, or else with the issuer's present keys."""
         from joserfc import jwt
         from joserfc.errors import BadSignatureError, InvalidKeyIdError
 
@@ -210,7 +210,7 @@ class IdentityProvider:
         return found if found.get("sub") == subject else {}
 
     def _signing_keys(self, not_before_s: float) -> "KeySet":
-        """The issuer's keys, fetched after then. Raises `IssuerUnavailable`."""
+        """Return the issuer's keys, fetched after `not_before_s`. Raises `IssuerUnavailable`."""
         from joserfc.errors import JoseError
         from joserfc.jwk import KeySet
 
@@ -226,7 +226,7 @@ class IdentityProvider:
             return self._keys[1]
 
     def _discovered(self) -> dict[str, Any]:
-        """What the issuer says of itself; for a while what it has said. Raises `IssuerUnavailable`."""
+        """Return the issuer's metadata, cached for a while. Raises `IssuerUnavailable`."""
         issuer = self.settings.issuer
         with self._lock:
             known = self._metadata
@@ -256,7 +256,8 @@ class IdentityProvider:
         return body
 
     def _answer(self, method: str, url: str, **options: Any) -> tuple[int, dict[str, Any]]:
-        """The status, and the JSON object; of a refusal nothing where it is none. Raises `IssuerUnavailable`."""
+        """Return the status and the JSON object; an empty object for a refusal without one. Raises
+        `IssuerUnavailable`."""
         try:
             answer = httpx.request(method, url, timeout=self.settings.timeout_s, **options)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -274,13 +275,13 @@ class IdentityProvider:
 
 
 def is_safe(url: str) -> bool:
-    """Whether what is said there is between us and them: by HTTPS, or on this machine."""
+    """Return whether the URL is private: HTTPS, or on this machine."""
     parsed = httpx.URL(url) if re.fullmatch(r"https?://[^\s]+", url) else None
     return parsed is not None and (parsed.scheme == "https" or parsed.host in ("localhost", "127.0.0.1", "::1"))
 
 
 def mapped_roles(mappings: Iterable[ClaimMapping], who: SignedIn) -> dict[str, AccessRole]:
-    """The role in each project, by the name that the mapping has for it, that claims give: the highest."""
+    """Return the highest role that the claims give in each project, by the project's name in the mapping."""
     roles: dict[str, AccessRole] = {}
     for one in mappings:
         said: Any = who.email if one.claim == "email" else who.claims.get(one.claim)

@@ -1,8 +1,10 @@
-"""What follows from what an identity provider says of people: when they sign in, and asked again while they stay.
+"""Effects of an identity provider's statements about people, at sign-in and in later checks.
 
-- It holds for `sign_in_s`. Then sessions are over, and people's own keys rest, until it has said so again.
-- Where it gave a refresh token it is asked every `recheck_s`: claims give and take as if people had signed in anew, and
-  whom it lets in no more is out at once. Without any, people sign in again.
+- A statement is valid for `sign_in_s`. After that a person's sessions end, and the person's keys rest until the next
+  one.
+- If the provider gave a refresh token, the server asks it again every `recheck_s`. Claims then give and take
+  memberships as at a sign-in, and a person whom the provider rejects is out at once. Without a token, people sign in
+  again.
 """
 
 import asyncio
@@ -23,11 +25,11 @@ log = structlog.get_logger(__name__)
 
 ACTOR = "identity provider"
 TICKS = 10
-"""How often, in the time between two looks at a person, somebody looks whose turn it is."""
+"""Passes over the people within one interval between two checks of a person."""
 
 
 def admitted(tx: sa.Connection, settings: OidcSettings, vault: Vault, who: SignedIn) -> str:
-    """Have it hold what the provider says of somebody now; returns the person. Raises `VaultError`."""
+    """Apply the provider's present statement about a person; returns the person. Raises `VaultError`."""
     person = members.person_of_sign_in(tx, issuer=settings.issuer, subject=who.subject, email=who.email, name=who.name)
     roles: dict[str, AccessRole] = {}
     for name, role in mapped_roles(settings.mappings, who).items():
@@ -43,7 +45,7 @@ def admitted(tx: sa.Connection, settings: OidcSettings, vault: Vault, who: Signe
 
 
 class SignInChecks:
-    """Asks the provider again of people who have a session or a key."""
+    """Asks the provider again about people who have a session or a key."""
 
     def __init__(self, store: Store, settings: ServerSettings, provider: IdentityProvider) -> None:
         self._store = store
@@ -52,7 +54,7 @@ class SignInChecks:
         self._provider = provider
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Check people until cancelled."""
         while True:
             await asyncio.sleep(self._settings.recheck_s / TICKS)
             try:
@@ -61,7 +63,7 @@ class SignInChecks:
                 log.warning("the database does not answer; people are looked at again later", error=str(error))
 
     def look(self) -> None:
-        """Ask of everybody whose turn it is. Raises `StoreUnavailable`."""
+        """Check everybody who is due. Raises `StoreUnavailable`."""
         with self._store.reading() as connection:
             due = sign_ins.due(connection, now_us() - int(self._settings.recheck_s * 1e6))
         for one in due:

@@ -1,7 +1,6 @@
 """Commands from the runner to a run's process, through the socket in the run's directory.
 
-Each has an id that is made of the run and the number of what it says: however often it is repeated, by whatever runner,
-it is done once.
+A command's id is made of the run and the number of the request: every repetition, by any runner, is carried out once.
 """
 
 from pathlib import Path
@@ -22,7 +21,7 @@ STOPPED_BY_SERVER = "stopped through the server"
 
 
 async def told_to_stop(run_dir: Path, run: HostedRunRow) -> bool:
-    """Whether the run's process has it in its journal that it is to stop."""
+    """Tell the run's process to stop; returns whether its journal has the command."""
     reason, command = STOPPED_BY_SERVER, f"{run.id}:{run.generation}:stop"
     if run.wanted == runs.RUN:
         reason, command = f"{QUOTA_LOWERED}: {(run.waits or {}).get('message', '')}", f"{run.id}:{run.attempt}:pause"
@@ -37,8 +36,8 @@ async def told_to_stop(run_dir: Path, run: HostedRunRow) -> bool:
 
 
 async def told_its_limits(run_dir: Path, run: HostedRunRow) -> bool:
-    """Whether the run's process has its caps and its budget in its journal. Those that it was told before are not
-    repeated, and one that it does not know is left out."""
+    """Tell the run's process its caps and budget; returns whether its journal has them. Limits that it has are not
+    repeated, and unknown ones are omitted."""
     control, prefix = RunControl(run_dir, TIMEOUT_S), f"{run.id}:limits:{run.limits_number}"
     limits, told = run.limits or NO_LIMITS, run.told
     try:

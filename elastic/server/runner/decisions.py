@@ -1,11 +1,11 @@
-"""What to do about a run next: a pure function of what is wanted of it and what was seen.
+"""Decides the next step for a run: a pure function of the request and of what was seen of the run.
 
-- A process is begun only where none was seen alive.
-- A process that died without an end of its run in the journal is followed by another, up to `max_restarts` times; where
-  the whole machine or container went down with it, that does not count.
-- A run that is to stop while its process is down is taken up once more, after its back-off, to give back what it holds.
-- A run that stopped because its project's budget had no slice for it waits for the next one; one that had to make room,
-  because its project may have less now, waits until there is room again.
+- A process is started only if no process of the run lives.
+- A process that dies without recording the run's end is replaced up to `max_restarts` times. A death of the whole
+  machine or container does not count.
+- A run that is to stop while its process is down is started once more, after its back-off, to give back its resources.
+- A run that stopped for lack of a slice of its project's budget waits for the next slice. A run that made room because
+  its project's quota was lowered waits until there is room again.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
 
 QUOTA_LOWERED = "QuotaLowered"
-"""How the reason begins for which a run is stopped that has to make room."""
+"""Prefix of the reason of runs that are stopped to make room."""
 MAX_DOUBLINGS = 16
 
 
@@ -37,25 +37,25 @@ class NextStep(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSeen:
-    """A run's process, right now. `ending` of one that was begun and is gone."""
+    """A run's process at this moment. `ending` is set if a process was started and is gone."""
 
     alive: bool
     signalled: bool = False
     killed: bool = False
     leaves: bool = False
-    """Whether its journal may know of something that nobody has given back yet."""
+    """Whether its journal may list resources that were not given back."""
     ending: Ending | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """A step, and for BECOME the phase that the run is in from now on."""
+    """A step. For BECOME also the new phase of the run."""
 
     step: NextStep
     phase: RunPhase = RunPhase.PENDING
     cause: str = ""
     counts: bool = False
-    """Whether the next process is one of the `max_restarts`."""
+    """Whether the next process counts towards `max_restarts`."""
     not_before_us: int = 0
 
 
@@ -63,7 +63,7 @@ NOTHING = Decision(step=NextStep.NOTHING)
 
 
 def decide(run: HostedRunRow, seen: ProcessSeen, now_us: int, base_s: float, max_s: float) -> Decision:
-    """The next step. `base_s` is the first back-off after a death, doubled each time up to `max_s`."""
+    """Return the next step. `base_s` is the first back-off after a death; it doubles each time up to `max_s`."""
     if seen.alive:
         return _living(run, seen)
     if run.wanted == runs.DELETE:
@@ -80,7 +80,7 @@ def decide(run: HostedRunRow, seen: ProcessSeen, now_us: int, base_s: float, max
 
 
 def short_of_slice(run: HostedRunRow) -> bool:
-    """Whether it had to stop for its project's budget, not for its own."""
+    """Return whether the run stopped for its project's budget instead of its own."""
     if run.allotted_nano_usd is None:
         return False
     return run.budget_usd is None or run.allotted_nano_usd < int(run.budget_usd * NANO_USD_PER_USD)

@@ -1,4 +1,4 @@
-"""Runs' processes: begun, found again, and judged when they are gone."""
+"""Starts processes of runs, finds them again, and judges how they ended."""
 
 import json
 import os
@@ -23,13 +23,13 @@ from elastic.server.settings import ServerSettings
 from elastic.server.store.runs import HostedRunRow
 
 SERVED_VARIABLE = "ELASTIC_SERVED"
-"""Names the hosted run in the environment of its process, and of none of that one's children."""
+"""Environment variable with the hosted run, for its process only and not for that process's children."""
 LOG = Path("logs") / "process.log"
 
 
 @dataclass
 class HeldProcess:
-    """A run's process. `child` where this very server began it: only then its exit status is known."""
+    """A run's process. `child` is set if this server started it; only then the exit status is known."""
 
     watched: Adopted
     child: "subprocess.Popen[bytes] | None" = None
@@ -38,18 +38,19 @@ class HeldProcess:
     killed: bool = False
 
     def stop(self) -> None:
-        """Once: it checkpoints and gives everything back. Once more: it kills all that it has."""
+        """Ask the process to end. The first call lets it checkpoint and give everything back; the second kills
+        everything."""
         self.killed, self.stopped = self.stopped, True
         self.watched.send(signal.SIGTERM)
 
     @property
     def status(self) -> int | None:
-        """Its exit status once it is over, if that is known."""
+        """Return the exit status of a finished process, if known."""
         return None if self.child is None else self.child.wait()
 
 
 def prepare(settings: ServerSettings, run: HostedRunRow) -> None:
-    """Have the run's directory, its configuration and its project's storage on disk, once. Raises `OSError`."""
+    """Create the run's directory, its configuration and its project's storage if missing. Raises `OSError`."""
     path, storage = settings.run_dir(run.id), settings.storage(run.project)
     for directory in (storage, path, path / LOG.parent):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -60,9 +61,9 @@ def prepare(settings: ServerSettings, run: HostedRunRow) -> None:
 def begin(
     settings: ServerSettings, run: HostedRunRow, user: str | None, secrets: Mapping[str, str]
 ) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
-    """Start a process that goes on with the run; returns it and what the store keeps of it. Raises `OSError`.
+    """Start a process that continues the run; returns it and its record for the store. Raises `OSError`.
 
-    Its workers and reward functions get the project's `secrets` as variables, as it does.
+    The process, its workers and its reward functions get the project's `secrets` as variables.
     """
     path, storage = settings.run_dir(run.id).resolve(), settings.storage(run.project).resolve()
     journals = len(RunDirectory(path).journal_paths())
@@ -107,14 +108,14 @@ def begin(
 
 
 def kept(process: Identity, journals: int) -> dict[str, Any]:
-    """What the store keeps of a process. `journals` is how many the run had before it."""
+    """Return the store's record of a process. `journals` is the number of the run's journals before it."""
     return {"identity": {key: getattr(process, key) for key in process.__struct_fields__}, "world": world()} | {
         "journals": journals
     }
 
 
 def living(run: HostedRunRow) -> Identity | None:
-    """The run's process, begun by whatever server, if it lives."""
+    """Return the run's process if it lives, whichever server started it."""
     known = run.identity
     if known is not None and identity(known.pid) == known:
         return known
@@ -122,7 +123,7 @@ def living(run: HostedRunRow) -> Identity | None:
 
 
 def ending(settings: ServerSettings, run: HostedRunRow, status: int | None) -> Ending:
-    """How the run's last process ended: as it wrote into a journal of its own, else as its exit status says."""
+    """Return how the run's last process ended: from the journal that it wrote, else from its exit status."""
     process = run.process or {"world": world(), "journals": 0}
     return ending_of(settings.run_dir(run.id), LOG, process["journals"], process["world"], status)
 

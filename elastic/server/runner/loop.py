@@ -1,11 +1,11 @@
-"""The runner's loop: looks at what is wanted of every run and at its process, and does what is to be done.
+"""The runner's loop: compares what each run should do with its process, and acts.
 
-- One runner at a time has a server's home: it holds `runner.lock`. One at a time has a database, too, on whatever
-  machine it is; one that has lost the database leaves runs alone until it leads again.
-- Whatever it does about a run is in the store before (it begins a process) or after (it saw one end), so that another
-  runner may take over at any point; a process that is there already is adopted, by its id and start or by the mark in
-  its environment, and never begun twice.
-- A database that does not answer, or a full disk, is waited for; runs go on meanwhile.
+- One runner at a time owns a server's home; it holds `runner.lock`. One at a time owns a database, on any machine; a
+  runner that has lost the database leaves runs alone until it leads again.
+- Every act is in the store before it (a start) or after it (an observed end), so that another runner can take over at
+  any point. A living process is adopted by its id and start time, or by the mark in its environment, and is never
+  started twice.
+- The runner waits for a database that does not answer, and for a full disk. Runs go on meanwhile.
 """
 
 import asyncio
@@ -44,15 +44,15 @@ LOCK = "runner.lock"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORGET_ANSWERS_S = 24 * 3600
 LEADER_TIMEOUT_S = 10.0
-"""How long a database whose leader was killed may take to notice."""
+"""How long a database may take to notice that its leader was killed."""
 
 
 class RunnerBusy(Exception):
-    """Another runner is at this server's home, or database; the message says which."""
+    """Another runner owns this server's home or database. The message says which."""
 
 
 class RunnerLoop:
-    """Everything that is done about runs. `wake` may be called from any thread."""
+    """Starts, adopts and ends runs. Any thread may call `wake`."""
 
     def __init__(self, store: Store, settings: ServerSettings) -> None:
         self._store = store
@@ -67,13 +67,13 @@ class RunnerLoop:
         """When it last looked at everything: its health."""
 
     def wake(self) -> None:
-        """Something else is wanted of a run: look now."""
+        """Look at the runs now, because a request has changed."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # The loop has been closed: whoever comes next will look.
                 self._loop.call_soon_threadsafe(self._woken.set)
 
     async def run(self) -> None:
-        """Go on until cancelled. Runs are left as they are. Raises `RunnerBusy`."""
+        """Work until cancelled. Runs are left as they are. Raises `RunnerBusy`."""
         self._loop = asyncio.get_running_loop()
         with claimed_home(self._settings.home), self._store.leading() as leadership:
             try:
@@ -128,7 +128,7 @@ class RunnerLoop:
         self.ticked_s = time.monotonic()
 
     def _wants_more(self, records: Sequence[HostedRunRow]) -> bool:
-        """Whether there is a run of which nobody has decided yet what it may have."""
+        """Return whether there is a run without a decision on its share."""
         return any(run.phase is RunPhase.PENDING and run.limits is None for run in records)
 
     async def _attend(self, run: HostedRunRow) -> None:
@@ -153,7 +153,7 @@ class RunnerLoop:
             await self._stop(run, decision.step)
 
     async def _look(self, run: HostedRunRow) -> ProcessSeen:
-        """The run's process, adopted if another server began it."""
+        """Return the run's process. Adopts it if another server started it."""
         held = self._held.get(run.id)
         began = run.phase in ALIVE
         if held is None:
@@ -185,7 +185,7 @@ class RunnerLoop:
             runs.observe(tx, run.id, process=launching.kept(found, journals), phase=_while_alive(run).value)
 
     async def _start(self, run: HostedRunRow) -> None:
-        """Begin a process. First the store says that one is begun, then it is, then the store says which."""
+        """Start a process: record the intent in the store, start it, and record the process."""
         user, sealed = await asyncio.to_thread(self._announce, run)
         try:
             child, kept = await asyncio.to_thread(self._begin, run, user, sealed)
@@ -212,7 +212,7 @@ class RunnerLoop:
         self._woken.set()
 
     def _announce(self, run: HostedRunRow) -> tuple[str | None, dict[str, bytes]]:
-        """Returns the user that the process is to be of, and its project's secrets, encrypted."""
+        """Record the intent to start; returns the process's user, and the project's secrets, encrypted."""
         with self._store.writing() as tx:
             project = people.project(tx, run.project)
             phase = RunPhase.STARTING
@@ -236,7 +236,7 @@ class RunnerLoop:
         return launching.begin(self._settings, run, user, opened)
 
     async def _wait(self, run: HostedRunRow) -> None:
-        """It does not begin yet; its conditions say why."""
+        """Leave the run waiting. Its conditions say why."""
         found = self._conditions(run, run.phase, run.cause, run.figures)
         if found != run.conditions:
             await asyncio.to_thread(self._write, run.id, conditions=found)
@@ -254,7 +254,7 @@ class RunnerLoop:
             await asyncio.to_thread(self._write, run.id, phase=RunPhase.STOPPING.value, conditions=found)
 
     async def _observe(self, run: HostedRunRow) -> None:
-        """Write down how a living run stands, and tell it what is newly wanted of it."""
+        """Record the status of a living run, and send it new commands."""
         now_s = time.monotonic()
         if now_s - self._observed_s.get(run.id, 0.0) < self._settings.observe_s:
             return
@@ -278,7 +278,7 @@ class RunnerLoop:
             await asyncio.to_thread(self._write, run.id, **seen)
 
     def _become(self, run: HostedRunRow, decision: Decision) -> None:
-        """The run is in another phase now, and the store says so."""
+        """Put the run into another phase, and record it in the store."""
         figures = figures_of(self._settings.run_dir(run.id)) or run.figures
         phase = decision.phase
         cost = cost_nano_usd(self._settings.run_dir(run.id)) or run.seen_nano_usd
@@ -343,13 +343,14 @@ class RunnerLoop:
 
 
 def _while_alive(run: HostedRunRow) -> RunPhase:
-    """The phase of a run whose process lives and has said nothing new."""
+    """Return the phase of a run whose process lives and has reported nothing new."""
     return run.phase if run.phase in ALIVE and run.phase is not RunPhase.STOPPING else RunPhase.STARTING
 
 
 @contextlib.contextmanager
 def claimed_home(home: Path) -> Iterator[None]:
-    """This process alone attends to the runs in `home`. Raises `RunnerBusy`; a dead one's claim is void."""
+    """A context: this process alone attends to the runs in `home`. Raises `RunnerBusy`. A dead process's claim is
+    void."""
     home.mkdir(parents=True, exist_ok=True)
     with (home / LOCK).open("a+") as lock:
         try:

@@ -1,4 +1,4 @@
-"""The runner's part of retention: removes what is kept no longer, and finishes what another has begun."""
+"""The runner's part of retention: removes expired parts of runs, and finishes removals that another runner began."""
 
 import sqlalchemy as sa
 import structlog
@@ -17,11 +17,11 @@ log = structlog.get_logger(__name__)
 
 ACTOR = "retention"
 AT_ONCE = 100
-"""Runs that are looked after before the runner turns to its others again."""
+"""Runs that are handled in one pass, before the runner returns to its other work."""
 
 
 def retire(store: Store, settings: ServerSettings) -> bool:
-    """Remove what is over of a few runs and uploads; whether there is more. Raises `StoreUnavailable`."""
+    """Remove expired parts of some runs and uploads; returns whether there are more. Raises `StoreUnavailable`."""
     with store.reading() as connection:
         begun = records.half_removed(connection)
     for run in begun:
@@ -37,8 +37,8 @@ def retire(store: Store, settings: ServerSettings) -> bool:
 
 
 def _retire_uploads(store: Store, settings: ServerSettings) -> None:
-    """Remove uploads that were never completed, or that nobody uses. What a runner that dies leaves of their files is
-    swept by the next server."""
+    """Remove uploads that were never completed or that no run uses. The next server sweeps files that a dying runner
+    leaves behind."""
     storage = UploadStorage(settings)
 
     def over(connection: sa.Connection, project: str | None = None) -> list[sa.RowMapping]:
@@ -66,7 +66,8 @@ def _retire_uploads(store: Store, settings: ServerSettings) -> None:
 
 
 def _begin(store: Store, id_: str) -> HostedRunRow | None:
-    """Say what goes before anything does; None where nothing does any more, or the runner deletes the whole run."""
+    """Record what will be removed. Returns None if nothing is left to remove, or if the runner deletes the whole
+    run."""
     with store.writing() as tx:
         run = runs.find(tx, id_)
         if run is None:

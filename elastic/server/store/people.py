@@ -31,11 +31,11 @@ _keys = (
 
 _KEY_OF_HASH = _keys.where(keys.c.hash == sa.bindparam("digest"))
 keys_seen = _keys.subquery("keys_seen")
-"""Keys, each with what its person may do by now."""
+"""Keys, each with what its person may do at present."""
 
 
 def hash_of(secret: str) -> bytes:
-    """What of a key is kept. Keys have 256 bits of chance, so a fast hash cannot be searched."""
+    """Return the part of a key that is stored. Keys have 256 random bits, so a fast hash is safe."""
     return hashlib.sha256(secret.encode()).digest()
 
 
@@ -50,9 +50,9 @@ def new_key(
     member: str | None = None,
     sha256: str | None = None,
 ) -> tuple[sa.RowMapping, str | None]:
-    """Make a key, of a member or of the project itself; returns it and its secret, which is kept nowhere.
+    """Make a key of a member or of the project itself; returns the row and the secret, which is not stored.
 
-    With `sha256` the secret is somebody else's, who told this of it and has it already.
+    With `sha256` the caller already has the secret, and sends its hash only.
     """
     secret = None if sha256 else SECRET_PREFIX + secrets.token_urlsafe(32)
     row = {
@@ -78,7 +78,7 @@ def key(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
 
 
 def key_of_secret(connection: sa.Connection, secret: str) -> sa.RowMapping | None:
-    """The key with this secret, if it is neither expired nor revoked."""
+    """Return the key with this secret, if it is neither expired nor revoked."""
     found = key_of_hash(connection, hash_of(secret))
     return found if found is not None and usable(found) else None
 
@@ -88,20 +88,20 @@ def key_of_hash(connection: sa.Connection, digest: bytes) -> sa.RowMapping | Non
 
 
 def role_of(row: sa.RowMapping) -> AccessRole:
-    """The role of a member, or of a key: a person's key does no more than the person may by now."""
+    """Return the role of a member or a key. A person's key is limited to the person's present role."""
     role = AccessRole(row["role"])
     return lesser(role, AccessRole(row["member_role"])) if row.get("member_role") else role
 
 
 def usable(key: sa.RowMapping) -> bool:
-    """Whether a key is neither expired nor revoked, and its person still a member whom their issuer stands by."""
+    """Return whether a key is neither expired nor revoked, and its person is still a confirmed member."""
     expires_us = key["expires_us"]
     ended = key["revoked_us"] is not None or key["member_removed_us"] is not None or lapsed(key)
     return not ended and (expires_us is None or expires_us > now_us())
 
 
 def lapsed(person: sa.RowMapping) -> bool:
-    """Whether it is too long ago that an identity provider has said who this is."""
+    """Return whether the identity provider's last confirmation of the person is too old."""
     return person["vouched_until_us"] is not None and person["vouched_until_us"] <= now_us()
 
 
@@ -114,7 +114,7 @@ def any_key(connection: sa.Connection) -> bool:
 
 
 def new_project(tx: sa.Connection, name: str, unix_user: str | None) -> sa.RowMapping:
-    """Raises `IntegrityError` where the name is taken."""
+    """Make a project. Raises `IntegrityError` if the name is taken."""
     row = {
         "id": ids.new_id(ids.PROJECT),
         "name": name,
@@ -129,7 +129,7 @@ def new_project(tx: sa.Connection, name: str, unix_user: str | None) -> sa.RowMa
 
 
 def project(connection: sa.Connection, id_or_name: str) -> sa.RowMapping | None:
-    """A project by its id or its name."""
+    """Return a project by its id or name."""
     wanted = (projects.c.id == id_or_name) | (projects.c.name == id_or_name)
     return connection.execute(sa.select(projects).where(wanted)).mappings().first()
 
@@ -139,7 +139,7 @@ def all_projects(connection: sa.Connection) -> list[sa.RowMapping]:
 
 
 def change_project(tx: sa.Connection, id_: str, changes: dict[str, Any]) -> None:
-    """Raises `IntegrityError` where the name is taken."""
+    """Change a project. Raises `IntegrityError` if the name is taken."""
     tx.execute(sa.update(projects).where(projects.c.id == id_).values(**changes, version=projects.c.version + 1))
 
 

@@ -12,12 +12,12 @@ from elastic.server.store.database import now_us
 from elastic.server.store.tables import accounts, capacities, quotas, runs
 
 TRAINER = "trainer"
-"""What quotas call the GPUs of trainers' devices."""
+"""The name of trainers' GPUs in quotas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuotaRow:
-    """What a project may have. `gpus` limits by kind of provider; None is no limit."""
+    """The limits of a project. `gpus` are limits by kind of provider; None means no limit."""
 
     project: str
     gpus: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -34,7 +34,7 @@ class QuotaRow:
 
 @dataclass(frozen=True, kw_only=True)
 class AccountRow:
-    """What a project's deleted runs cost, in all and on `day`, and how its spending went on lately."""
+    """The cost of a project's deleted runs, in all and on `day`, and its recent spending."""
 
     project: str
     deleted_nano_usd: int = 0
@@ -49,7 +49,7 @@ def _nano(usd: float | None) -> int | None:
 
 
 def quota(connection: sa.Connection, project: str) -> QuotaRow:
-    """A project's quota; one without limits where none was ever set."""
+    """Return a project's quota; without limits if none was ever set."""
     row = connection.execute(sa.select(quotas).where(quotas.c.project == project)).mappings().first()
     return QuotaRow(project=project) if row is None else QuotaRow(**row)
 
@@ -68,13 +68,13 @@ def change_quota(tx: sa.Connection, project: str, changes: Mapping[str, Any]) ->
 
 
 def capacity(connection: sa.Connection, provider: str) -> tuple[int | None, int]:
-    """How many GPUs all runs may hold of a kind of provider, None for any number; and the version of that."""
+    """Return how many GPUs of a kind all runs may hold (None for any number), and the version of this limit."""
     row = connection.execute(sa.select(capacities).where(capacities.c.provider == provider)).mappings().first()
     return (None, 0) if row is None else (row["gpus"], row["version"])
 
 
 def all_capacities(connection: sa.Connection) -> dict[str, int]:
-    """Of the kinds of providers where it is limited."""
+    """Return the limits of all kinds of providers that have one."""
     rows = connection.execute(sa.select(capacities).where(capacities.c.gpus.is_not(None))).mappings()
     return {row["provider"]: row["gpus"] for row in rows}
 
@@ -100,7 +100,7 @@ def change_account(tx: sa.Connection, project: str, **changes: Any) -> None:
 
 
 def deleted(tx: sa.Connection, project: str, cost_nano_usd: int, today_nano_usd: int) -> None:
-    """A run is deleted: what it cost stays the project's."""
+    """Add the cost of a deleted run to its project."""
     found, day = account(tx, project), day_of(now_us())
     before = found.deleted_today_nano_usd if found.day == day else 0
     change_account(
@@ -113,7 +113,7 @@ def deleted(tx: sa.Connection, project: str, cost_nano_usd: int, today_nano_usd:
 
 
 def settled_nano_usd(connection: sa.Connection, project: str, day: int) -> tuple[int, int]:
-    """What a project's runs cost that are over, in all and on this day: those that are deleted, too."""
+    """Return the cost of a project's finished and deleted runs, in all and on this day."""
     today = sa.case((runs.c.day == day, runs.c.cost_nano_usd - runs.c.day_base_nano_usd), else_=0)
     total = sa.select(sa.func.coalesce(sa.func.sum(runs.c.cost_nano_usd), 0), sa.func.coalesce(sa.func.sum(today), 0))
     row = connection.execute(total.where(runs.c.project == project, ~runs.c.managed)).one()

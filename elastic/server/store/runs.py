@@ -1,4 +1,4 @@
-"""Hosted runs in the store: what is wanted of each, and what its runner has seen of it."""
+"""Hosted runs in the store: the requests for each run, and what its runner has seen of it."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from elastic.server.store.database import now_us
 from elastic.server.store.tables import idempotency, runs
 
 RUN, STOP, DELETE = "run", "stop", "delete"
-"""What may be wanted of a run."""
+"""The requests for a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +73,11 @@ class HostedRunRow:
 
     @property
     def seen_nano_usd(self) -> int:
-        """What it has cost, as far as anybody has seen."""
+        """The run's last known cost."""
         return max(self.cost_nano_usd, round(self.figures.usd * NANO_USD_PER_USD))
 
     def base_nano_usd(self, day: int) -> int:
-        """What it had cost as this day began."""
+        """Return the run's cost at the beginning of this day."""
         return self.day_base_nano_usd if self.day == day else self.seen_nano_usd
 
     @property
@@ -86,13 +86,13 @@ class HostedRunRow:
 
     @property
     def identity(self) -> Identity | None:
-        """The run's process, if one was seen."""
+        """The identity of the run's process, if one was seen."""
         return None if self.process is None else Identity(**self.process["identity"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewRun:
-    """A submission that has been checked."""
+    """A checked submission."""
 
     project: str
     name: str
@@ -106,7 +106,7 @@ class NewRun:
 
 
 def as_record(row: sa.RowMapping) -> HostedRunRow:
-    """A run by all columns of its row."""
+    """Return a run from all columns of its row."""
     typed = {"phase": RunPhase(row["phase"]), "figures": RunFigures.model_validate(row["figures"])}
     return HostedRunRow(**{**row, **typed})
 
@@ -140,13 +140,13 @@ _FIND = sa.select(runs).where(runs.c.id == sa.bindparam("run"), runs.c.wanted !=
 
 
 def find(connection: sa.Connection, id_: str) -> HostedRunRow | None:
-    """A run by its id, unless it is being deleted."""
+    """Return a run by its id, unless it is being deleted."""
     row = connection.execute(_FIND, {"run": id_}).mappings().first()
     return None if row is None else as_record(row)
 
 
 def managed(connection: sa.Connection, project: str | None = None) -> list[HostedRunRow]:
-    """The runs that the runner has to do with, of one project or all, oldest first."""
+    """Return the runs that the runner attends to, of one project or all, oldest first."""
     wanted = sa.select(runs).where(runs.c.managed).order_by(runs.c.id)
     if project is not None:
         wanted = wanted.where(runs.c.project == project)
@@ -155,15 +155,14 @@ def managed(connection: sa.Connection, project: str | None = None) -> list[Hoste
 
 
 def want(tx: sa.Connection, id_: str, **changes: Any) -> None:
-    """Change what is wanted of a run; the runner sees to it."""
+    """Change the request for a run. The runner carries it out."""
     tx.execute(
         sa.update(runs).where(runs.c.id == id_).values(**changes, managed=True, generation=runs.c.generation + 1)
     )
 
 
 def observe(tx: sa.Connection, id_: str, **seen: Any) -> None:
-    """Write down what the runner has seen or done; who wants to be told of another phase, or of a budget that is nearly
-    used, will be."""
+    """Record what the runner has seen or done. Announces a new phase, and a budget that is nearly used, to webhooks."""
     if "phase" in seen:
         former = tx.execute(sa.select(runs.c.project, runs.c.name, runs.c.phase).where(runs.c.id == id_)).first()
         if former is not None and former.phase != seen["phase"]:
@@ -179,7 +178,7 @@ def observe(tx: sa.Connection, id_: str, **seen: Any) -> None:
 
 
 def settle(tx: sa.Connection, id_: str, generation: int) -> None:
-    """Nothing is left to do or to watch of a run, unless something else is wanted of it meanwhile."""
+    """Mark a run as needing no more attention, unless its request has changed meanwhile."""
     tx.execute(sa.update(runs).where(runs.c.id == id_, runs.c.generation == generation).values(managed=False))
 
 
@@ -188,7 +187,7 @@ def remove(tx: sa.Connection, id_: str) -> None:
 
 
 def forget_answers(tx: sa.Connection, before_us: int) -> None:
-    """Drop recorded answers to requests of before then."""
+    """Drop recorded answers to requests from before `before_us`."""
     tx.execute(sa.delete(idempotency).where(idempotency.c.created_us < before_us))
 
 
@@ -198,7 +197,7 @@ _SHOWN = (
 )
 _SHOWN_TIMES = {"created_at": "created_us", "started_at": "started_us", "ended_at": "ended_us"}
 LISTED = [runs.c[name] for name in (*_SHOWN, *_SHOWN_TIMES.values())]
-"""What of a row is shown of a run in a list."""
+"""Columns of a run that lists show."""
 
 
 def as_run(record: HostedRunRow) -> HostedRun:
@@ -210,7 +209,7 @@ def as_run_detail(record: HostedRunRow) -> HostedRunDetail:
 
 
 def as_listed_run(row: sa.RowMapping) -> HostedRun:
-    """A run by the columns of `LISTED`."""
+    """Return a run from the columns in `LISTED`."""
     return HostedRun(**_shown(row))
 
 

@@ -1,6 +1,6 @@
-"""Webhooks in the store, and deliveries: what each is still to be told, and was.
+"""Webhooks and their deliveries in the store.
 
-A delivery is written with what it tells of, in one transaction: a server that dies between forgets none.
+A delivery is recorded in the transaction of its event, so that a server that dies in between loses none.
 """
 
 import json
@@ -17,9 +17,9 @@ from elastic.server.store.tables import deliveries, webhooks
 WAITING, DELIVERED, FAILED = "waiting", "delivered", "failed"
 TEST = "webhook.test"
 WAITS_S = (5, 300, 1_800, 7_200, 18_000, 36_000, 50_400, 72_000, 86_400)
-"""Before each repetition; after the last one a delivery has failed."""
+"""Waiting time before each retry. After the last retry a delivery has failed."""
 CLAIM_S = 60
-"""For so long nobody else sends what somebody has begun to send."""
+"""How long a claimed delivery is reserved for the server that claimed it."""
 DISABLED = "switched off"
 
 
@@ -53,7 +53,7 @@ def remove(tx: sa.Connection, id_: str) -> None:
 
 
 def announce(tx: sa.Connection, project: str, type_: str, data: dict[str, Any]) -> None:
-    """Have everybody told who wants to hear this of the project's runs."""
+    """Record deliveries of an event for every webhook of the project that subscribes to it."""
     if type_ not in WEBHOOK_EVENTS:
         return
     wanted = sa.select(webhooks).where(webhooks.c.project == project, webhooks.c.disabled.is_(None))
@@ -80,7 +80,7 @@ def enqueue(tx: sa.Connection, webhook: str, type_: str, data: dict[str, Any]) -
 
 
 def claim(tx: sa.Connection, limit: int) -> list[sa.RowMapping]:
-    """Deliveries that are due, each with its webhook's url and secret; nobody else gets them for a while."""
+    """Return due deliveries, each with its webhook's URL and secret, and reserve them for a while."""
     at_us = now_us()
     due = (
         sa.select(deliveries, webhooks.c.url, webhooks.c.secret)
@@ -108,7 +108,7 @@ def delivered(tx: sa.Connection, row: sa.RowMapping, answer: str) -> None:
 
 
 def refused(tx: sa.Connection, row: sa.RowMapping, answer: str) -> None:
-    """It came to nothing: it is tried again, later each time, until it has failed."""
+    """Record a failed attempt. Retries come at growing intervals until the delivery has failed."""
     tried = row["attempts"]
     if tried >= len(WAITS_S):
         _settle(tx, row, FAILED, answer, 0)
@@ -117,13 +117,13 @@ def refused(tx: sa.Connection, row: sa.RowMapping, answer: str) -> None:
 
 
 def gone(tx: sa.Connection, row: sa.RowMapping, answer: str) -> None:
-    """Its receiver wants nothing any more: the webhook is switched off."""
+    """Disable the webhook, because its receiver wants no more deliveries."""
     _settle(tx, row, FAILED, answer, 0)
     change(tx, row["webhook"], disabled="its receiver answered 410: gone")
 
 
 def forget(tx: sa.Connection, before_us: int) -> None:
-    """Drop deliveries of before then that are over."""
+    """Drop finished deliveries from before `before_us`."""
     tx.execute(sa.delete(deliveries).where(deliveries.c.created_us < before_us, deliveries.c.state != WAITING))
 
 
