@@ -1,11 +1,11 @@
-"""A run's end of its pool: what it wants and has, told again whenever the pool's process has come back.
+"""A run's connection to its pool. After every reconnection it tells the pool again what the run wants and holds.
 
-`JobPart` is the pure half: what the job wants, which permits, slices and trainer it has, and what there is to be said.
-`PoolClient` dials the pool's process for as long as the run lasts, and hands what comes to whoever uses it: the
+`JobPart` is the pure half: the phases that the job wants, its permits, slices and trainer, and the messages that
+follow. `PoolClient` dials the pool's process for as long as the run lasts, and passes messages to their users: the
 provider of rollout slices, and the trainer's permits and lease.
 
-A pool's process may be away for long: phases under way run to their deadlines meanwhile, and what is ordered is said
-once it is back. Source: docs/jobs.md; `elastic.pool_wire`.
+While the pool's process is away, phases under way run to their deadlines, and orders are sent once it is back. Source:
+docs/jobs.md; `elastic.pool_wire`.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 POOL_VARIABLE, FINGERPRINT_VARIABLE = "ELASTIC_POOL", "ELASTIC_POOL_FINGERPRINT"
 JOB_VARIABLE, PLACEMENT_VARIABLE, TOKEN_VARIABLE = "ELASTIC_POOL_JOB", "ELASTIC_POOL_PLACEMENT", "ELASTIC_POOL_TOKEN"
 REDIAL_S = 60.0
-"""How often it is said that the pool is still not there."""
+"""Interval of log entries while the pool stays away."""
 NOT_A_JOB = (
     "this run is no pool's job: `elastic pool start POOL.toml` starts a pool, and `elastic jobs submit CONFIG` has it "
     "carry out a run"
@@ -39,11 +39,11 @@ Hear: TypeAlias = Callable[[News], None]
 
 
 class PoolUnavailable(Exception):
-    """The pool cannot be reached or does not take the run as its job; the message says why."""
+    """The pool cannot be reached, or does not accept the run as its job. The message says why."""
 
 
 class PoolMembership(msgspec.Struct, frozen=True, kw_only=True):
-    """As which job, and in which of its placements, a process speaks to which pool."""
+    """The pool, the job and the placement for which a process speaks."""
 
     endpoint: Endpoint
     job: str
@@ -52,7 +52,8 @@ class PoolMembership(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> "PoolMembership | None":
-        """From a process's environment; None where no pool has started it. Raises `PoolUnavailable`."""
+        """Read the membership from a process's environment; None if no pool has started it. Raises
+        `PoolUnavailable`."""
         address = variables.get(POOL_VARIABLE, "")
         if not address:
             return None
@@ -68,7 +69,7 @@ class PoolMembership(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class HeldTurn:
-    """A permit that the run has. Times are those of whoever tells `JobPart` the time, in seconds."""
+    """A permit of the run. Times are in seconds, on the clock of the caller of `JobPart`."""
 
     permit: int
     phase: PhaseKind
@@ -76,18 +77,18 @@ class HeldTurn:
     until_s: float
     recalled: bool = False
     tail: tuple[str, ...] = ()
-    """Where the phase's last responses are to move; empty while they are not."""
+    """The nodes that the phase's last responses are to move to; empty before that."""
     tail_left: bool = False
 
     @property
     def usable(self) -> tuple[str, ...]:
-        """The nodes on which something may begin."""
+        """The nodes on which new work may begin."""
         return () if self.recalled else self.tail or self.nodes
 
 
 @dataclass(slots=True)
 class LentSlice:
-    """A worker on a rollout node. `ticket` is None where an earlier process of the run had it lent."""
+    """A worker on a rollout node. `ticket` is None if an earlier process of the run borrowed the node."""
 
     permit: int
     node: str
@@ -105,9 +106,9 @@ class StartedTrainer:
 
 
 class JobPart:
-    """What the job wants and has. Every method that changes it returns what is to be said to the pool.
+    """The pure state of a job. Every method that changes it returns the messages for the pool.
 
-    While a phase has its permit the pool does not listen to who asks for it: that is said once the permit is over.
+    The pool ignores requests for a phase whose permit the job holds. They are sent once the permit is over.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class JobPart:
         self._welcomed = False
 
     def permit_of(self, phase: PhaseKind) -> HeldTurn | None:
-        """The newest permit for this phase."""
+        """Return the newest permit for this phase."""
         return max((x for x in self.permits.values() if x.phase is phase), key=lambda x: x.permit, default=None)
 
     # What the run does
@@ -142,14 +143,14 @@ class JobPart:
         return [w.WithdrawPhase(phase)]
 
     def lend(self, permit: int, node: str, ticket: w.WorkerTicketFrame) -> list[w.FromJob]:
-        """Only of a permit that is held, and on a node of it where nobody works."""
+        """Start a worker on an idle node of a permit that the job holds."""
         assert node in self.permits[permit].usable
         assert node not in self.slices
         self.slices[node] = LentSlice(permit, node, ticket.worker, ticket)
         return [w.LendSlice(permit, node, ticket)]
 
     def give_back(self, node: str, ends: str = "") -> list[w.FromJob]:
-        """Have the node's worker end; with `ends` its resident, too, for that reason."""
+        """End the node's worker. With `ends`, also end its resident, for that reason."""
         lent = self.slices.get(node)
         if lent is None or (lent.returning and lent.ends == (ends or lent.ends)):
             return []
@@ -168,7 +169,7 @@ class JobPart:
         return [w.EndTrainer(self.trainer.worker)]
 
     def leave(self, permit: int, *, finished: bool) -> list[w.FromJob]:
-        """Yield a permit; a no-op for one that is over. Nobody works under it any more."""
+        """Yield a permit. No worker may be left under it. Does nothing for a permit that is over."""
         held = self.permits.pop(permit, None)
         if held is None:
             return []
@@ -176,7 +177,7 @@ class JobPart:
         return [said, *self._wants(held.phase)]
 
     def leave_for_tail(self, permit: int) -> list[w.FromJob]:
-        """Nobody works on the permit's nodes any more but on those where its tail goes on."""
+        """Give up the permit's nodes on which the tail does not go on. No worker may be left on them."""
         held = self.permits[permit]
         held.nodes, held.tail_left = held.tail, True
         return [w.TailLeft(permit)]
@@ -192,7 +193,8 @@ class JobPart:
     # What the pool does
 
     def welcomed(self, welcome: w.JobWelcome, now_s: float) -> tuple[list[News], list[w.FromJob]]:
-        """The pool's process is there, or there again: what has changed meanwhile, and what to say (again)."""
+        """Note that the pool's process is there; returns what has changed meanwhile, and the messages to send
+        (again)."""
         news: list[News] = []
         say: list[w.FromJob] = []
         told = {held.permit: held for held in welcome.permits}
@@ -228,7 +230,8 @@ class JobPart:
         return news, say + self._progress()
 
     def heard(self, message: w.ToJob, now_s: float) -> tuple[list[News], list[w.FromJob]]:
-        """What of a message is news, and what to say; nothing where it is said twice, or of what is over."""
+        """Return what is new in a message, and the messages to send. Repetitions and messages on past permits give
+        nothing."""
         if isinstance(message, w.PermitOver) and (held := self.permits.get(message.permit)) is not None:
             return self._over(message.permit, message.cause), self._wants(held.phase)
         return self._news(message, now_s), []
@@ -254,7 +257,7 @@ class JobPart:
                 return []
 
     def forsaken(self, why: str) -> list[News]:
-        """The pool wants nothing of this process any more: all that it had is over."""
+        """End everything that the process held, because the pool has dismissed it."""
         news: list[News] = []
         for permit in list(self.permits):
             news += self._over(permit, why)
@@ -334,9 +337,9 @@ class JobPart:
 
 
 class PoolClient:
-    """The connection of one run's process. `hears` gets the news that are for each user, as they come.
+    """The pool connection of one run's process. `hears` gets the news for each user as they come.
 
-    `turned_away` is called once the pool wants nothing of this process any more, with the reason.
+    `turned_away` is called with the reason when the pool has dismissed this process.
     """
 
     welcome: w.JobWelcome
@@ -354,11 +357,11 @@ class PoolClient:
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether the pool is: it speaks without TLS, which only loopback does."""
+        """Whether the pool runs on this machine: only then the connection has no TLS."""
         return not self.membership.endpoint.fingerprint
 
     def hear_slices(self, hear: Hear) -> None:
-        """Who lends the rollout slices. Raises `PoolUnavailable` where somebody does already."""
+        """Register the receiver of news on rollout slices. Raises `PoolUnavailable` if there is one already."""
         if self._rollouts is not None:
             raise PoolUnavailable("one provider of a run can be its pool's, and one is already")
         self._rollouts = hear
@@ -370,7 +373,7 @@ class PoolClient:
         self._trainer = hear
 
     async def open(self, within_s: float) -> w.JobWelcome:
-        """Have the first welcome; the connection is kept from then on. Raises `PoolUnavailable`."""
+        """Wait for the first welcome, and keep the connection from then on. Raises `PoolUnavailable`."""
         async with self._opening:
             if self._task is None:
                 try:
@@ -381,7 +384,7 @@ class PoolClient:
         return self.welcome
 
     async def aclose(self) -> None:
-        """Send what is to be said, and be heard no more."""
+        """Send pending messages and stop receiving."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -390,7 +393,7 @@ class PoolClient:
             self._link = None
 
     def left_s(self, permit: int) -> float:
-        """Seconds until the permit ends."""
+        """Return the seconds until the permit ends."""
         return max(0.0, self.part.permits[permit].until_s - self._now_s())
 
     # Orders
@@ -495,10 +498,10 @@ class PoolClient:
 
 
 def _final(error: Exception) -> str:
-    """Why dialling again is of no use; empty where it may be."""
+    """Return why dialling again is useless; empty if it may help."""
     return str(error) if isinstance(error, NotLetIn) and not error.retry else ""
 
 
 def membership_here() -> PoolMembership | None:
-    """Of this process. Raises `PoolUnavailable`."""
+    """Return the membership of this process. Raises `PoolUnavailable`."""
     return PoolMembership.of(os.environ)

@@ -14,11 +14,11 @@ from elastic.cluster.types import JobRequest
 from elastic.control import CommandRefused, ControlError, ControlLine, new_command_id
 
 POOL_CONTROL_VERSION = "1"
-"""Of these messages: a pool's process says which it speaks (`PoolStanding.version`)."""
+"""Version of these messages. A pool's process names its own in `PoolStanding.version`."""
 
 CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 JOB_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-"""A run's name and the time at which it began fit into it."""
+"""A job's name: short enough for a run's name and the time at which it began."""
 JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=JOB_NAME)]
 
 
@@ -27,10 +27,10 @@ class _PoolRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="command
 
 
 class SubmitJob(_PoolRequest, frozen=True, tag="submit"):
-    """A job comes. `directory` is its run's (with its configuration in it), or where a script is to run.
+    """Submit a job. `directory` is its run's directory (with its configuration), or where a script is to run.
 
-    `providers` are its own besides the pool. A script has its `command`, and `phases` where its phases are named in a
-    file; `environment` is what it gets besides.
+    `providers` are the job's own besides the pool. A script has its `command`, and `phases` if a file names its phases.
+    `environment` is added to what it inherits.
     """
 
     id: CommandId
@@ -43,7 +43,8 @@ class SubmitJob(_PoolRequest, frozen=True, tag="submit"):
 
 
 class PlanJob(_PoolRequest, frozen=True, tag="plan"):
-    """Where such a job would go now, at what marginal cost and planned slowdown, and for each group why not."""
+    """Ask where a job would go now, at what marginal cost and planned slowdown, and why it cannot join each other
+    group."""
 
     request: JobRequest
 
@@ -54,15 +55,15 @@ class CancelJob(_PoolRequest, frozen=True, tag="cancel"):
 
 
 class ResubmitJob(_PoolRequest, frozen=True, tag="resubmit"):
-    """A job that has failed goes on from its last checkpoint, as a new arrival."""
+    """Continue a failed job from its last checkpoint, as a new arrival."""
 
     id: CommandId
     job: JobName
 
 
 class StopPool(_PoolRequest, frozen=True, tag="stop"):
-    """Jobs stop at their step's end and keep their checkpoints; then keepers and the pool's process end. With `now`
-    everything ends at once."""
+    """Stop the pool. Jobs stop at their step's end and keep their checkpoints; then keepers and the pool's process
+    end. With `now` everything ends at once."""
 
     id: CommandId
     now: bool = False
@@ -80,8 +81,8 @@ class _PoolReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer"):
 
 
 class PoolAcknowledged(_PoolReply, frozen=True, tag="acknowledged"):
-    """The command is durable. `repeated`: it was before, and nothing was done now. `placement` is of a submission:
-    where the job went, as `PoolPlan.plan`."""
+    """The command is durable. `repeated`: it was durable before, and nothing was done now. For a submission,
+    `placement` is where the job went, as in `PoolPlan.plan`."""
 
     id: str
     repeated: bool = False
@@ -100,7 +101,8 @@ class PoolPlan(_PoolReply, frozen=True, tag="plan"):
 
 
 class PoolStanding(_PoolReply, frozen=True, tag="status"):
-    """How the pool stands: nodes, groups, permits, jobs, waits and bills as plain data; docs/jobs.md has the keys."""
+    """The state of the pool as plain data: nodes, groups, permits, jobs, waits and bills. docs/jobs.md describes the
+    keys."""
 
     pool: str
     pid: int
@@ -113,13 +115,14 @@ R = TypeVar("R", bound=_PoolReply)
 
 
 class OtherPoolVersion(ControlError):
-    """The pool's process is of another version than whoever asks."""
+    """The pool's process speaks another version than its caller."""
 
 
 class PoolControl:
-    """Asks the process of the pool in `directory`. Every call raises `ControlError`, and takes at most `timeout_s`.
+    """Sends requests to the process of the pool in `directory`. Every call raises `ControlError`, and takes at most
+    `timeout_s`.
 
-    Before the first command it is asked for its version: one that would not understand is told nothing.
+    Before the first command it asks for the process's version. It sends no command to a process of another version.
     """
 
     def __init__(self, directory: Path, timeout_s: float = 10.0) -> None:
@@ -140,7 +143,7 @@ class PoolControl:
         return await self._ask(ResubmitJob(id=command or new_command_id(), job=job), PoolAcknowledged)
 
     async def stop(self, *, now: bool = False, command: str = "") -> PoolAcknowledged:
-        """Returns once the pool is bound to stop, before it has."""
+        """Stop the pool. Returns once the stop is durable, before the pool has ended."""
         return await self._ask(StopPool(id=command or new_command_id(), now=now), PoolAcknowledged)
 
     async def standing(self) -> PoolStanding:

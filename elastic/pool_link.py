@@ -1,10 +1,10 @@
-"""The ends of a connection to a pool's process, or between a keeper and its resident: dial, send, receive, silence.
+"""Connections to a pool's process, and between a keeper and its resident: dial, send, receive, detect silence.
 
-- Sending never waits. What the peer does not read is bounded, and beyond that the connection counts as lost.
-- What arrives waits until it is received; of too much of it no more is read.
-- From `watch` on both ends say every third of the silence limit that they are still there; who is not heard is lost.
-- Whoever dials another machine compares its certificate with the fingerprint that it was given before it sends
-  anything, as workers do (`elastic.tls`).
+- Sending never waits. The unread backlog is bounded; beyond the bound the connection counts as lost.
+- Received messages are queued. While the queue is full, nothing is read.
+- After `watch` both ends send a message every third of the silence limit. A silent peer counts as lost.
+- Before it sends anything to another machine, the dialler compares the peer's certificate with a known fingerprint
+  (`elastic.tls`).
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from elastic.tls import Certificate, TlsError, TlsServer, check_pin, listening_s
 FRAME_BYTES_MAX = 2 * 1024 * 1024
 UNSENT_BYTES_MAX = 4 * FRAME_BYTES_MAX
 UNRECEIVED_MAX = 1024
-"""Messages that may wait to be received; while there are more, nothing is read."""
+"""Messages in the queue above which nothing is read."""
 ATTEMPT_TIMEOUT_S = 5.0
-"""For one attempt to connect and be welcomed."""
+"""Limit of one attempt to connect and to be welcomed."""
 CLOSE_TIMEOUT_S = 2.0
 LAST_LOOK_S = 0.1
-"""After a silence: it may be this process that was held up, and what the peer said waits to be read."""
+"""Wait after a silence: if this process was held up, the peer's messages are waiting to be read."""
 STRANGERS_MAX, BACKLOG = 256, 1024
 
 M = TypeVar("M")
@@ -47,11 +47,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class LinkLost(Exception):
-    """The connection is gone or dead; dialling again may help."""
+    """The connection is gone or dead. Dialling again may help."""
 
 
 class NotLetIn(Exception):
-    """The pool's process gives no session; `retry` says whether dialling again can help."""
+    """The pool's process refuses a session. `retry` says whether dialling again can help."""
 
     def __init__(self, reason: str, retry: bool) -> None:
         super().__init__(reason)
@@ -59,7 +59,7 @@ class NotLetIn(Exception):
 
 
 def encoded(message: msgspec.Struct) -> bytes:
-    """One frame. Raises `WireError` when it is larger than its receiver reads."""
+    """Encode one frame. Raises `WireError` if it is larger than its receiver accepts."""
     body = _encoder.encode(message)
     if len(body) > FRAME_BYTES_MAX:
         raise WireError(f"{type(message).__name__} of {len(body)} bytes; at most {FRAME_BYTES_MAX} are allowed")
@@ -67,7 +67,7 @@ def encoded(message: msgspec.Struct) -> bytes:
 
 
 class PoolLink(asyncio.Protocol, Generic[M]):
-    """One end of a connection. `receive` returns what the peer says, in order, until the connection is lost."""
+    """One end of a connection. `receive` returns the peer's messages in order until the connection is lost."""
 
     transport: asyncio.Transport
 
@@ -89,7 +89,7 @@ class PoolLink(asyncio.Protocol, Generic[M]):
         return self._cause is not None
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a frame; drops it when the connection is gone, which `receive` then reports."""
+        """Queue a frame. Drops it if the connection is gone, which `receive` reports."""
         if self._cause is not None or self.transport.is_closing():
             return
         self.transport.write(encoded(message))
@@ -97,7 +97,7 @@ class PoolLink(asyncio.Protocol, Generic[M]):
             self._cut(f"{self.peer} does not read what it is sent")
 
     async def receive(self) -> M:
-        """The next message. What came before the connection was lost is still received. Raises `LinkLost`."""
+        """Return the next message, also one from before the connection was lost. Raises `LinkLost`."""
         while not self._received:
             if self._cause is not None:
                 raise self._cause
@@ -110,16 +110,16 @@ class PoolLink(asyncio.Protocol, Generic[M]):
         return message
 
     def watch(self, silence_s: float) -> None:
-        """Say from now on that this end is still there, and count the connection as lost after a silence."""
+        """Send regular messages from now on, and treat `silence_s` without a message as the loss of the connection."""
         self._silence_s, self._heard_s = silence_s, self._loop.time()
         self._beat()
 
     def abort(self) -> None:
-        """Cut the connection; what was not sent is dropped."""
+        """Cut the connection. Unsent frames are dropped."""
         self._cut("this end has cut the connection")
 
     async def aclose(self) -> None:
-        """Send what is queued and close. Cuts the connection where that takes too long."""
+        """Send queued frames and close. Cuts the connection if that takes too long."""
         self._still()
         self.transport.close()
         try:
@@ -184,7 +184,7 @@ class PoolLink(asyncio.Protocol, Generic[M]):
 
 
 async def dial(endpoint: Endpoint, decoder: "msgspec.msgpack.Decoder[M]", timeout_s: float) -> PoolLink[M]:
-    """A connection to a pool's process whose certificate has been compared. Raises `LinkLost` or `NotLetIn`."""
+    """Return a connection to a pool's process after checking its certificate. Raises `LinkLost` or `NotLetIn`."""
     where = f"the pool at {endpoint.address}"
     tls = pinning_context() if endpoint.fingerprint else None
     try:
@@ -210,7 +210,7 @@ async def dial(endpoint: Endpoint, decoder: "msgspec.msgpack.Decoder[M]", timeou
 
 
 async def greet(link: PoolLink[M], hello: msgspec.Struct, welcome: type[W], timeout_s: float) -> W:
-    """Say hello and return the welcome. Raises `NotLetIn` or `LinkLost`."""
+    """Send the hello and return the welcome. Raises `NotLetIn` or `LinkLost`."""
     link.send(hello)
     try:
         async with asyncio.timeout(timeout_s):
@@ -233,10 +233,10 @@ async def join(
     welcome: type[W],
     within_s: float,
 ) -> tuple[PoolLink[M], W]:
-    """Dial until welcomed, backing off in between; `hello` is called for every attempt.
+    """Dial with a back-off until welcomed. `hello` is called for every attempt.
 
-    Raises `NotLetIn`, or `LinkLost` when there was no welcome for `within_s`, and `ValueError` for an address that
-    none can be. Who joins calls `PoolLink.watch` with the limit that the welcome names.
+    Raises `NotLetIn`; `LinkLost` after `within_s` without a welcome; `ValueError` for an invalid address. The caller
+    then calls `PoolLink.watch` with the limit in the welcome.
     """
     host_and_port(endpoint.address)
     timeout_s = min(within_s, ATTEMPT_TIMEOUT_S)
@@ -269,9 +269,9 @@ async def listen(
     connected: Callable[[PoolLink[FromDialler]], None],
     handshake_timeout_s: float = ATTEMPT_TIMEOUT_S,
 ) -> asyncio.Server | TlsServer:
-    """Accept connections, with TLS where there is a certificate; `connected` gets each. Raises `OSError`.
+    """Accept connections, with TLS if there is a certificate, and pass each to `connected`. Raises `OSError`.
 
-    Whoever serves them bounds how many have not said hello, and for how long.
+    `connected` must bound how many connections have not said hello, and for how long.
     """
 
     def protocol() -> asyncio.Protocol:
@@ -294,7 +294,7 @@ class _Accepted(PoolLink[FromDialler]):
 
 
 async def over_socket(end: socket.socket, decoder: "msgspec.msgpack.Decoder[M]", peer: str) -> PoolLink[M]:
-    """A connection over a socket that is connected already: a keeper's and its resident's."""
+    """Return a connection over a connected socket, such as that between a keeper and its resident."""
     end.setblocking(False)
     _, link = await asyncio.get_running_loop().create_connection(lambda: PoolLink(decoder, peer), sock=end)
     return link

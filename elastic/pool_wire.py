@@ -1,13 +1,14 @@
 """Messages of a pool of many jobs: between its process, its keepers, their residents, and its jobs.
 
-Who dials whom: keepers (one on each node) and jobs dial the pool's process, over TLS where that is not loopback; a
-resident talks to the keeper that has started it, through a socket that it inherits. Frames are as in `elastic.wire`: a
-4-byte big-endian length and a msgpack array whose first element is the message's tag.
+Keepers (one on each node) and jobs dial the pool's process, over TLS unless that is on loopback. A resident talks to
+the keeper that started it, through an inherited socket. Frames are as in `elastic.wire`: a 4-byte big-endian length and
+a msgpack array whose first element is the message's tag.
 
-- A pool's process, a keeper or a job may die and come back at any time. A connection begins with a hello that says what
-  the dialler holds; the welcome says what the pool takes it to hold. Everything may be said twice, and is done once.
-- Permits are numbered upwards by the pool: what is said of an older one counts no more.
-- No clock is shared: times to come are sent as seconds left, and times past as durations.
+- A pool's process, a keeper or a job may die and come back at any time. A connection begins with a hello that states
+  what the dialler holds; the welcome states what the pool assigns to it. Every message may be repeated, and takes
+  effect once.
+- The pool numbers permits upwards. Messages on an older permit are ignored.
+- No clock is shared: future times are sent as seconds left, past times as durations.
 
 Source: docs/jobs.md; Weave §4.3, §5.1.
 """
@@ -22,7 +23,7 @@ from elastic.frames import Seconds
 
 POOL_PROTOCOL_VERSION = 1
 KEEPER_VARIABLE = "ELASTIC_KEEPER_FD"
-"""Names the descriptor of the socket to its keeper that a resident inherits."""
+"""Environment variable with the descriptor of a resident's socket to its keeper."""
 NODES_MAX, RESIDENTS_MAX = 4096, 4096
 
 Names: TypeAlias = Annotated[tuple[Text, ...], msgspec.Meta(max_length=NODES_MAX)]
@@ -33,7 +34,7 @@ class _PoolMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class WorkerTicketFrame(msgspec.Struct, frozen=True, array_like=True):
-    """What a resident needs to join a job's run as a worker. The token is spent by its first use; it is never logged.
+    """Credentials with which a resident joins a job's run as a worker. The token is valid once, and is never logged.
 
     `join` and `fingerprint` are the run's `Endpoint` as the node dials it.
     """
@@ -47,7 +48,7 @@ class WorkerTicketFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldPermit(msgspec.Struct, frozen=True, array_like=True):
-    """A permit as the pool takes somebody to have it, or as somebody takes himself to have it."""
+    """A permit that the sender holds, or that the pool believes the receiver to hold."""
 
     permit: Count
     job: Text
@@ -61,9 +62,9 @@ class HeldPermit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JobHello(_PoolMessage, frozen=True):
-    """First frame of a job. `token` is that of the job's present placement: an older process of it is not let in.
+    """First frame of a job. `token` belongs to the job's present placement: older processes of the job are refused.
 
-    `script`: it computes in its own process, which parks and resumes by itself; its node's keeper has started it.
+    `script`: the job computes in its own process, which parks and resumes by itself; its node's keeper has started it.
     """
 
     protocol_version: Count
@@ -74,9 +75,10 @@ class JobHello(_PoolMessage, frozen=True):
 
 
 class AskPhase(_PoolMessage, frozen=True):
-    """The job could begin this phase now; a `Granted` follows. Asked twice is asked once.
+    """The job can begin this phase now; a `Granted` follows. Repetitions count as one request.
 
-    Who wants both phases gets them one after the other, training first. With `both` one grant has the nodes of both.
+    A job that wants both phases gets them one after the other, training first. With `both` one grant has the nodes of
+    both.
     """
 
     phase: PhaseKind
@@ -84,13 +86,13 @@ class AskPhase(_PoolMessage, frozen=True):
 
 
 class WithdrawPhase(_PoolMessage, frozen=True):
-    """The job does not want this phase any more. A grant that was on its way is yielded by whoever gets it."""
+    """The job does not want this phase any more. It yields a grant that was already under way."""
 
     phase: PhaseKind
 
 
 class LendSlice(_PoolMessage, frozen=True):
-    """Have the job's resident on this node work for the run as this worker until the slice ends."""
+    """Let the job's resident on this node work for the run as this worker until the slice ends."""
 
     permit: Count
     node: Text
@@ -98,9 +100,9 @@ class LendSlice(_PoolMessage, frozen=True):
 
 
 class ReturnSlice(_PoolMessage, frozen=True):
-    """The worker on this node is to end, and the resident to park: answered by `SliceParked`. The permit goes on.
+    """End the worker on this node and park the resident; answered by `SliceParked`. The permit goes on.
 
-    `ends`: why the resident is to be ended instead, and another one started: its worker has lied, for example.
+    `ends`: the reason to end the resident instead and to start another one, such as a worker that has lied.
     """
 
     permit: Count
@@ -121,9 +123,9 @@ class EndTrainer(_PoolMessage, frozen=True):
 
 
 class YieldPhase(_PoolMessage, frozen=True):
-    """The phase is over on all nodes of the permit. `finished`: it need not go on in a further slice.
+    """The phase is over on all nodes of the permit. `finished`: the phase needs no further slice.
 
-    A script has parked already, and says how long it took to resume and to park (`switch_s`).
+    A script has parked already; `switch_s` is how long it took to resume and to park.
     """
 
     permit: Count
@@ -132,13 +134,13 @@ class YieldPhase(_PoolMessage, frozen=True):
 
 
 class TailLeft(_PoolMessage, frozen=True):
-    """Of the permit's nodes only those that `MoveTail` named are still used."""
+    """The job uses only those of the permit's nodes that `MoveTail` named."""
 
     permit: Count
 
 
 class PhaseProgress(_PoolMessage, frozen=True):
-    """So many of the rollout's responses are done."""
+    """`done` of the rollout's responses are done."""
 
     permit: Count
     done: Count
@@ -146,7 +148,7 @@ class PhaseProgress(_PoolMessage, frozen=True):
 
 
 class StepsDone(_PoolMessage, frozen=True):
-    """So many of the job's steps are done in all."""
+    """`steps` of the job's steps are done in all."""
 
     steps: Count
 
@@ -155,9 +157,9 @@ class StepsDone(_PoolMessage, frozen=True):
 
 
 class JobWelcome(_PoolMessage, frozen=True):
-    """`grant_within_s` bounds every wait for a turn. `permits` are those that the pool takes the job to hold.
+    """`grant_within_s` bounds every wait for a turn. `permits` are the permits that the pool believes the job to hold.
 
-    `trainer` is the worker whose trainer process lives on the job's training node; empty where there is none.
+    `trainer` is the worker whose trainer process lives on the job's training node; empty if there is none.
     """
 
     rollout_nodes: Names
@@ -170,20 +172,20 @@ class JobWelcome(_PoolMessage, frozen=True):
     permits: Annotated[tuple[HeldPermit, ...], msgspec.Meta(max_length=16)] = ()
     trainer: Text = ""
     slices: Annotated[dict[Text, Text], msgspec.Meta(max_length=NODES_MAX)] = {}
-    """By node, the worker that its resident works as."""
+    """By node, the worker that the node's resident works as."""
     silence_s: Seconds = 30.0
-    """Who hears nothing for so long dials again."""
+    """A peer that receives nothing for so long dials again."""
 
 
 class PoolRefused(_PoolMessage, frozen=True):
-    """No session, for a job or a keeper. `retry` says whether dialling again can help."""
+    """No session for this job or keeper. `retry` says whether dialling again can help."""
 
     reason: Text
     retry: bool
 
 
 class Granted(_PoolMessage, frozen=True):
-    """The slice begins, or has further nodes (the same number again). It ends `left_s` from now at the latest."""
+    """The slice begins, or gets further nodes (under the same number). It ends in `left_s` seconds at the latest."""
 
     permit: Count
     phase: PhaseKind
@@ -192,28 +194,28 @@ class Granted(_PoolMessage, frozen=True):
 
 
 class Recalled(_PoolMessage, frozen=True):
-    """Give way within `left_s`; then the residents are killed."""
+    """Yield within `left_s`. After that the residents are killed."""
 
     permit: Count
     left_s: Seconds
 
 
 class TailMove(_PoolMessage, frozen=True):
-    """Move the phase's last responses to these of its nodes and leave the others; answered by `TailLeft`."""
+    """Move the phase's last responses to these nodes and leave the others; answered by `TailLeft`."""
 
     permit: Count
     nodes: Names
 
 
 class PermitOver(_PoolMessage, frozen=True):
-    """The permit counts no more: it was taken, or its nodes are gone. Not sent for one that was yielded."""
+    """The permit is not valid any more: it was taken, or its nodes are gone. Not sent for a yielded permit."""
 
     permit: Count
     cause: Text
 
 
 class SliceParked(_PoolMessage, frozen=True):
-    """The worker on this node has ended and its resident is parked, or gone (`cause` says why)."""
+    """The worker on this node has ended, and its resident is parked or gone (`cause` says why)."""
 
     permit: Count
     node: Text
@@ -223,7 +225,7 @@ class SliceParked(_PoolMessage, frozen=True):
 
 
 class TrainerEnded(_PoolMessage, frozen=True):
-    """The trainer's process of this worker is gone, or could not be started; `cause` says why."""
+    """The trainer's process of this worker is gone or could not be started; `cause` says why."""
 
     worker: Text
     cause: Text
@@ -233,7 +235,7 @@ class TrainerEnded(_PoolMessage, frozen=True):
 
 
 class ResidentState(msgspec.Struct, frozen=True, array_like=True):
-    """A resident on a keeper's node. `permit` is the one under which it has the device, 0 while it is parked."""
+    """A resident on a keeper's node. `permit` is the permit under which it has the device, 0 while it is parked."""
 
     job: Text
     placement: Count
@@ -243,7 +245,7 @@ class ResidentState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeeperHello(_PoolMessage, frozen=True):
-    """First frame of a keeper. `token` is its ticket's, or its session's where it comes back with `residents`."""
+    """First frame of a keeper. `token` is that of its ticket, or of its session if it comes back with `residents`."""
 
     protocol_version: Count
     node: Text
@@ -255,16 +257,16 @@ class KeeperHello(_PoolMessage, frozen=True):
 
 
 class ResidentUp(_PoolMessage, frozen=True):
-    """The resident stands, parked, and may be given the device."""
+    """The resident is up and parked, and may get the device."""
 
     job: Text
     placement: Count
 
 
 class ResidentGone(_PoolMessage, frozen=True):
-    """The resident's processes are gone, all of them. Where it had the device, that is free.
+    """All processes of the resident are gone. If it had the device, the device is free.
 
-    `code` is a script's exit status, where that is known.
+    `code` is a script's exit status, if known.
     """
 
     job: Text
@@ -276,8 +278,8 @@ class ResidentGone(_PoolMessage, frozen=True):
 
 
 class DeviceFreed(_PoolMessage, frozen=True):
-    """The resident has parked. Seconds that resuming and parking took, bytes that each way were copied, and what of
-    the device it keeps while it is parked."""
+    """The resident has parked. Gives the seconds that resuming and parking took, the bytes copied each way, and the
+    device memory that the resident keeps while it is parked."""
 
     permit: Count
     job: Text
@@ -289,7 +291,7 @@ class DeviceFreed(_PoolMessage, frozen=True):
 
 
 class WorkerLeft(_PoolMessage, frozen=True):
-    """The worker that the resident was has ended; the resident is parked, and its node is still the job's."""
+    """The resident's worker has ended; the resident is parked, and its node still belongs to the job."""
 
     permit: Count
     job: Text
@@ -299,7 +301,7 @@ class WorkerLeft(_PoolMessage, frozen=True):
 
 
 class HostMemory(_PoolMessage, frozen=True):
-    """What the resident's processes hold of the node's host memory, as measured."""
+    """The host memory that the resident's processes use, as measured."""
 
     job: Text
     host_bytes: Count
@@ -309,8 +311,8 @@ class HostMemory(_PoolMessage, frozen=True):
 
 
 class KeeperWelcome(_PoolMessage, frozen=True):
-    """`session` buys the connection back. A keeper that hears nothing for `silence_s` dials again; after `orphan_s` it
-    ends, and its residents with it."""
+    """`session` is the token for a reconnection. A keeper that receives nothing for `silence_s` dials again; after
+    `orphan_s` it ends with its residents."""
 
     session: Text
     silence_s: Seconds
@@ -319,10 +321,10 @@ class KeeperWelcome(_PoolMessage, frozen=True):
 
 
 class StartResidentFrame(_PoolMessage, frozen=True, tag="StartResident"):
-    """Start the job's resident on this node: `command` with `environment` on top of what is inherited.
+    """Start the job's resident on this node: `command`, with `environment` added to what is inherited.
 
-    `phase` says what it is for. A `script` is no resident of ours: it parks and resumes by itself, and says so to the
-    pool. Nothing is done where it runs already under this placement.
+    `phase` is what the resident is for. A `script` parks and resumes by itself, and reports that to the pool. Does
+    nothing if the resident already runs under this placement.
     """
 
     job: Text
@@ -336,7 +338,7 @@ class StartResidentFrame(_PoolMessage, frozen=True, tag="StartResident"):
 
 
 class GiveDevice(_PoolMessage, frozen=True):
-    """The device is the job's under this permit for `left_s` at most; then the resident is killed."""
+    """Give the device to the job under this permit for at most `left_s`; after that the resident is killed."""
 
     permit: Count
     job: Text
@@ -344,7 +346,7 @@ class GiveDevice(_PoolMessage, frozen=True):
 
 
 class LendWorker(_PoolMessage, frozen=True):
-    """Have the job's resident, which has the device under this permit, work as this worker."""
+    """Let the job's resident, which has the device under this permit, work as this worker."""
 
     permit: Count
     job: Text
@@ -352,7 +354,7 @@ class LendWorker(_PoolMessage, frozen=True):
 
 
 class EndWorker(_PoolMessage, frozen=True):
-    """End the worker that the resident is, and park; answered by `WorkerLeft`."""
+    """End the resident's worker and park the resident; answered by `WorkerLeft`."""
 
     permit: Count
     job: Text
@@ -360,7 +362,8 @@ class EndWorker(_PoolMessage, frozen=True):
 
 
 class TakeDevice(_PoolMessage, frozen=True):
-    """Have the resident park; answered by `DeviceFreed`. Who has not within `left_s` is killed (`ResidentGone`)."""
+    """Park the resident; answered by `DeviceFreed`. A resident that takes longer than `left_s` is killed
+    (`ResidentGone`)."""
 
     permit: Count
     job: Text
@@ -430,7 +433,7 @@ class Left(_PoolMessage, frozen=True):
 
 
 class StillHere(_PoolMessage, frozen=True):
-    """Sent by both ends of a connection to the pool every third of its silence limit."""
+    """Sent by both ends of a connection to the pool every third of the silence limit."""
 
 
 FromJob: TypeAlias = (

@@ -12,7 +12,7 @@ from policies.clusters import CLUSTER_POLICIES
 GB = 1_000_000_000
 NS_PER_S = 1_000_000_000
 POOL_CONFIG = "pool.json"
-"""The resolved configuration, in the pool's directory: what makes a directory a pool's."""
+"""The file with the resolved configuration. A directory with this file is a pool's directory."""
 
 _WAITS = WaitLimits()
 
@@ -22,7 +22,7 @@ class _PoolPart(BaseModel):
 
 
 class PoolNodesConfig(_PoolPart):
-    """Nodes of one kind. What a GPU costs has no default: bills are made of it."""
+    """Nodes of one kind. A GPU's price has no default, since bills depend on it."""
 
     nodes: int = Field(ge=1, le=4096)
     gpus: int = Field(1, ge=1)
@@ -57,7 +57,7 @@ class PoolSection(_PoolPart):
 
 
 class PoolLimits(_PoolPart):
-    """Whoever waits in a pool waits for one of these."""
+    """The limits of every wait in a pool."""
 
     profile_s: float = Field(_WAITS.profile_ns / NS_PER_S, gt=0, description="for a few steps of a job alone, timed")
     queue_s: float = Field(
@@ -112,12 +112,12 @@ class PoolConfig(_PoolPart):
 
 
 def load_pool(path: Path) -> PoolConfig:
-    """Read a POOL.toml, or a pool's own `pool.json`. Raises `ConfigError` with one line per problem."""
+    """Read a POOL.toml or a pool's own `pool.json`. Raises `ConfigError` with one line per problem."""
     return validate(PoolConfig, read_sections(path), str(path))
 
 
 def save_pool(config: PoolConfig) -> Path:
-    """Have the pool's directory with its configuration; returns it. Nobody else can enter it. Raises `ConfigError`."""
+    """Create the pool's directory, for its user only, with its configuration; returns it. Raises `ConfigError`."""
     path = config.path
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def save_pool(config: PoolConfig) -> Path:
 
 
 def job_request(name: str, job: JobConfig, steps: int) -> JobRequest:
-    """What the job with this name asks of a pool. Raises `ConfigError`."""
+    """Return the request of a job of this name. Raises `ConfigError`."""
     try:
         return JobRequest(
             id=name,

@@ -1,4 +1,4 @@
-"""What a pool's process answers at its control socket. Source: `elastic.pool_control`."""
+"""Answers requests at the control socket of a pool's process. Source: `elastic.pool_control`."""
 
 import os
 from collections.abc import Callable
@@ -32,16 +32,16 @@ from elastic.pool_control import (
 
 SUBMISSION_BYTES_MAX = 1024 * 1024
 STOPPING = "stopping"
-"""Note of a journal: the pool was told to stop, and has not ended yet."""
+"""A journal's note that the pool was told to stop and has not ended."""
 
 decode_pool_request = msgspec.json.Decoder(PoolRequest).decode
 
 
 class PoolCommandManager:
-    """Turns requests into events of the shell, each of them once.
+    """Turns requests into events of the shell. Each request takes effect once.
 
-    `describe` makes what is kept of a submission, and raises `ValueError` for one that could not be started; `pid`
-    names a job's process, and `logs` where its logs are.
+    `describe` returns the record of a submission, and raises `ValueError` for one that cannot be started. `pid` returns
+    the id of a job's process, and `logs` where its logs are.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PoolCommandManager:
         self._describe, self._pid, self._logs = describe, pid, logs
 
     async def answer(self, line: bytes) -> PoolAnswer:
-        """Raises `msgspec.DecodeError` for what is no request."""
+        """Answer one request. Raises `msgspec.DecodeError` if the line is not a request."""
         request = decode_pool_request(line)
         match request:
             case AskPool():
@@ -156,7 +156,7 @@ def invalid(message: str) -> PoolRefusal:
 
 
 def _words(request: PoolRequest) -> str:
-    """What tells one command from another; secrets in a submission's environment are not kept here."""
+    """Return the text that tells one command from another. Secrets in a submission's environment are left out."""
     match request:
         case SubmitJob():
             return f"submit {request.request.id} in {request.directory}"

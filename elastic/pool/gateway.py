@@ -1,9 +1,9 @@
-"""Who is let in to a pool's process: keepers by one-time tickets and sessions, jobs by their placement's token.
+"""Admission to a pool's process: keepers by one-time tickets and sessions, jobs by the token of their placement.
 
-- Every token is derived from the secret in the pool's directory, so that a process that comes back knows them all and
-  none is kept or logged.
-- A connection that is newer takes the place of an older one of the same keeper or job.
-- Strangers are few and have little time to say hello.
+- Every token is derived from the secret in the pool's directory. So a restarted process knows all tokens, and none is
+  stored or logged.
+- A newer connection replaces an older one of the same keeper or job.
+- The number of connections without a hello is bounded, and so is their time.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ CLOSE_S = 1.0
 
 
 class KeeperTickets(Protocol):
-    """Which tickets of keepers are good."""
+    """Says which tickets of keepers are valid."""
 
     def ticket(self, node: NodeId) -> tuple[int, bool]: ...
 
@@ -35,7 +35,7 @@ class KeeperTickets(Protocol):
 
 
 class PoolListener(Protocol):
-    """Who hears what is said: the pool's shell."""
+    """Receives the messages: the pool's shell."""
 
     def keeper_joined(self, hello: w.KeeperHello) -> str: ...
 
@@ -46,7 +46,7 @@ class PoolListener(Protocol):
     def job_joined(self, hello: w.JobHello) -> w.JobWelcome | w.PoolRefused: ...
 
     def settle(self) -> None:
-        """Somebody has been welcomed, and may be told what follows from that."""
+        """Called after a peer was welcomed. The shell may now send it messages."""
         ...
 
     def job_left(self, job: JobId) -> None: ...
@@ -74,7 +74,7 @@ class PoolTokens:
 
 
 class KeeperTimes(msgspec.Struct, frozen=True):
-    """What keepers are told of time, in seconds."""
+    """Times that keepers are told, in seconds."""
 
     silence_s: float
     orphan_s: float
@@ -94,7 +94,7 @@ class PoolGateway:
         self._jobs: dict[JobId, PoolLink[FromDialler]] = {}
 
     async def start(self, host: str, port: int, certificate: Certificate | None) -> str:
-        """Listen; returns `host:port`. Nobody is let in before `serve`. Raises `OSError`."""
+        """Listen; returns `host:port`. No peer is let in before `serve`. Raises `OSError`."""
         self._server = await listen(host, port, certificate, self._connected)
         return joined(*self._server.sockets[0].getsockname()[:2])
 

@@ -1,4 +1,4 @@
-"""What the pool's shell knows of nodes' residents and of jobs' processes, besides what the cluster remembers."""
+"""What the pool's shell knows of residents and jobs' processes, besides the state of the cluster."""
 
 import msgspec
 
@@ -7,9 +7,10 @@ from elastic.cluster.types import JobId, NodeId, PhaseKind
 
 
 class Resident(msgspec.Struct, kw_only=True):
-    """A job's process on a node, as its keeper was told to start it or says that it is.
+    """A job's process on a node, as the keeper was told to start it or reports it.
 
-    `worker` is what it was lent as; for a trainer, what it was started as. `ticket` waits until the worker can be told.
+    `worker` is the worker that it was lent as, or for a trainer, started as. `ticket` waits until the worker can be
+    told.
     """
 
     placement: int
@@ -20,7 +21,7 @@ class Resident(msgspec.Struct, kw_only=True):
 
 
 class PoolNode(msgspec.Struct, kw_only=True):
-    """A node's keeper. `given` is the last permit under which it was told to give its device out."""
+    """A node's keeper. `given` is the last permit under which it was told to give out its device."""
 
     phase: PhaseKind
     connected: bool = False
@@ -30,7 +31,7 @@ class PoolNode(msgspec.Struct, kw_only=True):
 
 
 class Yielding(msgspec.Struct, kw_only=True):
-    """A permit, or with `tail` its nodes beyond the tail, whose devices are being taken back."""
+    """A permit whose devices are being taken back; with `tail` only its nodes outside of the tail."""
 
     permit: int
     finished: bool = False
@@ -42,12 +43,12 @@ class Yielding(msgspec.Struct, kw_only=True):
 class LiveJob(msgspec.Struct, kw_only=True):
     """A job as the shell sees it.
 
-    - `process`: the placement of the process that there is; `told_stop`, `told_kill`: of it, once.
+    - `process`: the placement of its living process. `told_stop`, `told_kill`: whether that process was told so.
     - `wants`: the phases that it has asked for and was not granted since.
-    - `lent`: by node, the worker that its resident works as, or is to work as; `tickets`: those not told yet;
-      `returning`: where it is to end.
-    - `trainer`: the ticket of the trainer that it wants, or has.
-    - `deaths`: how often in a row its resident on a node has died; `restarts`: its process, in this placement.
+    - `lent`: by node, the worker that the resident works as, or will work as. `tickets`: tickets not yet delivered.
+      `returning`: nodes where the worker is to end.
+    - `trainer`: the ticket of the trainer that it wants or has.
+    - `deaths`: deaths of its resident on a node in a row. `restarts`: restarts of its process in this placement.
     """
 
     process: int | None = None
@@ -64,7 +65,7 @@ class LiveJob(msgspec.Struct, kw_only=True):
     trainer: w.WorkerTicketFrame | None = None
     deaths: dict[NodeId, int] = {}
     known: set[int] = set()
-    """Permits that it was told of and has not yielded."""
+    """Permits that the job was told of and has not yielded."""
     memory: dict[NodeId, int] = {}
-    """The most that its residents were seen to hold."""
+    """The largest host memory measured of its residents."""
     progress: tuple[int, int, int] = (0, 0, 0)

@@ -1,7 +1,7 @@
 """Processes that a pool's process starts and that outlive it: keepers, jobs' orchestrators, timed runs.
 
-Each is recorded in the pool's directory with what has to be known to take it over. A pool's process that comes back
-adopts those that live, and hears of those that have ended meanwhile.
+Each process is recorded in the pool's directory with what is needed to take it over. A restarted pool's process adopts
+living processes, and learns of those that have ended meanwhile.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _MEMBER = "process"
 END_TIMEOUT_S = 30.0
 
 Over = Callable[[str, int | None], None]
-"""Hears of a process that has ended, by its name, with its exit status where that is known."""
+"""Called with the name of a process that has ended, and its exit status if known."""
 
 
 class _DetachedProcess:
@@ -32,7 +32,8 @@ class _DetachedProcess:
 
 
 class DetachedProcesses:
-    """Processes of one owner, by name. `over` hears when one has ended, with all that it had started."""
+    """The processes of one owner, by name. `over` is called when a process and everything that it started have
+    ended."""
 
     def __init__(self, directory: Path, pool: str, owner: str, over: Over) -> None:
         self._directory, self._pool, self._owner, self._over = directory, pool, owner, over
@@ -40,7 +41,7 @@ class DetachedProcesses:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def found(self) -> tuple[dict[str, Mapping[str, str]], dict[str, Mapping[str, str]]]:
-        """What an earlier process started: those that live, from now on watched, and those that have ended."""
+        """Return the processes of an earlier process: living ones, which are watched from now on, and ended ones."""
         living: dict[str, Mapping[str, str]] = {}
         ended: dict[str, Mapping[str, str]] = {}
         for recorded in RecordedProcesses.found(self._directory, self._pool, self._owner):
@@ -56,7 +57,7 @@ class DetachedProcesses:
         return living, ended
 
     async def settle(self, name: str) -> None:
-        """Have nothing left of one that has ended, and no record of it. Raises `TimeoutError`."""
+        """Remove the remains and the record of an ended process. Raises `TimeoutError`."""
         running = self._running.pop(name, None)
         if running is not None:
             await end_left_over([running.recorded], END_TIMEOUT_S)
@@ -77,7 +78,8 @@ class DetachedProcesses:
         kept: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> None:
-        """Start one; `environment` is all that it gets besides its mark. Raises `OSError`, having started nothing."""
+        """Start a process with no environment but `environment` and its mark. Raises `OSError` if nothing was
+        started."""
         safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)
         recorded = RecordedProcesses(
             self._directory, self._pool, self._owner, f"{self._owner}-{safe}", {**(kept or {}), "name": name}
@@ -101,13 +103,13 @@ class DetachedProcesses:
         self._watch(name, recorded, Adopted(found), child)
 
     def kill(self, name: str) -> None:
-        """`over` follows once all of it is gone."""
+        """Kill a process. `over` is called once all of it is gone."""
         running = self._running.get(name)
         if running is not None and running.watched is not None:
             running.watched.kill()
 
     def close(self) -> None:
-        """Watch no longer; they live on."""
+        """Stop watching. The processes live on."""
         for running in self._running.values():
             if running.task is not None:
                 running.task.cancel()

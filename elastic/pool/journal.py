@@ -1,7 +1,7 @@
-"""A pool's journal: the cluster's events, each durable before anything comes of it, and what is kept beside them.
+"""A pool's journal: the cluster's events, each durable before it has an effect, and the records beside them.
 
-One SQLite file in the pool's directory. A process that comes back replays it; digests that were noted on the way are
-compared, so that a program that would decide otherwise says so instead of going on from another state.
+The journal is one SQLite file in the pool's directory. A restarted process replays it. It compares digests that were
+noted on the way, so that a program that would decide differently reports this instead of going on from another state.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from elastic.pool.ports import DoneCommand, JobEntry
 JOURNAL = "journal.sqlite"
 LAYOUT = "1"
 DIGEST_EVERY = 64
-"""Events between two digests that are noted."""
+"""Events between two digests."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, record BLOB NOT NULL);
@@ -33,14 +33,14 @@ CREATE TABLE IF NOT EXISTS keepers (node TEXT PRIMARY KEY, ticket INTEGER NOT NU
 
 
 class PoolJournalError(Exception):
-    """The journal cannot be read, written or gone on from; the message names the file."""
+    """The journal cannot be read, written or continued. The message names the file."""
 
 
 class PoolJournal:
-    """The journal of a pool that goes on. One process has it open for writing."""
+    """The journal of a running pool. One process at a time has it open for writing."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises `PoolJournalError`."""
+        """Open the journal of a pool's directory. Raises `PoolJournalError`."""
         self.path = directory / JOURNAL
         try:
             self._db = sqlite3.connect(self.path, isolation_level=None)
@@ -63,9 +63,9 @@ class PoolJournal:
     def open_pool(
         self, spec: PoolSpec, limits: WaitLimits, policies: ClusterPolicies, policy: str
     ) -> tuple[Cluster, Nanoseconds]:
-        """The cluster as it was after the last event, or a new one, and the time of that event.
+        """Return the cluster after the last event, or a new one, and the time of that event.
 
-        Raises `PoolJournalError` for a journal of another policy, and for one that leads to another state than it did.
+        Raises `PoolJournalError` for a journal of another policy, and for one whose replay leads to another state.
         """
         former = self.note("policy")
         if former not in ("", policy):
@@ -94,7 +94,7 @@ class PoolJournal:
         return cluster, last_ns
 
     def append(self, record: bytes, entry: JobEntry | None = None, command: DoneCommand | None = None) -> None:
-        """Durable when this returns. Raises `PoolJournalError`."""
+        """Append a record. It is durable when this returns. Raises `PoolJournalError`."""
         with self._transaction():
             self._db.execute("INSERT INTO events VALUES (?, ?)", (self.events, record))
             if entry is not None:
@@ -106,17 +106,17 @@ class PoolJournal:
         self.events += 1
 
     def keep(self, command: DoneCommand) -> None:
-        """Have a command durable that is no event."""
+        """Make a command durable that is no event."""
         with self._transaction():
             self._db.execute("INSERT OR IGNORE INTO commands VALUES (?, ?)", (command.id, command.words))
 
     def note_digest(self, cluster: Cluster) -> None:
-        """Have a later process compare what it comes to with what the cluster is now."""
+        """Note the cluster's digest, which a later process compares with its own state."""
         with self._transaction():
             self._db.execute("INSERT OR REPLACE INTO digests VALUES (?, ?)", (self.events - 1, cluster_digest(cluster)))
 
     def words_of(self, command: str) -> str | None:
-        """What was commanded under this id; None where nothing was."""
+        """Return the text of the command with this id; None if there was none."""
         row = self._db.execute("SELECT words FROM commands WHERE id = ?", (command,)).fetchone()
         return None if row is None else row[0]
 
@@ -135,7 +135,7 @@ class PoolJournal:
     # Keepers' tickets.
 
     def mint_ticket(self, node: NodeId) -> int:
-        """The number of a new ticket for a node's keeper; older ones let nobody in any more."""
+        """Return the number of a new ticket for a node's keeper. Older tickets become invalid."""
         with self._transaction():
             self._db.execute(
                 "INSERT INTO keepers VALUES (?, 1, 0) ON CONFLICT (node) DO UPDATE SET ticket = ticket + 1, spent = 0",
@@ -144,7 +144,7 @@ class PoolJournal:
         return self.ticket(node)[0]
 
     def ticket(self, node: NodeId) -> tuple[int, bool]:
-        """The number of a node's ticket, 0 for none, and whether it was spent."""
+        """Return the number of a node's ticket (0 for none), and whether it was used."""
         row = self._db.execute("SELECT ticket, spent FROM keepers WHERE node = ?", (node,)).fetchone()
         return (0, True) if row is None else (row[0], bool(row[1]))
 
@@ -153,7 +153,7 @@ class PoolJournal:
             self._db.execute("UPDATE keepers SET spent = 1 WHERE node = ?", (node,))
 
     def keepers(self) -> Sequence[NodeId]:
-        """Nodes for which a keeper was ever started."""
+        """Return the nodes for which a keeper was ever started."""
         return [row[0] for row in self._db.execute("SELECT node FROM keepers ORDER BY node")]
 
     def forget_keeper(self, node: NodeId) -> None:
@@ -173,7 +173,7 @@ class PoolJournal:
 
 
 def read_records(directory: Path) -> Iterator[bytes]:
-    """The journal's records from its opening on, also while it is written. Raises `PoolJournalError`."""
+    """Yield the journal's records from its opening on, also while it is written. Raises `PoolJournalError`."""
     path = directory / JOURNAL
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
@@ -184,7 +184,7 @@ def read_records(directory: Path) -> Iterator[bytes]:
 
 
 def read_entries(directory: Path) -> list[JobEntry]:
-    """What is kept of each submission, also while the journal is written. Raises `PoolJournalError`."""
+    """Return the records of submissions, also while the journal is written. Raises `PoolJournalError`."""
     path = directory / JOURNAL
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
@@ -194,7 +194,7 @@ def read_entries(directory: Path) -> list[JobEntry]:
 
 
 def pool_secret(directory: Path) -> bytes:
-    """What tokens of the pool are derived from; made once. Raises `OSError`."""
+    """Return the secret from which the pool's tokens are derived. Creates it once. Raises `OSError`."""
     path = directory / "secret"
     with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

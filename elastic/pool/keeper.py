@@ -1,9 +1,9 @@
-"""A node's keeper: starts and kills residents, gives the node's device out under permits' numbers, measures memory.
+"""A node's keeper: starts and kills residents, gives out the node's device by permit numbers, and measures memory.
 
-- The device is one job's at a time, under a number that only grows. Before another gets it, the one before has parked,
-  or its processes are gone. Who holds it beyond the time that it was given for is killed, whatever the pool says.
-- A resident is one process of one job with all that it starts. It dies with its keeper: it hears that through its
-  socket, and the pool's process ends what is recorded.
+- The device belongs to one job at a time, under a number that only grows. Before another job gets it, the job before
+  has parked, or its processes are gone. A job that holds it beyond its time is killed, whatever the pool says.
+- A resident is one process of one job with everything that it starts. It dies with its keeper: its socket closes, and
+  the pool's process ends what is recorded.
 - The keeper outlives the pool's process, and dials it again. It ends after a long silence.
 """
 
@@ -29,11 +29,12 @@ log = structlog.get_logger(__name__)
 
 SOCKET_VARIABLE = "ELASTIC_KEEPER_FD"
 RESIDENTS = "residents"
-"""Owner of the records of a node's residents: this word and the node's name."""
+"""Prefix of the owner of a node's resident records; the node's name follows."""
 
 
 class KeeperTicket(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a keeper dials and as whom; `records` is where it records what it starts. The token is never logged."""
+    """Where a keeper dials, and as whom. `records` is the directory of its process records. The token is never
+    logged."""
 
     endpoint: Endpoint
     pool: str
@@ -67,7 +68,7 @@ class _KeptResident:
 
 
 class _Device:
-    """Whose the device is. `taking` since the pool has asked for it."""
+    """The holder of the device. `taking` is set once the pool has asked for it."""
 
     def __init__(self, permit: int, job: JobId) -> None:
         self.permit, self.job = permit, job
@@ -85,7 +86,7 @@ class _Device:
 
 
 class Keeper:
-    """One node's. `run` returns when the pool has done without it or was silent for too long."""
+    """The keeper of one node. `run` returns when the pool dismisses it or was silent for too long."""
 
     def __init__(self, ticket: KeeperTicket, memory: Callable[[Iterable[int]], int] | None = None) -> None:
         self._ticket = ticket
@@ -98,7 +99,7 @@ class Keeper:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> str:
-        """Returns why it has ended; its residents have, too."""
+        """Work until the end, residents included; returns why it has ended."""
         try:
             return await self._serve()
         finally:
@@ -205,7 +206,7 @@ class Keeper:
         self._resume()
 
     def _resume(self) -> None:
-        """Whose device it is may compute, once nobody else does."""
+        """Let the device's holder compute, once no other job does."""
         device = self._device
         kept = None if device is None else self._kept.get(device.job)
         if device is None or kept is None or device.taking or not kept.up or kept.ending:
@@ -270,7 +271,7 @@ class Keeper:
         self._say(freed)
 
     def _overdue(self) -> None:
-        """The device's time is over, or parking took too long."""
+        """Kill the holder: the device's time is over, or parking took too long."""
         device = self._device
         assert device is not None
         kept = self._kept.get(device.job)
@@ -284,7 +285,7 @@ class Keeper:
     # Residents.
 
     async def _attend(self, kept: _KeptResident) -> None:
-        """Start a resident, hear what it says, and see to it that all of it is gone at its end."""
+        """Start a resident, receive its messages, and make sure that all of it is gone at its end."""
         cause, code = "it could not be started", None
         try:
             await self._launch(kept)
@@ -333,7 +334,7 @@ class Keeper:
             self._resume()
 
     async def _hear(self, kept: _KeptResident) -> tuple[str, int | None]:
-        """Until its process has ended, or is of no use any more; why, and its exit status."""
+        """Receive messages until the resident's process has ended or is useless; returns why, and its exit status."""
         assert kept.process is not None
         waiting = asyncio.create_task(kept.process.wait())
         hearing = asyncio.create_task(self._listen(kept))
@@ -414,7 +415,7 @@ class Keeper:
             self._end(kept, reason, 0.0)
 
     def _kill(self, kept: _KeptResident) -> None:
-        """`_attend` does the rest once the process is gone."""
+        """Kill a resident. `_attend` does the rest once the process is gone."""
         with contextlib.suppress(ProcessLookupError):
             if kept.process is not None and kept.process.returncode is None:
                 kept.process.kill()
@@ -450,7 +451,7 @@ class Keeper:
 
 
 def held_bytes(pids: Iterable[int]) -> int:
-    """What these processes hold of the machine's memory; of pages that they share with others, their part."""
+    """Return the memory that these processes use; for pages that they share with others, their part."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):

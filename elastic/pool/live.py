@@ -1,4 +1,4 @@
-"""The pool's shell on this machine: a clock, a journal, a gateway, processes."""
+"""The ports of a live pool: a clock, a journal, a gateway, and processes on this machine."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ KEEPERS, JOBS, PROFILES = "keepers", "jobs", "profiles"
 
 
 class ProcessLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process is started. `kept` is told to `Programs` again once it has ended."""
+    """How to start a process. `Programs` gets `kept` again once the process has ended."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -37,14 +37,14 @@ class ProcessLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Programs(Protocol):
-    """What a pool's processes are: made where all rooms are known."""
+    """Says what the pool's processes run. Implemented above, where all rooms are known."""
 
     def keeper(self, node: NodeId, ticket: int) -> ProcessLaunch: ...
 
     def job(self, entry: JobEntry, placement: int) -> ProcessLaunch: ...
 
     def ended(self, entry: JobEntry, kept: Mapping[str, str], status: int | None) -> JobEnding:
-        """How a job's process has ended. Reads the run's journal."""
+        """Returns how a job's process has ended. Reads the run's journal."""
         ...
 
     def resident(
@@ -52,11 +52,11 @@ class Programs(Protocol):
     ) -> w.StartResidentFrame: ...
 
     def profile(self, entry: JobEntry) -> ProcessLaunch:
-        """A few steps of the job alone. Raises `ValueError` for one whose steps cannot be timed."""
+        """Returns the process that times a few steps of the job alone. Raises `ValueError` if they cannot be timed."""
         ...
 
     def profiled(self, entry: JobEntry, kept: Mapping[str, str], status: int | None) -> PhasePlan:
-        """What was timed. Raises `ValueError` where nothing was."""
+        """Returns what was timed. Raises `ValueError` if nothing was."""
         ...
 
 
@@ -125,7 +125,7 @@ class LivePorts:
         self._spawn(self._end_residents(node))
 
     async def _end_residents(self, node: NodeId) -> None:
-        """What a keeper that is gone has left."""
+        """End the residents of a keeper that is gone."""
         found = RecordedProcesses.found(self._records, self._pool, f"{RESIDENTS} {node}")
         try:
             await end_left_over(found, 30.0)
@@ -218,14 +218,14 @@ class LivePorts:
             self.shell.profiled(job, plan)
 
     def fail(self, error: BaseException) -> None:
-        """The pool's process cannot go on."""
+        """End the pool's process with this error."""
         self._failed = self._failed or error
         self._stirred.set()
 
     # The process's life.
 
     async def run(self, shell: PoolShell, *, anew: bool, stop: str) -> None:
-        """Drive the shell until the pool was stopped. `stop` goes on with that: "", "stop" or "now"."""
+        """Drive the shell until the pool was stopped. `stop` continues an earlier stop: "", "stop" or "now"."""
         self._shell = shell
         for job, kept in self.profiles.found()[0].items():
             self.profiles.kill(job)
@@ -263,7 +263,7 @@ class LivePorts:
             shell.pass_time()
 
     async def end_keepers(self) -> None:
-        """Once the pool has been stopped: keepers end, and residents with them."""
+        """End keepers and their residents, once the pool has been stopped."""
         for node in self.keepers.names():
             self._gateway.cut_keeper(node)
             self.keepers.kill(node)
@@ -272,7 +272,7 @@ class LivePorts:
             self._journal.forget_keeper(node)
 
     async def aclose(self) -> None:
-        """Watch nothing any more; processes live on."""
+        """Stop watching. Processes live on."""
         for processes in (self.keepers, self.jobs, self.profiles):
             processes.close()
         for task in tuple(self._tasks):

@@ -1,4 +1,4 @@
-"""What the pool's shell needs of the world: live, in worlds of faults and in simulations it is the same shell."""
+"""What the pool's shell needs of its surroundings. Live pools, worlds of faults and simulations use the same shell."""
 
 from typing import Literal, Protocol
 
@@ -11,14 +11,14 @@ HowEnded = Literal["finished", "stopped", "failed", "died"]
 
 
 class JobEnding(msgspec.Struct, frozen=True):
-    """How a job's process ended. Who `died` may be started again; who `failed` has judged so itself."""
+    """How a job's process ended. `died`: it may be restarted. `failed`: the job itself has failed."""
 
     how: HowEnded
     cause: str = ""
 
 
 class JobEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a submission besides its request. A job with a `script` is no run: it parks by itself."""
+    """The record of a submission besides its request. A job with a `script` is no run: it parks by itself."""
 
     job: JobId
     directory: str
@@ -30,14 +30,14 @@ class JobEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DoneCommand(msgspec.Struct, frozen=True):
-    """A command by its id, so that it is done once. `words` tell one command from another under the same id."""
+    """A command by its id, so that it is carried out once. `words` tell apart two commands with the same id."""
 
     id: str
     words: str
 
 
 class PoolTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the shell's own waits, beside the cluster's."""
+    """Limits of the shell's own waits, besides the cluster's."""
 
     silence_ns: Nanoseconds
     park_ns: Nanoseconds
@@ -47,27 +47,27 @@ class PoolTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolPorts(Protocol):
-    """Everything is told and not waited for; what becomes of it the shell hears by its own methods.
+    """The shell calls these without waiting; results arrive through the shell's own methods.
 
-    `tell_keeper` and `tell_job` drop what is for nobody: who comes back says what it holds.
+    `tell_keeper` and `tell_job` drop messages for absent peers: a peer that comes back reports what it holds.
     """
 
     def now_ns(self) -> Nanoseconds:
-        """Since the pool began; never less than before."""
+        """Returns the time since the pool began. Never decreases."""
         ...
 
     def append(self, record: bytes, entry: JobEntry | None = None, command: DoneCommand | None = None) -> None:
-        """Have an entry of the journal, and what comes with it, durable before this returns."""
+        """Makes an entry of the journal durable, with its submission or command, before it returns."""
         ...
 
     def settled(self) -> None:
-        """All that was fed has gone through the cluster; the next wake-up may be another one now."""
+        """Called when all events have gone through the cluster. The next wake-up may have changed."""
         ...
 
     def start_keeper(self, node: NodeId, phase: PhaseKind) -> None: ...
 
     def end_keeper(self, node: NodeId) -> None:
-        """Kill the node's keeper and all that it has started."""
+        """Kills the node's keeper and everything that it has started."""
         ...
 
     def tell_keeper(self, node: NodeId, message: msgspec.Struct) -> None: ...
@@ -75,27 +75,27 @@ class PoolPorts(Protocol):
     def tell_job(self, job: JobId, message: msgspec.Struct) -> None: ...
 
     def cut_job(self, job: JobId) -> None:
-        """End the job's session: its process is not believed any more."""
+        """Ends the job's session and ignores its process from here on."""
         ...
 
     def resident(
         self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
     ) -> w.StartResidentFrame:
-        """How the job's resident is started: for rollouts, the trainer of this `ticket`, or the script itself."""
+        """Returns how to start the job's resident: for rollouts, for the trainer of `ticket`, or the script itself."""
         ...
 
     def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None:
-        """Start the job's process; `PoolShell.job_ended` follows some time."""
+        """Starts the job's process. `PoolShell.job_ended` follows at some time."""
         ...
 
     def stop_job(self, job: JobId, reason: str) -> None:
-        """Have the job's process stop at its step's end; said until it has ended."""
+        """Asks the job's process to stop at its step's end, repeatedly until it has ended."""
         ...
 
     def kill_job(self, job: JobId) -> None: ...
 
     def profile(self, entry: JobEntry) -> None:
-        """Time a few steps of the job alone; `PoolShell.profiled` or `not_profiled` follows."""
+        """Times a few steps of the job alone. `PoolShell.profiled` or `not_profiled` follows."""
         ...
 
     def end_profile(self, job: JobId) -> None: ...

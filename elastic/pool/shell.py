@@ -1,12 +1,12 @@
-"""The pool's shell: what happens becomes an event, is made durable, and goes through the cluster; what that wants done,
-and what it takes to be so, is brought about through ports.
+"""The pool's shell: turns what happens into events, makes them durable, gives them to the cluster, and carries out the
+results through ports.
 
-- Nothing is assumed to have been carried out. After every event residents, devices and processes are compared with what
-  the cluster takes them to be, so that a pool's process that was killed after any event goes on as if it had not been.
-- A device is given under a permit's number and taken back before the cluster hears that it was yielded. Keepers see to
-  it that nobody has a device under an older permit.
-- A job has at most one permit. What it wants is told to the cluster one phase at a time, training first.
-- Everything here is synchronous, has no clock of its own and does no I/O: worlds on virtual time drive it as it is.
+- The shell never assumes that something was carried out. After every event it compares residents, devices and processes
+  with the cluster's state, so that a pool's process that is killed after any event can go on.
+- A device is given under a permit's number, and taken back before the cluster hears that the permit was yielded.
+  Keepers ensure that no job has a device under an older permit.
+- A job has at most one permit. Its requests go to the cluster one phase at a time, training first.
+- Everything here is synchronous, reads no clock and does no I/O. Worlds on virtual time drive it unchanged.
 """
 
 from collections import deque
@@ -28,14 +28,14 @@ from elastic.pool.ports import DoneCommand, JobEnding, JobEntry, PoolPorts, Pool
 NS_PER_S = 1_000_000_000
 HOLDING = (JobState.PLACED, JobState.RUNNING)
 MEMORY_NEWS = 1.1
-"""Host memory is told to the cluster where it has grown by so much, or beyond what was declared."""
+"""Growth of host memory that is reported to the cluster, besides growth beyond the declared size."""
 PROGRESS_NEWS = 0.02
-"""Of a rollout's responses: how many more have to be done for that to be an event."""
+"""Share of a rollout's responses between two progress events."""
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
 
 class PoolShell:
-    """One pool's shell. Call `begin` first; `after` is called with the cluster after every event."""
+    """The shell of one pool. Call `begin` first. `after` is called with the cluster after every event."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class PoolShell:
     # The beginning and the end.
 
     def begin(self, keepers: Mapping[NodeId, bool], jobs: Mapping[JobId, tuple[int, int]], *, anew: bool) -> None:
-        """Take up what there is: `keepers` that live (or, False, that were there and are gone), and jobs' processes
-        with their placement and number of restarts.
+        """Take over what exists: `keepers` by node (True if alive, False if gone), and jobs' processes with their
+        placement and number of restarts.
 
         With `anew` nothing was left running on purpose, and every node gets a keeper under its old name.
         """
@@ -118,7 +118,7 @@ class PoolShell:
         self._drain()
 
     def stop(self, *, now: bool = False) -> None:
-        """Have jobs stop at their step's end, or at once; then keepers. `over` tells when all have ended."""
+        """Stop jobs at their step's end, or at once; then keepers. `over` tells when all have ended."""
         self.stopping = True
         for job, live in self.jobs.items():
             if live.process is not None:
@@ -130,7 +130,7 @@ class PoolShell:
 
     @property
     def over(self) -> bool:
-        """Whether a pool that was told to stop has nothing left but its keepers."""
+        """Whether a stopped pool has nothing left but its keepers."""
         return self.stopping and all(live.process is None for live in self.jobs.values())
 
     # Time.
@@ -170,7 +170,7 @@ class PoolShell:
     # Keepers.
 
     def keeper_joined(self, hello: w.KeeperHello) -> str:
-        """A keeper has dialled, and says what it holds; returns why it is refused, or nothing."""
+        """Take in a keeper and what it reports to hold; returns why it is refused, or an empty string."""
         name = hello.node
         if name in self.joining:
             self.nodes[name] = PoolNode(phase=self.joining.pop(name))
@@ -210,7 +210,7 @@ class PoolShell:
         return ""
 
     def _compare_worker(self, name: NodeId, node: PoolNode, state: w.ResidentState) -> None:
-        """A slice that ended while nobody listened has ended; one that this process has not heard of goes on."""
+        """End a slice that ended while the pool's process was away. Adopt a slice that this process does not know."""
         live = self._job(state.job)
         if node.phase is _TRAIN:
             if live.trainer is None and state.worker:
@@ -227,7 +227,7 @@ class PoolShell:
             self._tell_parked(state.job, name, lent, 0.0, "it ended while its keeper was not heard")
 
     def keeper_left(self, name: NodeId) -> None:
-        """The keeper's connection is gone; it may come back."""
+        """Note that the keeper's connection is gone. It may come back."""
         node = self.nodes.get(name)
         if node is not None and node.connected:
             node.connected = False
@@ -235,7 +235,7 @@ class PoolShell:
             self._drain()
 
     def keeper_gone(self, name: NodeId) -> None:
-        """The keeper's process has ended."""
+        """Note that the keeper's process has ended."""
         if name in self.joining:
             self._failed_to_join(name)
         elif name in self.nodes:
@@ -276,7 +276,7 @@ class PoolShell:
     # Jobs.
 
     def job_joined(self, hello: w.JobHello) -> w.JobWelcome | w.PoolRefused:
-        """A job has dialled with the token of this placement; what it is told to hold. `settle` is called next."""
+        """Take in a job with the token of its placement; returns its welcome. `settle` is called next."""
         job, record = hello.job, self.cluster.jobs.get(hello.job)
         if record is None or record.placement != hello.placement or record.state not in HOLDING or record.seat is None:
             return w.PoolRefused("the pool has no such start of this job any more", retry=False)
@@ -315,14 +315,14 @@ class PoolShell:
         )
 
     def settle(self) -> None:
-        """Somebody has been welcomed, and may be told what follows from that."""
+        """Send what follows from a peer's welcome."""
         for permit in self.cluster.permits.values():
             if permit.tail_nodes and permit.nodes != permit.tail_nodes:
                 self._tell_tail(permit.job, permit.number, permit.tail_nodes)
         self._drain()
 
     def job_left(self, job: JobId) -> None:
-        """The job's connection is gone; it may come back."""
+        """Note that the job's connection is gone. It may come back."""
         self._job(job).connected = False
 
     def job_heard(self, job: JobId, message: w.FromJob) -> None:
@@ -364,7 +364,7 @@ class PoolShell:
         self._drain()
 
     def job_ended(self, job: JobId, placement: int, ending: JobEnding) -> None:
-        """The job's process of this placement has ended."""
+        """Note that the job's process of this placement has ended."""
         live, record = self._job(job), self.cluster.jobs.get(job)
         if live.process != placement:
             return
@@ -417,7 +417,7 @@ class PoolShell:
         self._queue.append((event, entry, command))
 
     def _drain(self) -> None:
-        """Have everything that was fed go through the cluster, and the world follow."""
+        """Give all pending events to the cluster, and bring the world to the new state."""
         if self._at_work:
             return
         self._at_work = True
@@ -440,7 +440,7 @@ class PoolShell:
         self._ports.settled()
 
     def _compare(self) -> None:
-        """Bring the world to where the cluster takes it to be."""
+        """Bring the world to the cluster's state."""
         for job in list(self.cluster.jobs):
             self._compare_job(job)
         for name, node in self.nodes.items():
@@ -540,7 +540,7 @@ class PoolShell:
         self._feed(e.JobStarted(job=job, placement=record.placement))
 
     def _ask(self, job: JobId, record: JobRecord, live: LiveJob) -> None:
-        """Tell the cluster what the job wants next, training first."""
+        """Give the cluster the job's next request, training first."""
         if record.state is not JobState.RUNNING or record.permit is not None or not live.wants:
             return
         phase = _TRAIN if _TRAIN in live.wants else _ROLLOUT
@@ -550,7 +550,7 @@ class PoolShell:
     # Residents.
 
     def _wanted(self, name: NodeId, node: PoolNode) -> Iterator[tuple[JobId, JobRecord, w.WorkerTicketFrame | None]]:
-        """Whose residents are to be on this node."""
+        """Return the jobs whose residents belong on this node."""
         cluster_node = self.cluster.state.nodes.get(name)
         for job in cluster_node.residents if cluster_node is not None else ():
             record, entry = self.cluster.jobs[job], self.entries.get(job)
@@ -616,7 +616,7 @@ class PoolShell:
             self._ports.tell_keeper(name, w.EndResident(job, reason))
 
     def _resident_gone(self, name: NodeId, job: JobId, resident: Resident, cause: str, code: int | None) -> None:
-        """A resident's processes have ended, whoever wanted that."""
+        """Note that a resident's processes have ended, wanted or not."""
         live, node, entry = self._job(job), self.nodes[name], self.entries.get(job)
         record = self.cluster.jobs.get(job)
         permit = record.permit if record is not None else None
@@ -677,7 +677,7 @@ class PoolShell:
         self._ports.tell_job(command.job, w.Granted(permit.number, command.phase, command.nodes, left_s))
 
     def _compare_permit(self, permit: Permit) -> None:
-        """The devices of a permit are its job's."""
+        """Make sure that the permit's job has the permit's devices."""
         live = self._job(permit.job)
         if permit.number not in live.known or (live.yielding is not None and live.yielding.permit == permit.number):
             return
@@ -697,7 +697,7 @@ class PoolShell:
         self._ports.tell_job(job, w.TailMove(permit, nodes))
 
     def _take_back(self, permit: Permit) -> None:
-        """Nobody is there to yield it: its devices are taken, and it goes on in a further slice."""
+        """Take a permit's devices, because the job is not there to yield it. The phase goes on in a further slice."""
         self._yield(permit, False, 0)
 
     def _yield(self, permit: Permit, finished: bool, switch_ns: Nanoseconds) -> None:
@@ -713,7 +713,7 @@ class PoolShell:
         self._settle_yield(permit.job)
 
     def _leave_for_tail(self, permit: Permit) -> None:
-        """The job has left the nodes beyond its tail: their devices are taken before others get them."""
+        """Take the devices of the nodes that the job has left for its tail, before other jobs get them."""
         live = self._job(permit.job)
         if live.leaving is not None or live.yielding is not None or not permit.tail_nodes:
             return
@@ -724,7 +724,8 @@ class PoolShell:
         self._settle_yield(permit.job)
 
     def _take_device(self, name: NodeId, job: JobId, permit: int) -> None:
-        """Of a node without a keeper it is free: whoever comes back says what it holds."""
+        """Take a node's device. Without a keeper the device counts as free: a keeper that comes back reports what it
+        holds."""
         node = self.nodes.get(name)
         if node is None or (node.connected and node.given < permit):
             self._freed(name, job, permit, 0)
@@ -805,7 +806,7 @@ class PoolShell:
         self._ports.tell_job(job, w.TrainerEnded(worker, ""))
 
     def _progressed(self, job: JobId, message: w.PhaseProgress) -> None:
-        """Only a rollout on several nodes can move its tail together."""
+        """Record a rollout's progress, if it has several nodes. Only then its tail can move together."""
         permit, live = self.cluster.permits.get(message.permit), self._job(job)
         if permit is None or permit.job != job or len(permit.nodes) < 2 or permit.tail_nodes or not message.of:
             return
@@ -824,7 +825,7 @@ class PoolShell:
         self._timers.set("keeper", name, self._ports.now_ns(), within_ns)
 
     def _keeper_overdue(self, name: NodeId) -> None:
-        """It has not come, or not come back: nothing of it may go on."""
+        """Give up a keeper that has not come or not come back."""
         self.keeper_gone(name)
 
     def _lose(self, name: NodeId) -> None:
@@ -854,7 +855,7 @@ class PoolShell:
             self._renew(phase)
 
     def _renew(self, phase: PhaseKind) -> None:
-        """Another node in the place of one that was lost, soon where that seldom happens."""
+        """Add a node for one that was lost; soon if losses are rare, later if they are frequent."""
         deaths = self._keeper_deaths[phase]
         self._keeper_deaths[phase] = deaths + 1
         delay_ns = 0 if not deaths else min(self._times.retry_base_ns * 2 ** min(deaths, 16), self._times.retry_max_ns)
@@ -891,12 +892,13 @@ class PoolShell:
         return node is not None and node.connected
 
     def _holds(self, job: JobId, phase: PhaseKind) -> bool:
-        """Whether the job has a permit for this phase that it was told of."""
+        """Return whether the job has a permit for this phase that it was told of."""
         number = self.cluster.jobs[job].permit
         return number is not None and number in self._job(job).known and self.cluster.permits[number].phase is phase
 
     def _ends_s(self, deadline_ns: Nanoseconds) -> float:
-        """Until a permit counts no more: it is recalled at its deadline, and may be yielded for a while after that."""
+        """Return the seconds until a permit is invalid. It is recalled at its deadline, and may be yielded for a
+        while after that."""
         return self._left_s(deadline_ns + self.cluster.limits.notice_ns)
 
     def _left_s(self, at_ns: Nanoseconds) -> float:

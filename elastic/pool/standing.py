@@ -1,6 +1,6 @@
-"""How a pool stands, and where a job would go, as plain data: what its process tells those who ask. Pure.
+"""The state of a pool, and where a job would go, as plain data for those who ask the pool's process. Pure.
 
-Times are seconds since the pool began or seconds left, money is dollars. docs/jobs.md has the keys.
+Times are seconds since the pool began or seconds left, money is dollars. docs/jobs.md describes the keys.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ NANO_USD = 1_000_000_000
 
 
 def standing(cluster: Cluster, now_ns: Nanoseconds | None = None) -> dict[str, Any]:
-    """Nodes, groups, jobs, permits, waits and bills at `now_ns`, or when the cluster last heard of anything."""
+    """Return nodes, groups, jobs, permits, waits and bills at `now_ns`, or at the cluster's last event."""
     now_ns = cluster.now_ns if now_ns is None else max(now_ns, cluster.now_ns)
     billed = bills(cluster, now_ns)
     paid = cluster.books.paid(now_ns)
@@ -51,9 +51,10 @@ def standing(cluster: Cluster, now_ns: Nanoseconds | None = None) -> dict[str, A
 
 
 def plan_of(cluster: Cluster, request: JobRequest) -> dict[str, Any]:
-    """Where such a job would go now, at what marginal cost and planned slowdown, and for each group why not.
+    """Return where a job would go now, at what marginal cost and planned slowdown, and why it cannot join each other
+    group.
 
-    `placement` is None where it would be queued (`why` says for what), and where its phases are not known yet. Raises
+    `placement` is None if the job would be queued (`why` says for what), or if its phases are not known yet. Raises
     `ClusterError` for a job that would be rejected.
     """
     found: dict[str, Any] = {"job": request.id, "slo": request.slo, "placement": None, "refusals": [], "why": ""}
@@ -85,7 +86,7 @@ def plan_of(cluster: Cluster, request: JobRequest) -> dict[str, Any]:
 
 
 def bills(cluster: Cluster, now_ns: Nanoseconds) -> dict[JobId, int]:
-    """What every job owes until now, in nano-dollars times nanoseconds per hour; nothing is settled by it."""
+    """Return what every job owes until now, in nano-dollars times nanoseconds per hour. Settles nothing."""
     found = {job: record.billed for job, record in cluster.jobs.items()}
     for name in cluster.groups:
         owed, _ = cluster.books.owed(name, now_ns)
@@ -95,13 +96,13 @@ def bills(cluster: Cluster, now_ns: Nanoseconds) -> dict[JobId, int]:
 
 
 def group_price(cluster: Cluster, name: str) -> int:
-    """Of an hour of the group's nodes, in nano-dollars."""
+    """Return the price of an hour of the group's nodes, in nano-dollars."""
     return cluster.groups[name].price(cluster.spec.rollout.nano_usd_per_hour, cluster.spec.train.nano_usd_per_hour)
 
 
 def saved_if_left(cluster: Cluster, job: JobId) -> int:
-    """By how much an hour of the pool would be cheaper without the job, in nano-dollars: nodes that nobody else of its
-    group needs."""
+    """Return how much cheaper an hour of the pool would be without the job, in nano-dollars: the nodes that no other
+    member needs."""
     record = cluster.jobs[job]
     if record.seat is None:
         return 0
