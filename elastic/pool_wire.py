@@ -56,6 +56,7 @@ class HeldPermit(msgspec.Struct, frozen=True, array_like=True):
     nodes: Names
     left_s: Seconds
     recalled: bool = False
+    both: bool = False
 
 
 # From a job: a run's orchestrator, or a script with phases.
@@ -65,6 +66,7 @@ class JobHello(_PoolMessage, frozen=True):
     """First frame of a job. `token` belongs to the job's present placement: older processes of the job are refused.
 
     `script`: the job computes in its own process, which parks and resumes by itself; its node's keeper has started it.
+    `held`: the permit under which that process computes, 0 for none; if it counts no more, the process is ended.
     """
 
     protocol_version: Count
@@ -72,13 +74,14 @@ class JobHello(_PoolMessage, frozen=True):
     token: Text
     placement: Count
     script: bool = False
+    held: Count = 0
 
 
 class AskPhase(_PoolMessage, frozen=True):
     """The job can begin this phase now; a `Granted` follows. Repetitions count as one request.
 
     A job that wants both phases gets them one after the other, training first. With `both` one grant has the nodes of
-    both.
+    both pools, or there is none; it takes the place of what was wanted for training.
     """
 
     phase: PhaseKind
@@ -89,6 +92,7 @@ class WithdrawPhase(_PoolMessage, frozen=True):
     """The job does not want this phase any more. It yields a grant that was already under way."""
 
     phase: PhaseKind
+    both: bool = False
 
 
 class LendSlice(_PoolMessage, frozen=True):
@@ -185,12 +189,16 @@ class PoolRefused(_PoolMessage, frozen=True):
 
 
 class Granted(_PoolMessage, frozen=True):
-    """The slice begins, or gets further nodes (under the same number). It ends in `left_s` seconds at the latest."""
+    """The slice begins, or gets further nodes (under the same number). It ends in `left_s` seconds at the latest.
+
+    With `both` the nodes are those of rollouts and of training, and the phase counts as training.
+    """
 
     permit: Count
     phase: PhaseKind
     nodes: Names
     left_s: Seconds
+    both: bool = False
 
 
 class Recalled(_PoolMessage, frozen=True):
@@ -244,18 +252,6 @@ class ResidentState(msgspec.Struct, frozen=True, array_like=True):
     up: bool = False
 
 
-class KeeperHello(_PoolMessage, frozen=True):
-    """First frame of a keeper. `token` is that of its ticket, or of its session if it comes back with `residents`."""
-
-    protocol_version: Count
-    node: Text
-    token: Text
-    pid: Count
-    host: Text
-    last_permit: Count = 0
-    residents: Annotated[tuple[ResidentState, ...], msgspec.Meta(max_length=RESIDENTS_MAX)] = ()
-
-
 class ResidentUp(_PoolMessage, frozen=True):
     """The resident is up and parked, and may get the device."""
 
@@ -275,6 +271,22 @@ class ResidentGone(_PoolMessage, frozen=True):
     permit: Count = 0
     worker: Text = ""
     code: int | None = None
+
+
+class KeeperHello(_PoolMessage, frozen=True):
+    """First frame of a keeper. `token` is that of its ticket, or of its session if it comes back with `residents`.
+
+    `gone`: scripts that have ended here, and how; it may have been said already.
+    """
+
+    protocol_version: Count
+    node: Text
+    token: Text
+    pid: Count
+    host: Text
+    last_permit: Count = 0
+    residents: Annotated[tuple[ResidentState, ...], msgspec.Meta(max_length=RESIDENTS_MAX)] = ()
+    gone: Annotated[tuple[ResidentGone, ...], msgspec.Meta(max_length=RESIDENTS_MAX)] = ()
 
 
 class DeviceFreed(_PoolMessage, frozen=True):

@@ -46,7 +46,7 @@ class PhaseClient:
 
     def __init__(self, endpoint: Endpoint, job: str, token: str, placement: int, away_s: float = AWAY_S) -> None:
         self._endpoint, self._away_s = endpoint, away_s
-        self._hello = w.JobHello(w.POOL_PROTOCOL_VERSION, job, token, placement, script=True)
+        self._who = (job, token, placement)
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="elastic phases", daemon=True)
@@ -130,7 +130,7 @@ class PhaseClient:
         finally:
             self._stop_counting()
             if self._wanted is not None:
-                self._send(w.WithdrawPhase(wish.phase))
+                self._send(w.WithdrawPhase(wish.phase, wish.both))
             self._wanted, self._waiter = None, None
 
     async def _abandon(self) -> None:
@@ -166,11 +166,16 @@ class PhaseClient:
         if self._talk is None or (self._talk.done() and self._gone is None):
             self._talk = asyncio.create_task(self._converse(), name="script to pool")
 
+    def _hello(self) -> w.JobHello:
+        job, token, placement = self._who
+        held = 0 if self._held is None else self._held.permit
+        return w.JobHello(w.POOL_PROTOCOL_VERSION, job, token, placement, script=True, held=held)
+
     async def _converse(self) -> None:
         try:
             while True:
                 self._link, welcome = await links.join(
-                    self._endpoint, links.TO_JOB, lambda: self._hello, w.JobWelcome, self._away_s
+                    self._endpoint, links.TO_JOB, self._hello, w.JobWelcome, self._away_s
                 )
                 self._link.watch(welcome.silence_s)
                 self._welcomed(welcome)
@@ -198,7 +203,7 @@ class PhaseClient:
             elif self._yielded is not None and permit.permit == self._yielded.permit:
                 self._send(self._yielded)
             else:
-                self._granted(w.Granted(permit.permit, permit.phase, permit.nodes, permit.left_s))
+                self._granted(w.Granted(permit.permit, permit.phase, permit.nodes, permit.left_s, permit.both))
         if self._wanted is not None:
             self._send(self._wanted)
             self._count_down()
@@ -228,7 +233,8 @@ class PhaseClient:
             self._wanted is not None
             and self._waiter is not None
             and not self._waiter.done()
-            and (self._wanted.both or self._wanted.phase is granted.phase)
+            and self._wanted.both == granted.both
+            and (granted.both or self._wanted.phase is granted.phase)
         ):
             self._wanted = None
             self._held, self._recalled, self._over = turn, False, ""

@@ -95,6 +95,7 @@ class Keeper:
         self._kept: dict[JobId, _KeptResident] = {}
         self._device: _Device | None = None
         self._last_permit = 0
+        self._scripts_over: dict[JobId, w.ResidentGone] = {}
         self._link: PoolLink[w.ToKeeper] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -148,6 +149,7 @@ class Keeper:
             socket.gethostname(),
             self._last_permit,
             residents,
+            tuple(self._scripts_over.values()),
         )
 
     def _say(self, message: w.FromKeeper) -> None:
@@ -186,6 +188,7 @@ class Keeper:
         owner = f"{RESIDENTS} {self._ticket.node}"
         kept = _KeptResident(order, RecordedProcesses(self._ticket.records, self._ticket.pool, owner, name))
         self._kept[order.job] = kept
+        self._scripts_over.pop(order.job, None)
         self._spawn(self._attend(kept))
 
     def _give(self, permit: int, job: JobId, left_s: float) -> None:
@@ -429,7 +432,10 @@ class Keeper:
         if device is not None and device.job == job and device.taking:
             device.still()
             self._device = None
-        self._say(w.ResidentGone(job, kept.order.placement, cause, permit, kept.worker, code))
+        gone = w.ResidentGone(job, kept.order.placement, cause, permit, kept.worker, code)
+        if kept.order.script:
+            self._scripts_over[job] = gone  # How it has ended nobody else knows.
+        self._say(gone)
         if kept.follower is not None:
             self._start(kept.follower)
         self._resume()

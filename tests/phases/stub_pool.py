@@ -20,8 +20,8 @@ PATIENCE_S = 20.0
 class StubPool:
     """Runs on a thread of its own. `heard` is what the script said, without its heartbeats."""
 
-    def __init__(self, *, grants: bool = True, refuses_both: bool = True) -> None:
-        self.grants, self.refuses_both = grants, refuses_both
+    def __init__(self, *, grants: bool = True) -> None:
+        self.grants = grants
         self.heard: list[msgspec.Struct] = []
         self.held: w.HeldPermit | None = None
         self.permits = 0
@@ -94,17 +94,18 @@ class StubPool:
     def said(self, kind: type) -> list[Any]:
         return [message for message in self.heard if isinstance(message, kind)]
 
-    def grant(self, phase: PhaseKind) -> None:
+    def grant(self, phase: PhaseKind, *, both: bool = False) -> None:
         async def granting() -> None:
-            self._grant(phase)
+            self._grant(phase, both=both)
 
         self.there(granting)
 
-    def _grant(self, phase: PhaseKind) -> None:
+    def _grant(self, phase: PhaseKind, *, both: bool = False) -> None:
         self.permits += 1
-        self.held = w.HeldPermit(self.permits, "script", phase, NODES[phase], 30.0)
+        nodes = (*NODES[PhaseKind.ROLLOUT], *NODES[PhaseKind.TRAIN]) if both else NODES[phase]
+        self.held = w.HeldPermit(self.permits, "script", phase, nodes, 30.0, both=both)
         if self._links:
-            self._links[-1].send(w.Granted(self.permits, phase, NODES[phase], 30.0))
+            self._links[-1].send(w.Granted(self.permits, phase, nodes, 30.0, both))
 
     def _connected(self, link: PoolLink[FromDialler]) -> None:
         self._links.append(link)
@@ -143,10 +144,8 @@ class StubPool:
                 )
                 link.watch(5.0)
                 self.welcomes += 1
-            case w.AskPhase(both=True) if self.refuses_both:
-                link.send(w.PoolRefused("no permit for both phases at once", retry=False))
-            case w.AskPhase(phase=phase) if self.grants and self.held is None:
-                self._grant(phase)
+            case w.AskPhase(phase=phase, both=both) if self.grants and self.held is None:
+                self._grant(PhaseKind.TRAIN if both else phase, both=both)
             case w.YieldPhase(permit=permit) if self.held is not None and self.held.permit == permit:
                 self.held = None
             case _:

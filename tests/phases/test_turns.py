@@ -17,7 +17,7 @@ from elastic import pool_wire as w
 from elastic.cluster.types import PhaseKind
 from elastic.phases import PhaseError
 from elastic.phases.slime import SlimePhases
-from tests.phases.stub_pool import StubPool
+from tests.phases.stub_pool import PATIENCE_S, StubPool
 
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
@@ -179,11 +179,16 @@ def test_a_turn_that_nobody_waits_for_ends(pool: StubPool) -> None:
 
 def test_who_can_give_up_nodes_is_asked_to(pool: StubPool) -> None:
     asked: list[tuple[str, ...]] = []
+
+    def cannot(nodes: tuple[str, ...]) -> None:
+        asked.append(())
+        raise RuntimeError(f"not to {nodes}")
+
     elastic.on_consolidate(asked.append)
     with elastic.phase("rollout"):
         pool.tell(w.TailMove(1, ("rollout-1",)))
         pool.until(lambda stub: stub.said(w.TailLeft) == [w.TailLeft(1)])
-        elastic.on_consolidate(lambda nodes: asked.append(()) or 1 // 0)
+        elastic.on_consolidate(cannot)
         pool.tell(w.TailMove(1, ("rollout-2",)))
         eventually(lambda: len(asked) == 2)
     assert asked == [("rollout-1",), ()]
@@ -228,10 +233,9 @@ def test_a_coroutine_is_a_phase_and_a_generator_is_none(pool: StubPool) -> None:
             yield 1
 
 
-def test_both_at_once_is_one_question_and_a_refusal_says_why(pool: StubPool) -> None:
-    with pytest.raises(PhaseError, match="no permit for both phases at once"), elastic.phase("rollout", both=True):
+def test_both_at_once_is_one_question(pool: StubPool) -> None:
+    with elastic.phase("rollout", both=True):
         pass
-    pool.refuses_both = False
     with elastic.phase("sync", state=[Sleeper()], both=True):
         pass
     with elastic.phase("train"):
@@ -240,7 +244,6 @@ def test_both_at_once_is_one_question_and_a_refusal_says_why(pool: StubPool) -> 
 
 
 def test_slimes_phases_hold_the_nodes_of_their_role(pool: StubPool) -> None:
-    pool.refuses_both = False
     callback = SlimePhases()
     for phase, role in (("init", "both"), ("generate", "sampler"), ("train", "trainer"), ("weight_sync", "both")):
         callback.on_phase_begin(phase, role, {"rollout_id": 0})
@@ -250,6 +253,27 @@ def test_slimes_phases_hold_the_nodes_of_their_role(pool: StubPool) -> None:
     assert asked == [(TRAIN, True), (ROLLOUT, False), (TRAIN, False), (TRAIN, True)]
     with pytest.raises(PhaseError, match="role: found 'critic'"):
         callback.on_phase_begin("train", "critic")
+
+
+def test_who_needs_both_pools_does_not_begin_with_one_of_them(pool: StubPool) -> None:
+    """A grant of an earlier wish that was on its way is given back."""
+    pool.grants = False
+    began = threading.Event()
+
+    def enter() -> None:
+        with elastic.phase("rollout", both=True):
+            began.set()
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    pool.until(lambda stub: bool(stub.said(w.AskPhase)))
+    pool.grant(ROLLOUT)
+    pool.until(lambda stub: stub.said(w.YieldPhase) == [w.YieldPhase(1, finished=True)])
+    assert not began.is_set()
+    pool.grant(TRAIN, both=True)
+    thread.join(PATIENCE_S)
+    assert began.is_set()
+    pool.until(lambda stub: [told.permit for told in stub.said(w.YieldPhase)] == [1, 2])
 
 
 def test_who_is_not_let_in_hears_why(pool: StubPool, monkeypatch: pytest.MonkeyPatch) -> None:

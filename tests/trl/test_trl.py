@@ -13,7 +13,7 @@ from elastic.cluster.types import PhaseKind
 from elastic.phases.files import wrapped
 from tests.phases.stub_pool import StubPool
 
-pytestmark = pytest.mark.trl
+pytestmark = [pytest.mark.trl, pytest.mark.timeout(2700)]
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "examples/jobs/trl_grpo.py"
@@ -43,7 +43,7 @@ def run(command: tuple[str, ...], directory: Path, pool: StubPool | None) -> dic
         [*command, "--directory", str(directory), "--steps", str(STEPS)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
