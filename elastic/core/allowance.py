@@ -17,9 +17,9 @@ from elastic.core.run_state import RunState
 from elastic.core.types import NS_PER_S, LeaseState, Nanoseconds, Offer, WorkerRole
 
 SLACK_NS = NS_PER_S
-"""For what lies between a decision and its effect: durable writes, messages, a late wake-up."""
+"""Time between a decision and its effect: durable writes, messages, a late wake-up."""
 WARNED_SHARE = 0.8
-"""Of a budget: once so much of it is committed, the run warns."""
+"""Share of a budget at which the run warns, counting what is committed."""
 FOREVER_NS = 100 * 365 * 24 * 3600 * NS_PER_S
 
 
@@ -136,7 +136,8 @@ def budget_forecast(run: RunState, now_ns: Nanoseconds) -> BudgetForecast | None
 
 
 def _fixed_nano_usd(run: RunState) -> int:
-    """What is owed whenever the run ends: leases that are over, and functions, calls that may be out included."""
+    """Return what is owed whenever the run ends: for past leases, and for functions with calls that may be under
+    way."""
     told = run.controls
     calls = run.limits.scorings_max * told.call_nano_usd
     return run.ledger.closed_nano_usd_max + told.carried_nano_usd + told.functions_nano_usd + calls

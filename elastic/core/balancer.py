@@ -104,7 +104,7 @@ class Balancer:
                 self._turns.transfer(turn, move.to)
 
     def _loads(self) -> list[WorkerLoad]:
-        """Of the ready workers of each kind those with the most and with the least to do, in the fleet's order."""
+        """Return the ready workers with the most and with the least work of each kind, in the fleet's order."""
         alike: dict[tuple[int, int, WorkerKind], list[Worker]] = {}
         arriving = Counter(turn.destination for turn in self._run.turns.moving.values())
         leaving = self._leaving()

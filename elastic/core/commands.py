@@ -46,13 +46,13 @@ class AbortTurn(_Command, frozen=True):
 
 
 class AcceptTokens(_Command, frozen=True):
-    """These chunks of the frame that was just handled (by position in it) are accepted; the rest are not."""
+    """Accept these chunks (by position) of the frame just handled. The other chunks are rejected."""
 
     chunks: tuple[int, ...]
 
 
 class FinishTurn(_Command, frozen=True):
-    """The turn's tokens are complete; hand them to whoever asked."""
+    """The turn's tokens are complete. Give them to the turn's requester."""
 
     turn: TurnId
 
@@ -122,7 +122,7 @@ class ScoreTrajectory(_Command, frozen=True):
 
 
 class RecordReward(_Command, frozen=True):
-    """What came of scoring the trajectory stands: its reward, or `cause`, for which it has none."""
+    """Record the result of scoring a trajectory: its reward, or the `cause` for having none."""
 
     trajectory: TrajectoryId
     reward: float | None
@@ -175,7 +175,7 @@ class YieldPermit(_Command, frozen=True):
 
 
 class TellProgress(_Command, frozen=True):
-    """How far the step's rollouts are: so many of its trajectories need no more turns. For a pool that others share."""
+    """Report that `done` of the step's trajectories need no more turns, to a pool that others share."""
 
     step: int
     done: int

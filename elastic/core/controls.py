@@ -10,15 +10,15 @@ BUDGET_EXHAUSTED = "BudgetExhausted"
 
 @dataclass(slots=True)
 class Controls:
-    """The state that commands have left; false for a run that was given none.
+    """The state that commands have left.
 
-    - `commands` maps the id of each command that was done to what it said: a repeat is recognised by its id.
-    - `caps` has the most GPUs that may be held of a provider, where that is limited.
-    - `budget_usd` is what the run may cost in all. Of that, `carried_nano_usd` is known from elsewhere than the ledger
-      (incarnations that this one does not go on from, leases that were granted while nobody listened), and
-      `functions_nano_usd` are the calls of functions, of which one more costs `call_nano_usd` at most.
-    - `unheard_since_ns` has leases that were asked for before the run was resumed, and when that was.
-    - `stopped` is why the run was told to stop; it is empty while it was not.
+    - `commands` maps the id of each completed command to its text. A repetition is recognised by its id.
+    - `caps` is the largest number of GPUs of each limited provider.
+    - `budget_usd` is what the run may cost in all. Of this, `carried_nano_usd` is known from elsewhere than the ledger:
+      incarnations that this one does not continue, and leases granted while no process listened. `functions_nano_usd`
+      is the cost of function calls; one more call costs `call_nano_usd` at most.
+    - `unheard_since_ns` has the leases requested before the run was resumed, and the time of the request.
+    - `stopped` is the reason of a stop; empty if the run was not stopped.
     """
 
     commands: dict[str, str] = field(default_factory=dict[str, str])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 LENGTHS_KEPT = 64
 """Enough to tell a common length from a rare one, few enough to follow a policy that learns."""
 LEARNING_SHARE = 0.1
-"""Of what is believed, that the next turn decides."""
+"""Weight of a new turn in the running estimates."""
 
 
 @dataclass(slots=True)

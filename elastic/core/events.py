@@ -125,10 +125,8 @@ class WorkerDisconnected(_Event, frozen=True):
 
 
 class WorkerBarred(_Event, frozen=True):
-    """What the worker said in this epoch cannot be true, or is not its to say: `cause` names it.
-
-    Its connection is cut, and nothing that it says is believed any more.
-    """
+    """The worker has sent something impossible or forbidden in this epoch; `cause` names it. Its connection is cut,
+    and all of its later messages are ignored."""
 
     worker: WorkerId
     epoch: int
@@ -264,8 +262,8 @@ class StopRequested(_Event, frozen=True):
 
 
 class StopCommanded(_Event, frozen=True):
-    """Somebody has told the run to end as `stopped`. `undone`: the run was resumed since, and only the command's id
-    still matters."""
+    """A user has told the run to end as `stopped`. `undone`: the run was resumed since; only the command's id still
+    matters."""
 
     command: str
     reason: str
@@ -277,7 +275,7 @@ class StopCommanded(_Event, frozen=True):
 
 
 class CapSet(_Event, frozen=True):
-    """At most `gpus` GPUs of the provider may be held from now on; None for as many as it has."""
+    """At most `gpus` GPUs of the provider may be held from now on; None for no limit."""
 
     command: str
     provider: str
@@ -320,10 +318,10 @@ class FunctionsBilled(_Event, frozen=True):
 
 
 class Resumed(_Event, frozen=True):
-    """A new process has taken the run up from its journal: nobody has been heard since the event before this one.
+    """A new process continues the run from its journal. No worker was heard since the event before this one.
 
-    What it finds (connections that are gone, leases that have ended) is told by events of their own. The trainer has
-    all of its restarts once more. `budget_usd` is set where whoever resumed it has given it another budget, or none.
+    What it finds (closed connections, ended leases) comes as events of their own. The trainer gets all of its restarts
+    again. `budget_usd` is set if the user who resumed the run has changed or removed its budget.
     """
 
     budget_usd: float | msgspec.UnsetType | None = msgspec.UNSET

@@ -21,12 +21,12 @@ _Load = tuple[int, float, int, WorkerId]
 _Place = tuple[WorkerKind, int]
 
 STANDING_KEPT = 1 / 2
-"""Of a worker's standing, each time that it gives a turn back."""
+"""Factor on a worker's standing for each turn that it gives back."""
 LEAST_STANDING = 1 / 64
 STANDING_TOKENS = 1000
 """Accepted tokens that take a worker's standing from nothing to 1."""
 HOPELESS_DECLINES = 4
-"""After so many declined turns in a row a resting worker no longer counts as help for the trainer's device."""
+"""Declined turns in a row after which a resting worker does not count as help for the trainer's device."""
 
 
 @dataclass(slots=True)
@@ -207,7 +207,7 @@ class Fleet:
         return turns
 
     def given_back(self, worker: Worker) -> None:
-        """The worker has given a turn back that nobody had called back: others look better now."""
+        """Lower the standing of a worker that has given a turn back unasked."""
         worker.standing = max(LEAST_STANDING, STANDING_KEPT * worker.standing)
         self._out_of_order[worker.id] = worker
 
@@ -232,7 +232,7 @@ class Fleet:
         return worker.leaves_ns is None and self.may_take(worker)
 
     def may_take(self, worker: Worker) -> bool:
-        """As `has_room`, but also of a worker that is about to leave."""
+        """As `has_room`, but includes workers that are about to leave."""
         return (
             worker.state is WorkerState.READY
             and len(worker.turns) < worker.capacity
@@ -275,7 +275,7 @@ class Fleet:
 
     @property
     def able(self) -> bool:
-        """Whether anybody is or comes to a state in which it could take a turn; its places may all be taken now."""
+        """Return whether any worker is, or will be, in a state to take a turn. Its places may all be taken now."""
         return bool(self._able)
 
     def helped(self, oldest_version: int) -> bool:
@@ -344,7 +344,7 @@ class Fleet:
         return worker.version if useful and not hopeless and worker.leaves_ns is None else None
 
     def stale_index(self) -> str:
-        """What of the index differs from a recomputation; empty when it is right."""
+        """Return the differences between the index and a recomputation; empty if the index is right."""
         self._put_in_order()
         loads = {w.id: entry for w in self.workers.values() if (entry := self._load_entry(w)) is not None}
         if loads != self._indexed:

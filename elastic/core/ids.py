@@ -13,7 +13,7 @@ from elastic.core.types import LeaseId, TrajectoryId, TurnId, WorkerId
 
 
 class Member(NamedTuple):
-    """Where a trajectory belongs: a training step, the index of a group in it, and its number in the group."""
+    """The place of a trajectory: a training step, the index of a group in it, and the member's number in the group."""
 
     step: int
     group: int

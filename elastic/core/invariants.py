@@ -62,7 +62,7 @@ _SCORING_WAITS = {ScoringState.RUNNING: {"score"}, ScoringState.BACKING_OFF: {"s
 
 
 Found: TypeAlias = str | Callable[[], str]
-"""What is wrong, or how to say it: most checks hold, and have nothing to say."""
+"""A violation, or a function that describes it. Most checks hold, and then describe nothing."""
 
 
 class InvariantViolated(AssertionError):
@@ -180,7 +180,7 @@ def _check_worker(s: Scheduler, worker: Worker, waits: Set[str]) -> None:
 
 
 def _worker_waits(s: Scheduler, worker: Worker) -> set[str]:
-    """What a worker in its state must be waiting for."""
+    """Return what a worker in its state must be waiting for."""
     match worker.state:
         case WorkerState.BOOTING:
             return {"boot"}
@@ -302,7 +302,7 @@ def _check_queue(s: Scheduler) -> None:
 
 
 def _check_lull(s: Scheduler) -> None:
-    """Nothing is asked for while there are no rollouts to do, and nothing waits for a turn that has asked for none."""
+    """Without rollouts no lease is requested, and no request is open."""
     table = s.leases
     if table.paused and table.lull_since_ns is None:
         raise InvariantViolated(9, "leases", f"nothing is asked of {list(table.paused)}, and rollouts are to do")
@@ -349,7 +349,7 @@ def _check_group(group: Group) -> None:
 
 
 def _check_staleness(s: Scheduler, group: Group, trained_at: int) -> None:
-    """What is trained on, or may yet be, is within the bound; what is not has been dropped."""
+    """Everything that is or may be trained on is within the staleness bound. Everything else was dropped."""
     if group.state is GroupState.DROPPED:
         return
     tokens = [group.oldest_token, *(s.turns.oldest_token(trajectory) for trajectory in group.unfinished)]

@@ -315,7 +315,7 @@ class LeaseManager:
                 self._leave(lease, run.now_ns + run.patience.leaving_ns(run.now_ns), reason)
 
     def _usefulness(self, lease: Lease) -> tuple[bool, bool, int]:
-        """Of a lease: whether it is granted, whether any of its workers serves, and how many turns are on them."""
+        """Return a lease's sort key: whether it is granted, whether a worker of it serves, and its number of turns."""
         workers = self._run.fleet.of_lease(lease.id)
         ready = any(worker.state is WorkerState.READY for worker in workers)
         return lease.live, ready, sum(worker.outstanding for worker in workers)

@@ -11,7 +11,7 @@ from elastic.core.transitions import Story, take_transition
 from elastic.core.types import LeaseId, LeaseState, Nanoseconds, Offer, WorkerId
 
 READY_TIMES_KEPT = 8
-"""Of a provider's workers: enough to see its slow ones, few enough to forget a bad hour."""
+"""Remembered ready times of a provider's workers: enough to show slow workers, few enough to forget a bad hour."""
 LIVE = (LeaseState.GRANTED, LeaseState.RELEASING)
 
 
@@ -83,7 +83,7 @@ class LeaseTable:
         return max(self._ready_ns.get(provider, ()), default=None)
 
     def mean_ready_ns(self, provider: str) -> float | None:
-        """What its last workers took to get ready on average; None before the first."""
+        """Return the mean time until the provider's last workers were ready; None before the first."""
         times_ns = self._ready_ns.get(provider)
         return fmean(times_ns) if times_ns else None
 

@@ -27,7 +27,7 @@ class Leaving:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Of one turn, in a batch as it is now."""
+        """Decode speed of one turn in a batch of the present size."""
         return self._profile.turn_tokens_per_s(max(1, self._worker.outstanding))
 
     @property

@@ -39,7 +39,7 @@ journal."""
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Of one device: an hour's price in nano-dollars, and the increment that it is billed by, 0 for none."""
+    """The price of one device: nano-dollars per hour, and the billing increment, 0 for none."""
 
     nano_usd_per_hour: int
     increment_ns: Nanoseconds = 0
@@ -56,7 +56,7 @@ class Price:
         return -(-duration_ns // self.increment_ns) * self.increment_ns
 
     def most_nano_usd(self, duration_ns: Nanoseconds) -> int:
-        """What so long may cost at the most, wherever the provider takes it to begin."""
+        """Return the most that this duration can cost, whenever billing begins."""
         skew_ns = BILLING_SKEW_NS if self.increment_ns else 0
         return -(-self.billed_ns(duration_ns + skew_ns) * self.nano_usd_per_hour // NS_PER_HOUR)
 
@@ -100,7 +100,7 @@ class DeviceBook:
 
     @property
     def imbalance_ns(self) -> int:
-        """By how much the accounts of a closed book miss its duration."""
+        """Return the difference between a closed book's duration and the sum of its accounts."""
         return abs(sum(self.accounts_ns.values()) - ((self.closed_ns or self.cursor_ns) - self.opened_ns))
 
     def cost_nano_usd(self, now_ns: Nanoseconds) -> int:
@@ -109,7 +109,7 @@ class DeviceBook:
         return price.billed_ns(self._charged_ns(end_ns)) * price.nano_usd_per_hour // NS_PER_HOUR
 
     def most_nano_usd(self, now_ns: Nanoseconds) -> int:
-        """What it may have cost at the most."""
+        """Return the most that the device can have cost."""
         end_ns = now_ns if self.closed_ns is None else self.closed_ns
         return self.price.most_nano_usd(self._charged_ns(end_ns))
 

@@ -11,9 +11,9 @@ from elastic.core.types import NS_PER_S, Limits, Nanoseconds
 
 TIMES_MOST = 10
 MARGIN = 3
-"""Times the longest that is known: what comes is drawn from the same, and the next may be longer than all of these."""
+"""Factor on the longest known duration. The next duration has the same distribution, and may exceed all known ones."""
 REMEMBERED_NS = 600 * NS_PER_S
-"""What is longer ago than twice this counts no more; what is not as long ago as this does."""
+"""Durations younger than this count; durations older than twice this do not."""
 
 ADAPTIVE = {
     "boot": "boot_timeout_ns",
@@ -22,7 +22,7 @@ ADAPTIVE = {
     "token": "turn_stall_timeout_ns",
     "handover": "handover_timeout_ns",
 }
-"""By the name of the wait, the limit that is configured for it."""
+"""The configured limit of each wait, by the wait's name."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Longest:
         return self.duration_ns if age_ns >= REMEMBERED_NS else max(self.duration_ns, self.before_ns)
 
     def changes_ns(self, now_ns: Nanoseconds) -> Nanoseconds:
-        """Until when `lately_ns` stays as it is now, if nothing is noted."""
+        """Return until when `lately_ns` keeps its value if nothing is noted."""
         return self.since_ns + (1 + (now_ns - self.since_ns) // REMEMBERED_NS) * REMEMBERED_NS
 
 

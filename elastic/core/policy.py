@@ -54,10 +54,10 @@ class FleetView(Protocol):
         ...
 
     def least_loaded(self, role: WorkerRole, oldest_version: int) -> Sequence[WorkerView]:
-        """Of the workers of a role that may take one more such turn, the least loaded of each kind.
+        """Return the least loaded worker of each kind, among workers of a role with room for such a turn.
 
-        The least loaded of all comes first: one with a free place in its batch, if there is any; then by its turns in
-        proportion to its places and its standing. O(log n) in workers; kinds are few.
+        The least loaded worker of all comes first: one with a free place in its batch, if any; then by turns per place
+        and standing. O(log n) in workers; kinds are few.
         """
         ...
 
@@ -180,10 +180,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeedingPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a seeding policy has decided, and all that it remembers; the core keeps it from step to step.
+    """The decision of a seeding policy, and its memory; the core keeps both from step to step.
 
-    `worker_bound` is N_prem: more workers than these would not make steps shorter. `memory` maps a number of workers to
-    the window that was best with them.
+    `worker_bound` is N_prem: more workers would not shorten steps. `memory` maps a number of workers to the best window
+    with them.
     """
 
     window_ns: Nanoseconds
@@ -208,21 +208,21 @@ class MarketView(Protocol):
         ...
 
     def ready_s(self, provider: str) -> float | None:
-        """What the provider's last workers took on average from their grant to being ready; None before the first."""
+        """Mean time from grant to readiness of the provider's last workers; None before the first."""
         ...
 
 
 class RoutingPolicy(Protocol):
     def route(self, turn: TurnView, fleet: FleetView) -> WorkerId | None:
-        """The worker to take the turn, or None to leave it queued (nobody has room)."""
+        """Returns the worker for the turn, or None to leave it queued (no worker has room)."""
         ...
 
 
 class BalancingPolicy(Protocol):
     def moves(self, loads: Sequence[LoadView], profiles: Mapping[WorkerKind, BatchProfile]) -> Sequence[Move]:
-        """What to move now. A turn that was moved is not movable again before it has got a token.
+        """Returns the moves to make now. A moved turn cannot move again before it has got a token.
 
-        Of a large fleet, `loads` are those workers of each kind with the most and with the least to do.
+        In a large fleet, `loads` has the workers with the most and with the least work of each kind.
         """
         ...
 
@@ -304,6 +304,6 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     holding: HoldingPolicy | None = None
     """None: leases are held for the whole run."""
     replacement: ReplacementPolicy | None = None
-    """None: a lease's end is waited for, and what is offered after it is taken."""
+    """None: no lease is replaced before its end."""
     departure: DeparturePolicy | None = None
-    """None: when the end of a lease is known, its workers drain at once."""
+    """None: the workers of a lease drain as soon as the lease's end is known."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from elastic.core.types import NS_PER_S, Nanoseconds
 
 KEPT_SHARE = 0.8
-"""Of what was seen before, when something new is: weights and contexts change, and so does a device's speed."""
+"""Weight of earlier observations at a new one. Weights, contexts and a device's speed change."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class BatchProfile:
         return self.prefill_tokens / self.prefill_ns * NS_PER_S if self.prefill_ns else 0.0
 
     def turn_tokens_per_s(self, batch: int) -> float:
-        """What each turn of a batch of about this size decodes; 0 where it is not known."""
+        """Return the decode speed of each turn in a batch of about this size; 0 if unknown."""
         if not self.samples:
             return 0.0
         near = min(self.samples, key=lambda seen: abs(seen - batch))

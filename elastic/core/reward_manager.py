@@ -28,7 +28,7 @@ class Scoring:
 
 
 class RewardManager:
-    """At most `Limits.scorings_max` attempts run at once; the others wait for their turn."""
+    """Runs at most `Limits.scorings_max` scoring attempts at once. Further attempts are queued."""
 
     def __init__(self, run: RunState) -> None:
         self._run = run
@@ -53,7 +53,7 @@ class RewardManager:
             self._fill()
 
     def take_outcomes(self) -> list[tuple[TrajectoryId, float | str]]:
-        """What has come of trajectories since: a reward, or why there is none."""
+        """Return the results since the last call: each trajectory's reward, or why there is none."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 

@@ -47,7 +47,7 @@ what its checkpoint does not have. The trainer is as patient with the orchestrat
 
 MAX_DOUBLINGS = 16
 _AT_THEIR_TIME = ("expiry", "early replacement", "departure", "budget", "lull", "permit over")
-"""Waits for a time rather than for somebody."""
+"""Waits for a time instead of a peer."""
 
 
 class Phase(StrEnum):
@@ -61,7 +61,7 @@ _ACTIVE = (Phase.RUNNING, Phase.STARTING)
 
 
 class SchedulerPart(Protocol):
-    """What the scheduler composes: who hears which events, and who is called when which wait is over."""
+    """A part of the scheduler: the events that it handles, and the callbacks of its waits."""
 
     handlers: Mapping[type[Event], Callable[[Any], None]]
     due: Mapping[str, Callable[[str], None]]
@@ -138,7 +138,7 @@ class RunState:
         self.wait("start", "run", awaited_ns + self.leases.grant_within_ns + self.permit_ns)
 
     def back_off_ns(self, failures: int) -> Nanoseconds:
-        """How long to leave somebody alone after so many failures in a row: twice as long with each."""
+        """Return the pause after this many failures in a row. It doubles with each failure."""
         return min(self.limits.retry_base_ns << min(failures - 1, MAX_DOUBLINGS), self.limits.retry_max_ns)
 
     def expect(self, what: str, key: str) -> None:
@@ -146,26 +146,26 @@ class RunState:
         self.timers.set(what, key, self.now_ns, self.patience.limit_ns(what, self.now_ns))
 
     def came(self, what: str, key: str) -> None:
-        """What was waited for is there; how long that took is remembered."""
+        """End a wait successfully, and remember how long it took."""
         since_ns = self.timers.since_ns(what, key)
         if since_ns is not None:
             self.patience.note(what, self.now_ns - since_ns, self.now_ns)
             self.timers.clear(what, key)
 
     def goes_on(self, what: str, key: str) -> None:
-        """As `came`, and more of it is expected."""
+        """As `came`, for a wait that continues."""
         since_ns = self.timers.since_ns(what, key)
         if since_ns is not None:
             self.patience.note(what, self.now_ns - since_ns, self.now_ns)
         self.timers.set(what, key, self.now_ns, self.patience.limit_ns(what, self.now_ns))
 
     def count_budget(self) -> None:
-        """What the run holds or owes has changed: find out anew how long its budget lasts, where it has one."""
+        """Compute how long the budget lasts, after a change of the run's leases or debts."""
         if self.controls.budget_usd is not None and self.active:
             self.wait("budget", "run", 0)
 
     def take_up(self, event: Resumed) -> None:
-        """Restart every deadline, and the trainer's count of restarts: while the orchestrator was down, nobody could
+        """Restart every deadline and the trainer's count of restarts: while the orchestrator was down, no peer could
         be heard."""
         self.trainers_lost = 0
         if event.budget_usd is not UNSET:

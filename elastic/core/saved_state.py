@@ -17,7 +17,7 @@ import msgspec
 from elastic.core.scheduler import Scheduler
 
 LEFT_OUT = ("handlers", "due", "_handlers", "_due", "plan", "limits", "policies")
-"""Who hears what, and what a scheduler is given."""
+"""Handlers and constructor arguments, which are not saved."""
 _PLAIN = {
     **{("collections", kind.__name__): kind for kind in (Counter, OrderedDict, defaultdict, deque)},
     **{("builtins", kind.__name__): kind for kind in (set, frozenset)},
@@ -89,7 +89,7 @@ def _rebuild(kind: type, fields: Mapping[str, Any]) -> Any:
 
 
 def _pieces(scheduler: Scheduler) -> tuple[dict[str, object], dict[str, object]]:
-    """What every scheduler consists of from its start on, and what it was given, by name."""
+    """Return the parts that every scheduler has from its start, and its constructor arguments, by name."""
     run, parts = scheduler.pieces
     given: dict[str, object] = {"plan": run.plan, "limits": run.limits, "policies": run.policies}
     return {type(piece).__name__: piece for piece in (scheduler, run, *parts)}, given

@@ -128,7 +128,7 @@ class Scheduler:
             self._end()
 
     def _stop(self) -> None:
-        """Nothing new begins, and everything is given back."""
+        """Begin nothing new, and give everything back."""
         run = self._run
         run.phase = Phase.STOPPING
         run.timers.clear("budget", "run")
@@ -195,7 +195,7 @@ class Scheduler:
 
     @property
     def controls(self) -> Controls:
-        """What the run was told from outside."""
+        """The state that commands have left."""
         return self._run.controls
 
     @property
@@ -270,5 +270,5 @@ class Scheduler:
 
     @property
     def trainer_order(self) -> c.TrainGroup | c.UpdateWeights | None:
-        """What the trainer was told and has not done yet, as far as has been heard."""
+        """The order that the trainer has not answered yet."""
         return self._device.order

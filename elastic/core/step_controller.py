@@ -21,7 +21,7 @@ from elastic.core.types import GroupState, WorkerState
 from elastic.core.worker_manager import WorkerManager
 
 _COMING = (WorkerState.BOOTING, WorkerState.DETACHED)
-"""Of the trainer's worker: what it does is not known, and it may have to catch up."""
+"""States of the trainer's worker in which its work is unknown, and in which it may have to catch up."""
 
 
 class StepController:
@@ -114,7 +114,7 @@ class StepController:
             permit.ask()
 
     def _has_work(self) -> bool:
-        """Whether the step can be trained on, its rollouts being over, or turns wait that nobody else can take."""
+        """Return whether the step is ready to train, or turns wait that no other worker can take."""
         step = self._run.step
         if step is None or self._device.mode is not TrainerMode.ASLEEP:
             return False
@@ -128,12 +128,12 @@ class StepController:
             self._run.out.append(c.TellProgress(step=progress[0], done=progress[1], of=progress[2]))
 
     def _helped(self, head: Turn | None) -> bool:
-        """Whether anybody but the trainer's device could go on with the queue's head, or with turns as they come."""
+        """Return whether a worker besides the trainer's device could take the head of the queue, or turns to come."""
         run = self._run
         return run.fleet.helped(run.oldest_version if head is None else head.oldest_version)
 
     def _use_sleeping_device(self, step: Step) -> None:
-        """In synchronous training turns that nobody else can take come first; otherwise training does."""
+        """In synchronous training, run turns that no other worker can take; otherwise train."""
         needed = self._needs_reseeding()
         if step.updating or not self._device.free or self._device.order is not None:
             return
@@ -202,10 +202,8 @@ class StepController:
             self._wake()
 
     def _end_seeding_if_due(self, step: Step) -> None:
-        """The window ends by time, but not while nobody else could go on; with the last trajectory in any case.
-
-        In asynchronous training it ends as soon as the trainer need not wait any longer.
-        """
+        """End the seeding window when its time is over, but not while no other worker could take its turns. End it
+        with the last trajectory in any case. In asynchronous training, end it as soon as the trainer need not wait."""
         run = self._run
         window_over = not run.timers.waiting("seeding", "trainer") and (self._synchronous or self._trainable(step))
         helped = self._helped(run.turns.head()) or (self._permit.needed and bool(run.leases.slices))
@@ -220,7 +218,8 @@ class StepController:
         self._run.timers.clear("seeding", "trainer")
 
     def _needs_reseeding(self) -> bool:
-        """Turns wait and nobody else can take them: the trainer's device takes them back after a short delay."""
+        """Return whether turns wait that no other worker can take. The trainer's device takes them after a short
+        delay."""
         head = self._run.turns.head()
         if head is None or self._run.leases.slices or (self._synchronous and self._helped(head)):
             self._forget_reseeding()

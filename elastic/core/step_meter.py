@@ -18,7 +18,7 @@ class StepMeter:
     worker_ns: int = 0
 
     def look(self, now_ns: Nanoseconds, *, training: bool, waiting: bool, workers: int) -> None:
-        """From `now_ns` on: is the trainer at work or out of work, and how many other workers help."""
+        """Record from `now_ns` on: whether the trainer works or waits, and how many other workers help."""
         if (training, waiting, workers) != (self.training, self.waiting, self.workers):
             self.add_up(now_ns)
             self.training, self.waiting, self.workers = training, waiting, workers

@@ -17,7 +17,7 @@ class BatchRule(Enum):
     """Which of the groups in play make a step's batch."""
 
     ALL = auto()
-    """Those launched for it, each in its place (synchronous)."""
+    """All groups launched for the step, each in its place (synchronous)."""
     AS_READY = auto()
     """Whichever finish, so that a slow one holds nothing up (asynchronous)."""
     FIRST_OF_USE = auto()
@@ -120,7 +120,7 @@ class Step:
 
     @property
     def trajectories(self) -> int:
-        """Those of all groups that are, or were, in play."""
+        """The trajectories of all groups that are or were in play."""
         return len(self._group_of)
 
     def end(self, group: Group, trajectory: TrajectoryId, outcome: float | str) -> None:
@@ -142,7 +142,7 @@ class Step:
         group.drop_reason = reason
 
     def reject(self, group: Group, now_ns: Nanoseconds, reason: str) -> None:
-        """Drop a finished group that is of no use. Its slot stays empty unless another group makes up for it."""
+        """Drop a useless finished group. Its slot stays empty unless another group takes it."""
         self.drop(group, now_ns, reason)
         self.rejected += 1
         if self.taking is BatchRule.ALL:
@@ -222,7 +222,7 @@ class Step:
         )
 
     def surplus(self) -> list[Group]:
-        """Once the rollouts are done: groups beyond the batch."""
+        """Return the groups beyond the batch, once the rollouts are done."""
         return [g for g in self._alive()[self.size :] if g.state in (GroupState.RUNNING, GroupState.READY)]
 
     def _alive(self) -> list[Group]:

@@ -23,8 +23,8 @@ SWEPT_AT_ONCE = 4
 """Entries that go from an old heap to the new one with each that comes: the old one is empty long before the new one
 is due to be swept."""
 BROUGHT_UP_TO_DATE = 500
-"""Entries at a heap's top that one look puts right: a step's turns all begin at once, and their deadlines have all been
-put off when the first ones would have come. If that is not enough, whoever asks is asked to ask again at once."""
+"""Entries at the top of a heap that one call updates. A step's turns all begin at once, and most deadlines have been
+extended when the first ones would come. If the bound is too small, the caller is asked to call again at once."""
 
 _Name: TypeAlias = tuple[str, str]
 _Heap: TypeAlias = list[tuple[Nanoseconds, _Name]]
@@ -147,5 +147,5 @@ class Timers:
         return wait is not None and wait.until_ns == at_ns
 
     def waits(self) -> list[Wait]:
-        """Who waits for what, since when, until when (invariant 12)."""
+        """Return who waits for what, since when, and until when (invariant 12)."""
         return sorted(Wait(*name, wait.since_ns, wait.until_ns) for name, wait in self._waits.items())

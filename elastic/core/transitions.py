@@ -62,7 +62,7 @@ class IllegalTransition(AssertionError):
 
 
 class Story:
-    """The last transitions of one thing, with their causes. Put into words only when somebody reads them."""
+    """The last transitions of one thing, with their causes. Formatted only when read."""
 
     __slots__ = ("_chapters",)
 

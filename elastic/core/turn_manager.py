@@ -43,7 +43,7 @@ class TurnManager:
         )
 
     def dispatch(self) -> None:
-        """Send queued turns out while anybody has room (invariant 9)."""
+        """Send queued turns to workers while any worker has room (invariant 9)."""
         run = self._run
         while (heads := run.turns.heads()) and (match := self._match(heads)) is not None:
             self._start(*match)
@@ -293,12 +293,12 @@ class TurnManager:
                 self.call_back_turn(turn, reason)
 
     def call_back_turn(self, turn: Turn, reason: str) -> None:
-        """As `call_back`, of one running turn."""
+        """As `call_back`, for one running turn."""
         self._abort(turn)
         self._expect_handover(turn, reason)
 
     def await_handover(self, worker: Worker, reason: str) -> None:
-        """As `call_back`, of a worker that gives its turns back by itself (it goes to sleep)."""
+        """As `call_back`, for a worker that gives its turns back by itself because it goes to sleep."""
         for turn in self._of(worker):
             if turn.state is TurnState.RUNNING:
                 self._expect_handover(turn, reason)

@@ -30,7 +30,7 @@ Speed: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=DEVICE_SPEED_MAX)]
 
 
 class Account(StrEnum):
-    """Where a GPU-nanosecond can go; each is in exactly one of these (docs/design.md, "A GPU-second")."""
+    """The accounts of a GPU-nanosecond; each is in exactly one (docs/design.md, "A GPU-second")."""
 
     BOOTING = "booting"
     LOADING = "loading"
@@ -67,7 +67,7 @@ its KV cache was full or its weights are new, is PREFILL: no capacity was lost, 
 SWITCHING is what parking and resuming take where jobs share a device.
 """
 SHARED_ACCOUNTS = frozenset({Account.PARKED, Account.SWITCHING})
-"""What only a device has that jobs share."""
+"""Accounts that only devices shared by jobs have."""
 UNPRICED_ACCOUNTS = frozenset({Account.PARKED})
 """Time in which the device was others' to use and pay for: the worker lay in host memory."""
 
@@ -144,7 +144,7 @@ class WeightMode(StrEnum):
 
 
 class LoadPhase(StrEnum):
-    """Where a worker is with the weights that it was told to load. WAITING: for running turns to end (`finish`)."""
+    """The phase of a worker's ordered load of weights. WAITING: for running turns to end (`finish`)."""
 
     NONE = "none"
     PULLING = "pulling"
@@ -165,9 +165,9 @@ class EndCause(StrEnum):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a provider can give right now, in leases; `expected_life_s` is None when unknown.
+    """The leases that a provider can give now; `expected_life_s` is None if unknown.
 
-    `replacements` are to be had besides what is `available`, each only in place of a lease that ends soon.
+    `replacements` can be had besides what is `available`, each only in place of a lease that ends soon.
     """
 
     provider: str
@@ -180,7 +180,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     expected_life_s: float | None = None
     replacements: int = msgspec.field(default=0, name="successors")
     billing_ns: Nanoseconds | msgspec.UnsetType = msgspec.UNSET
-    """What is billed is so much time at once, begun increments whole; unset where it is billed to the nanosecond."""
+    """The billing increment; begun increments count whole. Unset if leases are billed to the nanosecond."""
     grant_within_s: float | msgspec.UnsetType = msgspec.UNSET
     """How long a request may wait for its grant, where it is a turn on a shared pool; so may the trainer for a
     permit."""
@@ -189,7 +189,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def boot_ns(self) -> Nanoseconds:
-        """What the provider declares from the grant to the worker's process."""
+        """The provider's declared time from the grant to the worker's process."""
         return round(self.boot_s * NS_PER_S)
 
     @property
@@ -217,7 +217,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's engine declares once, when it joins. What is outside the bounds does not decode."""
+    """What a worker's engine declares once when it joins. Values outside the bounds do not decode."""
 
     engine: Text
     replayable_sampling: bool
@@ -249,7 +249,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerKind(msgspec.Struct, frozen=True):
-    """What makes workers alike: where they come from, and what their devices declare."""
+    """Properties that make workers alike: their provider, and what their devices declare."""
 
     provider: str
     tflops: float | None = None

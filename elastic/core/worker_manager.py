@@ -182,7 +182,7 @@ class WorkerManager:
             self._detach(worker)
 
     def _on_barred(self, event: e.WorkerBarred) -> None:
-        """Its turns go on elsewhere, and what its lease stands on is not leased again in this run."""
+        """Move the worker's turns elsewhere. The place of its lease is not leased again in this run."""
         run = self._run
         worker = run.fleet.workers.get(event.worker)
         if worker is None or worker.state is WorkerState.GONE or event.epoch < worker.epoch:
@@ -193,7 +193,7 @@ class WorkerManager:
         run.out.append(c.BarLease(lease=worker.lease, provider=worker.provider))
 
     def _detach(self, worker: Worker) -> None:
-        """Its turns go on elsewhere at once; the worker may come back under a later epoch."""
+        """Move the worker's turns elsewhere at once. The worker may come back under a later epoch."""
         self._turns.take_away(worker, "connection lost")
         self._clear(worker, "heartbeat", "stall", "load", "reload")
         self._move(worker, WorkerState.DETACHED, "connection lost")

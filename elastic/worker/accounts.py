@@ -11,10 +11,9 @@ from elastic.engine.meter import AccountMeter
 
 
 def process_start_ns() -> Nanoseconds:
-    """When this process started, on the monotonic clock: imports and set-up count as the worker's time.
+    """Return when this process started, on the monotonic clock, so that imports and set-up count as the worker's time.
 
-    The system knows it to one of its ticks, 10 ms as a rule, and counts from its own start: no step of the wall clock
-    enters.
+    The system knows this to one tick (usually 10 ms) since its own start, so steps of the wall clock have no effect.
     """
     # The second field is the program's name in brackets, which may have spaces; the start is the 22nd.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -24,10 +23,9 @@ def process_start_ns() -> Nanoseconds:
 
 
 class DeviceAccounts:
-    """The engine's accounts, with BOOTING since `start_ns` before them. At times the device is devoted to what
-    the engine knows nothing of.
+    """The engine's accounts, preceded by BOOTING since `start_ns`, with periods that are devoted to other work.
 
-    The sum is a constant plus the engine's age, which its meter holds exactly. Any thread may call.
+    Their sum is a constant plus the engine's age, which its meter holds exactly. Any thread may call.
     """
 
     def __init__(self, start_ns: Nanoseconds) -> None:
@@ -41,20 +39,21 @@ class DeviceAccounts:
         self._instead_of: Account | None = None
 
     def engine_started(self, read: Callable[[], Mapping[Account, Nanoseconds]], now_ns: Nanoseconds) -> None:
-        """The engine's meter, which is `read`, takes over at `now_ns`; what it shows until then was booting too."""
+        """Let the engine's meter `read` take over at `now_ns`. Its time before that counts as booting."""
         with self._lock:
             self._total_ns, self._seen_ns, self._read = self._before.read(now_ns), read(), read
 
     def devote(self, account: Account, instead_of: Account | None = None) -> None:
-        """From here on the device's time is `account`'s, whatever the engine books, or books as `instead_of`."""
+        """Book the device's time to `account` from now on, whatever the engine books, or only what it books as
+        `instead_of`."""
         self._switch(account, instead_of)
 
     def leave_to_engine(self) -> None:
-        """From here on it is as the engine books it, or booting where there is none yet."""
+        """Book the device's time as the engine does from now on, or as booting while there is no engine."""
         self._switch(None, None)
 
     def total(self, accounts_ns: Mapping[Account, Nanoseconds]) -> dict[Account, Nanoseconds]:
-        """All accounts, given the engine's; they add up to the process's age. They never shrink from call to call."""
+        """Return all accounts, given the engine's. They add up to the process's age, and never shrink between calls."""
         with self._lock:
             self._settle(accounts_ns)
             return {account: ns for account, ns in self._total_ns.items() if ns}
@@ -68,7 +67,7 @@ class DeviceAccounts:
             self._devoted, self._instead_of = account, instead_of
 
     def _settle(self, accounts_ns: Mapping[Account, Nanoseconds]) -> None:
-        """Book what is new; a reading that is older than what is booked already has nothing new."""
+        """Book the new time of a reading. A reading older than what is booked has none."""
         if sum(accounts_ns.values()) <= sum(self._seen_ns.values()):
             return
         for account, ns in accounts_ns.items():

@@ -32,14 +32,15 @@ __all__ = ["AgentExit", "BuildEngine", "Ticket", "build_engine", "leave_process"
 log = structlog.get_logger(__name__)
 
 BUILD_TIMEOUT_S = 600.0
-"""For the engine to come up. The orchestrator's own limit is shorter; this one is for when it is gone."""
+"""Limit for the engine to start. The orchestrator's limit is shorter; this one applies when the orchestrator is
+gone."""
 
 BuildEngine: TypeAlias = Callable[[wire.Welcome], RolloutEngine]
 T = TypeVar("T")
 
 
 def build_engine(welcome: wire.Welcome, share: DeviceShare | None = None) -> RolloutEngine:
-    """The engine that the orchestrator asks for, without weights, on its own device or a borrowed one. Blocks."""
+    """Build the engine that the orchestrator asks for, without weights, on an own or a borrowed device. Blocks."""
     settings = validate(EngineConfig, welcome.engine, "the orchestrator's welcome")
     return create_engine(welcome.model, settings, share)
 
@@ -106,7 +107,7 @@ def leave_process(end: AgentExit) -> NoReturn:
 async def _kept(
     permit: DevicePermit, trainer: Trainer | None, device: DaemonThread, accounts: DeviceAccounts
 ) -> AsyncIterator[None]:
-    """The keeper is obeyed meanwhile, if there is one. Raises `_NotKept` instead of going on without it."""
+    """A context: obey the keeper meanwhile, if there is one. Raises `_NotKept` if the keeper is gone."""
     if not permit.shared:
         yield
         return
@@ -177,7 +178,7 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | Non
 
 @contextlib.contextmanager
 def on_termination(act: Callable[[], None]) -> Iterator[None]:
-    """`act` on the signals that ask a process to leave, where there can be handlers (the main thread)."""
+    """Call `act` on signals that ask the process to end, if handlers are possible (on the main thread)."""
     loop = asyncio.get_running_loop()
     handled: list[signal.Signals] = []
     with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):

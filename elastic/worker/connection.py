@@ -1,4 +1,4 @@
-"""The worker's end of its connection: dialling the orchestrator, the session, and frames either way."""
+"""The worker's end of its connection: it dials the orchestrator, opens a session, and sends and receives frames."""
 
 import asyncio
 import contextlib
@@ -20,24 +20,25 @@ from elastic.tls import TlsError, check_pin, pinning_context
 log = structlog.get_logger(__name__)
 
 UNSENT_BYTES_MAX = 4 * wire.MAX_FRAME_BYTES
-"""What may wait for an orchestrator that does not read; beyond it the connection counts as lost."""
+"""Unsent bytes beyond which a connection to an orchestrator that does not read counts as lost."""
 
 ATTEMPT_TIMEOUT_S = 5.0
-"""For one attempt to connect and be welcomed."""
+"""Limit of one attempt to connect and to be welcomed."""
 
 CLOSE_TIMEOUT_S = 2.0
 
 LAST_LOOK_S = 0.1
-"""After a silence: it may be this process that was held up, and what the orchestrator said waits to be read."""
+"""Wait after a silence: if this process was held up, the orchestrator's messages are waiting to be read."""
 
 JOIN_TIMEOUT_S = 30.0
-"""For the first welcome, where nobody has said how long an orchestrator may be away."""
+"""Limit for the first welcome if the ticket sets none."""
 
 Hear: TypeAlias = Callable[[list[wire.FromOrchestrator]], None]
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Which run's worker this is, and where it dials. `token` is good for one session; for that it dials `wait_s`."""
+    """The run and worker for which a process dials, and where. `token` is valid for one session; it dials for
+    `wait_s`."""
 
     endpoint: Endpoint
     run: str
@@ -45,7 +46,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     wait_s: float = JOIN_TIMEOUT_S
     ticket: str = ""
-    """The name of the ticket, for workers that join by one. The orchestrator tells them their `worker`."""
+    """The name of the ticket, for workers that join by one. The orchestrator then assigns the `worker` name."""
 
 
 class ConnectionLost(Exception):
@@ -53,11 +54,11 @@ class ConnectionLost(Exception):
 
 
 class LostInWaiting(ConnectionLost):
-    """It had been told to wait for a lease: the time for that begins anew."""
+    """The connection was lost while the worker waited for a lease. Its time to wait begins anew."""
 
 
 class SessionRefused(Exception):
-    """The orchestrator does not let this worker in; `retry` says whether dialling again can help."""
+    """The orchestrator refuses this worker; `retry` says whether dialling again can help."""
 
     def __init__(self, reason: str, retry: bool) -> None:
         super().__init__(reason)
@@ -65,9 +66,9 @@ class SessionRefused(Exception):
 
 
 class Connection(asyncio.Protocol):
-    """The way to the orchestrator. Sending never waits: frames queue up to `UNSENT_BYTES_MAX`.
+    """The connection to the orchestrator. Sending never waits: frames queue up to `UNSENT_BYTES_MAX`.
 
-    What arrives is handed over by the event loop itself, with no task in between; before anybody listens it waits.
+    The event loop delivers received frames directly, without a task in between. Frames wait until `listen` is called.
     """
 
     transport: asyncio.Transport
@@ -91,9 +92,9 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     async def greet(self, hello: wire.Hello, timeout_s: float) -> wire.Welcome:
-        """Say hello, and wait to be welcomed for as long as the orchestrator says within `timeout_s` that it should.
+        """Send the hello and wait for the welcome, for `timeout_s` or as long as the orchestrator asks.
 
-        Raises `SessionRefused`, `LostInWaiting` after it was told to wait, or else `ConnectionLost`.
+        Raises `SessionRefused`, `LostInWaiting` if it was told to wait before, or else `ConnectionLost`.
         """
         waited = False
         self.send(hello)
@@ -116,7 +117,7 @@ class Connection(asyncio.Protocol):
                     raise ConnectionLost(f"the orchestrator broke the protocol: {type(first).__name__} before Welcome")
 
     async def _first(self, timeout_s: float) -> wire.FromOrchestrator:
-        """Returns the first message. Raises `ConnectionLost` if there is none."""
+        """Return the first message. Raises `ConnectionLost` if there is none."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._stirred.wait()
@@ -151,7 +152,7 @@ class Connection(asyncio.Protocol):
             self._hear = self._waiting.extend
 
     async def _over_within(self, timeout_s: float) -> None:
-        """Wait until `timeout_s` have passed, or raise why the connection is of no more use as soon as it is."""
+        """Wait for `timeout_s`. Raises the cause as soon as the connection is of no more use."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._over.wait()
@@ -204,10 +205,10 @@ def _silent(timeout_s: float) -> ConnectionLost:
 
 
 async def dial(ticket: Ticket, key: str, within_s: float) -> tuple[Connection, wire.Welcome]:
-    """Dial until welcomed, backing off in between: with a session's `key` to resume it, else with the ticket's token.
+    """Dial until welcomed, with a back-off: with a session's `key` to resume it, else with the ticket's token.
 
-    Raises `SessionRefused`, or `ConnectionLost` when there was no welcome for `within_s`, and `ValueError` where the
-    ticket names no address to join. Whoever answers there is shown nothing unless it is who the ticket says.
+    Raises `SessionRefused`; `ConnectionLost` after `within_s` without a welcome; `ValueError` if the ticket has no
+    address. Nothing is sent before the peer has proved the identity in the ticket.
     """
     who = wire.PROTOCOL_VERSION, ticket.worker, key or ticket.token, bool(key), os.getpid(), socket.gethostname()
     hello = wire.Hello(*who, ticket.run, "" if key else ticket.ticket)
@@ -250,7 +251,7 @@ async def _dial_once(endpoint: Endpoint, hello: wire.Hello, timeout_s: float) ->
 
 
 async def _connect(endpoint: Endpoint, timeout_s: float) -> Connection:
-    """A connection, encrypted unless there is no fingerprint; whose it is has yet to be checked."""
+    """Open a connection, encrypted if there is a fingerprint. The caller checks the peer's identity."""
     where = f"the orchestrator at {endpoint.address}"
     tls = pinning_context() if endpoint.fingerprint else None
     try:

@@ -1,7 +1,8 @@
-"""A trainer's device that other jobs use in turn: the node's keeper says when it may compute, and when it parks.
+"""A trainer's device that other jobs use in turn. The node's keeper says when the trainer may compute, and when it
+parks.
 
-Everything that uses the device waits for the keeper before it gets to the device's thread; there the state is parked
-and resumed as well, after what was under way. Source: Weave §5.1; `elastic.pool_wire`.
+Every use of the device first waits for the keeper, and then for the device's thread. On that thread the state is parked
+and resumed too, after the work under way. Source: Weave §5.1; `elastic.pool_wire`.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 
 class DevicePermit:
-    """Whether the worker may use its device. Without a keeper it always may."""
+    """Says whether the worker may use its device. Without a keeper it always may."""
 
     def __init__(self, keeper: socket.socket | None = None) -> None:
         self._keeper = keeper
@@ -37,13 +38,13 @@ class DevicePermit:
         return self._keeper is not None
 
     async def granted(self) -> bool:
-        """Waits until the device may be used. False where the worker leaves before: then nothing may begin any more."""
+        """Wait until the device may be used. Returns False if the worker leaves first; then nothing may begin."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._may or self._leaving)
             return self._may
 
     async def give_up(self) -> None:
-        """The worker leaves: nobody waits any more."""
+        """Release all waiters, because the worker leaves."""
         async with self._changed:
             self._leaving = True
             self._changed.notify_all()
@@ -95,7 +96,7 @@ class DevicePermit:
 
 
 def keeper_socket(environment: Mapping[str, str] = os.environ) -> socket.socket | None:
-    """The socket to the keeper that has started this process, if one has. Raises `ConfigError`."""
+    """Return the socket to the keeper that has started this process, if any. Raises `ConfigError`."""
     named = environment.get(KEEPER_VARIABLE, "")
     if not named:
         return None

@@ -12,14 +12,14 @@ from providers.ec2_metadata import NOTICES_VARIABLE, InstanceMetadata, MetadataE
 log = structlog.get_logger(__name__)
 
 POLL_S = 2.0
-"""EC2 asks for five seconds at the most; a notice is two minutes."""
+"""Interval of polling for notices. EC2 asks for five seconds at the most, and gives two minutes of notice."""
 
 Tell: TypeAlias = Callable[[float | None, str], None]
-"""Called with the seconds that are left (None: it is only likelier to end) and the reason."""
+"""Called with the seconds left (None: the end has only become likelier) and the reason."""
 
 
 async def watch_instance(tell: Tell, poll_s: float = POLL_S) -> None:
-    """Tell of each notice once, for as long as the worker lives. A service that does not answer is asked again."""
+    """Report each notice once, for as long as the worker lives. A service that does not answer is asked again."""
     if os.environ.get(NOTICES_VARIABLE) != "ec2":
         return
     silent, told = False, set[str]()

@@ -1,7 +1,7 @@
 """A job's resident on a rollout node: one warm process that works for the job's run slice by slice.
 
-It keeps its engine. Parked, that has its weights in host memory as they came from the relay, and follows the job's
-versions there, so that what the next slice begins with is there before it begins. Source: Weave §5.1.
+The resident keeps its engine. While parked, the engine has its weights in host memory as they came from the relay, and
+follows the job's versions there, so that the weights are ready when the next slice begins. Source: Weave §5.1.
 """
 
 import asyncio
@@ -54,10 +54,10 @@ SWITCH_TIMEOUT_S = 600.0
 
 
 class LentEngine:
-    """What a worker gets of a resident's engine: an engine of its own, as far as it can see.
+    """A resident's engine as one worker sees it: as an engine of its own.
 
-    It counts from nothing, and has no weights before the first `load_version`: only that says whose they have to be.
-    Closed, it ends what was its own, and the engine stays.
+    Its counters begin at zero. It has no weights before the first `load_version`, which says whose weights they must
+    be. Closing it ends the worker's requests; the resident keeps the engine.
     """
 
     def __init__(self, engine: RolloutEngine, ordered: Callable[[RelaySource], None]) -> None:
@@ -127,7 +127,7 @@ class LentEngine:
 
 
 class KeptEngine:
-    """A resident's engine over all of its slices, and whom it is lent to. May be used from any thread."""
+    """A resident's engine over all of its slices, and the worker that borrows it. Any thread may call."""
 
     def __init__(self, make: BuildEngine) -> None:
         self._make = make
@@ -140,7 +140,7 @@ class KeptEngine:
         """The version that was ordered last, and whose signature counted."""
 
     def lend(self, welcome: wire.Welcome) -> RolloutEngine:
-        """The engine that the orchestrator asks for: the one that is kept, unless another is asked for. Blocks."""
+        """Return the engine that the orchestrator asks for: the kept one if it fits, else a new one. Blocks."""
         with self._changing:
             asked = welcome.model, welcome.engine
             if self._engine is None or asked != self._asked:
@@ -152,7 +152,7 @@ class KeptEngine:
             return self._lent
 
     def park(self) -> Switch:
-        """An engine that cannot make way is closed; the next slice begins with another."""
+        """Park the engine. An engine that cannot park is closed; the next slice begins with a new one."""
         with self._changing:
             self._lent = None
             if self._engine is None:
@@ -170,7 +170,7 @@ class KeptEngine:
             return Switch(0.0, 0)
 
     def follow(self, version: int, timeout_s: float, stopped: threading.Event) -> None:
-        """Bring a version into force in host memory, unless that is `stopped` once it is fetched. Blocks.
+        """Bring a version into force in host memory, unless `stopped` is set once it is fetched. Blocks.
 
         Raises what `prefetch` and `load_version` raise.
         """
@@ -184,7 +184,7 @@ class KeptEngine:
 
     @property
     def version(self) -> int:
-        """Of the weights in force, `NO_VERSION` where there are none."""
+        """The version of the weights in force, or `NO_VERSION`."""
         version = None if self._engine is None else self._engine.statistics().weights_version
         return NO_VERSION if version is None else version
 
@@ -207,7 +207,7 @@ class KeptEngine:
 
 
 class _ResidentSlice:
-    """A worker that the resident is."""
+    """The worker that the resident is during a slice."""
 
     def __init__(self, worker: str) -> None:
         self.worker = worker
@@ -216,7 +216,7 @@ class _ResidentSlice:
 
 
 class RolloutResident:
-    """Obeys its keeper: resumes, works, parks, one after the other."""
+    """Obeys its keeper: resumes, works, and parks, one after the other."""
 
     def __init__(self, make_engine: BuildEngine = build_engine, follow_s: float = FOLLOW_S) -> None:
         self._kept = KeptEngine(make_engine)
@@ -229,7 +229,7 @@ class RolloutResident:
         self._tasks = asyncio.TaskGroup()
 
     async def run(self, keeper: socket.socket, leave: asyncio.Event | None = None) -> AgentExit:
-        """Obey until the keeper is gone, which ends the worker at once, or until told to `leave`, which drains it."""
+        """Obey until the keeper is gone, which ends the worker at once, or until `leave`, which drains it."""
         self._link = await over_socket(keeper, TO_RESIDENT, "the keeper")
         end = AgentExit(1, "cut short")
         try:
@@ -301,7 +301,7 @@ class RolloutResident:
         self._link.send(Left(permit, frame.worker, wire.clipped(end.reason) if end.code else ""))
 
     async def _end_slice(self) -> None:
-        """Has the worker drain at once, where there is one, and waits until it has ended."""
+        """Drain the worker at once, if there is one, and wait for its end."""
         work = self._slice
         if work is not None:
             work.leave.set()
@@ -313,7 +313,8 @@ class RolloutResident:
             self._following = self._tasks.create_task(self._follow_versions(source), name="following")
 
     async def _follow_versions(self, source: RelaySource) -> None:
-        """Until cancelled, or nothing there is to be believed: another trainer's key comes with the next order only."""
+        """Follow versions until cancelled, or until the relay's content is not the trainer's: a new key comes with
+        the next order."""
         stopped = threading.Event()
         try:
             while True:
@@ -332,10 +333,10 @@ class RolloutResident:
 
 
 def _newer_version(source: RelaySource, held: int) -> int | None:
-    """The newest version on the relay, if that is newer than what is `held`. Blocks.
+    """Return the newest version on the relay if it is newer than `held`. Blocks.
 
-    Raises `RelayError`, and `WeightsCorrupted` where it is not the run's trainer who published it: to find that out
-    while pulling takes until the pull's time is over.
+    Raises `RelayError`, and `WeightsCorrupted` if the run's trainer has not published it. A pull would only notice that
+    at its time limit.
     """
     relay = open_relay(source.relay, source.relay_token or None, source.relay_anchor)
     try:

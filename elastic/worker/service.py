@@ -1,7 +1,7 @@
-"""A worker at work: it obeys the orchestrator's orders, and says what its engine does.
+"""A worker at work: it obeys the orchestrator's orders, and reports what its engine does.
 
-Turns go straight to the engine. Whatever takes the whole device (sleep, wake, applying weights, training) is
-done one after the other in order of arrival, on one thread, so that no two of them ever overlap.
+Turns go directly to the engine. Work that takes the whole device (sleep, wake, applying weights, training) runs on one
+thread in order of arrival, so that no two such pieces of work overlap.
 """
 
 import asyncio
@@ -33,22 +33,22 @@ from elastic.worker.weights import source_of
 log = structlog.get_logger(__name__)
 
 SLEEP_TIMEOUT_S = 30.0
-"""For the engine to fall asleep or to wake."""
+"""Limit for the engine to fall asleep or to wake."""
 
 ABORT_TIMEOUT_S = 1.0
-"""For aborted turns to hand over what they have, before a drained worker leaves without it."""
+"""Limit for aborted turns to hand over their tokens before a drained worker leaves."""
 
 CLOSE_TIMEOUT_S = 5.0
 
 AUDIT_PAUSE_S, AUDIT_TIMEOUT_S = 60.0, 3600.0
-"""Between two audits of the weights, and for one of them, which takes its time."""
+"""Pause between two audits of the weights, and the limit of one audit."""
 
 SHARE_INTERVAL_S = 0.01
-"""How often a co-serving worker asks whether it must hold back: well inside one decode iteration."""
+"""How often a co-serving worker asks whether it must hold back: well within one decode iteration."""
 
 
 class AgentExit(msgspec.Struct, frozen=True):
-    """How a worker ended: its process's exit code, and why."""
+    """How a worker ended: its process's exit code, and the reason."""
 
     code: int
     reason: str
@@ -169,11 +169,11 @@ class Service:
 
     @property
     def _silence_timeout_s(self) -> float:
-        """The trainer is as patient with the orchestrator as that is with it."""
+        """Return the limit of the orchestrator's silence. A trainer waits longer than other workers."""
         return self._welcome.silence_timeout_s * (1 if self._training is None else TRAINER_PATIENCE)
 
     async def _reconnect(self, loss: ConnectionLost) -> None:
-        """Buy the session back. The orchestrator has sent the turns elsewhere by now, so they end here."""
+        """Resume the session on a new connection. The orchestrator has rerouted the turns, so they end here."""
         self._connection.abort()
         self._engine.abort(self._stream.abandon())
         if self._drain_reason:
@@ -193,7 +193,7 @@ class Service:
             self._training.resumed(self._welcome)
 
     async def _leave_when(self, leave: asyncio.Event) -> None:
-        """Leaves as soon as `leave` is set: there is no time for turns to finish."""
+        """Leave as soon as `leave` is set, without waiting for turns."""
         await leave.wait()
         self._order_drain("terminated")
         self._engine.abort(self._stream.all_running())
@@ -205,7 +205,7 @@ class Service:
             self._tasks.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Let turns and what uses the device finish, flush, say goodbye and go."""
+        """Wait for turns and for work on the device, flush, say goodbye and leave."""
         await self._permit.give_up()
         if not await self._finished_within(self._welcome.drain_timeout_s):
             self._engine.abort(self._stream.all_running())
@@ -331,14 +331,14 @@ class Service:
     # Weights
 
     def _order_weights(self, order: wire.PullWeights, again: bool = False) -> None:
-        """`again`: also where the engine serves them already."""
+        """Order a load of weights. `again`: also if the engine serves them already."""
         self._wanted = order
         if self._loading is not None:
             self._loading.cancel()
         self._loading = self._tasks.create_task(self._load(order, self._connection, again))
 
     async def _audit(self) -> None:
-        """Audits the held weights now and then, and has wrong ones replaced at once."""
+        """Audit the held weights from time to time, and replace wrong ones at once."""
         while True:
             await asyncio.sleep(AUDIT_PAUSE_S)
             try:
@@ -421,7 +421,8 @@ class Service:
             )
 
     def _applying(self) -> tuple[int, int | None]:
-        """What changes as long as weights come closer to being in force: pieces of them, or turns that go first."""
+        """Return a value that changes while weights come closer to being in force: pieces pulled, or turns that go
+        first."""
         now = self._engine.statistics()
         return now.load_progress, now.progress if now.waits_to_apply else None
 
@@ -431,7 +432,8 @@ class Service:
     def _report_failure(
         self, order: wire.PullWeights, asked: Connection, error: str, refused: Iterable[WeightsRefusal] = ()
     ) -> None:
-        """Where it was `asked`: on another connection the weights are ordered again, and that order has not failed."""
+        """Report a failed load on the connection where it was `asked`. On a new connection the weights are ordered
+        again."""
         self._load_phase = LoadPhase.NONE
         asked.send(wire.WeightsReport(order.version, wire.clipped(error), 0, 0.0, 0.0, refused=_told(refused)))
 

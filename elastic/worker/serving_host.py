@@ -92,7 +92,7 @@ class _Loan:
 
 
 class ServingHost:
-    """At most one worker at a time has a part of the device."""
+    """A serving host. At most one worker at a time has a part of the device."""
 
     def __init__(self, settings: HostSettings, device: HostDevice, start_agent: StartAgent) -> None:
         self._settings = settings

@@ -8,24 +8,24 @@ from typing import Any, ParamSpec, TypeVar
 from elastic.offload import lanes
 
 LOOK_SHARE = 1 / 10
-"""Of a timeout: how often progress is looked at."""
+"""Interval of looking at progress, as a share of the timeout."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class DaemonThread:
-    """One thread that makes calls in the order in which they are asked for.
+    """One thread that makes calls in the order of their requests.
 
-    A call that never returns holds up those behind it, which then time out too; it does not hold up the
-    process's exit, as a thread of `asyncio.to_thread` would.
+    A call that never returns delays the calls behind it, which then time out too. Unlike a thread of
+    `asyncio.to_thread`, it does not delay the process's exit.
     """
 
     def __init__(self, name: str) -> None:
         self._lane = lanes.get()(name)
 
     async def run(self, timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The call's result. Raises `TimeoutError` when it is not there in time; the call itself goes on."""
+        """Return the call's result. Raises `TimeoutError` if it is late; the call itself goes on."""
         async with asyncio.timeout(timeout_s):
             return await self._ask(function, *args, **kwargs)
 
@@ -37,7 +37,7 @@ class DaemonThread:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """As `run`; the time counts from the last change of what `progress` says."""
+        """As `run`, but the time counts from the last change of `progress`."""
         loop = asyncio.get_running_loop()
         future = self._ask(function, *args, **kwargs)
         seen, since_s = progress(), loop.time()
@@ -71,12 +71,12 @@ class DaemonThread:
         return future
 
     def stop(self) -> None:
-        """End the thread after the calls it has; none may be asked for any more."""
+        """End the thread after its pending calls. No call may be requested after this."""
         self._lane.stop()
 
 
 async def run_in_thread(timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """One call on a thread of its own; as `DaemonThread.run`."""
+    """Make one call on a thread of its own; as `DaemonThread.run`."""
     thread = DaemonThread(getattr(function, "__name__", "call"))
     try:
         return await thread.run(timeout_s, function, *args, **kwargs)

@@ -18,12 +18,11 @@ class _StreamedTurn:
 
 
 class TokenStream:
-    """Gathers what the engine produces and hands it to `send`, batched.
+    """Collects the engine's output and passes it to `send` in batches.
 
-    A token waits `flush_interval_s` at most (with `whole_turns` for its turn's end), a turn that ends not at all.
-    Tokens that a turn got within one batch leave as one chunk, and a batch as one frame, unless they are too long
-    for that. Turns that were abandoned are not heard of again.
-    All methods but `sink` belong to the event loop's thread.
+    A token waits `flush_interval_s` at most (with `whole_turns` until its turn's end); a finished turn does not wait.
+    Tokens of one turn within a batch leave as one chunk, and a batch as one frame, unless they are too long. Abandoned
+    turns are never reported again. All methods but `sink` belong to the event loop's thread.
     """
 
     def __init__(
@@ -44,7 +43,8 @@ class TokenStream:
         self._urgent = False
 
     def sink(self, chunks: Sequence[TokenChunk]) -> None:
-        """For the engine's thread. Wakes the loop for the first token of a batch and the first finish, no more."""
+        """Take chunks on the engine's thread. Wakes the loop only for the first token of a batch and the first
+        finish."""
         finishes = any(chunk.finish is not None for chunk in chunks)
         with self._lock:
             first = not self._produced
@@ -57,7 +57,7 @@ class TokenStream:
             self._loop.call_soon_threadsafe(self._arm)
 
     def open(self, order: wire.Generate) -> GenerateRequest:
-        """Begins a turn; returns the request for the engine."""
+        """Begin a turn; returns the request for the engine."""
         request_id = self._request_id(order)
         self._turns[request_id] = _StreamedTurn(order.turn, order.attempt)
         self._idle.clear()
@@ -70,27 +70,28 @@ class TokenStream:
         )
 
     def decline(self, orders: Iterable[wire.Generate], finish: FinishReason, detail: str) -> None:
-        """Give turns back at once that the engine is not to be asked for."""
+        """Give turns back at once, without asking the engine."""
         declined = [wire.Chunk(o.turn, o.attempt, o.start, [], [], NO_VERSION, finish, detail=detail) for o in orders]
         self._send(wire.Tokens(declined))
 
     def running(self, orders: Iterable[wire.Abort]) -> list[str]:
-        """The engine's request ids of these turns, of those that still run."""
+        """Return the engine's request ids of those of these turns that still run."""
         return [request_id for order in orders if (request_id := self._request_id(order)) in self._turns]
 
     def all_running(self) -> list[str]:
         return list(self._turns)
 
     def stall(self, detail: str) -> list[str]:
-        """Request ids of all running turns, which are to be aborted; they will end as STALLED because of `detail`."""
+        """Return the request ids of all running turns, for the caller to abort. They will end as STALLED because of
+        `detail`."""
         for turn in self._turns.values():
             turn.stalled = detail
         return self.all_running()
 
     def abandon(self) -> list[str]:
-        """Forget all turns, and what they produced since the last batch; returns their request ids.
+        """Forget all turns and their tokens since the last batch; returns their request ids.
 
-        Another orchestrator may count their attempts anew: what the engine still says of these is not for that.
+        Another orchestrator may count their attempts anew, so the engine's later output for them must not reach it.
         """
         abandoned = self.all_running()
         self._abandoned += 1
@@ -104,7 +105,7 @@ class TokenStream:
         await self._idle.wait()
 
     def flush(self) -> None:
-        """Hands over all tokens that are waiting."""
+        """Send all waiting tokens."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -115,7 +116,7 @@ class TokenStream:
             self._hand_over(produced)
 
     def _flush_ended(self) -> None:
-        """Hand over the turns that have ended; the tokens of others may still wait for more."""
+        """Send the finished turns. The tokens of other turns may wait."""
         known = self._waiting + self._take()
         ended = {chunk.request_id for chunk in known if chunk.finish is not None}
         self._waiting = [chunk for chunk in known if chunk.request_id not in ended]
@@ -166,7 +167,7 @@ class TokenStream:
 
 
 def _runs(chunks: Iterable[TokenChunk]) -> list[list[TokenChunk]]:
-    """Chunks of one request, one weights version and consecutive positions, together; otherwise in order."""
+    """Join chunks of one request with one weights version and consecutive positions; keep the order otherwise."""
     runs: list[list[TokenChunk]] = []
     latest: dict[str, list[TokenChunk]] = {}
     for chunk in chunks:
@@ -180,7 +181,7 @@ def _runs(chunks: Iterable[TokenChunk]) -> list[list[TokenChunk]]:
 
 
 def _frames(chunks: Sequence[wire.Chunk]) -> Iterator[list[wire.Chunk]]:
-    """Chunks in order, as many together as a frame holds."""
+    """Pack chunks in order into frames, as many as each holds."""
     frame: list[wire.Chunk] = []
     tokens = 0
     for chunk in chunks:

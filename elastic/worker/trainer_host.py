@@ -40,9 +40,9 @@ log = structlog.get_logger(__name__)
 
 KEEP_CHECKPOINTS = 2
 REQUEST_POLL_S = 1.0
-"""How often the relay is looked at for workers that ask for a keyframe."""
+"""How often the relay is checked for workers that ask for a keyframe."""
 PUTS_AT_ONCE = 2
-"""Buckets under way to a relay elsewhere."""
+"""Buckets that are sent to a distant relay at the same time."""
 
 
 async def run_trainer_host(
@@ -70,12 +70,12 @@ class PolicyTrainer(Protocol):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last update."""
+        """Returns the metrics of the last update."""
         ...
 
     @property
     def unusable(self) -> Mapping[str, str]:
-        """Groups of the last update that were not trained on, and why."""
+        """Returns the groups of the last update that were not trained on, and why."""
         ...
 
     def train_group(self, group: wire.TrainGroupFrame) -> None: ...
@@ -94,7 +94,7 @@ class PolicyTrainer(Protocol):
 
 
 MakeTrainer = Callable[[Config, str], PolicyTrainer]
-"""Of the run's configuration and the device's name."""
+"""Makes the trainer from the run's configuration and the device's name."""
 
 
 def grpo_trainer(config: Config, device: str) -> PolicyTrainer:
@@ -138,7 +138,7 @@ class TrainerHost:
         """Trainer and engine, where there are any that can make way."""
 
     def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
-        """The trainer, its weights on the relay, and the engine that seeds, still without weights."""
+        """Make the trainer, put its weights on the relay, and return the seeding engine, still without weights."""
         settings = validate(EngineConfig, welcome.engine, "the orchestrator's welcome")
         self._trainer = self._make_trainer(self._config, settings.device)
         if self._shares_device:
@@ -168,7 +168,7 @@ class TrainerHost:
         self._seeding.resume()
 
     def wake(self) -> None:
-        """A parked engine comes to the device as that is resumed."""
+        """Wake the engine. A parked engine comes to the device when the device is resumed."""
         if self._seeding is not None and not self._parked:
             self._seeding.resume()
         self._engine.wake()
@@ -178,7 +178,7 @@ class TrainerHost:
         return _both(each.park() for each in (self._seeding, self._learning) if each is not None)
 
     def resume(self) -> Switch:
-        """The engine stays in host memory while it sleeps."""
+        """Bring the state to the device. The engine stays in host memory while it sleeps."""
         self._parked = False
         asleep = self._seeding is not None and self._engine.statistics().asleep
         coming = (self._learning, None if asleep else self._seeding)
@@ -267,7 +267,7 @@ class TrainerHost:
         return self._publication.result()
 
     def _publish(self, version: int, pulled: Sequence[int], tensors: dict[str, torch.Tensor]) -> wire.PublishedFrame:
-        """Publishes the version while the engine generates with it already and workers follow it bucket by bucket."""
+        """Publish the version while the engine already generates with it and workers pull it bucket by bucket."""
         began_s = time.monotonic()
         published = self._publisher.publish(version, tensors, pulled)
         figures = {
@@ -282,7 +282,7 @@ class TrainerHost:
         return wire.PublishedFrame(version, wire.finite(figures), changed_shares(published.changed, elements))
 
     def _answer_requests(self) -> None:
-        """Keyframes for workers that can verify no chain, for as long as the process lives."""
+        """Publish keyframes for workers that can verify no chain of deltas, until the process ends."""
         while True:
             time.sleep(REQUEST_POLL_S)
             try:
@@ -294,7 +294,7 @@ class TrainerHost:
         self._engine.load_version(TensorSource(self._trainer.version, tensors), WeightMode.FINISH)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Of the trainer's version; in host memory where the device may have to be left while they are published."""
+        """Return the trainer's tensors; copied to host memory if the device may have to be left during publication."""
         tensors = self._trainer.bf16_tensors()
         return {name: tensor.cpu() for name, tensor in tensors.items()} if self._shares_device else tensors
 
@@ -324,7 +324,7 @@ class TrainerHost:
 
 
 def _tokens_s(pacing: TrainerPacingConfig | None, group: wire.TrainGroupFrame) -> float:
-    """What a modelled device takes for the group."""
+    """Return the time that a modelled device takes for the group."""
     if pacing is None:
         return 0.0
     return sum(len(trajectory.token_ids) for trajectory in group.trajectories) / pacing.train_tokens_per_s
@@ -337,7 +337,7 @@ def _parkable(part: object) -> Parkable:
 
 
 def _both(switches: Iterable[Switch]) -> Switch:
-    """What one took after the other; in one process what is held all the time is held once."""
+    """Return the cost of two switches one after the other. What one process holds all the time counts once."""
     parts = list(switches)
     return Switch(
         sum(part.seconds for part in parts),

@@ -1,4 +1,4 @@
-"""The trainer's orders, carried out one after the other on the device that its worker's engine generates on."""
+"""Carries out the trainer's orders one after the other, on the device on which its worker's engine generates."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -22,7 +22,7 @@ TrainerReply: TypeAlias = wire.Trained | wire.Stepped | None
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """Where a trainer stands: at which version, and what it was given in the step that leads to the next."""
+    """The progress of a trainer: its version, and the groups that it has got in the step to the next version."""
 
     version: int
     groups: tuple[str, ...] = ()
@@ -34,46 +34,46 @@ class Trainer(Protocol):
 
     timeout_s: float
     publisher: str
-    """The public key that its versions are signed with, once there is an engine."""
+    """The public key with which its versions are signed, once there is an engine."""
 
     def load_policy(self, engine: RolloutEngine) -> None:
-        """Before the worker is ready: bring the trainer's current weights into its engine. Blocks."""
+        """Loads the trainer's weights into its engine, before the worker is ready. Blocks."""
         ...
 
     def wake(self) -> None:
-        """Have the engine generate, at once or as soon as the device is there."""
+        """Lets the engine generate, at once or as soon as it has the device."""
         ...
 
     def standing(self) -> Standing:
-        """Any thread may ask, once there is an engine."""
+        """Returns the progress. Any thread may call it once there is an engine."""
         ...
 
     def has(self, order: TrainerOrder) -> bool:
-        """Whether the order was carried out before. Then it is only answered again, and needs no device."""
+        """Returns whether the order was carried out before. Then it is only answered again, and needs no device."""
         ...
 
     def carry_out(self, order: TrainerOrder) -> TrainerReply:
-        """Blocks. The engine sleeps meanwhile, but for a `SkipGroup`: the device belongs to the trainer alone."""
+        """Carries out the order. Blocks. The engine sleeps meanwhile, except during a `SkipGroup`."""
         ...
 
     def follow(self, welcome: wire.Welcome) -> None:
-        """An orchestrator has come back, and its relay may be elsewhere."""
+        """Uses the relay of an orchestrator that has come back."""
         ...
 
     def checkpoint(self) -> None:
-        """Saves what was trained before the device is given back, unless it is saved or a step is under way.
+        """Saves what was trained, before the device is given back, unless it is saved or a step is under way.
 
         Blocks; raises what failed.
         """
         ...
 
     def published(self) -> wire.PublishedFrame:
-        """Waits until the last step's version is on the relay, and returns what that took. Raises what failed."""
+        """Waits until the last version is on the relay; returns how long that took. Raises what failed."""
         ...
 
 
 class Training:
-    """Runs a trainer's orders. Messages of its own go through `send`; the caller owns its tasks."""
+    """Runs a trainer's orders. It sends its messages through `send`; the caller owns its tasks."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Training:
         self._failed: wire.TrainerFailedFrame | None = None
 
     async def begin(self) -> None:
-        """Loads the policy in the trainer and in its engine, once the device may be used."""
+        """Load the policy into the trainer and its engine, once the device may be used."""
         await self._permit.granted()
         await self._device.run(self._trainer.timeout_s, self._trainer.load_policy, self._engine)
 
@@ -105,19 +105,20 @@ class Training:
         return wire.Ready(self._engine.capabilities, stands.version, key, list(stands.groups), sorted(stands.slots))
 
     def wake(self) -> None:
-        """On the device's thread."""
+        """Wake the engine. Called on the device's thread."""
         self._trainer.wake()
 
     def resumed(self, welcome: wire.Welcome) -> None:
-        """Repeats the last announcements on a new connection: they may have been lost with the old one."""
+        """Repeat the last announcements on a new connection, since they may have been lost."""
         self._trainer.follow(welcome)
         if self._publishing is not None:
             self._tell_of_publication()
 
     async def obey(self, order: TrainerOrder, asked: Connection) -> None:
-        """Answered where it was `asked`: on another connection it is asked again if its answer was not heard.
+        """Carry out an order and answer on the connection where it was `asked`. On another connection it is asked
+        again.
 
-        Where the device is not to be had any more, it is not carried out.
+        If the device cannot be had any more, the order is not carried out.
         """
         if self._failed is not None:
             asked.send(self._failed)
@@ -142,12 +143,12 @@ class Training:
                 self._tell_of_publication()
 
     async def published(self) -> None:
-        """Once the version before is on the relay, or never will be: the next one waits for that."""
+        """Wait until the version before is on the relay, or never will be. The next version waits for this."""
         if self._publishing is not None:
             await asyncio.wait({self._publishing})
 
     async def checkpointed(self) -> None:
-        """Has the trainer save its step so far; without that its successor trains those groups once more."""
+        """Save the step so far. Without this, the trainer's successor trains these groups again."""
         try:
             await self._device.run(self._trainer.timeout_s, self._trainer.checkpoint)
         except TimeoutError:
@@ -156,9 +157,9 @@ class Training:
             log.warning("no checkpoint before the device is given back", error=repr(error))
 
     def _carry_out(self, order: TrainerOrder) -> TrainerReply:
-        """On the device's thread: train while the engine sleeps, which the orchestrator has seen to as a rule.
+        """Train while the engine sleeps. Called on the device's thread.
 
-        A group that is skipped takes no device; turns may be running.
+        Skipping a group needs no device; turns may be running.
         """
         if isinstance(order, wire.SkipGroup):
             return self._trainer.carry_out(order)
@@ -174,12 +175,12 @@ class Training:
                 self._engine.wake()
 
     def _tell_of_publication(self) -> None:
-        """Of the last version's, also where it was told before."""
+        """Report the last version's publication, also if that was reported before."""
         if self._publishing is None or self._publishing.done():
             self._publishing = self._spawn(self._publish())
 
     async def _publish(self) -> None:
-        """Say what it took to put the version on the relay once it is there, while turns run already."""
+        """Report how long the publication took once the version is on the relay. Turns run meanwhile."""
         version, timeout_s = self._trainer.standing().version, self._trainer.timeout_s
         try:
             self._send(await run_in_thread(timeout_s, self._trainer.published))
@@ -190,6 +191,6 @@ class Training:
             self._fail(f"version {version} not published: {type(error).__name__}: {error}")
 
     def _fail(self, cause: str) -> None:
-        """Nothing can be relied on any more; whoever asks for more is told so."""
+        """Record the failure. Every later order is answered with it."""
         self._failed = wire.TrainerFailedFrame(wire.clipped(cause))
         self._send(self._failed)
