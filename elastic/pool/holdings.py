@@ -1,9 +1,21 @@
 """What the pool's shell knows of residents and jobs' processes, besides the state of the cluster."""
 
+from collections import deque
+from collections.abc import Iterable
+
 import msgspec
 
 from elastic import pool_wire as w
-from elastic.cluster.types import JobId, NodeId, PhaseKind
+from elastic.cluster import Cluster
+from elastic.cluster import events as e
+from elastic.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
+from elastic.core.timers import Timers
+from elastic.frames import SECONDS_MAX
+from elastic.pool.ports import DoneCommand, JobEntry, PoolPorts, PoolTimes
+
+NS_PER_S = 1_000_000_000
+HOLDING = (JobState.PLACED, JobState.RUNNING)
+"""A job in one of these states has a place: processes, residents and turns."""
 
 
 class Resident(msgspec.Struct, kw_only=True):
@@ -69,3 +81,46 @@ class LiveJob(msgspec.Struct, kw_only=True):
     memory: dict[NodeId, int] = {}
     """The largest host memory measured of its residents."""
     progress: tuple[int, int, int] = (0, 0, 0)
+
+
+class PoolHoldings:
+    """What all rooms of the shell share: the cluster, the ports, and what there is of keepers, residents and jobs.
+
+    `joining` has the nodes whose keepers were started and that are not the cluster's yet. `news` are the events that
+    have not gone through the cluster, each with what is made durable beside it.
+    """
+
+    def __init__(self, cluster: Cluster, ports: PoolPorts, times: PoolTimes, entries: Iterable[JobEntry]) -> None:
+        self.cluster, self.ports, self.times = cluster, ports, times
+        self.entries: dict[JobId, JobEntry] = {entry.job: entry for entry in entries}
+        self.nodes: dict[NodeId, PoolNode] = {}
+        self.joining: dict[NodeId, PhaseKind] = {}
+        self.jobs: dict[JobId, LiveJob] = {}
+        self.timers = Timers()
+        self.stopping = False
+        self.news: deque[tuple[e.ClusterEvent, JobEntry | None, DoneCommand | None]] = deque()
+
+    def feed(self, event: e.ClusterEvent, entry: JobEntry | None = None, command: DoneCommand | None = None) -> None:
+        self.news.append((event, entry, command))
+
+    def job(self, job: JobId) -> LiveJob:
+        live = self.jobs.get(job)
+        if live is None:
+            live = self.jobs[job] = LiveJob()
+        return live
+
+    def is_connected(self, name: NodeId) -> bool:
+        node = self.nodes.get(name)
+        return node is not None and node.connected
+
+    def ends_s(self, deadline_ns: Nanoseconds) -> float:
+        """Return the seconds until a permit is invalid. It is recalled at its deadline, and may be yielded for a
+        while after that."""
+        return self.left_s(deadline_ns + self.cluster.limits.notice_ns)
+
+    def left_s(self, at_ns: Nanoseconds) -> float:
+        return min(SECONDS_MAX, max(0, at_ns - self.ports.now_ns()) / NS_PER_S)
+
+
+def nanoseconds(seconds: float) -> Nanoseconds:
+    return round(seconds * NS_PER_S)

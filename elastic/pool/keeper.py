@@ -27,7 +27,6 @@ from elastic.processes import RecordedProcesses, inherited
 
 log = structlog.get_logger(__name__)
 
-SOCKET_VARIABLE = "ELASTIC_KEEPER_FD"
 RESIDENTS = "residents"
 """Prefix of the owner of a node's resident records; the node's name follows."""
 
@@ -315,7 +314,7 @@ class Keeper:
             with _appended(Path(order.log)) as output:
                 kept.process = await asyncio.create_subprocess_exec(
                     *order.command,
-                    env=environment | {SOCKET_VARIABLE: str(theirs.fileno())},
+                    env=environment | {w.KEEPER_VARIABLE: str(theirs.fileno())},
                     cwd=order.directory,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,

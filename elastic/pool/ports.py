@@ -45,6 +45,10 @@ class PoolTimes(msgspec.Struct, frozen=True, kw_only=True):
     retry_base_ns: Nanoseconds = 1_000_000_000
     retry_max_ns: Nanoseconds = 30_000_000_000
 
+    def retry_ns(self, failures: int) -> Nanoseconds:
+        """How long to wait after so many failures in a row, the first of which is not counted."""
+        return min(self.retry_base_ns * 2 ** min(failures, 16), self.retry_max_ns)
+
 
 class PoolPorts(Protocol):
     """The shell calls these without waiting; results arrive through the shell's own methods.

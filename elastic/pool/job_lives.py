@@ -1,0 +1,170 @@
+"""Jobs' processes: started, stopped, killed, judged at their end; scripts through their residents."""
+
+from elastic import pool_wire as w
+from elastic.cluster import events as e
+from elastic.cluster.state import JobRecord
+from elastic.cluster.types import JobId, JobState
+from elastic.frames import SECONDS_MAX
+from elastic.pool.holdings import HOLDING, NS_PER_S, LiveJob, PoolHoldings
+from elastic.pool.ports import JobEnding
+from elastic.pool.slice_workers import SliceWorkers
+from elastic.pool.slices import PoolSlices
+
+
+class JobLives:
+    """What becomes of each job's process."""
+
+    def __init__(self, pool: PoolHoldings, workers: SliceWorkers, slices: PoolSlices) -> None:
+        self._pool, self._workers, self._slices = pool, workers, slices
+
+    def placed(self, job: JobId) -> None:
+        """The cluster has given it a place: nothing of an earlier one counts."""
+        live = self._pool.job(job)
+        live.restarts = 0
+        live.deaths.clear()
+        self._pool.timers.clear("restart", job)
+        self._workers.forget(live)
+
+    def welcome(self, hello: w.JobHello) -> w.JobWelcome | w.PoolRefused:
+        """A job has dialled with the token of this placement; what it is told to hold."""
+        pool = self._pool
+        job, record = hello.job, pool.cluster.jobs.get(hello.job)
+        if record is None or record.placement != hello.placement or record.state not in HOLDING or record.seat is None:
+            return w.PoolRefused("the pool has no such start of this job any more", retry=False)
+        train = pool.cluster.groups[record.seat.group].train
+        away = [node for node in (*record.seat.rollout, *train) if not pool.is_connected(node)]
+        if away:
+            return w.PoolRefused(f"keepers are not there yet: {', '.join(away)}", retry=True)
+        live = pool.job(job)
+        live.connected = True
+        permits = [
+            permit
+            for permit in pool.cluster.permits.values()
+            if permit.job == job and (live.yielding is None or live.yielding.permit != permit.number)
+        ]
+        live.known.update(permit.number for permit in permits)
+        for permit in permits:
+            live.wants.discard(permit.phase)
+        spec, notice_ns = pool.cluster.spec, pool.cluster.limits.notice_ns
+        return w.JobWelcome(
+            rollout_nodes=record.seat.rollout,
+            train_nodes=train,
+            rollout_usd_per_gpu_hour=spec.rollout.nano_usd_per_hour / spec.rollout.gpus / 1e9,
+            train_usd_per_gpu_hour=spec.train.nano_usd_per_hour / spec.train.gpus / 1e9,
+            gpus_per_rollout_node=spec.rollout.gpus,
+            gpus_per_train_node=spec.train.gpus,
+            grant_within_s=min(SECONDS_MAX, (3 * record.request.limit_ns + 20 * notice_ns) / NS_PER_S),
+            permits=tuple(
+                w.HeldPermit(one.number, job, one.phase, one.nodes, pool.ends_s(one.deadline_ns), one.recalled)
+                for one in permits
+            ),
+            trainer=live.trainer.worker if live.trainer is not None else "",
+            slices=dict(live.lent),
+            silence_s=pool.times.silence_ns / NS_PER_S,
+        )
+
+    def _judge(self, job: JobId, record: JobRecord, live: LiveJob, ending: JobEnding, *, killed: bool) -> None:
+        if ending.how == "finished":
+            if record.state is JobState.PLACED:
+                self._pool.feed(e.JobStarted(job=job, placement=record.placement))
+            self._pool.feed(e.JobFinished(job=job))
+        elif self._pool.stopping:
+            pass  # Its checkpoint is where it goes on once the pool does.
+        elif record.stopping:
+            self._pool.feed(e.JobStopped(job=job, steps_done=record.steps_done))
+        elif ending.how == "stopped":
+            self._pool.feed(e.CancelRequested(job=job))
+        elif ending.how == "failed":
+            self._pool.feed(e.JobFailed(job=job, cause=ending.cause, placement=record.placement))
+        elif live.restarts >= self._pool.entries[job].max_restarts and not killed:
+            cause = f"{ending.cause}; it had been started again {live.restarts} times"
+            cause = cause if live.restarts else ending.cause
+            self._pool.feed(e.JobFailed(job=job, cause=cause, placement=record.placement))
+        else:
+            delay_ns = self._pool.times.retry_ns(live.restarts)
+            live.restarts += 1
+            self._pool.timers.set("restart", job, self._pool.ports.now_ns(), delay_ns)
+            if record.permit is not None:
+                self._slices.take_back(self._pool.cluster.permits[record.permit])
+
+    def _start(self, job: JobId, record: JobRecord, live: LiveJob) -> None:
+        entry = self._pool.entries.get(job)
+        if entry is None:
+            self._pool.feed(e.JobFailed(job=job, cause="nothing is known of its directory", placement=record.placement))
+        elif not entry.script:
+            live.process = record.placement
+            self._pool.ports.start_job(entry, record.placement, live.restarts)
+
+    def stop(self, job: JobId, reason: str, *, now: bool) -> None:
+        live = self._pool.job(job)
+        entry = self._pool.entries.get(job)
+        if now:
+            if not live.told_kill:
+                self._kill(job)
+        elif not live.told_stop:
+            live.told_stop = True
+            if entry is not None and entry.script:
+                self.end_script(job, reason, self._pool.cluster.limits.notice_ns / NS_PER_S)
+            else:
+                self._pool.ports.stop_job(job, reason)
+
+    def _kill(self, job: JobId) -> None:
+        live = self._pool.job(job)
+        live.told_kill = True
+        entry = self._pool.entries.get(job)
+        self._pool.ports.cut_job(job)
+        live.connected = False
+        if entry is not None and entry.script:
+            self.end_script(job, "its process is to end", 0.0)
+        else:
+            self._pool.ports.kill_job(job)
+
+    def end_script(self, job: JobId, reason: str, grace_s: float) -> None:
+        for name, node in self._pool.nodes.items():
+            resident = node.residents.get(job)
+            if resident is not None and (not resident.ending or not grace_s):
+                resident.ending = not grace_s
+                self._pool.ports.tell_keeper(name, w.EndResident(job, reason or "it is to end", grace_s))
+
+    def say_started(self, job: JobId, record: JobRecord, live: LiveJob) -> None:
+        if record.state is not JobState.PLACED or live.process != record.placement or not live.connected:
+            return
+        assert record.seat is not None
+        needed = () if self._pool.entries[job].script else record.seat.rollout
+        for name in needed:
+            node = self._pool.nodes.get(name)
+            resident = None if node is None else node.residents.get(job)
+            if resident is None or not resident.up or resident.placement != record.placement:
+                return
+        self._pool.feed(e.JobStarted(job=job, placement=record.placement))
+
+    def ended(self, job: JobId, placement: int, ending: JobEnding) -> None:
+        """Note that the job's process of this placement has ended."""
+        live, record = self._pool.job(job), self._pool.cluster.jobs.get(job)
+        if live.process != placement:
+            return
+        killed = live.told_kill
+        live.process, live.connected, live.told_stop, live.told_kill = None, False, False, False
+        live.wants.clear()
+        self._pool.ports.cut_job(job)
+        if record is not None and record.placement == placement and record.state in HOLDING:
+            self._judge(job, record, live, ending, killed=killed)
+
+    def compare(self, job: JobId) -> None:
+        """Start, stop or kill its process, as the cluster wants it."""
+        record, live = self._pool.cluster.jobs[job], self._pool.job(job)
+        holding = record.state in HOLDING
+        if live.process is not None and (not holding or live.process != record.placement):
+            if not live.told_kill:
+                self._kill(job)
+        elif not holding:
+            self._workers.forget(live)
+        elif live.process is None:
+            if not self._pool.stopping and not record.stopping and not self._pool.timers.waiting("restart", job):
+                self._start(job, record, live)
+        elif record.stopping:
+            self.stop(job, record.reason, now=False)
+        if holding and not self._pool.stopping:
+            self.say_started(job, record, live)
+        if holding and record.stopping and live.process is None and not self._pool.stopping:
+            self._pool.feed(e.JobStopped(job=job, steps_done=record.steps_done))

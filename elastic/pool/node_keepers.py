@@ -1,0 +1,130 @@
+"""Keepers of nodes as the pool's process knows them: started, expected back, given up for lost, replaced."""
+
+from elastic import pool_wire as w
+from elastic.cluster import events as e
+from elastic.cluster.types import Nanoseconds, NodeId, PhaseKind
+from elastic.pool.holdings import PoolHoldings, PoolNode, Resident
+from elastic.pool.residents import NodeResidents
+from elastic.pool.slice_workers import SliceWorkers
+from elastic.pool.slices import PoolSlices
+
+
+class NodeKeepers:
+    """The nodes of a pool, and those on their way."""
+
+    def __init__(self, pool: PoolHoldings, workers: SliceWorkers, slices: PoolSlices, residents: NodeResidents) -> None:
+        self._pool, self._workers, self._slices, self._residents = pool, workers, slices, residents
+        self._numbers = dict.fromkeys(PhaseKind, 0)
+        self._deaths = dict.fromkeys(PhaseKind, 0)
+
+    def joined(self, hello: w.KeeperHello) -> str:
+        """Take in a keeper and what it reports to hold; returns why it is refused, or an empty string."""
+        name = hello.node
+        if name in self._pool.joining:
+            self._pool.nodes[name] = PoolNode(phase=self._pool.joining.pop(name))
+            self._deaths[self._pool.nodes[name].phase] = 0
+            self._pool.feed(e.NodeJoined(node=name, phase=self._pool.nodes[name].phase))
+        node = self._pool.nodes.get(name)
+        if node is None:
+            return "this node is not the pool's any more"
+        self._pool.timers.clear("keeper", name)
+        node.connected, node.pid, node.given = True, hello.pid, hello.last_permit
+        before, node.residents = node.residents, {}
+        for state in hello.residents:
+            former = before.pop(state.job, None)
+            known = former is not None and former.placement == state.placement
+            node.residents[state.job] = Resident(
+                placement=state.placement,
+                up=state.up,
+                permit=state.permit,
+                worker=state.worker,
+                ending=known and former is not None and former.ending,
+            )
+            self._workers.compare(name, node, state)
+        for job, former in before.items():
+            self._residents.gone(name, job, former, "it ended while its keeper was not heard", None)
+        for job, live in list(self._pool.jobs.items()):
+            for taking in (live.yielding, live.leaving):
+                if taking is not None and name in taking.waiting:
+                    resident = node.residents.get(job)
+                    if resident is None or not resident.permit:
+                        self._slices.freed(name, job, taking.permit, 0)
+                    else:
+                        self._slices.take_device(name, job, taking.permit)
+        for job, resident in node.residents.items():
+            if resident.ending:
+                self._pool.ports.tell_keeper(name, w.EndResident(job, "as it was told before"))
+        return ""
+
+    def left(self, name: NodeId) -> None:
+        """Note that the keeper's connection is gone. It may come back."""
+        node = self._pool.nodes.get(name)
+        if node is not None and node.connected:
+            node.connected = False
+            self.expect(name, self._pool.times.silence_ns)
+
+    def gone(self, name: NodeId) -> None:
+        """Give up a keeper whose process has ended, or that has not come or not come back."""
+        if name in self._pool.joining:
+            self._failed_to_join(name)
+        elif name in self._pool.nodes:
+            self.lose(name)
+
+    def start(self, name: NodeId, phase: PhaseKind) -> None:
+        self.expect(name, self._pool.times.keeper_start_ns)
+        self._pool.ports.start_keeper(name, phase)
+
+    def expect(self, name: NodeId, within_ns: Nanoseconds) -> None:
+        self._pool.timers.set("keeper", name, self._pool.ports.now_ns(), within_ns)
+
+    def lose(self, name: NodeId) -> None:
+        node = self._pool.nodes.pop(name)
+        self._pool.timers.clear("keeper", name)
+        self._pool.ports.end_keeper(name)
+        self._pool.feed(e.NodeLost(node=name))
+        for job, resident in list(node.residents.items()):
+            live = self._pool.job(job)
+            live.lent.pop(name, None)
+            live.tickets.pop(name, None)
+            entry = self._pool.entries.get(job)
+            if entry is not None and entry.script and live.process == resident.placement:
+                live.process, live.connected, live.told_kill, live.told_stop = None, False, False, False
+                self._pool.ports.cut_job(job)
+        for job, live in list(self._pool.jobs.items()):
+            for taking in (live.yielding, live.leaving):
+                if taking is not None and name in taking.waiting:
+                    self._slices.freed(name, job, taking.permit, 0)
+        if not self._pool.stopping:
+            self._renew(node.phase)
+
+    def _failed_to_join(self, name: NodeId) -> None:
+        phase = self._pool.joining.pop(name)
+        self._pool.timers.clear("keeper", name)
+        self._pool.ports.end_keeper(name)
+        if not self._pool.stopping:
+            self._renew(phase)
+
+    def _renew(self, phase: PhaseKind) -> None:
+        """Add a node for one that was lost; soon if losses are rare, later if they are frequent."""
+        deaths = self._deaths[phase]
+        self._deaths[phase] = deaths + 1
+        delay_ns = self._pool.times.retry_ns(deaths) if deaths else 0
+        key = f"{phase.value}/{self._next_number(phase)}"
+        self._pool.timers.set("new keeper", key, self._pool.ports.now_ns(), delay_ns)
+
+    def start_anew(self, key: str) -> None:
+        kind, _, number = key.partition("/")
+        phase = PhaseKind(kind)
+        name = f"{phase}-{number or self._next_number(phase)}"
+        if not self._pool.stopping:
+            self._pool.joining[name] = phase
+            self.start(name, phase)
+
+    def _next_number(self, phase: PhaseKind) -> int:
+        self._numbers[phase] += 1
+        return self._numbers[phase]
+
+    def count(self, name: NodeId) -> None:
+        kind, _, number = name.rpartition("-")
+        if kind in list(PhaseKind) and number.isdecimal():
+            self._numbers[PhaseKind(kind)] = max(self._numbers[PhaseKind(kind)], int(number))

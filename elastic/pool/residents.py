@@ -1,0 +1,126 @@
+"""Residents: one process of a job on each of its nodes, started, ended and measured as the cluster wants it."""
+
+from collections.abc import Iterator
+
+from elastic import pool_wire as w
+from elastic.cluster import events as e
+from elastic.cluster.state import JobRecord
+from elastic.cluster.types import JobId, NodeId, PhaseKind
+from elastic.pool.holdings import HOLDING, PoolHoldings, PoolNode, Resident
+from elastic.pool.job_lives import JobLives
+from elastic.pool.ports import JobEnding
+from elastic.pool.slice_workers import SliceWorkers
+from elastic.pool.slices import PoolSlices
+
+MEMORY_NEWS = 1.1
+"""Growth of host memory that is reported to the cluster, besides growth beyond the declared size."""
+_ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+
+
+class NodeResidents:
+    """The residents of a pool's nodes."""
+
+    def __init__(self, pool: PoolHoldings, workers: SliceWorkers, slices: PoolSlices, lives: JobLives) -> None:
+        self._pool, self._workers, self._slices, self._lives = pool, workers, slices, lives
+
+    def _wanted(self, name: NodeId, node: PoolNode) -> Iterator[tuple[JobId, JobRecord, w.WorkerTicketFrame | None]]:
+        """Return the jobs whose residents belong on this node."""
+        cluster_node = self._pool.cluster.state.nodes.get(name)
+        for job in cluster_node.residents if cluster_node is not None else ():
+            record, entry = self._pool.cluster.jobs[job], self._pool.entries.get(job)
+            if record.state not in HOLDING or record.seat is None or entry is None:
+                continue
+            train = self._pool.cluster.groups[record.seat.group].train
+            if node.phase is _ROLLOUT:
+                if not entry.script and name in record.seat.rollout:
+                    yield job, record, None
+            elif name in train[:1] and (entry.script or self._pool.job(job).trainer is not None):
+                yield job, record, self._pool.job(job).trainer
+
+    def compare(self, name: NodeId, node: PoolNode) -> None:
+        wanted = {job: (record, ticket) for job, record, ticket in self._wanted(name, node)}
+        for job, resident in list(node.residents.items()):
+            found = wanted.get(job)
+            stale = found is None or found[0].placement != resident.placement
+            trainer = found[1] if found is not None and node.phase is _TRAIN else None
+            stale = stale or (trainer is not None and trainer.worker != resident.worker)
+            stale = stale or bool(resident.permit and resident.permit not in self._pool.cluster.permits)
+            if stale and not resident.ending:
+                resident.ending = True
+                self._pool.ports.tell_keeper(name, w.EndResident(job, "the job has no place or permit here any more"))
+        for job, (record, ticket) in wanted.items():
+            if job not in node.residents:
+                self._start(name, node, job, record, ticket)
+        for job in wanted:
+            live = self._pool.job(job)
+            if name in live.tickets and job in node.residents and not node.residents[job].ending:
+                resident, permit = node.residents[job], self._pool.cluster.jobs[job].permit
+                if permit is not None and permit == node.given:
+                    lent = live.tickets.pop(name)
+                    resident.worker = lent.worker
+                    self._pool.ports.tell_keeper(name, w.LendWorker(permit, job, lent))
+
+    def _start(
+        self, name: NodeId, node: PoolNode, job: JobId, record: JobRecord, ticket: w.WorkerTicketFrame | None
+    ) -> None:
+        live, entry = self._pool.job(job), self._pool.entries[job]
+        holder = self._pool.cluster.state.nodes[name].user
+        busy = holder not in (None, job) and bool(live.deaths.get(name)) and node.phase is _ROLLOUT
+        if self._pool.stopping or busy or self._pool.timers.waiting("resident", f"{name}/{job}"):
+            return
+        if entry.script:
+            if record.stopping or self._pool.timers.waiting("restart", job) or live.process is not None:
+                return
+            live.process = record.placement
+        elif ticket is not None and not ticket.token:
+            return  # It went on under an earlier process, whose ticket is not known here; `_resident_gone` clears it.
+        frame = self._pool.ports.resident(entry, record.placement, name, node.phase, ticket)
+        node.residents[job] = Resident(placement=record.placement, worker=ticket.worker if ticket else "")
+        self._pool.ports.tell_keeper(name, frame)
+
+    def end(self, job: JobId, name: NodeId, reason: str) -> None:
+        entry = self._pool.entries.get(job)
+        if entry is not None and entry.script:
+            self._lives.end_script(job, reason, 0.0)
+            return
+        node = self._pool.nodes.get(name)
+        resident = None if node is None else node.residents.get(job)
+        if resident is not None:
+            resident.ending = True
+            self._pool.ports.tell_keeper(name, w.EndResident(job, reason))
+
+    def gone(self, name: NodeId, job: JobId, resident: Resident, cause: str, code: int | None) -> None:
+        """Note that a resident's processes have ended, wanted or not."""
+        live, node, entry = self._pool.job(job), self._pool.nodes[name], self._pool.entries.get(job)
+        record = self._pool.cluster.jobs.get(job)
+        permit = record.permit if record is not None else None
+        if entry is not None and entry.script and node.phase is _TRAIN:
+            how = "finished" if code == 0 else "died"
+            self._lives.ended(job, resident.placement, JobEnding(how, cause))
+            permit = None
+        elif node.phase is _TRAIN:
+            if live.trainer is not None and live.trainer.worker == resident.worker:
+                live.trainer = None
+            self._pool.ports.tell_job(job, w.TrainerEnded(resident.worker, cause))
+        else:
+            worker = live.lent.pop(name, "")
+            live.tickets.pop(name, None)
+            if worker:
+                self._workers.tell_parked(job, name, worker, 0.0, cause, permit or 0)
+            if record is not None and record.placement == resident.placement:
+                died = live.deaths[name] = live.deaths.get(name, 0) + 1
+                if died > 1:
+                    delay_ns = self._pool.times.retry_ns(died - 2)
+                    self._pool.timers.set("resident", f"{name}/{job}", self._pool.ports.now_ns(), delay_ns)
+        self._slices.freed(name, job, permit, 0)
+        if not resident.ending:
+            self._pool.feed(e.ResidentLost(job=job, node=name, cause=cause))
+
+    def measured(self, name: NodeId, job: JobId, host_bytes: int) -> None:
+        record, live, node = self._pool.cluster.jobs.get(job), self._pool.job(job), self._pool.nodes[name]
+        if record is None or job not in node.residents or node.residents[job].ending:
+            return
+        declared = record.request.rollout_bytes if node.phase is _ROLLOUT else record.request.train_bytes
+        if host_bytes > declared or host_bytes > MEMORY_NEWS * live.memory.get(name, 0):
+            live.memory[name] = host_bytes
+            self._pool.feed(e.ResidencyMeasured(job=job, node=name, host_bytes=host_bytes))
