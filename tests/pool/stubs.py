@@ -143,6 +143,8 @@ class StubJob:
         return w.JobHello(w.POOL_PROTOCOL_VERSION, job, token, placement, script)
 
     async def run(self) -> None:
+        if self.script.get("led"):
+            await asyncio.Event().wait()  # Whoever tests speaks with the pool for it.
         await self.dial()
         listening = asyncio.create_task(self.listen())
         while self.steps < self.script["steps"]:
