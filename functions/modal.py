@@ -69,10 +69,14 @@ class ModalPoolSettings(BaseModel):
 
 
 class _Charged(NamedTuple):
-    """What of a container's life calls have been billed for: until `until_s`, and its last idle time if `parted`."""
+    """What of a container's life calls have been billed for: until `until_s`, and its last idle time if `parted`.
+
+    `until_s` is by the container's clock, `heard_s` by ours: when it answered last.
+    """
 
     until_s: float
     parted: bool
+    heard_s: float
 
 
 class ModalFunctionPool(KeyedPool):
@@ -117,7 +121,7 @@ class ModalFunctionPool(KeyedPool):
                 found = await self._answered(await self._spawned(order))
         except TimeoutError:
             raise FunctionTimedOut(f"{self.function}: not loaded on Modal within {START_TIMEOUT_S:g} s") from None
-        self._note(found.container, _Charged(found.born_s, parted=False))
+        self._note(found.container, _Charged(found.born_s, False, time.monotonic()))
         self._result(found)
 
     def most_usd(self, timeout_s: float) -> float:
@@ -127,8 +131,8 @@ class ModalFunctionPool(KeyedPool):
     async def aclose(self) -> None:
         """Containers that are idle are stopped; what that saves of their idle time stays on the bill."""
         await self._end_calls()
-        now_s = time.time()
-        idle = [name for name, one in self._containers.items() if one.until_s + self._idle_s >= now_s]
+        now_s = time.monotonic()
+        idle = [name for name, one in self._containers.items() if one.heard_s + self._idle_s >= now_s]
         for container in idle:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(END_TIMEOUT_S):
@@ -270,7 +274,7 @@ class ModalFunctionPool(KeyedPool):
         idle_s = max(0.0, lived_s - duration_s - cold_start_s)
         if known is None or not known.parted:
             idle_s += self._idle_s
-        self._note(found.container, _Charged(max(found.ended_s, since_s), parted=True))
+        self._note(found.container, _Charged(max(found.ended_s, since_s), True, time.monotonic()))
         billed_s = cold_start_s + duration_s + idle_s
         return Call(
             function=self.function,

@@ -1,6 +1,7 @@
 """What is Modal's own among function pools: blobs, batches, faults, scaling to zero, and the bill."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ async def make_pool(platform: Bench, calls: list[Call]) -> AsyncIterator[Callabl
     pools: list[ModalFunctionPool] = []
 
     def make(function: str, **settings: Any) -> ModalFunctionPool:
-        pools.append(ModalFunctionPool(f"tests.functions.samples:{function}", meter=calls.append, **settings))
+        reference = f"tests.functions.samples:{function}"
+        pools.append(ModalFunctionPool(reference, meter=calls.append, **{"idle_s": 2.0, **settings}))
         return pools[-1]
 
     yield make
@@ -54,6 +56,9 @@ async def test_calls_that_come_together_share_a_container(make_pool: Any, platfo
     assert len(set(pids)) <= 2
     assert len(since(platform, before)) <= 2
     assert len(calls) == 8
+    await eventually(lambda: platform.running() == [])
+    theirs = sum(one["usd"] for one in since(platform, before))
+    assert 0.6 * theirs <= sum(call.usd for call in calls) <= 1.05 * theirs
 
 
 async def test_containers_go_when_idle_and_their_whole_lives_are_on_the_bill(
@@ -68,6 +73,58 @@ async def test_containers_go_when_idle_and_their_whole_lives_are_on_the_bill(
     theirs = sum(one["usd"] for one in since(platform, before))
     # What a container takes to end is Modal's to know; it is small against its life, unless the machine is crowded.
     assert 0.6 * theirs <= sum(call.usd for call in calls) <= 1.05 * theirs
+    assert await pool.invoke("after", 4, TIMEOUT_S) == 8
+    assert [call.cold_start_s > 0 for call in calls] == [True, False, False, False, True]
+
+
+async def test_an_order_whose_answer_is_torn_is_sent_again_with_its_key_and_runs_once(
+    make_pool: Any, platform: Bench, calls: list[Call], tmp_path: Path
+) -> None:
+    pool = make_pool("count", concurrency=2)
+    await pool.start()
+    paths = [str(tmp_path / f"lines-{n}") for n in range(12)]
+    before = platform.record()
+    platform.faults(seed=5, rpcs=["FunctionMap"], torn=0.3)
+    assert await asyncio.gather(*(pool.invoke(path, path, TIMEOUT_S) for path in paths)) == [1] * len(paths)
+    after = platform.record()
+    torn = after["faults"]["torn"] - before["faults"].get("torn", 0)
+    assert torn > 0
+    assert after["rpcs"]["FunctionMap"] - before["rpcs"]["FunctionMap"] == len(paths) + torn
+    assert [runs(path) for path in paths] == [1] * len(paths)
+    assert len(calls) == len(paths)
+
+
+async def test_no_call_costs_more_than_was_said_whatever_became_of_it(
+    make_pool: Any, platform: Bench, calls: list[Call], tmp_path: Path
+) -> None:
+    timeout_s = 3.0
+    well, mark = make_pool("double", concurrency=1, idle_s=4.0), tmp_path / "mark"
+    await well.invoke("cold", 1, TIMEOUT_S)
+    await asyncio.sleep(1.0)
+    await well.invoke("after a rest", 1, timeout_s)
+    for function, payload in (("fail", 7), ("die", 7), ("hang", str(mark))):
+        with pytest.raises(FunctionError):
+            await make_pool(function).invoke(function, payload, timeout_s if function == "hang" else TIMEOUT_S)
+    assert len(calls) == 5
+    for call in calls:
+        limit_s = TIMEOUT_S if call.key in ("cold", "fail", "die") else timeout_s
+        assert 0 < call.usd <= make_pool("double", idle_s=4.0).most_usd(limit_s), call
+
+
+async def test_a_clock_that_is_off_here_changes_no_bill_and_leaves_nothing(
+    make_pool: Any, platform: Bench, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time
+    monkeypatch.setattr("functions.modal.time.time", lambda: now_s() - 3600)
+    before = len(platform.record()["containers"])
+    pool = make_pool("double", idle_s=30.0)
+    assert await pool.invoke("key", 1, TIMEOUT_S) == 2
+    (call,) = calls
+    await pool.aclose()
+    await eventually(lambda: platform.running() == [])
+    (container,) = since(platform, before)
+    lived_s = container["finished_s"] - container["started_s"]
+    assert call.billed_s == pytest.approx(lived_s + 30.0, abs=5.0)
 
 
 async def test_faults_of_the_platform_lose_no_call_and_run_none_twice(
