@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import signal
 import sys
 import time
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 
 from elastic.compose import replay
-from elastic.core.events import LeaseEnded, LeaseGranted, RewardScored, TokensReceived
+from elastic.core.events import LeaseEnded, LeaseGranted, RewardScored, TokensReceived, WeightsApplied
+from elastic.core.ids import lease_of
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.types import EndCause
+from elastic.report import summarise
 from elastic.runtime.journal import JournalError, RunDirectory
 from tests.cli.conftest import CONFIG
 from tests.clouds.modal_server import Bench
@@ -23,6 +26,7 @@ pytestmark = [pytest.mark.clouds, pytest.mark.timeout(600)]
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 PATIENCE_S = 120.0
+BUDGET_USD, STOPPED = 0.08, 3
 SETTINGS = (
     "run.steps=100000",
     "rewards.name=frozenlake",
@@ -38,6 +42,8 @@ SETTINGS = (
     "providers.modal.ask_s=10",
     "providers.modal.reconcile_s=5",
 )
+SLOW = 'engine.pacing={prefill_tokens_per_s=8000, decode_step_s={"1"=0.5}}'
+"""Turns of seconds, so that some are under way whenever a lease ends."""
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +89,31 @@ class OnModal:
                 counts[event.worker] += sum(chunk.count for chunk in event.chunks)
         return counts
 
+    def moved_warm(self) -> list[str]:
+        """Turns that went on with a lease's successor, which had its weights before that lease ended by its time."""
+        at = {}
+        went: dict[str, list[str]] = {}
+        for number, event in enumerate(self.events()):
+            match event:
+                case LeaseGranted() if event.lease.startswith("modal"):
+                    at |= {("granted", worker): number for worker in event.workers}
+                case WeightsApplied():
+                    at.setdefault(("ready", event.worker), number)
+                case LeaseEnded() if event.cause in (EndCause.RELEASED, EndCause.EXPIRED):
+                    at["ended", event.lease] = number
+                case TokensReceived():
+                    for chunk in event.chunks:
+                        workers = went.setdefault(chunk.turn, [])
+                        workers += [event.worker] if event.worker not in workers[-1:] else []
+                case _:
+                    pass
+
+        def warm(before: str, after: str) -> bool:
+            ended = at.get(("ended", lease_of(before)), 0)
+            return at.get(("granted", before), ended) < at.get(("ready", after), ended) < ended
+
+        return [turn for turn, workers in went.items() if any(warm(*pair) for pair in itertools.pairwise(workers))]
+
     def until(self, what: str, holds: Callable[[], object]) -> None:
         self.run.until(what, holds, PATIENCE_S)
 
@@ -125,21 +156,25 @@ class OnModal:
 def test_turns_move_over_warm_and_nothing_is_lost_with_containers_or_the_orchestrator(
     module: Callable[[str], Any], tmp_path: Path, checkpoint: Path, platform: Bench
 ) -> None:
-    live = OnModal(module, tmp_path, checkpoint, platform, "providers.modal.lease_s=25")
+    live = OnModal(module, tmp_path, checkpoint, platform, "providers.modal.lease_s=45", SLOW)
     with contextlib.ExitStack() as undo:
         undo.callback(live.run.discard)
         live.more_tokens()
         live.until("rewards", lambda: live.of(RewardScored))
 
-        live.until(
-            "a lease that ended by its time", lambda: live.ended(EndCause.EXPIRED) or live.ended(EndCause.RELEASED)
-        )
-        live.more_tokens()
+        live.until("turns that went on with a successor", live.moved_warm)
 
         live.until("a container", live.containers)
         platform.kill(live.containers()[0]["task"])
         live.until("its lease has ended", lambda: live.ended(EndCause.LOST))
         live.more_tokens()
+
+        live.until("a container", live.containers)
+        (first, *_) = live.containers()
+        platform.preempt(first["task"])
+        live.until("its lease has ended", lambda: live.ended(EndCause.PREEMPTED))
+        live.more_tokens()
+        assert first["calls"] in [one["calls"] for one in live.containers()], "it went on as another lease"
 
         before = {one["task"] for one in live.containers()}
         live.run.kill("orchestrator")
@@ -152,3 +187,20 @@ def test_turns_move_over_warm_and_nothing_is_lost_with_containers_or_the_orchest
     live.nothing_was_lost()
     ours, theirs = live.bills()
     assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_a_budget_holds_by_modals_own_bill(
+    module: Callable[[str], Any], tmp_path: Path, checkpoint: Path, platform: Bench
+) -> None:
+    before = len(platform.record()["containers"])
+    live = OnModal(module, tmp_path, checkpoint, platform, f"run.budget_usd={BUDGET_USD}", "trainer.usd_per_gpu_hour=1")
+    with contextlib.ExitStack() as undo:
+        undo.callback(live.run.discard)
+        live.until("rewards", lambda: live.of(RewardScored))
+        live.until("its end", lambda: live.run.process.poll() is not None)
+        assert live.run.process.returncode == STOPPED
+    live.nothing_is_left()
+    summary = summarise(RunDirectory(live.run.run_dir))
+    theirs = sum(one["usd"] for one in platform.record()["containers"][before:])
+    assert BUDGET_USD / 2 < summary.usd <= BUDGET_USD
+    assert theirs + summary.providers["trainer"].usd <= BUDGET_USD
