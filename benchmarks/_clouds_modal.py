@@ -44,7 +44,7 @@ SETTINGS = (
     "providers.modal.ask_s=10",
     "providers.modal.reconcile_s=10",
 )
-"""Whole nodes of B200, so that a minute of them costs what two hours of one do."""
+"""Whole nodes of B200, of which minutes cost dollars."""
 
 
 def why_not() -> str:

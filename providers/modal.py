@@ -3,7 +3,7 @@
 - A call starts when it is spawned, and its lease is granted once its container says that it has begun; from there on it
   lives `lease_s`. Modal's own time limit stands somewhat beyond that, and holds where nobody ends the call.
 - Modal starts a preempted call again, in another container. That container asks for a ticket: its former lease ends as
-  preempted, and the next lease that the run wants goes to it.
+  preempted, unless the run has given that up before, and the next lease that the run wants goes to it.
 - A lease's bill is its containers' lives by Modal's own record.
 - The run's calls are those of its own variant of the class, which Modal lists; what belongs to no lease is cancelled,
   at the start, at the end and every `reconcile_s`.
@@ -49,6 +49,8 @@ CLASS, METHOD = "Rollout", "work"
 CALL = "call"
 """What is kept of a lease: its call, once Modal has told it."""
 LISTEN_S, MESSAGES_MAX = 30.0, 100
+RESTART_S_MIN = 60.0
+"""How long a call that starts again is waited for at the least."""
 SITE_VARIABLE = "ELASTIC_SITE"
 COMPILED_VARIABLE, COMPILED_FOLDER = "NUMBA_CACHE_DIR", "compiled"
 """Where compiled codecs are kept: on a volume, so that not every container spends its first 20 CPU seconds on them."""
@@ -108,6 +110,10 @@ class _RolloutCall:
         self.lease = lease
         self.containers: list[str] = []
         self.began = asyncio.Event()
+        self.starts_again = False
+        """Modal has taken its container back, the lease is over, and no other has it."""
+        self.asks = asyncio.Event()
+        """Its container waits for another lease's ticket."""
 
 
 class _CallHandle:
@@ -132,7 +138,7 @@ class _CallHandle:
             await asyncio.gather(over, return_exceptions=True)
 
     async def give_back(self) -> Nanoseconds | None:
-        if not self.preempted.done():
+        if not self.preempted.done() and not await self._provider.starts_again(self._rollout, self):
             await self._provider.cancel(self._rollout)
         charged_s = await self._provider.charged_s(self.containers)
         await self._recorded.end()
@@ -156,8 +162,9 @@ class ModalProvider(BaseProvider[Any]):
         self._rollouts: dict[str, _RolloutCall] = {}
         """Calls that are a lease's, or wait for one, by their ids."""
         self._handles: dict[LeaseId, _CallHandle] = {}
-        self._waiting: deque[_RolloutCall] = deque()
-        """Calls whose containers have asked for a ticket."""
+        self._spare: deque[_RolloutCall] = deque()
+        """Calls that Modal starts again, and that no lease has: their containers ask for a ticket, or will."""
+        self._closing = False
         self._heard: dict[LeaseId, ContainerSays] = {}
         """What was said of leases that nothing is known of yet."""
         self._spawning = 0
@@ -204,11 +211,19 @@ class ModalProvider(BaseProvider[Any]):
 
     async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
         environment = self._worker_environment(request)
-        if self._waiting:
-            rollout = self._waiting.popleft()
+        if self._spare:
+            rollout = next((one for one in self._spare if one.asks.is_set()), self._spare[0])
+            self._spare.remove(rollout)
             rollout.lease = request.lease
             recorded = self._record(request.lease, rollout.id)
-            await self._answer(rollout, NewTicket(lease=request.lease, environment=environment))
+            try:
+                await self._happened(rollout, rollout.asks)
+                rollout.asks.clear()
+                rollout.starts_again = False
+                await self._answer(rollout, NewTicket(lease=request.lease, environment=environment))
+            except BaseException:
+                await asyncio.shield(self._withdraw(rollout, recorded))
+                raise
             return self._held(rollout, recorded)
         order = RolloutOrder(
             lease=request.lease,
@@ -222,7 +237,7 @@ class ModalProvider(BaseProvider[Any]):
         try:
             rollout = await self._spawned(request.lease, order)
             recorded = self._record(request.lease, rollout.id)
-            await self._begun(rollout)
+            await self._happened(rollout, rollout.began)
         except BaseException as error:
             await asyncio.shield(self._withdraw(rollout, recorded))
             if isinstance(error, TimeoutError | asyncio.CancelledError) and rollout is not None:
@@ -256,13 +271,14 @@ class ModalProvider(BaseProvider[Any]):
         return found
 
     async def aclose(self) -> None:
+        self._closing = True
         if self._work is None:
             await super().aclose()
             return
         with contextlib.suppress(Exception):  # First, so that it is on the bill of a lease that ends now.
             async with asyncio.timeout(self.context.release_timeout_s / 2):
-                while self._waiting:
-                    await self._end_stray(self._waiting.popleft())
+                while self._spare:
+                    await self._end_stray(self._spare.popleft())
         await super().aclose()
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self.context.release_timeout_s):
@@ -313,6 +329,34 @@ class ModalProvider(BaseProvider[Any]):
                 log.warning("Modal knows a call no more", call=rollout.id, error=told(error))
         self._rollouts.pop(rollout.id, None)
 
+    async def starts_again(self, rollout: _RolloutCall, handle: _CallHandle) -> bool:
+        """Whether the lease's container is gone and Modal starts another one for its call, which is the next lease's.
+
+        The run hears that a worker is lost before that container can ask.
+        """
+        if self._closing or not rollout.containers:
+            return False
+        first = rollout.containers[0]
+        try:
+            async with asyncio.timeout(self._modal_settings.answer_timeout_s):
+                life = await modal_platform.life_of(first)
+                if not life.finished_s or not (await self._calls()).get(rollout.id):
+                    return False
+        except Exception as error:
+            log.warning("Modal does not say whether a call starts again", call=rollout.id, error=told(error))
+            return False
+        if not handle.preempted.done():  # Else it has asked meanwhile.
+            handle.containers = [first]
+            self._spared(rollout, rollout.containers[1:])
+            patience_s = max(RESTART_S_MIN, 2 * self._modal_settings.cold_start_s)
+            self.run_in_background(self._end_if_unwanted(rollout, patience_s), f"patience with {rollout.id}")
+        return True
+
+    def _spared(self, rollout: _RolloutCall, containers: list[str]) -> None:
+        """The lease that had it keeps the containers of before; these are the next lease's, or nobody's before long."""
+        rollout.containers, rollout.lease, rollout.starts_again = containers, "", True
+        self._spare.append(rollout)
+
     async def charged_s(self, containers: list[str]) -> float:
         """What Modal charges for these containers, once all are gone. Raises `TimeoutError`."""
         charged_s = 0.0
@@ -359,17 +403,17 @@ class ModalProvider(BaseProvider[Any]):
             self._hear_of(rollout, heard)
         return rollout
 
-    async def _begun(self, rollout: _RolloutCall) -> None:
-        """Returns once a container of the call has begun. Raises `CapacityUnavailable` if none ever does."""
-        over, began = asyncio.create_task(self.over(rollout)), asyncio.create_task(rollout.began.wait())
+    async def _happened(self, rollout: _RolloutCall, event: asyncio.Event) -> None:
+        """Returns once a container of the call has begun, or asks. Raises `CapacityUnavailable` if none ever does."""
+        over, happened = asyncio.create_task(self.over(rollout)), asyncio.create_task(event.wait())
         try:
-            await asyncio.wait({over, began}, return_when=asyncio.FIRST_COMPLETED)
-            if not rollout.began.is_set():
+            await asyncio.wait({over, happened}, return_when=asyncio.FIRST_COMPLETED)
+            if not event.is_set():
                 raise CapacityUnavailable(over.result().detail)
         finally:
-            for task in (over, began):
+            for task in (over, happened):
                 task.cancel()
-            await asyncio.gather(over, began, return_exceptions=True)
+            await asyncio.gather(over, happened, return_exceptions=True)
 
     async def _withdraw(self, rollout: _RolloutCall | None, recorded: RecordedProcesses) -> None:
         """A call that was not to be a lease. What cannot be ended now belongs to no lease: the next look ends it."""
@@ -427,21 +471,22 @@ class ModalProvider(BaseProvider[Any]):
         if not says.asks:
             return
         handle = self._handles.get(rollout.lease)
-        former = says.lease != rollout.lease
-        if handle is None or handle.preempted.done() or former or says.container == rollout.containers[0]:
-            self.run_in_background(self._answer(rollout, NewTicket()), f"answer to {says.container}")
-            return
-        # Its former containers stay the lease's; this one is the next lease's, or nobody's before long.
-        rollout.containers = [says.container]
-        handle.containers = [name for name in handle.containers if name != says.container]
-        self._waiting.append(rollout)
-        handle.preempted.set_result(None)
-        self.run_in_background(self._end_if_unwanted(rollout), f"patience with {rollout.id}")
+        if not rollout.starts_again:
+            former = says.lease != rollout.lease
+            if handle is None or handle.preempted.done() or former or says.container == rollout.containers[0]:
+                self.run_in_background(self._answer(rollout, NewTicket()), f"answer to {says.container}")
+                return
+            handle.containers = [name for name in handle.containers if name != says.container]
+            handle.preempted.set_result(None)
+            self._spared(rollout, [says.container])
+        rollout.asks.set()
+        patience_s = self._modal_settings.ask_s / 2
+        self.run_in_background(self._end_if_unwanted(rollout, patience_s), f"patience with {rollout.id}")
 
-    async def _end_if_unwanted(self, rollout: _RolloutCall) -> None:
-        await asyncio.sleep(self._modal_settings.ask_s / 2)
-        if rollout in self._waiting:
-            self._waiting.remove(rollout)
+    async def _end_if_unwanted(self, rollout: _RolloutCall, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        if rollout in self._spare:
+            self._spare.remove(rollout)
             await self._end_stray(rollout)
 
     async def _answer(self, rollout: _RolloutCall, ticket: NewTicket) -> None:

@@ -1,5 +1,5 @@
 """What tests of clouds take over from those of the command line."""
 
-from tests.cli.conftest import config, elastic
+from tests.cli.conftest import config, elastic, refused
 
-__all__ = ["config", "elastic"]
+__all__ = ["config", "elastic", "refused"]

@@ -53,3 +53,37 @@ def test_a_run_that_ec2_refuses_ends_with_one_message(aws: Cloud, config: Path, 
     assert re.search(r"this machine's clock is (3599|3600) s behind AWS's", " ".join(err.split()))
     assert "Traceback" not in err
     assert aws.living() == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"env": None}, ("NoCredentials", "AWS_PROFILE")),
+        ({"keys": {"another"}}, ("AuthFailure", "aws configure")),
+        ({"keys": {"another"}, "unknown": "ExpiredToken"}, ("ExpiredToken", "aws sso login")),
+        ({"region": "mars-east-1", "endpoint_url": "", "answer_timeout_s": 2.0}, ("mars-east-1", "region")),
+        ({"region": "mars"}, ("providers.ec2.region", "found 'mars'")),
+        ({"image": "ami-00000000"}, ("ami-00000000", "providers.ec2.image")),
+        ({"image": "ubuntu"}, ("providers.ec2.image", "found 'ubuntu'")),
+    ],
+)
+def test_what_ec2_can_never_do_ends_a_run_before_it_begins(
+    aws: Cloud,
+    config: Path,
+    elastic: Callable[..., Any],
+    refused: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: dict[str, Any],
+    words: tuple[str, ...],
+) -> None:
+    billed_usd, settings = aws.books.usd(), dict(wrong)
+    if "env" in settings:
+        del settings["env"]
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("HOME", str(config.parent))
+    aws.proxy.keys, aws.proxy.unknown = settings.pop("keys", None), settings.pop("unknown", "AuthFailure")
+    refused(elastic("run", with_ec2(config, aws, **settings), "--providers", "ec2"), "ec2", *words)
+    assert aws.living() == []
+    assert aws.books.usd() == billed_usd

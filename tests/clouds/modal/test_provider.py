@@ -118,6 +118,38 @@ async def test_a_restarted_container_asks_for_a_ticket_and_serves_the_next_lease
     assert house.charged_s() == pytest.approx(house.billed_s(), abs=1e-3)
 
 
+async def test_a_lease_that_was_given_up_before_its_container_started_again_leaves_it_to_the_next(house: House) -> None:
+    provider = await house.started()
+    lease = await house.grant(provider, 1)
+    await eventually(lambda: house.spent(1))
+    (first,) = house.containers()
+    house.platform.faults(slow_start_s=2.0)
+    house.platform.preempt(first["task"])
+    await provider.release(lease)
+    await house.recorder.ended(lease)
+    await house.grant(provider, 2)
+    await eventually(lambda: house.spent(2))
+    (second,) = house.containers()
+    assert second["task"] != first["task"]
+    assert second["calls"] == first["calls"]
+    await provider.release("lease-2")
+    await house.recorder.ended("lease-2")
+    assert house.containers() == []
+    assert house.charged_s() == pytest.approx(house.billed_s(), abs=1e-3)
+
+
+async def test_what_starts_again_as_the_run_ends_is_cancelled(house: House) -> None:
+    provider = await house.started()
+    lease = await house.grant(provider, 1)
+    await eventually(lambda: house.spent(1))
+    house.platform.faults(slow_start_s=2.0)
+    house.platform.preempt(house.containers()[0]["task"])
+    await provider.release(lease)
+    await house.recorder.ended(lease)
+    await provider.aclose()
+    assert house.containers() == []
+
+
 async def test_a_restarted_container_that_nobody_wants_ends(house: House) -> None:
     provider = await house.started(ask_s=1.0)
     lease = await house.grant(provider, 1)
