@@ -74,7 +74,8 @@ async def check_deployment(app: str, environment: str, timeout_s: float) -> None
     """Raises `ModalUnusable` where the app is not deployed, is another version's, or Modal does not let us in."""
     package = modal()
     where = f"app {app!r} in Modal's environment {environment!r}" if environment else f"app {app!r} on Modal"
-    deploy = f"`elastic modal deploy{'' if app == APP else f' --app {app}'}`"
+    own = ("" if app == APP else f" --app {app}") + (f" --environment {environment}" if environment else "")
+    deploy = f"`elastic modal deploy{own}`"
     try:
         async with asyncio.timeout(timeout_s):
             found = await package.App.lookup.aio(app, environment_name=environment or None)

@@ -215,6 +215,30 @@ def test_nobody_there_is_unavailable_and_a_bad_url_is_not() -> None:
             open_relay(url)
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (S3Answer(404, "NoSuchBucket"), ("no bucket", "weights.relay")),
+        (S3Answer(403, "AccessDenied"), ("access denied", "s3:ListBucket")),
+        (S3Answer(400, "ExpiredToken"), ("wrong or expired", "renew")),
+    ],
+)
+def test_a_bucket_that_refuses_ends_a_run_before_it_begins(
+    store: Store,
+    config: Path,
+    elastic: Callable[..., Ended],
+    refused: Callable[..., None],
+    answer: S3Answer,
+    words: tuple[str, ...],
+) -> None:
+    proxy = FaultyS3(store.port)
+    proxy.answer = answer
+    with proxy.serving() as url:
+        relay = f"s3://{BUCKET}/runs?region=us-east-1&endpoint_url={url}"
+        own = "--set", f"weights.relay={relay}", "--set", f"run.pass_env={json.dumps(list(CREDENTIALS))}"
+        refused(elastic("run", config, "--providers", "spot", *own), *words)
+
+
 @pytest.mark.timeout(600)
 def test_a_run_trains_over_it_and_leaves_nothing_there(
     store: Store, checkpoint: Path, config: Path, elastic: Callable[..., Ended]

@@ -16,9 +16,14 @@ from tests.clouds.modal_server import Bench
 pytestmark = [pytest.mark.clouds]
 
 
-def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def command(*arguments: str, environment: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "elastic.cli", *arguments], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "elastic.cli", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -70,3 +75,35 @@ def test_a_run_that_cannot_use_modal_is_refused_before_it_begins(
     assert ended.code == 2
     assert "elastic modal deploy --app another" in ended.err
     assert platform.running() == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"MODAL_TOKEN_SECRET": None}, ("modal: ", "Token missing", "modal token new", "MODAL_TOKEN_SECRET")),
+        ({"MODAL_TOKEN_SECRET": "as-another"}, ("modal: ", "Token validation failed", "modal token new")),
+        ({"MODAL_SERVER_URL": "http://127.0.0.1:9"}, ("modal: ", "app 'elastic'", "is Modal reachable")),
+        ({"environment": "nowhere"}, ("modal: ", "'nowhere'", "elastic modal deploy --environment nowhere")),
+        ({"gpu": "V3"}, ("providers.modal", "GPU 'V3'", "H100", "usd_per_gpu_hour")),
+        ({"cores": 1000}, ("providers.modal.cores", "64", "found 1000")),
+        ({"rewards": "{app = 'another'}"}, ("functions.frozenlake:reward", "app 'another'", "elastic modal deploy --app another")),
+        ({"rewards": "{core = 4}"}, ("rewards.pool_settings", "core", "cores")),
+    ],
+)
+def test_what_modal_can_never_do_ends_a_run_before_it_begins(
+    platform: Bench, config: Path, refused: Callable[..., None], wrong: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    """In a process of its own: Modal's client reads its credentials once."""
+    started = len(platform.record()["containers"])
+    settings = {"answer_timeout_s": 5.0, **{name: value for name, value in wrong.items() if name.islower()}}
+    rewards = settings.pop("rewards", None)
+    text = config.read_text() + "[providers.modal]\n"
+    text += "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
+    if rewards is not None:
+        text += f'[rewards]\nname = "frozenlake"\npool = "modal"\npool_settings = {rewards}\n'
+    config.write_text(text)
+    environment = os.environ | {"HOME": str(config.parent)} | {name: v for name, v in wrong.items() if name.isupper()}
+    environment = {name: value for name, value in environment.items() if value is not None}
+    done = command("run", str(config), "--providers", "modal", environment=environment)
+    refused((done.returncode, done.stdout, " ".join(done.stderr.split())), *words)
+    assert len(platform.record()["containers"]) == started

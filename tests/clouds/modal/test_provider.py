@@ -257,3 +257,18 @@ async def test_another_versions_deployment_and_bad_credentials_are_refused_with_
         await house.started()
     house.platform.refuse_token(False)
     house._providers.clear()
+
+
+async def test_credentials_that_modal_refuses_while_a_run_goes_on_take_no_worker_along(house: House) -> None:
+    provider = await house.started()
+    lease = await house.grant(provider, 1)
+    await eventually(lambda: house.spent(1))
+    house.platform.refuse_token(True)
+    await provider.acquire(lease_request(2))
+    answer = await house.recorder.answered("lease-2")
+    assert isinstance(answer, LeaseRefused)
+    assert "Token validation failed" in answer.reason
+    assert not house.recorder.of(LeaseEnded, lease)
+    house.platform.refuse_token(False)
+    await house.grant(provider, 3)
+    assert len(house.containers()) == 2

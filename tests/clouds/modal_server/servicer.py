@@ -7,10 +7,10 @@ from collections import deque
 from typing import Any
 
 from google.protobuf.empty_pb2 import Empty
-from grpclib import GRPCError, Status
-from modal._utils.grpc_testing import patch_mock_servicer
-from modal_proto import api_pb2
-from modal_proto.api_grpc import ModalClientBase
+from grpclib import GRPCError, Status  # pyright: ignore[reportMissingImports]
+from modal._utils.grpc_testing import patch_mock_servicer  # pyright: ignore[reportMissingImports]
+from modal_proto import api_pb2  # pyright: ignore[reportMissingImports]
+from modal_proto.api_grpc import ModalClientBase  # pyright: ignore[reportMissingImports]
 
 from tests.clouds.modal_server.platform import App, Function, FunctionCall, Input, Platform, RunningContainer
 from tests.clouds.modal_server.record import USD_PER_CORE_S, USD_PER_GIB_S, USD_PER_GPU_S
@@ -18,6 +18,7 @@ from tests.clouds.modal_server.record import USD_PER_CORE_S, USD_PER_GIB_S, USD_
 TOKEN = ("ak-local", "as-local")
 """The credentials that are let in."""
 BUILDER_VERSION = "2025.06"
+ENVIRONMENT = "main"
 LONG_POLL_S = 55.0
 REMEMBERED = 4096
 
@@ -52,6 +53,8 @@ class Servicer:
         key = (name, str(stream.metadata.get("x-idempotency-key", "")))
         if key in self._answers:
             return self._answers[key]
+        if getattr(request, "environment_name", "") not in ("", ENVIRONMENT):
+            raise GRPCError(Status.NOT_FOUND, f"Environment {request.environment_name!r} not found")
         if not in_container and chance.draw("unavailable", name):
             raise GRPCError(Status.UNAVAILABLE, "a fault that was asked for")
         said = await getattr(self, f"do_{name}")(stream, request)
@@ -79,13 +82,13 @@ class Servicer:
 
     async def do_EnvironmentGetOrCreate(self, stream: Any, request: Any) -> Any:
         metadata = api_pb2.EnvironmentMetadata(
-            name="main", settings=api_pb2.EnvironmentSettings(image_builder_version=BUILDER_VERSION)
+            name=ENVIRONMENT, settings=api_pb2.EnvironmentSettings(image_builder_version=BUILDER_VERSION)
         )
         return api_pb2.EnvironmentGetOrCreateResponse(environment_id="en-1", metadata=metadata)
 
     async def do_AppGetByDeploymentName(self, stream: Any, request: Any) -> Any:
         app = self._app(request.name)
-        return api_pb2.AppGetByDeploymentNameResponse(app_id=app.id if app else "", environment_name="main")
+        return api_pb2.AppGetByDeploymentNameResponse(app_id=app.id if app else "", environment_name=ENVIRONMENT)
 
     async def do_AppCreate(self, stream: Any, request: Any) -> Any:
         app = App(self._platform.new_id("ap"), request.description, tags=dict(request.tags))
