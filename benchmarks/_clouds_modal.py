@@ -99,6 +99,8 @@ def _run(
                 left.append(kill)
                 continue
             done += 1
+        # What a container costs that starts for a call which is given up before it begins, Modal tells nobody.
+        run.until("all containers have begun", lambda: all(one["calls"] for one in platform.running(name)))
         elastic("stop", str(run.run_dir))
         with contextlib.suppress(Exception):
             run.process.wait(GONE_TIMEOUT_S)

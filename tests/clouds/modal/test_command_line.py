@@ -86,7 +86,10 @@ def test_a_run_that_cannot_use_modal_is_refused_before_it_begins(
         ({"environment": "nowhere"}, ("modal: ", "'nowhere'", "elastic modal deploy --environment nowhere")),
         ({"gpu": "V3"}, ("providers.modal", "GPU 'V3'", "H100", "usd_per_gpu_hour")),
         ({"cores": 1000}, ("providers.modal.cores", "64", "found 1000")),
-        ({"rewards": "{app = 'another'}"}, ("functions.frozenlake:reward", "app 'another'", "elastic modal deploy --app another")),
+        (
+            {"rewards": "{app = 'another'}"},
+            ("functions.frozenlake:reward", "app 'another'", "elastic modal deploy --app another"),
+        ),
         ({"rewards": "{core = 4}"}, ("rewards.pool_settings", "core", "cores")),
     ],
 )

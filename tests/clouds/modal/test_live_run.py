@@ -3,10 +3,11 @@
 import contextlib
 import importlib
 import itertools
+import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.types import EndCause
 from elastic.report import summarise
 from elastic.runtime.journal import JournalError, RunDirectory
+from providers.modal import CALL
 from tests.cli.conftest import CONFIG
 from tests.clouds.modal_server import Bench
 
@@ -124,6 +126,15 @@ class OnModal:
     def containers(self) -> list[dict[str, Any]]:
         return self.platform.running(self.name)
 
+    def leases_of(self, container: Mapping[str, Any]) -> list[str]:
+        """Which leases have a container's call, by what the run keeps of them."""
+        found: list[str] = []
+        for path in (self.run.run_dir / "leases").glob("modal-*.json"):
+            with contextlib.suppress(OSError, ValueError):
+                record = json.loads(path.read_bytes())
+                found += [record["name"]] if record["kept"].get(CALL) in container["calls"] else []
+        return found
+
     def stop(self) -> None:
         """As by ^C; it ends in time."""
         self.run.process.send_signal(signal.SIGINT)
@@ -172,9 +183,10 @@ def test_turns_move_over_warm_and_nothing_is_lost_with_containers_or_the_orchest
         live.until("a container", live.containers)
         (first, *_) = live.containers()
         platform.preempt(first["task"])
-        live.until("its lease has ended", lambda: live.ended(EndCause.PREEMPTED))
-        live.more_tokens()
-        assert first["calls"] in [one["calls"] for one in live.containers()], "it went on as another lease"
+        (former,) = live.leases_of(first)
+        live.until("another lease has its call", lambda: set(live.leases_of(first)) - {former})
+        (lease,) = live.leases_of(first)
+        live.until("tokens of that lease", lambda: sum(n for w, n in live.tokens().items() if lease_of(w) == lease))
 
         before = {one["task"] for one in live.containers()}
         live.run.kill("orchestrator")
@@ -197,8 +209,7 @@ def test_a_budget_holds_by_modals_own_bill(
     with contextlib.ExitStack() as undo:
         undo.callback(live.run.discard)
         live.until("rewards", lambda: live.of(RewardScored))
-        live.until("its end", lambda: live.run.process.poll() is not None)
-        assert live.run.process.returncode == STOPPED
+        assert live.run.process.wait(PATIENCE_S) == STOPPED
     live.nothing_is_left()
     summary = summarise(RunDirectory(live.run.run_dir))
     theirs = sum(one["usd"] for one in platform.record()["containers"][before:])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from modal_proto import api_pb2  # pyright: ignore[reportMissingImports]
 
-from elastic.processes import MARK_VARIABLE, inherited
+from elastic.processes import inherited
 from tests.clouds.modal_server.faults import Chance
 from tests.clouds.modal_server.record import Container
 
@@ -23,6 +23,8 @@ Status = api_pb2.GenericResult
 IDLE_S, TIMEOUT_S = 60, 300
 """What Modal takes where a function says nothing."""
 END_TIMEOUT_S = 20.0
+CONTAINER_VARIABLE = "MODAL_SERVER_CONTAINER"
+"""What is started in a container bears this mark, and ends with it. A worker that ends knows another one."""
 FALSE_STARTS_MAX = 3
 
 
@@ -329,7 +331,7 @@ class Platform:
             "MODAL_TASK_ID": task,
             "MODAL_CONTAINER_ARGUMENTS_PATH": str(path),
             "MODAL_OVERRIDE_HEADERS": f"x-task: {task}",
-            MARK_VARIABLE: f"{self._mark}-{task}",
+            CONTAINER_VARIABLE: f"{self._mark}-{task}",
             **secrets,
         }
         log = self.directory / "logs" / f"{task}.log"
@@ -379,7 +381,7 @@ class Platform:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(container.process.pid, signal.SIGKILL)
-        mark = f"{MARK_VARIABLE}={self._mark}-{container.record.task}".encode()
+        mark = f"{CONTAINER_VARIABLE}={self._mark}-{container.record.task}".encode()
         for one in Path("/proc").iterdir():
             if one.name.isdigit():
                 with contextlib.suppress(OSError):
