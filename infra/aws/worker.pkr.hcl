@@ -41,6 +41,8 @@ build {
       "sudo /opt/elastic/bin/pip install --no-cache-dir '${var.elastic}'",
       "sudo ln --symbolic /opt/elastic/bin/elastic /usr/local/bin/elastic",
       "elastic --version",
+      # Compiled here, weights' codecs cost an instance of this type no seconds of its first pull.
+      "sudo /opt/elastic/bin/python -c 'from elastic.weights.codecs import warm_up; warm_up()'",
     ]
   }
 }
