@@ -27,8 +27,8 @@ _decode_request = msgspec.json.Decoder(Request).decode
 
 
 class CommandManager:
-    """Turns requests into events of the core. `durable` calls back once all that was fed so far is durable; `providers`
-    are those that may be capped."""
+    """Turns requests into events of the core. `durable` calls back once all events fed so far are durable;
+    `providers` are the providers that may be capped."""
 
     def __init__(
         self,

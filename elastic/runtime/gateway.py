@@ -47,10 +47,9 @@ class GatewayError(Exception):
 
 
 class WorkerListener(Protocol):
-    """What the orchestrator wants to hear. An epoch's calls are `on_ready`, then messages, then `on_disconnected`.
+    """Receives the calls of an epoch: `on_ready`, then messages, then `on_disconnected`.
 
-    A connection that is lost before its worker was ready was never announced and is not reported. `on_barred` is a
-    worker's last call, whenever it comes.
+    A connection that is lost before its worker is ready is never reported. `on_barred` is a worker's last call.
     """
 
     def on_ready(self, worker: WorkerId, epoch: int, ready: wire.Ready) -> None: ...
@@ -71,11 +70,11 @@ class WorkerListener(Protocol):
 
 
 class GatewayLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer may cost.
+    """Limits on the cost of a peer.
 
-    It is dropped when more than `unread_bytes` wait for it, or when it has read none of what waits for
-    `unread_timeout_s`. Peers that have not said Hello are few (`unauthenticated`) and gone after
-    `handshake_timeout_s`; of more than these, the address with the most of them loses its oldest.
+    A peer is dropped when more than `unread_bytes` wait for it, or when it has read nothing of the backlog for
+    `unread_timeout_s`. At most `unauthenticated` peers may be without a Hello, each for `handshake_timeout_s`; beyond
+    that number, the address with the most such connections loses its oldest.
     """
 
     handshake_timeout_s: float = 5.0
@@ -206,7 +205,7 @@ class Door:
         self._pulse = self._loop.call_later(welcome.heartbeat_interval_s, self._beat)
 
     def close(self) -> None:
-        """End the run's connections and let nobody in any more; the listener hears nothing more. Safe to call twice."""
+        """End the run's connections and refuse new ones. The listener is not called any more. Safe to call twice."""
         self._pulse.cancel()
         for session in self._sessions.values():
             session.cut()
@@ -255,7 +254,8 @@ class Door:
             session.connection.send(message)
 
     def hold(self, held: bool) -> None:
-        """Read from no worker while `held`: whoever takes what they say cannot keep up. They are written to as ever."""
+        """Stop reading from all workers while `held`, because their messages cannot be handled fast enough. Writing
+        goes on."""
         self.held = held
         for session in self._sessions.values():
             if session.connection is not None:
@@ -279,7 +279,7 @@ class Door:
             session.cut()
 
     def refusals(self) -> list[RefusalCount]:
-        """What was refused so far: of strangers, who name no run that can be believed, and of this run's workers."""
+        """Return the refusals so far: of strangers, who name no known run, and of this run's workers."""
         return [*self._gateway._refusals.counts(), *self._refusals.counts()]
 
     def _beat(self) -> None:
@@ -311,7 +311,7 @@ class Door:
         connection.send(welcome)
 
     def _have_wait(self, connection: "_Connection", hello: wire.Hello) -> None:
-        """Have somebody with a ticket wait for its lease. Raises `_NotAdmitted`."""
+        """Let the holder of a ticket wait for a lease. Raises `_NotAdmitted`."""
         room = self.waiting_room
         if room is None:
             raise _NotAdmitted("this run takes nobody who joins by ticket")
@@ -386,7 +386,7 @@ class Door:
 
 
 def _check_still_there(body: memoryview) -> None:
-    """Raises `WireError` for what somebody may not say who waits for a lease."""
+    """Raise `WireError` for a message that a peer may not send while it waits for a lease."""
     message = wire.decode_from_worker(body)
     if not isinstance(message, wire.StillThere):
         raise wire.WireError(f"{type(message).__name__} of somebody who waits for a lease")
@@ -408,7 +408,7 @@ def _digest(secret: str) -> bytes:
 
 
 class _Session:
-    """What the gateway knows of one worker. It keeps digests of secrets, and a key only until that is told."""
+    """The gateway's record of one worker. It keeps digests of secrets; a key only until the key is sent."""
 
     def __init__(
         self,
@@ -525,7 +525,7 @@ class _Connection(asyncio.Protocol):
                 self._gateway._refuse_stranger(self, str(error))
 
     def send(self, message: wire.FromOrchestrator) -> None:
-        """Queue a frame for the one write at the end of this loop iteration."""
+        """Queue a frame for the single write at the end of this loop iteration."""
         if not self._open:
             return
         if not self._outbox:
@@ -567,7 +567,7 @@ class _Connection(asyncio.Protocol):
         self._loop.call_later(CLOSE_GRACE_S, self._transport.abort)
 
     def wait(self, door: Door, left: Callable[[], None]) -> None:
-        """Its bearer is known, and waits to be let in; `left` hears if it is gone before."""
+        """Let the identified peer wait to be let in. `left` is called if it goes away before."""
         self._cancel_handshake()
         self._door, self._left = door, left
 

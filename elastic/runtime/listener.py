@@ -93,7 +93,7 @@ class Listener:
         )
 
     def _on_notice(self, worker: WorkerId, _: int, notice: wire.Notice) -> None:
-        """Of what its own lease stands on; a worker can end none but that."""
+        """Take a notice for the worker's own lease. A worker can end no other lease."""
         left_s = notice.left_s
         deadline_ns = None if left_s is None else self._now_ns() + round(left_s * NS_PER_S)
         self._run.feed(e.LeaseNotice(lease=lease_of(worker), deadline_ns=deadline_ns, reason=notice.reason))

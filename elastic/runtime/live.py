@@ -82,11 +82,11 @@ class GatewayWorkers:
 
 
 class ProviderLeases:
-    """Leases of `providers`, whose workers the gateway is told to expect. What is ordered of one waits until it is
-    `ready`.
+    """The leases of `providers`; the gateway is told which workers to expect.
 
-    `engines` and `relays` have the engine settings and the relay of those providers whose workers do not get the
-    welcome's, and `relay_rights` whom the weights' relay lets do what, where it can tell them apart.
+    Orders for a provider wait until it is `ready`. `engines` and `relays` have the engine settings and the relay of
+    providers whose workers do not get those of the welcome. `relay_rights` grants access to the relay of weights, if it
+    distinguishes workers.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ProviderLeases:
         return known
 
     def ready(self, provider: str) -> None:
-        """It has adopted what there was, and has begun."""
+        """Set once the provider has adopted existing leases and has begun."""
         self._ready[provider].set()
 
     def forsake(self) -> None:
@@ -149,7 +149,7 @@ class ProviderLeases:
                     self._feed(e.LeaseRefused(lease=lease.id, reason=detail))
 
     def hear(self, event: e.Event) -> None:
-        """Tell the core what a provider says. Nobody comes of a lease that is refused."""
+        """Feed a provider's event to the core. The worker of a refused lease is not expected any more."""
         if isinstance(event, e.LeaseRefused):
             number = 0
             while self._door.expects(worker := worker_id(event.lease, number)):

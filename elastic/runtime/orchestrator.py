@@ -81,10 +81,10 @@ class Wiring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """Where a new incarnation takes the run up: its `state` and time, where workers dial (`join`), and the
-    `publisher` key that they trust.
+    """The point from which a new incarnation continues the run: its `state` and time, the address at which workers dial
+    (`join`), and the `publisher` key that they trust.
 
-    Functions have cost `functions_usd`. `budget_usd` is set where the run gets another budget.
+    Functions have cost `functions_usd`. `budget_usd` is set if the run gets another budget.
     """
 
     state: bytes
@@ -148,7 +148,7 @@ class Orchestrator:
         self._run.stop(reason)
 
     def kill(self, reason: str) -> None:
-        """End at once: what still runs is killed, and nobody is waited for."""
+        """End at once: kill what runs, and wait for no peer."""
         self._run.kill(reason)
 
     def _connect(self, run: Run) -> Ports:
@@ -213,7 +213,7 @@ class Orchestrator:
         )
 
     def _command(self, event: e.Event) -> None:
-        """With a new budget the core has to know what functions have cost."""
+        """Carry out a command. With a new budget, the core must also know the cost of functions."""
         self._run.feed(event)
         self._bill_functions()
 
@@ -234,7 +234,7 @@ class Orchestrator:
             )
 
     def _names(self) -> list[str]:
-        """Of the providers that the run uses besides its trainer's device."""
+        """Return the names of the run's providers, without the trainer's device."""
         return [name for name in self._leases.providers if name != self.scheduler.plan.trainer_provider]
 
     def _trust(self, publisher: str) -> None:
@@ -245,9 +245,9 @@ class Orchestrator:
         return self._wiring.kept.trajectories([trajectory])[trajectory]
 
     def _stepped(self, version: int) -> None:
-        """Beside the trainer's checkpoint there is the run's state, once all that led to it is durable.
+        """Save the run's state beside the trainer's checkpoint, once all events before it are durable.
 
-        A run that is stopping does not take the step, and its state is none that anybody could go on from.
+        A run that is stopping does not take the step, and its state cannot be continued.
         """
         taken = self.scheduler.version == version
         if taken and version % self._config.trainer.checkpoint_every_steps == 0 and not self._run.closed:
@@ -335,7 +335,7 @@ class Orchestrator:
         return self._run.failed
 
     async def _listen(self) -> str:
-        """At the same address as the former incarnation, where its workers dial, if that is still to be had."""
+        """Listen at the address of the former incarnation, where its workers dial, if it is free."""
         host, port, certificate = self._config.run.host, self._config.run.port, self._wiring.certificate
         former = self._former.join.rpartition(":") if self._former else ("", "", "")
         if former[2] and port in (0, int(former[2])):
@@ -346,7 +346,7 @@ class Orchestrator:
         return await self._gateway.start(host, port, certificate)
 
     def _endpoint(self, listening: str) -> Endpoint:
-        """Where workers dial what listens there."""
+        """Return where workers dial this listener."""
         certificate, advertised = self._wiring.certificate, self._config.run.advertise
         fingerprint = certificate.fingerprint if certificate else ""
         return Endpoint(seen_as(advertised, listening), seen_as("", listening), fingerprint)
@@ -388,7 +388,7 @@ class Orchestrator:
         self._warn()
 
     def _warn(self) -> None:
-        """Once for each budget that is nearly used up."""
+        """Warn once for each budget that is nearly used up."""
         budget = self.scheduler.budget
         warned = budget is not None and budget.warned
         if budget is not None and warned and not self._warned:

@@ -11,7 +11,7 @@ from elastic.runtime.ports import Feed
 
 
 class PoolPermits:
-    """As `elastic.runtime.ports.Pool`, over a pool's open connection."""
+    """`elastic.runtime.ports.Pool` over a pool's open connection."""
 
     def __init__(self, client: PoolClient, feed: Feed, now_ns: Callable[[], Nanoseconds]) -> None:
         self._client = client
@@ -35,7 +35,7 @@ class PoolPermits:
         self._client.tell_progress(step, done, of)
 
     def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:
-        """To be called once, also for a run that begins, before anything else."""
+        """Begin. Called once, before anything else, also for a new run."""
         self._client.hear_permits(self._hear)
         held = self._client.part.permit_of(PhaseKind.TRAIN)
         if permit is not None and (held is None or held.permit != permit):

@@ -29,10 +29,10 @@ class Clock(Protocol):
 
 
 class Stateful(Protocol):
-    """A port that has a state, which a later incarnation's takes over."""
+    """A port with a state, which a later incarnation's port takes over."""
 
     def saved(self) -> Any:
-        """What it remembers, made of plain values and this program's data types."""
+        """Returns the state, made of plain values and this program's data types."""
         ...
 
     def restore(self, saved: Any) -> None: ...
@@ -76,7 +76,7 @@ class Leases(Protocol):
     def release(self, lease: LeaseId, provider: str, reason: str) -> None: ...
 
     def bar(self, lease: LeaseId, provider: str) -> None:
-        """Nothing is to be leased again of what this lease stands on."""
+        """Never leases this lease's place again."""
         ...
 
 
@@ -86,10 +86,8 @@ class Trajectories(Stateful, Protocol):
     def start(self, group: c.StartGroup) -> None: ...
 
     def recalled(self, event: e.Event, command: c.Command | None) -> None:
-        """What a former incarnation heard, and each command that came of it but `AcceptTokens`; None for none.
-
-        Nothing is done about it before `resume`.
-        """
+        """Takes an event of a former incarnation, with each command that it caused except `AcceptTokens`; None for
+        no command. Acts on nothing before `resume`."""
         ...
 
     def resume(self) -> None:
@@ -100,7 +98,7 @@ class Trajectories(Stateful, Protocol):
     def cancel(self, trajectory: TrajectoryId) -> None: ...
 
     def prompt(self, turn: TurnId) -> Any:
-        """What a worker needs to generate the turn; None if nobody waits for it, or not yet."""
+        """Returns what a worker needs to generate the turn; None if no trajectory waits for it, or not yet."""
         ...
 
     def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: Any) -> None:
@@ -112,17 +110,17 @@ class Trajectories(Stateful, Protocol):
     def fail_turn(self, turn: TurnId, cause: str) -> None: ...
 
     def finished(self, trajectory: TrajectoryId) -> Any:
-        """What a function needs to score the trajectory."""
+        """Returns what a function needs to score the trajectory."""
         ...
 
     def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None: ...
 
     def take(self, trajectories: Sequence[TrajectoryId]) -> Any:
-        """What the trainer needs to learn from these. They are asked for again where that order is given again."""
+        """Returns what the trainer needs to learn from these trajectories. A repeated order asks for them again."""
         ...
 
     def drop(self, trajectories: Sequence[TrajectoryId]) -> Any:
-        """What the trainer needs to know of what it does not learn from. They are not asked for again."""
+        """Returns what the trainer needs to know of dropped trajectories. They are not asked for again."""
         ...
 
 
@@ -134,8 +132,8 @@ class TrainerPort(Stateful, Protocol):
     """The trainer's process; orders are carried out one after the other, and asked for once more they are no-ops."""
 
     def remember(self, order: c.TrainGroup | c.DropGroup | c.UpdateWeights) -> None:
-        """An order that is about to be given, or that a former incarnation gave; of groups that were dropped those that
-        leave a slot empty."""
+        """Notes an order that is about to be given, or that a former incarnation gave. Of dropped groups, only those
+        count that leave a slot empty."""
         ...
 
     def train(self, order: c.TrainGroup, batch: Any) -> None: ...
@@ -155,7 +153,7 @@ class Pool(Protocol):
         ...
 
     def yield_permit(self, permit: int | None, *, finished: bool) -> None:
-        """As `elastic.core.commands.YieldPermit`; a no-op for a permit that is over."""
+        """Carries out `elastic.core.commands.YieldPermit`. Does nothing for a permit that is over."""
         ...
 
     def tell_progress(self, step: int, done: int, of: int) -> None: ...
@@ -170,7 +168,7 @@ class Pool(Protocol):
 
 
 class UnsharedDevice:
-    """What the trainer computes on is the run's own: no permit is asked for, and none is had."""
+    """The trainer's device belongs to the run alone: no permit is requested or granted."""
 
     def ask_permit(self) -> None:
         raise AssertionError("nobody gives permits where nothing is shared")
@@ -179,14 +177,14 @@ class UnsharedDevice:
         raise AssertionError("there is no permit where nothing is shared")
 
     def tell_progress(self, step: int, done: int, of: int) -> None:
-        """Nobody waits for the rollouts' end."""
+        """Does nothing: no other job waits for the rollouts' end."""
 
     def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:
-        """Nobody has taken anything meanwhile."""
+        """Does nothing: no other job has used the device meanwhile."""
 
 
 class Owner(Protocol):
-    """Who has started the run."""
+    """The process that started the run."""
 
     def ended(self) -> None:
         """The run is over: its last command has been carried out, or it was killed."""
@@ -211,7 +209,7 @@ class Ports:
 
 
 class OneIncarnation:
-    """What a port says whose run is never taken up by another process."""
+    """State handling of a port whose run is never continued by another process."""
 
     def recalled(self, *_: Any, **__: Any) -> None:
         raise AssertionError("a run of one incarnation has nothing to recall")

@@ -6,7 +6,7 @@ import structlog
 log = structlog.get_logger(__name__)
 
 STRANGERS = ""
-"""In place of a worker's name: whoever has not shown that it is one."""
+"""Stands in the place of a worker's name for peers that have not proved to be a worker."""
 REFUSED_NOTE = "refused"
 """The journal's note with what was refused so far, as JSON: a list of `RefusalCount`."""
 BURST_LINES = 20
@@ -48,7 +48,7 @@ class Refusals:
         self._log(worker, reason, now_s)
 
     def counts(self) -> list[RefusalCount]:
-        """In the order in which they first came."""
+        """Return the counts in the order of their first refusals."""
         return [
             RefusalCount(worker=worker, reason=reason, count=count) for (worker, reason), count in self._counts.items()
         ]
@@ -70,6 +70,6 @@ class Refusals:
 
 
 def _legible(reason: str) -> str:
-    """What the other side sent may be part of it, and goes to terminals."""
+    """Make text printable. It may contain what a peer sent, and goes to terminals."""
     clipped = reason[:REASON_MAX]
     return clipped if clipped.isprintable() else ascii(clipped)[1:-1][:REASON_MAX]

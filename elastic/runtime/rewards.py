@@ -20,9 +20,9 @@ class MakePool(Protocol):
 
 
 class RewardDispatch:
-    """A trajectory is its calls' key: however often it is asked for, the function scores it once.
+    """Has functions score trajectories. The trajectory is the key of the call, so repeated requests score it once.
 
-    Without a pool nobody asks: the environments score.
+    Without a pool there are no requests: the environments score.
     """
 
     def __init__(self, pool: FunctionPool | None, timeout_s: float, feed: Feed, spawn: Spawn) -> None:

@@ -39,7 +39,7 @@ class TurnFailed(Exception):
 
 
 class Diverged(Exception):
-    """The environment has gone another way than it went in the process before this one."""
+    """The environment behaves differently than in the process before this one."""
 
 
 class NoRoom(Exception):
@@ -48,11 +48,11 @@ class NoRoom(Exception):
 
 @dataclass(slots=True)
 class OpenTurn:
-    """A turn of a running trajectory: its context, and what is accepted so far.
+    """A turn of a running trajectory: its context and its accepted tokens.
 
-    `ended` is None while it is in progress, empty once it is finished, else the cause for which it was given up. Of a
-    turn that was recalled `prompt`, `sampling` and `done`, which whoever waits for it is told by, come with its
-    environment.
+    `ended` is None while the turn is in progress, empty once it is finished, else the cause for which it was given up.
+    For a recalled turn, `prompt`, `sampling` and `done` (the future of the waiting environment) are set when its
+    environment comes to it.
     """
 
     id: TurnId
@@ -78,7 +78,7 @@ class OpenTurn:
 
 @dataclass(slots=True)
 class RolloutTrajectory:
-    """A trajectory's tokens so far; `trained` marks those that the policy sampled."""
+    """A trajectory's tokens so far; `trained` marks tokens that the policy sampled."""
 
     trajectory: TrajectoryId
     started_ns: int
@@ -144,7 +144,7 @@ def stable_hash(*parts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """Of trajectories; `sampling` is that of each of their turns but for its noise."""
+    """Limits of trajectories. `sampling` holds for each of their turns, except for its noise."""
 
     max_turns: int
     max_context_tokens: int
@@ -154,7 +154,7 @@ class RolloutLimits:
 
 @dataclass(frozen=True, slots=True)
 class ScoringSettings:
-    """What a function is told besides the trajectory that it scores."""
+    """Arguments of a reward function besides the trajectory."""
 
     environment: dict[str, Any]
     reward: dict[str, Any]
@@ -300,7 +300,7 @@ class Rollouts:
         )
 
     def _episode(self, trajectory: TrajectoryId) -> RolloutTrajectory:
-        """What it came to; from the journal where another process had it, or it was taken before."""
+        """Return the episode's result; from the journal if another process ran it, or if it was taken before."""
         episode = self._finished.get(trajectory)
         if episode is None:
             assert self._stored is not None
@@ -308,7 +308,7 @@ class Rollouts:
         return episode
 
     def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None:
-        """What came of scoring it: its reward, or why it has none."""
+        """Record the result of scoring: the reward, or why there is none."""
         if reward is None:
             self._finished.pop(trajectory, None)
         else:

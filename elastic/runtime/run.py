@@ -156,7 +156,8 @@ class Run:
     # Events in
 
     def feed(self, event: e.Event, payload: Any = None) -> None:
-        """Take one event to the core and carry out what it answers; after the one that is being handled, if any is."""
+        """Give one event to the core and carry out its commands. An event that is fed meanwhile is handled
+        afterwards."""
         if self._handling:
             self._inbox.append((event, payload))
             return
@@ -190,12 +191,13 @@ class Run:
         self._alarm.held = held
 
     def close(self) -> None:
-        """Carry nothing out any more. What is fed is still journaled, and the core hears it: so are leases that end."""
+        """Carry out no more commands. Events that are fed are still journaled and given to the core, such as ends of
+        leases."""
         self.closed = True
         self._alarm.stop()
 
     def prompted(self, turn: TurnId) -> None:
-        """The turn's environment has come to it: whoever was to generate it is told now, if that still stands."""
+        """Send a turn to its worker now that its environment has come to it, if the order still stands."""
         order, live = self._unprompted.pop(turn, None), self.scheduler.turns.live.get(turn)
         if order is not None and live is not None and (live.attempt, live.worker) == (order.attempt, order.worker):
             self._start_turn(order)
@@ -319,7 +321,7 @@ class Run:
         self._once_durable(self._ports.rewards.score, command, self._ports.trajectories.finished(command.trajectory))
 
     def _train_group(self, command: c.TrainGroup) -> None:
-        """What the trajectories came to may have to be read from the journal, once that has it."""
+        """Order the training of a group. Its trajectories may have to be read from the journal once it has them."""
         ports = self._ports
         ports.trainer.remember(command)
         self._once_durable(lambda: ports.trainer.train(command, ports.trajectories.take(command.trajectories)))

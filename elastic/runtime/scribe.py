@@ -59,13 +59,13 @@ class Ended(Protocol):
 
     @property
     def sampled(self) -> Sampled | None:
-        """None where tokens are only counted."""
+        """None if tokens are only counted."""
         ...
 
 
 @dataclass(slots=True)
 class _Trajectory:
-    """What has been accepted for it, by weights version, and its turn in progress."""
+    """What was accepted for a trajectory, by weights version, and its turn in progress."""
 
     accepted: Counter[int] = field(default_factory=Counter[int])
     turn: TurnId | None = None
@@ -190,7 +190,7 @@ class Scribe:
         return event_row(event, now_ns)
 
     def _follow(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
-        """What the event and the commands mean, as rows and for the status."""
+        """Turn the event and its commands into rows and status."""
         self.events += 1
         note = self._on_event.get(type(event))
         if note is not None:
@@ -255,7 +255,7 @@ class Scribe:
             )
 
     def _reward_requested(self, now_ns: Nanoseconds, event: e.RewardRequested, ended: Ended | None) -> None:
-        """It is kept before it is scored, too: whoever takes the run up has it scored by what is kept."""
+        """Keep the trajectory before it is scored, so that a later incarnation can have it scored."""
         if ended is not None and event.trajectory in self._trajectories:
             row = self._unscored[event.trajectory] = _row(event.trajectory, now_ns, ended, None, NOT_SCORED)
             self._rows.append(row)
@@ -369,7 +369,7 @@ class Scribe:
             self._rows.append(msgspec.structs.replace(row, ended_ns=now_ns, reward=command.reward, cause=command.cause))
 
     def _group_over(self, now_ns: Nanoseconds, command: c.TrainGroup | c.DropGroup, dropped: str) -> None:
-        """What became of a group, with the length of each member so far and the age of its tokens."""
+        """Record the end of a group, with the length of each member so far and the age of its tokens."""
         version = self._scheduler.version or 0
         members = [self._trajectories[t].accepted for t in command.trajectories if t in self._trajectories]
         ages = Counter[int]()

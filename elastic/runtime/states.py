@@ -17,9 +17,9 @@ from elastic.files import write_whole
 log = structlog.get_logger(__name__)
 
 CHECKPOINTS = "checkpoints"
-"""Where they are in a run's directory."""
+"""The directory of states within a run's directory."""
 KEEP = 2
-"""Of the trainer's checkpoints as many are kept."""
+"""Number of the trainer's checkpoints that are kept."""
 _SUFFIX = ".state"
 _OWN = ("core", "runtime")
 """Rooms whose data types states consist of."""
@@ -64,7 +64,7 @@ def write(directory: Path, version: int, saved: SavedRun) -> None:
 
 
 def newest_first(directory: Path) -> Iterator[SavedRun]:
-    """Those that can be read, and are as this program wrote them."""
+    """Return the states that can be read and that this version of the program wrote."""
     for path in sorted(directory.glob(f"*{_SUFFIX}"), reverse=True):
         try:
             file = msgspec.msgpack.decode(path.read_bytes(), type=_File)

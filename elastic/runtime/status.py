@@ -31,7 +31,7 @@ class ProviderStatus(msgspec.Struct, kw_only=True):
 
 
 class RunCondition(msgspec.Struct, frozen=True, kw_only=True):
-    """What is true of the run now and keeps it from doing all that it could: its kind, why (one word), and in words."""
+    """Something that keeps the run from working at full speed now: its kind, a reason of one word, and a message."""
 
     type: str
     reason: str
@@ -72,7 +72,7 @@ CPU_SATURATED_SHARE = 0.85
 
 
 class ProviderCounts(Protocol):
-    """What a shell counts of one provider since the run began; the core forgets what is over."""
+    """A shell's counts for one provider since the run began. The core forgets past leases."""
 
     tokens: int
     leases_ended: int

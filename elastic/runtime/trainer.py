@@ -40,10 +40,10 @@ class OutOfStep(Exception):
 def missing(
     orders: Sequence[Order], outstanding: Order | None, newest: int, version: int, groups: set[str], slots: set[int]
 ) -> list[Order]:
-    """What a trainer lacks of `orders` that is at `version`, and was given these groups and slots since.
+    """Return the orders that a trainer lacks, given its version and the groups and slots that it has got since.
 
-    The run is at version `newest`, or is about to be by the `outstanding` order, which the trainer is asked for
-    anyway. Raises `OutOfStep`.
+    The run is at version `newest`, or will be after the `outstanding` order, which the trainer gets anyway. Raises
+    `OutOfStep`.
     """
     ahead = isinstance(outstanding, c.UpdateWeights)
     if version > newest + ahead:

@@ -17,9 +17,9 @@ from elastic.core.types import INTEGER_MAX, NS_PER_S, Account
 CLOCK_SLACK_S = 60.0
 """How far a worker's clock may be from ours before what it says of its time is a lie rather than a drift."""
 DRIFT = 1e-3
-"""By which a worker's clock may run faster than ours: ten times what a bad quartz does."""
+"""Most by which a worker's clock may run faster than ours: ten times the drift of a bad quartz."""
 BACKWARDS_NS = NS_PER_S
-"""By which an account may shrink: one reading is taken from two threads while they go on."""
+"""Most by which an account may shrink, since one reading is taken from two running threads."""
 TOKENS_PER_S_MAX = 1_000_000
 """More than any one worker decodes."""
 
@@ -49,7 +49,7 @@ def bounds_of(engine: Mapping[str, Any], model: Mapping[str, Any], *, trains: bo
 
 
 class _Reading(NamedTuple):
-    """What a worker said of its work, and when it came."""
+    """A worker's report on its work, and the time of its arrival."""
 
     at_s: float
     accounts_ns: Mapping[Account, int]
@@ -98,7 +98,7 @@ class Claims:
         self._work(_Reading(now_s, beat.accounts_ns, beat.decoded_tokens))
 
     def _work(self, now: _Reading) -> None:
-        """How old the worker's process is, it alone knows; but it ages as everybody does."""
+        """Check reported work. The worker alone knows its process's age, but that age grows at the normal rate."""
         first = self._first = self._first or now
         passed_s = (now.at_s - first.at_s) * (1 + DRIFT) + CLOCK_SLACK_S
         if _total_ns(now) - _total_ns(first) > passed_s * NS_PER_S:

@@ -66,7 +66,7 @@ def tokens_event(worker: WorkerId, epoch: int, chunks: Sequence[wire.Chunk]) -> 
 
 
 def event_row(event: e.Event, t_ns: Nanoseconds) -> EventRow:
-    """What the core was told."""
+    """Return the row of an event fed to the core."""
     return EventRow(t_ns=t_ns, kind=type(event).__name__, body=_encode(event))
 
 

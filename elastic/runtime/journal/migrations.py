@@ -115,4 +115,4 @@ def _to_version_3(connection: sqlite3.Connection) -> None:
 
 
 MIGRATIONS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _to_version_2, 2: _to_version_3}
-"""By the version that a step begins at."""
+"""Migration steps by the version from which each begins."""

@@ -108,7 +108,7 @@ class JournalReader:
             return TABLES[kind].last(self._connection)
 
     def thinned(self, kind: type[R], most: int) -> list[R]:
-        """Of more than `most` records of a kind every so-manieth, and always the last. Only these are read."""
+        """Return at most `most` evenly spaced records of a kind, with the last one. Reads only these."""
         table = TABLES[kind]
         with self._reading():
             rows = [row for (row,) in self._connection.execute(f'SELECT rowid FROM "{table.name}" ORDER BY rowid')]
@@ -125,14 +125,14 @@ class JournalReader:
     def trajectory_places(
         self, wanted: TrajectoryFilter, behind: TrajectoryPlace | None, limit: int
     ) -> list[TrajectoryPlace]:
-        """Where the wanted trajectories stand, in their order, behind a place of that order."""
+        """Return the places of the wanted trajectories in their order, behind a place."""
         where, values = wanted.clauses(behind)
         query = f"SELECT {wanted.rank}, rowid FROM trajectories WHERE {where} ORDER BY 1 DESC, 2 DESC LIMIT ?"
         with self._reading():
             return [TrajectoryPlace(*row) for row in self._connection.execute(query, (*values, limit))]
 
     def trajectory_place(self, wanted: TrajectoryFilter, trajectory: str) -> TrajectoryPlace | None:
-        """Where a trajectory stands in the order of those wanted, itself wanted or not."""
+        """Return the place that a trajectory has in the order of the wanted ones, wanted or not."""
         query = f"SELECT {wanted.rank}, rowid FROM trajectories WHERE trajectory = ?"
         with self._reading():
             row = self._connection.execute(query, (trajectory,)).fetchone()
@@ -145,7 +145,7 @@ class JournalReader:
             return list(TABLES[TrajectoryRow].read_at(self._connection, rows, without=("token_ids", "sampled")))
 
     def by_key(self, kind: type[R], keys: Sequence[str]) -> dict[str, R]:
-        """Those of a kind's records that have these keys."""
+        """Return the records of a kind with these keys."""
         table = TABLES[kind]
         with self._reading():
             found = {key: table.find(self._connection, key) for key in keys}

@@ -14,7 +14,7 @@ from elastic.runtime.status import RunStatus
 from functions.base import Call, CallOutcome
 
 CONTINUES = "continues"
-"""The key under which a journal names the one that it goes on from."""
+"""The key under which a journal names the journal that it continues."""
 JOIN, RELAY, PUBLISHER = "join", "relay", "publisher"
 """Keys of a journal's notes: where workers dial and pull weights, and whose weights they believe."""
 
@@ -96,7 +96,7 @@ class TrajectoryRow(JournalRecord, frozen=True, gc=False):
 
 
 class TrajectoryPlace(NamedTuple):
-    """Where a trajectory stands in an order of a journal's: the highest rank first, of equal ones the newest."""
+    """The place of a trajectory in an order within a journal: highest rank first, among equal ranks the newest."""
 
     rank: float
     row: int
@@ -135,9 +135,9 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """What a trainer or a reward function needs of a finished trajectory besides its tokens, one value for each.
+    """Per-token values of a finished trajectory for the trainer or a reward function, besides the tokens.
 
-    `trained` marks those that the policy sampled, `versions` has the weights that it had then. `reward` is the
+    `trained` marks tokens that the policy sampled; `versions` has the weights version of each. `reward` is the
     environment's.
     """
 
@@ -148,7 +148,7 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupRow(JournalRecord, frozen=True):
-    """What became of a group in `step`, the trainer being at `version`: why it was `dropped`, or trained ("").
+    """The end of a group in `step`, with the trainer at `version`: why it was `dropped`, or "" if it was trained.
 
     `lengths` has the policy tokens of each member so far; ages are in versions.
     """

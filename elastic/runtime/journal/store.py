@@ -17,11 +17,11 @@ JOURNAL = "journal.sqlite"
 
 Before schema version 2 the latest had this name, and moved to `journal-1.sqlite` and so on when the run was resumed."""
 CONFIG = "config.json"
-"""What makes a directory a run's."""
+"""The file that makes a directory a run's."""
 _LATER = re.compile(r"journal\.(\d+)\.sqlite")
 _MOVED = re.compile(r"journal-(\d+)\.sqlite")
 BESIDE = ("-wal", "-shm")
-"""What SQLite keeps beside a journal while somebody has it open."""
+"""Files that SQLite keeps beside an open journal."""
 
 
 class StoredRun(Protocol):
@@ -73,7 +73,7 @@ class RunDirectory:
         return [*self._numbered(_MOVED).values(), *first, *self._numbered(_LATER).values()]
 
     def next_journal_path(self) -> Path:
-        """Where the next incarnation's journal goes; nothing is there."""
+        """Return the path of the next incarnation's journal, which does not exist yet."""
         numbers = list(self._numbered(_LATER))
         if not numbers and not (self.path / JOURNAL).exists():
             return self.path / JOURNAL
@@ -102,7 +102,7 @@ class RunDirectory:
         )
 
     def trajectories(self, names: Sequence[TrajectoryId]) -> dict[TrajectoryId, TrajectoryRow]:
-        """The rows of these trajectories, as far as they have ended; the latest incarnation's row counts."""
+        """Return the rows of these trajectories that have ended. The latest incarnation's row counts."""
         found: dict[TrajectoryId, TrajectoryRow] = {}
         for path in reversed(self.journal_paths()):
             if left := [name for name in names if name not in found]:
@@ -132,7 +132,7 @@ class DirectoryStore:
         return [RunDirectory(path.parent) for path in configs]
 
     def find(self, name: str) -> RunDirectory:
-        """As in `RunStore`; a run's path is also a name of it."""
+        """As in `RunStore`. A run's path counts as one of its names."""
         runs = self.runs()
         if name == "latest" and runs:
             return runs[-1]

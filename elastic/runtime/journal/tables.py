@@ -20,7 +20,7 @@ ROWS_AT_ONCE = 250
 """Rows that one statement inserts: for each statement the writer gives up the interpreter's lock once and waits for it,
 which takes longer than all else where the run is busy."""
 ROW_BYTES = 300
-"""What a row takes in memory beside its JSON and bytes."""
+"""Memory of a row besides its JSON and bytes."""
 FLOAT_MAX = "1.7976931348623157e308"
 _PLAIN: dict[Any, str] = {int: "INTEGER", bool: "INTEGER", str: "TEXT", bytes: "BLOB", float: "REAL"}
 
@@ -36,7 +36,7 @@ R = TypeVar("R", bound=JournalRecord)
 
 
 class JournalTable(Generic[R]):
-    """Where records of one type are kept."""
+    """The table of one record type."""
 
     def __init__(self, kind: type[R]) -> None:
         self.kind = kind
@@ -54,7 +54,8 @@ class JournalTable(Generic[R]):
         self._select = f'SELECT {_names(self.columns)} FROM "{self.name}"'
 
     def kept(self, record: R) -> "R | Row":
-        """What to keep of a record until it is inserted: the record, or its values if it could still change."""
+        """Return what to keep of a record until it is inserted: the record, or its values if the record could still
+        change."""
         return self._row(record) if self._as_json else record
 
     def _row(self, record: R) -> Row:

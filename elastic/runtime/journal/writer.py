@@ -27,7 +27,7 @@ CAUGHT_UP_SHARE = 0.5
 """A journal that is behind has caught up once no more than this share of its bound waits."""
 PENDING_BYTES = 64 * 2**20
 BESIDE_BYTES = 2 * 32_768
-"""What SQLite needs beside a journal at least, also to read one that a killed process has left."""
+"""Space that SQLite needs beside a journal at least, also to read the journal of a killed process."""
 
 _EVENTS = TABLES[EventRow]
 
@@ -44,7 +44,7 @@ class JournalError(Exception):
 
 
 class JournalWriter(Protocol):
-    """Where a run writes down what happens. Where it `keeps` nothing, nobody need make records for it."""
+    """Writes what happens in a run. If it `keeps` nothing, callers need not make records for it."""
 
     keeps: bool
 

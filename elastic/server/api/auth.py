@@ -1,4 +1,4 @@
-"""Who a request comes from, and whether they may do what it asks."""
+"""Authentication and authorisation of requests."""
 
 import base64
 import binascii
@@ -26,9 +26,9 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 @dataclass(frozen=True)
 class Caller:
-    """The key that a request came with, or the key or member that its browser was signed in by.
+    """The key of a request, or the key or member by which its browser was signed in.
 
-    A key of no project stands above all of them. `actor` is the key, or without one the member.
+    A key of no project may act in all projects. `actor` is the key, or the member if there is no key.
     """
 
     actor: str
@@ -39,15 +39,15 @@ class Caller:
     role: AccessRole
     actions: frozenset[Action]
     csrf_token: str | None = None
-    """What a signed-in browser shows with its writes."""
+    """The token that a signed-in browser must send with its writes."""
 
     def sees(self, project: str | None) -> bool:
-        """Whether things of this project are there for them at all."""
+        """Return whether the caller may know of things of this project."""
         return self.project is None or self.project == project
 
 
 def presented_key(request: Request) -> str:
-    """The key of a request: a bearer token, an `x-api-key`, or the password of basic authentication."""
+    """Return the key of a request: a bearer token, an `x-api-key`, or the password of basic authentication."""
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()
@@ -61,14 +61,14 @@ def presented_key(request: Request) -> str:
 
 @dataclass(frozen=True)
 class Requester:
-    """Who a request comes from, and the run that its path names, where they see one of that id."""
+    """The caller of a request, and the run that its path names, if the caller may see it."""
 
     caller: Caller
     run: HostedRunRow | None
 
 
 async def asking(request: Request) -> Requester:
-    """What almost every request begins with, read in one go. Raises `ApiProblem` for who shows no valid key."""
+    """Authenticate the request and read its run, in one transaction. Raises `ApiProblem` without a valid key."""
     return await run_in_threadpool(_asking, request, await state_of(request))
 
 
@@ -84,12 +84,12 @@ RequesterDep = Annotated[Requester, Depends(asking)]
 
 
 async def caller_of(asking: RequesterDep) -> Caller:
-    """Whoever is let in."""
+    """Return the authenticated caller."""
     return asking.caller
 
 
 def authenticated(connection: sa.Connection, request: Request) -> Caller:
-    """Who shows a key, or was signed in by one. Raises `ApiProblem` for anybody else."""
+    """Return the caller, by a key or by a session. Raises `ApiProblem` if there is neither."""
     secret, session = presented_key(request), request.cookies.get(COOKIE, "")
     if not secret and session:
         return _signed_in(connection, request, session)
@@ -106,7 +106,7 @@ def authenticated(connection: sa.Connection, request: Request) -> Caller:
 
 
 def _signed_in(connection: sa.Connection, request: Request, session: str) -> Caller:
-    """Who a browser was signed in as. Its writes show that they come from a page of that session."""
+    """Return the caller of a browser's session. Writes must prove that they come from a page of that session."""
     found = sessions.find(connection, session) if len(session) <= KEY_CHARACTERS_MAX else None
     key = people.key(connection, found["key"]) if found is not None and found["key"] else None
     member = members.find(connection, found["member"]) if found is not None and found["member"] else None
@@ -130,7 +130,7 @@ def _caller(key: sa.RowMapping, csrf_token: str | None = None) -> Caller:
 
 
 def _member_caller(member: sa.RowMapping, csrf_token: str) -> Caller:
-    """A person in the project that their session is in."""
+    """Return the caller for a person in the project of the session."""
     role, name = AccessRole(member["role"]), member["email"] or member["person_name"] or "somebody"
     actions = frozenset(actions_of(role, [], server_wide=False))
     return Caller(member["id"], None, member["id"], name, member["project"], role, actions, csrf_token)
@@ -140,7 +140,7 @@ CallerDep = Annotated[Caller, Depends(caller_of)]
 
 
 def requires(action: Action) -> Callable[..., Awaitable[None]]:
-    """A dependency that lets pass only who may do this; whoever else is noted in the audit log."""
+    """Return a dependency that admits callers with this action only. It notes refusals in the audit log."""
 
     async def check(request: Request, asking: RequesterDep) -> None:
         if action not in asking.caller.actions:

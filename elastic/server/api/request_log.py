@@ -1,9 +1,9 @@
-"""Every request has an id, a line in the log and a place in the histograms; one that fails is told as a problem.
+"""Gives every request an id, a log line and a place in the histograms; turns failures into problems.
 
-- The id is in the answer's `x-request-id`, in a problem's `request_id`, in the audit log, and in every line that is
-  logged meanwhile, with the run that the request is about.
-- Histograms are by method, route and status class. Routes are the API's own (`/v1/runs/{run}`): there are as many as
-  the API has, whatever is asked for.
+- The id is in the answer's `x-request-id`, in a problem's `request_id`, in the audit log, and in every log line written
+  meanwhile, together with the run of the request.
+- Histograms are by method, route and status class. Routes are the API's own (`/v1/runs/{run}`), so their number does
+  not depend on the requests.
 """
 
 import threading
@@ -27,12 +27,12 @@ OTHER, UNMATCHED = "other", "unmatched"
 
 
 class RequestKind(NamedTuple):
-    """What requests are told apart by."""
+    """The labels of a histogram."""
 
     method: str
     route: str
     status: str
-    """Its class: `2xx` and so on."""
+    """The status class: `2xx` and so on."""
 
 
 class _Histogram:
@@ -42,7 +42,7 @@ class _Histogram:
 
 
 class RequestFigures:
-    """How long requests took. A stream counts until it begins, everything else until it is answered whole."""
+    """Durations of requests. A stream counts until it begins, any other request until it is answered."""
 
     def __init__(self) -> None:
         self._histograms: dict[RequestKind, _Histogram] = {}
@@ -57,7 +57,7 @@ class RequestFigures:
             histogram.sum_s += taken_s
 
     def exposition(self) -> Iterator[str]:
-        """In Prometheus' text format, a line at a time."""
+        """Yield the lines of Prometheus' text format."""
         with self._lock:
             copied = [(kind, list(one.counts), one.sum_s) for kind, one in sorted(self._histograms.items())]
         name = "elastic_http_request_duration_seconds"
@@ -121,7 +121,7 @@ class RequestLog:
 
 
 class _SentAnswer:
-    """What is sent of one answer."""
+    """The part of an answer that was sent."""
 
     def __init__(self, request_id: str, send: Send, figures: RequestFigures) -> None:
         self.began_s = time.monotonic()
@@ -155,6 +155,6 @@ def _kind(scope: Scope, status: int) -> RequestKind:
 
 
 def _run_of(scope: Scope) -> Mapping[str, str]:
-    """The run that a request is about."""
+    """Return the run in the request's path."""
     run = scope.get("path_params", {}).get("run")
     return {"run": run} if isinstance(run, str) else {}

@@ -1,4 +1,4 @@
-"""What requests share: the store, the settings, the runner to wake, the feeds of runs' events."""
+"""Shared state of requests: the store, the settings, the wake-up of the runner, the feeds of events."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ from elastic.server.store import Store
 
 @dataclass
 class ServerState:
-    """Of one application. `wake` tells the runner, where it is in this process, that something is wanted."""
+    """The state of one application. `wake` tells the runner, if it is in this process, that a request has changed."""
 
     store: Store
     settings: ServerSettings
     feeds: Feeds
     wake: Callable[[], None] = lambda: None
     provider: IdentityProvider | None = None
-    """Whom people sign in with, if with anybody."""
+    """The identity provider of sign-ins, if any."""
     ready: Callable[[], list[str]] = field(default=list)
-    """What keeps the server from doing its work; nothing, if it does."""
+    """Returns the reasons why the server cannot do its work; empty if it can."""
     requests: RequestFigures = field(default_factory=RequestFigures)
     answers: KeptAnswers = field(default_factory=KeptAnswers)
 

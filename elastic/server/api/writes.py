@@ -26,7 +26,7 @@ REPLAYED = "idempotent-replayed"
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What a request came to. `kept` is what a repetition is answered with, if not the same."""
+    """The result of a request. `kept` replaces `body` in the answer to repetitions, if set."""
 
     status: int
     body: BaseModel | None = None

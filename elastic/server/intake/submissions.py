@@ -1,4 +1,5 @@
-"""Submissions: checked whole before anything is kept. They name installed components and their project's files only."""
+"""Checks submissions completely before anything is kept. They may name installed components and their project's
+files only."""
 
 import json
 import re
@@ -23,12 +24,12 @@ _SERVERS_OWN = (
     *("run.directory", "run.host", "run.port", "run.advertise", "run.certificate", "run.certificate_key"),
     *("run.pass_env", "weights.port", "weights.relay"),
 )
-"""Where a run listens, what it inherits and where it is kept: the server's to say."""
+"""Keys that the server sets itself: where a run listens, what it inherits, where it is kept."""
 _REFUSED_KEYS = frozenset({"address", "arguments"})
-"""Of providers and engines: a host to dial, or whatever an engine would take."""
+"""Keys of providers and engines that are refused: a host to dial, or arbitrary engine arguments."""
 _PATH_LIKE = re.compile(r"[/\\\0]|^~|^\.\.?$")
 _NO_PATHS_IN = ("simulation",)
-"""What live runs do not look at."""
+"""Sections that live runs ignore."""
 CHECKPOINT = "model.checkpoint"
 
 
@@ -70,7 +71,7 @@ def check(settings: ServerSettings, submission: Submission, project: str) -> tup
 
 
 def dry_run(plan: compose.RunPlan) -> DryRun:
-    """What the run would hold and cost at most."""
+    """Return what the run would hold at most, and what that costs."""
     rows = [WouldAcquire(**msgspec.to_builtins(row)) for row in compose.acquisitions(plan)]
     calls = compose.reward_calls(plan)
     return DryRun(
@@ -143,7 +144,7 @@ def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -
 
 
 def _inside(name: str, roots: Sequence[Path]) -> Path | None:
-    """What is called so in one of the roots, or from here and lies in one of them; a link leads nowhere else."""
+    """Return the file of this name in one of the roots, with links resolved; None if it lies elsewhere."""
     if not name or "\0" in name:
         return None
     for root in roots:

@@ -27,7 +27,7 @@ SETTLED_S = 3600.0
 
 
 class ChecksumMismatch(Exception):
-    """What came is not what was announced."""
+    """The received content is not the announced content."""
 
 
 class UploadStanding(NamedTuple):
@@ -45,7 +45,7 @@ class UploadStorage:
         self._settings = settings
 
     def place(self, project: str, upload: str) -> Path:
-        """Where an upload is once it is complete."""
+        """Return the directory of a complete upload."""
         return self._settings.uploads(project) / upload
 
     def is_ready(self, project: str, upload: str) -> bool:
@@ -162,7 +162,7 @@ class Receiving:
 
 
 def named(settings: ServerSettings, project: str, name: str) -> Path | None:
-    """What a submission of this project calls `upload:ID` or `upload:ID/FILE`; None for whatever else it may mean."""
+    """Return the path for `upload:ID` or `upload:ID/FILE` of this project; None if it does not exist."""
     upload, slash, inside = name.removeprefix(SCHEME).partition("/")
     if not ids.is_id(upload, ids.UPLOAD) or (slash and not inside) or "\0" in inside:
         return None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from elastic.core.ledger import NANO_USD_PER_USD
 
 NEXT_SHARE = 0.5
-"""Of a slice: once no more is left, the next one is given, long before the run would have to stop."""
+"""Share of a slice below which the next slice is given, long before the run would have to stop."""
 WARNED_SHARE = 0.8
 LEAST_SLICE_NANO_USD = NANO_USD_PER_USD // 100
 US_PER_DAY = 24 * 3600 * 1_000_000
@@ -58,7 +58,7 @@ class RunAccount:
 
     @property
     def may_nano_usd(self) -> int:
-        """What it may come to spend, as far as its process knows."""
+        """The most that the run can spend, as far as its process knows."""
         return max(self.allotted_nano_usd, self.known_nano_usd)
 
     @property
@@ -84,7 +84,7 @@ class ProjectAccount:
         return self.gone_today_nano_usd + sum(run.today_nano_usd for run in self.runs)
 
     def left_nano_usd(self, limits: SpendingLimits) -> int:
-        """What can still be allotted; negative where a limit was lowered below what had been allotted before."""
+        """What can still be allotted; negative if a limit was lowered below earlier allotments."""
         lefts: list[int] = []
         if limits.budget_nano_usd is not None:
             lefts.append(limits.budget_nano_usd - self.total_nano_usd)
@@ -111,8 +111,8 @@ def slices(account: ProjectAccount, limits: SpendingLimits) -> dict[str, int]:
 
 
 def taken_back(account: ProjectAccount, limits: SpendingLimits) -> dict[str, int]:
-    """What runs may spend no more, in nano-dollars by run, as their project may spend less: what is free, of the last
-    ones first, and first of those whose process has not begun."""
+    """Return reductions of runs' allotments, in nano-dollars by run, after their project's limit was lowered: unused
+    parts of the last runs first, and before these of runs without a process."""
     coming = sum(run.may_nano_usd - run.allotted_nano_usd for run in account.runs)
     over, taken = -(account.left_nano_usd(limits) + coming), dict[str, int]()
     last_first = account.runs[::-1]
@@ -123,7 +123,7 @@ def taken_back(account: ProjectAccount, limits: SpendingLimits) -> dict[str, int
 
 
 def _free(run: RunAccount) -> int:
-    """What it was allotted and is neither spent nor committed."""
+    """Return what was allotted and is neither spent nor committed."""
     return run.allotted_nano_usd - run.committed_nano_usd
 
 
@@ -150,7 +150,7 @@ def marked(marks: Sequence[Sequence[int]], at_us: int, spent_nano_usd: int) -> l
 
 
 def usd_per_hour(marks: Sequence[Sequence[int]], at_us: int, spent_nano_usd: int) -> float:
-    """What was spent an hour over the last while; marks from before a pause of the server count as one step."""
+    """Return the recent spending per hour. A pause of the server counts as one step."""
     if not marks or at_us <= marks[0][0]:
         return 0.0
     usd = max(0, spent_nano_usd - marks[0][1]) / NANO_USD_PER_USD

@@ -1,4 +1,4 @@
-"""What a run asks of quotas and budgets: its GPUs by provider, and how much money it takes to get on. Pure."""
+"""What a run needs of quotas and budgets: GPUs by provider, and the money to make progress. Pure."""
 
 import json
 
@@ -14,7 +14,8 @@ SLICE_S = 900.0
 
 
 class ProviderNeeds(msgspec.Struct, frozen=True):
-    """Of one section: which provider it is, the most GPUs that it may hold, and how many a lease has."""
+    """The needs of one provider section: the provider's kind, the most GPUs that it may hold, and the GPUs of a
+    lease."""
 
     kind: str
     gpus: int
@@ -53,7 +54,7 @@ def needs_of(plan: compose.RunPlan) -> RunNeeds:
 
 
 def needs_of_config(config: str, providers: list[str]) -> RunNeeds:
-    """Of a configuration as the store has it; of one that is not valid any more, a trainer's."""
+    """Return the needs of a stored configuration. An invalid one needs a trainer only."""
     try:
         return needs_of(compose.resolve(validate(Config, json.loads(config), "config"), providers, "config"))
     except ConfigError:

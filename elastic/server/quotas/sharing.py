@@ -1,12 +1,13 @@
-"""How runs share a provider that has fewer GPUs than they could use: a cap for each. Pure.
+"""Shares a provider that has fewer GPUs than its runs could use: computes a cap for each run. Pure.
 
-- What there is, is shared by the projects' weights, max-min: nobody gets more before who has least per weight has all
-  that it can use. A project's quota bounds what its runs have together.
-- Nothing is kept back: what still fits somewhere is given.
-- Each run gets a lease within the period. Where there are more runs than leases, whoever has had one for its turn hands
-  it over to whoever waits longest. Turns are as long as that allows, and shorter for projects of less weight.
-- Nothing changes without a cause: a run that comes or goes, other limits, the end of a turn.
-- A cap is lowered at once, and raised only by what others have given back: together they never hold more than there is.
+- GPUs are shared by the projects' weights, max-min: no project gets more before the project with the least per weight
+  has all that it can use. A project's quota bounds its runs together.
+- No GPU that fits somewhere stays unused.
+- Each run gets a lease within the period. If there are more runs than leases, a run whose turn is over gives its lease
+  to the run that has waited longest. Turns are as long as that allows, and shorter for projects of less weight.
+- Shares change only for a cause: a run comes or goes, limits change, a turn ends.
+- A cap is lowered at once, and raised only by GPUs that other runs have given back. Together the runs never hold more
+  than there is.
 
 Source: max-min fairness by progressive filling (Bertsekas and Gallager, Data Networks, 6.5.2), in whole leases.
 """
@@ -16,17 +17,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 TURN_SHARE = 0.8
-"""Of the period: how long a turn lasts where one hand-over is enough. The rest is for what drains meanwhile."""
+"""Length of a turn as a share of the period, if one hand-over is enough. The rest is for draining."""
 URGENT_SHARE = 0.9
-"""Of the period: who has waited for so long comes first, whoever holds what it needs."""
+"""Share of the period after which a waiting run comes first, whichever run holds the GPUs."""
 LEAST_TURN_SHARE = 0.25
-"""Of the longest turn: how short the turns of little weight get. Below that a lease would boot and do nothing."""
+"""Shortest turn as a share of the longest. In a shorter turn a lease would boot and do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseClaim:
-    """What one run can use of one provider: `gpus` in leases of `unit` each. `share` is its share so far, `told` the
-    cap that its process may know, `held` what it holds. Since `since_us` it waits, or has what it may hold."""
+    """One run's claim to one provider: `gpus` in leases of `unit` each.
+
+    `share` is its share so far, `told` the cap that its process may know, `held` what it holds. Since `since_us` it
+    waits, or has what it may hold.
+    """
 
     key: str
     project: str
@@ -39,7 +43,7 @@ class LeaseClaim:
 
     @property
     def served(self) -> bool:
-        """Whether it has a share, and was told of it: what others had of that has been given back."""
+        """Whether the run has a share and knows it, and other runs have given those GPUs back."""
         return self.share > 0 and self.told > 0
 
     def since_us_after(self, share: int, told: int, now_us: int) -> int:
@@ -54,7 +58,7 @@ class LeaseClaim:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedProvider:
-    """What there is of one provider: `gpus`, where that is limited, and what each project may have and weighs."""
+    """One provider's `gpus`, if limited, and each project's quota and weight."""
 
     gpus: int | None
     quotas: Mapping[str, int]
@@ -65,7 +69,7 @@ class SharedProvider:
 
 
 class _Room:
-    """What is left, of all and of each project's quota."""
+    """The GPUs that are left in all, and of each project's quota."""
 
     def __init__(self, provider: SharedProvider) -> None:
         self._gpus = provider.gpus
@@ -161,13 +165,13 @@ def _fill(claims: Sequence[LeaseClaim], provider: SharedProvider, room: _Room, g
 
 
 def _queue(queue: list[tuple[int, bool, str, LeaseClaim]], claim: LeaseClaim, given: Mapping[str, int]) -> None:
-    """Of two that have as much, the one that has had more already keeps it."""
+    """Order claims. Of two runs with equal shares, the run that has had more keeps its share."""
     has = given[claim.key]
     heapq.heappush(queue, (has, claim.share <= has, claim.key, claim))
 
 
 def caps(claims: Sequence[LeaseClaim], provider: SharedProvider, shares: Mapping[str, int]) -> dict[str, int]:
-    """What each claim's process is told: its share, as far as others have given back what they hold of it."""
+    """Return the cap for each claim's process: its share, as far as other runs have given back their GPUs."""
     room = _Room(provider)
     for claim in claims:
         room.take(claim.project, claim.reserved)

@@ -49,7 +49,7 @@ class RetentionRow:
 
 
 def due(run: HostedRunRow, own: RetentionRow, server: RetentionRow, now_us: int) -> list[str]:
-    """What of a run is kept no longer: the whole run alone, or parts of it that are still there."""
+    """Return the expired parts of a run: the whole run alone, or parts that still exist."""
     if not run.ended or run.managed or run.ended_us is None:
         return []
     over: list[str] = []
@@ -65,7 +65,7 @@ def due(run: HostedRunRow, own: RetentionRow, server: RetentionRow, now_us: int)
 def upload_is_over(
     *, ready: bool, last_us: int, own: RetentionRow, server: RetentionRow, open_days: int, now_us: int
 ) -> bool:
-    """Whether an upload is kept no longer of which nothing has come, or that nobody has used, since `last_us`."""
+    """Return whether an upload has expired: unused since `last_us`, or without new files since then."""
     kept = server.uploads_days if own.uploads_days is None else own.uploads_days
     days = kept if ready else open_days
     return days is not None and now_us - last_us >= days * US_PER_DAY
@@ -77,7 +77,7 @@ def needed_by(run: HostedRunRow, going: Iterable[HostedRunRow]) -> str | None:
 
 
 def bytes_of(run_dir: Path, parts: Sequence[str]) -> int:
-    """What the removal of these parts would free, about."""
+    """Return about how many bytes the removal of these parts would free."""
     if RUN in parts:
         return _size(run_dir)
     found = sum(_size(run_dir / name) for part in parts for name in _DIRECTORIES.get(part, ()))

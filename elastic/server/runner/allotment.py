@@ -1,6 +1,6 @@
-"""What every run may have now: whether it may begin, its share of what is scarce, and its slice of a budget. Pure.
+"""What every run may have now: whether it may begin, its share of scarce GPUs, and its slice of a budget. Pure.
 
-Decided for all runs together. What comes of it is in the store before any process is told.
+The decision covers all runs together. Its result is in the store before any process is told.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ class QuotaWait(NamedTuple):
 
 
 class ProjectSpending(NamedTuple):
-    """What a project's runs have cost, and may cost without asking again, in nano-dollars: in all, and of this day."""
+    """A project's cost and allotments in nano-dollars, in all and for this day."""
 
     total: int
     today: int
@@ -35,14 +35,14 @@ class ProjectSpending(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectStanding:
-    """A project: its quota, and what its runs cost that are over, in all and today."""
+    """A project's quota, and the cost of its finished runs, in all and today."""
 
     quota: QuotaRow
     settled_nano_usd: int = 0
     settled_today_nano_usd: int = 0
 
     def spending(self, its: Iterable[HostedRunRow], day: int) -> ProjectSpending:
-        """With what its runs have cost that are not over."""
+        """Return the project's spending, with the cost of its unfinished runs."""
         total = allotted = self.settled_nano_usd
         today = allotted_today = self.settled_today_nano_usd
         for run in its:
@@ -65,7 +65,7 @@ class RunAllotment:
     waits: QuotaWait | None = None
 
     def limits(self, run: HostedRunRow) -> dict[str, Any]:
-        """What its process is to be told."""
+        """Return the limits for the run's process."""
         allotted = self.allotted_nano_usd
         bounds = [run.budget_usd, None if allotted is None else allotted / NANO_USD_PER_USD]
         budget_usd = min((usd for usd in bounds if usd is not None), default=None)
@@ -85,8 +85,8 @@ def allot(
     now_us: int,
     period_us: int,
 ) -> dict[str, RunAllotment]:
-    """What each of the runs may have. `projects` are all of theirs; `held` has, of processes that could be asked, the
-    GPUs that they hold or have asked for, by provider."""
+    """Return the allotment of each run. `projects` has all of their projects. `held` has the GPUs by provider that
+    reachable processes hold or have requested."""
     day = budgets.day_of(now_us)
     made = {
         run.id: RunAllotment(
@@ -160,7 +160,7 @@ def _known_cap(run: HostedRunRow, name: str, most: int) -> int:
 
 
 def _make_room(records: Sequence[HostedRunRow], quota: QuotaRow, made: Mapping[str, RunAllotment]) -> None:
-    """Of more runs than there may be by now, the last ones submitted are stopped, and wait."""
+    """Stop the runs submitted last if there are more runs than allowed now. They wait."""
     staying = [run for run in records if going(run) and run.wanted == runs.RUN]
     count, trainers = len(staying), sum(run.needed.trainer_gpus for run in staying)
     for run in reversed(staying):

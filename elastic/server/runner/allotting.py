@@ -28,7 +28,7 @@ STATUS_TIMEOUT_S = 2.0
 
 
 async def allotted(store: Store, settings: ServerSettings, records: Sequence[HostedRunRow]) -> dict[str, RunAllotment]:
-    """What each run may have from now on, as the store says by now. Raises `StoreUnavailable`."""
+    """Return each run's allotment from the present store. Raises `StoreUnavailable`."""
     kinds = await asyncio.to_thread(_shared_kinds, store)
     held = await _held(settings, records, kinds) if kinds else {}
     return await asyncio.to_thread(_decide, store, settings, records, held)
@@ -91,7 +91,7 @@ def _decide(
 
 
 def _changes(run: HostedRunRow, made: RunAllotment) -> dict[str, Any]:
-    """What of the run's row is another now."""
+    """Return the columns of the run's row that change."""
     limits = made.limits(run)
     now = {
         "shares": made.shares or None,

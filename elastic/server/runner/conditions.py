@@ -1,4 +1,4 @@
-"""A run's conditions: what holds of it, with a reason for programs and a message for people. Pure."""
+"""Conditions of a run, each with a reason for programs and a message for people. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -13,7 +13,7 @@ Truth = Literal["True", "False", "Unknown"]
 
 
 class ConditionFinding(NamedTuple):
-    """What a condition is to say now."""
+    """The present content of a condition."""
 
     type: str
     status: Truth
@@ -37,7 +37,7 @@ _ENDINGS: Mapping[RunPhase, tuple[str, str]] = {
 
 
 def findings(run: HostedRunRow, phase: RunPhase, cause: str, figures: RunFigures) -> list[ConditionFinding]:
-    """What holds of a run in this phase, with these figures."""
+    """Return the conditions of a run in this phase, with these figures."""
     found = [SUBMITTED, _process(phase, cause, run)]
     if phase not in ENDED and run.waits is not None:
         found.append(ConditionFinding("QuotaAvailable", "False", run.waits["reason"], run.waits["message"]))

@@ -78,7 +78,7 @@ class Store:
 
     @contextlib.contextmanager
     def leading(self) -> Iterator["Leadership"]:
-        """Ask to be the one process that attends to the runs of this database."""
+        """Apply to be the one process that attends to this database's runs."""
         leadership = Leadership(self.engine)
         try:
             yield leadership
@@ -102,7 +102,7 @@ class Leadership:
         self._lock = threading.Lock()
 
     def holds(self) -> bool:
-        """Whether this process leads, from now on if nobody else did. Raises `StoreUnavailable`."""
+        """Return whether this process leads. It becomes the leader if there is none. Raises `StoreUnavailable`."""
         if self._engine.dialect.name == "sqlite":
             return True
         if self._connection is not None:

@@ -14,7 +14,7 @@ from elastic.server.store.people import role_of
 from elastic.server.store.tables import keys, members, projects, sessions, users
 
 GIVEN, MAPPED = "given", "sign-in"
-"""Where a membership is from: an admin, or a claim as the person signed in."""
+"""Origins of a membership: an admin, or a claim at a sign-in."""
 
 with_person = (
     sa.select(members, users.c.email, users.c.name.label("person_name"), users.c.vouched_until_us)
@@ -22,20 +22,21 @@ with_person = (
     .where(members.c.removed_us.is_(None))
     .subquery("with_person")
 )
-"""Members there are, each with their e-mail address and name."""
+"""Present members, each with e-mail address and name."""
 
 
 def person_of_email(tx: sa.Connection, email: str) -> str:
-    """The id of who has this address: somebody known, or a new person, who has not signed in yet."""
+    """Return the id of the person with this address: a known person, or a new one who has not signed in yet."""
     found = tx.execute(sa.select(users.c.id).where(users.c.email == email)).scalar()
     return found or _new_person(tx, email=email)
 
 
 def person_of_sign_in(tx: sa.Connection, *, issuer: str, subject: str, email: str | None, name: str) -> str:
-    """The id of who has signed in, by what their issuer calls them; `email` is one that the issuer has verified.
+    """Return the id of the person who has signed in, by the issuer's subject; `email` is an address that the issuer
+    verified.
 
-    Who was made a member by their address is that person from their first sign-in on. An address that changes hands
-    takes nothing along: it is nobody's who signed in as somebody else.
+    A person who became a member by address is recognised at the first sign-in. If an address changes hands, its new
+    owner gets nothing of the former owner.
     """
     known = tx.execute(sa.select(users).where(users.c.issuer == issuer, users.c.subject == subject)).mappings().first()
     holder = None
@@ -59,7 +60,7 @@ def _new_person(tx: sa.Connection, **fields: str | None) -> str:
 
 
 def add(tx: sa.Connection, project: str, person: str, role: AccessRole, source: str) -> sa.RowMapping:
-    """Make somebody a member, perhaps once more: with none of the keys that they had then."""
+    """Make a person a member, perhaps again. The keys of an earlier membership stay revoked."""
     same = (members.c.project == project) & (members.c.user == person)
     former = tx.execute(sa.select(members).where(same)).mappings().first()
     if former is None:
@@ -75,7 +76,7 @@ def add(tx: sa.Connection, project: str, person: str, role: AccessRole, source: 
 
 
 def find(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
-    """A member, with who it is; None also for who is one no more."""
+    """Return a present member with its person; None for a former member."""
     return connection.execute(sa.select(with_person).where(with_person.c.id == id_)).mappings().first()
 
 

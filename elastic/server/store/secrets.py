@@ -9,7 +9,7 @@ from elastic.server.store.tables import secrets
 
 
 def put(tx: sa.Connection, project: str, name: str, sealed: bytes) -> None:
-    """Keep a secret, in the place of the one that had its name."""
+    """Store a secret, replacing an earlier one of the same name."""
     remove(tx, project, name)
     tx.execute(sa.insert(secrets).values(project=project, name=name, sealed=sealed, updated_us=now_us()))
 

@@ -45,5 +45,6 @@ def change_member(tx: sa.Connection, secret: str, member: str) -> None:
 
 
 def csrf_token(secret: str) -> str:
-    """What pages of a session show with their writes: follows from its secret, which it does not tell."""
+    """Return the token that a session's pages send with their writes. It is derived from the secret and does not
+    reveal it."""
     return hashlib.sha256(b"csrf\0" + secret.encode()).hexdigest()

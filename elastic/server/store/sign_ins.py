@@ -1,4 +1,4 @@
-"""For how long it holds what an identity provider has said of people, and by what it is asked again."""
+"""The validity of an identity provider's statements about people, and the refresh tokens for new ones."""
 
 import sqlalchemy as sa
 
@@ -7,7 +7,7 @@ from elastic.server.store.tables import keys, members, refresh_tokens, sessions,
 
 
 def vouched(tx: sa.Connection, person: str, lasts_s: float, sealed: bytes | None) -> None:
-    """The provider has said who somebody is: that holds for so long. `sealed` is what to ask again by, if any."""
+    """Record the provider's statement about a person, valid for `lasts_s`. `sealed` is the refresh token, if any."""
     at_us = now_us()
     tx.execute(sa.update(users).where(users.c.id == person).values(vouched_until_us=at_us + int(lasts_s * 1e6)))
     tx.execute(sa.delete(refresh_tokens).where(refresh_tokens.c.person == person))
@@ -16,7 +16,7 @@ def vouched(tx: sa.Connection, person: str, lasts_s: float, sealed: bytes | None
 
 
 def ended(tx: sa.Connection, person: str) -> None:
-    """The provider lets somebody in no more: their sessions end, and their keys rest until they sign in again."""
+    """Record that the provider rejects a person: sessions end, and keys rest until the next sign-in."""
     tx.execute(sa.update(users).where(users.c.id == person).values(vouched_until_us=now_us()))
     tx.execute(sa.delete(refresh_tokens).where(refresh_tokens.c.person == person))
     tx.execute(
@@ -25,7 +25,7 @@ def ended(tx: sa.Connection, person: str) -> None:
 
 
 def due(connection: sa.Connection, checked_before_us: int) -> list[sa.RowMapping]:
-    """The people of whom the provider was not asked since then, and who have a session or a key to be asked for."""
+    """Return the people who were not checked since `checked_before_us` and who have a session or a key."""
     at_us = now_us()
     session = (
         sa.select(sessions.c.hash)
@@ -51,6 +51,6 @@ def due(connection: sa.Connection, checked_before_us: int) -> list[sa.RowMapping
 
 
 def claim(tx: sa.Connection, person: str, checked_us: int) -> bool:
-    """Whether it is on this server to ask now: a refresh token is used once, whoever else has seen that it is due."""
+    """Return whether this server checks the person now. A refresh token must be used once, by one server."""
     mine = sa.update(refresh_tokens).where(refresh_tokens.c.person == person, refresh_tokens.c.checked_us == checked_us)
     return tx.execute(mine.values(checked_us=now_us())).rowcount == 1

@@ -35,7 +35,7 @@ def remove(tx: sa.Connection, id_: str) -> None:
 
 
 def bytes_of(connection: sa.Connection, project: str) -> int:
-    """What a project's uploads take, those included that are still to come."""
+    """Return the size of a project's uploads, with files that are still to come."""
     total = sa.select(sa.func.coalesce(sa.func.sum(uploads.c.bytes), 0)).where(uploads.c.project == project)
     return int(connection.execute(total).scalar_one())
 
@@ -57,7 +57,7 @@ def user_of(connection: sa.Connection, project: str, id_: str) -> str | None:
 
 
 def last_use_us(connection: sa.Connection, project: str, id_: str) -> int:
-    """When the last run ended that named this upload, of those that are still there; 0 for none."""
+    """Return when the last existing run that named this upload ended; 0 for none."""
     ended = sa.select(sa.func.max(runs.c.ended_us)).where(
         runs.c.project == project, runs.c.config.contains(id_, autoescape=True)
     )

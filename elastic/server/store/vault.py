@@ -1,6 +1,6 @@
-"""What is kept encrypted in the store: by a key that lies in a file of the server's home, for its owner alone.
+"""Encryption of secrets in the store. The key lies in a file of the server's home that only its owner can read.
 
-Who has the database, or a copy of it, has none of these secrets without that file.
+A copy of the database is useless without that file.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Vault:
             raise VaultError(f"{self._path}: is not the key that this secret was kept under") from None
 
     def mark(self, secret: str) -> str:
-        """What tells one secret from another, and nothing of either to who has not the key. Raises `VaultError`."""
+        """Return a value that tells secrets apart, and reveals nothing without the key. Raises `VaultError`."""
         self._fernet(make=True)
         return hmac.new(self._path.read_bytes(), secret.encode(), hashlib.sha256).hexdigest()
 

@@ -1,7 +1,7 @@
-"""What somebody who was not there needs to see of a server: how it is set up, what holds of its runs, what it logged.
+"""A support bundle: how a server is set up, the conditions of its runs, and its logs.
 
-No secrets: of the configuration only what is listed here, no run's configuration, journal or labels, no keys, members
-or webhooks; and of every text what is known to be a secret, or looks like one, is removed.
+It contains no secrets: of the configuration only what is listed here; no run's configuration, journal or labels; no
+keys, members or webhooks. Known secrets, and text that looks like one, are removed from everything.
 """
 
 import importlib.metadata
@@ -115,7 +115,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _settings(settings: ServerSettings) -> dict[str, Any]:
-    """What the server is given, but for what may hold a secret: of those only whether they are set."""
+    """Return the server's settings. Of settings that may hold a secret, only whether they are set."""
     database = sa.make_url(settings.database_url)
     return {
         "home": str(settings.home.resolve()),
@@ -158,7 +158,7 @@ def _database_says(store: Store | None) -> str:
 
 
 def _runner(settings: ServerSettings) -> dict[str, Any]:
-    """Who attended to the runs last, and whether that process lives."""
+    """Return which process attended to the runs last, and whether it lives."""
     try:
         text = (settings.home / "runner.lock").read_text().strip()
     except OSError:

@@ -23,7 +23,7 @@ class UnsafeTarget(ValueError):
 
 
 class PinnedTarget(NamedTuple):
-    """Whom to connect to for a URL, and under which name."""
+    """The address to connect to for a URL, and the name for TLS."""
 
     url: str
     host_header: str
@@ -53,7 +53,7 @@ def checked(url: str, allowed: Sequence[Network]) -> tuple[str, str, int]:
 
 
 async def resolved(url: str, allowed: Sequence[Network]) -> PinnedTarget:
-    """What to connect to for this URL now. Raises `UnsafeTarget`, `OSError`."""
+    """Resolve a URL and check the addresses. Raises `UnsafeTarget`, `OSError`."""
     scheme, host, port = checked(url, allowed)
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in found]

@@ -47,7 +47,7 @@ _MODULES = (
     webhooks,
     audit,
 )
-"""Those that are asked for most come first: a request is compared with one route after the other."""
+"""The most requested routes come first: a request is compared with one route after the other."""
 
 
 def all_routes() -> list[BaseRoute]:

@@ -1,4 +1,4 @@
-"""What routes have in common: who calls, which page, what can go wrong, which ETag."""
+"""Shared parts of routes: callers, pages, problems, ETags."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, TypeVar
@@ -40,7 +40,8 @@ __all__ = ["CallerDep", "Cursor", "IfMatch", "StateDep"]
 
 
 def rules(action: Action, *problems: str, **openapi: Any) -> dict[str, Any]:
-    """What a route that does `action` says of itself: who may, and what can go wrong besides what always can."""
+    """Return the arguments of a route that does `action`: its authorisation, and its possible problems besides the
+    general ones."""
     return {
         "dependencies": [Depends(requires(action))],
         "responses": problem_responses(*ALWAYS, *problems, *(_OF_WRITES if action.value.endswith(":write") else ())),
@@ -49,7 +50,7 @@ def rules(action: Action, *problems: str, **openapi: Any) -> dict[str, Any]:
 
 
 def problem_responses(*kinds: str) -> dict[int | str, dict[str, Any]]:
-    """The problems that a route may answer with, by status."""
+    """Return the problems that a route may answer with, by status."""
     by_status: dict[int | str, dict[str, Any]] = {}
     for kind in kinds:
         type_ = TYPES[kind]
@@ -120,9 +121,9 @@ RunDep = Annotated[HostedRunRow, Depends(seen_run)]
 
 
 def project_of(connection: sa.Connection, caller: Caller, wanted: str | None) -> str:
-    """The id of the project that a request is about: the caller's, or for a key of none the one it names.
+    """Return the id of a request's project: the caller's own, or the one that a server-wide key names.
 
-    Raises `ApiProblem`; of projects of others nothing is said.
+    Raises `ApiProblem`, which does not tell whether another project exists.
     """
     if wanted is None:
         wanted = caller.project or people.DEFAULT_PROJECT
@@ -133,7 +134,7 @@ def project_of(connection: sa.Connection, caller: Caller, wanted: str | None) ->
 
 
 def check_etag(if_match: str | None, etag: str) -> None:
-    """Raises `ApiProblem` unless the request says that it edits what is there now."""
+    """Raise `ApiProblem` unless the request names the present version."""
     if if_match is None:
         raise ApiProblem("precondition-required", f"send If-Match with the ETag of what you have read; now {etag}")
     if if_match.strip() not in (etag, "*"):

@@ -94,7 +94,7 @@ def _position(log: EventLog, event: str) -> Position:
 
 
 async def _reading(log: EventLog, position: Position) -> AsyncIterator[bytes]:
-    """What is there now."""
+    """Yield the events that exist now."""
     whole = False
     while not whole:
         found, position, whole = await asyncio.to_thread(log.read, position)
@@ -102,7 +102,7 @@ async def _reading(log: EventLog, position: Position) -> AsyncIterator[bytes]:
 
 
 async def _following(state: ServerState, run: str, begin: str) -> AsyncIterator[bytes]:
-    """What is there, and what comes, until the run is over."""
+    """Yield existing and new events until the run is over."""
 
     async def ended() -> bool:
         return await asyncio.to_thread(_ended, state, run)

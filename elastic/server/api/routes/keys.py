@@ -52,7 +52,7 @@ def create(body: NewKey, write: WriteDep) -> Response:
 
 
 def key_made(row: sa.RowMapping, secret: str | None, prefix: str, project: str | None = None) -> WriteResult:
-    """The answer with a new key: its secret is in this one, and in none that repeats it."""
+    """Return the answer with a new key. Its secret is in this answer only, and not in repetitions."""
     made = people.as_key(row).model_dump()
     place = f"{prefix}/{row['id']}"
     kept = CreatedKey(**made, secret=None)
@@ -99,7 +99,7 @@ def key_of(connection: sa.Connection, caller: Caller, key: str) -> sa.RowMapping
 
 
 def refuse_more(caller: Caller, role: AccessRole, scopes: list[str], *, server_wide: bool) -> None:
-    """Nobody hands on more than they have. Raises `ApiProblem`."""
+    """Raise `ApiProblem` if the caller would hand on more than they have."""
     if not may_grant(caller.role, role):
         raise ApiProblem("forbidden", f"a {caller.role} cannot make a key for a {role}")
     allowed = actions_of(role, [], server_wide=server_wide)

@@ -98,7 +98,7 @@ def as_quota(connection: sa.Connection, row: quotas.QuotaRow) -> ProjectQuota:
 
 
 def gpus_of(run: runs.HostedRunRow) -> dict[str, int]:
-    """What a run that goes on holds, by kind of provider, as it was last seen."""
+    """Return the GPUs that a run held when it was last seen, by kind of provider."""
     needs = run.needed
     held = {TRAINER: needs.trainer_gpus}
     for name, one in needs.providers.items():

@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 router = APIRouter(prefix="/v1/session/oidc", tags=["session"], route_class=ModelRoute)
 COOKIE = "elastic_sign_in"
 LASTS_S = 600
-"""For so long somebody may be with the issuer."""
+"""How long a person may stay at the issuer."""
 _NEXT = re.compile(r"[A-Za-z0-9/._-]{0,200}")
 _PROBLEMS = problem_responses(
     *("invalid-request", "not-found", "sign-in-refused", "no-membership", "issuer-unavailable", "misdirected"),
@@ -50,7 +50,7 @@ _FOR_BROWSERS: dict[str, Any] = {
     "responses": _PROBLEMS | _REDIRECTS,
     "openapi_extra": {"security": []},
 }
-"""What a route has to which a browser comes from elsewhere, without a key."""
+"""Arguments of routes to which a browser comes from another site, without a key."""
 
 
 @router.get("", **_FOR_BROWSERS)
@@ -112,8 +112,8 @@ def finish(
 def _session(
     request: Request, state: ServerState, provider: IdentityProvider, attempt: SignInAttempt, who: SignedIn
 ) -> str:
-    """Begin a session of whoever signed in; returns its secret. Raises `SignInRefused`, and `ApiProblem` for who is a
-    member of nothing."""
+    """Begin a session for a person who signed in; returns its secret. Raises `SignInRefused`, and `ApiProblem` for a
+    person without membership."""
     with state.store.writing() as tx:
         if not sessions.use_nonce(tx, attempt.nonce, 2 * LASTS_S):
             raise SignInRefused("this sign-in was finished before")
@@ -135,7 +135,7 @@ def _session(
 
 
 def _attempt(request: Request, state: ServerState, returned: str) -> SignInAttempt:
-    """What this browser has begun, if it is what it came back from. Raises `SignInRefused`."""
+    """Return this browser's sign-in attempt if it matches the return. Raises `SignInRefused`."""
     sealed = request.cookies.get(COOKIE, "")
     try:
         attempt = msgspec.json.decode(Vault(state.settings.home).opened(sealed.encode()), type=SignInAttempt)
@@ -166,7 +166,7 @@ def _unavailable(error: IssuerUnavailable) -> ApiProblem:
 
 
 def _refused(request: Request, problem: ApiProblem) -> Response:
-    """For people the page, which says it; for programs the problem."""
+    """Return the refusal: the page for browsers, the problem for programs."""
     if "text/html" in request.headers.get("accept", ""):
         return RedirectResponse(f"/#/refused/{problem.kind}", 303)
     return problem_response(request, problem)

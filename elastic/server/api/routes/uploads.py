@@ -159,7 +159,7 @@ async def _take_in(request: Request, receiving: Receiving) -> None:
 
 @contextmanager
 def _room() -> Iterator[None]:
-    """What cannot be received is told as a problem."""
+    """A context: turns failures to receive a file into problems."""
     try:
         yield
     except ChecksumMismatch as error:
