@@ -35,22 +35,24 @@ class QueuedPrefill(msgspec.Struct, frozen=True, gc=False):
 
 
 class ArrivingPrefill(msgspec.Struct, frozen=True, gc=False):
-    """What may come while a rollout iteration runs: a request, with the burst that it may be the last of. `cost_ns` is
-    all of that prefill, `next_ns` the part that would share serving's next iteration."""
+    """A request that may arrive during a rollout iteration, with the burst that it may end.
+
+    `cost_ns` is the cost of all of that prefill, `next_ns` the part that would share serving's next iteration.
+    """
 
     cost_ns: Nanoseconds = 0
     next_ns: Nanoseconds = 0
 
 
 class ServingView(msgspec.Struct, frozen=True, kw_only=True):
-    """What serving has to do on this device. `queued` is in the order in which it will be done."""
+    """The pending work of serving on this device. `queued` is in the order of execution."""
 
     now_ns: Nanoseconds
     queued: Sequence[QueuedPrefill] = ()
     last_tokens_ns: Sequence[Nanoseconds] = ()
     """When each active decode produced its most recent token."""
     decode_ns: Nanoseconds = 0
-    """The next iteration of these decodes, with those of the queued prefills that share it."""
+    """Returns the time of the next iteration of these decodes, with the queued prefills that share it."""
     arriving: ArrivingPrefill = ArrivingPrefill()
 
     @property
@@ -59,7 +61,8 @@ class ServingView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Role(StrEnum):
-    """What a serving instance does: with disaggregation one of the first two (ROSE §4.3, "Extensions")."""
+    """The work of a serving instance. With disaggregation it has one of the first two roles (ROSE §4.3,
+    "Extensions")."""
 
     PREFILLER = "prefiller"
     DECODER = "decoder"

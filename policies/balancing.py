@@ -98,7 +98,7 @@ class _Balance:
 
 
 def _of_pending(load: LoadView) -> _Balance:
-    """Whoever waits is better off wherever it does not."""
+    """Return whether a waiting turn gains: it does on any worker where it need not wait."""
     free = 0 if load.pending else load.room
     return _Balance(load, load.pending, free, load.movable_pending, math.inf if load.pending else -free, 1.0)
 
@@ -126,7 +126,7 @@ def _spread(balances: Sequence[_Balance]) -> list[Move]:
 
 
 class _Receivers:
-    """Those that have room, of each kind the least burdened first."""
+    """Workers with room, the least burdened of each kind first."""
 
     def __init__(self, balances: Sequence[_Balance]) -> None:
         self._of_kind: dict[WorkerKind, list[tuple[float, int, _Balance]]] = {}

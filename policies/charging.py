@@ -9,12 +9,12 @@ from elastic.cluster.types import JobId
 
 @dataclass(frozen=True, slots=True)
 class IdleAsAlone:
-    """Each pays for its slices, and for a part of the idle time in proportion to the idle time that it would have paid
-    for alone.
+    """Each member pays for its slices, and for a part of the idle time in proportion to the idle time that it would pay
+    alone.
 
-    - Nobody owes more than the same time alone would have cost: a group that costs more than its members would apart
-      (one grew and its members left) leaves the rest to the pool.
-    - Else the bills sum to the group's cost exactly: shares are whole numbers, the largest remainders rounded up.
+    - No member owes more than the same time alone would cost. A group that costs more than its members would apart (it
+      grew, and members left) leaves the rest to the pool.
+    - Otherwise the bills sum to the group's cost exactly: shares are whole numbers, the largest remainders rounded up.
     """
 
     def bills(self, shares: Sequence[BillShare], cost: int) -> Mapping[JobId, int]:

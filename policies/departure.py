@@ -43,7 +43,7 @@ class UseNotice(msgspec.Struct, frozen=True):
         return stays_ns
 
     def _chance(self, turn: TurnView, leaving: LeavingView, prefill_s: float) -> float:
-        """That the turn ends in the time that is left, after `prefill_s` of it."""
+        """Return the probability that the turn ends in the time left, after `prefill_s` of it."""
         left_s = leaving.left_ns / NS_PER_S - prefill_s
         reach = turn.accepted + int(max(0.0, left_s) * leaving.decode_tokens_per_s)
         if reach >= turn.max_new_tokens:

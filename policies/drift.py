@@ -10,7 +10,7 @@ from elastic.cluster.types import JobId, Nanoseconds
 
 @dataclass(frozen=True, slots=True)
 class NoDrift:
-    """Everybody stays where he was placed."""
+    """No job moves for drift."""
 
     def strays(self, group: JobGroup, measured: Mapping[JobId, tuple[Nanoseconds, Nanoseconds]]) -> JobId | None:
         return None
@@ -18,8 +18,10 @@ class NoDrift:
 
 @dataclass(frozen=True, slots=True)
 class SloAtStake:
-    """A job goes if, at the phases that were measured, the group's cycle is longer than a member bears: the one whose
-    phases have grown most. Whoever has not been measured counts as planned. Source: Weave §5.3."""
+    """Moves a member if the group's cycle, at the measured phases, is longer than a member accepts.
+
+    The member whose phases have grown most moves. A member without measurements counts as planned. Source: Weave §5.3.
+    """
 
     def strays(self, group: JobGroup, measured: Mapping[JobId, tuple[Nanoseconds, Nanoseconds]]) -> JobId | None:
         if len(group.members) < 2:

@@ -27,7 +27,7 @@ Chooser: TypeAlias = Callable[[Iterator[PlacementChoice], PoolView, JobRequest],
 
 
 def first_cheapest(choices: Iterator[PlacementChoice], pool: PoolView, request: JobRequest) -> PlacementChoice | None:
-    """The least marginal cost; the first of equals, as Algorithm 1 has it. Nothing is cheaper than free."""
+    """Return the choice of least marginal cost; the first among equals, as in Algorithm 1."""
     best: PlacementChoice | None = None
     for choice in choices:
         if best is None or choice.marginal_nano_usd_per_hour < best.marginal_nano_usd_per_hour:
@@ -38,7 +38,8 @@ def first_cheapest(choices: Iterator[PlacementChoice], pool: PoolView, request: 
 
 
 def tightest(choices: Iterator[PlacementChoice], pool: PoolView, request: JobRequest) -> PlacementChoice | None:
-    """The least marginal cost; among equals the group that lives longest anyway, then the one with the least slack."""
+    """Return the choice of least marginal cost; among equals the group that lives longest anyway, then the least
+    slack."""
     best: PlacementChoice | None = None
     best_key: tuple[int, int, int] | None = None
     for choice in choices:
@@ -60,7 +61,7 @@ def _extension_and_slack(choice: PlacementChoice, pool: PoolView, request: JobRe
 
 
 def drawn(choices: Iterator[PlacementChoice], pool: PoolView, request: JobRequest) -> PlacementChoice | None:
-    """Any of them, by a draw that the number of arrivals fixes."""
+    """Return a pseudo-random choice, determined by the number of arrivals."""
     possible = list(choices)
     if not possible:
         return None
@@ -73,7 +74,7 @@ def drawn(choices: Iterator[PlacementChoice], pool: PoolView, request: JobReques
 
 
 def idlest(choices: Iterator[PlacementChoice], pool: PoolView, request: JobRequest) -> PlacementChoice | None:
-    """The group with the largest share of idle time, there its idlest nodes; a new one where there is no other."""
+    """Return the group with the largest share of idle time, with its idlest nodes; a new group if there is no other."""
 
     def busy(choice: PlacementChoice) -> tuple[float, int]:
         if choice.group is None:
@@ -87,7 +88,7 @@ def idlest(choices: Iterator[PlacementChoice], pool: PoolView, request: JobReque
 
 
 def scrambled(number: int) -> int:
-    """A fixed number that looks drawn (splitmix64)."""
+    """Return a pseudo-random number for an integer (splitmix64)."""
     number = (number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -98,10 +99,10 @@ def scrambled(number: int) -> int:
 class PlacementRules:
     """A placement policy.
 
-    - `shares`: jobs may join others at all. `saturation`: no group that is saturated takes another (Weave §4.2).
-    - `keeps_slos`: no planned cycle may be longer than a member bears. `scales`: a group may grow by rollout nodes.
-    - `fullest_first`: among a group's rollout nodes the fullest that will do is tried first, else the first.
-    - `moves`: running jobs are brought together, where that pays within the time that they still have.
+    - `shares`: jobs may join other jobs. `saturation`: no saturated group takes another job (Weave §4.2).
+    - `keeps_slos`: no planned cycle exceeds what a member accepts. `scales`: a group may grow by rollout nodes.
+    - `fullest_first`: of a group's rollout nodes the fullest sufficient one is tried first, else the first one.
+    - `moves`: running jobs are brought together, if that pays within their remaining time.
     """
 
     choose: Chooser = first_cheapest
@@ -152,7 +153,7 @@ class PlacementRules:
         )
 
     def ways_into(self, group: JobGroup, newcomer: Newcomer, pool: GrowingView) -> Iterator[PlacementChoice]:
-        """Placements in the group that keep what must be kept: direct packing, else with just enough new nodes."""
+        """Yield placements in the group that keep the rules: direct packing, else with the fewest new nodes."""
         if not group.members or (self.keeps_slos and group.cycle_ns > newcomer.limit_ns):
             return
         member, alone_ns = newcomer.planned(len(group.train))
@@ -171,7 +172,7 @@ class PlacementRules:
     def _single(
         self, group: JobGroup, member: PlannedMember, pool: GrowingView, bound_ns: Nanoseconds
     ) -> Iterator[PlacementChoice]:
-        """One rollout node for each: a cycle is the largest of the sums."""
+        """Yield placements with one rollout node per member: the cycle is the largest of a few sums."""
         least_ns = max(group.cycle_ns, member.alone_ns, group.train_ns + member.train_ns)
         memory, found = pool.spec.rollout.memory_bytes - member.rollout_bytes, False
         for node in self._nodes(group):
@@ -186,7 +187,7 @@ class PlacementRules:
     def _several(
         self, group: JobGroup, member: PlannedMember, wanted: int, pool: GrowingView, bound_ns: Nanoseconds
     ) -> Iterator[PlacementChoice]:
-        """The idlest of the group's nodes with memory for it, and as many new ones as it takes, from none on."""
+        """Yield placements on the idlest nodes with enough memory, and with as few new nodes as suffice."""
         memory = pool.spec.rollout.memory_bytes - member.rollout_bytes
         with_memory = [node for node in group.rollout if group.rollout_bytes[node] <= memory]
         with_memory.sort(key=lambda node: group.rollout_ns[node])
@@ -213,7 +214,7 @@ class PlacementRules:
         return sorted(group.rollout, key=lambda node: -group.rollout_ns[node])
 
     def _refusal(self, request: JobRequest, group: JobGroup, pool: PoolView) -> PlacementRefusal:
-        """The first thing that stands in the way."""
+        """Return the first obstacle."""
         member, spec = planned(request, len(group.train), ()), pool.spec
         bound_ns = min(group.limit_ns, member.limit_ns)
         tests = (

@@ -45,7 +45,7 @@ class MarginalValue(msgspec.Struct, frozen=True):
         return wanted
 
     def _fitting(self, offer: Offer, market: MarketView) -> int:
-        """Leases that the bound leaves to this offer, once better ones have had their share."""
+        """Return the leases that the bound leaves to this offer after better offers."""
         if market.worker_bound is None:
             return market.available(offer.provider)
         own, taken = _rank(offer, market), 0
@@ -57,12 +57,11 @@ class MarginalValue(msgspec.Struct, frozen=True):
 
 
 class HoldForRollouts(msgspec.Struct, frozen=True):
-    """Hold leases only while there are rollouts to do.
+    """Hold leases only while there are rollouts.
 
-    Between two steps' rollouts they are given back for as long as the last pause was, less what getting ready takes, so
-    that they are back when they are needed; what is not known to save anything is kept. Unless that is `foreseen` they
-    are given back in every pause, and asked for when the rollouts are there. So is a turn on a shared pool, where
-    others have theirs meanwhile.
+    Between the rollouts of two steps leases are given back for as long as the last pause, less the time to get ready,
+    so that they are back in time. A lease is kept if giving it back is not known to save anything. Without `foreseen`,
+    leases are given back in every pause and requested when rollouts begin; a turn on a shared pool likewise.
     """
 
     foreseen: bool = True
@@ -76,7 +75,7 @@ class HoldForRollouts(msgspec.Struct, frozen=True):
 
 
 def working_usd_per_hour(offer: Offer, ready_s: float | None = None) -> float | None:
-    """Dollars for an hour of a lease's work, boot time included; None for a lease that ends before it can work.
+    """Return the dollars for an hour of a lease's work, boot time included; None if it ends before it can work.
 
     `ready_s` is the measured mean time until the provider's workers are ready; it replaces the declared boot time.
     """
@@ -88,7 +87,8 @@ def working_usd_per_hour(offer: Offer, ready_s: float | None = None) -> float | 
 
 
 def _rank(offer: Offer, market: MarketView) -> tuple[bool, float, float, str]:
-    """Lower ranks are leased first: dedicated workers, then cheaper work, then longer expected lives.
+    """Return the rank of an offer; lower ranks are leased first: dedicated workers, then cheaper work, then longer
+    lives.
 
     Leases that would end before they can work rank last, and are never taken.
     """
@@ -99,7 +99,7 @@ def _rank(offer: Offer, market: MarketView) -> tuple[bool, float, float, str]:
 
 
 def _held(market: MarketView) -> tuple[int, float]:
-    """Devices that roll out, the trainer's among them, and what all of it costs an hour."""
+    """Return the number of devices that roll out, with the trainer's, and their cost per hour."""
     workers, usd = 0, 0.0
     for offer in market.offers.values():
         held = market.held(offer.provider) * offer.workers_per_lease

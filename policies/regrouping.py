@@ -1,8 +1,8 @@
-"""Bringing running jobs together, so that nodes are given back, at the price of restarts.
+"""Brings running jobs together so that nodes can be given back, at the price of restarts.
 
-A move pays if what is given back, for as long as it would have been needed, costs more than the moved jobs' own nodes
-while they restart, and than the longer lives of the groups that take them. Only jobs move whose remaining steps make up
-for the restart within their SLO.
+A move pays if the nodes that are given back, for as long as they would have been needed, cost more than the moved jobs'
+own nodes while they restart and the longer lives of the receiving groups. A job moves only if its remaining steps make
+up for the restart within its SLO.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,13 @@ from elastic.cluster.policy import PlacementChoice, PoolView, Relocation
 from elastic.cluster.types import GroupName, JobRequest, Nanoseconds, NodeId, PoolSpec
 
 LOOKED_AT = 24
-"""Groups that are looked at after one change; after the next change there is another look."""
+"""Groups examined after one change. The next change causes another look."""
 TAKERS = 64
-"""Groups that may take a moved job, those that live longest: where there are more, one of these will do."""
+"""Groups considered for a moved job: those that live longest."""
 
 
 class GrowingView(Protocol):
-    """What a way into a group depends on."""
+    """The data on which a way into a group depends."""
 
     @property
     def spec(self) -> PoolSpec: ...
@@ -28,7 +28,7 @@ class GrowingView(Protocol):
 
 
 class Newcomer:
-    """A job on its way into a group; how it would be planned depends only on the group's number of training nodes."""
+    """A job on its way into a group. Its plan there depends only on the group's number of training nodes."""
 
     __slots__ = ("_planned", "limit_ns", "request", "rollout_nodes")
 
@@ -39,7 +39,7 @@ class Newcomer:
         self._planned: dict[int, tuple[PlannedMember, Nanoseconds]] = {}
 
     def planned(self, train_nodes: int) -> tuple[PlannedMember, Nanoseconds]:
-        """The member without its nodes, and how long its own step takes, switching included."""
+        """Return the member without its nodes, and the length of its own step with switching."""
         found = self._planned.get(train_nodes)
         if found is None:
             member = planned(self.request, train_nodes, (), self.limit_ns)
@@ -48,7 +48,7 @@ class Newcomer:
 
 
 class WaysInto(Protocol):
-    """The rules by which jobs join groups."""
+    """The rules for joining groups."""
 
     @property
     def cycle(self) -> CycleModel: ...
@@ -56,8 +56,8 @@ class WaysInto(Protocol):
 
 
 def brought_together(rules: WaysInto, pool: PoolView, changed: Sequence[GroupName]) -> list[Relocation]:
-    """The moves that save most: all members of one group, or of one of its rollout nodes, into other groups, so that
-    these nodes are given back."""
+    """Return the moves that save most: all members of one group, or of one of its rollout nodes, into other groups,
+    so that these nodes can be given back."""
     best_saved, best = 0, list[Relocation]()
     takers = _takers(pool)
     for name in _worth_a_look(pool, changed):
@@ -70,7 +70,7 @@ def brought_together(rules: WaysInto, pool: PoolView, changed: Sequence[GroupNam
 
 
 def _what_may_be_given_back(group: JobGroup, spec: PoolSpec) -> Iterator[tuple[list[PlannedMember], int]]:
-    """Members that would have to leave, and the price of the nodes that nobody would need then."""
+    """Yield the members that would have to leave, and the price of the nodes that would become free."""
     members, rollout = list(group.members.values()), spec.rollout.nano_usd_per_hour
     yield members, group.price(rollout, spec.train.nano_usd_per_hour)
     for node in group.rollout:
@@ -80,7 +80,7 @@ def _what_may_be_given_back(group: JobGroup, spec: PoolSpec) -> Iterator[tuple[l
 
 
 def _worth_a_look(pool: PoolView, changed: Sequence[GroupName]) -> list[GroupName]:
-    """Groups that may dissolve: those that changed, then the smallest others."""
+    """Return groups that may dissolve: changed groups first, then the smallest others."""
     there = [name for name in changed if name in pool.groups][:LOOKED_AT]
     others = [group for name, group in pool.groups.items() if name not in set(there)]
     others.sort(key=lambda group: (len(group.members), group.train_ns))
@@ -88,7 +88,7 @@ def _worth_a_look(pool: PoolView, changed: Sequence[GroupName]) -> list[GroupNam
 
 
 def _takers(pool: PoolView) -> list[tuple[JobGroup, Nanoseconds]]:
-    """Groups with how long they live, the longest lives first."""
+    """Return groups with their remaining lives, the longest first."""
     found = [
         (group, max(pool.remaining_ns(job) for job in group.members)) for group in pool.groups.values() if group.members
     ]
@@ -104,8 +104,8 @@ def _moved(
     nano_usd_per_hour: int,
     takers: Sequence[tuple[JobGroup, Nanoseconds]],
 ) -> tuple[int, list[Relocation]] | None:
-    """What it saves that these members leave the group, in nano-dollars times nanoseconds an hour, and the moves; None
-    if they cannot."""
+    """Return the saving of moving these members out of the group, in nano-dollars times nanoseconds per hour, and
+    the moves; None if they cannot move."""
     if not members or not all(pool.movable(member.job) for member in members):
         return None
     saved = nano_usd_per_hour * max(pool.remaining_ns(member.job) for member in members)
@@ -123,7 +123,7 @@ def _moved(
 
 
 class GroupsAfter:
-    """The groups as they would be once some jobs have moved."""
+    """The groups as they would be after some moves."""
 
     def __init__(
         self, pool: PoolView, without: GroupName | None, takers: Sequence[tuple[JobGroup, Nanoseconds]]
@@ -138,8 +138,8 @@ class GroupsAfter:
     def cheapest(
         self, rules: WaysInto, newcomer: Newcomer, remaining_ns: Nanoseconds
     ) -> tuple[int, PlacementChoice] | None:
-        """Where the job costs least until it ends: new nodes, a longer life of its group, and its own nodes' time while
-        it restarts."""
+        """Return the place where the job costs least until it ends: new nodes, a longer life of the group, and the
+        job's own nodes while it restarts."""
         request = newcomer.request
         own = request.rollout_nodes * self.spec.rollout.nano_usd_per_hour
         restart = (own + request.train_nodes * self.spec.train.nano_usd_per_hour) * request.restart_ns
@@ -156,12 +156,12 @@ class GroupsAfter:
         return best
 
     def into(self, name: GroupName, rules: WaysInto, newcomer: Newcomer, *, new_rollout: int) -> PlacementChoice | None:
-        """The way into this group that takes fewest new rollout nodes, at most so many."""
+        """Return the way into this group with the fewest new rollout nodes, at most `new_rollout`."""
         ways = (way for way in rules.ways_into(self._groups[name][0], newcomer, self) if way.new_rollout <= new_rollout)
         return min(ways, key=lambda way: way.new_rollout, default=None)
 
     def join(self, newcomer: Newcomer, choice: PlacementChoice, cycle: CycleModel) -> None:
-        """The job takes its place. New nodes have no name yet, so nobody else may be put there."""
+        """Put the job into its place. New nodes have no name yet, so no other job may be placed there."""
         assert choice.group is not None
         group, lives_ns = self._groups[choice.group]
         new: tuple[NodeId, ...] = tuple(f"{newcomer.request.id}-new-{i}" for i in range(choice.new_rollout))

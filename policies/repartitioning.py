@@ -1,10 +1,10 @@
-"""The best groups that the members of a few neighbouring groups could form, with what it costs to get there.
+"""Finds the cheapest groups for the members of a few neighbouring groups, with the cost of moving there.
 
-Bringing jobs together one after the other comes to an end where only an exchange would help: a small group could be
-dissolved if one member of another group went elsewhere first. Here every set of neighbours that may be a group is
-priced, moves included, and the cheapest division of all of them into such sets is found exactly, by their subsets.
+Single moves end where only an exchange helps: a small group could dissolve if one member of another group moved first.
+Here every set of neighbours that may be a group is priced, moves included, and the cheapest division of all of them
+into such sets is found exactly, by their subsets.
 
-For groups of one rollout node a member, without synchronisation, and with equally many training nodes.
+For groups with one rollout node per member, without synchronisation, and with equally many training nodes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,21 +17,21 @@ from elastic.cluster.types import NS_PER_HOUR, GroupName, JobRequest, Nanosecond
 from policies.regrouping import GroupsAfter, Newcomer, WaysInto
 
 NEIGHBOURS = 11
-"""Jobs whose groups are formed anew together: time grows exponentially with their number."""
+"""Jobs whose groups are formed anew together. Time grows exponentially with their number."""
 HORIZON_NS: Nanoseconds = 3 * NS_PER_HOUR
-"""How far ahead costs count. Until then others will have come and left, and groups are formed anew."""
+"""How far ahead costs count. By then other jobs have come and left, and groups are formed anew."""
 NEVER = 1 << 120
 
 
 def formed_anew(rules: WaysInto, pool: PoolView, changed: Sequence[GroupName]) -> list[Relocation]:
-    """The moves to cheaper groups that can be made now. Others follow at the next look, when those who stand in their
-    way have left."""
+    """Return the moves to cheaper groups that are possible now. The others follow once the jobs in their way have
+    left."""
     groups = _neighbours(pool, changed) if rules.cycle is cycle_ns else []
     return _Neighbourhood(pool, groups).moves(rules) if len(groups) > 1 else []
 
 
 def _neighbours(pool: PoolView, changed: Sequence[GroupName]) -> list[JobGroup]:
-    """Groups that changed and the smallest others, of few members together."""
+    """Return the changed groups and the smallest others, with few members together."""
     names = set(changed)
     near = sorted(pool.groups.values(), key=lambda group: (group.name not in names, len(group.members), group.train_ns))
     found, jobs = list[JobGroup](), 0
@@ -46,9 +46,10 @@ def _neighbours(pool: PoolView, changed: Sequence[GroupName]) -> list[JobGroup]:
 
 
 class _Neighbour(NamedTuple):
-    """A member of one of the groups. `left_ns` is how long it goes on, within the horizon.
+    """A member of one of the groups. `left_ns` is how long it runs on, within the horizon.
 
-    `move_cost` is never zero: of equal divisions the one with the fewest moves, so that moves come to an end.
+    `move_cost` is never zero, so that among equal divisions the one with the fewest moves wins and moves come to an
+    end.
     """
 
     member: PlannedMember
@@ -61,8 +62,8 @@ class _Neighbour(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What a set of jobs costs as one of the groups, in nano-dollars times nanoseconds an hour, and who moves there:
-    each with its rollout node, None for a new one of its own."""
+    """The cost of a set of jobs as one of the groups, in nano-dollars times nanoseconds per hour, and the jobs that
+    move there, each with its rollout node (None for a new node)."""
 
     cost: int
     group: int
@@ -70,7 +71,7 @@ class _Block(NamedTuple):
 
 
 class _Neighbourhood:
-    """A set of jobs is a number: bit i is for the job at place i."""
+    """Sets of jobs are numbers: bit i stands for the job at place i."""
 
     def __init__(self, pool: PoolView, groups: Sequence[JobGroup]) -> None:
         self._pool, self._groups = pool, groups
@@ -112,7 +113,7 @@ class _Neighbourhood:
         return self._at_once(rules, plan)
 
     def _blocks(self) -> Iterator[tuple[int, list[_Block]]]:
-        """Every set that may be a group, and what it costs as each group that one of it is of, the cheapest first."""
+        """Return every set that may be a group, with its cost as each group of its members, the cheapest first."""
         jobs, memory = self._jobs, self._pool.spec.train.memory_bytes
         limits_ns = [max(job.member.limit_ns, job.moved_limit_ns) for job in jobs]
         open_sets: list[tuple[int, int, int, int, int, int]] = [(0, 0, 0, 0, NEVER, 0)]
@@ -131,7 +132,8 @@ class _Neighbourhood:
                     open_sets.append((larger, i + 1, trains_ns, lasts_ns, bound_ns, holds))
 
     def _block(self, mask: int, group: int) -> _Block | None:
-        """The set as this group: those who are of it stay on their nodes, each other takes the fullest that will do."""
+        """Return the set as this group: its own members keep their nodes, every other job takes the fullest
+        sufficient node."""
         inside = [(i, job) for i, job in enumerate(self._jobs) if mask >> i & 1]
         if any(job.home != group and not job.movable for _, job in inside):
             return None
@@ -159,7 +161,7 @@ class _Neighbourhood:
         return _Block(cost, group, tuple(newcomers))
 
     def _cheapest(self, blocks: dict[int, list[_Block]]) -> list[int]:
-        """The division of all into sets that costs least, if each set could be the group that suits it best."""
+        """Return the division of all jobs into sets of least cost, if each set could be its best group."""
         by_first: list[list[tuple[int, int]]] = [[] for _ in self._jobs]
         for mask, ways in blocks.items():
             by_first[_first(mask)].append((mask, ways[0].cost))
@@ -184,7 +186,7 @@ class _Neighbourhood:
         return found
 
     def _settled(self, chosen: Sequence[int], blocks: dict[int, list[_Block]]) -> list[_Block] | None:
-        """Each set as a group of its own; who loses most by another group has the first choice."""
+        """Assign each set a group of its own. The set that loses most by another group chooses first."""
 
         def loses(mask: int) -> int:
             ways = blocks[mask]
@@ -200,7 +202,7 @@ class _Neighbourhood:
         return plan
 
     def _at_once(self, rules: WaysInto, plan: Sequence[_Block]) -> list[Relocation]:
-        """Those who find room while nobody has left yet."""
+        """Return the moves for which there is room before any other job has left."""
         after = GroupsAfter(self._pool, None, [(group, 0) for group in self._groups])
         moves: list[Relocation] = []
         for block in plan:
@@ -216,7 +218,7 @@ class _Neighbourhood:
 
 
 def _put(job: _Neighbour, used: list[int]) -> None:
-    """The job's time, memory and life, added to those of its rollout node."""
+    """Add the job's time, memory and life to those of its rollout node."""
     used[0] += job.member.rollout_ns
     used[1] += job.member.rollout_bytes
     used[2] = max(used[2], job.left_ns)

@@ -1,4 +1,4 @@
-"""Where a turn goes. Source: ROSE §4.3 (turns, prefixes, own devices first); RollArt, mechanism 1 (hardware)."""
+"""Routing of turns. Source: ROSE §4.3 (turns, prefixes, own devices first); RollArt, mechanism 1 (hardware)."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ FALL_BACK = (WorkerRole.DEDICATED, WorkerRole.TRAINER, WorkerRole.ELASTIC)
 """Devices the run owns come before borrowed ones; the trainer's own is among them only while it seeds."""
 
 KV_SHARE = 1e-5
-"""What a token of context adds to an iteration's reading, as a share of the weights: 0.9e-5 for Qwen3-8B, 0.4e-5 for
+"""Memory read per iteration for a token of context, as a share of the weights: 0.9e-5 for Qwen3-8B, 0.4e-5 for
 Qwen3-32B."""
 
 
@@ -24,11 +24,12 @@ class PinnedRouting:
 
 
 class TurnWiseRouting:
-    """Each turn anew to the least loaded dedicated worker, else elastic, else the queue; prefixes do not count.
+    """Routes each turn to the least loaded dedicated worker, else to an elastic one, else leaves it queued. Ignores
+    prefixes.
 
-    Who has a free place in its batch comes first, whatever its role. Credits bound how many turns a worker holds, and
-    at most Θ of them may wait for a place there (the delayed dispatch of RLBoost Algorithm 2); the fleet's view leaves
-    out workers without room.
+    A worker with a free place in its batch comes first, whatever its role. Credits bound how many turns a worker holds,
+    and at most Θ of them may wait for a place (the delayed dispatch of RLBoost Algorithm 2). The fleet's view omits
+    workers without room.
     """
 
     def route(self, turn: TurnView, fleet: FleetView) -> WorkerId | None:
@@ -61,7 +62,8 @@ class AffinityRouting(msgspec.Struct, frozen=True):
 
 
 def cost(turn: TurnView, worker: WorkerView) -> float:
-    """What the turn adds to the worker's work, in relative seconds; more where turns have been given back lately."""
+    """Return the work that the turn adds to the worker, in relative seconds; more if the worker has lately given
+    turns back."""
     cached = turn.affine_tokens if worker.id == turn.affine_worker else 0
     context, decode_tokens = turn.prompt_tokens + turn.accepted, turn.expected_tokens
     # Turns that are done sooner are not in the batch all the time.
@@ -73,12 +75,14 @@ def cost(turn: TurnView, worker: WorkerView) -> float:
 def added_work_s(
     kind: WorkerKind, batch: float, prefill_tokens: float, decode_tokens: float, context_tokens: float = 0.0
 ) -> float | None:
-    """The time until the turn is done on a device that decodes `batch` others, and by how much it delays all of them.
+    """Return the time until the turn is done on a device that decodes `batch` others, plus the delay that it causes for
+    them.
 
-    For a model of half a parameter, since the size of the model does not change which kind is better; None where the
-    kind does not declare what it can do. Prefill is arithmetic, two operations a parameter and token, and everybody
-    waits for it. An iteration of decoding reads the weights once for the whole batch, two bytes a parameter, until the
-    batch has so many tokens that arithmetic takes longer; each turn adds its own KV to what is read.
+    The time is that of a model of half a parameter, since the model's size does not change which kind is better; None
+    if the kind does not declare its capabilities. Prefill is arithmetic, two operations per parameter and token, and
+    delays the whole batch. An iteration of decoding reads the weights once for the whole batch, two bytes per
+    parameter, until the batch has so many tokens that arithmetic takes longer; each turn adds its own KV to what is
+    read.
     """
     if kind.tflops is None or kind.memory_gb_per_s is None:
         return None
@@ -99,8 +103,8 @@ def _affine(turn: TurnView, fleet: FleetView) -> WorkerView | None:
 
 
 def _candidates(turn: TurnView, fleet: FleetView) -> Sequence[WorkerView]:
-    """Of the first role that has a free place anywhere, the workers with one; else, in the same way, where the turn
-    would wait for a place."""
+    """Return the workers with a free place, of the first role that has any; else the workers of the first role where
+    the turn would wait for a place."""
     waiting: Sequence[WorkerView] = ()
     for role in FALL_BACK:
         workers = fleet.least_loaded(role, turn.oldest_version)

@@ -8,7 +8,7 @@ from elastic.core.policy import BatchView, StepRecord
 
 
 class FixedBatch(msgspec.Struct, frozen=True):
-    """As many as are wanted, whatever they come to (GRPO)."""
+    """Launches as many groups as are wanted, whatever their results (GRPO)."""
 
     @property
     def replaces_rejected(self) -> bool:
@@ -19,10 +19,10 @@ class FixedBatch(msgspec.Struct, frozen=True):
 
 
 class DynamicSampling(msgspec.Struct, frozen=True):
-    """Until as many as are wanted are worth training on (DAPO), at most `most` times as many.
+    """Launches groups until enough are worth training on (DAPO), at most `most` times as many as are wanted.
 
-    So many run at once as should bring what is missing, by the share of the previous step's groups that were of
-    use. Source: ROSE §6, DAPO (arXiv 2503.14476) §3.2.
+    The number in flight should yield the missing groups, by the useful share of the previous step. Source: ROSE §6,
+    DAPO (arXiv 2503.14476) §3.2.
     """
 
     most: float
@@ -38,7 +38,7 @@ class DynamicSampling(msgspec.Struct, frozen=True):
         return max(0, min(concurrent - batch.running, bound))
 
     def _useful_share(self, history: Sequence[StepRecord]) -> float:
-        """Of the last step's finished groups; never so small that one step would ask for more than the bound."""
+        """Return the useful share of the last step's groups, bounded so that one step stays within the limit."""
         if not history:
             return 1.0
         of_use, rejected = history[-1].groups_of_use, history[-1].groups_rejected

@@ -16,11 +16,11 @@ class NoTails:
 
 @dataclass(frozen=True, slots=True)
 class LongTail:
-    """Once so much of the responses is done, the rest moves to the fewest nodes that hold it without slowing it.
+    """Once a share of the responses is done, the rest moves to the fewest nodes that hold it without slowing it.
 
-    It moves where somebody waits and gains more than the tail loses: a node that is given up is worth its share of the
-    planned rollout of who waits, as far as that shortens the group's cycle; what moves is prefilled once more, which is
-    taken to cost `cost_share` of the planned rollout. Source: Weave §4.3, whose threshold is 80 %.
+    The tail moves if a waiting job gains more than the tail loses. A freed node is worth its share of the waiting job's
+    planned rollout, as far as it shortens the group's cycle. A move costs one more prefill of the tail, taken to be
+    `cost_share` of the planned rollout. Source: Weave §4.3, whose threshold is 80 %.
     """
 
     done_share: float = 0.8

@@ -25,7 +25,7 @@ Emit: TypeAlias = Callable[[ProviderEvent], None]
 
 
 class WorkerTicket(msgspec.Struct, frozen=True):
-    """What one worker of a lease needs to dial in. `token` is spent by its first use; never log it."""
+    """Credentials with which one worker of a lease dials in. `token` is valid once; never log it."""
 
     worker: WorkerId
     token: str
@@ -37,7 +37,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownLease(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease that the run has asked this provider for, and does not know to be over; see `Provider.adopt`."""
+    """A lease that the run has requested from this provider and does not know to be over; see `Provider.adopt`."""
 
     request: LeaseRequest
     granted: bool
@@ -45,17 +45,17 @@ class KnownLease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a provider's workers belong. Every resource is tagged with `run`, so that it can be found again.
+    """A provider's surroundings. Every resource is tagged with `run`, so that it can be found again.
 
-    `endpoint` is where its workers dial; in the `waiting_room` are those that did so by themselves. `worker_command`
-    starts a worker on this machine; a worker's ticket reaches it through `worker_environment`, never through its
-    arguments.
-    `host_command` starts a serving host. `pass_env` names environment variables that both inherit besides those that
-    all processes of a run do. `now_ns` is the run's clock, on which events give their times and markets stand; it goes
-    on over the run's incarnations. `note` keeps a text under a key in the run's journal, for its report; the last one
-    stands. `secret` is the token of a host of this name, the same in each incarnation; a host that has not heard from
-    the run for `orchestrator_timeout_s` ends. `pool` is the
-    `elastic.pool_client.PoolClient` of a run that is a job of one.
+    - `endpoint` is where its workers dial; the `waiting_room` has workers that dialled in by themselves.
+    - `worker_command` starts a worker on this machine. A worker's ticket reaches it through `worker_environment`, never
+      through its arguments. `host_command` starts a serving host. `pass_env` names environment variables for both,
+      besides those that all processes of a run inherit.
+    - `now_ns` is the run's clock, for events and markets; it goes on over the run's incarnations.
+    - `note` stores a text under a key in the run's journal, for its report; a later text replaces an earlier one.
+    - `secret` returns the token of a host by its name, the same in each incarnation. A host that has not heard from the
+      run for `orchestrator_timeout_s` ends.
+    - `pool` is the `elastic.pool_client.PoolClient` of a run that is a pool's job.
     """
 
     run: str
@@ -76,11 +76,11 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
 
 Billing: TypeAlias = Literal["exact", "second", "minute", "hour"]
 INCREMENTS_S: Mapping[Billing, int] = {"second": 1, "minute": 60, "hour": 3600}
-"""What a begun increment is, where whole ones are billed."""
+"""Length of a billing increment; begun increments count whole."""
 
 
 class ProviderSettings(BaseModel):
-    """What the configuration of every provider has; adapters add their own keys in a subclass."""
+    """Configuration that every provider has. Adapters add their own keys in a subclass."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -98,18 +98,18 @@ class ProviderSettings(BaseModel):
 
     @property
     def usd_per_gpu_hour_most(self) -> float | None:
-        """Above which nothing is taken, where prices are the vendor's and there is such a limit."""
+        """Return the highest acceptable price, if the vendor sets prices and there is such a limit."""
         return None
 
     @property
     def billing_ns(self) -> Nanoseconds | msgspec.UnsetType:
-        """The increment by which leases are billed, where there is one."""
+        """Return the billing increment, if there is one."""
         return INCREMENTS_S[self.billing] * NS_PER_S if self.billing in INCREMENTS_S else msgspec.UNSET
 
 
 REMARK = "remark: "
-"""Begins the key of a note that the report shows as it is; then comes the provider's name, a colon and what tells it
-from others."""
+"""Prefix of the key of a note that the report shows as it is. The provider's name, a colon and a distinguishing text
+follow."""
 
 
 class Provider(Protocol):
@@ -129,28 +129,29 @@ class Provider(Protocol):
     def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None: ...
 
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
-        """Take over what earlier processes of the run have left of these leases; what they left besides is ended.
+        """Take over what earlier processes of the run have left of these leases; end everything else that they left.
 
-        To be called once, before `start`. What was granted before and is over ends by LeaseEnded with its cause. What
-        was asked for and turns out to be held is granted by LeaseGranted. Returns what was asked for and is not held:
-        it may be asked for again.
+        Called once, before `start`. A granted lease that is over ends by LeaseEnded with its cause. A requested lease
+        that turns out to exist is granted by LeaseGranted. Returns the requested leases that do not exist: they may be
+        requested again.
         """
         ...
 
     async def start(self, emit: Emit) -> None:
-        """Begin to report offers. Raises `ProviderUnavailable` when nothing can ever be had (say why)."""
+        """Begin to report offers. Raises `ProviderUnavailable`, with the reason, if the provider can never give
+        anything."""
         ...
 
     async def acquire(self, request: LeaseRequest) -> None: ...
 
     async def release(self, lease: LeaseId, reason: str = "") -> None:
-        """`reason` is the run's; of a lease whose workers have not joined in time it is "boot_timeout"."""
+        """End a lease. `reason` is the run's; it is "boot_timeout" if no worker of the lease has joined in time."""
         ...
 
     def bar(self, lease: LeaseId) -> None:
-        """A worker of the lease has lied: what it stands on is not leased again in this run, once it has ended.
+        """A worker of the lease has lied: after the lease's end, do not lease its place again in this run.
 
-        A no-op for a lease that is unknown, or has ended.
+        Does nothing for a lease that is unknown or has ended.
         """
         ...
 
@@ -160,7 +161,7 @@ class Provider(Protocol):
 
 
 class VendorFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that was looked at, what was found, and what would mend it where it is not `ok`."""
+    """One check: what was checked, the result, and how to mend it if it is not `ok`."""
 
     what: str
     ok: bool
@@ -169,7 +170,7 @@ class VendorFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CapacityNow(msgspec.Struct, frozen=True, kw_only=True):
-    """What could be had somewhere now; `why` nothing can, where it cannot. `score` is the vendor's, 1 to 10."""
+    """The capacity of one place now; `why` there is none, if there is none. `score` is the vendor's, 1 to 10."""
 
     place: str
     usd_per_gpu_hour: float
@@ -178,13 +179,13 @@ class CapacityNow(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     score: int | None = None
     since: str = ""
-    """Since when the price stands (UTC)."""
+    """The time (UTC) from which the price is valid."""
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """What a provider's own `examine(name, settings)` tells, which is a class method and may block for some seconds.
+    """The result of a provider's class method `examine(name, settings)`, which may block for some seconds.
 
-    Kinds of providers that have none are on this machine, or somebody else's to ask.
+    Kinds of providers without this method are on this machine, or need no examination.
     """
 
     findings: tuple[VendorFinding, ...] = ()
@@ -192,7 +193,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProviderUnavailable(Exception):
-    """The provider cannot give anything; the message names what is wrong and what would mend it."""
+    """The provider cannot give anything. The message names the fault and how to mend it."""
 
 
 def worker_environment(

@@ -1,4 +1,5 @@
-"""What all adapters share. Each lease is one task, from its request or adoption until it is refused or has ended."""
+"""The common part of all adapters. Each lease is one task, from its request or adoption until it is refused or has
+ended."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
@@ -19,20 +20,21 @@ from providers.markets import CapacityUnavailable, LeaseEnding, Market, Settings
 log = structlog.get_logger(__name__)
 
 RETRY_S = 1.0
-"""Between two attempts to give something back: often enough for a person, rarely enough for a log."""
+"""Pause between two attempts to give something back."""
 
 
 class LeaseHandle(Protocol):
-    """What a granted lease stands on, such as processes or a lent host."""
+    """The resources behind a granted lease, such as processes or a lent host."""
 
     async def keep(self) -> LeaseEnding:
-        """Return when it is over by itself. Cancelled when the lease is to end before that."""
+        """Return when the resources end by themselves. Cancelled if the lease ends before that."""
         ...
 
     async def give_back(self) -> Nanoseconds | None:
-        """Once this has returned, none of its processes is alive. What it raises is logged, and it is called again.
+        """End the resources. No process of the lease is alive once this has returned. An error is logged, and the call
+        repeated.
 
-        Returns how long the provider charges for it by its own account, where it says so.
+        Returns how long the provider charges by its own account, if it tells.
         """
         ...
 
@@ -49,15 +51,14 @@ class _LeaseTask:
 
 
 class _Bar(msgspec.Struct, frozen=True):
-    """What a lease of a liar stood on, and since when."""
+    """The place of a liar's lease, and the time of the bar."""
 
     place: str
     at_ns: Nanoseconds
 
 
 class Found(NamedTuple):
-    """What an earlier process of the run left of a lease: its handle, its place in the market, and since when it is
-    there."""
+    """The remains of a lease from an earlier process: its handle, its place in the market, and since when it exists."""
 
     handle: LeaseHandle
     place: str = ""
@@ -65,7 +66,7 @@ class Found(NamedTuple):
 
 
 class BaseProvider(Generic[SettingsT]):
-    """The part of a `Provider` that is the same for all: it drives a market. Adapters start workers on its places."""
+    """The common part of `Provider`: it drives a market. Adapters start workers on the market's places."""
 
     on_this_machine: ClassVar[bool] = False
 
@@ -85,26 +86,26 @@ class BaseProvider(Generic[SettingsT]):
     # What an adapter says
 
     async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
-        """Have workers start on this place; what this raises refuses the lease. Must not leave anything then."""
+        """Start workers on this place. An error refuses the lease; nothing may be left then."""
         raise NotImplementedError
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
-        """Find the remains of these leases, ended or not, and end everything else that is left."""
+        """Find the remains of these leases, ended or not, and end everything else that was left."""
         return {}
 
     def never_joined(self, lease: LeaseId) -> str:
-        """The lease ends because none of its workers has joined in time; returns where to look for the cause."""
+        """Called when a lease ends because no worker joined in time; returns where to look for the cause."""
         return ""
 
     def granted(self, lease: LeaseId) -> None:
-        """The run has been told that it has the lease."""
+        """Called when the run was told that it has the lease."""
 
     def withdrawn(self, lease: LeaseId) -> None:
-        """The lease is to end, which may not have been granted yet: a `launch` that takes long can break off."""
+        """Called when the lease is to end, also before it is granted: a long `launch` can break off."""
 
     @property
     def answer_timeout_s(self) -> float | None:
-        """How long a launch may take; None where the run itself says how long it waits."""
+        """Return the limit of a launch; None if the run itself limits the wait."""
         return self.context.acquire_timeout_s
 
     # What the contract asks for
@@ -188,28 +189,28 @@ class BaseProvider(Generic[SettingsT]):
     # What an adapter can use
 
     def announce(self, *, again: bool = False) -> None:
-        """Emit the offer if it is another than the last, or `again`."""
+        """Emit the offer if it has changed, or if `again`."""
         if self._opened and not self._closing and (offer := self.market.news(again=again)) is not None:
             self._emit(OfferChanged(offer=offer))
 
     def holds(self, lease: LeaseId) -> bool:
-        """Whether the lease is asked for or granted, and not over."""
+        """Return whether the lease is requested or granted, and not over."""
         return lease in self._leases
 
     def end(self, lease_id: LeaseId, ending: LeaseEnding) -> None:
-        """End a lease for this reason, unless it is unknown or its end has begun."""
+        """End a lease for this reason, unless it is unknown or already ending."""
         lease = self._leases.get(lease_id)
         if lease is not None and not lease.ending.done():
             lease.ending.set_result(ending)
             self.withdrawn(lease_id)
 
     def wants(self, lease: LeaseId) -> bool:
-        """Whether the lease is asked for or granted, and its end has not begun."""
+        """Return whether the lease is requested or granted, and not ending."""
         held = self._leases.get(lease)
         return held is not None and not held.ending.done()
 
     def give_notice(self, taken: TakenBack) -> None:
-        """Give notice, and end the lease at its deadline. However it ends before, the noticed ending is its cause."""
+        """Give notice, and end the lease at its deadline. If it ends before, the noticed ending is its cause."""
         lease = self._leases[taken.lease]
         lease.noticed = taken.ending
         if taken.deadline_ns > self.context.now_ns():
@@ -248,7 +249,7 @@ class BaseProvider(Generic[SettingsT]):
         await self._keep(lease, handle)
 
     def _resume(self, known: KnownLease, found: Found) -> None:
-        """Go on with a lease that an earlier process began."""
+        """Continue a lease that an earlier process began."""
         lease_id, loop = known.request.lease, asyncio.get_running_loop()
         lease = self._leases[lease_id] = _LeaseTask(
             known.request, loop.create_future(), found.place, found.at_ns, known.expires_at_ns
@@ -327,7 +328,7 @@ class BaseProvider(Generic[SettingsT]):
 
 
 async def _over(lease: _LeaseTask, handle: LeaseHandle) -> LeaseEnding:
-    """Wait until the lease is to end, or what it stands on is over by itself."""
+    """Wait until the lease is to end, or its resources end by themselves."""
     keep = asyncio.create_task(handle.keep(), name=f"keep {lease.request.lease}")
     try:
         await asyncio.wait({keep, lease.ending}, return_when=asyncio.FIRST_COMPLETED)

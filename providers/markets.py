@@ -1,7 +1,8 @@
-"""What providers have to lease, and take back: the half of each that its live adapter and the simulator share.
+"""The markets of providers: what capacity each has and when it takes leases back. Shared by live adapters and
+simulator.
 
-A market has no clock and does no I/O: whoever drives it brings the time, hears what is taken back, and starts workers
-on what is leased.
+A market has no clock and does no I/O: its driver passes the time, hears which leases are taken back, and starts workers
+on the leased places.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ SettingsT = TypeVar("SettingsT", bound=ProviderSettings)
 
 
 class CapacityUnavailable(Exception):
-    """What was asked for is not to be had now; the message says why."""
+    """The requested capacity does not exist now. The message says why."""
 
 
 class LeaseEnding(NamedTuple):
@@ -28,7 +29,7 @@ class LeaseEnding(NamedTuple):
 
 
 class TakenBack(NamedTuple):
-    """A lease whose place is gone, or will be at `deadline_ns`."""
+    """A lease whose place is gone, or will be gone at `deadline_ns`."""
 
     lease: LeaseId
     deadline_ns: Nanoseconds
@@ -36,7 +37,7 @@ class TakenBack(NamedTuple):
 
 
 class Market(Generic[SettingsT]):
-    """Leases of up to `max_workers` workers in all. Each lease has a place in the market, with a name if places differ.
+    """Leases with up to `max_workers` workers in all. Each lease has a place in the market, named if places differ.
 
     `at_ns` is the time of the market's last change by itself.
     """
@@ -44,9 +45,9 @@ class Market(Generic[SettingsT]):
     role: ClassVar[WorkerRole] = WorkerRole.ELASTIC
     workers_per_lease: int = 1
     delay_key: ClassVar[str] = ""
-    """What the settings call the time from a grant to the start of its workers."""
+    """The key of the setting for the time from a grant to the start of its workers."""
     bars_last: ClassVar[bool] = True
-    """Whether what is barred stays so for the run's next process."""
+    """Whether a barred place stays barred for the run's next process."""
 
     def __init__(self, name: str, settings: SettingsT) -> None:
         self.name = name
@@ -58,59 +59,59 @@ class Market(Generic[SettingsT]):
     # What a kind of market says
 
     def free(self) -> int:
-        """How many more leases could be had, were it not for `max_workers`."""
+        """Return how many more leases the market could give without `max_workers`."""
         return self._most_leases - len(self._held)
 
     def overlap(self) -> int:
-        """How many leases may be held beyond `max_workers`, each in place of one that ends soon."""
+        """Return how many leases beyond `max_workers` may be held, each replacing one that ends soon."""
         return 0
 
     def life_s(self) -> float | None:
-        """How long after its grant a lease ends, whatever happens; None where there is no such limit."""
+        """Return how long after its grant a lease ends in any case; None for no such limit."""
         return None
 
     def expected_life_s(self) -> float | None:
         return self.life_s()
 
     def usd_per_gpu_hour(self) -> float:
-        """The price of what is offered now."""
+        """The price of the present offer."""
         return self.settings.usd_per_gpu_hour
 
     @property
     def next_ns(self) -> Nanoseconds | None:
-        """When something changes next by itself; None if nothing ever does."""
+        """The time of the next change by itself; None if there is none."""
         return None
 
     def advance(self, now_ns: Nanoseconds) -> Iterator[TakenBack]:
-        """Have all happen that does until `now_ns`: each change once what it takes back has been dealt with."""
+        """Yield the changes until `now_ns`. Each change happens once the caller has handled the one before."""
         return iter(())
 
     def pick(self, lease: LeaseId) -> str:
-        """The place that the lease stands on from now on. Raises `CapacityUnavailable`."""
+        """Return a place for the lease. Raises `CapacityUnavailable`."""
         if self.free() <= 0:
             raise CapacityUnavailable(f"nothing of {self.name} is left")
         return ""
 
     def restore(self, lease: LeaseId, place: str) -> None:
-        """The lease has stood on this place since `at_ns`."""
+        """Record that the lease has had this place since `at_ns`."""
         self._held.add(lease)
 
     def forget(self, lease: LeaseId, *, barred: bool = False) -> None:
-        """The lease is over, and its place has been given back; if it is `barred`, not to be leased again."""
+        """Record that the lease is over and its place was given back. A `barred` place is not leased again."""
         self._held.discard(lease)
 
     # What is the same for all
 
     def boot_s(self) -> float:
-        """From a grant to the start of its workers."""
+        """Return the time from a grant to the start of its workers."""
         return float(getattr(self.settings, self.delay_key)) if self.delay_key else 0.0
 
     def expiry(self) -> LeaseEnding:
-        """Why a lease ends whose time is over."""
+        """Return the reason of a lease that ends by time."""
         return LeaseEnding(EndCause.EXPIRED, f"its {self.life_s():g} s are over")
 
     def take(self, lease: LeaseId) -> str:
-        """The place that the lease stands on from now on. Raises `CapacityUnavailable`."""
+        """Lease a place and return it. Raises `CapacityUnavailable`."""
         if len(self._held) >= self._most_leases + self.overlap():
             besides = f" and {self.overlap()} besides" if self.overlap() else ""
             raise CapacityUnavailable(
@@ -121,7 +122,7 @@ class Market(Generic[SettingsT]):
         return place
 
     def news(self, *, again: bool = False) -> Offer | None:
-        """The offer if it is another than the last, or `again`."""
+        """Return the offer if it has changed, or if `again`."""
         offer = self.offer()
         if offer == self._offered and not again:
             return None
@@ -129,7 +130,7 @@ class Market(Generic[SettingsT]):
         return offer
 
     def offer(self) -> Offer:
-        """What could be had now."""
+        """Return the present offer."""
         held = len(self._held)
         return Offer(
             provider=self.name,
@@ -167,7 +168,7 @@ class ReservedMarket(Market[ProviderSettings]):
 
 
 class TrainerMarket(ReservedMarket):
-    """The run's own device: a bar ends the run, and whoever resumes it has seen why."""
+    """The run's own device. A bar ends the run; a user who resumes it has seen the reason."""
 
     role = WorkerRole.TRAINER
     workers_per_lease = 1
@@ -183,7 +184,7 @@ class ServerlessSettings(ProviderSettings):
 
 
 class ServerlessMarket(Market[ServerlessSettings]):
-    """Calls that start cold and end by time, with replacements beside those that end soon."""
+    """Calls that start cold and end by time. A replacement may overlap a call that ends soon."""
 
     delay_key = "cold_start_s"
 
@@ -220,7 +221,7 @@ class SpotSettings(ProviderSettings):
 
 
 class SpotMarket(Market[SpotSettings]):
-    """Instances that come and go as in the trace; a lease takes the one that has been available longest.
+    """Instances that come and go as in the trace. A lease takes the instance that has been available longest.
 
     Raises `traces.TraceError`.
     """
@@ -240,7 +241,7 @@ class SpotMarket(Market[SpotSettings]):
         return sum(lease is None for lease in self._instances.values())
 
     def expected_life_s(self) -> float | None:
-        """The mean life that the trace has shown so far."""
+        """The mean life of instances in the trace so far."""
         life_s = self._trace.mean_life_s(self._now_s)
         return None if life_s is None else life_s / self.settings.speed
 
@@ -278,11 +279,11 @@ class SpotMarket(Market[SpotSettings]):
 
 
 class LendableHost(Protocol):
-    """A serving host as its market sees it. `kv_used_share` is of late, and of a lendable host."""
+    """A serving host as its market sees it. `kv_used_share` is recent, and of a lendable host."""
 
     @property
     def lendable(self) -> bool:
-        """Whether it answers, is lent to nobody else, and is not under pressure."""
+        """Whether the host answers, is not lent, and is not under pressure."""
         ...
 
     @property
@@ -290,7 +291,7 @@ class LendableHost(Protocol):
 
 
 class ServingMarket(Market[ServingSettings]):
-    """Hosts with a load of their own, which go first; a lease is the loan of the one whose KV cache was used least."""
+    """Hosts with their own load, which has priority. A lease borrows the host with the least used KV cache."""
 
     def __init__(self, name: str, settings: ServingSettings, hosts: Mapping[str, LendableHost]) -> None:
         super().__init__(name, settings)
@@ -327,9 +328,9 @@ class JoinedSettings(ProviderSettings):
 
 
 class JoinedMarket(Market[JoinedSettings]):
-    """Machines that have come by themselves. Those of the lowest price are offered, and the rest once these are gone.
+    """Machines that joined by themselves. Machines of the lowest price are offered first.
 
-    `waiting` has the price of each.
+    `waiting` has the price of each machine.
     """
 
     bars_last = False
@@ -345,7 +346,7 @@ class JoinedMarket(Market[JoinedSettings]):
         return min(self.waiting.values(), default=self.settings.usd_per_gpu_hour)
 
     def pick(self, lease: LeaseId) -> str:
-        """Of those whose price was offered last, which is what the lease is billed with."""
+        """Return a machine of the price last offered, at which the lease is billed."""
         offered = self._offered.usd_per_gpu_hour if self._offered is not None else None
         place = next((place for place, usd in self.waiting.items() if usd == offered), None)
         if place is None:

@@ -1,11 +1,12 @@
-"""A pool that many jobs share: the run's turns on its rollout nodes are leases, its trainer's lease is the job's.
+"""The provider of a pool's job: a lease is a turn on one of the pool's rollout nodes; the trainer's lease lasts as long
+as the job.
 
-A lease of a rollout node is granted when the turn has come, and ends by notice when the turn is over, or when the run
-gives it back. All leases of a turn stand on one permit: with the last of them it is yielded. The nodes' residents lend
-themselves as workers (`elastic.pool_wire`); nothing is started here. The run's process may die and come back: what is
-lent goes on.
+A lease of a rollout node is granted when the turn begins. It ends by notice when the turn is over, or when the run
+gives it back. All leases of a turn belong to one permit, which is yielded with the last of them. The nodes' residents
+work as workers (`elastic.pool_wire`); this provider starts no process. If the run's process dies and comes back,
+borrowed nodes stay borrowed.
 
-The trainer's process lives as long as the job, on its training node. It computes by permit only, which the run asks for
+The trainer's process lives as long as the job, on its training node. It computes by permit only, which the run requests
 itself (`elastic.runtime.ports.Pool`).
 """
 
@@ -37,16 +38,16 @@ from providers.markets import CapacityUnavailable, LeaseEnding, Market, TakenBac
 log = structlog.get_logger(__name__)
 
 PARKING_S = 2.0
-"""Of a recall's time this, or a quarter of it where that is less, is left to the residents for parking."""
+"""Time of a recall that is left to the residents for parking, at most a quarter of it."""
 TAIL_NOTICE_S = 5.0
-"""Within this the tail of a rollout moves."""
+"""Time for the tail of a rollout to move."""
 ASKED_AGAIN_S = 5.0
-"""How long a turn that came while the run's process was dead waits for the requests to be made again."""
+"""How long a turn that began while the run's process was dead waits for repeated requests."""
 LIED, WITHDRAWN = "its worker has lied", "it was withdrawn"
 
 
 class PoolSettings(ProviderSettings):
-    """Prices and GPUs are the pool's own."""
+    """Settings of the pool's provider. Prices and GPUs are the pool's own."""
 
     max_workers: int = Field(10_000, ge=0, le=10_000, description="most of the job's rollout nodes to use at once")
 
@@ -93,7 +94,7 @@ class PoolTrainerMarket(TrainerMarket):
 
 
 def client_of(name: str, context: ProviderContext) -> PoolClient:
-    """Raises `ProviderUnavailable` where the run is no pool's job."""
+    """Return the run's pool client. Raises `ProviderUnavailable` if the run is no pool's job."""
     if not isinstance(context.pool, PoolClient):
         raise ProviderUnavailable(f"{name}: {NOT_A_JOB}")
     return context.pool
@@ -113,9 +114,9 @@ def ticket_frame(context: ProviderContext, client: PoolClient, ticket: WorkerTic
 
 @dataclass(slots=True)
 class _Resident:
-    """A lease's `LeaseHandle`: a resident as one of the run's workers. `end` has the pool end that worker.
+    """A lease's `LeaseHandle`: a resident as one of the run's workers. `end` makes the pool end that worker.
 
-    `permit` and `node` are a rollout slice's.
+    `permit` and `node` are those of a rollout slice.
     """
 
     lease: LeaseId
@@ -142,7 +143,7 @@ class _Resident:
 
 
 class PoolProvider(BaseProvider[PoolSettings]):
-    """Rollout slices, one worker on each node."""
+    """Leases rollout slices, with one worker on each node."""
 
     Settings: ClassVar[type[PoolSettings]] = PoolSettings
 
@@ -158,7 +159,7 @@ class PoolProvider(BaseProvider[PoolSettings]):
 
     @property
     def answer_timeout_s(self) -> None:
-        """The turn comes when it comes; the run takes its request back when that is too late."""
+        """Return None: the run withdraws its request if the turn comes too late."""
 
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
         await self._have_pool()
@@ -187,7 +188,7 @@ class PoolProvider(BaseProvider[PoolSettings]):
         return await lent
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
-        """Slices go on whose workers the pool still has; those that the run knows nothing of are given back."""
+        """Keep slices whose workers the pool still has, and give back slices that the run does not know."""
         leases = {ticket.worker: lease for lease in known.values() for ticket in lease.request.tickets}
         found: dict[LeaseId, Found] = {}
         left: list[_Resident] = []
@@ -216,7 +217,7 @@ class PoolProvider(BaseProvider[PoolSettings]):
             self._follow()
 
     def bar(self, lease: LeaseId) -> None:
-        """The resident is ended with the lease; the next one on its node is another process."""
+        """End the resident with the lease. Its node gets another process."""
         super().bar(lease)
         for resident in self._residents.values():
             lent = self._client.part.slices.get(resident.node)
@@ -255,7 +256,7 @@ class PoolProvider(BaseProvider[PoolSettings]):
         self._follow()
 
     def _follow(self) -> None:
-        """Lend what there is to those who wait, yield what nobody is on, and ask for the next turn."""
+        """Assign free nodes to waiting requests, yield permits without leases, and request the next turn."""
         if not self._begun:
             return
         client, part = self._client, self._client.part
@@ -293,7 +294,7 @@ class PoolProvider(BaseProvider[PoolSettings]):
         return resident
 
     def _give_way(self, resident: _Resident) -> None:
-        """Give its lease notice where the turn is over, or goes on without its node."""
+        """Give notice to a lease whose turn is over, or goes on without its node."""
         held = self._client.part.permits.get(resident.permit)
         if held is None or resident.node in held.usable or not resident.granted or not self.holds(resident.lease):
             return
@@ -311,7 +312,7 @@ class PoolProvider(BaseProvider[PoolSettings]):
 
 
 class PoolTrainerProvider(BaseProvider[ProviderSettings]):
-    """The trainer's process on the job's training node, for as long as the job goes on."""
+    """Leases the trainer's process on the job's training node, for as long as the job runs."""
 
     Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
 
@@ -367,7 +368,7 @@ class PoolTrainerProvider(BaseProvider[ProviderSettings]):
 
 
 async def _end_strangers(left: Sequence[_Resident], timeout_s: float) -> None:
-    """End what the run knows nothing of. Raises `TimeoutError`."""
+    """End workers that the run does not know. Raises `TimeoutError`."""
     for resident in left:
         log.warning("left over from an earlier process", what=resident.worker, node=resident.node)
         resident.end()
