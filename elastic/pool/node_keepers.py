@@ -77,7 +77,7 @@ class NodeKeepers:
     def expect(self, name: NodeId, within_ns: Nanoseconds) -> None:
         self._pool.timers.set("keeper", name, self._pool.ports.now_ns(), within_ns)
 
-    def lose(self, name: NodeId) -> None:
+    def lose(self, name: NodeId, *, renewed: bool = True) -> None:
         node = self._pool.nodes.pop(name)
         self._pool.timers.clear("keeper", name)
         self._pool.ports.end_keeper(name)
@@ -94,7 +94,7 @@ class NodeKeepers:
             for taking in (live.yielding, live.leaving):
                 if taking is not None and name in taking.waiting:
                     self._slices.freed(name, job, taking.permit, 0)
-        if not self._pool.stopping:
+        if renewed and not self._pool.stopping:
             self._renew(node.phase)
 
     def _failed_to_join(self, name: NodeId) -> None:

@@ -87,7 +87,7 @@ class PoolShell:
             elif anew or name not in keepers:
                 self._keepers.start(name, node.phase)
             else:
-                self._keepers.lose(name)
+                self._keepers.lose(name, renewed=False)  # Nodes that are missing are counted below.
         for name, lives in keepers.items():
             if lives and name not in self._pool.cluster.state.nodes:
                 self._pool.ports.end_keeper(name)
