@@ -221,11 +221,6 @@ class PoolGateway:
                 message = await link.receive()
                 if links.get(key) is not link:
                     return
-                if isinstance(message, w.AskPhase) and message.both:
-                    del links[key]
-                    await self._refuse(link, "a phase with the nodes of both pools at once cannot be had", retry=False)
-                    left(key)
-                    return
                 hear(message)
         except LinkLost as loss:
             log.info("connection lost", who=key, cause=str(loss))

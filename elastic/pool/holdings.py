@@ -55,8 +55,12 @@ class Yielding(msgspec.Struct, kw_only=True):
 class LiveJob(msgspec.Struct, kw_only=True):
     """A job as the shell sees it.
 
+
     - `process`: the placement of its living process. `told_stop`, `told_kill`: whether that process was told so.
-    - `wants`: the phases that it has asked for and was not granted since.
+    - `wants`: the phases that it has asked for and was not granted since; for each, whether with both pools' nodes.
+    - `uses`: for a script, the nodes that it was given and has not left. `told`: the permit and nodes last told to it.
+    - `presumed`: the node on which a script's process is believed to be until its keeper has joined. `ends`: why the
+      process is to end then.
     - `lent`: by node, the worker that the resident works as, or will work as. `tickets`: tickets not yet delivered.
       `returning`: nodes where the worker is to end.
     - `trainer`: the ticket of the trainer that it wants or has.
@@ -68,7 +72,11 @@ class LiveJob(msgspec.Struct, kw_only=True):
     told_stop: bool = False
     told_kill: bool = False
     restarts: int = 0
-    wants: set[PhaseKind] = set()
+    wants: dict[PhaseKind, bool] = {}
+    uses: set[NodeId] = set()
+    presumed: NodeId = ""
+    ends: str = ""
+    told: tuple[int, tuple[NodeId, ...]] = (0, ())
     yielding: Yielding | None = None
     leaving: Yielding | None = None
     lent: dict[NodeId, str] = {}
@@ -108,6 +116,10 @@ class PoolHoldings:
         if live is None:
             live = self.jobs[job] = LiveJob()
         return live
+
+    def is_script(self, job: JobId) -> bool:
+        entry = self.entries.get(job)
+        return entry is not None and bool(entry.script)
 
     def is_connected(self, name: NodeId) -> bool:
         node = self.nodes.get(name)

@@ -7,6 +7,7 @@ from elastic.cluster.types import JobId, JobState
 from elastic.frames import SECONDS_MAX
 from elastic.pool.holdings import HOLDING, NS_PER_S, LiveJob, PoolHoldings
 from elastic.pool.ports import JobEnding
+from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
 
@@ -14,8 +15,8 @@ from elastic.pool.slices import PoolSlices
 class JobLives:
     """What becomes of each job's process."""
 
-    def __init__(self, pool: PoolHoldings, workers: SliceWorkers, slices: PoolSlices) -> None:
-        self._pool, self._workers, self._slices = pool, workers, slices
+    def __init__(self, pool: PoolHoldings, workers: SliceWorkers, slices: PoolSlices, scripts: PoolScripts) -> None:
+        self._pool, self._workers, self._slices, self._scripts = pool, workers, slices, scripts
 
     def placed(self, job: JobId) -> None:
         """The cluster has given it a place: nothing of an earlier one counts."""
@@ -37,14 +38,18 @@ class JobLives:
             return w.PoolRefused(f"keepers are not there yet: {', '.join(away)}", retry=True)
         live = pool.job(job)
         live.connected = True
+        if hello.script:
+            self._scripts.joined(hello)
         permits = [
             permit
             for permit in pool.cluster.permits.values()
             if permit.job == job and (live.yielding is None or live.yielding.permit != permit.number)
         ]
+        if pool.is_script(job):
+            permits = [permit for permit in permits if permit.number == live.told[0]]
         live.known.update(permit.number for permit in permits)
         for permit in permits:
-            live.wants.discard(permit.phase)
+            live.wants.pop(permit.phase, None)
         spec, notice_ns = pool.cluster.spec, pool.cluster.limits.notice_ns
         return w.JobWelcome(
             rollout_nodes=record.seat.rollout,
@@ -55,7 +60,9 @@ class JobLives:
             gpus_per_train_node=spec.train.gpus,
             grant_within_s=min(SECONDS_MAX, (3 * record.request.limit_ns + 20 * notice_ns) / NS_PER_S),
             permits=tuple(
-                w.HeldPermit(one.number, job, one.phase, one.nodes, pool.ends_s(one.deadline_ns), one.recalled)
+                w.HeldPermit(
+                    one.number, job, one.phase, one.nodes, pool.ends_s(one.deadline_ns), one.recalled, one.both
+                )
                 for one in permits
             ),
             trainer=live.trainer.worker if live.trainer is not None else "",
@@ -104,7 +111,7 @@ class JobLives:
         elif not live.told_stop:
             live.told_stop = True
             if entry is not None and entry.script:
-                self.end_script(job, reason, self._pool.cluster.limits.notice_ns / NS_PER_S)
+                self._scripts.end(job, reason, self._pool.cluster.limits.notice_ns / NS_PER_S)
             else:
                 self._pool.ports.stop_job(job, reason)
 
@@ -115,16 +122,9 @@ class JobLives:
         self._pool.ports.cut_job(job)
         live.connected = False
         if entry is not None and entry.script:
-            self.end_script(job, "its process is to end", 0.0)
+            self._scripts.end(job, "its process is to end", 0.0)
         else:
             self._pool.ports.kill_job(job)
-
-    def end_script(self, job: JobId, reason: str, grace_s: float) -> None:
-        for name, node in self._pool.nodes.items():
-            resident = node.residents.get(job)
-            if resident is not None and (not resident.ending or not grace_s):
-                resident.ending = not grace_s
-                self._pool.ports.tell_keeper(name, w.EndResident(job, reason or "it is to end", grace_s))
 
     def say_started(self, job: JobId, record: JobRecord, live: LiveJob) -> None:
         if record.state is not JobState.PLACED or live.process != record.placement or not live.connected:

@@ -2,9 +2,10 @@
 
 from elastic import pool_wire as w
 from elastic.cluster import events as e
-from elastic.cluster.types import Nanoseconds, NodeId, PhaseKind
-from elastic.pool.holdings import PoolHoldings, PoolNode, Resident
+from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
+from elastic.pool.holdings import LiveJob, PoolHoldings, PoolNode, Resident
 from elastic.pool.residents import NodeResidents
+from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
 
@@ -12,8 +13,16 @@ from elastic.pool.slices import PoolSlices
 class NodeKeepers:
     """The nodes of a pool, and those on their way."""
 
-    def __init__(self, pool: PoolHoldings, workers: SliceWorkers, slices: PoolSlices, residents: NodeResidents) -> None:
-        self._pool, self._workers, self._slices, self._residents = pool, workers, slices, residents
+    def __init__(
+        self,
+        pool: PoolHoldings,
+        workers: SliceWorkers,
+        slices: PoolSlices,
+        residents: NodeResidents,
+        scripts: PoolScripts,
+    ) -> None:
+        self._pool, self._workers, self._slices = pool, workers, slices
+        self._residents, self._scripts = residents, scripts
         self._numbers = dict.fromkeys(PhaseKind, 0)
         self._deaths = dict.fromkeys(PhaseKind, 0)
 
@@ -41,8 +50,16 @@ class NodeKeepers:
                 ending=known and former is not None and former.ending,
             )
             self._workers.compare(name, node, state)
+        gone = {one.job: one for one in hello.gone}
         for job, former in before.items():
-            self._residents.gone(name, job, former, "it ended while its keeper was not heard", None)
+            told, cause, code = gone.get(job), "it ended while its keeper was not heard", None
+            if told is not None and told.placement == former.placement:
+                cause, code = told.cause, told.code
+            self._residents.gone(name, job, former, cause, code)
+        for job, live in list(self._pool.jobs.items()):
+            if live.presumed == name:
+                live.presumed = ""
+                self._adopt_script(name, job, live, gone.get(job))
         for job, live in list(self._pool.jobs.items()):
             for taking in (live.yielding, live.leaving):
                 if taking is not None and name in taking.waiting:
@@ -55,6 +72,18 @@ class NodeKeepers:
             if resident.ending:
                 self._pool.ports.tell_keeper(name, w.EndResident(job, "as it was told before"))
         return ""
+
+    def _adopt_script(self, name: NodeId, job: JobId, live: LiveJob, gone: w.ResidentGone | None) -> None:
+        """Take over what a keeper says of a script, in a process of the pool that has come back."""
+        record, resident = self._pool.cluster.jobs[job], self._pool.nodes[name].residents.get(job)
+        if resident is not None and resident.placement == live.process:
+            self._scripts.adopted(job)
+        elif gone is not None and gone.placement == live.process:
+            self._residents.gone(name, job, Resident(placement=gone.placement), gone.cause, gone.code)
+        else:
+            self._scripts.never_was(live)
+            if record.permit is not None:
+                self._slices.take_back(self._pool.cluster.permits[record.permit])
 
     def left(self, name: NodeId) -> None:
         """Note that the keeper's connection is gone. It may come back."""
@@ -88,8 +117,9 @@ class NodeKeepers:
             live.tickets.pop(name, None)
             entry = self._pool.entries.get(job)
             if entry is not None and entry.script and live.process == resident.placement:
-                live.process, live.connected, live.told_kill, live.told_stop = None, False, False, False
+                self._scripts.never_was(live)
                 self._pool.ports.cut_job(job)
+        self._scripts.lost(name)
         for job, live in list(self._pool.jobs.items()):
             for taking in (live.yielding, live.leaving):
                 if taking is not None and name in taking.waiting:

@@ -1,6 +1,6 @@
 """Residents: one process of a job on each of its nodes, started, ended and measured as the cluster wants it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from elastic import pool_wire as w
 from elastic.cluster import events as e
@@ -8,20 +8,31 @@ from elastic.cluster.state import JobRecord
 from elastic.cluster.types import JobId, NodeId, PhaseKind
 from elastic.pool.holdings import HOLDING, PoolHoldings, PoolNode, Resident
 from elastic.pool.job_lives import JobLives
-from elastic.pool.ports import JobEnding
+from elastic.pool.ports import HowEnded, JobEnding
+from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
 
 MEMORY_NEWS = 1.1
 """Growth of host memory that is reported to the cluster, besides growth beyond the declared size."""
+SCRIPT_ENDS: Mapping[int | None, HowEnded] = {0: "finished", 2: "failed"}
+"""What exit statuses of scripts mean. 2 is bad input: another start would end in the same way."""
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
 
 class NodeResidents:
     """The residents of a pool's nodes."""
 
-    def __init__(self, pool: PoolHoldings, workers: SliceWorkers, slices: PoolSlices, lives: JobLives) -> None:
-        self._pool, self._workers, self._slices, self._lives = pool, workers, slices, lives
+    def __init__(
+        self,
+        pool: PoolHoldings,
+        workers: SliceWorkers,
+        slices: PoolSlices,
+        lives: JobLives,
+        scripts: PoolScripts,
+    ) -> None:
+        self._pool, self._workers, self._slices = pool, workers, slices
+        self._lives, self._scripts = lives, scripts
 
     def _wanted(self, name: NodeId, node: PoolNode) -> Iterator[tuple[JobId, JobRecord, w.WorkerTicketFrame | None]]:
         """Return the jobs whose residents belong on this node."""
@@ -81,7 +92,7 @@ class NodeResidents:
     def end(self, job: JobId, name: NodeId, reason: str) -> None:
         entry = self._pool.entries.get(job)
         if entry is not None and entry.script:
-            self._lives.end_script(job, reason, 0.0)
+            self._scripts.end(job, reason, 0.0)
             return
         node = self._pool.nodes.get(name)
         resident = None if node is None else node.residents.get(job)
@@ -95,8 +106,8 @@ class NodeResidents:
         record = self._pool.cluster.jobs.get(job)
         permit = record.permit if record is not None else None
         if entry is not None and entry.script and node.phase is _TRAIN:
-            how = "finished" if code == 0 else "died"
-            self._lives.ended(job, resident.placement, JobEnding(how, cause))
+            self._scripts.gone(job)
+            self._lives.ended(job, resident.placement, JobEnding(SCRIPT_ENDS.get(code, "died"), cause))
             permit = None
         elif node.phase is _TRAIN:
             if live.trainer is not None and live.trainer.worker == resident.worker:

@@ -24,6 +24,7 @@ from elastic.pool.job_profiles import JobProfiles
 from elastic.pool.node_keepers import NodeKeepers
 from elastic.pool.ports import DoneCommand, JobEnding, JobEntry, PoolPorts, PoolTimes
 from elastic.pool.residents import NodeResidents
+from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
 
@@ -46,16 +47,18 @@ class PoolShell:
         self._after = after
         self._at_work = False
         self._workers = SliceWorkers(pool)
-        self._slices = PoolSlices(pool, self._workers)
+        self._scripts = PoolScripts(pool)
+        self._slices = PoolSlices(pool, self._workers, self._scripts)
         self._profiles = JobProfiles(pool)
-        self._lives = JobLives(pool, self._workers, self._slices)
-        self._residents = NodeResidents(pool, self._workers, self._slices, self._lives)
-        self._keepers = NodeKeepers(pool, self._workers, self._slices, self._residents)
+        self._lives = JobLives(pool, self._workers, self._slices, self._scripts)
+        self._residents = NodeResidents(pool, self._workers, self._slices, self._lives, self._scripts)
+        self._keepers = NodeKeepers(pool, self._workers, self._slices, self._residents, self._scripts)
         self._due: Mapping[str, Callable[[str], object]] = {
             "keeper": self._keepers.gone,
             "new keeper": self._keepers.start_anew,
             "restart": lambda job: None,
             "resident": lambda key: None,
+            "script": self._scripts.overdue,
         }
         self._carriers: Mapping[type[c.ClusterCommand], Callable[[Any], object]] = {
             c.ProfileJob: lambda command: None,
@@ -80,6 +83,7 @@ class PoolShell:
             self._keepers.count(name)
         for job, (placement, restarts) in jobs.items():
             self._pool.job(job).process, self._pool.job(job).restarts = placement, restarts
+        self._scripts.presume(keepers)
         for name, node in list(self._pool.cluster.state.nodes.items()):
             self._pool.nodes[name] = PoolNode(phase=node.phase)
             if keepers.get(name):
@@ -99,10 +103,12 @@ class PoolShell:
                 self._keepers.start_anew(phase.value)
         for job, record in self._pool.cluster.jobs.items():
             if record.asked is not None and self._pool.job(job).process is not None:
-                self._pool.job(job).wants.add(record.asked)  # It says so again, or yields what it gets.
+                self._pool.job(job).wants[record.asked] = record.asked_both  # It says so again, or yields what it gets.
         for permit in list(self._pool.cluster.permits.values()):
-            self._pool.job(permit.job).known.add(permit.number)
-            if self._pool.job(permit.job).process is None:
+            live = self._pool.job(permit.job)
+            live.known.add(permit.number)
+            live.told = (permit.number, permit.nodes)
+            if live.process is None:
                 self._slices.take_back(permit)
         self._drain()
 
@@ -238,11 +244,12 @@ class PoolShell:
         if record is None or record.state not in HOLDING:
             return
         match message:
-            case w.AskPhase(phase=phase):
+            case w.AskPhase(both=both):
+                phase = _TRAIN if both else message.phase
                 if live.yielding is not None or not self._slices.holds(job, phase):
-                    live.wants.add(phase)
-            case w.WithdrawPhase(phase=phase):
-                live.wants.discard(phase)
+                    live.wants[phase] = both
+            case w.WithdrawPhase(both=both):
+                live.wants.pop(_TRAIN if both else message.phase, None)
             case w.LendSlice():
                 self._workers.lend(job, message)
             case w.ReturnSlice(permit=permit, node=node):
@@ -257,10 +264,12 @@ class PoolShell:
             case w.YieldPhase(permit=number):
                 permit = self._pool.cluster.permits.get(number)
                 if permit is not None and permit.job == job:
+                    live.uses.clear()
                     self._slices.end(permit, message.finished, nanoseconds(message.switch_s))
             case w.TailLeft(permit=number):
                 permit = self._pool.cluster.permits.get(number)
                 if permit is not None and permit.job == job:
+                    live.uses &= {*permit.tail_nodes}
                     self._slices.leave_for_tail(permit)
             case w.PhaseProgress():
                 self._slices.progressed(job, message)

@@ -38,7 +38,7 @@ class SliceWorkers:
         why = ""
         if permit is None or permit.job != job or permit.number not in live.known or name not in permit.nodes:
             why = "the permit does not count here any more"
-        elif live.yielding is not None or permit.phase is not _ROLLOUT:
+        elif live.yielding is not None or (permit.phase is not _ROLLOUT and not permit.both):
             why = "the permit is being yielded" if live.yielding is not None else "the permit is for training"
         elif name in live.lent:
             why = f"its resident works as {live.lent[name]}"

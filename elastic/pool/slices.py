@@ -9,6 +9,7 @@ from elastic.cluster import commands as c
 from elastic.cluster import events as e
 from elastic.cluster.types import JobId, JobState, Nanoseconds, NodeId, Permit, PhaseKind
 from elastic.pool.holdings import NS_PER_S, PoolHoldings, Yielding
+from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 
 PROGRESS_NEWS = 0.02
@@ -19,8 +20,8 @@ _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 class PoolSlices:
     """The permits of a pool's jobs, and their devices."""
 
-    def __init__(self, pool: PoolHoldings, workers: SliceWorkers) -> None:
-        self._pool, self._workers = pool, workers
+    def __init__(self, pool: PoolHoldings, workers: SliceWorkers, scripts: PoolScripts) -> None:
+        self._pool, self._workers, self._scripts = pool, workers, scripts
 
     def compare(self, job: JobId) -> None:
         """Tell the job of permits that are over, and forget what was being taken back of them."""
@@ -41,27 +42,46 @@ class PoolSlices:
         if live.yielding is not None and live.yielding.permit == permit.number:
             return  # It has got more nodes while it was leaving; they are given to nobody.
         if permit.number not in live.known:
-            if command.phase not in live.wants:
+            if live.wants.get(command.phase) is not command.both:
                 self._pool.feed(e.PermitYielded(job=command.job, permit=permit.number, finished=False))
                 return
-            live.wants.discard(command.phase)
+            del live.wants[command.phase]
             live.known.add(permit.number)
-        left_s = self._pool.ends_s(command.deadline_ns)
-        self._pool.ports.tell_job(command.job, w.Granted(permit.number, command.phase, command.nodes, left_s))
+        if not self._pool.is_script(command.job):
+            self._tell_granted(permit)
+
+    def _tell_granted(self, permit: Permit) -> None:
+        left_s = self._pool.ends_s(permit.deadline_ns)
+        self._pool.job(permit.job).told = (permit.number, permit.nodes)
+        granted = w.Granted(permit.number, permit.phase, permit.nodes, left_s, permit.both)
+        self._pool.ports.tell_job(permit.job, granted)
 
     def give_devices(self, permit: Permit) -> None:
-        """Make sure that the permit's job has the permit's devices."""
-        live = self._pool.job(permit.job)
+        """Make sure that the permit's job has the permit's devices, once scripts that were killed have left them.
+
+        A script is told of its permit once nobody else has any of the devices.
+        """
+        live, script = self._pool.job(permit.job), self._pool.is_script(permit.job)
         if permit.number not in live.known or (live.yielding is not None and live.yielding.permit == permit.number):
             return
-        left_s = self._pool.ends_s(permit.deadline_ns)
+        if script and any(self._scripts.must_wait(name, permit.job) for name in permit.nodes):
+            return
+        left_s, given = self._pool.ends_s(permit.deadline_ns), True
         for name in permit.nodes:
             node = self._pool.nodes.get(name)
-            if node is not None and node.connected and node.given < permit.number:
-                node.given = permit.number
-                if permit.job in node.residents:
-                    node.residents[permit.job].permit = permit.number
-                self._pool.ports.tell_keeper(name, w.GiveDevice(permit.number, permit.job, left_s))
+            if node is not None and node.given >= permit.number:
+                continue
+            if node is None or not node.connected or self._scripts.are_on(name, permit.job):
+                given = False
+                continue
+            node.given = permit.number
+            if permit.job in node.residents:
+                node.residents[permit.job].permit = permit.number
+            if script:
+                live.uses.add(name)
+            self._pool.ports.tell_keeper(name, w.GiveDevice(permit.number, permit.job, left_s))
+        if script and given and live.told != (permit.number, permit.nodes):
+            self._tell_granted(permit)
 
     def recalled(self, command: c.RecallPermit) -> None:
         self._pool.ports.tell_job(command.job, w.Recalled(command.permit, self._pool.left_s(command.until_ns)))
@@ -140,8 +160,9 @@ class PoolSlices:
         if self._pool.stopping or record.state is not JobState.RUNNING or record.permit is not None or not live.wants:
             return
         phase = _TRAIN if _TRAIN in live.wants else _ROLLOUT
-        if record.asked is not phase:
-            self._pool.feed(e.PhaseAsked(job=job, phase=phase, placement=record.placement))
+        both = live.wants[phase]
+        if record.asked is not phase or record.asked_both != both:
+            self._pool.feed(e.PhaseAsked(job=job, phase=phase, placement=record.placement, both=both))
 
     def holds(self, job: JobId, phase: PhaseKind) -> bool:
         """Return whether the job has a permit for this phase that it was told of."""

@@ -3,8 +3,9 @@ keepers, residents and jobs.
 
 Messages travel in order on a connection and are lost with it. Connections break; keepers, residents, jobs and the
 pool's own process die at any point: that one also right after an event became durable, and in the middle of what
-follows from it. Phases hang, residents do not park, everything may be said twice. After every event all invariants of
-the cluster are checked, and at every device that one job has it, under a permit that is newer than all before.
+follows from it. Phases hang, residents do not park, everything may be said twice. Some jobs are scripts, which
+compute in their own process, and some train with the nodes of both pools. After every event all invariants of the
+cluster are checked, and at every device that one job has it, under a permit that is newer than all before.
 """
 
 from collections import Counter
@@ -65,9 +66,9 @@ class _Wire:
 
 
 class _ModelResident:
-    def __init__(self, placement: int, job: JobId, *, trainer: str) -> None:
-        self.placement, self.job, self.worker = placement, job, trainer
-        self.up = False
+    def __init__(self, placement: int, job: JobId, *, trainer: str, script: bool) -> None:
+        self.placement, self.job, self.worker, self.script = placement, job, trainer, script
+        self.up = script
         self.permit = 0
         self.stuck = False
         self.waiting: w.WorkerTicketFrame | None = None
@@ -86,6 +87,7 @@ class _ModelKeeper:
         self.taking = False
         self.last = 0
         self.resumed_under = 0
+        self.over: dict[JobId, w.ResidentGone] = {}
 
     def dial(self) -> None:
         if not self.alive or self.wire is not None:
@@ -98,7 +100,8 @@ class _ModelKeeper:
         states = tuple(
             w.ResidentState(job, one.placement, one.worker, one.permit, one.up) for job, one in self.residents.items()
         )
-        hello = w.KeeperHello(w.POOL_PROTOCOL_VERSION, self.node, "", 1, "", self.last, states)
+        gone = tuple(self.over.values())
+        hello = w.KeeperHello(w.POOL_PROTOCOL_VERSION, self.node, "", 1, "", self.last, states, gone)
         refused = self.world.within(lambda: shell.keeper_joined(hello))
         if refused:
             self.die()
@@ -124,6 +127,8 @@ class _ModelKeeper:
             self.world.keeper_wires.pop(self.node, None)
             for one in self.residents.values():
                 one.alive = False
+                if one.script:
+                    self.world.jobs[one.job].end()
 
     def hear(self, message: msgspec.Struct) -> None:
         match message:
@@ -146,8 +151,10 @@ class _ModelKeeper:
                 self.say(w.WorkerLeft(permit, job, worker, 0.0))
             case w.TakeDevice(permit=permit, job=job, left_s=left_s):
                 self._take(permit, job, left_s)
-            case w.EndResident(job=job, reason=reason):
-                if job in self.residents:
+            case w.EndResident(job=job, reason=reason, grace_s=grace_s):
+                if job in self.residents and grace_s:
+                    self.world.stop_job(job, reason)
+                elif job in self.residents:
                     self.kill(job, reason)
             case _:
                 pass
@@ -158,7 +165,14 @@ class _ModelKeeper:
             return
         if former is not None:
             self.kill(job, "another one takes its place")
-        one = self.residents[job] = _ModelResident(placement, job, trainer=frame.environment.get("ELASTIC_WORKER", ""))
+        worker = frame.environment.get("ELASTIC_WORKER", "")
+        one = self.residents[job] = _ModelResident(placement, job, trainer=worker, script=frame.script)
+        self.over.pop(job, None)
+        if frame.script:
+            self.say(w.ResidentUp(job, placement))
+            self._resume()
+            self.world.jobs[job].start(placement, 0, self)
+            return
 
         def up() -> None:
             if one.alive and self.alive and self.residents.get(job) is one:
@@ -189,6 +203,8 @@ class _ModelKeeper:
         if self.device[0] < self.resumed_under:
             self.world.fail(f"{self.node} computes under permit {self.device[0]} after {self.resumed_under}")
         one.permit = self.resumed_under = self.device[0]
+        if not one.script:
+            self.world.see_alone(one.job, (self.node,))
 
     def _take(self, permit: int, job: JobId, left_s: float) -> None:
         one = self.residents.get(job)
@@ -198,6 +214,8 @@ class _ModelKeeper:
             return
         if self.taking:
             return
+        if one is not None and one.script:
+            one.permit = 0
         if one is None or not one.permit:
             self.device = None
             self.say(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
@@ -228,20 +246,33 @@ class _ModelKeeper:
             self.say(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
 
     def kill(self, job: JobId, cause: str) -> None:
+        if self.residents[job].script:
+            self.world.jobs[job].end()
+        self.gone(job, cause, None)
+
+    def gone(self, job: JobId, cause: str, code: int | None) -> None:
         one = self.residents.pop(job)
         one.alive = False
         permit, one.permit = one.permit, 0
         if self.device is not None and self.device[1] == job and self.taking:
             self.device, self.taking = None, False
-        self.say(w.ResidentGone(job, one.placement, cause, permit, one.worker))
+        gone = w.ResidentGone(job, one.placement, cause, permit, one.worker, code)
+        if one.script:
+            self.over[job] = gone
+        self.say(gone)
         self._resume()
 
 
 class _ModelJob:
     """A job's directory, and its process while there is one."""
 
-    def __init__(self, world: "PoolWorld", request: JobRequest, profile: PhasePlan) -> None:
-        self.world, self.request, self.profile = world, request, profile
+    def __init__(
+        self, world: "PoolWorld", request: JobRequest, profile: PhasePlan, *, script: bool, both: bool
+    ) -> None:
+        self.world, self.request, self.profile, self.script, self.both = world, request, profile, script, both
+        self.keeper: _ModelKeeper | None = None
+        self.computes_on: tuple[NodeId, ...] = ()
+        """Of a script."""
         self.steps = 0
         self.life = 0
         self.placement = 0
@@ -263,7 +294,8 @@ class _ModelJob:
 
     # Its process.
 
-    def start(self, placement: int, restarts: int) -> None:
+    def start(self, placement: int, restarts: int, keeper: _ModelKeeper | None = None) -> None:
+        self.keeper = keeper
         if self.alive:
             self.world.fail(f"{self.request.id} was started while a process of it lived")
         self.life += 1
@@ -272,13 +304,21 @@ class _ModelJob:
         self.trainer, self.out, self.yielding, self.ending_phase = "", {}, None, None
         self._later(self.world.rng.randrange(S, 10 * S), self.dial)
 
+    def end(self) -> None:
+        """Nothing of it goes on."""
+        self.alive = False
+        self.life += 1
+        self.computes_on = ()
+        if self.wire is not None:
+            self.wire.open, self.wire = False, None
+
     def die(self, how: str, cause: str = "killed") -> None:
         if not self.alive:
             return
-        self.alive = False
-        self.life += 1
-        if self.wire is not None:
-            self.wire.open, self.wire = False, None
+        self.end()
+        if self.keeper is not None:
+            self.keeper.gone(self.request.id, cause, 0 if how == "finished" else 1)
+            return
         ending, placement = JobEnding(how, cause), self.placement  # type: ignore[arg-type]
         self.world.job_over(self.request.id, placement, ending)
 
@@ -295,7 +335,8 @@ class _ModelJob:
         if shell is None:
             self._later(2 * S, self.dial)
             return
-        hello = w.JobHello(w.POOL_PROTOCOL_VERSION, self.request.id, "", self.placement)
+        held = self.granted if self.script else 0
+        hello = w.JobHello(w.POOL_PROTOCOL_VERSION, self.request.id, "", self.placement, self.script, held)
         answer = self.world.within(lambda: shell.job_joined(hello))
         if not isinstance(answer, w.JobWelcome):
             if isinstance(answer, w.PoolRefused) and not answer.retry:
@@ -331,7 +372,7 @@ class _ModelJob:
             if yielded is not None and yielded.permit == number:
                 self.say(yielded)
             elif self.granted != number:
-                self._granted(w.Granted(number, one.phase, one.nodes, one.left_s))
+                self._granted(w.Granted(number, one.phase, one.nodes, one.left_s, one.both))
             if one.recalled and self.granted == number:
                 self._end_phase(finished=False)
         if not self.granted:
@@ -347,6 +388,7 @@ class _ModelJob:
             case w.TailMove(permit=permit, nodes=nodes):
                 if permit == self.granted and self.ending_phase is None:
                     self.nodes = nodes
+                    self.computes_on = nodes if self.script else ()
                     for node in [node for node in self.out if node not in nodes]:
                         self.say(w.ReturnSlice(permit, node))
                         del self.out[node]
@@ -369,12 +411,12 @@ class _ModelJob:
 
     def _ask(self) -> None:
         if self.alive and not self.granted:
-            self.say(w.AskPhase(self.phase))
+            self.say(w.AskPhase(self.phase, self.both and self.phase is _TRAIN))
 
     def _granted(self, grant: w.Granted) -> None:
         if grant.permit == self.granted:
             self.nodes = grant.nodes
-            self._lend()
+            self._compute()
             return
         if self.granted or grant.phase is not self.phase or (self.yielding and grant.permit <= self.yielding.permit):
             if self.yielding is None or grant.permit != self.yielding.permit:
@@ -387,11 +429,15 @@ class _ModelJob:
             planned_ns = plan.rollout_ns if self.phase is _ROLLOUT else plan.train_ns
             self.left_ns = max(1, int(planned_ns * (0.3 + 0.9 * rng.random())))
             self.hangs = self.world.faulty and rng.random() < 0.02
+        if grant.both != (self.both and self.phase is _TRAIN):
+            self.world.fail(f"{self.request.id} wants {'both' if self.both else 'one'} and gets {grant}")
+        if grant.both and not {*grant.nodes} >= set(self.world.seat_of(self.request.id)):
+            self.world.fail(f"{self.request.id} gets {grant.nodes} and needs both pools")
+        self._compute()
         if self.phase is _ROLLOUT:
-            self._lend()
             if len(self.nodes) > 1:
                 self._later(self.left_ns * 8 // 10, lambda: self.say(w.PhaseProgress(grant.permit, 85, 100)))
-        elif not self.trainer:
+        elif not self.trainer and not self.script:
             self._start_trainer()
         if self.hangs:
             self.world.faults_seen["hang"] += 1
@@ -399,6 +445,14 @@ class _ModelJob:
             return
         permit = grant.permit
         self._later(self.left_ns, lambda: self._end_phase(finished=True) if self.granted == permit else None)
+
+    def _compute(self) -> None:
+        """A script computes as soon as it may; for a run its residents do."""
+        if self.script:
+            self.computes_on = self.nodes
+            self.world.see_alone(self.request.id, self.nodes)
+        elif self.phase is _ROLLOUT:
+            self._lend()
 
     def _lend(self) -> None:
         for node in self.nodes:
@@ -424,7 +478,8 @@ class _ModelJob:
         if self.ending_phase is not None or not self.granted:
             return
         assert self.left_ns is not None
-        self.world.see_given(self.granted, self.nodes)
+        if not self.script:
+            self.world.see_given(self.granted, self.nodes)
         self.ending_phase = finished
         if not finished:
             self.left_ns = max(1, self.left_ns - (self.world.loop.now_ns - self.began_ns))
@@ -438,7 +493,7 @@ class _ModelJob:
         """Once all its slices have ended, the phase is yielded."""
         if self.ending_phase is None or (self.out and not force) or not self.granted:
             return
-        finished, self.out = self.ending_phase, {}
+        finished, self.out, self.computes_on = self.ending_phase, {}, ()
         self.yielding = w.YieldPhase(self.granted, finished)
         self.granted, self.ending_phase = 0, None
         self.say(self.yielding)
@@ -464,11 +519,13 @@ class _ModelJob:
             self._ask()
 
     def _lost(self) -> None:
-        self.granted, self.ending_phase, self.out = 0, None, {}
+        self.granted, self.ending_phase, self.out, self.computes_on = 0, None, {}, ()
 
     def stop(self) -> None:
         self.stopping = True
-        if not self.granted and self.phase is _ROLLOUT and self.left_ns is None:
+        if self.script:
+            self.die("stopped")  # It was told by a signal, and knows of no steps.
+        elif not self.granted and self.phase is _ROLLOUT and self.left_ns is None:
             self.die("stopped")
 
 
@@ -529,8 +586,11 @@ class PoolWorld:
             restart_ns=rng.choice((0, 30 * S)),
             max_resubmissions=rng.randrange(3),
         )
-        self.jobs[request.id] = _ModelJob(self, request, plan)
-        entry = JobEntry(job=request.id, directory="", max_restarts=rng.randrange(4))
+        kinds = Random(1_000_003 * self.seed + number)
+        script = request.plan is not None and kinds.random() < 0.25
+        self.jobs[request.id] = _ModelJob(self, request, plan, script=script, both=kinds.random() < 0.25)
+        command = ("script",) if script else ()
+        entry = JobEntry(job=request.id, directory="", max_restarts=rng.randrange(4), script=command)
 
         def submit() -> None:
             if self.shell is None:
@@ -550,7 +610,7 @@ class PoolWorld:
         shell = PoolShell(cluster, self, self._times, self.entries.values(), self._check)
         self.shell = shell
         keepers = {name: keeper.alive for name, keeper in self.keepers.items()}
-        jobs = {name: (job.placement, job.restarts) for name, job in self.jobs.items() if job.alive}
+        jobs = {name: (job.placement, job.restarts) for name, job in self.jobs.items() if job.alive and not job.script}
         ended, self.ended = self.ended, []
         for name, placement, _ in ended:
             jobs.setdefault(name, (placement, self.jobs[name].restarts))
@@ -622,6 +682,22 @@ class PoolWorld:
         if not self.faults.until_ns and any(self.keepers[node].last < permit for node in nodes):
             self.fail(f"permit {permit} is used, and its devices were not given")
 
+    def see_alone(self, job: JobId, nodes: tuple[NodeId, ...]) -> None:
+        """Who begins to compute is alone on these nodes."""
+        for node in nodes:
+            keeper = self.keepers[node]
+            there = [one.job for one in keeper.residents.values() if one.permit and not one.script and keeper.alive]
+            there += [other.request.id for other in self.jobs.values() if node in other.computes_on]
+            if others := [one for one in there if one != job]:
+                self.fail(f"{job} computes on {node} while {', '.join(others)} does")
+
+    def seat_of(self, job: JobId) -> tuple[NodeId, ...]:
+        """The nodes of both pools that the job has, as far as the pool's process is there."""
+        seat = None if self.shell is None else self.shell.cluster.jobs[job].seat
+        if self.shell is None or seat is None:
+            return ()
+        return (*seat.rollout, *self.shell.cluster.groups[seat.group].train)
+
     # The ports.
 
     def now_ns(self) -> Nanoseconds:
@@ -673,7 +749,7 @@ class PoolWorld:
         self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
     ) -> w.StartResidentFrame:
         environment = {} if ticket is None else {"ELASTIC_WORKER": ticket.worker}
-        return w.StartResidentFrame(entry.job, placement, phase, ("x",), environment, "", "")
+        return w.StartResidentFrame(entry.job, placement, phase, ("x",), environment, "", "", bool(entry.script))
 
     def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None:
         self.jobs[entry.job].start(placement, restarts)

@@ -62,10 +62,11 @@ class StubPrograms(PoolPrograms):
 class Device:
     """A node's device, as far as this test machine has one: a lock that the kernel takes back from the dead."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: str = "") -> None:
+        self._node = node or os.environ["STUB_NODE"]
         directory = Path(os.environ["STUB_DEVICES"])
         directory.mkdir(exist_ok=True)
-        self._file = (directory / os.environ["STUB_NODE"]).open("w")
+        self._file = (directory / self._node).open("w")
         self._log = directory / "history"
 
     def take(self, permit: int) -> None:
@@ -80,7 +81,7 @@ class Device:
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def note(self, what: str) -> None:
-        who = f"{os.environ['STUB_NODE']} {os.environ['ELASTIC_POOL_JOB']}"
+        who = f"{self._node} {os.environ['ELASTIC_POOL_JOB']}"
         with self._log.open("a") as history:
             history.write(f"{time.time():.3f} {who} {what}\n")
 
@@ -123,7 +124,7 @@ class StubJob:
         self.link: PoolLink[w.ToJob] | None = None
         self.welcome: w.JobWelcome | None = None
         self.granted: w.Granted | None = None
-        self.asked: PhaseKind | None = None
+        self.asked: w.AskPhase | None = None
         self.recalled = False
         self.lost = False
         self.trainer = ""
@@ -140,16 +141,19 @@ class StubJob:
     def hello(self) -> w.JobHello:
         token, placement = os.environ["ELASTIC_POOL_TOKEN"], int(os.environ["ELASTIC_POOL_PLACEMENT"])
         job, script = os.environ["ELASTIC_POOL_JOB"], bool(self.script.get("script"))
-        return w.JobHello(w.POOL_PROTOCOL_VERSION, job, token, placement, script)
+        held = self.granted.permit if script and self.granted is not None and not self.lost else 0
+        return w.JobHello(w.POOL_PROTOCOL_VERSION, job, token, placement, script, held)
 
     async def run(self) -> None:
         if self.script.get("led"):
             await asyncio.Event().wait()  # Whoever tests speaks with the pool for it.
+        if status := self.script.get("exits"):
+            raise SystemExit(status)
         await self.dial()
         listening = asyncio.create_task(self.listen())
         while self.steps < self.script["steps"]:
-            await self.phase(_ROLLOUT, self.script["rollout_s"])
-            await self.phase(_TRAIN, self.script["train_s"])
+            for phase in self.script.get("phases", ("rollout", "train")):
+                await self.phase(phase, self.script[f"{phase}_s"])
             (self.directory / "steps.new").write_text(str(self.steps + 1))
             (self.directory / "steps.new").rename(self.directory / "steps")
             self.say(w.StepsDone(self.steps))
@@ -159,10 +163,11 @@ class StubJob:
         listening.cancel()
         (self.directory / "finished").touch()
 
-    async def phase(self, phase: PhaseKind, left_s: float) -> None:
-        hung = self.script.get("hangs_at") == self.steps and phase.value == self.script.get("hangs_in", "rollout")
+    async def phase(self, name: str, left_s: float) -> None:
+        hung = self.script.get("hangs_at") == self.steps and name == self.script.get("hangs_in", "rollout")
+        phase, both = _ROLLOUT if name == "rollout" else _TRAIN, name == "both"
         while left_s > 0:
-            granted = await self.turn(phase)
+            granted = await self.turn(w.AskPhase(phase, both))
             lends = not self.script.get("script")
             if phase is _TRAIN and not self.trainer and lends:
                 self.workers += 1
@@ -182,12 +187,17 @@ class StubJob:
                 with contextlib.suppress(TimeoutError):
                     await self.until(lambda: self.lost, 0.02)
             began_s = time.monotonic()
+            devices = [] if lends else [Device(node) for node in granted.nodes]
+            for device in devices:
+                device.take(granted.permit)
             if hung and not (self.directory / "hung").exists():
                 (self.directory / "hung").touch()
                 await self.until(lambda: self.lost)
             with contextlib.suppress(TimeoutError):
                 await self.until(lambda: self.recalled or self.lost, left_s)
             left_s -= time.monotonic() - began_s
+            for device in devices:
+                device.free(granted.permit)
             if self.lost:
                 continue
             if phase is _ROLLOUT and lends:
@@ -199,10 +209,10 @@ class StubJob:
             self.yielded = w.YieldPhase(granted.permit, finished=left_s <= 0)
             self.say(self.yielded)
 
-    async def turn(self, phase: PhaseKind) -> w.Granted:
+    async def turn(self, wish: w.AskPhase) -> w.Granted:
         self.granted, self.recalled, self.lost = None, False, False
-        self.say(w.AskPhase(phase))
-        while (granted := self.granted) is None or granted.phase is not phase:
+        self.say(wish)
+        while (granted := self.granted) is None or granted.phase is not wish.phase or granted.both != wish.both:
             self.stirred.clear()
             await self.stirred.wait()
         return granted
@@ -218,7 +228,7 @@ class StubJob:
         self.link.send(message)
         if self.script.get("repeats"):
             self.link.send(message)
-        self.asked = message.phase if isinstance(message, w.AskPhase) else self.asked
+        self.asked = message if isinstance(message, w.AskPhase) else self.asked
 
     async def dial(self) -> None:
         endpoint = Endpoint(os.environ["ELASTIC_POOL"], fingerprint=os.environ["ELASTIC_POOL_FINGERPRINT"])
@@ -244,10 +254,10 @@ class StubJob:
                     if yielded is not None and number == yielded.permit:
                         self.link.send(yielded)
                     elif held is None or held.permit != number:
-                        self.granted = w.Granted(number, one.phase, one.nodes, one.left_s)
+                        self.granted = w.Granted(number, one.phase, one.nodes, one.left_s, one.both)
                     self.recalled = self.recalled or one.recalled
                 if held is None and self.granted is None and self.asked is not None:
-                    self.link.send(w.AskPhase(self.asked))
+                    self.link.send(self.asked)
                 self.parked += [*self.welcome.rollout_nodes]  # What was asked meanwhile may never be answered.
                 self.stirred.set()
                 continue

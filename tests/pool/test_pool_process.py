@@ -304,6 +304,63 @@ async def test_a_script_takes_turns_with_a_run_and_comes_again_after_its_death(t
         assert not pool.residents("train-1", "script")
 
 
+async def test_a_phase_that_needs_both_pools_has_both_at_once_beside_a_run(tmp_path: Path):
+    async with running(tmp_path) as pool:
+        phases = ("rollout", "both", "train")
+        await pool.control.submit(pool.submit("run", steps=4, rollout_nodes=2))
+        await pool.control.submit(
+            pool.submit("script", steps=3, rollout_nodes=2, script=True, phases=phases, both_s=0.4)
+        )
+        await pool.until(lambda status: any(one["phase"] == "both" for one in status["permits"]), "it has no such turn")
+        pool.kill()
+        pool.start()
+        await finished(pool, "run", "script")
+        turns: dict[str, set[str]] = {}
+        for line in pool.history().splitlines():
+            _, node, job, what, permit = line.split()
+            if (job, what) == ("script", "resumed"):
+                turns.setdefault(permit, set()).add(node)
+        rollout, train = {"rollout-1", "rollout-2"}, {"train-1"}
+        seen = list(turns.values())
+        assert [each for each in seen if each not in (rollout, train, rollout | train)] == []
+        assert seen.count(rollout | train) >= 3
+        status = await pool.status()
+        assert pool.replayed_digest() == status["digest"]
+
+
+async def test_a_script_outlives_the_pool_s_process_and_how_it_ended_meanwhile_is_known(tmp_path: Path):
+    async with running(tmp_path) as pool:
+        await pool.control.submit(pool.submit("stays", steps=3, script=True, rollout_s=0.6))
+        await pool.control.submit(pool.submit("ends", steps=1, script=True, rollout_nodes=2))
+        await pool.until(
+            lambda status: (
+                any(one["job"] == "stays" for one in status["permits"])
+                and any(job["steps_done"] for job in status["jobs"] if job["name"] == "ends")
+            ),
+            "they do not come on",
+        )
+        pids = pool.residents("train-1", "stays")
+        pool.kill()
+        deadline = time.monotonic() + 20
+        while not (pool.jobs["ends"] / "finished").exists() or pool.residents("train-1", "ends"):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        pool.start()
+        await pool.until(lambda status: all(node["keeper"]["up"] for node in status["nodes"]), "keepers are not back")
+        assert pool.residents("train-1", "stays") == pids
+        await finished(pool, "stays", "ends")
+        assert [(await pool.job(name))["restarts"] for name in ("stays", "ends")] == [0, 0]
+
+
+async def test_a_script_that_cannot_be_run_as_it_is_has_failed_at_once(tmp_path: Path):
+    async with running(tmp_path) as pool:
+        await pool.control.submit(pool.submit("bad", script=True, exits=2))
+        await pool.until_over("bad")
+        job = await pool.job("bad")
+        assert (job["state"], job["restarts"]) == ("failed", 0)
+        assert "status 2" in job["reason"]
+
+
 async def test_a_script_that_hangs_is_killed_at_its_deadline_and_a_cancelled_one_leaves_nothing(tmp_path: Path):
     async with running(tmp_path) as pool:
         await pool.control.submit(pool.submit("script", steps=2, plan_s=2, script=True, hangs_at=0))
