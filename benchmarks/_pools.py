@@ -1,5 +1,6 @@
 """Pools of the command line on this machine: started, given jobs, disturbed by kills, and judged."""
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -7,17 +8,24 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 from _common import ROOT
 from _runs import RunFailed, elastic, sets
 
-from elastic.cluster.history import replay
-from elastic.cluster.types import NS_PER_HOUR, PhaseKind
+from elastic.cluster import Cluster
+from elastic.cluster.commands import ClusterCommand
+from elastic.cluster.events import ClusterEvent
+from elastic.cluster.history import decoded, replay
+from elastic.cluster.types import NS_PER_HOUR, Permit, PhaseKind
+from elastic.control import ControlError
 from elastic.pool.config import POOL_CONFIG, load_pool
 from elastic.pool.journal import read_records
+from elastic.pool_control import PoolControl
 from policies.clusters import CLUSTER_POLICIES
 
 JOBS = ROOT / "examples" / "jobs"
@@ -66,16 +74,22 @@ class LivePool:
         elastic(*arguments, *sets([f"run.directory={runs}", *settings]))
         return Path(self.job(name)["directory"])
 
-    def jobs(self) -> list[dict[str, Any]]:
-        """Once the pool's process answers."""
-        until_s = time.monotonic() + 60.0
+    def standing(self, within_s: float = 60.0) -> dict[str, Any]:
+        """How the pool stands, once its process answers. Raises `ControlError`."""
+        until_s = time.monotonic() + within_s
         while True:
             try:
-                return json.loads(elastic("jobs", "list", "--all", "--json", "--pool", str(self.directory)))["jobs"]
-            except RunFailed:
+                standing = asyncio.run(PoolControl(self.directory, 5.0).standing())
+            except ControlError:
                 if time.monotonic() > until_s:
                     raise
-                time.sleep(0.3)
+                time.sleep(0.05)
+            else:
+                return {**standing.status, "pid": standing.pid}
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Once the pool's process answers."""
+        return self.standing()["jobs"]
 
     def job(self, name: str) -> dict[str, Any]:
         return next(job for job in self.jobs() if job["name"] == name)
@@ -86,7 +100,7 @@ class LivePool:
         while not done(jobs := self.jobs()):
             if time.monotonic() > until_s:
                 raise TimeoutError(f"after {within_s:g} s: {json.dumps(jobs)[:2000]}")
-            time.sleep(0.3)
+            time.sleep(0.2)
 
     def wait_over(self, names: Sequence[str], within_s: float) -> None:
         self.wait(lambda jobs: all(job["over"] for job in jobs if job["name"] in names), within_s)
@@ -136,3 +150,43 @@ def residual_nano_usd(pool: LivePool) -> int:
     )
     billed = state.pool_billed + sum(record.billed for record in state.jobs.values())
     return round((cluster.books.paid(now_ns) - billed - unbilled) / NS_PER_HOUR)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An event of a pool: at what time of the pool, in seconds, what followed, and whose the devices were then."""
+
+    at_s: float
+    event: ClusterEvent
+    commands: Sequence[ClusterCommand]
+    permits: Mapping[int, Permit]
+
+
+def moments(pool: LivePool) -> list[Moment]:
+    """All that has happened, by the pool's journal."""
+    config = load_pool(pool.directory / POOL_CONFIG)
+    opening, entries = decoded(read_records(pool.directory))
+    cluster = Cluster(opening.spec, CLUSTER_POLICIES[config.pool.policy], opening.limits, opening.now_ns)
+    found: list[Moment] = []
+    for entry in entries:
+        commands = cluster.handle(entry.event, entry.now_ns)
+        found.append(Moment(cluster.now_ns / 1e9, entry.event, commands, dict(cluster.permits)))
+    return found
+
+
+def left_over(directory: Path, within_s: float = 10.0) -> int:
+    """Processes that have to do with a directory once its pool has stopped; those that are ending get some time."""
+    until_s = time.monotonic() + within_s
+    while (found := len(_of(str(directory.resolve())))) and time.monotonic() < until_s:
+        time.sleep(0.2)
+    return found
+
+
+def _of(directory: str) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            told = [*process.cmdline(), *process.environ().values(), process.cwd()]
+            if process.pid != psutil.Process().pid and any(directory in word for word in told):
+                found.append(process)
+    return found

@@ -1,30 +1,35 @@
-"""Jobs that take turns on one set of devices, live: two FrozenLake jobs, real processes that die, costs.
+"""Jobs that take turns on one set of devices, live: FrozenLake jobs, real processes that die, costs.
 
-Two jobs of different shape (`examples/jobs/one.toml`, `two.toml`), engines and training paced, on two rollout nodes and
-one training node, in these arms:
+Two balanced jobs of different shape (`examples/jobs/one.toml`, `two.toml`) and, but for `--quick`, a third that is
+heavy on rollouts (`three.toml`), engines and training paced, on two rollout nodes and one training node, in these arms:
 
-- `apart_strict`: each on nodes of its own, one phase after the other; measured one by one, costs added, the time of
-  the longer. `apart`: a run of its own with as many reserved workers, which trains groups while others roll out.
-- `in_turn`: one set of nodes, one job after the other. `naive`: permits when free, no plan. `shared`: as planned.
-- `shared_killed`: with SIGKILL for rollout residents, trainers, orchestrators and the pool's process, drawn by seed.
+- `apart_strict`: each on nodes of its own, one phase after the other; measured one by one, costs added, the time of the
+  longer. `in_turn`: the same measurement as of one set of nodes, one job after the other, so that times are added.
+- `apart`: a run of its own with a reserved worker, which trains groups while others roll out. `colocated`: one whose
+  trainer's device generates as well, without synchronisation; both measured one by one as `apart_strict`.
+- `naive`: permits when free, no plan. `shared`: as planned.
+- `shared_killed`: with SIGKILL for rollout residents, trainers, orchestrators, the pool's process and, where twelve or
+  more fall, a keeper, drawn by seed.
 
-`step_s` is the median of a job's cycles, `slowdown` over `apart_strict`. `identical_share` of all trajectories are the
-same, token for token, as in `apart_strict`. Costs are those of the nodes while they are of a group. `cpu_use` is the
-machine's, and `pacing_held_share` the part of samples in which paced engines kept their pace: below 0.95 no time or
-cost here counts.
+With `--quick` there are two small jobs with untrained policies, and `apart_strict` has them side by side on nodes of
+their own. `step_s` is the median of a job's cycles, `slowdown` over `apart_strict`. `identical_share` of all
+trajectories are the same, token for token, as in `apart_strict`. Costs are those of the nodes while they are of a
+group. `cpu_use` is the machine's. `pacing_held_share` is the part of paced iterations, groups and updates that took no
+longer than modelled: an arm in which it is below 0.95 counts for no time and no cost, and `cost_over` it is null.
 """
 
 import json
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from _common import ROOT, Arguments, emit, parse_arguments
+from _live import write_policy
 from _pools import JOBS, LivePool, live_pool, residual_nano_usd
 from _proof import judge, same_episode, trajectories
 from _runs import elastic, sets
@@ -32,13 +37,18 @@ from _runs import elastic, sets
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory, SampleRow, TrajectoryRow
 
-NAMES = ("one", "two")
+FULL_NAMES, QUICK_NAMES = ("one", "two", "three"), ("one", "two")
 ROLLOUT_NODES, TRAIN_NODES = 2, 1
 KINDS = ("a rollout resident", "a trainer", "an orchestrator", "the pool's process")
+KEEPER, KEEPER_AT = "a keeper", 12
 FULL_STEPS, QUICK_STEPS = 8, 2
 FULL_KILLS, QUICK_KILLS = 12, 2
 FULL_SEEDS = (1, 2, 3)
 ARM_WITHIN_S = 900.0
+PACE_HELD = 0.95
+SLO = 1.3
+"""One that keeps the third job's rollouts from the nodes of the first two."""
+SMALL = ("rollout.groups=2", "rollout.group_size=4", "rollout.max_turns=3")
 
 
 @dataclass
@@ -54,35 +64,55 @@ class ArmSeen:
     kills: int = 0
     residual_nano_usd: int = 0
     cpu: list[float] = field(default_factory=list[float])
-    held: list[bool] = field(default_factory=list[bool])
+    held: int = 0
+    paced: int = 0
 
 
-def settings(steps: int, seed: int) -> list[str]:
-    return [f"run.steps={steps}", f"run.seed={seed}"]
+@dataclass(frozen=True)
+class Jobs:
+    """The jobs of one seed, and what is set of their configurations."""
+
+    names: Sequence[str]
+    steps: int
+    seed: int
+    policy: Path | None
+
+    def settings(self) -> list[str]:
+        found = [f"run.steps={self.steps}", f"run.seed={self.seed}", f"job.slo={SLO}"]
+        return found if self.policy is None else [*found, f"model.checkpoint={self.policy}", *SMALL]
+
+    def submit(self, pool: LivePool, names: Iterable[str], runs: Path) -> dict[str, Path]:
+        return {name: pool.submit(JOBS / f"{name}.toml", name, runs, self.settings()) for name in names}
 
 
-def submitted(pool: LivePool, names: Iterable[str], runs: Path, steps: int, seed: int) -> dict[str, Path]:
-    return {name: pool.submit(JOBS / f"{name}.toml", name, runs, settings(steps, seed)) for name in names}
+def paces(runs: Iterable[Path]) -> tuple[int, int]:
+    """How many paced pieces of work were on time, of how many, by the logs of runs' processes."""
+    held = of = 0
+    for path in {path for run in runs for path in run.rglob("*.log")}:
+        for line in path.read_bytes().splitlines():
+            if b'"event": "pace"' in line:
+                told = json.loads(line)
+                held, of = held + told["held"], of + told["of"]
+    return held, of
+
+
+def machine_use(run: Path) -> list[float]:
+    with RunDirectory(run).journals() as journals:
+        return [row.status.cpu_share for journal in journals for row in journal.rows(SampleRow)]
 
 
 def seen(pool: LivePool, runs: Mapping[str, Path], wall_s: float, kills: int = 0) -> ArmSeen:
     """The arm by the pool's own report and the runs' journals."""
     report = pool.report()
     jobs: dict[str, dict[str, Any]] = {}
-    cpu, held = list[float](), list[bool]()
     for job in report["jobs"]:
-        directory = RunDirectory(runs[job["name"]])
         jobs[job["name"]] = {
             "step_s": job["cycle_s"],
             "slo": job["slo"],
-            "success_after": summarise(directory).success_last,
+            "success_after": summarise(RunDirectory(runs[job["name"]])).success_last,
             "usd": job["usd"],
         }
-        with directory.journals() as journals:
-            for journal in journals:
-                for row in journal.rows(SampleRow):
-                    cpu.append(row.status.cpu_share)
-                    held.append(row.status.pacing_holds)
+    held, paced = paces(runs.values())
     slices_s = sum(node["slice_share"] + node["switching_share"] for node in report["nodes"])
     switching = sum(node["switching_share"] for node in report["nodes"])
     return ArmSeen(
@@ -94,85 +124,97 @@ def seen(pool: LivePool, runs: Mapping[str, Path], wall_s: float, kills: int = 0
         runs=dict(runs),
         kills=kills,
         residual_nano_usd=residual_nano_usd(pool),
-        cpu=cpu,
+        cpu=[share for run in runs.values() for share in machine_use(run)],
         held=held,
+        paced=paced,
     )
 
 
-def together(directory: Path, policy: str, steps: int, seed: int, kills: int = 0) -> ArmSeen:
-    """Both jobs on one pool at the same time."""
-    with live_pool(directory, policy, ROLLOUT_NODES, TRAIN_NODES) as pool:
+def together(directory: Path, policy: str, jobs: Jobs, kills: int = 0, *, own_nodes: bool = False) -> ArmSeen:
+    """All jobs on one pool at the same time."""
+    many = len(jobs.names)
+    rollout, train = (many, many) if own_nodes else (ROLLOUT_NODES, TRAIN_NODES)
+    with live_pool(directory, policy, rollout, train) as pool:
         began_s = time.monotonic()
-        runs = submitted(pool, NAMES, directory / "runs", steps, seed)
-        killed = disturbed(pool, random.Random(seed), kills) if kills else 0
-        pool.wait_over(NAMES, ARM_WITHIN_S)
+        runs = jobs.submit(pool, jobs.names, directory / "runs")
+        killed = disturbed(pool, random.Random(jobs.seed), kills) if kills else 0
+        pool.wait_over(jobs.names, ARM_WITHIN_S)
         return seen(pool, runs, time.monotonic() - began_s, killed)
 
 
 def disturbed(pool: LivePool, rng: random.Random, kills: int) -> int:
-    """So many of the pool's processes are killed in turn once both jobs work; how many were there to be killed."""
+    """So many of the pool's processes are killed in turn once all jobs work; how many were there to be killed."""
     pool.wait(lambda jobs: all(job["state"] == "running" for job in jobs), ARM_WITHIN_S)
     killed = 0
     while killed < kills and not all(job["over"] for job in pool.jobs()):
-        time.sleep(rng.uniform(2.0, 6.0))  # When a kill comes is drawn: nothing is waited for.
-        killed += pool.kill(KINDS[killed % len(KINDS)], rng) is not None
+        # When a kill comes is drawn: nothing is waited for.
+        time.sleep(rng.uniform(2.0, 6.0) if kills > QUICK_KILLS else rng.uniform(0.5, 1.5))
+        last = killed + 1 == kills >= KEEPER_AT
+        killed += pool.kill(KEEPER if last else KINDS[killed % len(KINDS)], rng) is not None
     return killed
 
 
-def one_by_one(directory: Path, steps: int, seed: int, *, same_nodes: bool) -> ArmSeen:
-    """The jobs one after the other: on the same nodes, or each as if it had nodes of its own."""
+def one_by_one(directory: Path, jobs: Jobs) -> tuple[ArmSeen, ArmSeen]:
+    """The jobs one after the other: as if each had nodes of its own, and on one set of nodes."""
     arms: list[ArmSeen] = []
-    for name in NAMES:
+    for name in jobs.names:
         place = directory / name
-        with live_pool(place, "solo", ROLLOUT_NODES, TRAIN_NODES) as pool:
+        with live_pool(place, "solo", 1, 1) as pool:
             began_s = time.monotonic()
-            runs = submitted(pool, [name], place / "runs", steps, seed)
+            runs = jobs.submit(pool, [name], place / "runs")
             pool.wait_over([name], ARM_WITHIN_S)
             arms.append(seen(pool, runs, time.monotonic() - began_s))
     walls = [arm.wall_s for arm in arms]
     idles = [arm.idle_share or {} for arm in arms]
-    return ArmSeen(
-        wall_s=sum(walls) if same_nodes else max(walls),
+    strict = ArmSeen(
+        wall_s=max(walls),
         usd=sum(arm.usd for arm in arms),
         idle_share={phase: mean(idle.get(phase, 0.0) for idle in idles) for phase in ("rollout", "train")},
         switch_share=mean(arm.switch_share or 0.0 for arm in arms),
-        jobs=arms[0].jobs | arms[1].jobs,
-        runs=arms[0].runs | arms[1].runs,
+        jobs={name: told for arm in arms for name, told in arm.jobs.items()},
+        runs={name: run for arm in arms for name, run in arm.runs.items()},
         residual_nano_usd=sum(abs(arm.residual_nano_usd) for arm in arms),
         cpu=[share for arm in arms for share in arm.cpu],
-        held=[holds for arm in arms for holds in arm.held],
+        held=sum(arm.held for arm in arms),
+        paced=sum(arm.paced for arm in arms),
     )
+    return strict, replace(strict, wall_s=sum(walls))
 
 
-def apart(directory: Path, steps: int, seed: int) -> ArmSeen:
-    """Plain runs, each with a reserved worker and a trainer of its own."""
-    jobs, runs, walls, usd = dict[str, dict[str, Any]](), dict[str, Path](), list[float](), 0.0
-    for name in NAMES:
+def plain(directory: Path, jobs: Jobs, providers: str) -> ArmSeen:
+    """Plain runs, one after the other, each with these providers and a trainer of its own."""
+    told, runs, walls, usd = dict[str, dict[str, Any]](), dict[str, Path](), list[float](), 0.0
+    for name in jobs.names:
         reserved = "providers.reserved={max_workers=1, usd_per_gpu_hour=1.85}"
-        own = [f"run.directory={directory}", "trainer.usd_per_gpu_hour=5.28", reserved, *settings(steps, seed)]
-        out = elastic("run", str(JOBS / f"{name}.toml"), "--providers", "reserved", "--json", *sets(own))
+        own = [f"run.directory={directory}", "trainer.usd_per_gpu_hour=5.28", reserved, *jobs.settings()]
+        out = elastic("run", str(JOBS / f"{name}.toml"), "--providers", providers, "--json", *sets(own))
         runs[name] = ROOT / Path(json.loads(out.splitlines()[-1])["report"]).parent
         summary = summarise(RunDirectory(runs[name]))
         walls.append(summary.wall_s)
         usd += summary.usd
         step_s = median(step.duration_s for step in summary.steps)
-        jobs[name] = {"step_s": step_s, "slo": None, "success_after": summary.success_last, "usd": summary.usd}
-    return ArmSeen(max(walls), usd, None, None, jobs, runs)
+        told[name] = {"step_s": step_s, "slo": None, "success_after": summary.success_last, "usd": summary.usd}
+    held, paced = paces(runs.values())
+    cpu = [share for run in runs.values() for share in machine_use(run)]
+    return ArmSeen(max(walls), usd, None, None, told, runs, cpu=cpu, held=held, paced=paced)
 
 
 def episodes(arm: ArmSeen) -> dict[tuple[str, str], TrajectoryRow]:
     return {(name, key): row for name, run in arm.runs.items() for key, row in trajectories(RunDirectory(run)).items()}
 
 
-def seeded(directory: Path, steps: int, kills: int, seed: int, *, quick: bool) -> dict[str, ArmSeen]:
-    place = directory / str(seed)
-    arms = {"apart_strict": one_by_one(place / "apart_strict", steps, seed, same_nodes=False)}
-    if not quick:
-        arms["apart"] = apart(place / "apart", steps, seed)
-        arms["in_turn"] = one_by_one(place / "in_turn", steps, seed, same_nodes=True)
-        arms["naive"] = together(place / "naive", "naive", steps, seed)
-        arms["shared"] = together(place / "shared", "ours", steps, seed)
-    arms["shared_killed"] = together(place / "shared_killed", "ours", steps, seed, kills)
+def seeded(directory: Path, jobs: Jobs, kills: int, *, quick: bool) -> dict[str, ArmSeen]:
+    place = directory / str(jobs.seed)
+    arms: dict[str, ArmSeen] = {}
+    if quick:
+        arms["apart_strict"] = together(place / "apart_strict", "solo", jobs, own_nodes=True)
+    else:
+        arms["apart_strict"], arms["in_turn"] = one_by_one(place / "apart_strict", jobs)
+        arms["apart"] = plain(place / "apart", jobs, "reserved")
+        arms["colocated"] = plain(place / "colocated", jobs, "none")
+        arms["naive"] = together(place / "naive", "naive", jobs)
+        arms["shared"] = together(place / "shared", "ours", jobs)
+    arms["shared_killed"] = together(place / "shared_killed", "ours", jobs, kills)
     return arms
 
 
@@ -191,6 +233,7 @@ def figures_of(arms: Mapping[str, ArmSeen]) -> dict[str, Any]:
             "usd": arm.usd,
             "idle_share": arm.idle_share,
             "switch_share": arm.switch_share,
+            "pacing_held_share": arm.held / arm.paced if arm.paced else None,
             "jobs": jobs,
         }
     return shown
@@ -199,11 +242,16 @@ def figures_of(arms: Mapping[str, ArmSeen]) -> dict[str, Any]:
 def main(arguments: Arguments) -> dict[str, Any]:
     quick = arguments.quick
     steps, kills = (QUICK_STEPS, QUICK_KILLS) if quick else (FULL_STEPS, FULL_KILLS)
-    for name in NAMES:
+    names = QUICK_NAMES if quick else FULL_NAMES
+    for name in () if quick else names:
         elastic("prepare", str(JOBS / f"{name}.toml"))
-    with TemporaryDirectory() as directory:
-        seeds = FULL_SEEDS[:1] if quick else FULL_SEEDS
-        lived = [seeded(Path(directory), steps, kills, seed, quick=quick) for seed in seeds]
+    with TemporaryDirectory() as temporary:
+        directory = Path(temporary).resolve()
+        policy = write_policy(directory / "policy") if quick else None
+        lived = [
+            seeded(directory, Jobs(names, steps, seed, policy), kills, quick=quick)
+            for seed in (FULL_SEEDS[:1] if quick else FULL_SEEDS)
+        ]
         same = total = lost = twice = imbalance = 0
         for arms in lived:
             expected = episodes(arms["apart_strict"])
@@ -217,21 +265,25 @@ def main(arguments: Arguments) -> dict[str, Any]:
                     twice += verdict.groups_twice
                     imbalance += verdict.ledger_imbalance_ns
         each = [figures_of(arms) for arms in lived]
-    costs = [{name: arm["usd"] for name, arm in figures.items()} for figures in each]
-    held = [holds for arms in lived for arm in arms.values() for holds in arm.held]
+    held = sum(arm.held for arms in lived for arm in arms.values())
+    paced = sum(arm.paced for arms in lived for arm in arms.values())
     whole = "shared_killed" if quick else "shared"
+
+    def over(name: str, key: str) -> float | None:
+        """What sharing takes of an arm's, where both were measured at their modelled pace."""
+        if any(
+            name not in figures or min(_pace(figures[arm]) for arm in (name, whole)) < PACE_HELD for figures in each
+        ):
+            return None
+        return mean(figures[whole][key] / figures[name][key] for figures in each)
+
     return {
         "measured": "live, on this machine; engines and training paced to modelled devices",
         "seeds": len(each),
         "steps": steps,
         "arms": averaged(each),
-        "cost_over": {
-            name: None if quick else mean(cost[whole] / cost[name] for cost in costs)
-            for name in ("apart", "apart_strict", "in_turn")
-        },
-        "time_over_in_turn": None
-        if quick
-        else mean(figures["shared"]["wall_s"] / figures["in_turn"]["wall_s"] for figures in each),
+        "cost_over": {name: over(name, "usd") for name in ("apart", "apart_strict", "colocated", "in_turn")},
+        "time_over_in_turn": over("in_turn", "wall_s"),
         "identical_share": same / total,
         "kills": sum(arm.kills for arms in lived for arm in arms.values()),
         "tokens_lost": lost,
@@ -239,8 +291,12 @@ def main(arguments: Arguments) -> dict[str, Any]:
         "imbalance_ns": imbalance,
         "bill_residual_nano_usd": sum(abs(arm.residual_nano_usd) for arms in lived for arm in arms.values()),
         "cpu_use": mean(share for arms in lived for arm in arms.values() for share in arm.cpu),
-        "pacing_held_share": sum(held) / len(held),
+        "pacing_held_share": held / paced,
     }
+
+
+def _pace(figures: Mapping[str, Any]) -> float:
+    return figures["pacing_held_share"] or 0.0
 
 
 def averaged(found: Sequence[Any]) -> Any:

@@ -6,6 +6,7 @@ left behind also where nobody has said where logs go: in somebody else's process
 
 import logging
 import os
+import time
 from contextlib import suppress
 
 import structlog
@@ -49,3 +50,23 @@ def log_to(descriptor: int) -> None:
         logger_factory=lambda *_: _LogFile(descriptor),
         cache_logger_on_first_use=False,
     )
+
+
+class PaceLog:
+    """Tells the log now and then how many paced pieces of work have taken no longer than modelled, of how many since
+    it was told last. Used by one thread."""
+
+    EVERY_S = 2.0
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._held = self._of = 0
+        self._told_s = time.monotonic()
+
+    def took(self, *, held: bool) -> None:
+        self._held += held
+        self._of += 1
+        now_s = time.monotonic()
+        if now_s - self._told_s >= self.EVERY_S:
+            structlog.get_logger(__name__).info("pace", what=self._what, held=self._held, of=self._of)
+            self._held, self._of, self._told_s = 0, 0, now_s

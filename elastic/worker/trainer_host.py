@@ -18,6 +18,7 @@ from elastic import wire
 from elastic.config import Config, EngineConfig, TrainerPacingConfig, WeightsConfig, validate
 from elastic.core.types import WeightMode
 from elastic.engine.base import RolloutEngine
+from elastic.logs import PaceLog
 from elastic.model.checkpoint import load_model
 from elastic.parking import Parkable, Switch
 from elastic.trainer import checkpoint
@@ -124,6 +125,7 @@ class TrainerHost:
         self._make_trainer = make_trainer
         self._make_engine = make_engine
         self._run = run_dir.name
+        self._paces = PaceLog("training")
         self._key = SigningKey()
         self.publisher = self._key.public
         self._checkpoints = run_dir / "checkpoints"
@@ -225,14 +227,13 @@ class TrainerHost:
             case _:
                 assert_never(order)
 
-    @staticmethod
-    def _pace(began_s: float, modelled_s: float) -> None:
+    def _pace(self, began_s: float, modelled_s: float) -> None:
         """Wait until the modelled time is over."""
         left_s = modelled_s - (time.monotonic() - began_s)
+        if modelled_s:
+            self._paces.took(held=left_s >= 0)
         if left_s > 0:
             time.sleep(left_s)
-        elif modelled_s:
-            log.info("the modelled pace is not held", modelled_s=modelled_s, late_s=-left_s)
 
     def _given(self, slot: int, *groups: str) -> None:
         stands = self._standing

@@ -14,6 +14,7 @@ from elastic.engine.torch.controls import EngineControls
 from elastic.engine.torch.costs import LearnedCosts
 from elastic.engine.torch.runner import Runner
 from elastic.engine.torch.scheduler import Work, load_of
+from elastic.logs import PaceLog
 
 SMALLEST_COST = 1e-9
 """A curve that falls, as noise makes it, would have some work cost nothing, and an iteration be in no account."""
@@ -39,6 +40,7 @@ class IterationRunner:
         self._controls = controls
         self._profiled = profiled
         self._learned = LearnedCosts()
+        self._paces = PaceLog("iterations")
 
     def run(self, work: list[Work]) -> None:
         controls, load = self._controls, load_of(work)
@@ -93,6 +95,7 @@ class IterationRunner:
         """Wait until the modelled time is over, or the engine is told to stop."""
         controls = self._controls
         left_s = modelled_s - (time.monotonic_ns() - started_ns) / NS_PER_S
+        self._paces.took(held=left_s >= 0)
         if left_s > 0:
             with controls.changed:
                 controls.changed.wait_for(lambda: controls.closed or controls.rests, left_s)
