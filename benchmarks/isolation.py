@@ -37,7 +37,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
-from _common import HERE, Arguments, emit, parser
+from _common import HERE, emit, parser
 from _live import write_policy
 from _pools import LivePool, Moment, example, left_over, live_pool, moments
 from _proof import same_episode, trajectories
@@ -224,9 +224,7 @@ class Session:
             if phase is None or permit is None:
                 return phase is None and permit is None
             return (
-                permit["phase"] == phase
-                and not permit["recalled"]
-                and 0.3 + share <= standing["now_s"] - permit["since_s"] < 1.0 + share
+                permit["phase"] == phase and not permit["recalled"] and standing["now_s"] - permit["since_s"] >= share
             )
 
         while True:
@@ -436,8 +434,7 @@ def whole(run: Path) -> dict[str, TrajectoryRow]:
     return {key: row for key, row in trajectories(RunDirectory(run)).items() if not row.cause}
 
 
-def main(arguments: Arguments, only: Sequence[str]) -> dict[str, Any]:
-    quick = arguments.quick
+def main(only: Sequence[str], *, quick: bool) -> dict[str, Any]:
     kinds = list(only or (QUICK_KINDS if quick else KINDS))
     kills = QUICK_KILLS if quick else FULL_KILLS
     with TemporaryDirectory() as temporary:
@@ -478,5 +475,4 @@ if __name__ == "__main__":
     options = parser(__doc__)
     options.add_argument("--only", action="append", choices=KINDS, default=[], help="this kind; may be repeated")
     parsed = options.parse_args()
-    said = Arguments(quick=parsed.quick, json=parsed.json)
-    emit(main(said, parsed.only), said)
+    emit(main(parsed.only, quick=parsed.quick), parsed)

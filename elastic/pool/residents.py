@@ -75,9 +75,7 @@ class NodeResidents:
         self, name: NodeId, node: PoolNode, job: JobId, record: JobRecord, ticket: w.WorkerTicketFrame | None
     ) -> None:
         live, entry = self._pool.job(job), self._pool.entries[job]
-        holder = self._pool.cluster.state.nodes[name].user
-        busy = holder not in (None, job) and bool(live.deaths.get(name)) and node.phase is _ROLLOUT
-        if self._pool.stopping or busy or self._pool.timers.waiting("resident", f"{name}/{job}"):
+        if self._pool.stopping or self._pool.timers.waiting("resident", f"{name}/{job}"):
             return
         if entry.script:
             if record.stopping or self._pool.timers.waiting("restart", job) or live.process is not None:
@@ -113,6 +111,10 @@ class NodeResidents:
             if live.trainer is not None and live.trainer.worker == resident.worker:
                 live.trainer = None
             self._pool.ports.tell_job(job, w.TrainerEnded(resident.worker, cause))
+            if permit is not None and record is not None and self._slices.holds(job, _TRAIN):
+                # Nothing computes under it any more, and the job may take long to yield it.
+                self._pool.ports.tell_job(job, w.PermitOver(permit, cause))
+                self._slices.take_back(self._pool.cluster.permits[permit])
         else:
             worker = live.lent.pop(name, "")
             live.tickets.pop(name, None)

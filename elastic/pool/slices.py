@@ -90,7 +90,7 @@ class PoolSlices:
         self._pool.ports.tell_job(job, w.TailMove(permit, nodes))
 
     def take_back(self, permit: Permit) -> None:
-        """Take a permit's devices, because the job is not there to yield it. The phase goes on in a further slice."""
+        """Take a permit's devices without the job's word. The phase goes on in a further slice."""
         self.end(permit, False, 0)
 
     def end(self, permit: Permit, finished: bool, switch_ns: Nanoseconds) -> None:
@@ -161,8 +161,19 @@ class PoolSlices:
             return
         phase = _TRAIN if _TRAIN in live.wants else _ROLLOUT
         both = live.wants[phase]
-        if record.asked is not phase or record.asked_both != both:
+        if (record.asked is not phase or record.asked_both != both) and self._warm(job, phase):
             self._pool.feed(e.PhaseAsked(job=job, phase=phase, placement=record.placement, both=both))
+
+    def _warm(self, job: JobId, phase: PhaseKind) -> bool:
+        """Return whether a resident of the job is up for this phase: a process that starts needs no device yet."""
+        record, entry = self._pool.cluster.jobs[job], self._pool.entries.get(job)
+        if record.seat is None or entry is None or entry.script:
+            return True
+        if phase is _TRAIN and self._pool.job(job).trainer is None:
+            return True
+        nodes = record.seat.rollout if phase is _ROLLOUT else self._pool.cluster.groups[record.seat.group].train[:1]
+        found = [node.residents.get(job) for name in nodes if (node := self._pool.nodes.get(name)) is not None]
+        return any(resident is not None and resident.up and not resident.ending for resident in found)
 
     def holds(self, job: JobId, phase: PhaseKind) -> bool:
         """Return whether the job has a permit for this phase that it was told of."""
