@@ -2,7 +2,8 @@
 
 - A phase may begin once its job has asked, all of its nodes are free, and every job before it in the order has had its
   turn of this cycle on those nodes. Turns are counted by job and phase; a job has a turn or lets it pass.
-- Other jobs wait for a late job until a named deadline, and then skip it once.
+- Other jobs wait for a late job until a named deadline, and then skip it once; they skip it at once while a lost
+  resident of it starts anew.
 - A turn in which residents start cold may take as long as a restart of the job besides.
 - A phase that overruns its plan is told to give way, and killed if it does not. Its rest goes on in the next turn.
 - A phase that needs both pools takes a turn of training that closes the cycle's rollouts: it begins with all of its
@@ -48,7 +49,7 @@ class Rotation:
         others = [self._state.jobs[other].turns for other in group.members if self._takes_part(other, group)]
         had = min((min(turns.values()) for turns in others), default=0)
         record.turns = {_ROLLOUT: had, _TRAIN: had}
-        record.cold = [_ROLLOUT, _TRAIN]
+        record.cold, record.down = [_ROLLOUT, _TRAIN], []
         record.asked, record.asked_both = None, False
 
     def leave(self, job: JobId, now_ns: Nanoseconds) -> None:
@@ -56,13 +57,15 @@ class Rotation:
         record = self._state.jobs[job]
         if record.permit is not None:
             self._end(self._state.permits[record.permit], now_ns)
-        record.turns, record.asked, record.asked_both, record.cold = {}, None, False, []
+        record.turns, record.asked, record.asked_both, record.cold, record.down = {}, None, False, [], []
 
     def chill(self, job: JobId, phase: PhaseKind) -> None:
         """Note that a resident of this phase has to start anew."""
         record = self._state.jobs[job]
         if record.turns and phase not in record.cold:
             record.cold.append(phase)
+        if record.turns and phase not in record.down:
+            record.down.append(phase)
 
     def ask(self, job: JobId, phase: PhaseKind, now_ns: Nanoseconds, *, both: bool = False) -> None:
         """Queue the job's phase. A job that trains twice in a row skips its rollout, and vice versa: a cycle has one
@@ -71,6 +74,7 @@ class Rotation:
         if not record.turns or record.permit is not None:
             return
         record.asked, record.asked_both = _TRAIN if both else phase, both
+        record.down = [lost for lost in record.down if not both and lost is not phase]
         turns = record.turns
         if record.asked is _ROLLOUT:
             turns[_TRAIN] = max(turns[_TRAIN], turns[_ROLLOUT])
@@ -206,8 +210,9 @@ class Rotation:
         for job in before:
             record = self._state.jobs[job]
             if record.asked is None and record.permit is None and not self._timers.waiting("turn", job):
-                member = group.members[job]
-                late_ns = member.sync_ns + int(self._limits.late_share * member.solo_ns)
+                member, turns = group.members[job], record.turns
+                due = _TRAIN if turns[_ROLLOUT] > turns[_TRAIN] else _ROLLOUT
+                late_ns = 0 if due in record.down else member.sync_ns + int(self._limits.late_share * member.solo_ns)
                 self._timers.set("turn", job, now_ns, late_ns)
 
     def _only_tails(self, nodes: Iterable[NodeId]) -> bool:

@@ -52,7 +52,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     - `accepted_ns`, `accepted_steps`: the time from which its SLO counts, and the steps done by then.
     - `turns`: the turns of each phase that it has had or skipped; empty while it is not part of a cycle.
     - `asked`: the phase for which it waits. `asked_both`: it needs the nodes of both pools, in a turn of training.
-    - `cold`: phases whose residents have started since their last turn.
+    - `cold`: phases whose residents have started since their last turn. `down`: phases for which it has not asked since
+      a resident of theirs was lost.
     - `measured_ns`: the latest durations of its phases, without switching.
     - `billed`: what it owes, in nano-dollars times nanoseconds per hour.
     """
@@ -76,6 +77,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     asked_both: bool = False
     permit: int | None = None
     cold: list[PhaseKind] = []
+    down: list[PhaseKind] = []
     measured_ns: dict[PhaseKind, Nanoseconds] = {}
     phase_ns: Nanoseconds = 0
     billed: int = 0
