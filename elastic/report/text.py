@@ -88,6 +88,10 @@ def _title(summary: Summary) -> Text:
 def _caption(summary: Summary) -> Text:
     lines = [f"{figure.name:<20} {figure.value:>9}   {figure.detail}" for figure in tables.headline(summary)]
     text = Text("\n".join(lines))
+    if summary.alone:
+        text.append(
+            "\nalone: the whole run's cost if this provider alone had made all rollouts, an estimate", style="dim"
+        )
     for words in tables.warnings(summary):
         text.append("\n! " + units.printable(words), style="yellow")
     return text
