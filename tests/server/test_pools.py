@@ -108,6 +108,36 @@ def test_what_is_no_job_leaves_nothing(
     assert not list(pooled.settings.pooled.glob("*/*"))
 
 
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"runs": 0}, "the project may have no runs"),
+        ({"runs": 1}, "the project has 1 of 1 runs and jobs at once"),
+        ({"gpus": {"trainer": 0}}, "its trainer takes 1 GPUs; the project may have 0 in trainers"),
+        ({"gpus": {"trainer": 1}}, "the job trains on 1 GPUs; the project has 1 of 1 in trainers"),
+        ({"gpus": {"spot-replay": 0}}, "a lease has 1 GPUs of spot-replay; the project may have 0"),
+        ({"budget_usd": 1.0}, "of $1 $7 is spent by jobs"),
+    ],
+)
+def test_a_project_s_quota_holds_for_its_jobs(
+    pooled: Site, pool: StandIn, job: dict[str, Any], limits: dict[str, Any], words: str
+) -> None:
+    ours, theirs = (pooled.client(pooled.key(name, AccessRole.RUNNER)) for name in ("ours", "theirs"))
+    first = ours.post(JOBS, json=job).json()["id"]
+    pool.tell(e.TimePassed(), at_s=3600.0)
+    where = f"/v1/projects/{pooled.projects['ours']}/quota"
+    set_ = pooled.client().patch(where, json=limits, headers={"if-match": "*"})
+    assert set_.status_code == 200, set_.text
+    for path in (JOBS, f"{JOBS}/dry-run"):
+        refused = ours.post(path, json=job)
+        assert (refused.status_code, refused.json()["type"]) == (409, "/problems/quota-exceeded"), refused.text
+        assert words in refused.json()["detail"]
+    assert theirs.post(JOBS, json=job).status_code == 201
+    if limits == {"runs": 1}:
+        assert ours.post(f"{JOBS}/{first}/cancel").status_code == 200
+        assert ours.post(JOBS, json=job).status_code == 201
+
+
 def test_roles_and_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
     viewer = pooled.client(pooled.key("ours", AccessRole.VIEWER))
     assert viewer.get(JOBS).status_code == 200

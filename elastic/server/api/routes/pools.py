@@ -15,6 +15,7 @@ from elastic.pool_control import PoolControl, SubmitJob
 from elastic.resources import HostedJob, HostedPool, JobPlacement, JobSubmission, Listed, Submission
 from elastic.server import ids
 from elastic.server.api.auth import Caller
+from elastic.server.api.job_limits import refuse_beyond
 from elastic.server.api.routes.common import CallerDep, StateDep, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
@@ -23,6 +24,7 @@ from elastic.server.intake import submissions
 from elastic.server.permissions import Action
 from elastic.server.pools import as_job, as_pool, asked, control_of, project_of_job
 from elastic.server.problems import ApiProblem, not_found
+from elastic.server.quotas.needs import RunNeeds
 from elastic.server.settings import ServerSettings
 from elastic.server.store import people
 
@@ -66,6 +68,7 @@ def show_job(pool: PoolId, job: JobId, caller: CallerDep, state: StateDep) -> Ho
         "not-found",
         "job-rejected",
         "job-conflict",
+        "quota-exceeded",
         "untrusted-neighbours",
         "pool-away",
     ),
@@ -73,9 +76,10 @@ def show_job(pool: PoolId, job: JobId, caller: CallerDep, state: StateDep) -> Ho
 def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     """Submit a job. Once this is answered, the pool never loses it: it goes on without its process and this server."""
     control = control_of(write.state.settings, pool)
-    project, config, providers = _checked(write.state, body, write.caller)
+    project, config, needs = _checked(write.state, body, write.caller)
     command = _command_id(write)
     job = ids.new_id(ids.JOB) if not write.key else f"{ids.JOB}_{command[:26]}"
+    _refuse_beyond(write.state, pool, project, needs, config.job.train_nodes, but=job)
     asked(control.plan(job_request(job, config.job, config.run.steps)))
     path = (write.state.settings.pooled / project / job).resolve()
     (write.state.settings.storage(project)).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,7 +88,11 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     compose.save_run_config(path, config)
     request_ = job_request(job, config.job, config.run.steps)
     try:
-        asked(control.submit(SubmitJob(id=command, request=request_, directory=str(path), providers=tuple(providers))))
+        asked(
+            control.submit(
+                SubmitJob(id=command, request=request_, directory=str(path), providers=tuple(body.providers))
+            )
+        )
     except ApiProblem as problem:
         if problem.kind != "pool-away":
             compose.discard_run(path)
@@ -107,6 +115,7 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
         "not-found",
         "job-rejected",
         "job-conflict",
+        "quota-exceeded",
         "untrusted-neighbours",
         "pool-away",
     ),
@@ -114,7 +123,8 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
 def dry_run_job(pool: PoolId, body: JobSubmission, caller: CallerDep, state: StateDep) -> JobPlacement:
     """Say where a job would go now, at what marginal cost and planned slowdown, and for each group why not."""
     control = control_of(state.settings, pool)
-    _, config, _ = _checked(state, body, caller)
+    project, config, needs = _checked(state, body, caller)
+    _refuse_beyond(state, pool, project, needs, config.job.train_nodes)
     plan = asked(control.plan(job_request("job", config.job, config.run.steps)))
     placement = plan["placement"]
     if placement is not None and caller.project is not None:
@@ -135,10 +145,13 @@ def cancel_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
 @router.post(
     "/{pool}/jobs/{job}/resubmit",
     response_model=HostedJob,
-    **rules(Action.RUNS_WRITE, "not-found", "job-conflict", "pool-away"),
+    **rules(Action.RUNS_WRITE, "not-found", "job-conflict", "quota-exceeded", "pool-away"),
 )
 def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
     """Have a job that has failed go on from its last checkpoint, as a new arrival."""
+    found = _job(write.state.settings, pool, job, write.caller)
+    if found.project is not None:
+        _refuse_beyond(write.state, pool, found.project, RunNeeds(), 1, but=job)
     return _told(pool, job, write, PoolControl.resubmit)
 
 
@@ -157,8 +170,8 @@ def _command_id(write: WriteRequest) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:32]
 
 
-def _checked(state: ServerState, body: JobSubmission, caller: Caller) -> tuple[str, Config, list[str]]:
-    """The project, the whole configuration, and the job's own providers. Raises `ApiProblem`."""
+def _checked(state: ServerState, body: JobSubmission, caller: Caller) -> tuple[str, Config, RunNeeds]:
+    """The project, the whole configuration, and what a run of it would need. Raises `ApiProblem`."""
     with state.store.reading() as connection:
         project = project_of(connection, caller, body.project)
         row = people.project(connection, project)
@@ -175,9 +188,16 @@ def _checked(state: ServerState, body: JobSubmission, caller: Caller) -> tuple[s
     run = Submission(config=raw, providers=body.providers, project=body.project)
     new, _ = submissions.check(state.settings, run, project)
     try:
-        return project, validate(Config, new.config, "config"), body.providers
+        return project, validate(Config, new.config, "config"), new.needs
     except ConfigError as error:
         raise ApiProblem("invalid-configuration", str(error)) from error
+
+
+def _refuse_beyond(
+    state: ServerState, pool: str, project: str, needs: RunNeeds, train_nodes: int, but: str = ""
+) -> None:
+    with state.store.reading() as connection:
+        refuse_beyond(connection, state.settings, pool, project, needs, train_nodes, but)
 
 
 def _pool(settings: ServerSettings, name: str, caller: Caller) -> HostedPool:

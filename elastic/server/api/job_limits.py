@@ -1,0 +1,80 @@
+"""A project's quota, for jobs on pools. A pool's queue knows of no projects, so what is beyond a quota is refused as it
+comes, and does not wait as a run does. What goes on is not touched by a quota that is lowered."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+import sqlalchemy as sa
+
+from elastic.pool.config import POOL_CONFIG, load_pool
+from elastic.resources import ProblemError, QuotaUse
+from elastic.server.api.routes.quotas import as_quota
+from elastic.server.intake import submissions
+from elastic.server.pools import asked, control_of, project_of_job
+from elastic.server.problems import ApiProblem
+from elastic.server.quotas.needs import RunNeeds
+from elastic.server.settings import ServerSettings
+from elastic.server.store import quotas
+from elastic.server.store.quotas import TRAINER, QuotaRow
+
+
+class JobsUse(NamedTuple):
+    """The jobs of a project that have not ended, their GPUs for training, and the cost of all that there were."""
+
+    jobs: int
+    trainer_gpus: int
+    usd: float
+
+
+def jobs_use(settings: ServerSettings, project: str, but: str) -> JobsUse:
+    """Add up what the project has on the server's pools, without the job `but`. Raises `ApiProblem` where one of them
+    does not answer."""
+    jobs, gpus, usd = 0, 0, 0.0
+    for path in settings.pools:
+        each = load_pool(path / POOL_CONFIG).pool.train.gpus
+        for job in asked(control_of(settings, path.name).standing()).status["jobs"]:
+            if job["name"] != but and project_of_job(settings, job) == project:
+                jobs += not job["over"]
+                gpus += each * len(job["train"])
+                usd += job["usd"]
+    return JobsUse(jobs, gpus, usd)
+
+
+def refuse_beyond(
+    connection: sa.Connection,
+    settings: ServerSettings,
+    pool: str,
+    project: str,
+    needs: RunNeeds,
+    train_nodes: int,
+    but: str = "",
+) -> None:
+    """Raises `ApiProblem` for one more job on the pool that is beyond the project's quota now, or will always be.
+
+    `but` is the job itself, where it was submitted before.
+    """
+    row = quotas.quota(connection, project)
+    if not row.version:
+        return
+    each = load_pool(control_of(settings, pool).directory / POOL_CONFIG).pool.train.gpus
+    submissions.refuse_beyond(row, msgspec.structs.replace(needs, trainer_gpus=train_nodes * each))
+    found = [*beyond(row, as_quota(connection, row).use, jobs_use(settings, project, but), train_nodes * each)]
+    if found:
+        faults = [ProblemError(pointer="#/project", detail=words) for words in found]
+        raise ApiProblem("quota-exceeded", "; ".join(found), faults)
+
+
+def beyond(quota: QuotaRow, runs: QuotaUse, jobs: JobsUse, trainer_gpus: int) -> Iterator[str]:
+    """Yield what one more job with so many GPUs for training would be beyond."""
+    there = runs.runs + jobs.jobs
+    if quota.runs_max is not None and there >= quota.runs_max:
+        yield f"the project has {there} of {quota.runs_max} runs and jobs at once"
+    held = runs.gpus.get(TRAINER, 0) + jobs.trainer_gpus
+    if held + trainer_gpus > quota.gpus.get(TRAINER, held + trainer_gpus):
+        yield f"the job trains on {trainer_gpus} GPUs; the project has {held} of {quota.gpus[TRAINER]} in trainers"
+    spent = runs.allotted_usd + jobs.usd
+    if quota.budget_usd is not None and spent >= quota.budget_usd:
+        yield f"of ${quota.budget_usd:g} ${spent:g} is spent by jobs, or spent by runs or allotted to them"
+    if quota.usd_per_day is not None and runs.allotted_today_usd >= quota.usd_per_day:
+        yield f"of ${quota.usd_per_day:g} a day ${runs.allotted_today_usd:g} was allotted to runs today"
