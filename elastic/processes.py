@@ -37,7 +37,7 @@ INHERITED = (
 """Names of environment variables, and patterns of names, that every process of a run inherits."""
 
 _SECRETS = ("*KEY*", "*TOKEN*", "*SECRET*", "*PASSW*", "*CREDENTIAL*")
-"""What a pattern never brings along; a secret has to be named."""
+"""Variables that patterns never match; a secret must be named."""
 
 
 def inherited(*further: str) -> dict[str, str]:
@@ -64,7 +64,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def identity(pid: int) -> Identity | None:
-    """Of a process that is there, even as a zombie."""
+    """Return the identity of an existing process, even of a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -75,12 +75,12 @@ def identity(pid: int) -> Identity | None:
 
 @functools.cache
 def boot_id() -> str:
-    """Of the machine's present boot."""
+    """Return the id of the machine's present boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def records(run_dir: Path) -> Path:
-    """Where a run's processes are recorded."""
+    """Return the directory of a run's process records."""
     return run_dir / "leases"
 
 
@@ -108,7 +108,7 @@ class RecordedProcesses:
 
     @classmethod
     def found(cls, directory: Path, run: str, owner: str) -> "list[RecordedProcesses]":
-        """What earlier processes recorded for this owner in this run; files that are no records stay as they are."""
+        """Yield the records of earlier processes for this owner in this run. Other files are left alone."""
         found: list[RecordedProcesses] = []
         for path in sorted(directory.glob("*.json")):
             try:
@@ -131,7 +131,7 @@ class RecordedProcesses:
 
     @property
     def processes(self) -> Mapping[str, Identity]:
-        """Those recorded, by their names."""
+        """The recorded processes, by name."""
         return self._record.processes
 
     @property
@@ -151,7 +151,7 @@ class RecordedProcesses:
             self.write()
 
     def living(self) -> list[int]:
-        """Those of them that live now. Reads through all processes of the machine."""
+        """Return the recorded processes that live now. Reads through all processes of the machine."""
         return _survivors(self._record)
 
     async def kill(self) -> list[int]:
@@ -279,7 +279,7 @@ def _pids() -> Iterator[int]:
 
 
 def _environment(pid: int) -> Sequence[bytes]:
-    """As it was at the start, and only of our own processes; empty once it dies."""
+    """Return the environment with which a process of this user started; empty once the process dies."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -16,17 +16,15 @@ ROOT_BYTES = 32
 
 
 class RunSecrets:
-    """What workers, relays and hosts of one run show to be believed. `root` is the secret that all come from."""
+    """The credentials of workers, relays and hosts of one run. All are derived from the secret `root`."""
 
     def __init__(self, root: bytes) -> None:
         self._root = root
 
     @classmethod
     def of(cls, run_dir: Path) -> "RunSecrets":
-        """Those of the run in this directory; made if it has none yet, in a file that only its owner can read.
-
-        Raises `OSError`, and `ValueError` where the file is no secret.
-        """
+        """Read the secrets of the run in this directory; create them, in a file for its owner alone, if there are
+        none. Raises `OSError`, and `ValueError` if the file holds no secret."""
         path = run_dir / FILE
         try:
             root = path.read_bytes()
@@ -38,23 +36,23 @@ class RunSecrets:
         return cls(root)
 
     def join_token(self, worker: str) -> str:
-        """With this a worker opens its session, once."""
+        """Return the one-time token with which a worker opens its session."""
         return self._derived("join", worker)
 
     def session_key(self, worker: str) -> str:
-        """With this a worker resumes its session."""
+        """Return the key with which a worker resumes its session."""
         return self._derived("session", worker)
 
     def relay_token(self, worker: str) -> str:
-        """With this a worker reads from the weights' relay."""
+        """Return the token with which a worker reads from the weights' relay."""
         return self._derived("relay", worker)
 
     def relay_owner(self) -> str:
-        """With this the trainer may do everything there."""
+        """Return the token with which the trainer may do everything on the weights' relay."""
         return self._derived("relay owner", "")
 
     def host_token(self, host: str) -> str:
-        """What a serving host that the run has started wants to be shown."""
+        """Return the token that a serving host of the run expects."""
         return self._derived("host", host)
 
     def _derived(self, purpose: str, name: str) -> str:

@@ -37,7 +37,7 @@ __all__ = ["MAX_FRAME_BYTES", "SECONDS_MAX", "FrameBuffer", "Seconds", "WireErro
 
 PROTOCOL_VERSION = 5
 MAX_WORKER_FRAME_BYTES = 4 * 1024 * 1024
-"""From a worker. Decoding as much takes some ten milliseconds, in which the orchestrator does nothing else."""
+"""Largest frame from a worker. Decoding it takes some ten milliseconds, in which the orchestrator does nothing else."""
 
 CHUNK_TOKENS_MAX = 1 << 16
 CHUNKS_MAX = 1 << 14
@@ -45,14 +45,14 @@ FRAME_TOKENS = 1 << 17
 """A worker ends a frame at as many tokens: less than `MAX_WORKER_FRAME_BYTES`, however long its turns."""
 
 MAX_HELLO_BYTES = 4096
-"""What an unknown peer may make the orchestrator hold before it has shown a ticket."""
+"""Most bytes that an unknown peer can make the orchestrator hold before it has shown a ticket."""
 
 LOGPROB_MIN = -100.0
 """A token that is sampled at all is likelier: with noise of 64 bits none below e^-50 ever comes first."""
 LOGPROB_MAX = 1e-3
 """Rounding may take a certain token's log-probability above 0 by as much."""
 ENTRIES_MAX = 4096
-"""Of one table in a message, such as a step's metrics or the layers of a model."""
+"""Most entries of one table in a message, such as a step's metrics or the layers of a model."""
 REFUSALS_MAX = 256
 PROMPT_TOKENS_MAX = 2**31 - 1
 """More than any context holds."""
@@ -66,8 +66,8 @@ PromptTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=PROMPT_TOKENS_MAX
 Metrics: TypeAlias = Annotated[dict[Text, Finite], msgspec.Meta(max_length=ENTRIES_MAX)]
 
 PullPart: TypeAlias = Literal["encode", "queue", "wire", "decode", "apply", "pause"]
-"""Where the time goes from an order to pull weights until they are served: `encode` is waiting for what the trainer
-has not put on the relay yet, and `pause` when nothing is generated."""
+"""Parts of the time from an order to pull weights until they are served. `encode` is the wait for parts that the
+trainer has not put on the relay yet; `pause` is the time in which nothing is generated."""
 
 
 class VersionMismatch(WireError):
@@ -88,8 +88,11 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Hello(_Message, frozen=True):
-    """First frame: for which run, and as whom. A new worker presents its lease's one-time token; a resuming one its
-    session key. Who comes by a `ticket` is no worker yet, and presents its token."""
+    """First frame: the run and the worker. A new worker presents its lease's one-time token, a resuming one its session
+    key.
+
+    A peer with a `ticket` is no worker yet, and presents the ticket's token.
+    """
 
     protocol_version: Count
     worker: Text
@@ -141,9 +144,9 @@ class Heartbeat(_Message, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of one attempt, positions `start`… of the turn's output, all of one weights version.
+    """Tokens of one attempt, at positions `start`… of the turn's output, all of one weights version.
 
-    Plain lists: packed into bytes they are 10 % smaller, but slower to turn into the integers everybody wants.
+    Plain lists: packed bytes are 10 % smaller, but slower to turn into the integers that every receiver needs.
     """
 
     turn: Text
@@ -166,7 +169,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Tokens(_Message, frozen=True):
-    """What the engine produced since the last frame; sent at the latest `flush_interval_s` after a token."""
+    """The engine's output since the last frame; sent at most `flush_interval_s` after a token."""
 
     chunks: Annotated[list[Chunk], msgspec.Meta(max_length=CHUNKS_MAX)]
 
@@ -204,7 +207,7 @@ class Awoke(_Message, frozen=True):
 
 
 class Notice(_Message, frozen=True):
-    """What the worker stands on will be taken away in `left_s`, or is only likelier to be than before (None)."""
+    """The worker's machine will be taken away in `left_s`, or has become likelier to be taken away (None)."""
 
     left_s: Seconds | None
     reason: Text
@@ -426,7 +429,7 @@ _from_orchestrator = msgspec.msgpack.Decoder(FromOrchestrator)
 
 
 class _Greeting(msgspec.Struct, array_like=True, tag="Hello"):
-    """What `Hello` is in every version."""
+    """The part of `Hello` that is the same in every version."""
 
     protocol_version: int
 
@@ -434,11 +437,11 @@ class _Greeting(msgspec.Struct, array_like=True, tag="Hello"):
 _greeting = msgspec.msgpack.Decoder(_Greeting)
 
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError)
-"""What msgspec raises for bytes from a hostile peer: the last two for nesting and lengths beyond all reason."""
+"""Errors of msgspec for hostile bytes: the last two for excessive nesting and lengths."""
 
 
 def kind_of(message: type[FromWorker | FromOrchestrator] | FromWorker | FromOrchestrator) -> str:
-    """What a frame is called on the wire: its tag."""
+    """Return the tag of a frame."""
     return str(message.__struct_config__.tag)
 
 
@@ -448,7 +451,7 @@ def clipped(text: str) -> str:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics as a message may hold them: those that are numbers."""
+    """Return the metrics that are finite numbers, as a message may hold them."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -502,12 +505,12 @@ _PLAIN = {
     ("logprobs", "Expected `float` <="): "log-probability above 0",
     ("logprobs", "Expected `float` >="): "log-probability that is no number, or lower than a sampled token's can be",
 }
-"""What is wrong in people's words, by a field's name and what the decoder expected there."""
+"""Plain words for a decoder's expectation, by field name."""
 _STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.(\w+)")
 
 
 def _named(body: bytes | memoryview, problem: str) -> str:
-    """What is wrong with a worker's message, in the names of its fields rather than in their positions."""
+    """Describe a fault of a worker's message by field names instead of positions."""
     found, _, path = problem.partition(" - at ")
     try:
         kind = _tag.decode(body).kind

@@ -54,9 +54,9 @@ from providers.waiting_room import WaitingRoom
 log = structlog.get_logger(__name__)
 
 REDIAL_SHARE = 2 / 3
-"""Of the silence that fences a worker: it dials again before that, and may resume its session."""
+"""Share of the fencing silence after which a worker dials again, early enough to resume its session."""
 WORKER_DRAIN_SHARE = 0.8
-"""Of the time a drain may take: the worker's goodbye comes before the orchestrator gives it up."""
+"""A worker's share of the drain timeout, so that its goodbye arrives in time."""
 INTERRUPTED = "interrupted"
 
 
@@ -259,7 +259,7 @@ def notes_of(plan: RunPlan, run_dir: Path) -> dict[str, str]:
 
 
 def _certificate(config: Config, run_dir: Path) -> Certificate | None:
-    """Of what the run serves beyond loopback. Raises `TlsError` for one that is given and of no use."""
+    """Return the certificate of what the run serves beyond loopback. Raises `TlsError` if a given one is unusable."""
     run = config.run
     if not run.beyond_loopback:
         return None

@@ -418,7 +418,7 @@ MAY_DIFFER = frozenset(
 
 
 def check_same(config: Config, former: Config) -> None:
-    """Raises `ConfigError` where a run that goes on would not be the one that it was."""
+    """Raise `ConfigError` if the continued run would differ from the run before."""
     now, before = config.model_dump(mode="json"), former.model_dump(mode="json")
     for section in now.keys() - MAY_DIFFER:
         for key in now[section]:

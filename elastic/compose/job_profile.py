@@ -16,8 +16,8 @@ class JobProfileError(Exception):
 
 
 def profile_overrides(config: Config, steps: int = PROFILED_STEPS) -> list[str]:
-    """What is overridden, as by `--set`, for a run of a few steps on workers of this machine, as many as the job has
-    rollout nodes; the trainer's device only trains, as it does in a pool."""
+    """Return the overrides for a run of a few steps on local workers, as many as the job has rollout nodes. The
+    trainer's device only trains, as in a pool."""
     return [
         f"run.steps={steps}",
         "run.budget_usd=1e9",

@@ -13,15 +13,15 @@ from elastic.modal_platform import APP, ModalUnusable, check_deployment, told, v
 from elastic.worker.modal_variables import APP_VARIABLE, MODULES_VARIABLE, PACKAGES_VARIABLE
 
 CHECK_TIMEOUT_S = 30.0
-"""For Modal to say whether an app is there."""
+"""Limit for Modal to say whether an app exists."""
 SOURCES_TIMEOUT_S = 10.0
-"""For git to say what the sources are, which Modal's client asks it besides."""
+"""Limit for git to list the sources, which Modal's client asks for too."""
 DESCRIBES = "get_git_commit_info"
 """The coroutine of Modal's client that asks."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """What was deployed."""
+    """A finished deployment."""
 
     app: str
     version: str
@@ -81,7 +81,8 @@ async def _sources_described() -> None:
 
 
 def rewards_fault(config: Config) -> str | None:
-    """What is wrong with the app on Modal that a configuration's rewards run on, if anything; None for none there."""
+    """Return the fault of the Modal app on which the configuration's rewards run; None if there is none or no such
+    app."""
     if config.rewards.pool != "modal":
         return None
     place = config.rewards.pool_settings

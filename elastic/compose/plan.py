@@ -17,7 +17,7 @@ from providers.base import Provider, ProviderSettings
 
 TRAINER_PROVIDER, POOL_KIND = "trainer", "pool"
 TRACE_PLAYERS = {name: f"{name}-replay" for name in ("serving", "serverless", "spot")}
-"""What sections of these names are whose `kind` is not given: they play traces on this machine."""
+"""The kinds of sections with these names and without a `kind`: they play traces on this machine."""
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
         return any(settings.kind == POOL_KIND for settings in self.providers.values())
 
     def engine(self, provider: str) -> EngineConfig:
-        """Of a provider's workers, or the trainer's device: the run's, with what they have of their own."""
+        """Return the engine settings of a provider's workers, or of the trainer's device: the run's, with their own
+        overrides."""
         config = self.config
         own = config.trainer.engine if provider == TRAINER_PROVIDER else self.providers[provider].engine
         return EngineConfig.model_validate(config.engine.overlaid(own))
@@ -88,7 +89,7 @@ def _pick(kind: str, name: str, where: str) -> importlib.metadata.EntryPoint:
 
 
 def _in_turns(config: Config) -> Config:
-    """What is left open, as it is best for a job that shares its devices."""
+    """Fill in open settings as they are best for a job that shares its devices."""
     provisioning, seeding = config.provisioning, config.seeding
     if provisioning.hold == "auto":
         provisioning = provisioning.model_copy(update={"hold": "rollouts"})

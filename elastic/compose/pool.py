@@ -52,7 +52,7 @@ _NS = 1_000_000_000
 
 
 class PoolPrograms:
-    """What a pool's processes are. Tests put programs of their own in the place of some."""
+    """The programs of a pool's processes. Tests replace some of them."""
 
     def __init__(self, config: PoolConfig, directory: Path, endpoint: Endpoint, tokens: PoolTokens) -> None:
         self._config, self._directory, self._endpoint, self._tokens = config, directory, endpoint, tokens
@@ -151,7 +151,7 @@ class PoolPrograms:
         )
 
     def profiled(self, entry: JobEntry, kept: Mapping[str, str], status: int | None) -> PhasePlan:
-        """As `elastic jobs profile` has them."""
+        """Return the plan in the form of `elastic jobs profile`."""
         where = Path(kept["where"])
         ending = ending_of(where, RUN_LOG, 0, world(), status)
         try:
@@ -160,11 +160,11 @@ class PoolPrograms:
             raise ValueError(f"its run {ending.how}: {ending.cause or f'see {where / RUN_LOG}'}") from error
 
     def logs(self, entry: JobEntry) -> Path:
-        """Where the job's logs are: a run's in its directory, a script's in the pool's."""
+        """Return where a job's logs are: a run's in its directory, a script's in the pool's."""
         return (self._directory / "logs" / entry.job if entry.script else Path(entry.directory) / "logs").resolve()
 
     def describe(self, submission: SubmitJob) -> JobEntry:
-        """What is kept of a submission. Raises `ValueError` for one that could not be started."""
+        """Return the record of a submission. Raises `ValueError` if it cannot be started."""
         path = Path(submission.directory)
         if not path.is_absolute() or not path.is_dir():
             raise ConfigError(f"job {submission.request.id}: directory: found {path}; allowed: an absolute one")
@@ -271,7 +271,7 @@ def _certificate(config: PoolConfig, directory: Path) -> Certificate | None:
 async def _listen(
     gateway: PoolGateway, config: PoolConfig, journal: PoolJournal, certificate: Certificate | None
 ) -> str:
-    """Where an earlier process listened, so that keepers and jobs find this one."""
+    """Listen at the address of an earlier process, so that keepers and jobs find this one."""
     noted = journal.note(ADDRESS)
     port = host_and_port(noted)[1] if noted else config.pool.port
     try:

@@ -30,10 +30,8 @@ ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_RUN", "ELASTIC_WORKER", "ELAST
 
 
 def run_worker(join: str | None, ticket_file: Path | None, trainer_run_dir: Path | None, *, resume: bool) -> NoReturn:
-    """Be a worker (or, with `trainer_run_dir`, the trainer of that run) until the lease ends.
-
-    A trainer has its device as its keeper says, where there is one (`elastic.pool_wire.KEEPER_VARIABLE`).
-    """
+    """Be a worker (or, with `trainer_run_dir`, the trainer of that run) until the lease ends. A trainer with a
+    keeper uses its device when the keeper says so (`elastic.pool_wire.KEEPER_VARIABLE`)."""
     from elastic.worker.agent import leave_process, run_agent
 
     ticket = joining_ticket(join, ticket_file) or worker_ticket(join)
@@ -138,7 +136,7 @@ def joining_ticket(join: str | None, ticket_file: Path | None) -> "Ticket | None
 
 
 def worker_ticket(join: str | None) -> "Ticket":
-    """Where to dial and as whom, from the environment that a provider sets."""
+    """Return the address and the credentials of a worker, from the environment that a provider sets."""
     from elastic.worker.connection import JOIN_TIMEOUT_S, Ticket
 
     found = {name: os.environ.get(name, "") for name in ENVIRONMENT_VARIABLES}

@@ -23,9 +23,8 @@ log = structlog.get_logger(__name__)
 
 
 class RunRelay(NamedTuple):
-    """Where workers pull weights: `local` for those on this machine, `far` for all others. `rights` are what each token
-    may do over HTTP.
-    """
+    """The relay from which workers pull weights: `local` for workers on this machine, `far` for all others. `rights`
+    are the rights of each token over HTTP."""
 
     local: str
     far: str

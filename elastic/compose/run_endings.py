@@ -31,7 +31,8 @@ class Ending:
 
 
 def world() -> str:
-    """What goes down with a machine or a container: its boot, and the first process of this namespace."""
+    """Return an identity that changes when the machine or container goes down: its boot, and this namespace's first
+    process."""
     first = identity(1)
     return f"{boot_id()}:{first.start_ticks if first else 0}"
 
@@ -74,7 +75,7 @@ def _death(status: int | None, with_world: bool, log_path: Path) -> str:
 
 
 def _last_words(log_path: Path) -> str:
-    """What the process said last of its failure."""
+    """Return the last message of the process on its failure."""
     with contextlib.suppress(OSError), log_path.open("rb") as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
         lines = log.read().decode(errors="replace").splitlines()

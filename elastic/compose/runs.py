@@ -24,7 +24,7 @@ def private() -> Iterator[None]:
 
 
 def new_run_dir(config: Config) -> Path:
-    """A directory of its own for a new run, named after it and the time; nobody else can enter it."""
+    """Create a directory for a new run, named after the run and the time, for its user only."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
         path = config.run.directory / f"{config.run.name}-{stamp}{suffix}"

@@ -22,7 +22,7 @@ from policies.seeding import AdaptiveWindow, FixedWindow
 from policies.selection import NonZeroVariance
 
 SLOW_TOKENS_PER_S = 30
-"""What a turn gets of a large model in a full batch, on a device that is not the fastest."""
+"""Decode speed of a turn of a large model in a full batch, on a moderate device."""
 
 ANSWER_GRACE_S = 2.0
 """A function pool kills a call that is out of time and says so; only one that does not is given up without it."""
@@ -63,7 +63,7 @@ def limits(config: Config) -> Limits:
 
 
 def short_limits(config: Config) -> list[str]:
-    """What to know of each limit that is shorter than a run's longest turn may take."""
+    """Return a remark on each limit that is shorter than the run's longest possible turn."""
     s, rollout = config.scheduler, config.rollout
     turn_s = rollout.max_tokens_per_turn / SLOW_TOKENS_PER_S
     whole = s.collect == "responses"

@@ -30,10 +30,8 @@ class AloneCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def alone_costs(rollouts: Mapping[str, Usage], other_usd: float, wall_s: float) -> list[AloneCost]:
-    """Of each provider of rollouts; none unless tokens came from two at the least.
-
-    `other_usd` is what the trainer and the functions cost.
-    """
+    """Return what the run would have cost on each provider of rollouts alone; empty unless tokens came from two at
+    least. `other_usd` is the cost of the trainer and the functions."""
     if sum(usage.tokens > 0 for usage in rollouts.values()) < 2:
         return []
     tokens = sum(usage.tokens for usage in rollouts.values())

@@ -129,7 +129,7 @@ def cost(summary: Summary) -> Markup | None:
 
 
 def accounts(summary: Summary) -> Markup | None:
-    """Where each provider's GPU time went: one bar a provider, as shares of its own time."""
+    """Draw where each provider's GPU time went: one bar per provider, as shares of its own time."""
     bars = {name: usage for name, usage in summary.providers.items() if usage.gpu_s > 0}
     if not bars:
         return None
@@ -245,7 +245,7 @@ def staleness(summary: Summary) -> Markup | None:
 
 
 def weight_times(summary: Summary) -> Markup | None:
-    """Where a version's time goes until workers serve it, above its bytes over those of all weights."""
+    """Draw where a version's time goes until workers serve it, above its size relative to all weights."""
     versions = summary.weights.versions
     if not versions:
         return None
@@ -327,7 +327,7 @@ def _peak(layers: Sequence[Sequence[float]]) -> float:
 def _stack(
     plot: svg.Panel, edges: Sequence[float], layers: Sequence[Sequence[float]], classes: Sequence[str]
 ) -> Markup:
-    """Stacks layers; those that are zero throughout are left out."""
+    """Stack layers, without layers that are zero throughout."""
     areas: list[Markup] = []
     low = [0.0] * (len(edges) - 1)
     for values, class_ in zip(layers, classes, strict=True):

@@ -16,7 +16,7 @@ MARKS_MAX = 40
 LANES_S = 7200.0
 """How much of a simulation's beginning lanes show: later cycles look the same."""
 LIVE_LANES_S, CYCLES_SHOWN = 300.0, 12
-"""What lanes show of a live pool's end: so long, or so many cycles."""
+"""Extent of the lanes of a live pool, as a time and as a number of cycles."""
 _GOOD = ("submitted", "profiling", "queued", "placed", "running", "finished")
 
 
@@ -62,7 +62,7 @@ class PooledJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PooledNode(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a node's time went while it was of a group."""
+    """Where a node's time went while it was in a group."""
 
     name: str
     phase: str
@@ -419,7 +419,7 @@ def _story_table(job: PooledJob) -> Markup | None:
 
 
 def window(report: PoolReport, slices: Sequence[NodeSlice]) -> tuple[float, float]:
-    """What lanes show: of a simulated pool the beginning, of a live one the last cycles."""
+    """Return the time span of the lanes: the beginning of a simulated pool, the last cycles of a live one."""
     end_s = max((each.ended_s for each in slices), default=1.0)
     if not report.name:
         return 0.0, min(end_s, LANES_S)
@@ -484,7 +484,7 @@ def _mark(plot: svg.Panel, mark: PoolMark, y: float) -> Markup:
 
 
 def _pictures(report: PoolReport) -> Markup | None:
-    """What each pays, and how much slower it is, beside what it would be alone and what it has accepted."""
+    """Draw each job's bill and slowdown beside those alone and those accepted."""
     jobs = [job for job in report.jobs if job.planned_slowdown is not None][:BARS_MAX]
     if not jobs:
         return None

@@ -36,10 +36,10 @@ class WorkerLane(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def foreseen_s(self) -> float:
-        """From when on another one may have come in its place, if it was lost.
+        """When a replacement of this worker could have come, if it was lost.
 
-        The replacement of a worker whose lease ends by time is asked for before that end, but not before the worker
-        was of use itself.
+        The replacement of a worker whose lease ends by time is requested before that end, but not before the worker
+        itself was useful.
         """
         if self.expires_s is not None and self.ready_s is not None:
             return self.ready_s

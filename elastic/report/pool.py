@@ -32,13 +32,13 @@ from elastic.report.jobs import NodeSlice, PooledJob, PooledNode, PoolMark, Pool
 NS_PER_S = 1_000_000_000
 _ROLLOUT = PhaseKind.ROLLOUT
 _OFTEN = (e.PhaseAsked, e.PermitYielded, e.JobProgressed, e.RolloutProgressed, e.TailMoved, e.ResidencyMeasured)
-"""Events by which nobody is placed."""
+"""Events that place no job."""
 _LOST = (JobState.FAILED, JobState.CANCELLED, JobState.REJECTED)
 
 
 class JobTimeline(msgspec.Struct, kw_only=True):
-    """What of a job the cluster forgets. `alone_ns`: its phases, switching left out. It began to start at `started_ns`,
-    which takes as long alone, and was up at `begun_ns`."""
+    """Times of a job that the cluster does not keep. `alone_ns`: its phases without switching. Its start began at
+    `started_ns` (alone it takes as long), and the job was up at `begun_ns`."""
 
     begun_ns: Nanoseconds | None = None
     started_ns: Nanoseconds | None = None
@@ -59,7 +59,7 @@ class TurnUnderWay(msgspec.Struct, kw_only=True):
 
 
 class PoolTimeline:
-    """A pool's past, event by event; `cluster` is its last state."""
+    """The history of a pool, event by event; `cluster` is its last state."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster

@@ -36,7 +36,7 @@ class Remark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def remarks_of(history: History) -> list[Remark]:
-    """What providers have to say for the report, as they said it last."""
+    """Return the providers' last remarks for the report."""
     return [
         Remark(provider=key.removeprefix(REMARK).partition(":")[0], words=words)
         for segment in history.segments

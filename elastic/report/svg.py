@@ -170,5 +170,5 @@ def legend(x: float, y: float, entries: Sequence[tuple[str, str]]) -> Markup:
 
 
 def text_width(words: str) -> float:
-    """Roughly, at the 12 units in which charts are lettered: room is kept for text that nobody can measure here."""
+    """Estimate a text's width at the charts' letter size of 12 units, since fonts cannot be measured here."""
     return sum(4.2 if c in _NARROW else 10.5 if c in _WIDE else 7.0 for c in words)

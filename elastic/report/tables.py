@@ -17,7 +17,7 @@ from elastic.report.weights import PARTS, WorkerPull, mean, mean_split_s
 from elastic.runtime.status import CPU_SATURATED_SHARE
 
 MOST_WORKERS = MOST_REFUSED = 40
-"""In a table; JSON has all."""
+"""Most rows of workers in a table. The JSON has all."""
 
 LOSSES = frozenset({EndCause.LOST, EndCause.FENCED, EndCause.BOOT_TIMEOUT, EndCause.BARRED})
 

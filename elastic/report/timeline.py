@@ -10,7 +10,7 @@ from elastic.core.types import NS_PER_S, Nanoseconds
 from elastic.runtime.status import ProviderStatus, RunStatus
 
 INTERVALS = 160
-"""As many as a page's width shows apart; more would only draw the noise of single steps."""
+"""Number of intervals that a page's width can show. More would only draw the noise of single steps."""
 
 
 class ProviderSeries(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ def timeline(samples: Sequence[tuple[Nanoseconds, RunStatus]], step_ends_s: Sequ
 
 
 def _step_edges(step_ends_s: Sequence[float], end_s: float) -> NDArray[np.float64]:
-    """Where steps end within (0, end_s), thinned evenly where there are more than can be drawn."""
+    """Return the step ends within (0, end_s), evenly thinned to what can be drawn."""
     inner = sorted({end for end in step_ends_s if 0.0 < end < end_s})
     stride = -(-len(inner) // INTERVALS) or 1
     return np.array([0.0, *inner[stride - 1 :: stride], end_s])
@@ -88,6 +88,6 @@ def _at(edges_s: NDArray[np.float64], at_s: NDArray[np.float64], total: NDArray[
 
 
 def _means(edges_s: NDArray[np.float64], at_s: NDArray[np.float64], level: NDArray[np.float64]) -> list[float]:
-    """The mean of a level over each interval; a sample holds for the time since the one before."""
+    """Return the mean of a level over each interval. A sample holds for the time since the one before."""
     area = np.cumsum(level * np.diff(at_s, prepend=0.0))
     return (np.diff(_at(edges_s, at_s, area)) / np.diff(edges_s)).tolist()

@@ -29,11 +29,11 @@ class SimulatedFaultKind(StrEnum):
     DISCONNECT = "disconnect"
     """The connection breaks; the worker dials again."""
     CUT_UP = "cut_up"
-    """Nothing from the worker arrives for a while; all of it arrives late."""
+    """No message from the worker arrives for a while; all of them arrive late."""
     CUT_DOWN = "cut_down"
     PRESSURE = "pressure"
-    """The host's own work takes the device: running turns are given up, and those that come are declined. Some hosts
-    say that they have no credit meanwhile, others do not."""
+    """The host's own work takes the device: running turns are given up, and arriving turns are declined. Some hosts
+    announce meanwhile that they have no credit, others do not."""
     BLACKOUT = "blackout"
     """Every elastic provider takes everything at once and has nothing for a while."""
     SILENT_PROVIDER = "silent_provider"
@@ -41,7 +41,7 @@ class SimulatedFaultKind(StrEnum):
     REWARDS_DOWN = "rewards_down"
     """Every function that scores is unavailable for a while."""
     TRAINER_KILLED = "trainer_killed"
-    """The trainer's process dies; its provider says so, or nobody does. No more often than a run survives."""
+    """The trainer's process dies, with or without a report by its provider; at most as often as a run survives."""
     LIE = "lie"
     """The worker lies. One of its lies is refused, and the worker is barred."""
 
@@ -52,7 +52,7 @@ class RunEnding(StrEnum):
     COMPLETE = "complete"
     STOP = "stop"
     TRAINER_LOST = "trainer_lost"
-    """Its process dies, and every other one that is started."""
+    """The trainer's process dies, and every restart of it."""
 
 
 class SimulatedFault(msgspec.Struct, frozen=True):
@@ -134,7 +134,7 @@ class SimulatedSurroundings(Protocol):
 
 
 class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """After `end_ns` nothing goes wrong any more, and the run must reach its end."""
+    """The faults of a world. None begins after `end_ns`; then the run must reach its end."""
 
     end_ns: Nanoseconds
     faults: tuple[SimulatedFault, ...]

@@ -44,7 +44,7 @@ from policies.selection import NonZeroVariance
 DURABLE_NS = 100 * MS
 """The longest time until a write is durable, unless the journal is busy with an earlier one."""
 RESERVED_ENGINES = 3
-"""So many workers may help in a first step."""
+"""Number of workers that may help in a first step."""
 SAVED = 1 / 4
 """The share of the journal's flushes at which the state is saved, too."""
 BLAMES = (EndCause.FENCED, EndCause.LOST, EndCause.BOOT_TIMEOUT, "no token in time", "hand-over took too long")
@@ -82,7 +82,7 @@ def fresh_core(settings: WorldSettings) -> Scheduler:
 
 
 class PersistentWorld(SimulatedSurroundings, Protocol):
-    """What outlives an orchestrator: time and chance, the providers and their workers, the trainer's checkpoint."""
+    """What outlives an orchestrator: time and chance, providers and their workers, the trainer's checkpoint."""
 
     learner: Learner
     digesting: bool
@@ -213,7 +213,7 @@ class TrainerOrders:
 
 
 class SavedRunState(NamedTuple):
-    """A run's state after so many events, and its record at that time."""
+    """A run's state after a number of events, and its record at that time."""
 
     events: int
     state: bytes
@@ -321,7 +321,7 @@ class Incarnation:
             self._run.feed(event)
 
     def durable(self, then: Callable[[], None]) -> None:
-        """As `elastic.sim.commands.CommandedRun` has it."""
+        """As in `elastic.sim.commands.CommandedRun`."""
         self.journal.durable(then)
 
     # The judge
@@ -349,7 +349,7 @@ class Incarnation:
             record.check_weights(self.scheduler.fleet.workers.values(), self._outside.verified)
 
     def _check_need(self, thing: str, cause: str) -> None:
-        """Where nothing goes wrong, nobody is given up, and no turn is sent again for its silence (invariant 15)."""
+        """Without faults, no worker is given up, and no turn is sent again for its silence (invariant 15)."""
         needless = self._outside.faults.end_ns == 0 and any(blame in cause for blame in BLAMES)
         self.record.require(not needless, f"{thing}: without need: {cause}")
 
@@ -364,7 +364,7 @@ class Incarnation:
             worker.hear(order)
 
     def fence(self, worker: WorkerId, reason: str) -> None:
-        """It is refused once it dials."""
+        """Refuse the worker when it next dials."""
 
     def acquire(self, lease: LeaseId, provider: str, workers: int) -> None:
         self._outside.providers[provider].acquire(lease)

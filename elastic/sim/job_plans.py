@@ -141,7 +141,7 @@ class PlanWorld:
         return self._loop.now_ns
 
     def _cycle_ns(self, job: JobId) -> Nanoseconds:
-        """At the phases as they are now; those of a group are looked at once for each membership and hour."""
+        """Return the cycle at the present phases. A group's cycle is computed once per membership and hour."""
         seat = self.cluster.jobs[job].seat
         assert seat is not None
         group = self.cluster.groups[seat.group]

@@ -37,9 +37,9 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     shortest: float = 1.0
     longest: float = 1.0
     profile: PhasePlan | None = None
-    """What a timed step shows, for a request without a plan."""
+    """Return what a timed step shows, for a request without a plan."""
     both: bool = False
-    """It trains with the nodes of both pools."""
+    """Whether the job trains with the nodes of both pools."""
 
 
 class JobFaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ class _SimulatedJob:
 
     @property
     def between_steps(self) -> bool:
-        """Nothing of a step has been done yet."""
+        """Whether no part of the next step has been done."""
         begun = self.permit is not None or self.left_ns is not None or self.phase is _TRAIN or self.syncing
         return self.step_began_ns is None or not begun
 
@@ -146,7 +146,7 @@ class JobsWorld:
         return self._journal
 
     def run(self, horizon_ns: Nanoseconds = 10**19) -> None:
-        """Until nothing happens any more. A wake-up comes before what happens at its time. Raises `JobsWorldFailed`."""
+        """Run until no event is left. A wake-up comes before events of the same time. Raises `JobsWorldFailed`."""
         while True:
             wakeup_ns, at_ns = self.cluster.next_wakeup_ns(), self._loop.next_ns()
             if wakeup_ns is not None and (at_ns is None or wakeup_ns <= at_ns):

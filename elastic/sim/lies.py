@@ -20,9 +20,9 @@ from elastic.core.types import INTEGER_MAX, Account, FinishReason, LoadPhase, Pr
 
 KINDS: tuple[type, ...] = get_args(wire.FromWorker)
 POISONED = 0.6
-"""Of the frames: some field holds what it must not. The others are extreme, and may be meant."""
+"""Share of frames with a forbidden value in some field. The other frames are extreme but valid."""
 GARBLED = 0.05
-"""Of the frames: bytes that are no message at all, or not all of one."""
+"""Share of frames whose bytes are no message, or not a whole one."""
 LONGEST_LIST = 40
 
 _STRANGE = (
@@ -100,7 +100,8 @@ class Liar:
         return [*([] if at.tag is None else [at.tag]), *values.values()]
 
     def _even_out(self, chunk: dict[str, Any]) -> None:
-        """As many log-probabilities as tokens: another number is refused before anything else is looked at."""
+        """Give a chunk as many log-probabilities as tokens, since a different number is refused before anything else
+        is checked."""
         ids, logprobs = chunk["token_ids"], chunk["logprobs"]
         if isinstance(ids, list) and isinstance(logprobs, list):
             chunk["logprobs"] = [*logprobs, *[-0.5] * len(ids)][: len(ids)]

@@ -13,13 +13,13 @@ from elastic.sim.faults import SimulatedSurroundings
 from elastic.sim.settings import MS
 
 SLICE_NS = (500 * MS, 6 * NS_PER_S)
-"""From a grant to its recall."""
+"""Time from a grant to its recall."""
 NOTICES_NS = (200 * MS, 2 * NS_PER_S)
 """How much shorter or longer than training a group a recall leaves; while faults strike, the first may be all."""
 
 
 class SharedDeviceViolated(AssertionError):
-    """Somebody has left the device to others and computes on it."""
+    """A trainer computes on a device that it has left to other jobs."""
 
 
 class SharedTrainerProcess(Protocol):
@@ -29,7 +29,7 @@ class SharedTrainerProcess(Protocol):
     def computes(self) -> bool: ...
 
     def permit(self) -> None:
-        """It has the device."""
+        """The process gets the device."""
         ...
 
     def halt(self) -> None:
@@ -50,7 +50,7 @@ class PoolSurroundings(SimulatedSurroundings, Protocol):
 
 
 class ModelledPool:
-    """As `elastic.runtime.ports.Pool`."""
+    """`elastic.runtime.ports.Pool` in a simulated world."""
 
     def __init__(self, world: PoolSurroundings, within_ns: Nanoseconds) -> None:
         self.held: int | None = None

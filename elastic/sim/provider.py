@@ -18,7 +18,7 @@ LATE_END_NS = (1 * MS, 2000 * MS)
 """How long after an expiry the provider gets round to saying so."""
 
 LATE_TURNS = 1.1
-"""Of the time within which a turn on a shared pool is to come, it may take so much."""
+"""Most time of a turn's grant on a shared pool, as a share of the promised time."""
 LONGEST_SILENCE_NS = 3000 * MS
 SILENCE_APART_NS = 6000 * MS
 
@@ -43,7 +43,7 @@ class ProviderSurroundings(SimulatedSurroundings, Protocol):
     """The part of the world that a provider's model uses."""
 
     def listener(self) -> Callable[[e.Event], None]:
-        """Where the orchestrator's process of now hears; it stays deaf once that process is gone."""
+        """Returns where the present orchestrator's process hears events. It is deaf once that process is gone."""
         ...
 
     def boot_worker(self, worker: WorkerId, lease: LeaseId, role: WorkerRole, after_ns: Nanoseconds) -> None: ...
@@ -131,7 +131,8 @@ class SimulatedProvider:
             self._in_turn(lambda: self._grant(held))
 
     def release(self, lease: LeaseId) -> None:
-        """Of an unknown lease a no-op; of one not granted yet a refusal; deaf at most once to any."""
+        """End a lease. Does nothing for an unknown one, refuses one that is not granted, and ignores at most one
+        call."""
         held = self.held.get(lease)
         self.asked_back_ns.setdefault(lease, self._world.loop.now_ns)
         if held is None or self._silent:

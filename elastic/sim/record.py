@@ -68,7 +68,8 @@ class RunRecord:
         """Of each worker the epoch, and how many turns it last said that it can hold."""
 
     def recall(self, former: "RunRecord") -> None:
-        """What workers generated before a crash, as the former record has it; to be called before the journal is."""
+        """Take over what workers generated before a crash, from the former record. Called before the journal is
+        replayed."""
         self._generated = {attempt: replace(span) for attempt, span in former._generated.items()}
 
     def restore(self, former: "RunRecord") -> None:

@@ -95,9 +95,9 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SPOT_WORKERS = 4
-"""At the most, of a small world: with those of other providers and the trainer's device it has eight."""
+"""Most spot workers of a small world, which has eight workers in all."""
 MOST_TURNS = 64
-"""That a small world's plan has, at the most, without what is dropped and launched again."""
+"""Most turns in a small world's plan, without groups that are dropped and launched again."""
 
 
 def draw_settings(rng: Random) -> WorldSettings:
@@ -133,7 +133,7 @@ def draw_settings(rng: Random) -> WorldSettings:
 
 
 def draw_sharing(rng: Random, settings: WorldSettings) -> WorldSettings:
-    """What of a world is held for rollouts alone, or shared with other jobs: of most worlds nothing."""
+    """Draw which leases are held for rollouts only or shared with other jobs; none in most worlds."""
     providers = [
         msgspec.structs.replace(
             provider,

@@ -25,10 +25,8 @@ class TrainerSurroundings(worker.WorkerSurroundings, Protocol):
 
 
 class SimulatedTrainer(SimulatedWorker):
-    """It begins with the checkpoint, and has caught up with the orders of its run before it joins.
-
-    Who comes back from a lost connection, or to another orchestrator, stands where it stands.
-    """
+    """A trainer. A new process begins with the checkpoint and has caught up with its run's orders before it joins. A
+    trainer that comes back after a lost connection, or to another orchestrator, keeps its state."""
 
     def __init__(self, world: TrainerSurroundings, name: WorkerId, lease: LeaseId) -> None:
         world.learner.restart()
@@ -56,13 +54,13 @@ class SimulatedTrainer(SimulatedWorker):
         return super()._spent_on() if self._has_device else Account.PARKED
 
     def permit(self) -> None:
-        """It has its device: what it was at begins once more."""
+        """Give the trainer its device: interrupted work begins again."""
         self._account()
         self._has_device, self._hung_until_ns = True, 0
         self._go_on()
 
     def halt(self) -> None:
-        """Others have the device."""
+        """Give the device to other jobs."""
         self._account()
         self._has_device, self._hung_until_ns = False, HALTED_NS
         self._works = False
@@ -109,7 +107,7 @@ class SimulatedTrainer(SimulatedWorker):
             super()._join()
 
     def _finish(self, halts: int) -> None:
-        """The checkpoint is written before anybody hears of the version that it has."""
+        """Write the checkpoint before any peer hears of its version."""
         if halts != self._halts:
             return  # It lost the device meanwhile.
         self._works = False

@@ -246,7 +246,7 @@ class SimulatedWorker:
         self._report()
 
     def _forget_orders(self) -> None:
-        """What a process that is gone had ordered is of no use to the one that is there."""
+        """Forget the orders of an orchestrator's process that is gone."""
         self._account()
         for orders in (self._turns, self._held, self._seen):
             orders.clear()

@@ -58,7 +58,7 @@ TRAINER = SimulatedProviderSettings(
 LARGE_EVERY = 100
 """The last of so many seeds in a row draws a large world."""
 REPLAYED_EVERY = 25
-"""Of one in so many seeds the whole journal is replayed, and compared after every event."""
+"""One in this many seeds has its whole journal replayed and compared after every event."""
 
 
 class SimulatedWorldFailed(AssertionError):
@@ -79,7 +79,7 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     incarnations: tuple[Incarnation, ...]
     settings: WorldSettings
     faults: int
-    """Those that struck: single faults, crashes, and faults of messages, requests, loads and turns."""
+    """Faults that struck: single faults, crashes, and faults of messages, requests, loads and turns."""
 
     @property
     def events(self) -> int:
@@ -197,9 +197,8 @@ class SimulatedWorld:
         return self.run if self.run.up else None
 
     def listener(self) -> Callable[[e.Event], None]:
-        """Where a provider's events go. While no orchestrator runs they are lost: the next one asks providers for their
-        state.
-        """
+        """Where a provider's events go. Without an orchestrator they are lost: the next one asks providers for their
+        state."""
         return self.run.feed
 
     def next_epoch(self, worker: WorkerId) -> int:
@@ -265,7 +264,7 @@ class SimulatedWorld:
         self.loop.after(crash.down_ns, lambda: self._resume(None if crash.journal_lost else self.run))
 
     def _resume(self, former: Incarnation | None) -> None:
-        """What a provider has is asked of it before the run goes on, however long it takes to answer."""
+        """Ask the providers for their leases before the run goes on, however long they take to answer."""
         silent_until_ns = max(provider.silent_until_ns for provider in self.providers.values())
         if self.loop.now_ns < silent_until_ns:
             self.loop.at(silent_until_ns, lambda: self._resume(former))

@@ -41,8 +41,8 @@ _log = structlog.get_logger(__name__)
 
 
 class CoServingStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What the executor did so far. `reclaims_ns` are the latest times from serving's need of pages that rollouts held
-    to its having them."""
+    """What the executor has done so far. `reclaims_ns` are the latest times from serving's need of rollouts' pages
+    to getting them."""
 
     budget: Budget
     serving_pages: int
@@ -58,7 +58,7 @@ class CoServingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     turns_stalled: int
     rollout_failures: int
     activation_s: float
-    """How long the rollout model's last activation kept the device from everybody else."""
+    """How long the rollout model's last activation blocked the device."""
 
 
 class CoServing:
@@ -108,7 +108,7 @@ class CoServing:
 
     @property
     def running(self) -> bool:
-        """Between `start` and the end, be it `close` or a failure of the executor itself."""
+        """Whether the executor runs: after `start`, and before `close` or a failure of its own."""
         return self._thread is not None and not self._closed
 
     def start(self, sink: ChunkSink, tensors: Mapping[str, object]) -> None:

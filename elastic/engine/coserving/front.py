@@ -70,7 +70,7 @@ class Utf8Tokenizer:
 
 
 class NoTokenizer:
-    """For models whose vocabulary is not known here: prompts and answers are token ids alone."""
+    """For models with unknown vocabularies: prompts and answers are token ids."""
 
     def encode(self, text: str) -> list[int]:
         raise FrontError(400, "this server has no tokenizer for its model: send token ids", "prompt")
@@ -103,7 +103,7 @@ class ModelCard(BaseModel):
 
 
 def _without_nulls(fields: Any) -> Any:
-    """To OpenAI's clients a null is a field that was not given."""
+    """Drop nulls: for OpenAI's clients a null field is a missing field."""
     return {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
 
 
@@ -239,7 +239,7 @@ class ServingFront:
         return BODY_BYTES + BODY_BYTES_PER_TOKEN * self._card.max_context_tokens
 
     def routes(self) -> list[BaseRoute]:
-        """For an application whose errors are OpenAI's (`ERROR_HANDLERS`)."""
+        """Return the routes, for an application whose errors are OpenAI's (`ERROR_HANDLERS`)."""
         return [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -258,7 +258,7 @@ class ServingFront:
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Chunks up to the last. Whoever stops early, or is cancelled, aborts the request."""
+        """Yield chunks up to the last. A caller that stops early, or is cancelled, aborts the request."""
         engine = self._engine
         if engine is None:
             raise FrontError(503, "the engine is not running yet")
@@ -498,4 +498,4 @@ async def _not_routed(_: Request, error: Exception) -> Response:
 
 
 ERROR_HANDLERS: Mapping[Any, Any] = {FrontError: _refused, HTTPException: _not_routed}
-"""What an application with the front's routes needs, so that its errors have the shape that OpenAI's clients read."""
+"""Error handlers that give errors the shape that OpenAI's clients read."""

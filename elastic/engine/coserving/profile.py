@@ -18,7 +18,7 @@ FORMAT = 1
 
 
 class CostProfileError(Exception):
-    """A profile cannot be used; the message names the file, its device and models, and those that were wanted."""
+    """A profile cannot be used. The message names the file, its device and models, and the wanted ones."""
 
 
 class Grid(msgspec.Struct, frozen=True):
@@ -128,14 +128,14 @@ class CostModel:
         return prefill, decode
 
     def _profiled_prefill(self, pieces: Sequence[Prefill]) -> float:
-        """Of an iteration: several pieces cost as one of all their tokens, since they share what each would cost
-        alone; they attend to as much as they do on average."""
+        """Return the prefill cost of an iteration. Several pieces cost as one piece of all their tokens, since they
+        share the constant costs; they attend to their average context."""
         count = sum(piece.count for piece in pieces)
         return self.profile.prefill.at(count, sum(piece.count * piece.start for piece in pieces) / count)
 
 
 class ProfileRange(NamedTuple):
-    """How large the iterations are that a profile has to tell about."""
+    """The largest iterations that a profile must cover."""
 
     prefill_tokens: int
     batch: int

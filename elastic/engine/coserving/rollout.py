@@ -79,8 +79,8 @@ class SharedRolloutEngine(SharedDeviceEngine):
         return Iteration(work, shape_of(work)) if work else None
 
     def end_stalled(self, now_ns: Nanoseconds) -> None:
-        """Give up turns that got nothing for too long. Waiting for a place in the batch, for others' prompts, for
-        weights or for other turns to end before new weights is no stall: nobody else would be quicker."""
+        """Give up turns that have made no progress for too long. Waiting for a place in the batch, for other turns'
+        prompts, for weights, or for turns to end before new weights, is no stall: no other worker would be quicker."""
         if not (self.active or self._loading) or self._cost is None or self._controls.asleep:
             self._progress_ns.clear()
             return

@@ -12,7 +12,7 @@ WINDOW_S = 5.0
 """A target counts as broken for as long as the P99 of what arrived then is above it."""
 KEPT = 5_000
 OPEN_WINDOWS = 60
-"""Whose requests are remembered: the latest to end came in one of these."""
+"""Number of windows whose requests are remembered."""
 NS_PER_MS = 1_000_000
 
 
@@ -22,7 +22,7 @@ class _Request(NamedTuple):
 
 
 class Latencies(NamedTuple):
-    """In milliseconds; None before there is a first."""
+    """Latencies in milliseconds; None before the first request."""
 
     p50: float | None
     p99: float | None
@@ -78,7 +78,7 @@ class ServiceLog:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """None where there are no values."""
+    """Return a percentile; None if there are no values."""
     return float(np.percentile(values, percent)) if values else None
 
 

@@ -31,7 +31,7 @@ class UsageMeter:
         self._user = user
 
     def lend(self, lent: bool, now_ns: Nanoseconds) -> None:
-        """From now on a run has the device, or none."""
+        """Lend the device to a run from now on, or to none."""
         self._settle(now_ns)
         self._lent = lent
 
