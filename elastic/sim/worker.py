@@ -46,7 +46,7 @@ class Attempt:
     position: int
 
 
-class Session(Protocol):
+class OrchestratorSession(Protocol):
     """The orchestrator's process that a worker has reached, for as long as that process lives."""
 
     def feed(self, event: e.Event) -> None: ...
@@ -65,7 +65,7 @@ class Session(Protocol):
 class WorkerSurroundings(SimulatedSurroundings, Protocol):
     """The part of the world that a worker's model uses."""
 
-    def answering(self) -> Session | None:
+    def answering(self) -> OrchestratorSession | None:
         """The orchestrator's end of a new connection; None while no orchestrator runs."""
         ...
 
@@ -88,7 +88,7 @@ class SimulatedWorker:
         self.asleep = False
         self.link = SimulatedLink(world, reliable=role is WorkerRole.TRAINER)
         self._world = world
-        self._session: Session | None = None
+        self._session: OrchestratorSession | None = None
         self.epoch = 0
         self._connected = False
         self._draining = False

@@ -50,7 +50,7 @@ from elastic.sim.settings import (
     draw_sharing,
 )
 from elastic.sim.trainer import SimulatedTrainer
-from elastic.sim.worker import SLOWNESS, Session, SimulatedWorker
+from elastic.sim.worker import SLOWNESS, OrchestratorSession, SimulatedWorker
 
 TRAINER = SimulatedProviderSettings(
     name="trainer", role=WorkerRole.TRAINER, leases=1, boot_ns=400 * MS, usd_per_gpu_hour=10.0
@@ -193,7 +193,7 @@ class SimulatedWorld:
 
     # Between workers, providers and the orchestrator
 
-    def answering(self) -> Session | None:
+    def answering(self) -> OrchestratorSession | None:
         return self.run if self.run.up else None
 
     def listener(self) -> Callable[[e.Event], None]:
