@@ -30,7 +30,8 @@ class SubmitJob(_PoolRequest, frozen=True, tag="submit"):
     """Submit a job. `directory` is its run's directory (with its configuration), or where a script is to run.
 
     `providers` are the job's own besides the pool. A script has its `command`, and `phases` if a file names its phases.
-    `environment` is added to what it inherits.
+    `environment` is added to what it inherits. A script survives `max_restarts` deaths of its process in one placement;
+    a run's configuration says how many.
     """
 
     id: CommandId
@@ -40,6 +41,7 @@ class SubmitJob(_PoolRequest, frozen=True, tag="submit"):
     script: tuple[str, ...] = ()
     phases: str = ""
     environment: dict[str, str] = {}
+    max_restarts: int = 3
 
 
 class PlanJob(_PoolRequest, frozen=True, tag="plan"):

@@ -104,6 +104,7 @@ def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool,
         script=said.script or (),
         phases=str(said.phases.resolve()) if said.phases is not None else "",
         environment=environment,
+        max_restarts=job.max_restarts,
     )
     try:
         answer = asyncio.run(control.submit(command))

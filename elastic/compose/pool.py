@@ -168,7 +168,7 @@ class PoolPrograms:
         path = Path(submission.directory)
         if not path.is_absolute() or not path.is_dir():
             raise ConfigError(f"job {submission.request.id}: directory: found {path}; allowed: an absolute one")
-        max_restarts = 3
+        max_restarts = submission.max_restarts
         if not submission.script:
             if not (path / CONFIG).exists():
                 raise ConfigError(f"job {submission.request.id}: {path} is no run's directory: it has no {CONFIG}")

@@ -116,9 +116,11 @@ def test_a_script_brings_its_command_and_no_secrets(
     monkeypatch.setenv("MY_DATA", "here")
     file = tmp_path / "script.toml"
     file.write_text('[run]\nname = "grpo"\nsteps = 7\npass_env = ["MY_DATA"]\n' + JOB)
-    code, _, err = elastic("jobs", "submit", file, "--name", "mine", "--", "python", "train.py", "--json")
+    mine = ("--name", "mine", "--set", "job.max_restarts=1")
+    code, _, err = elastic("jobs", "submit", file, *mine, "--", "python", "train.py", "--json")
     assert code == 0, err
     (sent,) = pool.submitted
+    assert sent.max_restarts == 1
     assert sent.script == ("python", "train.py", "--json")
     assert (sent.request.steps, sent.directory) == (7, str(tmp_path))
     assert sent.environment["MY_DATA"] == "here"
