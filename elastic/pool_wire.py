@@ -276,7 +276,8 @@ class ResidentGone(_PoolMessage, frozen=True):
 class KeeperHello(_PoolMessage, frozen=True):
     """First frame of a keeper. `token` is that of its ticket, or of its session if it comes back with `residents`.
 
-    `gone`: scripts that have ended here, and how; it may have been said already.
+    `gone`: scripts that have ended here, and how; it may have been said already. `given`: the permit under which the
+    device belongs to the job `given_to`, 0 if it belongs to no job.
     """
 
     protocol_version: Count
@@ -287,6 +288,8 @@ class KeeperHello(_PoolMessage, frozen=True):
     last_permit: Count = 0
     residents: Annotated[tuple[ResidentState, ...], msgspec.Meta(max_length=RESIDENTS_MAX)] = ()
     gone: Annotated[tuple[ResidentGone, ...], msgspec.Meta(max_length=RESIDENTS_MAX)] = ()
+    given: Count = 0
+    given_to: Text = ""
 
 
 class DeviceFreed(_PoolMessage, frozen=True):

@@ -69,8 +69,8 @@ class _KeptResident:
 class _Device:
     """The holder of the device. `taking` is set once the pool has asked for it."""
 
-    def __init__(self, permit: int, job: JobId) -> None:
-        self.permit, self.job = permit, job
+    def __init__(self, permit: int, job: JobId, placement: int | None) -> None:
+        self.permit, self.job, self.placement = permit, job, placement
         self.taking = False
         self.timer: asyncio.TimerHandle | None = None
 
@@ -139,7 +139,7 @@ class Keeper:
             w.ResidentState(job, kept.order.placement, kept.worker, kept.permit, kept.up)
             for job, kept in self._kept.items()
         )
-        ticket = self._ticket
+        ticket, device = self._ticket, self._device
         return w.KeeperHello(
             w.POOL_PROTOCOL_VERSION,
             ticket.node,
@@ -149,6 +149,8 @@ class Keeper:
             self._last_permit,
             residents,
             tuple(self._scripts_over.values()),
+            device.permit if device is not None else 0,
+            device.job if device is not None else "",
         )
 
     def _say(self, message: w.FromKeeper) -> None:
@@ -183,12 +185,24 @@ class Keeper:
             kept.follower = order
             self._end(kept, "another one of its job takes its place", 0.0)
             return
+        self._keep_permit(order)
         name = f"{self._ticket.node}-{order.job}-{order.placement}"
         owner = f"{RESIDENTS} {self._ticket.node}"
         kept = _KeptResident(order, RecordedProcesses(self._ticket.records, self._ticket.pool, owner, name))
         self._kept[order.job] = kept
         self._scripts_over.pop(order.job, None)
         self._spawn(self._attend(kept))
+
+    def _keep_permit(self, order: w.StartResidentFrame) -> None:
+        """A permit of an earlier placement is not for the resident of a later one."""
+        device = self._device
+        if device is None or device.job != order.job:
+            return
+        if device.placement is None:
+            device.placement = order.placement
+        elif device.placement != order.placement:
+            device.still()
+            self._device = None
 
     def _give(self, permit: int, job: JobId, left_s: float) -> None:
         device = self._device
@@ -202,7 +216,8 @@ class Keeper:
             for kept in self._kept.values():
                 if kept.permit:
                     self._end(kept, f"permit {kept.permit} counts no more, and it has not parked", 0.0)
-            device = self._device = _Device(permit, job)
+            orders = [] if (kept := self._kept.get(job)) is None else [kept.follower or kept.order]
+            device = self._device = _Device(permit, job, orders[0].placement if orders else None)
         if not device.taking:
             device.due(left_s, self._overdue)
         self._resume()

@@ -64,10 +64,12 @@ class NodeKeepers:
             for taking in (live.yielding, live.leaving):
                 if taking is not None and name in taking.waiting:
                     resident = node.residents.get(job)
-                    if resident is None or not resident.permit:
-                        self._slices.freed(name, job, taking.permit, 0)
-                    else:
+                    if taking.permit in (hello.given, resident.permit if resident is not None else 0):
                         self._slices.take_device(name, job, taking.permit)
+                    else:
+                        self._slices.freed(name, job, taking.permit, 0)
+        if hello.given and hello.given not in self._pool.cluster.permits:
+            self._slices.take_device(name, hello.given_to, hello.given)
         for job, resident in node.residents.items():
             if resident.ending:
                 self._pool.ports.tell_keeper(name, w.EndResident(job, "as it was told before"))

@@ -211,7 +211,7 @@ class PoolShell:
                 resident = node.residents.get(job)
                 if resident is not None and resident.permit == permit:
                     resident.permit = 0
-                self._pool.job(job).deaths.pop(name, None)
+                    self._pool.job(job).deaths.pop(name, None)
                 self._slices.freed(name, job, permit, nanoseconds(message.resume_s + message.park_s))
             case w.WorkerLeft(job=job, worker=worker):
                 live = self._pool.job(job)

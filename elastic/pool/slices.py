@@ -28,11 +28,18 @@ class PoolSlices:
         live = self._pool.job(job)
         for number in [number for number in live.known if number not in self._pool.cluster.permits]:
             live.known.discard(number)
+            self._take_over(job, number)
             self._pool.ports.tell_job(job, w.PermitOver(number, "it was taken, or its nodes are gone"))
         for taking in (live.yielding, live.leaving):
             if taking is not None and taking.permit not in self._pool.cluster.permits:
                 live.yielding = None if taking is live.yielding else live.yielding
                 live.leaving = None if taking is live.leaving else live.leaving
+
+    def _take_over(self, job: JobId, permit: int) -> None:
+        """Take the devices of a permit that the cluster has ended: no later resident computes under it."""
+        for name, node in self._pool.nodes.items():
+            if node.given == permit:
+                self.take_device(name, job, permit)
 
     def granted(self, command: c.GrantPermit) -> None:
         live = self._pool.job(command.job)

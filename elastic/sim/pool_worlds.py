@@ -2,8 +2,8 @@
 keepers, residents and jobs.
 
 Messages travel in order on a connection and are lost with it. Connections break; keepers, residents, jobs and the
-pool's own process die at any point: that one also right after an event became durable, and in the middle of what
-follows from it. Phases hang, residents do not park, everything may be said twice. Some jobs are scripts, which
+pool's own process die at any point: that one also right before and after an event became durable, and in the middle of
+what follows from it. Phases hang, residents do not park, everything may be said twice. Some jobs are scripts, which
 compute in their own process, and some train with the nodes of both pools. After every event all invariants of the
 cluster are checked, and at every device that one job has it, under a permit that is newer than all before.
 """
@@ -27,7 +27,25 @@ from elastic.sim.loop import EventLoop
 S = 1_000_000_000
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 LOOP_MAX = 400_000
-STRIKES = ("resident", "resident", "keeper", "keeper link", "job", "job link", "pool", "stuck", "cancel")
+STRIKES = (
+    "resident",
+    "resident",
+    "keeper",
+    "keeper link",
+    "job",
+    "job link",
+    "pool",
+    "stuck",
+    "silent",
+    "memory",
+    "cancel",
+)
+WORK_NS = 5 * S
+"""How often a job looks whether it computes."""
+PROGRESS_NS = 3 * 3600 * S
+"""Once faults have ended, some job finishes a step, or ends, at least so often."""
+ENDED_NS = 60 * S
+"""Within so much undisturbed time a resident that holds too much memory is ended."""
 
 
 class PoolWorldFailed(AssertionError):
@@ -71,7 +89,7 @@ class _ModelResident:
         self.up = script
         self.permit = 0
         self.stuck = False
-        self.waiting: w.WorkerTicketFrame | None = None
+        self.host_bytes = 0
         self.alive = True
 
 
@@ -84,13 +102,17 @@ class _ModelKeeper:
         self.wire: _Wire | None = None
         self.residents: dict[JobId, _ModelResident] = {}
         self.device: tuple[int, JobId] | None = None
+        self.bound: int | None = None
+        """The placement to which the device's permit belongs."""
         self.taking = False
         self.last = 0
         self.resumed_under = 0
         self.over: dict[JobId, w.ResidentGone] = {}
+        self.silent = False
+        self.cut_ns = 0
 
     def dial(self) -> None:
-        if not self.alive or self.wire is not None:
+        if not self.alive or self.silent or self.wire is not None:
             return
         shell = self.world.shell
         if shell is None:
@@ -100,8 +122,8 @@ class _ModelKeeper:
         states = tuple(
             w.ResidentState(job, one.placement, one.worker, one.permit, one.up) for job, one in self.residents.items()
         )
-        gone = tuple(self.over.values())
-        hello = w.KeeperHello(w.POOL_PROTOCOL_VERSION, self.node, "", 1, "", self.last, states, gone)
+        gone, device = tuple(self.over.values()), self.device or (0, "")
+        hello = w.KeeperHello(w.POOL_PROTOCOL_VERSION, self.node, "", 1, "", self.last, states, gone, *device)
         refused = self.world.within(lambda: shell.keeper_joined(hello))
         if refused:
             self.die()
@@ -112,6 +134,7 @@ class _ModelKeeper:
             wire.carry(True, lambda: self.world.to_shell(lambda shell: shell.keeper_heard(self.node, message)))
 
     def cut(self) -> None:
+        self.cut_ns = self.world.loop.now_ns
         if self.wire is not None:
             self.wire.open = False
             self.wire = None
@@ -155,9 +178,37 @@ class _ModelKeeper:
                 if job in self.residents and grace_s:
                     self.world.stop_job(job, reason)
                 elif job in self.residents:
+                    self._judge_end(self.residents[job], reason)
                     self.kill(job, reason)
             case _:
                 pass
+
+    def _judge_end(self, one: _ModelResident, reason: str) -> None:
+        world = self.world
+        if "bytes of host memory" in reason and not one.host_bytes:
+            world.fail(f"{one.job} is ended on {self.node} for what another one holds: {reason}")
+        if reason.startswith("permit ") and int(reason.split()[1]) > world.excused:
+            world.fail(f"{one.job} is killed on {self.node}, and nothing was wrong with it: {reason}")
+
+    def swell(self, one: _ModelResident) -> None:
+        """From here on the resident holds more than was declared, and that is measured."""
+        one.host_bytes = 2
+        began_ns = self.world.loop.now_ns
+
+        def measure() -> None:
+            if not one.alive or not self.alive:
+                return
+            quiet_ns = self.world.loop.now_ns - max(began_ns, self.cut_ns, self.world.returned_ns)
+            if self.wire is not None and self.world.shell is not None and quiet_ns > ENDED_NS:
+                self.world.fail(f"{one.job} holds more on {self.node} than it has declared, and goes on")
+            self.say(w.HostMemory(one.job, one.host_bytes))
+            self.world.loop.after(5 * S, measure)
+
+        measure()
+
+    def computes(self, job: JobId, permit: int, worker: str) -> bool:
+        one = self.residents.get(job)
+        return self.alive and one is not None and one.permit == permit and one.worker == worker
 
     def _start(self, job: JobId, placement: int, frame: w.StartResidentFrame) -> None:
         former = self.residents.get(job)
@@ -165,6 +216,10 @@ class _ModelKeeper:
             return
         if former is not None:
             self.kill(job, "another one takes its place")
+        if self.device is not None and self.device[1] == job:
+            self.bound = placement if self.bound is None else self.bound
+            if self.bound != placement:
+                self.device, self.taking = None, False
         worker = frame.environment.get("ELASTIC_WORKER", "")
         one = self.residents[job] = _ModelResident(placement, job, trainer=worker, script=frame.script)
         self.over.pop(job, None)
@@ -187,10 +242,15 @@ class _ModelKeeper:
             return
         if self.device != (permit, job):
             self.last = permit
-            for other in list(self.residents.values()):
-                if other.permit:
+            for other in [*self.residents.values()]:
+                if other.permit and other.script:
                     self.kill(other.job, "its permit counts no more")
+                elif other.permit:
+                    self.world.fail(
+                        f"{self.node} is given to {job} by permit {permit}, while {other.job} has it by {other.permit}"
+                    )
             self.device, self.taking = (permit, job), False
+            self.bound = self.residents[job].placement if job in self.residents else None
             self.world.loop.after(round(left_s * S), lambda: self._overdue(permit))
         self._resume()
 
@@ -222,7 +282,7 @@ class _ModelKeeper:
             return
         self.taking = True
         self.world.loop.after(round(left_s * S), lambda: self._overdue(permit))
-        if one.stuck:
+        if one.stuck and self.world.faulty:
             return
 
         def parked() -> None:
@@ -283,7 +343,12 @@ class _ModelJob:
         self.left_ns: Nanoseconds | None = None
         self.granted = 0
         self.nodes: tuple[NodeId, ...] = ()
-        self.began_ns = 0
+        self.highest = 0
+        """The highest permit that its processes were granted."""
+        self.older = (0, 0)
+        """That of processes that have died, and the pool's incarnation then."""
+        self.told_tail = False
+        self.deaths = 0
         self.hangs = False
         self.trainer = ""
         self.workers = 0
@@ -299,14 +364,18 @@ class _ModelJob:
         if self.alive:
             self.world.fail(f"{self.request.id} was started while a process of it lived")
         self.life += 1
+        if restarts > self.world.entries[self.request.id].max_restarts:
+            self.world.fail(f"{self.request.id} was started again {restarts} times")
         self.alive, self.placement, self.restarts = True, placement, restarts
         self.phase, self.left_ns, self.granted, self.hangs, self.stopping = _ROLLOUT, None, 0, False, False
         self.trainer, self.out, self.yielding, self.ending_phase = "", {}, None, None
         self._later(self.world.rng.randrange(S, 10 * S), self.dial)
 
-    def end(self) -> None:
+    def end(self, *, died: bool = True) -> None:
         """Nothing of it goes on."""
         self.alive = False
+        self.deaths += died
+        self.older = (self.highest, self.world.incarnations)
         self.life += 1
         self.computes_on = ()
         if self.wire is not None:
@@ -315,7 +384,7 @@ class _ModelJob:
     def die(self, how: str, cause: str = "killed") -> None:
         if not self.alive:
             return
-        self.end()
+        self.end(died=how == "died")
         if self.keeper is not None:
             self.keeper.gone(self.request.id, cause, 0 if how == "finished" else 1)
             return
@@ -361,6 +430,9 @@ class _ModelJob:
 
     def _welcomed(self, welcome: w.JobWelcome) -> None:
         held = {one.permit: one for one in welcome.permits}
+        number, incarnation = self.older
+        if not self.script and incarnation == self.world.incarnations and any(permit <= number for permit in held):
+            self.world.fail(f"{self.request.id} has died, and its permits {[*held]} are not taken back")
         self.trainer = welcome.trainer
         if self.granted and self.granted not in held:
             self._lost()
@@ -374,7 +446,15 @@ class _ModelJob:
             elif self.granted != number:
                 self._granted(w.Granted(number, one.phase, one.nodes, one.left_s, one.both))
             if one.recalled and self.granted == number:
-                self._end_phase(finished=False)
+                self._recalled()
+        if self.ending_phase is not None:
+            for node in self.out:
+                self.say(w.ReturnSlice(self.granted, node))
+            self._settle()
+        elif self.granted and self.phase is _ROLLOUT and not self.script:
+            self._lend()
+        elif self.granted and not self.trainer and not self.script:
+            self._start_trainer()
         if not self.granted:
             self._ask()
 
@@ -384,7 +464,7 @@ class _ModelJob:
                 self._granted(message)
             case w.Recalled(permit=permit):
                 if permit == self.granted:
-                    self._end_phase(finished=False)
+                    self._recalled()
             case w.TailMove(permit=permit, nodes=nodes):
                 if permit == self.granted and self.ending_phase is None:
                     self.nodes = nodes
@@ -410,8 +490,22 @@ class _ModelJob:
     # Its steps.
 
     def _ask(self) -> None:
-        if self.alive and not self.granted:
-            self.say(w.AskPhase(self.phase, self.both and self.phase is _TRAIN))
+        """Now and then it thinks better of it, for a while."""
+        if not self.alive or self.granted:
+            return
+        self.say(w.AskPhase(self.phase, self.both and self.phase is _TRAIN))
+        if self.world.rng.random() < 0.1:
+            phase = self.phase
+            self._later(self.world.rng.randrange(20 * S), lambda: self._withdraw(phase))
+
+    def _withdraw(self, phase: PhaseKind) -> None:
+        if self.phase is phase and not self.granted:
+            self.say(w.WithdrawPhase(phase))
+            self._later(10 * S, lambda: self._ask() if self.phase is phase else None)
+
+    def _recalled(self) -> None:
+        if not self.hangs:
+            self._end_phase(finished=False)
 
     def _granted(self, grant: w.Granted) -> None:
         if grant.permit == self.granted:
@@ -422,9 +516,9 @@ class _ModelJob:
             if self.yielding is None or grant.permit != self.yielding.permit:
                 self.say(w.YieldPhase(grant.permit, finished=False))
             return
-        rng, plan = self.world.rng, self.profile
-        self.granted, self.nodes, self.began_ns = grant.permit, grant.nodes, self.world.loop.now_ns
-        self.ending_phase = None
+        rng, plan, permit = self.world.rng, self.profile, grant.permit
+        self.granted, self.nodes, self.highest = permit, grant.nodes, max(self.highest, permit)
+        self.ending_phase, self.told_tail = None, False
         if self.left_ns is None:
             planned_ns = plan.rollout_ns if self.phase is _ROLLOUT else plan.train_ns
             self.left_ns = max(1, int(planned_ns * (0.3 + 0.9 * rng.random())))
@@ -434,17 +528,37 @@ class _ModelJob:
         if grant.both and not {*grant.nodes} >= set(self.world.seat_of(self.request.id)):
             self.world.fail(f"{self.request.id} gets {grant.nodes} and needs both pools")
         self._compute()
-        if self.phase is _ROLLOUT:
-            if len(self.nodes) > 1:
-                self._later(self.left_ns * 8 // 10, lambda: self.say(w.PhaseProgress(grant.permit, 85, 100)))
-        elif not self.trainer and not self.script:
+        if self.phase is _TRAIN and not self.trainer and not self.script:
             self._start_trainer()
         if self.hangs:
             self.world.faults_seen["hang"] += 1
-            self.hangs = False
             return
-        permit = grant.permit
-        self._later(self.left_ns, lambda: self._end_phase(finished=True) if self.granted == permit else None)
+        self._work(permit, computed=False)
+
+    def _work(self, permit: int, *, computed: bool) -> None:
+        """The phase gets on while its residents compute."""
+        if self.granted != permit or self.ending_phase is not None:
+            return
+        assert self.left_ns is not None
+        computes = self._computes()
+        if computed and computes:
+            self.left_ns -= min(WORK_NS, self.left_ns)
+        if not self.left_ns:
+            self._end_phase(finished=True)
+            return
+        if self.phase is _ROLLOUT and not self.told_tail and self.left_ns < self.profile.rollout_ns // 5:
+            self.told_tail = True
+            self.say(w.PhaseProgress(permit, 85, 100))
+        self._later(max(S, min(WORK_NS, self.left_ns)), lambda: self._work(permit, computed=computes))
+
+    def _computes(self) -> bool:
+        """A rollout computes on any of its nodes, training on that of its trainer."""
+        keepers, job = self.world.keepers, self.request.id
+        if self.script:
+            return bool(self.computes_on)
+        if self.phase is _TRAIN:
+            return any(keepers[node].computes(job, self.granted, self.trainer) for node in self.nodes)
+        return any(keepers[node].computes(job, self.granted, worker) for node, worker in self.out.items())
 
     def _compute(self) -> None:
         """A script computes as soon as it may; for a run its residents do."""
@@ -477,21 +591,14 @@ class _ModelJob:
     def _end_phase(self, *, finished: bool) -> None:
         if self.ending_phase is not None or not self.granted:
             return
-        assert self.left_ns is not None
-        if not self.script:
-            self.world.see_given(self.granted, self.nodes)
         self.ending_phase = finished
-        if not finished:
-            self.left_ns = max(1, self.left_ns - (self.world.loop.now_ns - self.began_ns))
         for node in self.out:
             self.say(w.ReturnSlice(self.granted, node))
-        permit = self.granted
-        self._later(3 * S, lambda: self._settle(force=True) if self.granted == permit else None)
         self._settle()
 
-    def _settle(self, *, force: bool = False) -> None:
+    def _settle(self) -> None:
         """Once all its slices have ended, the phase is yielded."""
-        if self.ending_phase is None or (self.out and not force) or not self.granted:
+        if self.ending_phase is None or self.out or not self.granted:
             return
         finished, self.out, self.computes_on = self.ending_phase, {}, ()
         self.yielding = w.YieldPhase(self.granted, finished)
@@ -509,6 +616,7 @@ class _ModelJob:
 
     def _end_step(self) -> None:
         self.steps += 1
+        self.world.progress_ns = self.world.loop.now_ns
         self.phase = _ROLLOUT
         self.say(w.StepsDone(self.steps))
         if self.steps >= self.request.steps:
@@ -519,7 +627,9 @@ class _ModelJob:
             self._ask()
 
     def _lost(self) -> None:
-        self.granted, self.ending_phase, self.out, self.computes_on = 0, None, {}, ()
+        self.granted, self.ending_phase, self.out, self.computes_on, self.hangs = 0, None, {}, (), False
+        if self.left_ns is not None:
+            self.left_ns = max(1, self.left_ns)
 
     def stop(self) -> None:
         self.stopping = True
@@ -554,9 +664,12 @@ class PoolWorld:
         self.events = 0
         self.incarnations = 0
         self.faults_seen: Counter[str] = Counter()
+        self.progress_ns = 0
+        self.returned_ns = 0
+        self.excused = 0
+        """The last permit whose phase may have been disturbed."""
         self.cancelled: set[JobId] = set()
         self._state_before = ""
-        self._alive = True
         times = PoolTimes(silence_ns=10 * S, park_ns=10 * S, keeper_start_ns=60 * S)
         self._times = times
         self._began = False
@@ -606,7 +719,7 @@ class PoolWorld:
 
     def _begin(self, cluster: Cluster) -> None:
         self.incarnations += 1
-        self._alive = True
+        self.returned_ns = self.loop.now_ns
         shell = PoolShell(cluster, self, self._times, self.entries.values(), self._check)
         self.shell = shell
         keepers = {name: keeper.alive for name, keeper in self.keepers.items()}
@@ -669,6 +782,8 @@ class PoolWorld:
 
     def _check(self, event: e.ClusterEvent) -> None:
         assert self.shell is not None
+        if self.faulty:
+            self.excused = max((self.excused, *self.shell.cluster.permits))
         try:
             check(self.shell.cluster, slos=self._keeps_slos)
         except AssertionError as error:
@@ -676,11 +791,6 @@ class PoolWorld:
 
     def fail(self, what: str) -> None:
         raise PoolWorldFailed(f"seed {self.seed}: after {self.events} events at {self.loop.now_ns / S:.3f} s: {what}")
-
-    def see_given(self, permit: int, nodes: tuple[NodeId, ...]) -> None:
-        """Where nothing goes wrong, who computes has been given the devices."""
-        if not self.faults.until_ns and any(self.keepers[node].last < permit for node in nodes):
-            self.fail(f"permit {permit} is used, and its devices were not given")
 
     def see_alone(self, job: JobId, nodes: tuple[NodeId, ...]) -> None:
         """Who begins to compute is alone on these nodes."""
@@ -704,6 +814,7 @@ class PoolWorld:
         return self.loop.now_ns
 
     def append(self, record: bytes, entry: JobEntry | None = None, command: DoneCommand | None = None) -> None:
+        self._perhaps_die()
         self.journal.append(record)
         self.events += 1
         if entry is not None:
@@ -752,6 +863,7 @@ class PoolWorld:
         return w.StartResidentFrame(entry.job, placement, phase, ("x",), environment, "", "", bool(entry.script))
 
     def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None:
+        self._perhaps_die()
         self.jobs[entry.job].start(placement, restarts)
 
     def stop_job(self, job: JobId, reason: str) -> None:
@@ -759,6 +871,7 @@ class PoolWorld:
         one._later(self.rng.randrange(3 * S), one.stop)
 
     def kill_job(self, job: JobId) -> None:
+        self._perhaps_die()
         one = self.jobs[job]
         placement = one.placement
         self.loop.after(
@@ -779,7 +892,8 @@ class PoolWorld:
         return self.loop.now_ns < self.faults.until_ns
 
     def latency_ns(self) -> Nanoseconds:
-        return self.rng.randrange(5 * S) if self.rng.random() < 0.02 else self.rng.randrange(S // 100)
+        late = self.faulty and self.rng.random() < 0.02
+        return self.rng.randrange(5 * S) if late else self.rng.randrange(S // 100)
 
     def job_over(self, job: JobId, placement: int, ending: JobEnding) -> None:
         shell = self.shell
@@ -794,21 +908,21 @@ class PoolWorld:
 
     def _strike(self) -> None:
         rng = self.rng
-        kind = rng.choice(
-            ("resident", "resident", "keeper", "keeper link", "job", "job link", "pool", "stuck", "cancel")
-        )
+        kind = rng.choice(STRIKES)
         keepers = [keeper for keeper in self.keepers.values() if keeper.alive]
         jobs = [job for job in self.jobs.values() if job.alive]
         self.faults_seen[kind] += 1
         if kind == "pool":
             self.kill_pool()
-        elif kind in ("keeper", "keeper link", "resident", "stuck") and keepers:
+        elif kind == "keeper" and keepers:
+            for keeper in keepers if rng.random() < 0.05 else [rng.choice(keepers)]:
+                self._kill_keeper(keeper)
+        elif kind in ("keeper link", "resident", "stuck", "silent", "memory") and keepers:
             keeper = rng.choice(keepers)
-            if kind == "keeper":
-                keeper.die()
-                self.loop.after(
-                    rng.randrange(2 * S), lambda: self.to_shell(lambda shell: shell.keeper_gone(keeper.node))
-                )
+            if kind == "silent":
+                keeper.silent = True
+                keeper.cut()
+                self.to_shell(lambda shell: shell.keeper_left(keeper.node))
             elif kind == "keeper link":
                 keeper.cut()
                 self.to_shell(lambda shell: shell.keeper_left(keeper.node))
@@ -816,6 +930,8 @@ class PoolWorld:
                 one = rng.choice(list(keeper.residents.values()))
                 if kind == "stuck":
                     one.stuck = True
+                elif kind == "memory":
+                    keeper.swell(one)
                 else:
                     keeper.kill(one.job, "killed")
         elif kind == "job" and jobs:
@@ -827,12 +943,22 @@ class PoolWorld:
             self.cancelled.add(job)
             self.to_shell(lambda shell: shell.cancel(job))
 
+    def _kill_keeper(self, keeper: _ModelKeeper) -> None:
+        keeper.die()
+        self.loop.after(self.rng.randrange(2 * S), lambda: self.to_shell(lambda shell: self._tell_gone(shell, keeper)))
+
+    def _tell_gone(self, shell: PoolShell, keeper: _ModelKeeper) -> None:
+        if self.keepers[keeper.node] is keeper:
+            shell.keeper_gone(keeper.node)
+
     # The world's life.
 
     def run(self) -> None:
         """Until all jobs have ended. Raises `PoolWorldFailed`."""
         for _ in range(LOOP_MAX):
             if self._is_over():
+                break
+            if self.loop.now_ns > max(self.progress_ns, self.faults.until_ns) + PROGRESS_NS:
                 break
             shell = self.shell
             wakeup_ns = None if shell is None else shell.next_wakeup_ns()
@@ -870,8 +996,8 @@ class PoolWorld:
         for job, record in shell.cluster.jobs.items():
             if record.state is JobState.FINISHED and self.jobs[job].steps < record.request.steps:
                 self.fail(f"{job} is finished after {self.jobs[job].steps} of its steps")
-            if record.state is JobState.FAILED and record.reason == "it did not start in time":
-                self.fail(f"{job} was not started")
+            if record.state is JobState.FAILED and not self.jobs[job].deaths:
+                self.fail(f"{job} has failed, and nothing has happened to it: {record.reason}")
             if record.state is JobState.CANCELLED and job not in self.cancelled:
                 self.fail(f"{job} is cancelled, and nobody wanted that")
         if cluster_digest(replay(self.journal, self._policies)) != cluster_digest(shell.cluster):
