@@ -43,8 +43,11 @@ class CheckedCluster(ModelledCluster):
     """Checks the cluster and every run after each event."""
 
     runs: dict[str, SimulatedRun]
+    moved = 0
+    """Tails that have left nodes."""
 
     def tell(self, event: e.ClusterEvent) -> None:
+        self.moved += isinstance(event, e.TailMoved)
         super().tell(event)
         check(self.cluster, slos=False)
         for run in self.runs.values():
@@ -70,7 +73,7 @@ def lived(policy: str, seeds: tuple[int, ...], nodes: int, plan: PhasePlan) -> C
             shared = SharedPool(
                 loop=loop,
                 member=member,
-                settings=ProviderSettings(max_workers=4),
+                settings=ProviderSettings.model_validate({"max_workers": 4}),
                 per_node=2,
                 within_s=3600.0,
                 ended=lambda: world.finished(name),
@@ -112,4 +115,13 @@ def test_who_is_told_to_give_way_goes_on_in_its_next_turn_with_every_token(polic
     assert tokens(shared.runs["job-0"]) == tokens(alone.runs["job-0"])
     unfinished = [seen for seen in shared.phases if not seen.finished and seen.phase is PhaseKind.ROLLOUT]
     assert unfinished
+    assert all(record.state is JobState.FINISHED for record in shared.cluster.jobs.values())
+
+
+def test_a_tail_moves_with_every_token() -> None:
+    """Rollouts are heavy, so that the next job gains by the nodes that a tail leaves."""
+    heavy = PhasePlan(rollout_ns=60 * S, train_ns=S)
+    alone, shared = lived("solo", (5,), 2, GENEROUS), lived("weave", (5, 6), 2, heavy)
+    assert shared.moved > 0
+    assert tokens(shared.runs["job-0"]) == tokens(alone.runs["job-0"])
     assert all(record.state is JobState.FINISHED for record in shared.cluster.jobs.values())
