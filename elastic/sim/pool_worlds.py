@@ -8,6 +8,7 @@ compute in their own process, and some train with the nodes of both pools. After
 cluster are checked, and at every device that one job has it, under a permit that is newer than all before.
 """
 
+import argparse
 from collections import Counter
 from collections.abc import Callable, Mapping
 from random import Random
@@ -790,7 +791,11 @@ class PoolWorld:
             self.fail(f"after {event}: {error}")
 
     def fail(self, what: str) -> None:
-        raise PoolWorldFailed(f"seed {self.seed}: after {self.events} events at {self.loop.now_ns / S:.3f} s: {what}")
+        faults = self.faults
+        again = f"python -m elastic.sim.pool_worlds {self.seed} --dies {faults.dies} --until-s {faults.until_ns // S}"
+        raise PoolWorldFailed(
+            f"seed {self.seed}: after {self.events} events at {self.loop.now_ns / S:.3f} s: {what}; again: {again}"
+        )
 
     def see_alone(self, job: JobId, nodes: tuple[NodeId, ...]) -> None:
         """Who begins to compute is alone on these nodes."""
@@ -1002,3 +1007,21 @@ class PoolWorld:
                 self.fail(f"{job} is cancelled, and nobody wanted that")
         if cluster_digest(replay(self.journal, self._policies)) != cluster_digest(shell.cluster):
             self.fail("the journal leads to another state")
+
+
+def main() -> None:
+    """Live through the world of one seed again."""
+    from policies.clusters import CLUSTER_POLICIES
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--dies", type=float, default=PoolFaults().dies)
+    parser.add_argument("--until-s", type=int, default=PoolFaults().until_ns // S)
+    given = parser.parse_args()
+    world = PoolWorld(CLUSTER_POLICIES, given.seed, PoolFaults(dies=given.dies, until_ns=given.until_s * S))
+    world.run()
+    print(f"{world.events} events, faults: {dict(world.faults_seen)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -39,6 +39,21 @@ def test_a_pool_s_process_that_dies_at_every_other_thing_it_does_gets_there_in_t
     assert seen["pool"] > 30
 
 
+def test_jobs_finish_though_every_node_was_gone_at_once():
+    world = PoolWorld(CLUSTER_POLICIES, 3, PoolFaults(until_ns=0))
+
+    def kill_all() -> None:
+        for keeper in [*world.keepers.values()]:
+            world._kill_keeper(keeper)
+
+    world.excused = 10**9
+    world.loop.at(1500 * 10**9, kill_all)
+    world.run()
+    assert world.shell is not None
+    assert {record.state.value for record in world.shell.cluster.jobs.values()} <= {"finished", "rejected"}
+    assert world.shell.cluster.now_ns > 1500 * 10**9
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_many_worlds():
