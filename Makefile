@@ -20,7 +20,7 @@ run: setup
 
 # Two jobs take turns on one set of devices while their processes are killed; some three minutes.
 jobs: setup
-	$(BIN)/python examples/jobs/live.py
+	$(BIN)/python examples/jobs/live.py --keeper
 
 serve: setup
 	$(BIN)/elastic prepare examples/frozenlake.toml

@@ -67,7 +67,7 @@ def victims(kind: str, pool: Path, jobs: Sequence[dict[str, Any]]) -> list[psuti
             case "the pool's process":
                 return "pool-run" in words and "--supervise" not in words and _is(command[-1], directory)
             case _:
-                return "pool-host" in words and environment.get("ELASTIC_POOL_DIRECTORY", directory) == directory
+                return "pool-host" in words and environment.get("ELASTIC_POOL_RECORDS", "").startswith(f"{directory}/")
 
     return processes(matches)
 
@@ -108,7 +108,8 @@ def main() -> None:
             print(json.dumps({"kills": kills, **report}))
         else:
             print(elastic("report", pool))
-            print(f"{len(kills)} processes were killed: {', '.join(kill['kind'] for kill in kills) or 'none'}")
+            dead = ", ".join(f"{kill['kind']} at {kill['at_s']:.0f} s" for kill in kills)
+            print(f"{len(kills)} processes were killed after the submissions: {dead or 'none'}")
             print(f"look at {report['report']}")
     finally:
         elastic("pool", "stop", pool, "--now")
