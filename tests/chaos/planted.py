@@ -1,7 +1,8 @@
 """Plants bugs of the production shell, one at a time, and lives through worlds until one fails.
 
-Each of `bugs/*.patch` is a bug; its first line names the faults that show it best, its second a seed that does. A bug
-is planted in a fork, into the functions that are imported already, so that it costs no more than its worlds.
+Each of `bugs/*.patch`, here and in `tests/pool`, is a bug. Its first line names the faults that show it best, or says
+that worlds of a pool do (`World: pool`); its second is a seed that does. A bug is planted in a fork, into the functions
+that are imported already, so that it costs no more than its worlds.
 
 python tests/chaos/planted.py [--known | --first N --seeds N] [NAME ...]     prints {name: seed or null} as JSON
 """
@@ -16,17 +17,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 from elastic.chaos.faults import FaultKind, draw_plan
 from elastic.chaos.simulate import WorldFailed, simulate
+from elastic.sim.pool_worlds import PoolWorld, PoolWorldFailed
 from elastic.weights import codecs
+from policies.clusters import CLUSTER_POLICIES
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+PLACES = (HERE / "bugs", HERE.parent / "pool" / "bugs")
 SEEDS = 60
 KNOWN_SEEDS = 8
 """From the one on that is known to show a bug: a change elsewhere may move it a little."""
@@ -36,12 +40,16 @@ FOUND_MAX = 250
 
 
 def names() -> list[str]:
-    return sorted(path.stem for path in (HERE / "bugs").glob("*.patch"))
+    return sorted(path.stem for place in PLACES for path in place.glob("*.patch"))
+
+
+def _patch(name: str) -> Path:
+    return next(path for place in PLACES if (path := place / f"{name}.patch").exists())
 
 
 def known_seed(name: str) -> int:
     """A seed whose world the bug has made fail."""
-    return int((HERE / "bugs" / f"{name}.patch").read_text().splitlines()[1].removeprefix("Seed: "))
+    return int(_patch(name).read_text().splitlines()[1].removeprefix("Seed: "))
 
 
 def known_worlds(*which: str) -> dict[str, range]:
@@ -78,24 +86,28 @@ def _fork(name: str, seeds: range) -> int:
 
 def _first_failure(name: str, seeds: range) -> int:
     """How many worlds do not fail before one does."""
-    kinds = plant(HERE / "bugs" / f"{name}.patch")
+    live = plant(_patch(name))
     for number, seed in enumerate(seeds):
         signal.setitimer(signal.ITIMER_VIRTUAL, WORLD_CPU_S)
         try:
-            simulate(seed, draw_plan(seed, kinds))
-        except WorldFailed:
+            live(seed)
+        except (WorldFailed, PoolWorldFailed):
             return number
     return FOUND_MAX
 
 
-def plant(patch: Path) -> list[FaultKind]:
-    """Change the functions of this process as the patch does; returns the faults that show it."""
+def plant(patch: Path) -> Callable[[int], object]:
+    """Change the functions of this process as the patch does; returns what lives through a seed's world."""
     text = patch.read_text()
     for line in text.splitlines():
         if line.startswith("+++ b/"):
             _replace_functions(line.removeprefix("+++ b/").strip(), patch)
-    told = text.partition("\n")[0].removeprefix("Faults: ")
-    return [] if told == "any" else [FaultKind(kind) for kind in told.split(", ")]
+    told = text.partition("\n")[0]
+    if told == "World: pool":
+        return lambda seed: PoolWorld(CLUSTER_POLICIES, seed).run()
+    faults = told.removeprefix("Faults: ")
+    kinds = [] if faults == "any" else [FaultKind(kind) for kind in faults.split(", ")]
+    return lambda seed: simulate(seed, draw_plan(seed, kinds))
 
 
 def _replace_functions(path: str, patch: Path) -> None:

@@ -17,7 +17,7 @@ FIXED = range(16)
 """Seeds that every change is tried with."""
 BATCH = 4
 FRESH = 4
-PLANTED = ("outbox_not_emptied", "relay_not_waited_for", "turn_ends_unheard")
+PLANTED = ("outbox_not_emptied", "relay_not_waited_for", "turn_ends_unheard", "pool_yields_before_devices_are_free")
 """Of the bugs: `benchmarks/faults.py` tries all."""
 
 
