@@ -425,9 +425,18 @@ class _ModelJob:
             self._later(self.world.rng.randrange(5 * S), self.dial)
 
     def say(self, message: w.FromJob) -> None:
-        wire, job = self.wire, self.request.id
+        wire = self.wire
         if wire is not None and wire.open:
-            wire.carry(True, lambda: self.world.to_shell(lambda shell: shell.job_heard(job, message)))
+            wire.carry(True, lambda: self.world.to_shell(lambda shell: self._heard(shell, message)))
+
+    def _heard(self, shell: PoolShell, message: w.FromJob) -> None:
+        shell.job_heard(self.request.id, message)
+        if isinstance(message, w.YieldPhase):
+            self.world.loop.after(ENDED_NS, lambda: self._see_yielded(shell, message.permit))
+
+    def _see_yielded(self, shell: PoolShell, permit: int) -> None:
+        if self.world.shell is shell and permit in shell.cluster.permits:
+            self.world.fail(f"permit {permit} of {self.request.id} was yielded, and its devices are not taken")
 
     def _welcomed(self, welcome: w.JobWelcome) -> None:
         held = {one.permit: one for one in welcome.permits}
