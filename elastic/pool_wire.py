@@ -339,7 +339,7 @@ class StartResidentFrame(_PoolMessage, frozen=True, tag="StartResident"):
     """Start the job's resident on this node: `command`, with `environment` added to what is inherited.
 
     `phase` is what the resident is for. A `script` parks and resumes by itself, and reports that to the pool. Does
-    nothing if the resident already runs under this placement.
+    nothing but say `ResidentUp` again if the resident already runs under this placement and is up.
     """
 
     job: Text

@@ -180,6 +180,8 @@ class Keeper:
     def _start(self, order: w.StartResidentFrame) -> None:
         kept = self._kept.get(order.job)
         if kept is not None and kept.order.placement == order.placement and not kept.ending:
+            if kept.up:
+                self._say(w.ResidentUp(order.job, order.placement))
             return
         if kept is not None:
             kept.follower = order

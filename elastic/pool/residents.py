@@ -84,7 +84,9 @@ class NodeResidents:
         elif ticket is not None and not ticket.token:
             return  # It went on under an earlier process, whose ticket is not known here; `_resident_gone` clears it.
         frame = self._pool.ports.resident(entry, record.placement, name, node.phase, ticket)
-        node.residents[job] = Resident(placement=record.placement, worker=ticket.worker if ticket else "")
+        permit = node.given if record.permit == node.given else 0
+        worker = ticket.worker if ticket else ""
+        node.residents[job] = Resident(placement=record.placement, worker=worker, permit=permit)
         self._pool.ports.tell_keeper(name, frame)
 
     def end(self, job: JobId, name: NodeId, reason: str) -> None:

@@ -214,6 +214,8 @@ class _ModelKeeper:
     def _start(self, job: JobId, placement: int, frame: w.StartResidentFrame) -> None:
         former = self.residents.get(job)
         if former is not None and former.placement == placement:
+            if former.up:
+                self.say(w.ResidentUp(job, placement))
             return
         if former is not None:
             self.kill(job, "another one takes its place")
