@@ -88,7 +88,8 @@ class Witness:
         self._liars: dict[WorkerId, None] = {}
         self._refused_ns: dict[str, Nanoseconds] = {}
         self._failed_loads: dict[tuple[WorkerId, int, int], Nanoseconds] = {}
-        """By worker, epoch and version: who comes back is ordered at once what it lacks."""
+        """By worker, epoch and version. Of a report that arrives twice the first time counts. Who comes back is ordered
+        at once what it lacks."""
         self._sent: dict[TurnId, WorkerId] = {}
         self._lost_ns: dict[WorkerId, Nanoseconds] = {}
         """When the core last heard that a worker's connection is gone."""
@@ -208,12 +209,12 @@ class Witness:
                 if (lease := core.leases.leases.get(event.lease)) is not None:
                     self._refused_ns[lease.provider] = core.now_ns
             case e.WeightsFailed():
-                self._failed_loads[event.worker, event.epoch, event.version] = core.now_ns
+                self._failed_loads.setdefault((event.worker, event.epoch, event.version), core.now_ns)
                 self._load_told(event)
                 well = self._well(event.worker, LOAD_S) and self._now_ns() > self._weights_ailing_ns
                 _require(not well, Act.RETRY, f"{event.worker}: {event.reason}")
             case e.WorkerDisconnected():
-                self._disconnected(event)
+                self._disconnected(core, event)
             case _:
                 pass
         for command in commands:
@@ -245,9 +246,11 @@ class Witness:
             why = f"{event.worker} under epoch {event.epoch}: {event.reason}"
             raise AssertionError(f"a load is told on another connection than it was ordered on: {why}")
 
-    def _disconnected(self, event: e.WorkerDisconnected) -> None:
+    def _disconnected(self, core: Scheduler, event: e.WorkerDisconnected) -> None:
+        """Check that a connection had a cause to end. A run that was stopped ends them all."""
         self._lost_ns[event.worker] = self._now_ns()
-        needed = event.goodbye or not self._well(event.worker) or self._now_ns() <= self._connections_ailing_ns
+        ails = not self._well(event.worker) or self._now_ns() <= self._connections_ailing_ns
+        needed = event.goodbye or bool(core.stopped) or ails
         _require(needed, Act.RETRY, f"{event.worker} has to dial again")
 
     def _fenced(self, core: Scheduler, command: c.FenceWorker) -> None:
