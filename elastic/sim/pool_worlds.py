@@ -674,6 +674,8 @@ class PoolWorld:
         """Of processes that ended while there was nobody to hear of it."""
         self.shell: PoolShell | None = None
         self.events = 0
+        self.appended_ns = 0
+        """When the journal's last event happened."""
         self.incarnations = 0
         self.faults_seen: Counter[str] = Counter()
         self.progress_ns = 0
@@ -731,6 +733,7 @@ class PoolWorld:
 
     def _begin(self, cluster: Cluster) -> None:
         self.incarnations += 1
+        self.appended_ns = cluster.now_ns
         self.returned_ns = self.loop.now_ns
         shell = PoolShell(cluster, self, self._times, self.entries.values(), self._check)
         self.shell = shell
@@ -788,6 +791,12 @@ class PoolWorld:
         if shell is not None:
             self.within(lambda: act(shell))
 
+    def _acts(self) -> None:
+        """The shell does something: what that follows from is in the journal."""
+        if self.shell is not None and self.shell.cluster.now_ns > self.appended_ns:
+            self.fail("something is done that follows from an event that is not in the journal yet")
+        self._perhaps_die()
+
     def _perhaps_die(self) -> None:
         if self.faulty and self.rng.random() < self.faults.dies:
             raise _PoolDies
@@ -833,6 +842,7 @@ class PoolWorld:
         self._perhaps_die()
         self.journal.append(record)
         self.events += 1
+        self.appended_ns = self.loop.now_ns
         if entry is not None:
             self.entries[entry.job] = entry
         if self.faulty and self.rng.random() < self.faults.strike:
@@ -843,7 +853,7 @@ class PoolWorld:
         pass
 
     def start_keeper(self, node: NodeId, phase: PhaseKind) -> None:
-        self._perhaps_die()
+        self._acts()
         former = self.keepers.get(node)
         if former is not None and former.alive:
             self.fail(f"a second keeper for {node}")
@@ -855,13 +865,13 @@ class PoolWorld:
             self.keepers[node].die()
 
     def tell_keeper(self, node: NodeId, message: msgspec.Struct) -> None:
-        self._perhaps_die()
+        self._acts()
         wire, keeper = self.keeper_wires.get(node), self.keepers.get(node)
         if wire is not None and wire.open and keeper is not None:
             wire.carry(False, lambda: keeper.hear(message) if keeper.alive else None)
 
     def tell_job(self, job: JobId, message: msgspec.Struct) -> None:
-        self._perhaps_die()
+        self._acts()
         one = self.jobs[job]
         if one.wire is not None and one.wire.open:
             one.wire.carry(False, lambda: one.hear(message))
@@ -879,7 +889,7 @@ class PoolWorld:
         return w.StartResidentFrame(entry.job, placement, phase, ("x",), environment, "", "", bool(entry.script))
 
     def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None:
-        self._perhaps_die()
+        self._acts()
         self.jobs[entry.job].start(placement, restarts)
 
     def stop_job(self, job: JobId, reason: str) -> None:
@@ -887,7 +897,7 @@ class PoolWorld:
         one._later(self.rng.randrange(3 * S), one.stop)
 
     def kill_job(self, job: JobId) -> None:
-        self._perhaps_die()
+        self._acts()
         one = self.jobs[job]
         placement = one.placement
         self.loop.after(
