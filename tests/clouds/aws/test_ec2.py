@@ -238,6 +238,7 @@ async def test_interruptions_are_known_to_the_next_run(house: House) -> None:
     await house.recorder.ended(lease)
     next_run = house.of_another_run()
     later = await next_run.started(boot_s=60.0)
+    assert one.ended_s is not None
     assert later._ec2.expected_life_s() == pytest.approx(one.ended_s - one.began_s)
     assert later._ec2.history.keys() == {one.pool}
     await next_run.close()
@@ -262,7 +263,8 @@ async def test_a_clock_that_is_off_is_told_from_wrong_credentials(house: House, 
 
 async def test_a_start_that_was_refused_has_nothing_to_say_at_the_end(house: House) -> None:
     with structlog.testing.capture_logs() as logged:
-        for settings in ({"image": "ami-00000000"}, {"profile": "nobody"}, {"gpus_per_worker": 4}):
+        refused: list[dict[str, Any]] = [{"image": "ami-00000000"}, {"profile": "nobody"}, {"gpus_per_worker": 4}]
+        for settings in refused:
             provider = house.provider(**settings)
             with pytest.raises(ProviderUnavailable):
                 await provider.start(house.recorder.emit)
