@@ -215,7 +215,7 @@ class Session:
     def _hit(self, kind: str, number: signal.Signals, pid_of: Callable[[], int], phase: str | None) -> Stroke:
         """Send a signal to a process: while the victim has a permit of this phase, has none (None), or at any time."""
         pid = pid_of()
-        share = self._rng.uniform(0.1, 0.5)
+        share = self._rng.uniform(0.02, 0.15)  # A turn of training may last no longer than its update is paced to.
 
         def fits(standing: dict[str, Any]) -> bool:
             if phase == "":

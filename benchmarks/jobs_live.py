@@ -143,8 +143,8 @@ def together(directory: Path, policy: str, jobs: Jobs, kills: int = 0, *, own_no
 
 
 def disturbed(pool: LivePool, rng: random.Random, kills: int) -> int:
-    """So many of the pool's processes are killed in turn once all jobs work; how many were there to be killed."""
-    pool.wait(lambda jobs: all(job["state"] == "running" for job in jobs), ARM_WITHIN_S)
+    """So many of the pool's processes are killed in turn once all jobs have begun; how many were there to be killed."""
+    pool.wait(lambda jobs: all(job["state"] == "running" or job["over"] for job in jobs), ARM_WITHIN_S)
     killed = 0
     while killed < kills and not all(job["over"] for job in pool.jobs()):
         # When a kill comes is drawn: nothing is waited for.
