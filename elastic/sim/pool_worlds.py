@@ -188,6 +188,10 @@ class _ModelKeeper:
         world = self.world
         if "bytes of host memory" in reason and not one.host_bytes:
             world.fail(f"{one.job} is ended on {self.node} for what another one holds: {reason}")
+        record = None if world.shell is None else world.shell.cluster.jobs.get(one.job)
+        placed = record is not None and record.placement == one.placement and record.seat is not None
+        if placed and one.permit > world.excused and "no place or permit" in reason:
+            world.fail(f"{one.job} has just been at work on {self.node} by permit {one.permit}, and is ended: {reason}")
         if reason.startswith("permit ") and int(reason.split()[1]) > world.excused:
             world.fail(f"{one.job} is killed on {self.node}, and nothing was wrong with it: {reason}")
 
