@@ -1,6 +1,7 @@
 """What an instance says of its own end reaches whoever is to know, once each, whatever the service's bad moments."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
@@ -21,17 +22,22 @@ class Service:
         self.silent = False
         self.tokens_given = 0
         self.endpoint = ""
+        self.answering: set[asyncio.Task[None]] = set()
 
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        except asyncio.IncompleteReadError:
-            writer.close()
-            return
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._answer(reader, writer))
+        self.answering.add(task)
+        task.add_done_callback(self.answering.discard)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await self._answered(reader, writer)
+
+    async def _answered(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
         status, body = self._said(head.split(" ")[0], head.split(" ")[1], head.lower())
         writer.write(f"HTTP/1.1 {status} x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode())
         await writer.drain()
-        writer.close()
 
     def _said(self, method: str, path: str, head: str) -> tuple[int, str]:
         if self.silent:
@@ -54,7 +60,7 @@ class Service:
 @pytest.fixture
 async def service(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
     made = Service()
-    server = await asyncio.start_server(made.answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(made.accept, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
     made.endpoint = f"http://{host}:{port}"
     monkeypatch.setenv(ENDPOINT_VARIABLE, made.endpoint)
@@ -62,6 +68,8 @@ async def service(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
     yield made
     server.close()
     await server.wait_closed()
+    await asyncio.gather(*made.answering)
+    await asyncio.sleep(0)  # Transports that were closed end in the loop's next turn.
 
 
 async def test_each_notice_is_told_once_and_a_silent_service_is_asked_again(service: Service) -> None:
@@ -94,6 +102,7 @@ async def test_each_notice_is_told_once_and_a_silent_service_is_asked_again(serv
     assert "terminate" in reason
     await asyncio.sleep(10 * POLL_S)
     watching.cancel()
+    await asyncio.wait([watching])
     assert len(told) == 2
     assert service.tokens_given == 2
 
