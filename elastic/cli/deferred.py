@@ -5,7 +5,32 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    pass
+    from elastic.cli import (  # noqa: F401
+        account,
+        capacity,
+        control,
+        disk_logs,
+        doctor,
+        faults,
+        job_simulation,
+        jobs,
+        modal_deployment,
+        pool,
+        pool_report,
+        profile,
+        remote,
+        remote_access,
+        remote_quotas,
+        report,
+        run,
+        serve,
+        simulate,
+        supervise,
+        tenancy,
+        ticket,
+        uploads,
+        worker,
+    )
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -21,8 +21,7 @@ HOLDING = (JobState.PLACED, JobState.RUNNING)
 class Resident(msgspec.Struct, kw_only=True):
     """A job's process on a node, as the keeper was told to start it or reports it.
 
-    `worker` is the worker that it was lent as, or for a trainer, started as. `ticket` waits until the worker can be
-    told.
+    `worker` is the worker that it was lent as, or for a trainer, started as.
     """
 
     placement: int
@@ -43,18 +42,16 @@ class PoolNode(msgspec.Struct, kw_only=True):
 
 
 class Yielding(msgspec.Struct, kw_only=True):
-    """A permit whose devices are being taken back; with `tail` only its nodes outside of the tail."""
+    """A permit whose devices are being taken back; `waiting` has the nodes that have not freed theirs."""
 
     permit: int
     finished: bool = False
     switch_ns: int = 0
     waiting: set[NodeId] = set()
-    tail: bool = False
 
 
 class LiveJob(msgspec.Struct, kw_only=True):
     """A job as the shell sees it.
-
 
     - `process`: the placement of its living process. `told_stop`, `told_kill`: whether that process was told so.
     - `wants`: the phases that it has asked for and was not granted since; for each, whether with both pools' nodes.
@@ -89,6 +86,10 @@ class LiveJob(msgspec.Struct, kw_only=True):
     memory: dict[NodeId, int] = {}
     """The largest host memory measured of its residents."""
     progress: tuple[int, int, int] = (0, 0, 0)
+
+    def process_ended(self) -> None:
+        """Note that the job has no process."""
+        self.process, self.connected, self.told_stop, self.told_kill = None, False, False, False
 
 
 class PoolHoldings:

@@ -104,33 +104,32 @@ class JobLives:
 
     def stop(self, job: JobId, reason: str, *, now: bool) -> None:
         live = self._pool.job(job)
-        entry = self._pool.entries.get(job)
         if now:
-            if not live.told_kill:
-                self._kill(job)
+            self._kill(job)
         elif not live.told_stop:
             live.told_stop = True
-            if entry is not None and entry.script:
+            if self._pool.is_script(job):
                 self._scripts.end(job, reason, self._pool.cluster.limits.notice_ns / NS_PER_S)
             else:
                 self._pool.ports.stop_job(job, reason)
 
     def _kill(self, job: JobId) -> None:
         live = self._pool.job(job)
+        if live.told_kill:
+            return
         live.told_kill = True
-        entry = self._pool.entries.get(job)
         self._pool.ports.cut_job(job)
         live.connected = False
-        if entry is not None and entry.script:
+        if self._pool.is_script(job):
             self._scripts.end(job, "its process is to end", 0.0)
         else:
             self._pool.ports.kill_job(job)
 
-    def say_started(self, job: JobId, record: JobRecord, live: LiveJob) -> None:
+    def _say_started(self, job: JobId, record: JobRecord, live: LiveJob) -> None:
         if record.state is not JobState.PLACED or live.process != record.placement or not live.connected:
             return
         assert record.seat is not None
-        needed = () if self._pool.entries[job].script else record.seat.rollout
+        needed = () if self._pool.is_script(job) else record.seat.rollout
         for name in needed:
             node = self._pool.nodes.get(name)
             resident = None if node is None else node.residents.get(job)
@@ -144,7 +143,7 @@ class JobLives:
         if live.process != placement:
             return
         killed = live.told_kill
-        live.process, live.connected, live.told_stop, live.told_kill = None, False, False, False
+        live.process_ended()
         live.wants.clear()
         self._pool.ports.cut_job(job)
         if record is not None and record.placement == placement and record.state in HOLDING:
@@ -155,8 +154,7 @@ class JobLives:
         record, live = self._pool.cluster.jobs[job], self._pool.job(job)
         holding = record.state in HOLDING
         if live.process is not None and (not holding or live.process != record.placement):
-            if not live.told_kill:
-                self._kill(job)
+            self._kill(job)
         elif not holding:
             self._workers.forget(live)
         elif live.process is None:
@@ -165,6 +163,6 @@ class JobLives:
         elif record.stopping:
             self.stop(job, record.reason, now=False)
         if holding and not self._pool.stopping:
-            self.say_started(job, record, live)
+            self._say_started(job, record, live)
         if holding and record.stopping and live.process is None and not self._pool.stopping:
             self._pool.feed(e.JobStopped(job=job, steps_done=record.steps_done))

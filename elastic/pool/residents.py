@@ -82,7 +82,7 @@ class NodeResidents:
                 return
             live.process = record.placement
         elif ticket is not None and not ticket.token:
-            return  # It went on under an earlier process, whose ticket is not known here; `_resident_gone` clears it.
+            return  # It went on under an earlier process, whose ticket is not known here; `gone` clears it.
         frame = self._pool.ports.resident(entry, record.placement, name, node.phase, ticket)
         permit = node.given if record.permit == node.given else 0
         worker = ticket.worker if ticket else ""
@@ -90,8 +90,7 @@ class NodeResidents:
         self._pool.ports.tell_keeper(name, frame)
 
     def end(self, job: JobId, name: NodeId, reason: str) -> None:
-        entry = self._pool.entries.get(job)
-        if entry is not None and entry.script:
+        if self._pool.is_script(job):
             self._scripts.end(job, reason, 0.0)
             return
         node = self._pool.nodes.get(name)
@@ -102,10 +101,10 @@ class NodeResidents:
 
     def gone(self, name: NodeId, job: JobId, resident: Resident, cause: str, code: int | None) -> None:
         """Note that a resident's processes have ended, wanted or not."""
-        live, node, entry = self._pool.job(job), self._pool.nodes[name], self._pool.entries.get(job)
+        live, node = self._pool.job(job), self._pool.nodes[name]
         record = self._pool.cluster.jobs.get(job)
         permit = record.permit if record is not None else None
-        if entry is not None and entry.script and node.phase is _TRAIN:
+        if self._pool.is_script(job) and node.phase is _TRAIN:
             self._scripts.gone(job)
             self._lives.ended(job, resident.placement, JobEnding(SCRIPT_ENDS.get(code, "died"), cause))
             permit = None

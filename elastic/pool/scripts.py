@@ -37,7 +37,7 @@ class PoolScripts:
 
     def never_was(self, live: LiveJob) -> None:
         """Note that there is no process of this script."""
-        live.process, live.connected, live.told_kill, live.told_stop = None, False, False, False
+        live.process_ended()
         live.presumed, live.ends = "", ""
         live.uses.clear()
 

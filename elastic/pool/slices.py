@@ -30,10 +30,11 @@ class PoolSlices:
             live.known.discard(number)
             self._take_over(job, number)
             self._pool.ports.tell_job(job, w.PermitOver(number, "it was taken, or its nodes are gone"))
-        for taking in (live.yielding, live.leaving):
-            if taking is not None and taking.permit not in self._pool.cluster.permits:
-                live.yielding = None if taking is live.yielding else live.yielding
-                live.leaving = None if taking is live.leaving else live.leaving
+        permits = self._pool.cluster.permits
+        if live.yielding is not None and live.yielding.permit not in permits:
+            live.yielding = None
+        if live.leaving is not None and live.leaving.permit not in permits:
+            live.leaving = None
 
     def _take_over(self, job: JobId, permit: int) -> None:
         """Take the devices of a permit that the cluster has ended: no later resident computes under it."""
@@ -118,7 +119,7 @@ class PoolSlices:
         if live.leaving is not None or live.yielding is not None or not permit.tail_nodes:
             return
         left = [name for name in permit.nodes if name not in permit.tail_nodes]
-        live.leaving = Yielding(permit=permit.number, tail=True, waiting=set(left))
+        live.leaving = Yielding(permit=permit.number, waiting=set(left))
         for name in left:
             self.take_device(name, permit.job, permit.number)
         self._settle(permit.job)

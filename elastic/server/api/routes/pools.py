@@ -32,6 +32,17 @@ router = APIRouter(prefix="/v1/pools", tags=["pools"], route_class=ModelRoute)
 PoolId = Annotated[str, Path(max_length=64)]
 JobId = Annotated[str, Path(max_length=100)]
 
+_OF_SUBMISSIONS = rules(
+    Action.RUNS_WRITE,
+    "invalid-configuration",
+    "not-found",
+    "job-rejected",
+    "job-conflict",
+    "quota-exceeded",
+    "untrusted-neighbours",
+    "pool-away",
+)
+
 
 @router.get("", **rules(Action.RUNS_READ))
 def list_pools(request: Request, caller: CallerDep, state: StateDep) -> Listed[HostedPool]:
@@ -62,16 +73,7 @@ def show_job(pool: PoolId, job: JobId, caller: CallerDep, state: StateDep) -> Ho
     "/{pool}/jobs",
     status_code=201,
     response_model=HostedJob,
-    **rules(
-        Action.RUNS_WRITE,
-        "invalid-configuration",
-        "not-found",
-        "job-rejected",
-        "job-conflict",
-        "quota-exceeded",
-        "untrusted-neighbours",
-        "pool-away",
-    ),
+    **_OF_SUBMISSIONS,
 )
 def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     """Submit a job. Once this is answered, the pool never loses it: it goes on without its process and this server."""
@@ -82,7 +84,7 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     _refuse_beyond(write.state, pool, project, needs, config.job.train_nodes, but=job)
     asked(control.plan(job_request(job, config.job, config.run.steps)))
     path = (write.state.settings.pooled / project / job).resolve()
-    (write.state.settings.storage(project)).mkdir(mode=0o700, parents=True, exist_ok=True)
+    write.state.settings.storage(project).mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     (path / "logs").mkdir(mode=0o700, exist_ok=True)
     compose.save_run_config(path, config)
@@ -109,16 +111,7 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
 @router.post(
     "/{pool}/jobs/dry-run",
     response_model=JobPlacement,
-    **rules(
-        Action.RUNS_WRITE,
-        "invalid-configuration",
-        "not-found",
-        "job-rejected",
-        "job-conflict",
-        "quota-exceeded",
-        "untrusted-neighbours",
-        "pool-away",
-    ),
+    **_OF_SUBMISSIONS,
 )
 def dry_run_job(pool: PoolId, body: JobSubmission, caller: CallerDep, state: StateDep) -> JobPlacement:
     """Say where a job would go now, at what marginal cost and planned slowdown, and for each group why not."""
