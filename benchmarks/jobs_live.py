@@ -181,12 +181,15 @@ def one_by_one(directory: Path, jobs: Jobs) -> tuple[ArmSeen, ArmSeen]:
     return strict, replace(strict, wall_s=sum(walls))
 
 
-def plain(directory: Path, jobs: Jobs, providers: str) -> ArmSeen:
+RESERVED = ("reserved", ["providers.reserved={max_workers=1, usd_per_gpu_hour=1.85}"])
+COLOCATED = ("", ["seeding.policy=fixed", f"seeding.window_s={ARM_WITHIN_S}"])
+
+
+def plain(directory: Path, jobs: Jobs, providers: str, settings: Sequence[str]) -> ArmSeen:
     """Plain runs, one after the other, each with these providers and a trainer of its own."""
     told, runs, walls, usd = dict[str, dict[str, Any]](), dict[str, Path](), list[float](), 0.0
     for name in jobs.names:
-        reserved = "providers.reserved={max_workers=1, usd_per_gpu_hour=1.85}"
-        own = [f"run.directory={directory}", "trainer.usd_per_gpu_hour=5.28", reserved, *jobs.settings()]
+        own = [f"run.directory={directory}", "trainer.usd_per_gpu_hour=5.28", *settings, *jobs.settings()]
         out = elastic("run", str(JOBS / f"{name}.toml"), "--providers", providers, "--json", *sets(own))
         runs[name] = ROOT / Path(json.loads(out.splitlines()[-1])["report"]).parent
         summary = summarise(RunDirectory(runs[name]))
@@ -210,8 +213,8 @@ def seeded(directory: Path, jobs: Jobs, kills: int, *, quick: bool) -> dict[str,
         arms["apart_strict"] = together(place / "apart_strict", "solo", jobs, own_nodes=True)
     else:
         arms["apart_strict"], arms["in_turn"] = one_by_one(place / "apart_strict", jobs)
-        arms["apart"] = plain(place / "apart", jobs, "reserved")
-        arms["colocated"] = plain(place / "colocated", jobs, "none")
+        arms["apart"] = plain(place / "apart", jobs, *RESERVED)
+        arms["colocated"] = plain(place / "colocated", jobs, *COLOCATED)
         arms["naive"] = together(place / "naive", "naive", jobs)
         arms["shared"] = together(place / "shared", "ours", jobs)
     arms["shared_killed"] = together(place / "shared_killed", "ours", jobs, kills)
