@@ -294,6 +294,7 @@ def _repeated(content: bytes) -> bytes:
 
 def _kind(body: memoryview) -> str:
     try:
-        return msgspec.msgpack.decode(body)[0]
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, IndexError):  # a liar's
+        kind = msgspec.msgpack.decode(body)[0]
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, LookupError):  # a liar's
         return ""
+    return kind if isinstance(kind, str) else ""
