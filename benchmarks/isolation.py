@@ -20,6 +20,12 @@ victim has done a step again, and the other job `STEPS_BETWEEN` more.
   gone: then the device is the next job's. Strokes at times at which the victim had no device do not count.
 - `recovered_s`: from the stroke until the end of a phase that the victim began after it and finished.
 - `leftovers`: processes that are there once the pool has stopped.
+
+`killed_of_three` (not with `--quick`; Weave's Fig. 19) has three jobs on one node of each kind. One of them is killed,
+has failed, and is resubmitted by command after `AWAY_STEPS` steps of the others. For each of the three times,
+`before`, `without` and `after`: `step_s`, the median of each job's steps, and `order_kept_share`, of all turns with
+rollouts those that are the turn of whoever had it a round before. `returned_s` is from the resubmission to the end of
+the first step.
 """
 
 import contextlib
@@ -45,16 +51,18 @@ from _runs import elastic, sets
 
 from elastic.cluster import commands as c
 from elastic.cluster import events as e
+from elastic.cluster.types import PhaseKind
 from elastic.runtime.journal import RunDirectory, TrajectoryRow
 
-VICTIM, OTHER = "victim", "other"
-SEEDS = {VICTIM: 1, OTHER: 2}
+VICTIM, OTHER, THIRD = "victim", "other", "third"
+SEEDS = {VICTIM: 1, OTHER: 2, THIRD: 3}
 SHARED_NODES = ("rollout_resident", "trainer_resident", "orchestrator", "pool", "hang")
 KINDS = (*SHARED_NODES, "keeper", "residency")
 QUICK_KINDS = ("rollout_resident", "trainer_resident")
 FULL_KILLS, QUICK_KILLS = 10, 1
 CALM_STEPS = {True: 2, False: 6}
 STEPS_BETWEEN = 4
+THREE, AWAY_STEPS = "killed_of_three", 8
 WITHIN_S = 240.0
 LIMITS = {"notice_s": 4, "park_s": 4, "measure_s": 0.5}
 JOB = """
@@ -92,7 +100,7 @@ decode_step_s = {{ 1 = 0.04, 4 = 0.05 }}
 slo = 4.0
 restart_s = 30
 max_restarts = 0
-max_resubmissions = 100
+max_resubmissions = {resubmissions}
 rollout_memory_gb = 2.0
 train_memory_gb = 2.0
 plan = {{ rollout_s = 8, train_s = 8, sync_s = 1, rollout_switch_s = 0.5, train_switch_s = 0.5 }}
@@ -269,15 +277,20 @@ def _in_short(standing: Mapping[str, Any]) -> str:
     return "; ".join(f"{job['name']} {job['state']} ({job['reason']}) {job['steps_done']}" for job in standing["jobs"])
 
 
-def submitted(pool: LivePool, directory: Path, policy: Path, name: str, trainers: int = 0) -> Path:
-    """A run that survives so many losses of its trainer."""
-    config = configured(directory, policy, name, directory / "runs", trainers)
+def submitted(
+    pool: LivePool, directory: Path, policy: Path, name: str, trainers: int = 0, resubmissions: int = 100
+) -> Path:
+    """A run that survives so many losses of its trainer, and is resubmitted so often."""
+    config = configured(directory, policy, name, directory / "runs", trainers, resubmissions)
     return pool.submit(config, name, directory / "runs")
 
 
-def configured(directory: Path, policy: Path, name: str, runs: Path, trainers: int) -> Path:
+def configured(
+    directory: Path, policy: Path, name: str, runs: Path, trainers: int = 0, resubmissions: int = 100
+) -> Path:
     file = directory / f"{name}.toml"
-    file.write_text(JOB.format(name=name, seed=SEEDS[name], directory=runs, policy=policy, trainers=trainers))
+    settings = {"name": name, "seed": SEEDS[name], "directory": runs, "policy": policy}
+    file.write_text(JOB.format(**settings, trainers=trainers, resubmissions=resubmissions))
     return file
 
 
@@ -288,7 +301,7 @@ def at_work(
     """Both jobs have done their calm steps."""
     nodes = 2 if own_nodes else 1
     with live_pool(directory, "solo" if own_nodes else "ours", nodes, nodes, LIMITS) as pool:
-        runs = {name: submitted(pool, directory, policy, name, trainers) for name in SEEDS}
+        runs = {name: submitted(pool, directory, policy, name, trainers) for name in (VICTIM, OTHER)}
         session = Session(pool, rng, quick=quick)
         session.until(lambda now: all(count >= 1 for count in _steps(now).values()), "the first steps")
         session.steps(dict.fromkeys(runs, CALM_STEPS[quick]), "the calm steps")
@@ -334,6 +347,55 @@ def outgrown(directory: Path, policy: Path, kills: int, *, quick: bool) -> Told:
         if any(isinstance(command, c.KillResident) and command.job == VICTIM for command in moment.commands)
     ]
     return Told(strokes, past, runs, left_over(directory))
+
+
+def killed_of_three(directory: Path, policy: Path) -> dict[str, Any]:
+    """One of three jobs fails and comes back later (Weave §6.6, Fig. 19)."""
+    others = (OTHER, THIRD)
+    with live_pool(directory, "ours", 1, 1, LIMITS) as pool:
+        for name in SEEDS:
+            submitted(pool, directory, policy, name, trainers=1, resubmissions=0)
+        session = Session(pool, random.Random(0), quick=False)
+        session.until(lambda now: all(count >= 1 for count in _steps(now).values()), "the first steps")
+        session.steps(dict.fromkeys(SEEDS, AWAY_STEPS), "steps of all three")
+        os.kill(_job(pool.standing())["pid"], signal.SIGKILL)
+        killed_s = session.until(lambda now: _job(now)["state"] == "failed", "the victim's failure")["now_s"]
+        session.steps(dict.fromkeys(others, AWAY_STEPS), "steps without it")
+        elastic("jobs", "resubmit", VICTIM, "--pool", str(pool.directory), "--json")
+        resubmitted_s = pool.standing()["now_s"]
+        session.steps({VICTIM: 1}, "the victim's first step again")
+        back_s = pool.standing()["now_s"]
+        session.steps(dict.fromkeys(SEEDS, AWAY_STEPS), "steps of all three again")
+    past = moments(pool)
+    first_s = max(next(end for end, _ in steps_s(past, name)) for name in SEEDS)
+    times = {
+        "before": (first_s, killed_s, tuple(SEEDS)),
+        "without": (killed_s, resubmitted_s, others),
+        "after": (back_s, past[-1].at_s, tuple(SEEDS)),
+    }
+    shown: dict[str, Any] = {"killed_s": killed_s, "resubmitted_s": resubmitted_s, "returned_s": back_s - resubmitted_s}
+    for when, (from_s, until_s, jobs) in times.items():
+        shown[when] = {
+            "step_s": {
+                job: median(took for end, took in steps_s(past, job) if from_s < end - took and end <= until_s)
+                for job in jobs
+            },
+            "order_kept_share": order_kept_share(past, from_s, until_s, len(jobs)),
+        }
+    return shown | {"leftovers": left_over(directory)}
+
+
+def order_kept_share(past: Sequence[Moment], from_s: float, until_s: float, jobs: int) -> float:
+    """Of the turns with rollouts within a time, those that are of whoever had the turn a round of all jobs before."""
+    turns = [
+        command.job
+        for moment in past
+        if from_s <= moment.at_s <= until_s
+        for command in moment.commands
+        if isinstance(command, c.GrantPermit) and command.phase is PhaseKind.ROLLOUT
+    ]
+    rounds = list(zip(turns, turns[jobs:], strict=False))
+    return sum(before == after for before, after in rounds) / len(rounds)
 
 
 def _held(past: Sequence[Moment], number: int) -> int | None:
@@ -415,7 +477,7 @@ def alone(directory: Path, policy: Path, steps: Mapping[str, int]) -> dict[str, 
     found: dict[str, dict[str, TrajectoryRow]] = {}
     directory.mkdir(parents=True)
     for name, count in steps.items():
-        config = configured(directory, policy, name, directory, 0)
+        config = configured(directory, policy, name, directory)
         unpaced = [
             f"run.steps={count}",
             "providers.reserved={max_workers=1}",
@@ -435,7 +497,9 @@ def whole(run: Path) -> dict[str, TrajectoryRow]:
 
 
 def main(only: Sequence[str], *, quick: bool) -> dict[str, Any]:
-    kinds = list(only or (QUICK_KINDS if quick else KINDS))
+    kinds = list(only or (QUICK_KINDS if quick else (*KINDS, THREE)))
+    three = THREE in kinds
+    kinds = [kind for kind in kinds if kind != THREE]
     kills = QUICK_KILLS if quick else FULL_KILLS
     with TemporaryDirectory() as temporary:
         place = Path(temporary).resolve()
@@ -468,11 +532,14 @@ def main(only: Sequence[str], *, quick: bool) -> dict[str, Any]:
             ]
             identical = sum(same_episode(row, other) for row, other in pairs) / len(pairs)
             shown[kind] = figures_of(kind, told, identical)
+        shown[THREE] = killed_of_three(place / THREE, policy) if three else None
     return {"measured": "live, on this machine; engines and training paced to modelled devices", **shown}
 
 
 if __name__ == "__main__":
     options = parser(__doc__)
-    options.add_argument("--only", action="append", choices=KINDS, default=[], help="this kind; may be repeated")
+    options.add_argument(
+        "--only", action="append", choices=(*KINDS, THREE), default=[], help="this kind; may be repeated"
+    )
     parsed = options.parse_args()
     emit(main(parsed.only, quick=parsed.quick), parsed)
