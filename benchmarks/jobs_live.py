@@ -1,7 +1,8 @@
 """Jobs that take turns on one set of devices, live: FrozenLake jobs, real processes that die, costs.
 
-Two balanced jobs of different shape (`examples/jobs/one.toml`, `two.toml`) and, but for `--quick`, a third that is
-heavy on rollouts (`three.toml`), engines and training paced, on two rollout nodes and one training node, in these arms:
+Two balanced jobs of different shape (`examples/jobs/one.toml`, `two.toml`, the second paced so that its steps are about
+as long as the first one's) and, but for `--quick`, a third that is heavy on rollouts (`three.toml`), engines and
+training paced, on two rollout nodes and one training node, in these arms:
 
 - `apart_strict`: each on nodes of its own, one phase after the other; measured one by one, costs added, the time of the
   longer. `in_turn`: the same measurement as of one set of nodes, one job after the other, so that times are added.
@@ -48,6 +49,13 @@ ARM_WITHIN_S = 900.0
 PACE_HELD = 0.95
 SLO = 1.3
 """One that keeps the third job's rollouts from the nodes of the first two."""
+PACED = {
+    "two": (
+        "engine.pacing={prefill_tokens_per_s=4000, decode_step_s={1=0.044, 8=0.055, 16=0.066}}",
+        "trainer.pacing.train_tokens_per_s=450",
+        "job.plan={rollout_s=6, train_s=5, sync_s=1, rollout_switch_s=0.5, train_switch_s=0.5}",
+    )
+}
 SMALL = ("rollout.groups=2", "rollout.group_size=4", "rollout.max_turns=3")
 
 
@@ -77,12 +85,13 @@ class Jobs:
     seed: int
     policy: Path | None
 
-    def settings(self) -> list[str]:
+    def settings(self, name: str) -> list[str]:
         found = [f"run.steps={self.steps}", f"run.seed={self.seed}", f"job.slo={SLO}"]
-        return found if self.policy is None else [*found, f"model.checkpoint={self.policy}", *SMALL]
+        small = () if self.policy is None else (f"model.checkpoint={self.policy}", *SMALL)
+        return [*found, *(small or PACED.get(name, ()))]
 
     def submit(self, pool: LivePool, names: Iterable[str], runs: Path) -> dict[str, Path]:
-        return {name: pool.submit(JOBS / f"{name}.toml", name, runs, self.settings()) for name in names}
+        return {name: pool.submit(JOBS / f"{name}.toml", name, runs, self.settings(name)) for name in names}
 
 
 def paces(runs: Iterable[Path]) -> tuple[int, int]:
@@ -189,7 +198,7 @@ def plain(directory: Path, jobs: Jobs, providers: str, settings: Sequence[str]) 
     """Plain runs, one after the other, each with these providers and a trainer of its own."""
     told, runs, walls, usd = dict[str, dict[str, Any]](), dict[str, Path](), list[float](), 0.0
     for name in jobs.names:
-        own = [f"run.directory={directory}", "trainer.usd_per_gpu_hour=5.28", *settings, *jobs.settings()]
+        own = [f"run.directory={directory}", "trainer.usd_per_gpu_hour=5.28", *settings, *jobs.settings(name)]
         out = elastic("run", str(JOBS / f"{name}.toml"), "--providers", providers, "--json", *sets(own))
         runs[name] = ROOT / Path(json.loads(out.splitlines()[-1])["report"]).parent
         summary = summarise(RunDirectory(runs[name]))
