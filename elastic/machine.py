@@ -6,9 +6,15 @@ import errno
 import gc
 import os
 import resource
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
+
+T = TypeVar("T")
 
 
 def raise_descriptor_limit() -> int:
@@ -31,6 +37,25 @@ def out_of_descriptors() -> bool:
     except OSError as error:
         return error.errno in (errno.EMFILE, errno.ENFILE)
     return False
+
+
+LOWEST_PRIORITY = 19
+
+
+def quietly(work: Callable[[], T]) -> T:
+    """Do this on a thread of the lowest CPU priority, and by default I/O priority, and return its result or raise its
+    error.
+
+    On Linux priorities are a thread's own, and a process may not raise them again without privileges: so only this
+    thread, and those that it starts, give way to others.
+    """
+    with ThreadPoolExecutor(1, "quiet", initializer=_give_way) as thread:
+        return thread.submit(work).result()
+
+
+def _give_way() -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
 
 FULL_COLLECTION_INTERVAL_S = 60.0

@@ -24,6 +24,8 @@ from elastic.frames import Seconds
 POOL_PROTOCOL_VERSION = 1
 KEEPER_VARIABLE = "ELASTIC_KEEPER_FD"
 """Environment variable with the descriptor of a resident's socket to its keeper."""
+QUIET_VARIABLE = "ELASTIC_QUIET_START"
+"""Environment variable of a resident that starts while other jobs may compute on its node."""
 NODES_MAX, RESIDENTS_MAX = 4096, 4096
 
 Names: TypeAlias = Annotated[tuple[Text, ...], msgspec.Meta(max_length=NODES_MAX)]

@@ -549,11 +549,11 @@ class Cluster:
     # Residents.
 
     def _resident_lost(self, event: e.ResidentLost) -> None:
-        """Start the process anew outside of other jobs' slices. A slice that it computed in ends when the job says
-        so, or at its deadline."""
+        """Start the process anew, without a device. A slice that it computed in ends when the job says so, or at its
+        deadline."""
         record, node = self.state.jobs.get(event.job), self.state.nodes.get(event.node)
         if record is not None and node is not None and event.job in node.residents:
-            self._rotation.chill(event.job, node.phase)
+            self._rotation.chill(event.job, node.phase, self.now_ns)
             self._tell(c.StartResident(job=event.job, node=event.node))
 
     def _residency_measured(self, event: e.ResidencyMeasured) -> None:
@@ -565,7 +565,7 @@ class Cluster:
         if event.host_bytes > declared:
             reason = f"it holds {event.host_bytes} bytes of host memory on {event.node}; declared: {declared}"
             self._tell(c.KillResident(job=event.job, node=event.node, reason=reason))
-            self._rotation.chill(event.job, node.phase)
+            self._rotation.chill(event.job, node.phase, self.now_ns)
             self._tell(c.StartResident(job=event.job, node=event.node))
 
     def _tell(self, command: c.ClusterCommand) -> None:

@@ -82,7 +82,7 @@ class KillResident(_ClusterCommand, frozen=True):
 
 
 class StartResident(_ClusterCommand, frozen=True):
-    """Start the job's process on this node anew, outside of other jobs' slices."""
+    """Start the job's process on this node anew. It has no device before its job's turn."""
 
     job: JobId
     node: NodeId

@@ -3,7 +3,7 @@
 - A phase may begin once its job has asked, all of its nodes are free, and every job before it in the order has had its
   turn of this cycle on those nodes. Turns are counted by job and phase; a job has a turn or lets it pass.
 - Other jobs wait for a late job until a named deadline, and then skip it once; they skip it at once while a lost
-  resident of it starts anew.
+  resident of it starts anew. A job whose resident was lost asks again.
 - A turn in which residents start cold may take as long as a restart of the job besides.
 - A phase that overruns its plan is told to give way, and killed if it does not. Its rest goes on in the next turn.
 - A phase that needs both pools takes a turn of training that closes the cycle's rollouts: it begins with all of its
@@ -59,13 +59,19 @@ class Rotation:
             self._end(self._state.permits[record.permit], now_ns)
         record.turns, record.asked, record.asked_both, record.cold, record.down = {}, None, False, [], []
 
-    def chill(self, job: JobId, phase: PhaseKind) -> None:
-        """Note that a resident of this phase has to start anew."""
+    def chill(self, job: JobId, phase: PhaseKind, now_ns: Nanoseconds) -> None:
+        """Note that a resident of this phase has to start anew. A turn of this phase that the job waits for is
+        forgotten, so that other jobs go on; the job asks again."""
         record = self._state.jobs[job]
-        if record.turns and phase not in record.cold:
+        if not record.turns:
+            return
+        if phase not in record.cold:
             record.cold.append(phase)
-        if record.turns and phase not in record.down:
+        if phase not in record.down:
             record.down.append(phase)
+        if record.asked is not None and (record.asked_both or record.asked is phase):
+            record.asked, record.asked_both = None, False
+            self.grant(self._group(record), now_ns)
 
     def ask(self, job: JobId, phase: PhaseKind, now_ns: Nanoseconds, *, both: bool = False) -> None:
         """Queue the job's phase. A job that trains twice in a row skips its rollout, and vice versa: a cycle has one
@@ -119,7 +125,7 @@ class Rotation:
         record = self._state.jobs[permit.job]
         record.turns[permit.phase] += 1
         for phase in PhaseKind if permit.both else (permit.phase,):
-            self.chill(permit.job, phase)
+            self.chill(permit.job, phase, now_ns)
         for node_id in permit.nodes:
             self._tell(c.StartResident(job=permit.job, node=node_id))
         self.grant(self._group(record), now_ns)

@@ -5,15 +5,16 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from elastic.compose.runs import load_run_config
 from elastic.config import ConfigError
 from elastic.endpoint import Endpoint, host_and_port
-from elastic.machine import collect_between_decisions, defer_full_collections
-from elastic.pool_wire import KEEPER_VARIABLE
+from elastic.machine import collect_between_decisions, defer_full_collections, quietly
+from elastic.pool_wire import KEEPER_VARIABLE, QUIET_VARIABLE
 from elastic.processes import end_own_kin
 from elastic.tickets import TicketRefused, read_ticket
 from providers.serving_messages import LendOrder
@@ -37,6 +38,7 @@ def run_worker(join: str | None, ticket_file: Path | None, trainer_run_dir: Path
     ticket = joining_ticket(join, ticket_file) or worker_ticket(join)
     if trainer_run_dir is None:
         leave_process(run_loop(run_agent(ticket)))
+    _load(lambda: import_module("elastic.worker.trainer_host"))
     from elastic.worker.device_permit import DevicePermit, keeper_socket
     from elastic.worker.trainer_host import run_trainer_host
 
@@ -72,22 +74,38 @@ def run_serving_host() -> int:
 
 def run_pool_resident() -> NoReturn:
     """Be a job's resident on a rollout node until its keeper is gone, or a signal. Raises `ConfigError`."""
-    from elastic.worker.agent import leave_process, on_termination
     from elastic.worker.device_permit import keeper_socket
-    from elastic.worker.rollout_resident import RolloutResident
-    from elastic.worker.warmup import warm_up
 
     keeper = keeper_socket()
     if keeper is None:
         raise ConfigError(f"elastic pool-resident: {KEEPER_VARIABLE} not set, which a pool's keeper hands to residents")
+    _load(_load_resident)
+    from elastic.worker.agent import leave_process, on_termination
+    from elastic.worker.rollout_resident import RolloutResident
 
     async def obey() -> "AgentExit":
         leave = asyncio.Event()
         with on_termination(leave.set):
             return await RolloutResident().run(keeper, leave)
 
-    warm_up()
     leave_process(run_loop(obey()))
+
+
+def _load_resident() -> None:
+    import_module("elastic.worker.rollout_resident")
+    from elastic.worker.warmup import warm_up
+
+    warm_up("cpu")  # The device is another job's.
+
+
+def _load(work: Callable[[], object]) -> None:
+    """Do a resident's imports; while other jobs may compute on its node, at the lowest priority."""
+    if not os.environ.pop(QUIET_VARIABLE, ""):
+        work()
+        return
+    import numpy  # noqa: F401  # It starts threads that compute later on, too.
+
+    quietly(work)
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:

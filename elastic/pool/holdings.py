@@ -60,7 +60,9 @@ class LiveJob(msgspec.Struct, kw_only=True):
       process is to end then.
     - `lent`: by node, the worker that the resident works as, or will work as. `tickets`: tickets not yet delivered.
       `returning`: nodes where the worker is to end.
-    - `trainer`: the ticket of the trainer that it wants or has.
+    - `trainer`: the ticket of the trainer that it wants or has. `trainer_died`: the last one died, and there is no
+      other yet.
+    - `overdue`: it has waited too long for a resident to come up, and takes its next turn without one.
     - `deaths`: deaths of its resident on a node in a row. `restarts`: restarts of its process in this placement.
     """
 
@@ -80,6 +82,8 @@ class LiveJob(msgspec.Struct, kw_only=True):
     tickets: dict[NodeId, w.WorkerTicketFrame] = {}
     returning: set[NodeId] = set()
     trainer: w.WorkerTicketFrame | None = None
+    trainer_died: bool = False
+    overdue: bool = False
     deaths: dict[NodeId, int] = {}
     known: set[int] = set()
     """Permits that the job was told of and has not yielded."""

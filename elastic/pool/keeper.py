@@ -327,6 +327,8 @@ class Keeper:
         ours, theirs = socket.socketpair()
         try:
             environment = inherited() | kept.recorded.marks | order.environment
+            if self._has_others(order.job):
+                environment[w.QUIET_VARIABLE] = "1"
             kept.recorded.write()
             with _appended(Path(order.log)) as output:
                 kept.process = await asyncio.create_subprocess_exec(
@@ -351,6 +353,11 @@ class Keeper:
             ours.close()
             self._say(w.ResidentUp(order.job, order.placement))
             self._resume()
+
+    def _has_others(self, job: JobId) -> bool:
+        """Return whether other jobs may compute on this node while a process of this job starts."""
+        has_device = self._device is not None and self._device.job == job
+        return not has_device and any(other != job for other in self._kept)
 
     async def _hear(self, kept: _KeptResident) -> tuple[str, int | None]:
         """Receive messages until the resident's process has ended or is useless; returns why, and its exit status."""

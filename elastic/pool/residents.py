@@ -62,6 +62,7 @@ class NodeResidents:
         for job, (record, ticket) in wanted.items():
             if job not in node.residents:
                 self._start(name, node, job, record, ticket)
+            self._bound(f"{name}/{job}", node.residents.get(job))
         for job in wanted:
             live = self._pool.job(job)
             if name in live.tickets and job in node.residents and not node.residents[job].ending:
@@ -89,6 +90,21 @@ class NodeResidents:
         node.residents[job] = Resident(placement=record.placement, worker=worker, permit=permit)
         self._pool.ports.tell_keeper(name, frame)
 
+    def _bound(self, key: str, resident: Resident | None) -> None:
+        """A resident has to come up within the time that a job has to start."""
+        starts = resident is not None and not resident.up and not resident.ending
+        if not starts:
+            self._pool.timers.clear("up", key)
+        elif not self._pool.timers.waiting("up", key):
+            self._pool.timers.set("up", key, self._pool.ports.now_ns(), self._pool.cluster.limits.start_ns)
+
+    def overdue(self, name: NodeId, job: JobId) -> None:
+        """End a resident that has not come up in time; another one is started."""
+        node = self._pool.nodes.get(name)
+        resident = None if node is None else node.residents.get(job)
+        if resident is not None and not resident.up:
+            self.end(job, name, f"it was not up within {self._pool.cluster.limits.start_ns / 1e9:g} s")
+
     def end(self, job: JobId, name: NodeId, reason: str) -> None:
         if self._pool.is_script(job):
             self._scripts.end(job, reason, 0.0)
@@ -110,12 +126,10 @@ class NodeResidents:
             permit = None
         elif node.phase is _TRAIN:
             if live.trainer is not None and live.trainer.worker == resident.worker:
-                live.trainer = None
+                live.trainer, live.trainer_died = None, not resident.ending
             self._pool.ports.tell_job(job, w.TrainerEnded(resident.worker, cause))
-            if permit is not None and record is not None and self._slices.holds(job, _TRAIN):
-                # Nothing computes under it any more, and the job may take long to yield it.
-                self._pool.ports.tell_job(job, w.PermitOver(permit, cause))
-                self._slices.take_back(self._pool.cluster.permits[permit])
+            if permit is not None and self._slices.holds(job, _TRAIN):
+                self._take_back(job, permit, cause)
         else:
             worker = live.lent.pop(name, "")
             live.tickets.pop(name, None)
@@ -126,9 +140,18 @@ class NodeResidents:
                 if died > 1:
                     delay_ns = self._pool.times.retry_ns(died - 2)
                     self._pool.timers.set("resident", f"{name}/{job}", self._pool.ports.now_ns(), delay_ns)
+            if permit is not None and not resident.ending and self._slices.holds(job, _ROLLOUT):
+                there = [self._pool.nodes.get(each) for each in self._pool.cluster.permits[permit].nodes]
+                if not any(node is not None and job in node.residents for node in there):
+                    self._take_back(job, permit, cause)
         self._slices.freed(name, job, permit, 0)
         if not resident.ending:
             self._pool.feed(e.ResidentLost(job=job, node=name, cause=cause))
+
+    def _take_back(self, job: JobId, permit: int, cause: str) -> None:
+        """Nothing computes under this permit any more, and the job may take long to yield it."""
+        self._pool.ports.tell_job(job, w.PermitOver(permit, cause))
+        self._slices.take_back(self._pool.cluster.permits[permit])
 
     def measured(self, name: NodeId, job: JobId, host_bytes: int) -> None:
         record, live, node = self._pool.cluster.jobs.get(job), self._pool.job(job), self._pool.nodes[name]

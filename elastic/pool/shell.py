@@ -58,6 +58,8 @@ class PoolShell:
             "new keeper": self._keepers.start_anew,
             "restart": lambda job: None,
             "resident": lambda key: None,
+            "up": lambda key: self._residents.overdue(*key.split("/", 1)),
+            "warm": self._slices.overdue,
             "script": self._scripts.overdue,
         }
         self._carriers: Mapping[type[c.ClusterCommand], Callable[[Any], object]] = {
@@ -258,7 +260,7 @@ class PoolShell:
                 else:
                     self._workers.give_back(job, permit, node)
             case w.StartTrainer(ticket=ticket):
-                live.trainer = ticket
+                live.trainer, live.trainer_died = ticket, False
             case w.EndTrainer(worker=worker):
                 self._workers.end_trainer(job, worker)
             case w.YieldPhase(permit=number):

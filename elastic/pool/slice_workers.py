@@ -77,5 +77,5 @@ class SliceWorkers:
     def forget(self, live: LiveJob) -> None:
         live.lent.clear()
         live.tickets.clear()
-        live.trainer = None
+        live.trainer, live.trainer_died, live.overdue = None, False, False
         live.wants.clear()

@@ -55,6 +55,7 @@ class PoolSlices:
                 return
             del live.wants[command.phase]
             live.known.add(permit.number)
+            live.overdue = False
         if not self._pool.is_script(command.job):
             self._tell_granted(permit)
 
@@ -166,11 +167,22 @@ class PoolSlices:
         """Give the cluster the job's next request, training first."""
         record, live = self._pool.cluster.jobs[job], self._pool.job(job)
         if self._pool.stopping or record.state is not JobState.RUNNING or record.permit is not None or not live.wants:
+            self._pool.timers.clear("warm", job)
             return
         phase = _TRAIN if _TRAIN in live.wants else _ROLLOUT
         both = live.wants[phase]
-        if (record.asked is not phase or record.asked_both != both) and self._warm(job, phase):
+        if record.asked is phase and record.asked_both == both:
+            return
+        if self._warm(job, phase) or live.overdue:
+            self._pool.timers.clear("warm", job)
             self._pool.feed(e.PhaseAsked(job=job, phase=phase, placement=record.placement, both=both))
+        elif not self._pool.timers.waiting("warm", job):
+            within_ns = self._pool.times.silence_ns if live.trainer_died else record.request.limit_ns
+            self._pool.timers.set("warm", job, self._pool.ports.now_ns(), within_ns)
+
+    def overdue(self, job: JobId) -> None:
+        """Have a job whose resident does not come up start it within a turn of its own."""
+        self._pool.job(job).overdue = True
 
     def _warm(self, job: JobId, phase: PhaseKind) -> bool:
         """Return whether a resident of the job is up for this phase: a process that starts needs no device yet."""
@@ -178,7 +190,7 @@ class PoolSlices:
         if record.seat is None or entry is None or entry.script:
             return True
         if phase is _TRAIN and self._pool.job(job).trainer is None:
-            return True
+            return not self._pool.job(job).trainer_died
         nodes = record.seat.rollout if phase is _ROLLOUT else self._pool.cluster.groups[record.seat.group].train[:1]
         found = [node.residents.get(job) for name in nodes if (node := self._pool.nodes.get(name)) is not None]
         return any(resident is not None and resident.up and not resident.ending for resident in found)

@@ -443,6 +443,7 @@ class JobsWorld:
             node = self._rng.choice(record.seat.rollout)
             if kind == "residency":
                 self._send(e.ResidencyMeasured(job=job, node=node, host_bytes=record.request.rollout_bytes + 1))
+                self._later(job, 30 * S, self._ask)
                 return
             if state.permit is not None and node in state.nodes:
                 self._close_slices(job)
@@ -450,6 +451,7 @@ class JobsWorld:
                 self._send(e.PermitYielded(job=job, permit=permit, finished=False))
                 self._ask(job)
             self._send(e.ResidentLost(job=job, node=node, cause=KILLED))
+            self._later(job, 30 * S, self._ask)
 
 
 def worlds_of_jobs(policies: Mapping[str, ClusterPolicies], seed: int) -> JobsWorld:

@@ -242,7 +242,8 @@ class _ModelKeeper:
                 self.say(w.ResidentUp(job, placement))
                 self._resume()
 
-        self.world.loop.after(self.world.rng.randrange(S // 2, 8 * S), up)
+        start_ns = self.world.rng.randrange(S // 2, 8 * S)
+        self.world.loop.after(self.world.starts_ns.pop((self.node, job), start_ns), up)
 
     def _give(self, permit: int, job: JobId, left_s: float) -> None:
         if permit < self.last or (permit == self.last and self.device != (permit, job)):
@@ -687,6 +688,8 @@ class PoolWorld:
         self.excused = 0
         """The last permit whose phase may have been disturbed."""
         self.cancelled: set[JobId] = set()
+        self.starts_ns: dict[tuple[NodeId, JobId], Nanoseconds] = {}
+        """How long the next start of a resident takes, where that is not drawn."""
         self._state_before = ""
         times = PoolTimes(silence_ns=10 * S, park_ns=10 * S, keeper_start_ns=60 * S)
         self._times = times

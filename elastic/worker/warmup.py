@@ -19,25 +19,26 @@ PULLING = ("elastic.weights.puller", "elastic.weights.peer_cache", "elastic.weig
 TURN_TIMEOUT_S = 60.0
 
 
-def warm_up() -> None:
-    """Load what pulls weights, with its decoders, and let an embedded engine say a token: torch loads much of itself
-    only then. Takes seconds."""
+def warm_up(device: str = "auto") -> None:
+    """Load what pulls weights, with its decoders, and let an embedded engine on this device say a token: torch loads
+    much of itself only then. Takes seconds."""
     for part in PULLING:
         import_module(part)
     from elastic.weights.codecs import warm_up as compile_decoders
 
     compile_decoders()
-    _say_a_token()
+    _say_a_token(device)
 
 
-def _say_a_token() -> None:
+def _say_a_token(device: str) -> None:
     from elastic.engine.torch.engine import TorchEngine
     from elastic.model.checkpoint import model_tensors
     from elastic.model.config import Qwen3Config
     from elastic.model.qwen3 import Qwen3
 
     config = Qwen3Config(vocab_size=8, num_hidden_layers=1)
-    engine = TorchEngine(config, EngineConfig.model_validate({"max_context_tokens": 16, "kv_blocks": 2}))
+    settings = {"device": device, "max_context_tokens": 16, "kv_blocks": 2}
+    engine = TorchEngine(config, EngineConfig.model_validate(settings))
     said = threading.Event()
 
     def sink(chunks: Sequence[TokenChunk]) -> None:

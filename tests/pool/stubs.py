@@ -90,6 +90,7 @@ async def be_resident(directory: Path) -> None:
     behaviour = json.loads((directory / "script.json").read_text())
     link = await over_socket(socket.socket(fileno=int(os.environ["ELASTIC_KEEPER_FD"])), TO_RESIDENT, "the keeper")
     device, worker, permit = Device(), "", 0
+    device.note("started quietly" if w.QUIET_VARIABLE in os.environ else "started alone")
     link.send(w.Warm())
     while True:
         match await link.receive():
