@@ -6,9 +6,9 @@ on the leased places.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Annotated, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 import traces
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerRole
@@ -203,7 +203,11 @@ def _readable(trace: str) -> str:
     return trace
 
 
-class SpotSettings(ProviderSettings):
+class SpotTraceSettings(BaseModel):
+    """A spot trace, and how it is played."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
     trace: Annotated[str, AfterValidator(_readable)] = Field(
         "rlboost-a", validate_default=True, description="a shipped trace's name, or a path"
     )
@@ -211,13 +215,16 @@ class SpotSettings(ProviderSettings):
     start_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="where in the trace to begin")
     end_s: float | None = Field(None, gt=0, allow_inf_nan=False, description="where to end; else at its last event")
     repeat: bool = Field(False, description="begin again at the end")
-    boot_delay_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="from the grant to the worker's start")
-    notice_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="warning before an instance is taken back")
 
     @model_validator(mode="after")
-    def _window(self) -> "SpotSettings":
+    def _window(self) -> Self:
         replay(read_spot_trace(traces.find(self.trace)), start_s=self.start_s, end_s=self.end_s)
         return self
+
+
+class SpotSettings(ProviderSettings, SpotTraceSettings):
+    boot_delay_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="from the grant to the worker's start")
+    notice_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="warning before an instance is taken back")
 
 
 class SpotMarket(Market[SpotSettings]):

@@ -105,8 +105,10 @@ def start_command(path: Path, max_restarts: int, wait_s: float, *, foreground: b
     if as_json:
         emit({"pool": config.pool.name, "directory": str(directory), "pid": standing.pid, "supervisor": supervisor.pid})
     spec = config.pool
+    most = "" if spec.rollout.spot is None else "up to "
     say(
-        f"pool {spec.name} is up: {spec.rollout.nodes} rollout and {spec.train.nodes} training nodes, in {directory}; "
+        f"pool {spec.name} is up: {most}{spec.rollout.nodes} rollout and {spec.train.nodes} training nodes, in "
+        f"{directory}; "
         f"{program()} jobs submit CONFIG brings it work, {program()} pool stop ends it"
     )
     return 0

@@ -222,7 +222,7 @@ async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]
         park_ns=round(limits.park_s * _NS),
         keeper_start_ns=round(KEEPER_START_S * _NS),
     )
-    shell = PoolShell(cluster, ports, times, journal.entries())
+    shell = PoolShell(cluster, ports, times, journal.entries(), market=config.pool.rollout.market())
     command_manager = PoolCommandManager(config.pool.name, shell, journal, made.describe, ports.jobs.pid, made.logs)
     socket = LineSocket(directory, command_manager.answer, invalid, SUBMISSION_BYTES_MAX)
     stopping = _stops_by_signal(shell, journal)

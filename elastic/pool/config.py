@@ -8,6 +8,7 @@ from elastic.cluster.types import ClusterError, JobRequest, NodeKind, PhasePlan,
 from elastic.config import ConfigError, JobConfig, JobPlanConfig, read_sections, validate
 from elastic.files import write_whole
 from policies.clusters import CLUSTER_POLICIES
+from providers.markets import SpotMarket, SpotSettings, SpotTraceSettings
 
 GB = 1_000_000_000
 NS_PER_S = 1_000_000_000
@@ -37,6 +38,18 @@ class PoolNodesConfig(_PoolPart):
         )
 
 
+class PoolRolloutConfig(PoolNodesConfig):
+    """Nodes for rollouts. With `spot` they are instances of a spot market, at most `nodes` at a time."""
+
+    spot: SpotTraceSettings | None = None
+
+    def market(self) -> SpotMarket | None:
+        if self.spot is None:
+            return None
+        settings = {"max_workers": self.nodes, "usd_per_gpu_hour": self.usd_per_gpu_hour, **self.spot.model_dump()}
+        return SpotMarket("pool.rollout", SpotSettings.model_validate(settings))
+
+
 class PoolSection(_PoolPart):
     name: str = Field("pool", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     directory: Path = Field(Path("pools"), description="where pools keep their journals and logs, each in its own")
@@ -45,7 +58,7 @@ class PoolSection(_PoolPart):
         "127.0.0.1", min_length=1, description="address on which keepers and jobs dial; beyond loopback by TLS"
     )
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one")
-    rollout: PoolNodesConfig
+    rollout: PoolRolloutConfig
     train: PoolNodesConfig
 
     @field_validator("policy")

@@ -1,5 +1,7 @@
 """Keepers of nodes as the pool's process knows them: started, expected back, given up for lost, replaced."""
 
+from collections import deque
+
 from elastic import pool_wire as w
 from elastic.cluster import events as e
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
@@ -8,10 +10,15 @@ from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
+from providers.markets import CapacityUnavailable, SpotMarket
 
 
 class NodeKeepers:
-    """The nodes of a pool, and those on their way."""
+    """The nodes of a pool, and those on their way.
+
+    With a `market` each rollout node is on an instance of it: the node is lost with its instance, and there are no
+    more nodes than instances.
+    """
 
     def __init__(
         self,
@@ -20,9 +27,11 @@ class NodeKeepers:
         slices: PoolSlices,
         residents: NodeResidents,
         scripts: PoolScripts,
+        market: SpotMarket | None = None,
     ) -> None:
         self._pool, self._workers, self._slices = pool, workers, slices
         self._residents, self._scripts = residents, scripts
+        self._market = market
         self._numbers = dict.fromkeys(PhaseKind, 0)
         self._deaths = dict.fromkeys(PhaseKind, 0)
 
@@ -113,6 +122,7 @@ class NodeKeepers:
         self._pool.timers.clear("keeper", name)
         self._pool.ports.end_keeper(name)
         self._pool.feed(e.NodeLost(node=name))
+        self._give_back(name)
         for job, resident in list(node.residents.items()):
             live = self._pool.job(job)
             live.lent.pop(name, None)
@@ -130,11 +140,16 @@ class NodeKeepers:
             self._renew(node.phase)
 
     def _failed_to_join(self, name: NodeId) -> None:
+        phase = self._end_joining(name)
+        if not self._pool.stopping:
+            self._renew(phase)
+
+    def _end_joining(self, name: NodeId) -> PhaseKind:
         phase = self._pool.joining.pop(name)
         self._pool.timers.clear("keeper", name)
         self._pool.ports.end_keeper(name)
-        if not self._pool.stopping:
-            self._renew(phase)
+        self._give_back(name)
+        return phase
 
     def _renew(self, phase: PhaseKind) -> None:
         """Add a node for one that was lost; soon if losses are rare, later if they are frequent."""
@@ -148,15 +163,64 @@ class NodeKeepers:
         kind, _, number = key.partition("/")
         phase = PhaseKind(kind)
         name = f"{phase}-{number or self._next_number(phase)}"
-        if not self._pool.stopping:
+        if not self._pool.stopping and self._placed(name, phase):
             self._pool.joining[name] = phase
             self.start(name, phase)
+
+    def take_instances(self) -> None:
+        """Place the rollout nodes of an earlier process on the instances of now; those too many are lost."""
+        if self._market is None:
+            return
+        deque(self._market.advance(self._pool.ports.now_ns()), maxlen=0)
+        nodes = [name for name, node in self._pool.nodes.items() if node.phase is PhaseKind.ROLLOUT]
+        for name in sorted(nodes, key=_number):
+            if not self._placed(name, PhaseKind.ROLLOUT):
+                self.lose(name, renewed=False)
+        self._await_market()
+
+    def market_changed(self) -> None:
+        """Lose the nodes whose instances are gone, and start nodes on new ones."""
+        assert self._market is not None
+        for taken in self._market.advance(self._pool.ports.now_ns()):
+            if taken.lease in self._pool.nodes:
+                self.lose(taken.lease, renewed=False)
+            else:
+                self._end_joining(taken.lease)
+        if not self._pool.stopping:
+            for _ in range(self._market.offer().available):
+                self.start_anew(PhaseKind.ROLLOUT.value)
+        self._await_market()
+
+    def _await_market(self) -> None:
+        assert self._market is not None
+        at_ns, now_ns = self._market.next_ns, self._pool.ports.now_ns()
+        if at_ns is not None:
+            self._pool.timers.set("market", "", now_ns, max(0, at_ns - now_ns))
+
+    def _placed(self, name: NodeId, phase: PhaseKind) -> bool:
+        """Whether the node has an instance; one that has none takes the instance that has been free the longest."""
+        if self._market is None or phase is not PhaseKind.ROLLOUT:
+            return True
+        try:
+            self._market.take(name)
+        except CapacityUnavailable:
+            return False
+        return True
+
+    def _give_back(self, name: NodeId) -> None:
+        if self._market is not None:
+            self._market.forget(name)
 
     def _next_number(self, phase: PhaseKind) -> int:
         self._numbers[phase] += 1
         return self._numbers[phase]
 
     def count(self, name: NodeId) -> None:
-        kind, _, number = name.rpartition("-")
-        if kind in list(PhaseKind) and number.isdecimal():
-            self._numbers[PhaseKind(kind)] = max(self._numbers[PhaseKind(kind)], int(number))
+        kind = name.rpartition("-")[0]
+        if kind in list(PhaseKind):
+            self._numbers[PhaseKind(kind)] = max(self._numbers[PhaseKind(kind)], _number(name))
+
+
+def _number(name: NodeId) -> int:
+    digits = name.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else 0

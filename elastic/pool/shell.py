@@ -27,12 +27,16 @@ from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
+from providers.markets import SpotMarket
 
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
 
 class PoolShell:
-    """The shell of one pool. Call `begin` first. `after` is called with the cluster after every event."""
+    """The shell of one pool. Call `begin` first. `after` is called with the cluster after every event.
+
+    With a `market` rollout nodes come and go with the instances of it.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class PoolShell:
         times: PoolTimes,
         entries: Iterable[JobEntry] = (),
         after: Callable[[e.ClusterEvent], None] = lambda event: None,
+        market: SpotMarket | None = None,
     ) -> None:
         pool = self._pool = PoolHoldings(cluster, ports, times, entries)
         self.events = 0
@@ -52,10 +57,11 @@ class PoolShell:
         self._profiles = JobProfiles(pool)
         self._lives = JobLives(pool, self._workers, self._slices, self._scripts)
         self._residents = NodeResidents(pool, self._workers, self._slices, self._lives, self._scripts)
-        self._keepers = NodeKeepers(pool, self._workers, self._slices, self._residents, self._scripts)
+        self._keepers = NodeKeepers(pool, self._workers, self._slices, self._residents, self._scripts, market)
         self._due: Mapping[str, Callable[[str], object]] = {
             "keeper": self._keepers.gone,
             "new keeper": self._keepers.start_anew,
+            "market": lambda key: self._keepers.market_changed(),
             "restart": lambda job: None,
             "resident": lambda key: None,
             "up": lambda key: self._residents.overdue(*key.split("/", 1)),
@@ -94,6 +100,7 @@ class PoolShell:
                 self._keepers.start(name, node.phase)
             else:
                 self._keepers.lose(name, renewed=False)  # Nodes that are missing are counted below.
+        self._keepers.take_instances()
         for name, lives in keepers.items():
             if lives and name not in self._pool.cluster.state.nodes:
                 self._pool.ports.end_keeper(name)
