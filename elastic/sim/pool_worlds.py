@@ -2,10 +2,11 @@
 keepers, residents and jobs.
 
 Messages travel in order on a connection and are lost with it. Connections break; keepers, residents, jobs and the
-pool's own process die at any point: that one also right before and after an event became durable, and in the middle of
-what follows from it. Phases hang, residents do not park, everything may be said twice. Some jobs are scripts, which
-compute in their own process, and some train with the nodes of both pools. After every event all invariants of the
-cluster are checked, and at every device that one job has it, under a permit that is newer than all before.
+pool's own process die at any point: that one also right before and after an event became durable, and in the middle
+of what follows from it. Phases hang, residents do not park, everything may be said twice. In some worlds rollout
+nodes are spot instances, which come and go by a recorded trace. Some jobs are scripts, which compute in their own
+process, and some train with the nodes of both pools. After every event all invariants of the cluster are checked, and
+at every device that one job has it, under a permit that is newer than all before.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from random import Random
 
 import msgspec
 
+import traces
 from elastic import pool_wire as w
 from elastic.cluster import Cluster, ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.cluster import events as e
@@ -24,6 +26,8 @@ from elastic.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKin
 from elastic.pool.ports import DoneCommand, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.sim.loop import EventLoop
+from providers.markets import SpotMarket, SpotSettings
+from traces.spot import read_spot_trace
 
 S = 1_000_000_000
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
@@ -694,9 +698,22 @@ class PoolWorld:
         times = PoolTimes(silence_ns=10 * S, park_ns=10 * S, keeper_start_ns=60 * S)
         self._times = times
         self._began = False
+        self._spot = self._drawn_spot(spec.rollout_nodes)
+        self._market: SpotMarket | None = None
         for number in range(rng.randrange(1, 6)):
             self._draw_job(number, spec)
         self._begin(Cluster(spec, self._policies, self.limits, 0))
+
+    def _drawn_spot(self, nodes: int) -> SpotSettings | None:
+        """In every fifth world rollout nodes are spot instances. All of them are there once faults end."""
+        rng = Random(9_000_011 * self.seed)
+        if self.faults.until_ns == 0 or rng.random() >= 0.2:
+            return None
+        trace = rng.choice(("rlboost-a", "rlboost-b"))
+        self._trace = read_spot_trace(traces.find(trace))
+        speed = self._trace.end_s * S / self.faults.until_ns
+        played = {"trace": trace, "speed": speed, "max_workers": nodes, "usd_per_gpu_hour": 1.0}
+        return SpotSettings.model_validate(played)
 
     def _draw_job(self, number: int, spec: PoolSpec) -> None:
         rng = self.rng
@@ -742,7 +759,8 @@ class PoolWorld:
         self.incarnations += 1
         self.appended_ns = cluster.now_ns
         self.returned_ns = self.loop.now_ns
-        shell = PoolShell(cluster, self, self._times, self.entries.values(), self._check)
+        self._market = None if self._spot is None else SpotMarket("rollout", self._spot)
+        shell = PoolShell(cluster, self, self._times, self.entries.values(), self._check, self._market)
         self.shell = shell
         keepers = {name: keeper.alive for name, keeper in self.keepers.items()}
         jobs = {name: (job.placement, job.restarts) for name, job in self.jobs.items() if job.alive and not job.script}
@@ -797,6 +815,17 @@ class PoolWorld:
         shell = self.shell
         if shell is not None:
             self.within(lambda: act(shell))
+            self._judge_nodes()
+
+    def _judge_nodes(self) -> None:
+        """There is an instance for each rollout node."""
+        if self.shell is None or self._spot is None:
+            return
+        now_s = (self.loop.now_ns - 1000) / S * self._spot.speed  # The market rounds to nanoseconds.
+        there = len(self._trace.available(max(0.0, now_s)))
+        nodes = sum(node.phase is _ROLLOUT for node in self.shell.cluster.state.nodes.values())
+        if nodes > there:
+            self.fail(f"{nodes} rollout nodes on {there} instances")
 
     def _acts(self) -> None:
         """The shell does something: what that follows from is in the journal."""

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from elastic.cluster.history import cluster_digest, replay
-from elastic.cluster.types import JobRequest, PhasePlan
+from elastic.cluster.events import NodeJoined, NodeLost
+from elastic.cluster.history import cluster_digest, decoded, replay
+from elastic.cluster.types import JobRequest, PhaseKind, PhasePlan
 from elastic.control import ControlError
 from elastic.endpoint import Endpoint
 from elastic.pool.config import PoolConfig, save_pool
@@ -29,21 +30,23 @@ from elastic.pool_control import PoolControl, PoolStanding, SubmitJob
 from elastic.tls import run_certificate
 from policies.clusters import CLUSTER_POLICIES
 from tests.pool.stubs import STUB
+from traces.spot import read_spot_trace
 
 S = 10**9
 pytestmark = pytest.mark.slow
 
 
 class Pool:
-    def __init__(self, tmp_path: Path, host: str = "127.0.0.1", **limits: float) -> None:
+    def __init__(self, tmp_path: Path, host: str = "127.0.0.1", spot: Path | None = None, **limits: float) -> None:
         nodes = {"usd_per_gpu_hour": 1.0, "memory_gb": 8}
+        market = {} if spot is None else {"spot": {"trace": str(spot)}}
         self.config = PoolConfig.model_validate(
             {
                 "pool": {
                     "name": "lab",
                     "directory": str(tmp_path),
                     "host": host,
-                    "rollout": {**nodes, "nodes": 2},
+                    "rollout": {**nodes, "nodes": 2, **market},
                     "train": {**nodes, "nodes": 1},
                 },
                 "limits": {"silence_s": 5.0, "notice_s": 2.0, "park_s": 2.0, "measure_s": 0.5, **limits},
@@ -120,8 +123,10 @@ class Pool:
 
 
 @contextlib.asynccontextmanager
-async def running(tmp_path: Path, host: str = "127.0.0.1", **limits: float) -> AsyncIterator[Pool]:
-    pool = Pool(tmp_path, host, **limits)
+async def running(
+    tmp_path: Path, host: str = "127.0.0.1", spot: Path | None = None, **limits: float
+) -> AsyncIterator[Pool]:
+    pool = Pool(tmp_path, host, spot, **limits)
     pool.start()
     try:
         await pool.until(lambda status: all(node["keeper"]["up"] for node in status["nodes"]), "keepers are not up")
@@ -253,6 +258,39 @@ async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):
         status = await pool.status()
         assert len(status["nodes"]) == 3
         assert pool.replayed_digest() == status["digest"]
+
+
+async def test_rollout_nodes_come_and_go_with_the_instances_of_a_spot_market(tmp_path: Path):
+    path = tmp_path / "spot.csv"
+    events = [(0, "add", "a"), (0, "add", "b"), (9, "remove", "a"), (13, "remove", "b"), (16, "add", "c")]
+    path.write_text("time_s,event,instance_id\n" + "".join(f"{time},{what},{name}\n" for time, what, name in events))
+    trace = read_spot_trace(path)
+    async with running(tmp_path, spot=path) as pool:
+        for name in ("one", "two"):
+            await pool.control.submit(pool.submit(name, steps=12, rollout_s=0.6))
+        await pool.until(
+            lambda status: "rollout-1" not in [node["name"] for node in status["nodes"]],
+            "no node goes with its instance",
+        )
+        pool.kill()
+        pool.start()
+        await finished(pool, "one", "two")
+        assert pool.replayed_digest() == (await pool.status())["digest"]
+
+        there, lost = set[str](), 0
+        for entry in decoded(read_records(pool.directory))[1]:
+            match entry.event:
+                case NodeJoined(node=node, phase=PhaseKind.ROLLOUT):
+                    there.add(node)
+                case NodeLost(node=node):
+                    there.discard(node)
+                    lost += 1
+                case _:
+                    # A node is lost as soon as the pool's process is there to see it.
+                    assert len(there) <= len(trace.available(max(0.0, entry.now_ns / S - 1.0)))
+            most = max(most, len(there))
+        assert most == 2
+        assert there.isdisjoint({"rollout-1", "rollout-2"}), "the last instance has a node of its own"
 
 
 async def test_who_does_not_give_way_or_park_is_killed_and_the_cycle_goes_on(tmp_path: Path):
