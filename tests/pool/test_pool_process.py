@@ -288,8 +288,7 @@ async def test_rollout_nodes_come_and_go_with_the_instances_of_a_spot_market(tmp
                 case _:
                     # A node is lost as soon as the pool's process is there to see it.
                     assert len(there) <= len(trace.available(max(0.0, entry.now_ns / S - 1.0)))
-            most = max(most, len(there))
-        assert most == 2
+        assert lost >= 1
         assert there.isdisjoint({"rollout-1", "rollout-2"}), "the last instance has a node of its own"
 
 
