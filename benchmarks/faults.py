@@ -1,9 +1,10 @@
 """Worlds full of faults by the thousand, and whether they and the unit tests notice code that is wrong.
 
-Three kinds of worlds: `elastic.sim`'s, cheap, of the core and its `Run`; those of many jobs on one pool, under `jobs`;
-and `elastic.chaos`'s, of the production shell, whose keys begin with `shell_`. There `needless` counts acts without a
-cause in the world, `shell_coverage` is the share of the shell's lines that its first worlds go through (sixteen in the
-quick run, at most a hundred in others), and `shell_bugs` are planted one at a time.
+Four kinds of worlds: `elastic.sim`'s, cheap, of the core and its `Run`; those of many jobs on one pool, under `jobs`,
+and there under `pool_shell` those of a pool's production shell; and `elastic.chaos`'s, of the production shell, whose
+keys begin with `shell_`. There `needless` counts acts without a cause in the world, `shell_coverage` is the share of
+the shell's lines that its first worlds go through (sixteen in the quick run, at most a hundred in others), and
+`shell_bugs` are planted one at a time.
 
 `--quick` lives through the seeds that CI has first and judges no mutant. Without it: a million events and more of each
 kind, and a sample of mutants. `--minutes 60` lives through worlds of the production shell for an hour, from a fresh
@@ -69,6 +70,8 @@ SHELL = {QUICK: Extent(seeds=16), FULL: Extent(events=500_000), NIGHTLY: Extent(
 """As much of the production shell; as many seeds as of the cheap worlds where their number is all that is wanted."""
 JOBS = {QUICK: Extent(seeds=24), FULL: Extent(events=100_000), NIGHTLY: Extent(events=1_000_000, faults=10_000)}
 """The same of worlds of many jobs."""
+POOL_SHELL = {QUICK: Extent(seeds=24), FULL: Extent(events=25_000), NIGHTLY: Extent(faults=10_000)}
+"""The same of worlds of a pool's production shell."""
 WATCHED = 100
 """Worlds whose lines are seen, where these are not all."""
 BUG_SEEDS = 60
@@ -109,6 +112,25 @@ def live_through_jobs(seeds: range) -> WorldsSeen:
         else:
             seen.events += world.events
             seen.faults += world.faults.total()
+    return seen
+
+
+def live_through_pools(seeds: range) -> WorldsSeen:
+    """The worlds of a pool's production shell of these seeds."""
+    from elastic.sim.pool_worlds import PoolWorld, PoolWorldFailed
+    from policies.clusters import CLUSTER_POLICIES
+
+    seen = WorldsSeen()
+    for seed in seeds:
+        seen.seeds += 1
+        world = PoolWorld(CLUSTER_POLICIES, seed)
+        try:
+            world.run()
+        except PoolWorldFailed as failure:
+            seen.failed.append({"seed": seed, "error": str(failure)})
+        else:
+            seen.events += world.events
+            seen.faults += sum(world.faults_seen.values())
     return seen
 
 
@@ -219,10 +241,11 @@ def main(wanted: Extent, first: int, mutants: int | None, seed: int) -> dict[str
     if wanted.minutes:
         return shell_worlds(wanted, first)
     shell = shell_worlds(SHELL.get(wanted, wanted), first)
-    jobs = {"jobs": worlds(live_through_jobs, JOBS.get(wanted, wanted), first, SHELL_BATCH)}
+    jobs = worlds(live_through_jobs, JOBS.get(wanted, wanted), first, SHELL_BATCH)
+    jobs["pool_shell"] = worlds(live_through_pools, POOL_SHELL.get(wanted, wanted), first, SHELL_BATCH)
     return (
         worlds(live_through, wanted, first, BATCH)
-        | jobs
+        | {"jobs": jobs}
         | shell
         | (bugs(wanted == QUICK) if wanted in SHELL else {})
         | judged
@@ -258,5 +281,6 @@ if __name__ == "__main__":
         first = 0 if given.minutes is None else fresh_seed()
     figures = main(chosen, first, count, given.mutation_seed)
     emit(figures, given)
-    jobs_failed = (figures.get("jobs") or {}).get("failed_seeds")
-    sys.exit(bool(figures.get("failed_seeds") or figures.get("shell_failed_seeds") or jobs_failed))
+    jobs = figures.get("jobs") or {"pool_shell": {}}
+    told = (figures, jobs, jobs["pool_shell"])
+    sys.exit(any(each.get("failed_seeds") for each in told) or bool(figures.get("shell_failed_seeds")))
