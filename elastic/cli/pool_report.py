@@ -9,7 +9,7 @@ import typer
 from elastic.cli.output import EXIT_FAILED, console, emit, say
 from elastic.config import ConfigError
 from elastic.pool.config import POOL_CONFIG, load_pool
-from elastic.pool.journal import PoolJournalError, read_entries, read_records
+from elastic.pool.journal import PoolJournalError, read_deaths, read_entries, read_records
 from elastic.report import as_json as report_as_json
 from elastic.report import closing_table, summarise, write_html
 from elastic.report.jobs import NodeSlice, PoolReport, as_page, as_text, job_text
@@ -77,6 +77,7 @@ def live_report(pool: Path) -> tuple[PoolReport, list[NodeSlice]]:
         history = history_of(read_records(pool), CLUSTER_POLICIES[config.pool.policy])
     except (msgspec.MsgspecError, ValueError) as error:
         raise PoolJournalError(f"{pool}: {error}") from error
+    history.note_deaths(read_deaths(pool))
     now_ns = history.cluster.now_ns
     report = pool_report(history, config.pool.policy, now_ns=now_ns, name=config.pool.name)
     return report, [*history.slices, *history.open_slices(now_ns)]

@@ -89,6 +89,9 @@ class JobLives:
             self._pool.feed(e.JobFailed(job=job, cause=cause, placement=record.placement))
         else:
             delay_ns = self._pool.times.retry_ns(live.restarts)
+            times = f"{live.restarts + 1} of at most {self._pool.entries[job].max_restarts} times"
+            again = f"it starts again after {delay_ns / NS_PER_S:g} s, {times}"
+            self._pool.ports.died("", job, f"{ending.cause or 'its process died'}; {again}")
             live.restarts += 1
             self._pool.timers.set("restart", job, self._pool.ports.now_ns(), delay_ns)
             if record.permit is not None:

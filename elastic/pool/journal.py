@@ -15,7 +15,7 @@ import msgspec
 
 from elastic.cluster import Cluster, ClusterPolicies
 from elastic.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode
-from elastic.cluster.types import Nanoseconds, NodeId, PoolSpec, WaitLimits
+from elastic.cluster.types import JobId, Nanoseconds, NodeId, PoolSpec, WaitLimits
 from elastic.pool.ports import DoneCommand, JobEntry
 
 JOURNAL = "journal.sqlite"
@@ -28,8 +28,18 @@ CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, record BLOB NOT N
 CREATE TABLE IF NOT EXISTS digests (number INTEGER PRIMARY KEY, digest TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, entry BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS commands (id TEXT PRIMARY KEY, words TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS deaths (number INTEGER PRIMARY KEY, death BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS keepers (node TEXT PRIMARY KEY, ticket INTEGER NOT NULL, spent INTEGER NOT NULL);
 """
+
+
+class NotedDeath(msgspec.Struct, frozen=True):
+    """The death of a keeper, a job's process or the pool's own process. `what`: how it died, and what follows."""
+
+    at_ns: Nanoseconds
+    node: NodeId
+    job: JobId
+    what: str
 
 
 class PoolJournalError(Exception):
@@ -105,6 +115,11 @@ class PoolJournal:
                 self._db.execute("INSERT OR IGNORE INTO commands VALUES (?, ?)", (command.id, command.words))
         self.events += 1
 
+    def note_death(self, death: NotedDeath) -> None:
+        """Make a death durable that is no event of the cluster's, for the report."""
+        with self._transaction():
+            self._db.execute("INSERT INTO deaths (death) VALUES (?)", (msgspec.msgpack.encode(death),))
+
     def keep(self, command: DoneCommand) -> None:
         """Make a command durable that is no event."""
         with self._transaction():
@@ -174,21 +189,30 @@ class PoolJournal:
 
 def read_records(directory: Path) -> Iterator[bytes]:
     """Yield the journal's records from its opening on, also while it is written. Raises `PoolJournalError`."""
-    path = directory / JOURNAL
-    try:
-        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
-            for row in db.execute("SELECT record FROM events ORDER BY number"):
-                yield row[0]
-    except sqlite3.Error as error:
-        raise PoolJournalError(f"{path}: {error}") from error
+    return _read(directory, "SELECT record FROM events ORDER BY number")
 
 
 def read_entries(directory: Path) -> list[JobEntry]:
     """Return the records of submissions, also while the journal is written. Raises `PoolJournalError`."""
+    rows = _read(directory, "SELECT entry FROM jobs")
+    return [msgspec.msgpack.decode(row, type=JobEntry) for row in rows]
+
+
+def read_deaths(directory: Path) -> list[NotedDeath]:
+    """Return what was noted of deaths, also while the journal is written. Raises `PoolJournalError`."""
+    if not [*_read(directory, "SELECT 1 FROM sqlite_master WHERE name = 'deaths'")]:
+        return []  # An earlier version wrote it.
+    rows = _read(directory, "SELECT death FROM deaths ORDER BY number")
+    return [msgspec.msgpack.decode(row, type=NotedDeath) for row in rows]
+
+
+def _read(directory: Path, query: str) -> Iterator[bytes]:
+    """Yield the only column of what a query finds. Raises `PoolJournalError`."""
     path = directory / JOURNAL
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
-            return [msgspec.msgpack.decode(row[0], type=JobEntry) for row in db.execute("SELECT entry FROM jobs")]
+            for row in db.execute(query):
+                yield row[0]
     except sqlite3.Error as error:
         raise PoolJournalError(f"{path}: {error}") from error
 

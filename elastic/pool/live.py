@@ -14,7 +14,7 @@ from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePl
 from elastic.control import ControlError, RunControl
 from elastic.pool.gateway import PoolGateway
 from elastic.pool.job_processes import DetachedProcesses
-from elastic.pool.journal import DIGEST_EVERY, PoolJournal
+from elastic.pool.journal import DIGEST_EVERY, NotedDeath, PoolJournal
 from elastic.pool.keeper import RESIDENTS
 from elastic.pool.ports import DoneCommand, JobEnding, JobEntry
 from elastic.pool.shell import PoolShell
@@ -98,6 +98,13 @@ class LivePorts:
     def append(self, record: bytes, entry: JobEntry | None = None, command: DoneCommand | None = None) -> None:
         try:
             self._journal.append(record, entry, command)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def died(self, node: NodeId, job: JobId, what: str) -> None:
+        try:
+            self._journal.note_death(NotedDeath(self._now_ns(), node, job, what))
         except BaseException as error:
             self.fail(error)
             raise

@@ -5,7 +5,7 @@ from collections import deque
 from elastic import pool_wire as w
 from elastic.cluster import events as e
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
-from elastic.pool.holdings import LiveJob, PoolHoldings, PoolNode, Resident
+from elastic.pool.holdings import NS_PER_S, LiveJob, PoolHoldings, PoolNode, Resident
 from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
@@ -34,6 +34,7 @@ class NodeKeepers:
         self._market = market
         self._numbers = dict.fromkeys(PhaseKind, 0)
         self._deaths = dict.fromkeys(PhaseKind, 0)
+        self._within_ns: dict[NodeId, Nanoseconds] = {}
 
     def joined(self, hello: w.KeeperHello) -> str:
         """Take in a keeper and what it reports to hold; returns why it is refused, or an empty string."""
@@ -103,22 +104,29 @@ class NodeKeepers:
             node.connected = False
             self.expect(name, self._pool.times.silence_ns)
 
-    def gone(self, name: NodeId) -> None:
-        """Give up a keeper whose process has ended, or that has not come or not come back."""
+    def unheard(self, name: NodeId) -> None:
+        """Give up a keeper that has not come, or not come back."""
+        self.gone(name, f"was not heard for {self._within_ns[name] / NS_PER_S:g} s")
+
+    def gone(self, name: NodeId, how: str) -> None:
+        """Give up a keeper. `how` it is gone."""
         if name in self._pool.joining:
-            self._failed_to_join(name)
+            self._failed_to_join(name, how)
         elif name in self._pool.nodes:
-            self.lose(name)
+            self.lose(name, f"its keeper {how}; another node takes its place")
 
     def start(self, name: NodeId, phase: PhaseKind) -> None:
         self.expect(name, self._pool.times.keeper_start_ns)
         self._pool.ports.start_keeper(name, phase)
 
     def expect(self, name: NodeId, within_ns: Nanoseconds) -> None:
+        self._within_ns[name] = within_ns
         self._pool.timers.set("keeper", name, self._pool.ports.now_ns(), within_ns)
 
-    def lose(self, name: NodeId, *, renewed: bool = True) -> None:
+    def lose(self, name: NodeId, what: str, *, renewed: bool = True) -> None:
+        """Give up a node. `what` tells the report why, and what follows."""
         node = self._pool.nodes.pop(name)
+        self._pool.ports.died(name, "", what)
         self._pool.timers.clear("keeper", name)
         self._pool.ports.end_keeper(name)
         self._pool.feed(e.NodeLost(node=name))
@@ -139,7 +147,8 @@ class NodeKeepers:
         if renewed and not self._pool.stopping:
             self._renew(node.phase)
 
-    def _failed_to_join(self, name: NodeId) -> None:
+    def _failed_to_join(self, name: NodeId, how: str) -> None:
+        self._pool.ports.died(name, "", f"its keeper {how} before it had joined; another node takes its place")
         phase = self._end_joining(name)
         if not self._pool.stopping:
             self._renew(phase)
@@ -175,7 +184,7 @@ class NodeKeepers:
         nodes = [name for name, node in self._pool.nodes.items() if node.phase is PhaseKind.ROLLOUT]
         for name in sorted(nodes, key=_number):
             if not self._placed(name, PhaseKind.ROLLOUT):
-                self.lose(name, renewed=False)
+                self.lose(name, "there is no instance for it any more", renewed=False)
         self._await_market()
 
     def market_changed(self) -> None:
@@ -183,7 +192,7 @@ class NodeKeepers:
         assert self._market is not None
         for taken in self._market.advance(self._pool.ports.now_ns()):
             if taken.lease in self._pool.nodes:
-                self.lose(taken.lease, renewed=False)
+                self.lose(taken.lease, "its instance was taken", renewed=False)
             else:
                 self._end_joining(taken.lease)
         if not self._pool.stopping:

@@ -64,6 +64,10 @@ class PoolPorts(Protocol):
         """Makes an entry of the journal durable, with its submission or command, before it returns."""
         ...
 
+    def died(self, node: NodeId, job: JobId, what: str) -> None:
+        """Notes for the report that a keeper, a job's process or, without either, the pool's own process has died."""
+        ...
+
     def settled(self) -> None:
         """Called when all events have gone through the cluster. The next wake-up may have changed."""
         ...

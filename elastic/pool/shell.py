@@ -18,7 +18,7 @@ from elastic.cluster import commands as c
 from elastic.cluster import events as e
 from elastic.cluster.history import ClusterEntry, encode
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePlan
-from elastic.pool.holdings import HOLDING, LiveJob, PoolHoldings, PoolNode, nanoseconds
+from elastic.pool.holdings import HOLDING, NS_PER_S, LiveJob, PoolHoldings, PoolNode, nanoseconds
 from elastic.pool.job_lives import JobLives
 from elastic.pool.job_profiles import JobProfiles
 from elastic.pool.node_keepers import NodeKeepers
@@ -59,7 +59,7 @@ class PoolShell:
         self._residents = NodeResidents(pool, self._workers, self._slices, self._lives, self._scripts)
         self._keepers = NodeKeepers(pool, self._workers, self._slices, self._residents, self._scripts, market)
         self._due: Mapping[str, Callable[[str], object]] = {
-            "keeper": self._keepers.gone,
+            "keeper": self._keepers.unheard,
             "new keeper": self._keepers.start_anew,
             "market": lambda key: self._keepers.market_changed(),
             "restart": lambda job: None,
@@ -87,6 +87,11 @@ class PoolShell:
 
         With `anew` nothing was left running on purpose, and every node gets a keeper under its old name.
         """
+        if not anew:
+            away_s = (self._pool.ports.now_ns() - self._pool.cluster.now_ns) / NS_PER_S
+            self._pool.ports.died(
+                "", "", f"the pool's process died; another one went on {away_s:.1f} s after the last event"
+            )
         for name in (*self._pool.cluster.state.nodes, *keepers):
             self._keepers.count(name)
         for job, (placement, restarts) in jobs.items():
@@ -99,7 +104,9 @@ class PoolShell:
             elif anew or name not in keepers:
                 self._keepers.start(name, node.phase)
             else:
-                self._keepers.lose(name, renewed=False)  # Nodes that are missing are counted below.
+                # Nodes that are missing are counted below.
+                died = "its keeper died while the pool's process was away; another node takes its place"
+                self._keepers.lose(name, died, renewed=False)
         self._keepers.take_instances()
         for name, lives in keepers.items():
             if lives and name not in self._pool.cluster.state.nodes:
@@ -199,7 +206,7 @@ class PoolShell:
 
     def keeper_gone(self, name: NodeId) -> None:
         """Note that the keeper's process has ended."""
-        self._keepers.gone(name)
+        self._keepers.gone(name, "died")
         self._drain()
 
     def keeper_heard(self, name: NodeId, message: w.FromKeeper) -> None:

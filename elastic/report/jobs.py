@@ -171,7 +171,7 @@ def title(report: PoolReport) -> str:
 
 
 def _where(mark: PoolMark) -> str:
-    return " on ".join(part for part in (mark.job, mark.node) if part)
+    return " on ".join(part for part in (mark.job, mark.node) if part) or "the pool"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

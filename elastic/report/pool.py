@@ -26,6 +26,7 @@ from elastic.cluster.types import (
     PhaseKind,
     PoolSpec,
 )
+from elastic.pool.journal import NotedDeath
 from elastic.pool.standing import NANO_USD, bills, saved_if_left, usd
 from elastic.report.jobs import NodeSlice, PooledJob, PooledNode, PoolMark, PoolReport, StoryPart, shares
 
@@ -120,7 +121,8 @@ class PoolTimeline:
             case c.GrantPermit():
                 self._granted(command, now_ns)
             case c.KillResident():
-                self.marks.append(PoolMark(now_ns / NS_PER_S, command.node, command.job, command.reason))
+                what = f"{command.reason}; it is killed, and starts anew"
+                self.marks.append(PoolMark(now_ns / NS_PER_S, command.node, command.job, what))
             case _:
                 pass
 
@@ -198,13 +200,20 @@ class PoolTimeline:
         at_s = now_ns / NS_PER_S
         match event:
             case e.ResidentLost():
-                self.marks.append(PoolMark(at_s, event.node, event.job, event.cause))
+                node = self.cluster.state.nodes.get(event.node)
+                process = "its trainer" if node is not None and node.phase is PhaseKind.TRAIN else "its resident"
+                self.marks.append(PoolMark(at_s, event.node, event.job, f"{process} died: {event.cause}"))
             case e.NodeLost():
-                self.marks.append(PoolMark(at_s, event.node, "", "the node was lost"))
+                self.marks.append(PoolMark(at_s, event.node, "", "the node was lost; its jobs are placed anew"))
             case e.JobFailed():
                 self.marks.append(PoolMark(at_s, "", event.job, event.cause))
             case _:
                 pass
+
+    def note_deaths(self, deaths: Iterable[NotedDeath]) -> None:
+        """Add the deaths that are no events of the cluster's."""
+        noted = [PoolMark(death.at_ns / NS_PER_S, death.node, death.job, death.what) for death in deaths]
+        self.marks = sorted([*self.marks, *noted], key=lambda mark: mark.at_s)
 
     def open_slices(self, now_ns: Nanoseconds) -> list[NodeSlice]:
         """Turns under way, as far as they are."""

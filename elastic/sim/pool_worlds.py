@@ -691,6 +691,7 @@ class PoolWorld:
         self.returned_ns = 0
         self.excused = 0
         """The last permit whose phase may have been disturbed."""
+        self.died_of: list[tuple[NodeId, JobId, str]] = []
         self.cancelled: set[JobId] = set()
         self.starts_ns: dict[tuple[NodeId, JobId], Nanoseconds] = {}
         """How long the next start of a resident takes, where that is not drawn."""
@@ -884,6 +885,9 @@ class PoolWorld:
         if self.faulty and self.rng.random() < self.faults.strike:
             self.loop.after(self.rng.randrange(30 * S), self._strike)
         self._perhaps_die()
+
+    def died(self, node: NodeId, job: JobId, what: str) -> None:
+        self.died_of.append((node, job, what))
 
     def settled(self) -> None:
         pass

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from elastic.cli.pool_report import live_report
 from elastic.cluster.events import NodeJoined, NodeLost
 from elastic.cluster.history import cluster_digest, decoded, replay
 from elastic.cluster.types import JobRequest, PhaseKind, PhasePlan
@@ -27,6 +28,7 @@ from elastic.pool.journal import JOURNAL, pool_secret, read_records
 from elastic.pool.keeper import Keeper, KeeperTicket
 from elastic.pool_client import PoolClient, PoolMembership, PoolUnavailable
 from elastic.pool_control import PoolControl, PoolStanding, SubmitJob
+from elastic.report.jobs import as_text
 from elastic.tls import run_certificate
 from policies.clusters import CLUSTER_POLICIES
 from tests.pool.stubs import STUB
@@ -132,6 +134,8 @@ async def running(
         await pool.until(lambda status: all(node["keeper"]["up"] for node in status["nodes"]), "keepers are not up")
         yield pool
         assert "VIOLATION" not in pool.history()
+        marks = live_report(pool.directory)[0].marks
+        assert not [mark for mark in marks if "counts no more" in mark.what]
     finally:
         if pool.process is not None and pool.process.poll() is None:
             with contextlib.suppress(ControlError):
@@ -258,6 +262,17 @@ async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):
         status = await pool.status()
         assert len(status["nodes"]) == 3
         assert pool.replayed_digest() == status["digest"]
+
+        report, _ = live_report(pool.directory)
+        wrong = as_text(report).partition("what went wrong")[2]
+        for told in (
+            f"{outside} on {node}: its resident died: it was killed by SIGKILL",
+            "the pool: the pool's process died; another one went on",
+            "one: its process died; it starts again after 1 s, 1 of at most 3 times",
+            f"{node}: its keeper died",
+        ):
+            assert told in wrong
+        assert [mark.at_s for mark in report.marks] == sorted(mark.at_s for mark in report.marks)
 
 
 async def test_rollout_nodes_come_and_go_with_the_instances_of_a_spot_market(tmp_path: Path):
