@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -73,6 +74,13 @@ class LivePool:
         arguments = ["jobs", "submit", str(config), "--name", name, "--pool", str(self.directory), "--json"]
         elastic(*arguments, *sets([f"run.directory={runs}", *settings]))
         return Path(self.job(name)["directory"])
+
+    def submit_at_once(self, jobs: Mapping[str, tuple[Path, Sequence[str]]], runs: Path) -> dict[str, Path]:
+        """Submit these jobs by their configurations and settings, in whatever order they arrive; their runs'
+        directories."""
+        with ThreadPoolExecutor(len(jobs)) as threads:
+            found = {name: threads.submit(self.submit, file, name, runs, more) for name, (file, more) in jobs.items()}
+        return {name: path.result() for name, path in found.items()}
 
     def standing(self, within_s: float = 60.0) -> dict[str, Any]:
         """How the pool stands, once its process answers. Raises `ControlError`."""

@@ -23,6 +23,7 @@ import json
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
@@ -83,15 +84,20 @@ class Jobs:
     names: Sequence[str]
     steps: int
     seed: int
-    policy: Path | None
+    policy: Future[Path] | None
+    """Written at the same time as the first pool starts; None: the one that was prepared."""
 
     def settings(self, name: str) -> list[str]:
         found = [f"run.steps={self.steps}", f"run.seed={self.seed}", f"job.slo={SLO}"]
-        small = () if self.policy is None else (f"model.checkpoint={self.policy}", *SMALL)
+        small = () if self.policy is None else (f"model.checkpoint={self.policy.result()}", *SMALL)
         return [*found, *(small or PACED.get(name, ()))]
 
     def submit(self, pool: LivePool, names: Iterable[str], runs: Path) -> dict[str, Path]:
-        return {name: pool.submit(JOBS / f"{name}.toml", name, runs, self.settings(name)) for name in names}
+        """One after the other; where nobody's place depends on that, at once."""
+        jobs = {name: (JOBS / f"{name}.toml", self.settings(name)) for name in names}
+        if self.policy is not None:
+            return pool.submit_at_once(jobs, runs)
+        return {name: pool.submit(file, name, runs, settings) for name, (file, settings) in jobs.items()}
 
 
 def paces(runs: Iterable[Path]) -> tuple[int, int]:
@@ -257,9 +263,9 @@ def main(arguments: Arguments) -> dict[str, Any]:
     names = QUICK_NAMES if quick else FULL_NAMES
     for name in () if quick else names:
         elastic("prepare", str(JOBS / f"{name}.toml"))
-    with TemporaryDirectory() as temporary:
+    with TemporaryDirectory() as temporary, ThreadPoolExecutor(1) as beside:
         directory = Path(temporary).resolve()
-        policy = write_policy(directory / "policy") if quick else None
+        policy = beside.submit(write_policy, directory / "policy") if quick else None
         lived = [
             seeded(directory, Jobs(names, steps, seed, policy), kills, quick=quick)
             for seed in (FULL_SEEDS[:1] if quick else FULL_SEEDS)

@@ -85,7 +85,9 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
         conclude(resumed, as_json=as_json)
         return 0
     compose.check_live(plan)
-    if past.status != compose.RUNNING:  # Of a process that died; what it began with has been checked.
+    # Who goes on after a process that died, and a pool's job, begin with what has been checked, before or as they were
+    # submitted: the models' library, which takes seconds to import, is not theirs.
+    if past.status != compose.RUNNING and not plan.shared:
         compose.check_policy(plan, resumed)
     run_dir = resumed or compose.new_run_dir(config)
     progress = ProgressDisplay(console(stderr=True))
