@@ -85,10 +85,9 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
         conclude(resumed, as_json=as_json)
         return 0
     compose.check_live(plan)
-    # Who goes on after a process that died, and a pool's job, begin with what has been checked, before or as they were
-    # submitted: the models' library, which takes seconds to import, is not theirs.
-    if past.status != compose.RUNNING and not plan.shared:
-        compose.check_policy(plan, resumed)
+    if past.status != compose.RUNNING:  # Of a process that died; what it began with has been checked.
+        # A pool's job does not have seconds at its start, where its trainer says the same.
+        compose.check_policy(plan, None if plan.shared else resumed)
     run_dir = resumed or compose.new_run_dir(config)
     progress = ProgressDisplay(console(stderr=True))
     try:

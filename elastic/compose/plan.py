@@ -13,9 +13,11 @@ from elastic.config import Config, ConfigError, EngineConfig, RewardsConfig, val
 from elastic.engine import resolve_engine
 from elastic.envs.base import Environment
 from elastic.pool_client import NOT_A_JOB, PoolUnavailable, membership_here
+from elastic.runtime.states import CHECKPOINTS
 from providers.base import Provider, ProviderSettings
 
 TRAINER_PROVIDER, POOL_KIND = "trainer", "pool"
+BFLOAT16_BYTES = 2
 TRACE_PLAYERS = {name: f"{name}-replay" for name in ("serving", "serverless", "spot")}
 """The kinds of sections with these names and without a `kind`: they play traces on this machine."""
 
@@ -224,41 +226,53 @@ def check_live(plan: RunPlan) -> None:
 
 
 def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
-    """Read the base policy as a worker would, and a resumed run's checkpoint as the trainer would.
+    """Read how the base policy is stored, and a resumed run's checkpoint as the trainer would, which takes seconds.
 
     Raises `ConfigError` for a policy that does not match its own config, cannot say every word of the environment or
     takes longer to pull than a worker may, for a checkpoint that is damaged or of another model, and where there is
     no such device.
     """
-    import torch
+    from elastic.model.stored import CheckpointError, check_stored
 
+    config, words = plan.config, len(plan.environment.vocabulary)
+    if config.engine.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("engine.device: found 'cuda', but no CUDA device is here; allowed: 'auto', 'cpu'")
+    read_model_config(config)
+    try:
+        shape, parameters = check_stored(config.model.checkpoint)
+    except CheckpointError as error:
+        raise ConfigError(f"model.checkpoint: {error}") from error
+    if shape.vocab_size < words:
+        raise ConfigError(
+            f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {shape.vocab_size} tokens; "
+            f"environment {config.environment.name!r} needs at least {words}"
+        )
+    _check_pulls(config, BFLOAT16_BYTES * parameters)
+    if resumed is not None and any((resumed / CHECKPOINTS).glob("*.safetensors")):
+        _check_checkpoint(config, resumed)
+
+
+def _check_checkpoint(config: Config, resumed: Path) -> None:
+    """Read the last checkpoint of a run's trainer."""
     from elastic.model.checkpoint import CheckpointError, load_model
     from elastic.trainer.checkpoint import saved
     from elastic.trainer.trainer import GRPOTrainer
 
-    config, words = plan.config, len(plan.environment.vocabulary)
-    if config.engine.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device: found 'cuda', but no CUDA device is here; allowed: 'auto', 'cpu'")
-    read_model_config(config)
     try:
         model = load_model(config.model.checkpoint)
     except CheckpointError as error:
         raise ConfigError(f"model.checkpoint: {error}") from error
-    if model.config.vocab_size < words:
+    trainer = GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature)
+    try:
+        trainer.load(saved(resumed / CHECKPOINTS)[-1])
+    except CheckpointError as error:
         raise ConfigError(
-            f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {model.config.vocab_size} tokens; "
-            f"environment {config.environment.name!r} needs at least {words}"
-        )
-    _check_pulls(config, torch.bfloat16.itemsize * sum(parameter.numel() for parameter in model.parameters()))
-    if resumed and (checkpoints := saved(resumed / "checkpoints")):
-        trainer = GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature)
-        try:
-            trainer.load(checkpoints[-1])
-        except CheckpointError as error:
-            raise ConfigError(
-                f"--resume: {error}; a damaged file can be removed, and the run goes on from the one before it, "
-                "or from the base policy"
-            ) from error
+            f"--resume: {error}; a damaged file can be removed, and the run goes on from the one before it, "
+            "or from the base policy"
+        ) from error
 
 
 def _check_pulls(config: Config, keyframe_bytes: int) -> None:

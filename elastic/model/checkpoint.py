@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,26 +13,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from elastic.files import sync
-from elastic.model.config import ModelConfigError, Qwen3Config
-from elastic.model.qwen3 import Qwen3, parameter_shapes
-
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-TIED = "lm_head.weight"
-
-
-class CheckpointError(Exception):
-    """A checkpoint cannot be read or written, or does not match its config; names the file or tensor."""
-
-
-def read_config(directory: Path) -> Qwen3Config:
-    """The model's shape. Raises `CheckpointError`."""
-    path = directory / CONFIG_FILE
-    try:
-        return Qwen3Config.from_dict(_read_json(path))
-    except ModelConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+from elastic.model.config import Qwen3Config
+from elastic.model.qwen3 import Qwen3
+from elastic.model.stored import (
+    CONFIG_FILE,
+    TIED,
+    WEIGHTS_FILE,
+    CheckpointError,
+    check_shapes,
+    parameter_shapes,
+    read_config,
+    weight_files,
+)
 
 
 def read_tensors(directory: Path, config: Qwen3Config) -> dict[str, Tensor]:
@@ -41,10 +32,10 @@ def read_tensors(directory: Path, config: Qwen3Config) -> dict[str, Tensor]:
 
     Raises `CheckpointError` naming the first tensor that is missing, unexpected or of another shape.
     """
-    tensors = {name: tensor for path in _weight_files(directory) for name, tensor in _read_file(path)}
+    tensors = {name: tensor for path in weight_files(directory) for name, tensor in _read_file(path)}
     if config.tie_word_embeddings:
         tensors.pop(TIED, None)
-    _check(directory, tensors, parameter_shapes(config))
+    _check(directory, tensors, config)
     return tensors
 
 
@@ -81,7 +72,7 @@ def write_checkpoint(directory: Path, config: Qwen3Config, tensors: Mapping[str,
     A new directory appears complete; in an existing one each file is replaced whole, the weights first.
     Raises `CheckpointError` when a tensor does not match `config`, or the disk refuses.
     """
-    _check(directory, tensors, parameter_shapes(config))
+    _check(directory, tensors, config)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
@@ -108,30 +99,6 @@ def _publish(staging: Path, directory: Path) -> None:
     sync(directory.parent)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object (found {type(value).__name__})")
-    return value
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
-    if single.exists():
-        return [single]
-    if not index.exists():
-        raise CheckpointError(f"{directory}: found neither {WEIGHTS_FILE} nor {INDEX_FILE}")
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map must map tensor names to file names")
-    return [directory / name for name in sorted(set(weight_map.values()))]
-
-
 def _read_file(path: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
@@ -141,16 +108,5 @@ def _read_file(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
 
 
-def _check(directory: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise CheckpointError(f"{directory}: {name}: missing; expected shape {list(shape)}")
-        found = tuple(tensors[name].shape)
-        if found != shape:
-            raise CheckpointError(f"{directory}: {name}: expected shape {list(shape)}, found {list(found)}")
-    unexpected = sorted(tensors.keys() - expected.keys())
-    if unexpected:
-        raise CheckpointError(
-            f"{directory}: {unexpected[0]}: not a parameter of this config "
-            f"(found shape {list(tensors[unexpected[0]].shape)})"
-        )
+def _check(directory: Path, tensors: Mapping[str, Tensor], config: Qwen3Config) -> None:
+    check_shapes(directory, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, parameter_shapes(config))

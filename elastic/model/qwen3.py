@@ -155,10 +155,3 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotate x [N, heads, head_dim], whose pairs are (i, i + head_dim / 2), by `rotations`."""
     first, second = x.chunk(2, -1)
     return x * rotation[:, :1] + torch.cat((second, first), -1) * rotation[:, 1:]
-
-
-def parameter_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every stored parameter; a tied `lm_head.weight` is stored once, as the embedding."""
-    with torch.device("meta"):
-        named = Qwen3(config).named_parameters()
-        return {name: tuple(parameter.shape) for name, parameter in named}

@@ -25,7 +25,8 @@ from torch.nn import functional as F
 from elastic.engine.base import WeightsMismatch
 from elastic.engine.torch.scheduler import Work
 from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import parameter_shapes, rotate, rotations
+from elastic.model.qwen3 import rotate, rotations
+from elastic.model.stored import parameter_shapes
 from elastic.parking.tensors import give_back
 from elastic.weights.source import WeightChanges
 

@@ -9,7 +9,8 @@ from elastic.config import EngineConfig
 from elastic.engine.torch.runner import Runner
 from elastic.engine.torch.scheduler import BatchScheduler
 from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3, parameter_shapes
+from elastic.model.qwen3 import Qwen3
+from elastic.model.stored import parameter_shapes
 
 POLICY = Qwen3Config(initializer_range=0.15)
 ODD = Qwen3Config(

@@ -1,0 +1,85 @@
+"""What is said of a stored policy by its headers is what reading it says, without the models' library."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from elastic.model.checkpoint import CheckpointError, model_tensors, read_tensors
+from elastic.model.config import Qwen3Config
+from elastic.model.qwen3 import Qwen3
+from elastic.model.stored import check_stored, parameter_shapes
+
+
+@given(
+    st.builds(
+        Qwen3Config,
+        vocab_size=st.integers(1, 40),
+        hidden_size=st.integers(1, 24),
+        intermediate_size=st.integers(1, 24),
+        num_hidden_layers=st.integers(1, 3),
+        num_attention_heads=st.sampled_from((2, 4)),
+        num_key_value_heads=st.sampled_from((1, 2)),
+        head_dim=st.sampled_from((2, 6)),
+        tie_word_embeddings=st.booleans(),
+    )
+)
+@settings(max_examples=25, deadline=None)
+def test_shapes_are_those_of_the_model(config):
+    with torch.device("meta"):
+        model = Qwen3(config)
+    assert list(parameter_shapes(config).items()) == [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+
+
+def _whole(tensors):
+    pass
+
+
+def _tied_twice(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def _missing(tensors):
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def _misshapen(tensors):
+    tensors["model.norm.weight"] = torch.ones(64)
+
+
+def _unexpected(tensors):
+    tensors["model.layers.9.mlp.up_proj.weight"] = torch.ones(2, 2)
+
+
+def said_by(check):
+    try:
+        check()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("spoil", [_whole, _tied_twice, _missing, _misshapen, _unexpected])
+@pytest.mark.parametrize("cut", [0, 1])
+def test_it_says_what_reading_says(make_model, tmp_path, spoil, cut):
+    model = make_model()
+    tensors = model_tensors(model)
+    spoil(tensors)
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size - cut])
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
+    found = said_by(lambda: check_stored(tmp_path))
+    assert found == said_by(lambda: read_tensors(tmp_path, model.config))
+    if not found:
+        assert check_stored(tmp_path) == (model.config, sum(p.numel() for p in model.parameters()))
+
+
+def test_a_run_is_checked_without_the_models_library():
+    program = "import sys, elastic.cli.run, elastic.cli.jobs, elastic.model.stored; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=120).returncode == 0
