@@ -95,7 +95,8 @@ def runner(request):
 
 def _logits(runner: Runner, requests, chunk: int) -> list[torch.Tensor]:
     """Each request's logits after its last token, all prefilled together in chunks."""
-    scheduler = BatchScheduler(EngineConfig(max_batch=64, prefill_chunk_tokens=chunk, kv_blocks=600, kv_block_tokens=8))
+    settings = {"max_batch": 64, "prefill_chunk_tokens": chunk, "kv_blocks": 600, "kv_block_tokens": 8}
+    scheduler = BatchScheduler(EngineConfig.model_validate(settings))
     order = [scheduler.add(request) for request in requests]
     found = {}
     with torch.inference_mode():
