@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -144,6 +144,19 @@ def live_pool(
     finally:
         with contextlib.suppress(RunFailed):
             elastic("pool", "stop", str(pool.directory), "--now")
+
+
+@contextlib.contextmanager
+def at_once(pools: Sequence[contextlib.AbstractContextManager[LivePool]]) -> Iterator[Sequence[LivePool]]:
+    """Pools that start at the same time and stop at the same time."""
+    with ThreadPoolExecutor(len(pools)) as threads, contextlib.ExitStack() as stops:
+        starting = [threads.submit(pool.__enter__) for pool in pools]
+        wait(starting)
+        begun = [pool for pool, start in zip(pools, starting, strict=True) if start.exception() is None]
+        stops.callback(
+            lambda: [stop.result() for stop in [threads.submit(p.__exit__, None, None, None) for p in begun]]
+        )
+        yield [start.result() for start in starting]
 
 
 def residual_nano_usd(pool: LivePool) -> int:

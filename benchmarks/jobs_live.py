@@ -22,7 +22,7 @@ longer than modelled: an arm in which it is below 0.95 counts for no time and no
 import json
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import Any
 
 from _common import ROOT, Arguments, emit, parse_arguments
 from _live import write_policy
-from _pools import JOBS, LivePool, live_pool, residual_nano_usd
+from _pools import JOBS, LivePool, at_once, live_pool, residual_nano_usd
 from _proof import judge, same_episode, trajectories
 from _runs import elastic, sets
 
@@ -145,16 +145,20 @@ def seen(pool: LivePool, runs: Mapping[str, Path], wall_s: float, kills: int = 0
     )
 
 
-def together(directory: Path, policy: str, jobs: Jobs, kills: int = 0, *, own_nodes: bool = False) -> ArmSeen:
+def together(directory: Path, policy: str, jobs: Jobs, kills: int = 0) -> ArmSeen:
     """All jobs on one pool at the same time."""
-    many = len(jobs.names)
-    rollout, train = (many, many) if own_nodes else (ROLLOUT_NODES, TRAIN_NODES)
-    with live_pool(directory, policy, rollout, train) as pool:
-        began_s = time.monotonic()
-        runs = jobs.submit(pool, jobs.names, directory / "runs")
-        killed = disturbed(pool, random.Random(jobs.seed), kills) if kills else 0
-        pool.wait_over(jobs.names, ARM_WITHIN_S)
-        return seen(pool, runs, time.monotonic() - began_s, killed)
+    with live_pool(directory, policy, ROLLOUT_NODES, TRAIN_NODES) as pool:
+        return carried_out(pool, directory / "runs", jobs, kills)()
+
+
+def carried_out(pool: LivePool, runs: Path, jobs: Jobs, kills: int = 0) -> Callable[[], ArmSeen]:
+    """All jobs have come to their ends; what looks at the pool and says what that came to."""
+    began_s = time.monotonic()
+    submitted = jobs.submit(pool, jobs.names, runs)
+    killed = disturbed(pool, random.Random(jobs.seed), kills) if kills else 0
+    pool.wait_over(jobs.names, ARM_WITHIN_S)
+    wall_s = time.monotonic() - began_s
+    return lambda: seen(pool, submitted, wall_s, killed)
 
 
 def disturbed(pool: LivePool, rng: random.Random, kills: int) -> int:
@@ -225,15 +229,24 @@ def seeded(directory: Path, jobs: Jobs, kills: int, *, quick: bool) -> dict[str,
     place = directory / str(jobs.seed)
     arms: dict[str, ArmSeen] = {}
     if quick:
-        arms["apart_strict"] = together(place / "apart_strict", "solo", jobs, own_nodes=True)
-    else:
-        arms["apart_strict"], arms["in_turn"] = one_by_one(place / "apart_strict", jobs)
-        arms["apart"] = plain(place / "apart", jobs, *RESERVED)
-        arms["colocated"] = plain(place / "colocated", jobs, *COLOCATED)
-        arms["naive"] = together(place / "naive", "naive", jobs)
-        arms["shared"] = together(place / "shared", "ours", jobs)
+        return seeded_quickly(place, jobs, kills)
+    arms["apart_strict"], arms["in_turn"] = one_by_one(place / "apart_strict", jobs)
+    arms["apart"] = plain(place / "apart", jobs, *RESERVED)
+    arms["colocated"] = plain(place / "colocated", jobs, *COLOCATED)
+    arms["naive"] = together(place / "naive", "naive", jobs)
+    arms["shared"] = together(place / "shared", "ours", jobs)
     arms["shared_killed"] = together(place / "shared_killed", "ours", jobs, kills)
     return arms
+
+
+def seeded_quickly(place: Path, jobs: Jobs, kills: int) -> dict[str, ArmSeen]:
+    """Two arms, one after the other; their pools start and stop at once."""
+    many, apart, shared = len(jobs.names), place / "apart_strict", place / "shared_killed"
+    pools = live_pool(apart, "solo", many, many), live_pool(shared, "ours", ROLLOUT_NODES, TRAIN_NODES)
+    with at_once(pools) as (of_apart, of_shared), ThreadPoolExecutor(1) as beside:
+        first = beside.submit(carried_out(of_apart, apart / "runs", jobs))
+        second = carried_out(of_shared, shared / "runs", jobs, kills)
+        return {"apart_strict": first.result(), "shared_killed": second()}
 
 
 def figures_of(arms: Mapping[str, ArmSeen]) -> dict[str, Any]:
