@@ -328,3 +328,30 @@ def test_a_job_that_drifts_so_far_that_an_slo_is_at_stake_is_placed_anew_with_wh
     assert plan is not None
     assert plan.train_ns > 100 * S
     assert len(pool.cluster.groups) == 2
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_who_lost_a_resident_is_passed_over_at_once_and_comes_first_when_it_asks_again(asked: bool) -> None:
+    pool = Driver()
+    pool.run(job("a"), job("b"))
+    pool.ask("a", ROLLOUT, 0)
+    if asked:
+        pool.ask("b", ROLLOUT, 1)
+    pool.tell(e.ResidentLost(job="b", node="rollout-1", cause="killed"), 50)
+    assert pool.cluster.jobs["b"].asked is None
+    assert who(pool.end("a", 100)) == []
+    assert who(pool.ask("a", TRAIN, 100)) == [("a", "train")]
+    pool.end("a", 200)
+    begun = [*pool.ask("a", ROLLOUT, 200), *grants(pool.tick(200))]
+    assert who(begun) == [("a", "rollout")]
+    assert pool.ask("b", ROLLOUT, 210) == []
+    assert who(pool.end("a", 300)) == [("b", "rollout")]
+
+
+def test_who_lost_a_resident_of_one_phase_keeps_the_turn_of_the_other_that_it_asked_for() -> None:
+    pool = Driver()
+    pool.run(job("a"), job("b"))
+    pool.ask("a", ROLLOUT, 0)
+    pool.ask("b", ROLLOUT, 1)
+    pool.tell(e.ResidentLost(job="b", node="train-1", cause="killed"), 50)
+    assert who(pool.end("a", 100)) == [("b", "rollout")]
