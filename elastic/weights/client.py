@@ -19,7 +19,7 @@ from elastic.weights.source import PullReport, RelaySource, TensorSource, Weight
 
 if TYPE_CHECKING:
     from elastic.weights.puller import Puller
-    from elastic.weights.resident import StagedVersion
+    from elastic.weights.staging import StagedVersion
 
 AUDIT_SHARE = 0.02
 """Largest share of one core that audits of the held weights take."""

@@ -1,4 +1,4 @@
-"""One delta onto a relay, bucket by bucket: what one trainer rank has of it, and, from the first rank, the manifest."""
+"""Keyframes and deltas onto a relay: what one trainer rank has of them, and, from rank 0, the manifest."""
 
 import time
 from collections import deque
@@ -11,37 +11,45 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import structlog
 from torch import Tensor
 
 from elastic.weights.blobs import Buffer
+from elastic.weights.bucket import encode_bucket
 from elastic.weights.choice import COSTS, choose_codec, estimate_change
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.base import TILE_ELEMENTS, EncodedBucket
-from elastic.weights.codecs.sums import zero_sums
-from elastic.weights.delta import (
+from elastic.weights.codecs.sums import tile_sums, zero_sums
+from elastic.weights.digest import blob_digest_of, digest_of
+from elastic.weights.errors import BlobConflict
+from elastic.weights.layout import bucket_tiles, changed_by_tensor, tile_ends
+from elastic.weights.records import (
     NOTHING,
     BucketEntry,
     DeltaBegun,
     DeltaManifest,
     DeltaPart,
+    Manifest,
     PartOf,
+    TensorEntry,
     begun_key,
     bucket_key,
-    decode_part,
     delta_manifest_key,
-    encode_bucket,
+    keyframe_key,
     layout_of,
+    manifest_key,
+    open_part,
     part_key,
     state_of,
 )
-from elastic.weights.digest import digest_of
-from elastic.weights.layout import bucket_tiles, changed_by_tensor, tile_ends
-from elastic.weights.manifest import TensorEntry
 from elastic.weights.relay import Relay, claim
 from elastic.weights.sharding import Cell, Shard, breaks, owned
 from elastic.weights.signing import SigningKey
-from elastic.weights.tensors import Bits, cut, entries_of, entries_of_boxes
+from elastic.weights.tensors import Bits, cut, entries_of, entries_of_boxes, flatten
+from elastic.weights.versions import withdraw_keyframe
 from elastic.weights.waiting import awaited
+
+log = structlog.get_logger(__name__)
 
 PART_TIMEOUT_S = 120.0
 """For the other ranks' parts of a version."""
@@ -89,18 +97,21 @@ class Version(NamedTuple):
     sums: npt.NDArray[np.uint64]
 
 
-class Encoded(NamedTuple):
-    """A delta as it was encoded, or a rank's part of it."""
+class PublishReport(NamedTuple):
+    """What it took to make a version available; later objects of the same version are not counted."""
 
-    sums: npt.NDArray[np.uint64]
-    changed: tuple[int, ...]
-    """Of each tensor."""
+    version: int
+    kind: str
     size_bytes: int
+    full_bytes: int
+    changed: dict[str, int]
+    """Changed elements by tensor; empty for a keyframe."""
+    encode_s: float
     put_s: float
 
 
-class DeltaEncoder:
-    """Encodes deltas and puts them on the relay. Stateless between deltas; `bits` are always those that this rank
+class Encoder:
+    """Encodes versions and puts them on the relay. It holds no version; `bits` are always those that this rank
     publishes.
     """
 
@@ -139,24 +150,63 @@ class DeltaEncoder:
         parts = cut((cell.box for cell in share.cells[own.start : own.stop]), share.shard, tensors)
         return entries_of_boxes(cell.box for cell in share.cells), list(parts)
 
-    def nothing(self, entries: tuple[TensorEntry, ...]) -> Version:
-        """What a keyframe in cells is a delta from."""
-        begin, end = self.span(entries)
-        sums = zero_sums(tile_ends(entries, self._settings.tile_elements))
-        return Version(NOTHING, entries, np.zeros(end - begin, np.uint16), sums)
+    def put_keyframe(
+        self,
+        version: int,
+        entries: tuple[TensorEntry, ...],
+        bits: Bits,
+        filled: Iterable[int] = (),
+        sums: npt.NDArray[np.uint64] | None = None,
+    ) -> tuple[Version, PublishReport]:
+        """Puts a keyframe. One that lies there already and is right stays, so that pulls of it go on.
 
-    def put(self, base: Version, version: int, bits: Bits, filled: Iterator[int] | None = None) -> Encoded:
-        """The delta from `base` to `version`; `bits` may still be `filled` meanwhile, as far as that says each time.
-
-        Raises `RelayError`, and `WeightsCorrupted` where another rank's part does not belong to it.
+        `sums` are those of its tiles, where they are known. Takes the rest, and raises, as `put_delta` does.
         """
+        coming = iter(filled)
+        try:
+            return self._put_keyframe(version, entries, bits, coming, sums)
+        except BlobConflict as error:
+            log.warning("keyframe replaced", version=version, reason=str(error))
+            withdraw_keyframe(self._relay, version)
+            return self._put_keyframe(version, entries, bits, coming, sums)
+
+    def _put_keyframe(
+        self,
+        version: int,
+        entries: tuple[TensorEntry, ...],
+        bits: Bits,
+        filled: Iterator[int],
+        sums: npt.NDArray[np.uint64] | None,
+    ) -> tuple[Version, PublishReport]:
+        if self._share is not None or self._settings.keyframe_in_buckets:
+            return self.put_delta(self._nothing(entries), version, bits, filled)
+        begun_s = time.monotonic()
+        deque(filled, maxlen=0)
+        if sums is None:
+            sums = tile_sums(bits, tile_ends(entries, self._settings.tile_elements))
+        held = Version(version, entries, bits, sums)
+        encoded_s = time.monotonic()
+        _put_blob(self._relay, self._run, held, self._model_config, self._key, self._settings.tile_elements)
+        put_s = time.monotonic() - encoded_s
+        size = bits.nbytes
+        return held, PublishReport(version, "keyframe", size, size, {}, encoded_s - begun_s, put_s)
+
+    def put_delta(
+        self, base: Version, version: int, bits: Bits, filled: Iterable[int] = ()
+    ) -> tuple[Version, PublishReport]:
+        """Puts the delta from `base` to `version`. Returns that version, and what it took.
+
+        `bits` may still be `filled` meanwhile, which yields each time how many elements are there. Raises `RelayError`,
+        and `WeightsCorrupted` where another rank's part does not belong to it.
+        """
+        started_s = time.monotonic()
         ends = tile_ends(base.tensors, self._settings.tile_elements)
         own = self._tiles(base.tensors, ends)
         sums, changed = base.sums.copy(), np.zeros(len(ends), np.int64)
-        begun = self.begin(base, version)
+        begun = self._begin(base, version)
         buckets: list[BucketEntry] = []
         with closing(_Puts(self._relay, self._settings.puts_at_once)) as puts:
-            for number, tiles, codec, encoded in self._encode(base, begun, ends, own, bits, filled):
+            for number, tiles, codec, encoded in self._encode(base, begun, ends, own, bits, iter(filled)):
                 sums[tiles] += encoded.sum_changes
                 changed[tiles] = encoded.changed
                 parts = encode_bucket(codec, encoded)
@@ -175,7 +225,23 @@ class DeltaEncoder:
         else:
             self._put_part(base, begun, own, sums[own], changed[own], buckets)
         put_s += time.monotonic() - begun_s
-        return Encoded(sums, by_tensor, sum(bucket.size_bytes for bucket in buckets), put_s)
+        per_name = dict.fromkeys((entry.name for entry in base.tensors), 0)
+        for entry, count in zip(base.tensors, by_tensor, strict=True):
+            per_name[entry.name] += count
+        kind, per_name = ("keyframe", {}) if base.version == NOTHING else ("delta", per_name)
+        size, encode_s = sum(bucket.size_bytes for bucket in buckets), time.monotonic() - started_s - put_s
+        held = Version(version, base.tensors, bits, sums)
+        return held, PublishReport(version, kind, size, bits.nbytes, per_name, encode_s, put_s)
+
+    def announce_keyframe(self, version: int, entries: tuple[TensorEntry, ...]) -> None:
+        """Says on the relay that a keyframe in cells of `version` is to come."""
+        self._begin(self._nothing(entries), version)
+
+    def _nothing(self, entries: tuple[TensorEntry, ...]) -> Version:
+        """Returns the zeros that a keyframe in cells is a delta from."""
+        begin, end = self._span(entries)
+        sums = zero_sums(tile_ends(entries, self._settings.tile_elements))
+        return Version(NOTHING, entries, np.zeros(end - begin, np.uint16), sums)
 
     def _encode(
         self,
@@ -184,25 +250,25 @@ class DeltaEncoder:
         ends: npt.NDArray[np.int64],
         own: slice,
         bits: Bits,
-        filled: Iterator[int] | None,
+        filled: Iterator[int],
     ) -> Iterator[tuple[int, slice, str, EncodedBucket]]:
         """This rank's buckets, as soon as their bits are there: number, tiles, codec and what that makes of them."""
         settings = self._settings
         codecs = ("dense", "raw") if base.version == NOTHING else COSTS
-        begins = np.concatenate([[0], ends]) - self.span(base.tensors)[0]
+        begins = np.concatenate([[0], ends]) - self._span(base.tensors)[0]
         there = 0
         for number, (first, count) in enumerate(begun.buckets):
             if not own.start <= first < own.stop:
                 continue
             tiles = slice(first, first + count)
             elements = slice(int(begins[tiles.start]), int(begins[tiles.stop]))
-            while filled is not None and there < elements.stop:
-                there = next(filled)
+            while there < elements.stop and (step := next(filled, None)) is not None:
+                there = step
             old, new = base.bits[elements], bits[elements]
             codec = settings.codec or choose_codec(estimate_change(old, new), settings.link_bytes_per_s, codecs)
             bucket_ends = begins[tiles.start + 1 : tiles.stop + 1] - elements.start
             yield number, tiles, codec, CODECS[codec].encode(old, new, bucket_ends)
-        deque(filled or (), maxlen=0)
+        deque(filled, maxlen=0)
 
     def _put_part(
         self,
@@ -222,7 +288,7 @@ class DeltaEncoder:
         )
         claim(self._relay, part_key(begun.version, begun.base_version, self._share.rank), self._key.seal(part))
 
-    def begin(self, base: Version, version: int) -> DeltaBegun:
+    def _begin(self, base: Version, version: int) -> DeltaBegun:
         """Returns the delta's layout, without its content. The first rank also puts it on the relay, for workers that
         follow.
         """
@@ -267,7 +333,7 @@ class DeltaEncoder:
             own = self._tiles(base.tensors, ends, rank)
             content = awaited(self._relay, part_key(begun.version, base.version, rank), deadline_s)
             spans = [span for span in begun.buckets if own.start <= span[0] < own.stop]
-            part = decode_part(content, self._key.trust(self._run), self._part_of(base, begun, rank, own), spans)
+            part = open_part(content, self._key.trust(self._run), self._part_of(base, begun, rank, own), spans)
             sums[own] = np.frombuffer(part.tile_sums, "<u8")
             changed[own] = part.changed
             buckets += part.buckets
@@ -275,9 +341,9 @@ class DeltaEncoder:
 
     def _tiles(self, entries: tuple[TensorEntry, ...], ends: npt.NDArray[np.int64], rank: int | None = None) -> slice:
         """The tiles that a rank publishes."""
-        return slice(*(int(np.searchsorted(ends, edge, side="right")) for edge in self.span(entries, rank)))
+        return slice(*(int(np.searchsorted(ends, edge, side="right")) for edge in self._span(entries, rank)))
 
-    def span(self, entries: tuple[TensorEntry, ...], rank: int | None = None) -> tuple[int, int]:
+    def _span(self, entries: tuple[TensorEntry, ...], rank: int | None = None) -> tuple[int, int]:
         """The elements of a version that a rank publishes, None for this one."""
         share = self._share
         own = range(len(entries)) if share is None else owned(share.cells, share.rank if rank is None else rank)
@@ -334,3 +400,42 @@ def _manifest(
         tile_sums=sums.astype("<u8").tobytes(),
         buckets=tuple(buckets),
     )
+
+
+def publish_keyframe(
+    relay: Relay,
+    run: str,
+    version: int,
+    tensors: Mapping[str, Tensor],
+    model_config: Mapping[str, Any],
+    key: SigningKey,
+    tile_elements: int = TILE_ELEMENTS,
+) -> Manifest:
+    """Puts full weights under `version`, the manifest last. Publishing the same again changes nothing.
+
+    `tensors` are bfloat16 under their Hugging Face names, `model_config` is the model's `config.json`. Raises
+    `RelayError`, and `ValueError` for a tensor that is not bfloat16.
+    """
+    entries, bits = entries_of(tensors), flatten(tensors)
+    held = Version(version, entries, bits, tile_sums(bits, tile_ends(entries, tile_elements)))
+    return _put_blob(relay, run, held, model_config, key, tile_elements)
+
+
+def _put_blob(
+    relay: Relay, run: str, held: Version, model_config: Mapping[str, Any], key: SigningKey, tile_elements: int
+) -> Manifest:
+    content = held.bits.view(np.uint8).data
+    manifest = Manifest(
+        run=run,
+        version=held.version,
+        model=dict(model_config),
+        tensors=held.tensors,
+        blob=keyframe_key(held.version),
+        blob_bytes=held.bits.nbytes,
+        blob_digest=blob_digest_of([content]),
+        tile_elements=tile_elements,
+        tile_sums=held.sums.astype("<u8").tobytes(),
+    )
+    relay.put(manifest.blob, content)
+    relay.put(manifest_key(held.version), key.seal(manifest))
+    return manifest

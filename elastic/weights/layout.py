@@ -8,11 +8,12 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from elastic.weights.manifest import TensorEntry
+from elastic.weights.records import TensorEntry
 
 
 def tile_ends(tensors: Sequence[TensorEntry], tile_elements: int) -> npt.NDArray[np.int64]:
@@ -28,9 +29,34 @@ def tile_ends(tensors: Sequence[TensorEntry], tile_elements: int) -> npt.NDArray
     return np.array(ends, np.int64)
 
 
-def tile_counts(tensors: Sequence[TensorEntry], tile_elements: int) -> npt.NDArray[np.int64]:
-    """How many tiles each tensor has."""
-    return np.array([-(-math.prod(tensor.shape) // tile_elements) for tensor in tensors], np.int64)
+class Piece(NamedTuple):
+    """Consecutive hosted tiles of one bucket."""
+
+    tiles: slice
+    elements: slice
+    """Where they lie among what is held."""
+    ends: npt.NDArray[np.int64]
+    """Where each tile ends, in elements from the piece's first."""
+
+
+class Tiles:
+    """The tiles of a version, and where the hosted ones lie among what is held."""
+
+    def __init__(self, tensors: Sequence[TensorEntry], hosted: Sequence[bool], tile_elements: int) -> None:
+        self.hosted = np.repeat(np.array(hosted, bool), _tile_counts(tensors, tile_elements))
+        """Whether each tile is held."""
+        sizes = np.diff(tile_ends(tensors, tile_elements), prepend=0)
+        self.ends = np.cumsum(np.where(self.hosted, sizes, 0))
+        """Where each tile ends among what is held; one that is not held takes no room."""
+
+    def pieces(self, first: int, count: int) -> list[Piece]:
+        """Returns what is held of the `count` tiles from `first` on."""
+        edges = np.flatnonzero(np.diff(self.hosted[first : first + count], prepend=False, append=False)) + first
+        found: list[Piece] = []
+        for begin, end in edges.reshape(-1, 2).tolist():
+            start, ends = int(self.ends[begin - 1]) if begin else 0, self.ends[begin:end]
+            found.append(Piece(slice(begin, end), slice(start, int(ends[-1])), ends - start))
+        return found
 
 
 def bucket_tiles(
@@ -60,3 +86,8 @@ def changed_by_tensor(
     last_tiles = np.searchsorted(ends, tensor_ends, side="right")
     totals = np.concatenate([[0], np.cumsum(changed)])
     return tuple(int(totals[last] - totals[first]) for first, last in pairwise([0, *last_tiles]))
+
+
+def _tile_counts(tensors: Sequence[TensorEntry], tile_elements: int) -> npt.NDArray[np.int64]:
+    """How many tiles each tensor has."""
+    return np.array([-(-math.prod(tensor.shape) // tile_elements) for tensor in tensors], np.int64)

@@ -27,7 +27,7 @@ import structlog
 from elastic.weights.blobs import Buffer
 from elastic.weights.digest import digest_of
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError
-from elastic.weights.manifest import version_of
+from elastic.weights.records import version_of
 from elastic.weights.relay import Relay
 from elastic.weights.signing import Trust
 from elastic.weights.waiting import pause_after_s

@@ -1,32 +1,31 @@
 """The trainer's side: a version's weights onto a relay, as keyframe and deltas."""
 
 import time
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import structlog
-import torch
 from torch import Tensor
 
-from elastic.weights.codecs.base import TILE_ELEMENTS
-from elastic.weights.codecs.sums import tile_sums
 from elastic.weights.compact import Mirror, on_device
-from elastic.weights.delta import NOTHING, begun_key
-from elastic.weights.digest import blob_digest_of
-from elastic.weights.encoder import PART_TIMEOUT_S, DeltaEncoder, PublishSettings, TrainerRank, Version
-from elastic.weights.errors import BlobConflict, BlobNotFound, WeightsError
-from elastic.weights.layout import tile_ends
-from elastic.weights.manifest import Manifest, TensorEntry, keyframe_key, manifest_key, request_key
+from elastic.weights.encoder import (
+    PART_TIMEOUT_S,
+    Encoder,
+    PublishReport,
+    PublishSettings,
+    TrainerRank,
+    Version,
+    publish_keyframe,
+)
+from elastic.weights.errors import BlobNotFound, WeightsError
 from elastic.weights.memory import Memory
 from elastic.weights.plan import PublishedUpdate
+from elastic.weights.records import NOTHING, begun_key, request_key
 from elastic.weights.relay import REQUESTS, Relay
 from elastic.weights.signing import SigningKey
-from elastic.weights.tensors import Bits, entries_of, filling, flatten, views
-from elastic.weights.versions import collect_garbage, withdraw_keyframe
+from elastic.weights.tensors import filling
+from elastic.weights.versions import collect_garbage
 from elastic.weights.waiting import awaited, fetch
 
 __all__ = ["PublishReport", "PublishSettings", "Publisher", "TrainerRank", "publish_keyframe"]
@@ -38,19 +37,6 @@ RENEW_S = 5.0
 
 LATER_TIMEOUT_S = 600.0
 """For what is published after a version can be pulled already: a merged delta, a keyframe, garbage collection."""
-
-
-class PublishReport(NamedTuple):
-    """What it took to make a version available; later objects of the same version are not counted."""
-
-    version: int
-    kind: str
-    size_bytes: int
-    full_bytes: int
-    changed: dict[str, int]
-    """Changed elements by tensor; empty for a keyframe."""
-    encode_s: float
-    put_s: float
 
 
 class Publisher:
@@ -74,13 +60,9 @@ class Publisher:
         key: SigningKey | None = None,
     ) -> None:
         self._relay = relay
-        self._run = run
-        self._key = key or SigningKey()
-        self._model_config = model_config
         self._settings = settings or PublishSettings()
-        self._in_buckets = share is not None or self._settings.keyframe_in_buckets
         self._memory = Memory()
-        self._encoder = DeltaEncoder(relay, run, model_config, self._settings, share, self._key)
+        self._encoder = Encoder(relay, run, model_config, self._settings, share, key or SigningKey())
         self._last: Version | None = None
         self._anchor: Version | None = None
         self._mirror: Mirror | None = None
@@ -101,34 +83,30 @@ class Publisher:
         `WeightsCorrupted` where another rank's part does not belong to this version.
         """
         self._end_background()
-        begun_s = time.monotonic()
         entries, parts = self._encoder.laid_out(tensors)
-        begin, end = self._encoder.span(entries)
-        bits = self._memory.empty(end - begin)
+        bits = self._memory.empty(sum(part.numel() for part in parts))
         last = self._last
         if last is None or last.tensors != entries or last.version >= version:
             mirror, last = (Mirror(parts) if on_device(parts) else None), None
-            published, held = self._publish_first(version, entries, bits, filling(bits, parts), begun_s)
+            held, report = self._encoder.put_keyframe(version, entries, bits, filling(bits, parts))
+            self._anchor, self._keyframe_version, self._keyframe_wanted = held, version, False
         else:
             # Until this is over it mirrors no version, so that a failure is followed by a copy of everything.
             mirror, self._mirror = self._mirror, None
             filled = mirror.filling(bits, last.bits, parts) if mirror else filling(bits, parts)
-            self._order_keyframe(version, entries)
-            published, held = self._publish_delta(last, version, bits, filled, begun_s)
+            if self._encoder.leads:
+                # Rank 0 decides whether one is due before it begins with a version; the others see the announcement.
+                due = version - self._keyframe_version >= self._settings.keyframe_every
+                self._keyframe_ordered = due or self._keyframe_wanted
+                if self._keyframe_ordered and not self._encoder.alone:
+                    self._encoder.announce_keyframe(version, entries)
+            held, report = self._encoder.put_delta(last, version, bits, filled)
             if mirror is None and on_device(parts):
                 mirror = Mirror(parts)
+        self._updates.add(PublishedUpdate(version, last.version if last else None))
         self._last, self._mirror = held, mirror
         self._later = self._executor.submit(self._publish_later, held, last, pulled)
-        return published
-
-    def _order_keyframe(self, version: int, entries: tuple[TensorEntry, ...]) -> None:
-        """The first rank decides whether one is due before it begins with a version; there the others see it."""
-        if not self._encoder.leads:
-            return
-        due = version - self._keyframe_version >= self._settings.keyframe_every
-        self._keyframe_ordered = due or self._keyframe_wanted
-        if self._keyframe_ordered and not self._encoder.alone:
-            self._encoder.begin(self._encoder.nothing(entries), version)
+        return report
 
     def _is_keyframe_ordered(self, held: Version, last: Version) -> bool:
         if self._encoder.leads:
@@ -190,46 +168,11 @@ class Publisher:
         """Waits for background work to end. Its errors are ignored."""
         self._executor.shutdown(wait=True)
 
-    def _publish_first(
-        self, version: int, entries: tuple[TensorEntry, ...], bits: Bits, filled: Iterator[int], begun_s: float
-    ) -> tuple[PublishReport, Version]:
-        if self._in_buckets:
-            encoded = self._encoder.put(self._encoder.nothing(entries), version, bits, filled)
-            held = Version(version, entries, bits, encoded.sums)
-            self._anchor, self._keyframe_version = held, version
-            self._updates.add(PublishedUpdate(version, None))
-            encode_s = time.monotonic() - begun_s - encoded.put_s
-            return PublishReport(
-                version, "keyframe", encoded.size_bytes, bits.nbytes, {}, encode_s, encoded.put_s
-            ), held
-        deque(filled, maxlen=0)
-        sums = tile_sums(bits, tile_ends(entries, self._settings.tile_elements))
-        held = Version(version, entries, bits, sums)
-        encoded_s = time.monotonic()
-        self._put_keyframe(held)
-        self._anchor = held
-        put_s = time.monotonic() - encoded_s
-        size = bits.nbytes
-        return PublishReport(version, "keyframe", size, size, {}, encoded_s - begun_s, put_s), held
-
-    def _publish_delta(
-        self, last: Version, version: int, bits: Bits, filled: Iterator[int], begun_s: float
-    ) -> tuple[PublishReport, Version]:
-        encoded = self._encoder.put(last, version, bits, filled)
-        self._updates.add(PublishedUpdate(version, last.version))
-        changed = dict.fromkeys((entry.name for entry in last.tensors), 0)
-        for entry, count in zip(last.tensors, encoded.changed, strict=True):
-            changed[entry.name] += count
-        encode_s = time.monotonic() - begun_s - encoded.put_s
-        held = Version(version, last.tensors, bits, encoded.sums)
-        size = encoded.size_bytes
-        return PublishReport(version, "delta", size, bits.nbytes, changed, encode_s, encoded.put_s), held
-
     def _publish_later(self, held: Version, last: Version | None, pulled: Collection[int]) -> None:
         settings, anchor = self._settings, self._anchor
         merge_every = settings.merge_every
         if anchor is not None and merge_every > 1 and held.version - anchor.version >= merge_every:
-            self._encoder.put(anchor, held.version, held.bits)
+            self._encoder.put_delta(anchor, held.version, held.bits)
             self._updates.add(PublishedUpdate(held.version, anchor.version))
             self._anchor = held
         if last is not None and self._is_keyframe_ordered(held, last):
@@ -240,72 +183,6 @@ class Publisher:
             self._updates.difference_update(update for update in own if update.version in deleted)
 
     def _put_keyframe(self, held: Version) -> None:
-        """Puts a keyframe of the held version. One that lies there already and is right stays, so that pulls of it go
-        on.
-        """
-        try:
-            self._put_keyframe_once(held)
-        except BlobConflict as error:
-            log.warning("keyframe replaced", version=held.version, reason=str(error))
-            withdraw_keyframe(self._relay, held.version)
-            self._put_keyframe_once(held)
+        self._encoder.put_keyframe(held.version, held.tensors, held.bits, sums=held.sums)
         self._updates.add(PublishedUpdate(held.version, None))
         self._keyframe_version, self._keyframe_wanted = held.version, False
-
-    def _put_keyframe_once(self, held: Version) -> None:
-        if self._in_buckets:
-            self._encoder.put(self._encoder.nothing(held.tensors), held.version, held.bits)
-        else:
-            tensors = views(held.tensors, held.bits)
-            settings = self._settings
-            publish_keyframe(
-                self._relay,
-                self._run,
-                held.version,
-                tensors,
-                self._model_config,
-                self._key,
-                settings.tile_elements,
-                held.sums,
-            )
-
-
-def publish_keyframe(
-    relay: Relay,
-    run: str,
-    version: int,
-    tensors: Mapping[str, Tensor],
-    model_config: Mapping[str, Any],
-    key: SigningKey,
-    tile_elements: int = TILE_ELEMENTS,
-    sums: npt.NDArray[np.uint64] | None = None,
-) -> Manifest:
-    """Put full weights under `version`, the manifest last. Publishing the same again is harmless.
-
-    `tensors` are bfloat16 on the CPU under their Hugging Face names, `model_config` the model's `config.json`, and
-    `sums` those of the tiles, where they are known.
-    Raises `RelayError`, and `ValueError` for a tensor that is not bfloat16.
-    """
-    entries = entries_of(tensors)
-    parts = [_bytes_of(tensor) for tensor in tensors.values()]
-    if sums is None:
-        sums = tile_sums(flatten(tensors), tile_ends(entries, tile_elements))
-    manifest = Manifest(
-        run=run,
-        version=version,
-        model=dict(model_config),
-        tensors=entries,
-        blob=keyframe_key(version),
-        blob_bytes=sum(entry.size_bytes for entry in entries),
-        blob_digest=blob_digest_of(parts),
-        tile_elements=tile_elements,
-        tile_sums=sums.astype("<u8").tobytes(),
-    )
-    relay.put(manifest.blob, *parts)
-    relay.put(manifest_key(version), key.seal(manifest))
-    return manifest
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's memory where it is contiguous on the CPU, else a copy of it."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,16 +1,13 @@
 """The worker's side: a version's weights off a relay, verified, or an error and nothing else."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 from torch import Tensor
 
-from elastic.weights.codecs.sums import tile_sums, zero_sums
-from elastic.weights.delta import NOTHING, DeltaBegun, state_of
 from elastic.weights.errors import (
     BlobNotFound,
     RelayError,
@@ -19,17 +16,17 @@ from elastic.weights.errors import (
     WeightsForged,
     WeightsRefusal,
 )
-from elastic.weights.layout import tile_ends
-from elastic.weights.manifest import TensorEntry, decode_manifest, manifest_key, request_key
 from elastic.weights.memory import Memory
 from elastic.weights.plan import PublishedUpdate, shortest_path
-from elastic.weights.reading import CHUNK_BYTES, TRANSFERS, ArrivingDelta, Reading
+from elastic.weights.reading import CHUNK_BYTES, TRANSFERS, RelayReading
+from elastic.weights.records import TensorEntry, request_key
 from elastic.weights.relay import Relay
-from elastic.weights.resident import ResidentWeights, StagedVersion, Tiles
 from elastic.weights.sharding import Shard, ShardOf, needed, whole
 from elastic.weights.signing import Trust
-from elastic.weights.source import WeightChanges
+from elastic.weights.source import PullReport, WeightChanges
+from elastic.weights.staging import BaseMismatch, ResidentWeights, StagedVersion, Staging
 from elastic.weights.tensors import assemble, box_of, by_tensor, views, whole_shapes
+from elastic.weights.versions import VERSIONS, updates_in
 
 log = structlog.get_logger(__name__)
 
@@ -72,7 +69,7 @@ class Puller:
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
         self._refused: list[WeightsRefusal] = []
-        self._reading: Reading | None = None
+        self._reading: RelayReading | None = None
         self._received_bytes = 0
         """By the pulls before the one that is under way, or was last."""
 
@@ -150,28 +147,47 @@ class Puller:
             raise
 
     def _stage(self, version: int, timeout_s: float, follow: bool) -> StagedVersion:
-        reading = Reading(self._relay, self._trust, timeout_s, self._transfers, self._chunk_bytes)
+        reading = RelayReading(self._relay, timeout_s, self._transfers, self._chunk_bytes)
         self._received_bytes, self._reading = self.received_bytes, reading
+        staging = Staging(reading, self._trust, self._hosted, self._memory)
         refused: dict[PublishedUpdate, Exception] = {}
         base = None if self._distrusted else self.resident
         while True:
             path = self._path(version, base, refused, reading, follow)
             if path is None:
                 raise next(reversed(refused.values()), BlobNotFound(f"version {version}: not published, or deleted"))
-            try:
-                staged = self._follow(path, base, reading)
-                staged.path, staged.report = tuple(path), reading.report(staged.weights.bits.nbytes, self._refusals())
+            staged = None if base is None else StagedVersion(base, base.version)
+            for update in path:
+                try:
+                    staged = staging.take(update, staged)
+                except (WeightsCorrupted, BlobNotFound) as error:
+                    self._refuse(_named(update), str(error))
+                    fatal = not isinstance(error, BaseMismatch)
+                    if fatal and self._another_copy(update.version):
+                        break
+                    # The base may be what is wrong: without it every delta gets a second chance, from a keyframe. What
+                    # is forged says nothing of the base.
+                    if base is None or fatal:
+                        refused[update] = error
+                    if not isinstance(error, WeightsForged):
+                        base = None
+                    break
+            else:
+                assert staged is not None
+                staged.path, staged.report = tuple(path), self._report(reading, staged.weights)
                 return staged
-            except _Refused as refusal:
-                self._refuse(_named(refusal.update), str(refusal.cause))
-                if refusal.fatal and self._another_copy(refusal.update.version):
-                    continue
-                # The base may be what is wrong: without it every delta gets a second chance, from a keyframe. What is
-                # forged says nothing of the base.
-                if base is None or refusal.fatal:
-                    refused[refusal.update] = refusal.cause
-                if not isinstance(refusal.cause, WeightsForged):
-                    base = None
+
+    def _report(self, reading: RelayReading, held: ResidentWeights) -> PullReport:
+        # Of differences between clock readings, what is left for decoding may round to less than nothing.
+        decode_s = max(0.0, time.monotonic() - reading.begun_s - reading.wire_s - reading.encode_s)
+        return PullReport(
+            size_bytes=reading.size_bytes,
+            full_bytes=held.bits.nbytes,
+            encode_s=reading.encode_s,
+            wire_s=reading.wire_s,
+            decode_s=decode_s,
+            refused=self._refusals(),
+        )
 
     def audit(self, rest: Callable[[float], object] = lambda busy_s: None) -> list[int]:
         """Tiles whose recomputed sums differ from those that updates maintained; empty when all is well.
@@ -236,20 +252,20 @@ class Puller:
         version: int,
         base: ResidentWeights | None,
         refused: Mapping[PublishedUpdate, Exception],
-        reading: Reading,
+        reading: RelayReading,
         follow: bool,
     ) -> list[PublishedUpdate] | None:
-        """The cheapest path to `version`. With `follow`, waits until there is one, which may end with an update under
-        way.
+        """Returns the cheapest path to `version`. With `follow`, waits until there is one, which may end with an update
+        under way. An unfinished update of an earlier version is no part of it: it may never be finished.
         """
         held = base.version if base else None
         if held == version:
             return []
         begun_s = time.monotonic()
         while True:
-            for begun in (False, True) if follow else (False,):
-                updates = [update for update in reading.updates(version, begun) if update not in refused]
-                path = shortest_path(updates, held, version)
+            keys = reading.list_keys(VERSIONS)
+            for coming in (None, version) if follow else (None,):
+                path = shortest_path((each for each in updates_in(keys, coming) if each not in refused), held, version)
                 if path is not None:
                     return path
             if refused:
@@ -265,104 +281,7 @@ class Puller:
         except RelayError as error:
             log.warning("keyframe not asked for", version=version, reason=str(error))
 
-    def _follow(self, path: Iterable[PublishedUpdate], base: ResidentWeights | None, reading: Reading) -> StagedVersion:
-        """Pulls every update on the path, which begins with a keyframe or at `base`."""
-        staged = None if base is None else StagedVersion(base, base.version)
-        for update in path:
-            try:
-                if update.base is None:
-                    staged = self._pull_keyframe(update.version, reading)
-                else:
-                    assert staged is not None
-                    _change(staged, reading.delta(update.version, update.base))
-            except (WeightsCorrupted, BlobNotFound) as error:
-                raise _Refused(update, error, fatal=not isinstance(error, _BaseMismatch)) from error
-        assert staged is not None
-        return staged
-
-    def _pull_keyframe(self, version: int, reading: Reading) -> StagedVersion:
-        try:
-            signed = reading.get(manifest_key(version))
-        except BlobNotFound:
-            return self._pull_full(version, reading)
-        manifest = decode_manifest(signed, self._trust)
-        if manifest.version != version:
-            raise WeightsForged(f"manifest of version {version}: it is that of version {manifest.version}")
-        self._hosted(manifest.tensors)
-        bits = self._memory.empty(manifest.blob_bytes // 2)
-        blob = bits.view(np.uint8)
-        if reading.get_into(manifest.blob, blob.data) != manifest.blob_digest:
-            raise WeightsCorrupted(f"{manifest.blob}: its digest is not the manifest's")
-        hosted = (True,) * len(manifest.tensors)
-        sums = np.frombuffer(manifest.tile_sums, "<u8").astype(np.uint64)
-        state = {manifest.tile_elements: (state_of(sums), sums)}
-        return StagedVersion(
-            ResidentWeights(version, manifest.run, manifest.model, manifest.tensors, hosted, bits, state)
-        )
-
-    def _pull_full(self, version: int, reading: Reading) -> StagedVersion:
-        """A keyframe in cells: those that are hosted, which is the change from nothing."""
-        full = reading.delta(version, NOTHING)
-        begun = full.begun
-        hosted = self._hosted(begun.tensors)
-        elements = sum(entry.size_bytes for entry in compress(begun.tensors, hosted)) // 2
-        sums = zero_sums(tile_ends(begun.tensors, begun.tile_elements))
-        state = {begun.tile_elements: (state_of(sums), sums)}
-        bits = self._memory.empty(elements)
-        bits[:] = 0
-        staged = StagedVersion(ResidentWeights(NOTHING, begun.run, begun.model, begun.tensors, hosted, bits, state))
-        _change(staged, full)
-        return staged
-
-
-class _BaseMismatch(WeightsCorrupted):
-    """The delta may be right, but not for what is held."""
-
-
-class _Refused(Exception):
-    def __init__(self, update: PublishedUpdate, cause: Exception, fatal: bool) -> None:
-        self.update, self.cause, self.fatal = update, cause, fatal
-
 
 def _named(update: PublishedUpdate) -> str:
     origin = "" if update.base is None else f" from {update.base}"
     return f"{'keyframe' if update.base is None else 'delta'} of version {update.version}{origin}"
-
-
-def _change(staged: StagedVersion, delta: ArrivingDelta) -> None:
-    """Make the staged version the one that `delta` leads to. Raises `WeightsCorrupted`, and then it is neither."""
-    base, begun = staged.weights, delta.begun
-    what = f"delta of version {begun.version} from {begun.base_version}"
-    tiles = Tiles(base.tensors, base.hosted, begun.tile_elements)
-    resulting = _sums_before(staged, begun, what).copy()
-    for number, bucket in delta.buckets([n for n, span in enumerate(begun.buckets) if tiles.runs(*span)]):
-        first, count = begun.buckets[number]
-        for run in tiles.runs(first, count):
-            elements = tiles.elements(run)
-            old, ends = staged.patterns(elements), tiles.ends[run] - elements.start
-            decoded = bucket.decode(old, ends, run.start - first, run.stop - first)
-            resulting[run] += decoded.sum_changes
-            staged.change(elements, decoded, old, ends)
-    manifest = delta.manifest()
-    expected = np.frombuffer(manifest.tile_sums, "<u8").astype(np.uint64)
-    if not np.array_equal(resulting[tiles.hosted], expected[tiles.hosted]):
-        raise WeightsCorrupted(f"{what}: it does not make the trainer's weights")
-    if state_of(expected) != manifest.state:
-        raise WeightsCorrupted(f"{what}: its tiles' sums are not those of its state")
-    staged.weights = base._replace(version=begun.version, state={begun.tile_elements: (manifest.state, expected)})
-
-
-def _sums_before(staged: StagedVersion, begun: DeltaBegun, what: str) -> npt.NDArray[np.uint64]:
-    """Of all tiles. Raises `_BaseMismatch` unless the delta is from the weights that are staged."""
-    base = staged.weights
-    if (begun.run, begun.model, begun.tensors) != (base.run, base.model, base.tensors):
-        raise _BaseMismatch(f"{what}: it is for other tensors, another model or run, than what is held")
-    if begun.tile_elements not in base.state:
-        if staged.overwrites or not all(base.hosted):
-            raise _BaseMismatch(f"{what}: tiles of {begun.tile_elements} elements, which only a keyframe can begin")
-        sums = tile_sums(base.bits, tile_ends(begun.tensors, begun.tile_elements))
-        base.state[begun.tile_elements] = state_of(sums), sums
-    state, sums = base.state[begun.tile_elements]
-    if state != begun.base_state:
-        raise _BaseMismatch(f"{what}: it is from other weights than those held as version {base.version}")
-    return sums

@@ -34,6 +34,10 @@ class Signable(Protocol):
     @property
     def schema_version(self) -> int: ...
 
+    def check(self) -> None:
+        """Raises `WeightsCorrupted` for a record that contradicts itself."""
+        ...
+
 
 T = TypeVar("T", bound=Signable)
 
@@ -77,9 +81,10 @@ class Trust(NamedTuple):
     public: str
 
     def open(self, data: bytes, kind: type[T], schema_version: int) -> T:
-        """The record in `data`. Raises `WeightsForged` unless this trainer signed it as such for this run.
+        """Returns the record in `data`. Raises `WeightsForged` unless this trainer signed it as such for this run.
 
-        Raises `WeightsCorrupted` for another schema version, and for what is signed but no such record.
+        Raises `WeightsCorrupted` for another schema version, for what is signed but no such record, and for a record
+        that contradicts itself.
         """
         try:
             signed = msgspec.json.decode(data, type=_Signed)
@@ -97,6 +102,7 @@ class Trust(NamedTuple):
             raise WeightsCorrupted(f"{kind.signed_as}: {error}") from error
         if record.run != self.run:
             raise WeightsForged(f"{kind.signed_as}: it is of run {record.run}, not of {self.run}")
+        record.check()
         return record
 
     def _is_signed(self, signature: str, message: bytes) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from elastic.weights.codecs.base import Bits
-from elastic.weights.manifest import DTYPE_BYTES, TensorEntry
+from elastic.weights.records import DTYPE_BYTES, TensorEntry
 from elastic.weights.sharding import Box, Shape, Shard
 
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16"}

@@ -2,18 +2,34 @@
 
 from collections.abc import Callable, Collection, Iterable
 
-from elastic.weights.delta import NOTHING, base_of, begun_base_of, delta_prefix
-from elastic.weights.manifest import keyframe_key, manifest_key, version_of, version_prefix
 from elastic.weights.plan import PublishedUpdate, needed_from
+from elastic.weights.records import (
+    NOTHING,
+    base_of,
+    begun_base_of,
+    delta_prefix,
+    keyframe_key,
+    manifest_key,
+    version_of,
+    version_prefix,
+)
 from elastic.weights.relay import Relay
 
+VERSIONS = "versions/"
+"""All keys of versions begin with this."""
 
-def published_updates(relay: Relay, begun: bool = False) -> list[PublishedUpdate]:
-    """Everything that can be pulled, by version; with `begun` also what is still being published."""
-    return sorted(
-        {update for key in relay.list_keys("versions/") if (update := _update_of(key, begun)) is not None},
-        key=lambda update: (update.version, -1 if update.base is None else update.base),
-    )
+
+def published_updates(relay: Relay) -> list[PublishedUpdate]:
+    """Returns everything that can be pulled, by version."""
+    found = updates_in(relay.list_keys(VERSIONS))
+    return sorted(found, key=lambda update: (update.version, -1 if update.base is None else update.base))
+
+
+def updates_in(keys: Iterable[str], coming: int | None = None) -> set[PublishedUpdate]:
+    """Returns the updates of which these keys are: those that are complete, and those of version `coming` that are
+    still being published.
+    """
+    return {update for key in keys if (update := _update_of(key, coming)) is not None}
 
 
 def published_versions(relay: Relay) -> list[int]:
@@ -52,20 +68,20 @@ def withdraw_keyframe(relay: Relay, version: int) -> None:
     _delete_all(relay, (key for key in relay.list_keys(version_prefix(version)) if key.startswith(begins)))
 
 
-def _update_of(key: str, begun: bool) -> PublishedUpdate | None:
+def _update_of(key: str, coming: int | None) -> PublishedUpdate | None:
     version = version_of(key)
     if version is None:
         return None
     if key == manifest_key(version):
         return PublishedUpdate(version, None)
     base = base_of(key)
-    if base is None and begun:
+    if base is None and version == coming:
         base = begun_base_of(key)
     return None if base is None else PublishedUpdate(version, None if base == NOTHING else base)
 
 
 def _delete(relay: Relay, condemned: Callable[[int], bool]) -> list[int]:
-    keys = [(version, key) for key in relay.list_keys("versions/") if (version := version_of(key)) is not None]
+    keys = [(version, key) for key in relay.list_keys(VERSIONS) if (version := version_of(key)) is not None]
     doomed = [(version, key) for version, key in keys if condemned(version)]
     _delete_all(relay, (key for _, key in doomed))
     return sorted({version for version, _ in doomed})

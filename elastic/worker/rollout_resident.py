@@ -5,7 +5,6 @@ follows the job's versions there, so that the weights are ready when the next sl
 """
 
 import asyncio
-import contextlib
 import socket
 import threading
 import time
@@ -33,9 +32,8 @@ from elastic.pool_wire import (
     WorkAs,
     WorkerTicketFrame,
 )
-from elastic.weights.delta import decode_delta_manifest, delta_manifest_key
-from elastic.weights.errors import BlobNotFound, RelayError, VersionSuperseded
-from elastic.weights.manifest import decode_manifest, manifest_key
+from elastic.weights.errors import RelayError, VersionSuperseded
+from elastic.weights.records import open_update
 from elastic.weights.relay import open_relay
 from elastic.weights.signing import Trust
 from elastic.weights.source import PullReport, RelaySource, WeightsSource
@@ -344,12 +342,7 @@ def _newer_version(source: RelaySource, held: int) -> int | None:
         if not updates or updates[-1].version <= held:
             return None
         version, base = updates[-1]
-        trust = Trust(source.run, source.publisher)
-        if base is not None:
-            decode_delta_manifest(relay.get(delta_manifest_key(version, base)), trust)
-        else:
-            with contextlib.suppress(BlobNotFound):
-                decode_manifest(relay.get(manifest_key(version)), trust)
+        open_update(relay.get, version, base, Trust(source.run, source.publisher))
         return version
     finally:
         relay.close()

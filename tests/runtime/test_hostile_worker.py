@@ -19,7 +19,7 @@ HOSTILE_WORKER = """
 import sys
 
 from elastic.weights import manifest
-from elastic.weights.delta import begun_key
+from elastic.weights.records import begun_key
 from elastic.weights.client import WeightsClient
 from elastic.weights.errors import RelayError
 from elastic.weights.publisher import publish_keyframe

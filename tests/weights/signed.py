@@ -6,9 +6,10 @@ from torch import Tensor
 
 from elastic.weights.peer_cache import PeerCacheRelay
 from elastic.weights.puller import Puller
+from elastic.weights.records import DeltaManifest, open_update
 from elastic.weights.relay import Relay
-from elastic.weights.resident import StagedVersion
 from elastic.weights.signing import SigningKey, Trust
+from elastic.weights.staging import StagedVersion
 
 KEY = SigningKey()
 TRUST = KEY.trust("run")
@@ -17,6 +18,13 @@ TRUST = KEY.trust("run")
 def pull(relay: Relay, trust: Trust, version: int, timeout_s: float = 30.0, **options: Any) -> dict[str, Tensor]:
     """From a keyframe on, holding nothing before."""
     return Puller(relay, trust, **options).pull(version, timeout_s)
+
+
+def opened(relay: Relay, version: int, base: int) -> DeltaManifest:
+    """The manifest of a delta that is complete."""
+    manifest = open_update(relay.get, version, base, TRUST)
+    assert isinstance(manifest, DeltaManifest)
+    return manifest
 
 
 def put_in_force(puller: Puller, version: int, *args: Any, **options: Any) -> StagedVersion:

@@ -18,23 +18,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic.weights import publisher
-from elastic.weights.delta import (
-    NOTHING,
-    begun_key,
-    begun_of,
-    bucket_key,
-    decode_delta_manifest,
-    delta_manifest_key,
-    part_key,
-)
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import RelayError, RelayUnavailable, WeightsCorrupted, WeightsError, WeightsForged
 from elastic.weights.http import HttpRelay
-from elastic.weights.manifest import keyframe_key, manifest_key, request_key
 from elastic.weights.peer_cache import PeerCacheRelay
 from elastic.weights.plan import PublishedUpdate
 from elastic.weights.publisher import Publisher, PublishSettings, TrainerRank, publish_keyframe
 from elastic.weights.puller import Puller
+from elastic.weights.records import (
+    NOTHING,
+    begun_key,
+    bucket_key,
+    delta_manifest_key,
+    keyframe_key,
+    manifest_key,
+    part_key,
+    request_key,
+)
 from elastic.weights.relay import REQUESTS, Relay
 from elastic.weights.rights import REQUESTS_OPEN, RelayRights
 from elastic.weights.server import relay_app
@@ -42,7 +42,7 @@ from elastic.weights.sharding import cells, whole
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import published_versions
 from tests.weights.conftest import serve
-from tests.weights.signed import KEY, TRUST, sharing
+from tests.weights.signed import KEY, TRUST, opened, sharing
 
 SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=99, keep_versions=4)
 MODEL = {"model_type": "qwen3"}
@@ -226,10 +226,10 @@ def test_a_forged_keyframe_is_refused_and_a_sound_copy_taken(
 @pytest.mark.parametrize("forged", ["junk", "thief", "another run", "another version", "another base"])
 def test_a_forged_delta_costs_nothing_but_itself(trainer: Publisher, directory: DirectoryRelay, kind: str, forged: str):
     """The base that is held is as good as before, so the chain that is there all along is taken."""
-    manifest = decode_delta_manifest(directory.get(delta_manifest_key(3, 2)), TRUST)
+    manifest = opened(directory, 3, 2)
     change = {"another run": {"run": "another"}, "another version": {"version": 2}, "another base": {"base_version": 1}}
     record = msgspec.structs.replace(manifest, **{"base_version": 0} | change.get(forged, {}))
-    signed = (THIEF if forged == "thief" else KEY).seal(record if kind == "manifest" else begun_of(record))
+    signed = (THIEF if forged == "thief" else KEY).seal(record if kind == "manifest" else record.announced)
     place = delta_manifest_key(3, 0) if kind == "manifest" else begun_key(3, 0)
     directory.put(place, b"junk" if forged == "junk" else signed)
     puller = Puller(directory, TRUST)

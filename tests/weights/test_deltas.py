@@ -16,19 +16,25 @@ from benchmarks._throttle import RelayAround
 from elastic.weights import puller as pulling
 from elastic.weights import reading
 from elastic.weights.codecs import CODECS
-from elastic.weights.delta import base_of, begun_key, bucket_key, decode_delta_manifest, delta_manifest_key
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted, WeightsRefusal
-from elastic.weights.manifest import keyframe_key, manifest_key
 from elastic.weights.plan import PublishedUpdate
 from elastic.weights.publisher import Publisher, PublishSettings, publish_keyframe
 from elastic.weights.puller import Puller
+from elastic.weights.records import (
+    base_of,
+    begun_key,
+    bucket_key,
+    delta_manifest_key,
+    keyframe_key,
+    manifest_key,
+)
 from elastic.weights.relay import REQUESTS, Buffer, Relay
 from elastic.weights.signing import SigningKey
 from elastic.weights.source import WeightChanges
-from elastic.weights.versions import discard_all, published_updates, published_versions
+from elastic.weights.versions import discard_all, published_updates, published_versions, updates_in
 from elastic.weights.waiting import POLL_S
-from tests.weights.signed import KEY, TRUST, put_in_force
+from tests.weights.signed import KEY, TRUST, opened, put_in_force
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=3, keep_versions=4)
@@ -127,7 +133,7 @@ def test_over_every_relay_a_delta_is_what_is_pulled(relay: Relay):
     history.step()
     pulled = put_in_force(puller, 1)
     assert pulled.path == (PublishedUpdate(1, 0),)
-    assert 0 < pulled.report.size_bytes == decode_delta_manifest(relay.get(delta_manifest_key(1, 0)), TRUST).size_bytes
+    assert 0 < pulled.report.size_bytes == opened(relay, 1, 0).size_bytes
     assert_at(puller, history, 1)
     assert puller.stage(1).report.size_bytes == 0
 
@@ -265,7 +271,7 @@ def test_a_manifest_that_does_not_add_up_is_refused(history: History, directory:
     import msgspec
 
     key = delta_manifest_key(2, 1)
-    manifest = decode_delta_manifest(directory.get(key), TRUST)
+    manifest = opened(directory, 2, 1)
     damage(directory, key, lambda _: KEY.seal(msgspec.structs.replace(manifest, **change)))
     puller = Puller(directory, TRUST)
     assert_at(puller, history, 1)
@@ -378,7 +384,7 @@ def test_what_was_begun_and_given_up_holds_nobody_up(tmp_path: Path):
         history.step()
     for key in (delta_manifest_key(3, 0), bucket_key(3, 0, 0)):
         directory.delete(key)
-    assert PublishedUpdate(3, 0) in published_updates(directory, begun=True)
+    assert PublishedUpdate(3, 0) in updates_in(directory.list_keys(), coming=3)
     assert [update.version for update in follower.stage(3, follow=True).path] == [1, 2, 3]
     manifest = directory.get(delta_manifest_key(3, 2))
     for key in (delta_manifest_key(3, 2), begun_key(3, 0)):
@@ -588,7 +594,7 @@ def test_what_an_audit_finds_wrong_is_no_base_for_another_version(history: Histo
     tensors["embedding"].view(torch.int16)[7, 3] ^= 1
     rested: list[float] = []
     assert puller.audit(rested.append) == [2]
-    assert len(rested) == len(decode_delta_manifest(directory.get(delta_manifest_key(2, 1)), TRUST).tile_sums) / 8
+    assert len(rested) == len(opened(directory, 2, 1).tile_sums) / 8
     staged = puller.stage(2)
     assert staged.path[0].base is None, "the same version, from a keyframe on"
     assert staged.report.refused == (

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import RelayError, RelayUnavailable
 from elastic.weights.http import HttpRelay
-from elastic.weights.manifest import keyframe_key
 from elastic.weights.publisher import publish_keyframe
+from elastic.weights.records import keyframe_key
 from elastic.weights.rights import RelayRights
 from elastic.weights.server import relay_app
 from tests.weights.signed import KEY, TRUST, pull

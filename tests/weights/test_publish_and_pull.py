@@ -10,9 +10,9 @@ from torch import Tensor
 from benchmarks._throttle import RelayAround
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted
-from elastic.weights.manifest import Manifest, decode_manifest, keyframe_key, manifest_key
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.puller import Puller
+from elastic.weights.records import SCHEMA_VERSION, Manifest, keyframe_key, manifest_key
 from elastic.weights.relay import Relay
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import collect_garbage, discard_all, published_versions
@@ -69,7 +69,7 @@ def test_weights_arrive_bit_for_bit(relay: Relay, tensors: dict[str, Tensor], ve
     published = republish(relay, version, tensors)
     puller = Puller(relay, TRUST, chunk_bytes=chunk_bytes)
     staged = puller.stage(version)
-    assert decode_manifest(relay.get(manifest_key(version)), TRUST) == published
+    assert TRUST.open(relay.get(manifest_key(version)), Manifest, SCHEMA_VERSION) == published
     assert staged.report.size_bytes == staged.report.full_bytes == published.blob_bytes
     assert (staged.weights.version, staged.weights.model) == (version, MODEL)
     assert_same(puller.apply(staged), tensors)
@@ -151,7 +151,7 @@ def test_a_manifest_that_does_not_add_up_is_refused(tmp_path: Path, change: dict
     manifest = publish_keyframe(DirectoryRelay(tmp_path), "run", 1, small(), MODEL, KEY)
     forged = KEY.seal(msgspec.convert({**msgspec.to_builtins(manifest), **change}, ForgedManifest))  # type: ignore[arg-type]
     with pytest.raises(WeightsCorrupted, match=problem):
-        decode_manifest(forged, TRUST)
+        TRUST.open(forged, Manifest, SCHEMA_VERSION)
 
 
 class ForgedManifest(Manifest, frozen=True, kw_only=True):
@@ -265,4 +265,4 @@ def _refuse(descriptor: int, data: bytes) -> int:
 def test_arbitrary_bytes_are_no_manifest(data: bytes):
     assume(data)
     with pytest.raises(WeightsCorrupted):
-        decode_manifest(data, TRUST)
+        TRUST.open(data, Manifest, SCHEMA_VERSION)

@@ -6,8 +6,8 @@ import torch
 
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import RelayError
-from elastic.weights.manifest import keyframe_key
 from elastic.weights.publisher import Publisher, PublishSettings
+from elastic.weights.records import keyframe_key
 from elastic.weights.relay import Buffer
 from elastic.weights.versions import published_updates
 from tests.weights.signed import KEY, TRUST, pull

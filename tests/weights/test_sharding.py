@@ -21,14 +21,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic.weights.delta import NOTHING, SCHEMA_VERSION, DeltaPart, delta_manifest_key, part_key
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import WeightsCorrupted
-from elastic.weights.manifest import REQUESTS
 from elastic.weights.placements import FUSED, Placement, declared, from_dtensors, inferred
 from elastic.weights.plan import PublishedUpdate
 from elastic.weights.publisher import Publisher, PublishSettings, TrainerRank
 from elastic.weights.puller import Puller
+from elastic.weights.records import NOTHING, REQUESTS, SCHEMA_VERSION, DeltaPart, delta_manifest_key, part_key
 from elastic.weights.sharding import Box, LocalTensor, Shard, breaks, cells, needed, owned, whole
 from elastic.weights.versions import published_updates, published_versions
 from tests.weights.signed import KEY, TRUST, put_in_force

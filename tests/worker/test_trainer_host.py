@@ -20,9 +20,9 @@ from elastic.model.qwen3 import Qwen3
 from elastic.trainer.trainer import GRPOTrainer
 from elastic.weights import directory
 from elastic.weights.errors import RelayError, RelayUnavailable
-from elastic.weights.manifest import version_of
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.puller import Puller
+from elastic.weights.records import version_of
 from elastic.weights.relay import Buffer, Relay, open_relay
 from elastic.weights.shared_memory import in_memory
 from elastic.weights.signing import SigningKey, Trust

@@ -43,6 +43,15 @@ def apply_update(update: BucketUpdate, bits: Bits) -> None:
         _scatter(bits, update.index, update.value)
 
 
+def kept_small(update: BucketUpdate, old: Bits, tile_ends: Ends) -> BucketUpdate:
+    """Returns the same update of `old` in no more memory than a copy of that takes."""
+    if update.index is None or 3 * update.value.size <= old.size:
+        return update
+    new = old.copy()
+    apply_update(update, new)
+    return BucketUpdate(None, new, tile_ends, update.sum_changes)
+
+
 @njit(inline="always")
 def sum_change(index, base, old, new):  # type: ignore[no-untyped-def]
     """What writing `new` over `old` at `index - base` of a tile changes its sum by."""

@@ -5,9 +5,9 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 
+from elastic.weights.bucket import Bucket, encode_bucket
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.sums import apply_update, tile_sums
-from elastic.weights.delta import Bucket, encode_bucket
 
 CLASSES, LEVELS = 12, 48
 

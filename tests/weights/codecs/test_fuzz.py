@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from elastic.weights.bucket import Bucket, BucketHeader, encode_bucket
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.base import PADDING, CodecError
 from elastic.weights.codecs.sums import apply_update, tile_sums
-from elastic.weights.delta import Bucket, BucketHeader, encode_bucket
 from elastic.weights.errors import WeightsCorrupted
 
 CASES = 2000

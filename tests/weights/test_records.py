@@ -10,20 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.weights.delta import (
-    TILES_MAX,
-    BucketEntry,
-    DeltaManifest,
-    DeltaPart,
-    PartOf,
-    begun_of,
-    decode_begun,
-    decode_delta_manifest,
-    decode_part,
-)
 from elastic.weights.errors import WeightsCorrupted
 from elastic.weights.layout import tile_ends
-from elastic.weights.manifest import Manifest, TensorEntry, decode_manifest
+from elastic.weights.records import (
+    SCHEMA_VERSION,
+    TILES_MAX,
+    BucketEntry,
+    DeltaBegun,
+    DeltaManifest,
+    DeltaPart,
+    Manifest,
+    PartOf,
+    TensorEntry,
+    open_part,
+)
+from elastic.weights.signing import Signable
 from tests.weights.signed import KEY, TRUST
 
 TENSORS = (
@@ -57,11 +58,11 @@ KEYFRAME = Manifest(
     tile_elements=4,
     tile_sums=bytes(8 * 6),
 )
-RECORDS: dict[str, tuple[msgspec.Struct, Callable[[bytes], Any]]] = {
-    "delta": (MANIFEST, partial(decode_delta_manifest, trust=TRUST)),
-    "begun": (begun_of(MANIFEST), partial(decode_begun, trust=TRUST)),
-    "part": (PART, lambda data: decode_part(data, TRUST, PART.of, [(0, 4), (4, 2)])),
-    "keyframe": (KEYFRAME, partial(decode_manifest, trust=TRUST)),
+RECORDS: dict[str, tuple[Signable, Callable[[bytes], Any]]] = {
+    "delta": (MANIFEST, partial(TRUST.open, kind=DeltaManifest, schema_version=SCHEMA_VERSION)),
+    "begun": (MANIFEST.announced, partial(TRUST.open, kind=DeltaBegun, schema_version=SCHEMA_VERSION)),
+    "part": (PART, lambda data: open_part(data, TRUST, PART.of, [(0, 4), (4, 2)])),
+    "keyframe": (KEYFRAME, partial(TRUST.open, kind=Manifest, schema_version=SCHEMA_VERSION)),
 }
 
 every_kind = pytest.mark.parametrize("kind", sorted(RECORDS))
@@ -106,7 +107,7 @@ def test_a_changed_byte_is_refused(kind: str, at: int, flip: int, cut: bool):
 def test_what_is_sealed_and_makes_no_sense_is_refused_or_harmless(kind: str, data: st.DataObject):
     record, decode = RECORDS[kind]
     forged = replaced(msgspec.to_builtins(record), data)
-    sealed = KEY.seal_body(record.signed_as, json.dumps(forged).encode())  # type: ignore[attr-defined]
+    sealed = KEY.seal_body(record.signed_as, json.dumps(forged).encode())
     try:
         read = decode(sealed)
     except WeightsCorrupted:
@@ -136,7 +137,7 @@ def replaced(value: Any, data: st.DataObject) -> Any:
 @pytest.mark.parametrize("sealed", [True, False])
 def test_what_is_nested_without_end_is_refused(kind: str, sealed: bool):
     deep = b"[" * 100_000 + b"]" * 100_000
-    signed = KEY.seal_body(RECORDS[kind][0].signed_as, deep)  # type: ignore[attr-defined]
+    signed = KEY.seal_body(RECORDS[kind][0].signed_as, deep)
     content = signed if sealed else b'{"signature":"","manifest":' + deep + b"}"
     with pytest.raises(WeightsCorrupted):
         RECORDS[kind][1](content)
@@ -144,6 +145,6 @@ def test_what_is_nested_without_end_is_refused(kind: str, sealed: bool):
 
 def test_a_version_of_too_many_tiles_is_refused_before_they_are_counted_out():
     huge = (TensorEntry(name="a", shape=(2**31, 2**31), dtype="bfloat16", offset=0),)
-    begun = msgspec.structs.replace(begun_of(MANIFEST), tensors=huge, tile_elements=1, buckets=((0, 2**62),))
+    begun = msgspec.structs.replace(MANIFEST.announced, tensors=huge, tile_elements=1, buckets=((0, 2**62),))
     with pytest.raises(WeightsCorrupted, match=f"at most {TILES_MAX}"):
-        decode_begun(KEY.seal(begun), TRUST)
+        TRUST.open(KEY.seal(begun), DeltaBegun, SCHEMA_VERSION)

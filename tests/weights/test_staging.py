@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.weights import resident
+from elastic.weights import staging
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.base import Bits
-from elastic.weights.codecs.sums import tile_sums
-from elastic.weights.delta import state_of
+from elastic.weights.codecs.sums import apply_update, kept_small, tile_sums
 from elastic.weights.directory import DirectoryRelay
-from elastic.weights.manifest import TensorEntry
+from elastic.weights.layout import Tiles
 from elastic.weights.puller import Puller
-from elastic.weights.resident import Overwrite, ResidentWeights, StagedVersion, Tiles, kept_small
+from elastic.weights.records import TensorEntry, state_of
 from elastic.weights.sharding import whole
+from elastic.weights.staging import Overwrite, ResidentWeights, StagedVersion
 from tests.weights.signed import TRUST
 
 TILE = 16
@@ -56,10 +56,8 @@ class Weights:
         found: list[Overwrite] = []
         for base, version in pairwise(path):
             for first in range(0, len(self.tiles.ends), bucket_tiles):
-                for run in self.tiles.runs(first, bucket_tiles):
-                    elements = self.tiles.elements(run)
+                for _, elements, ends in self.tiles.pieces(first, bucket_tiles):
                     old, new = self.bits[base][elements], self.bits[version][elements]
-                    ends = self.tiles.ends[run] - elements.start
                     encoded = CODECS[codec].encode(old, new, ends)
                     decoded = CODECS[codec].decode(encoded.shared, encoded.payload, encoded.payload_ends, old, ends)
                     found.append((elements, decoded))
@@ -72,7 +70,7 @@ class Weights:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
     """Who writes is stopped half-way through the bucket after so many."""
-    left, apply = [writes], resident.apply_update
+    left, apply = [writes], staging.apply_update
 
     def apply_or_stop(update, bits):
         if not left[0]:
@@ -83,7 +81,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
         left[0] -= 1
         apply(update, bits)
 
-    monkeypatch.setattr(resident, "apply_update", apply_or_stop)
+    monkeypatch.setattr(staging, "apply_update", apply_or_stop)
 
 
 cases = {
@@ -135,7 +133,7 @@ def test_an_overwrite_is_kept_in_no_more_than_a_copy(seed, codec, bucket_tiles, 
         assert kept.value.nbytes + (0 if kept.index is None else kept.index.nbytes) <= old.nbytes
         for each in (kept, update):
             bits = old.copy()
-            resident.apply_update(each, bits)
+            apply_update(each, bits)
             assert np.array_equal(bits, new)
 
 
