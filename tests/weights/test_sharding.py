@@ -146,7 +146,7 @@ class Trainer:
         self, relay: DirectoryRelay, shapes, layout: Sequence[Shard], workers: Sequence[Shard], **options: int
     ):
         self.cells = cells(shapes, layout, workers)
-        publish = PublishSettings(**({"bucket_elements": 40, "tile_elements": 7, "merge_every": 2} | options))
+        publish = replace(PublishSettings(bucket_elements=40, tile_elements=7, merge_every=2), **options)
         self.layout = layout
         self.publishers = [
             Publisher(relay, "run", {}, publish, TrainerRank(self.cells, shard, rank, len(layout)), key=KEY)

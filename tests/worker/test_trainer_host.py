@@ -66,11 +66,12 @@ async def house(config: Config, tmp_path: Path) -> AsyncIterator["TrainerHouse"]
 class TrainerHouse(Orchestra):
     def __init__(self, config: Config, run_dir: Path, **terms: float) -> None:
         relay = str(run_dir / "weights")
+        limits: dict[str, Any] = {"silence_timeout_s": 10.0, "orchestrator_timeout_s": PATIENCE_S, **terms}
         super().__init__(
             engine=config.engine.model_dump(mode="json"),  # type: ignore[arg-type]
             model=MODEL.to_dict(),
             relay=relay,
-            **{"silence_timeout_s": 10.0, "orchestrator_timeout_s": PATIENCE_S} | terms,
+            **limits,
         )
         self.relay = open_relay(relay)
         self._config = config
