@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,13 +67,14 @@ async def house(config: Config, tmp_path: Path) -> AsyncIterator["TrainerHouse"]
 class TrainerHouse(Orchestra):
     def __init__(self, config: Config, run_dir: Path, **terms: float) -> None:
         relay = str(run_dir / "weights")
-        limits: dict[str, Any] = {"silence_timeout_s": 10.0, "orchestrator_timeout_s": PATIENCE_S, **terms}
-        super().__init__(
-            engine=config.engine.model_dump(mode="json"),  # type: ignore[arg-type]
-            model=MODEL.to_dict(),
-            relay=relay,
-            **limits,
-        )
+        told: dict[str, Any] = {
+            "engine": config.engine.model_dump(mode="json"),
+            "model": MODEL.to_dict(),
+            "relay": relay,
+            "silence_timeout_s": 10.0,
+            "orchestrator_timeout_s": PATIENCE_S,
+        }
+        super().__init__(**told | terms)
         self.relay = open_relay(relay)
         self._config = config
         self.run_dir = run_dir
