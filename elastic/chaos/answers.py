@@ -24,7 +24,7 @@ from elastic.runtime import orchestrator
 from elastic.runtime.journal import writer
 from elastic.weights import client, codecs, digest, publisher, reading, signing
 from elastic.weights.relay import Relay
-from elastic.worker import service, trainer_host
+from elastic.worker import rollout_resident, service, trainer_host
 
 OpenRelay = Callable[[str, str | None, str], Relay]
 
@@ -37,7 +37,7 @@ COLLECTS = 20_000, 20, 100
 """Thresholds of the garbage collector, higher than the defaults: a world's garbage goes with the world."""
 
 POOLED = digest, publisher, reading, trainer_host
-THREADED = client, trainer_host, writer
+THREADED = client, rollout_resident, trainer_host, writer
 
 
 @contextlib.contextmanager

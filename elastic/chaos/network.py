@@ -21,7 +21,10 @@ APART_NS = 1000
 RESET_S = 0.001
 ACCEPT_RETRY_S = 1.0
 """Time after which a loop that could not accept a connection tries again, as asyncio's loops do."""
-ONCE = frozenset({"Hello", "Ready", "Goodbye", "Welcome", "Refused"})
+ONCE = frozenset(
+    {"Hello", "Ready", "Goodbye", "Welcome", "Refused"}
+    | {"KeeperHello", "JobHello", "KeeperWelcome", "JobWelcome", "PoolRefused"}
+)
 """Frames that begin or end an epoch. A connection that repeated them would violate the protocol."""
 
 
@@ -100,7 +103,11 @@ class NetworkLoop(ProcessLoop):
         self.network = network
         self.address = network.address()
         self.repeats_until_ns: Nanoseconds = 0
-        self.transports: dict[_Transport, None] = {}
+        self.transports: dict[WorldTransport, None] = {}
+        self.pipes: dict[WorldTransport, None] = {}
+        """Connections inside the machine, which no network's fault befalls."""
+        self.launch: Callable[..., Any] | None = None
+        """Starts a child process of this one: `subprocess_exec`, where there is one."""
         self.signal_handlers: dict[int, Callable[[], object]] = {}
 
     def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: Any) -> None:
@@ -112,7 +119,16 @@ class NetworkLoop(ProcessLoop):
     async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
         return self.network.listen(self, protocol_factory, host, port or 0)
 
-    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
+    async def subprocess_exec(self, protocol_factory: Any, *command: Any, **options: Any) -> Any:
+        assert self.launch is not None
+        await asyncio.sleep(0)
+        return self.launch(protocol_factory, command, options)
+
+    async def create_connection(
+        self, protocol_factory: Any, host: Any = None, port: Any = None, *, sock: Any = None, **_: Any
+    ) -> Any:
+        if sock is not None:
+            return sock.connected(protocol_factory)
         network = self.network
         network.dialled(self)
         if self.machine.is_out_of_descriptors():
@@ -120,14 +136,14 @@ class NetworkLoop(ProcessLoop):
         await asyncio.sleep(network.chance.uniform(*network.weather.latency_s))
         server = network.reach(host, port)
         here = protocol_factory()
-        near, far = _Transport(self, here, address=server.host), _Transport(server.loop, None, address=self.address)
+        near, far = WorldTransport(self, here, address=server.host), WorldTransport(server.loop, None, address=self.address)
         near.peer, far.peer = far, near
         server.loop.call_soon(self._accepted_by, server, far)
         here.connection_made(near)
         return near, here
 
     @staticmethod
-    def _accepted_by(server: "_Server", far: "_Transport") -> None:
+    def _accepted_by(server: "_Server", far: "WorldTransport") -> None:
         """Accept a connection in the server's process. The kernel completed it earlier."""
         loop = server.loop
         if loop.machine.is_out_of_descriptors():
@@ -142,9 +158,9 @@ class NetworkLoop(ProcessLoop):
     def kill(self, noticed: bool) -> None:
         """Kill the process. If `noticed`, its peers see their connections reset; else they see nothing."""
         self.alive = False
-        for transport in list(self.transports):
+        for transport in [*self.transports, *self.pipes]:
             peer = transport.peer
-            if noticed and peer is not None and peer.loop.alive:
+            if (noticed or transport in self.pipes) and peer is not None and peer.loop.alive:
                 reset = ConnectionResetError(104, "Connection reset by peer")
                 peer.loop.at_world(transport.opens_ns(RESET_S), peer.lose, reset)
 
@@ -176,14 +192,14 @@ class _Server:
 
 
 @dataclass(eq=False)
-class _Transport(asyncio.Transport):
+class WorldTransport(asyncio.Transport):
     """One end of a connection. Written bytes are under way until the other end has read them."""
 
     loop: NetworkLoop
     protocol: Any
     address: str
     """The address of the other end."""
-    peer: "_Transport | None" = None
+    peer: "WorldTransport | None" = None
     unread: deque[bytes] = field(default_factory=deque[bytes])
     """Bytes that have arrived while nothing reads them."""
     on_way_bytes: int = 0

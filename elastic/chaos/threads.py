@@ -205,7 +205,9 @@ class _Thread:
         SimulatedThread(loop_here(), self._target)
 
 
-THREADING = SimpleNamespace(Thread=_Thread, Lock=threading.Semaphore, Condition=threading.Condition)
+THREADING = SimpleNamespace(
+    Thread=_Thread, Lock=threading.Semaphore, Condition=threading.Condition, Event=threading.Event
+)
 """Replaces the `threading` module for production code. Its locks wait on conditions, and so for virtual time."""
 
 

@@ -44,6 +44,7 @@ from elastic.control import Acknowledged, CapProvider, SetBudget, StopRun
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId, WorkerRole
 from elastic.endpoint import Endpoint
+from elastic.pool_client import PoolClient
 from elastic.run_secrets import RunSecrets
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
@@ -163,14 +164,17 @@ def config_of(plan: WorldPlan) -> Config:
 
 
 class World:
-    """`tell` gets what the world's processes log, and its faults."""
+    """`tell` gets what the world's processes log, and its faults. A world `beside` another one shares its clock, network
+    and processes."""
 
-    def __init__(self, plan: WorldPlan, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, plan: WorldPlan, tell: Callable[[str], None] | None = None, beside: "World | None" = None
+    ) -> None:
         self.plan = plan
         self._tell = tell
-        self.clock = WorldClock()
+        self.clock = WorldClock() if beside is None else beside.clock
         self.chance = Random(f"{plan.seed}/world")
-        self.network = Network(Random(f"{plan.seed}/network"))
+        self.network = Network(Random(f"{plan.seed}/network")) if beside is None else beside.network
         self.witness = Witness(lambda: self.clock.now_ns, Random(f"{plan.seed}/witness"))
         self.network.dialled = self._dialled
         self.disk = Disk(
@@ -180,7 +184,7 @@ class World:
         )
         self.machine = Machine(self.clock)
         """The orchestrator's."""
-        self.processes: list[Process] = []
+        self.processes: list[Process] = [] if beside is None else beside.processes
         self.weights = Weights()
         self.incarnations = 0
         self.result: str | None = None
@@ -193,13 +197,13 @@ class World:
         self.relay = RelayStore(Random(f"{plan.seed}/relay"), lambda: self.clock.now_ns)
         self.relay.asked = lambda url: self.witness.asks(loop_here(), url)
         self.environments_down_until_ns = self.functions_down_until_ns = 0
-        self._alive: list[Process] = []
+        self._alive: list[Process] = [] if beside is None else beside._alive
         self._struck = 0
         self._relay_port = RELAY_PORT
-        self._numbers = itertools.count()
+        self._numbers = itertools.count() if beside is None else beside._numbers
         self._weights_of: dict[tuple[str, int], bytes] = {}
         """The bits that a trainer's process, known by its key, has as a version."""
-        self._later: list[tuple[Nanoseconds, int, Callable[[], None]]] = []
+        self._later: list[tuple[Nanoseconds, int, Callable[[], None]]] = [] if beside is None else beside._later
         self._workers: dict[WorkerId, Process] = {}
         self._hosts: dict[WorkerId, TrainerHost] = {}
         """The trainers' that have weights, by their workers."""
@@ -211,7 +215,8 @@ class World:
         self.run = RunDirectory(self._directory / RUN)
         self.run.path.mkdir()
         self._tickets = _Tickets(self.run.path, self._spent)
-        self.config = config_of(plan)
+        self.config = self._configured()
+        self.providers = [ELASTIC, JOINED] if plan.machines else [ELASTIC]
         make = lambda name, role, places: Cloud(  # noqa: E731
             name, role, places, Random(f"{plan.seed}/{name}"), self.after, self._boot, self._end_worker
         )
@@ -219,6 +224,13 @@ class World:
             compose.TRAINER_PROVIDER: make(compose.TRAINER_PROVIDER, WorkerRole.TRAINER, 1),
             ELASTIC: make(ELASTIC, WorkerRole.ELASTIC, plan.places),
         }
+
+    def _configured(self) -> Config:
+        return config_of(self.plan)
+
+    def _pool(self) -> contextlib.AbstractAsyncContextManager[PoolClient | None]:
+        """A context: the connection to the pool of which the run is a job."""
+        return contextlib.nullcontext()
 
     # Time
 
@@ -282,6 +294,15 @@ class World:
 
     def _step(self, until_ns: float) -> bool:
         """Take the next step, in whichever process it is."""
+        chosen, goes_on = self._next(until_ns)
+        if chosen is not None:
+            chosen.step()
+            self.clock.now_ns += WORK_NS
+            self._look_at(chosen)
+        return goes_on
+
+    def _next(self, until_ns: float) -> tuple[Process | None, bool]:
+        """Return the process that is due next, and whether anything was; carry out an action of the world's own."""
         now_ns = self.clock.now_ns
         due_ns: float = self._later[0][0] if self._later else until_ns + 1
         chosen: Process | None = None
@@ -295,15 +316,11 @@ class World:
                     if next_ns <= now_ns:
                         break
         if due_ns > until_ns:
-            return False
+            return None, False
         self.clock.now_ns = max(now_ns, int(due_ns))
         if chosen is None:
             heapq.heappop(self._later)[2]()
-        else:
-            chosen.step()
-            self.clock.now_ns += WORK_NS
-            self._look_at(chosen)
-        return True
+        return chosen, True
 
     def _look_at(self, process: Process) -> None:
         if self.witness.found:
@@ -385,9 +402,10 @@ class World:
 
     async def _orchestrate(self) -> str:
         """Run an orchestrator as `elastic.compose.execute` does, around models."""
-        config, run, plan = self.config, self.run, self.plan
+        run, plan = self.run, self.plan
+        resolved = compose.resolve(self.config, self.providers, "chaos")
+        config = resolved.config
         former = previous_incarnation(run, config) if self.incarnations > 1 else PreviousIncarnation()
-        resolved = compose.resolve(config, [ELASTIC, JOINED] if plan.machines else [ELASTIC], "chaos")
         waiting_room = WaitingRoom(self._tickets)
         scheduler = Scheduler(compose.run_plan(resolved), compose.limits(config), compose.policies(config), 0)
         secrets = RunSecrets(b"%32d" % plan.seed)
@@ -395,7 +413,7 @@ class World:
             "run": RUN,
             "status": compose.RUNNING,
             "config": config.model_dump_json(),
-            "providers": ELASTIC,
+            "providers": self.providers[0],
             "seed": str(config.run.seed),
         } | former.notes_to_keep()
         journal = ModelledJournal(
@@ -408,33 +426,37 @@ class World:
         )
         self.witness.follow(scheduler)
         self._serve_relay(RelayRights(secrets.relay_owner()))
-        with journaled(journal, scheduler) as ending:
-            wiring = Wiring(
-                make_providers=partial(self._providers, waiting_room),
-                make_environment=lambda: ModelEnvironment(NoSettings(), self._environment_mishap),
-                stop_token_ids=ModelEnvironment.stop_token_ids,
-                welcome=self._welcome(),
-                secrets=secrets,
-                kept=run,
-                make_reward_pool=(lambda meter: ModelPool(meter, self._function_mishap)) if plan.scored else None,
-                engines={name: config.engine.model_dump(mode="json") for name in self.clouds},
-                relays={compose.TRAINER_PROVIDER: self.relay.url},
-                relay_rights=self.relay.rights,
-                waiting_room=waiting_room if plan.machines else None,
-                control_socket=False,
-            )
-            orchestrator = Orchestrator(
-                config,
-                scheduler,
-                journal,
-                wiring,
-                former.taken_up(),
-                told=former.told,
-                clock_ns=self.machine.monotonic_ns,
-            )
-            self.shell = orchestrator
-            failed = await orchestrator.run()
-            ending.conclude(failed, scheduler.stopped)
+        async with self._pool() as pool:
+            with journaled(journal, scheduler) as ending:
+                wiring = Wiring(
+                    make_providers=partial(self._providers, waiting_room, pool),
+                    make_environment=lambda: ModelEnvironment(NoSettings(), self._environment_mishap),
+                    stop_token_ids=ModelEnvironment.stop_token_ids,
+                    welcome=self._welcome(),
+                    secrets=secrets,
+                    kept=run,
+                    make_reward_pool=(lambda meter: ModelPool(meter, self._function_mishap)) if plan.scored else None,
+                    engines={name: config.engine.model_dump(mode="json") for name in (*self.clouds, *self.providers)},
+                    relays={compose.TRAINER_PROVIDER: self.relay.url},
+                    relay_rights=self.relay.rights,
+                    waiting_room=waiting_room if plan.machines else None,
+                    pool=pool,
+                    control_socket=False,
+                )
+                orchestrator = Orchestrator(
+                    config,
+                    scheduler,
+                    journal,
+                    wiring,
+                    former.taken_up(),
+                    told=former.told,
+                    clock_ns=self.machine.monotonic_ns,
+                )
+                self.shell = orchestrator
+                if pool is not None:
+                    pool.turned_away = orchestrator.kill
+                failed = await orchestrator.run()
+                ending.conclude(failed, scheduler.stopped)
         return failed or scheduler.stopped
 
     def _serve_relay(self, rights: RelayRights) -> None:
@@ -457,17 +479,25 @@ class World:
         return self.chance.choice((Mishap.RAISES, Mishap.HANGS))
 
     def _providers(
-        self, waiting_room: WaitingRoom, endpoint: Endpoint, now_ns: Callable[[], Nanoseconds]
+        self,
+        waiting_room: WaitingRoom,
+        pool: PoolClient | None,
+        endpoint: Endpoint,
+        now_ns: Callable[[], Nanoseconds],
     ) -> Mapping[str, Provider]:
         self.address = endpoint.address
-        context = self._context(waiting_room, endpoint, now_ns)
+        context = self._context(waiting_room, pool, endpoint, now_ns)
         found: dict[str, Any] = {name: CloudProvider(cloud, context) for name, cloud in self.clouds.items()}
         if self.plan.machines:
             found[JOINED] = JoinedProvider(JOINED, JoinedSettings.model_validate({}), context)
         return cast("Mapping[str, Provider]", found)
 
     def _context(
-        self, waiting_room: WaitingRoom, endpoint: Endpoint, now_ns: Callable[[], Nanoseconds]
+        self,
+        waiting_room: WaitingRoom,
+        pool: PoolClient | None,
+        endpoint: Endpoint,
+        now_ns: Callable[[], Nanoseconds],
     ) -> ProviderContext:
         return ProviderContext(
             run=RUN,
@@ -478,6 +508,8 @@ class World:
             now_ns=now_ns,
             acquire_timeout_s=self.config.scheduler.acquire_timeout_s,
             release_timeout_s=self.config.scheduler.release_timeout_s,
+            pool=pool,
+            orchestrator_timeout_s=self.config.run.orchestrator_timeout_s,
         )
 
     def _welcome(self) -> wire.Welcome:
@@ -537,7 +569,7 @@ class World:
 
         def engine(_: wire.Welcome) -> ModelEngine:
             self._building.pop(name, None)
-            watch = _Watch(self, process)
+            watch = WorkerWatch(self, process)
             return ModelEngine(machine.monotonic_ns, device, plan.max_batch, plan.max_pending, plan.token_s, watch)
 
         async def work() -> AgentExit:
@@ -635,7 +667,7 @@ class World:
             process.loop.bury()
 
 
-class _Watch:
+class WorkerWatch:
     """`elastic.chaos.models.LoadWatch` of one worker's process."""
 
     def __init__(self, world: World, process: Process) -> None:
