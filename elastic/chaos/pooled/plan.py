@@ -45,7 +45,7 @@ OF_RUNS = (
 )
 """Kinds of `elastic.chaos` that befall one job."""
 KINDS = (*PoolFaultKind, *(kind.value for kind in OF_RUNS))
-SPAN_S = 120.0
+SPAN_S = 40.0
 
 
 class PooledFault(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,8 +111,8 @@ def draw_pooled(seed: int, only: Sequence[str] = ()) -> PooledPlan:
     rng = Random(f"{seed}/pooled")
     among = 2 / 3 if only else rng.choice((1 / 8, 1 / 3, 2 / 3))
     kinds = [kind for kind in only or KINDS if rng.random() < among] or list(only)
-    count = rng.choice((0, 4, 8, 16, 32)) if kinds else 0
-    span_s = rng.uniform(20, SPAN_S)
+    count = rng.choice((0, 4, 8, 16, 32, 48)) if kinds else 0
+    span_s = rng.uniform(5, SPAN_S)
     jobs = rng.choice((1, 2, 2))
     faults = sorted((_draw(rng, rng.choice(kinds), jobs, span_s) for _ in range(count)), key=lambda fault: fault.at_s)
     calm = [PooledFault(kind=FaultKind.WEATHER, at_s=span_s, job=job) for job in range(jobs)]
@@ -133,7 +133,7 @@ def draw_pooled(seed: int, only: Sequence[str] = ()) -> PooledPlan:
 def _draw_job(rng: Random, seed: int, number: int, nodes: int) -> JobShape:
     run = WorldPlan(
         seed=2 * seed + number,
-        steps=rng.randint(2, 4),
+        steps=rng.randint(2, 6),
         groups=rng.choice((1, 2, 4)),
         places=0,
         staleness_bound=rng.choice((0, 0, 1)),
