@@ -1,16 +1,23 @@
 """Replays the world of a seed, and finds a small set of its faults that still makes it fail.
 
 python -m elastic.chaos SEED [--only cut,lie] [--faults 0,3,7] [--shrink [--shrink-within 60]] [--log]
+python -m elastic.chaos SEED --pool [--only kill_pool] [--faults 0,3,7] [--log]     a world of jobs in a pool
 """
 
 import argparse
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
-from elastic.chaos.faults import Fault, FaultKind, WorldPlan, draw_plan
+from elastic.chaos.faults import Fault, FaultKind, draw_plan
+from elastic.chaos.pooled.plan import KINDS, PooledFault, draw_pooled
+from elastic.chaos.pooled.world import PooledWorldFailed, live_pooled
 from elastic.chaos.shrink import SHRINK_S, shrunk
 from elastic.chaos.simulate import WorldFailed, simulate
+
+F = TypeVar("F", Fault, PooledFault)
 
 
 def main() -> int:
@@ -23,11 +30,14 @@ def main() -> int:
         "--shrink-within", type=float, metavar="SECONDS", default=SHRINK_S, help="for --shrink; %(default)g by default"
     )
     parser.add_argument("--log", action="store_true", help="print what the processes log")
+    parser.add_argument("--pool", action="store_true", help="live through a world of jobs in a pool")
     given = parser.parse_args()
+    tell = print if given.log else None
+    if given.pool:
+        return _pooled(parser, given, tell)
     plan = draw_plan(given.seed, _kinds(parser, given.only))
     if given.faults is not None:
-        plan = msgspec.structs.replace(plan, faults=_picked(parser, plan, given.faults))
-    tell = print if given.log else None
+        plan = msgspec.structs.replace(plan, faults=_picked(parser, plan.faults, given.faults))
     try:
         print(simulate(plan.seed, plan, tell))
     except WorldFailed as failure:
@@ -46,12 +56,29 @@ def _kinds(parser: argparse.ArgumentParser, names: str) -> list[FaultKind]:
         parser.error(f"--only: {error}; allowed: {', '.join(FaultKind)}")
 
 
-def _picked(parser: argparse.ArgumentParser, plan: WorldPlan, numbers: str) -> tuple[Fault, ...]:
-    count = len(plan.faults)
+def _pooled(parser: argparse.ArgumentParser, given: argparse.Namespace, tell: Callable[[str], None] | None) -> int:
+    """Replay a world of jobs in a pool."""
+    if given.shrink:
+        parser.error("--shrink: not with --pool; --faults picks some by hand")
+    only = [kind for kind in given.only.split(",") if kind]
+    if unknown := [kind for kind in only if kind not in KINDS]:
+        parser.error(f"--only: unknown {', '.join(unknown)}; allowed with --pool: {', '.join(KINDS)}")
+    plan = draw_pooled(given.seed, only)
+    if given.faults is not None:
+        plan = msgspec.structs.replace(plan, faults=_picked(parser, plan.faults, given.faults))
     try:
-        return () if numbers == "none" else tuple(plan.faults[int(number)] for number in numbers.split(","))
+        print(live_pooled(plan, tell))
+    except PooledWorldFailed as failure:
+        print(failure, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _picked(parser: argparse.ArgumentParser, faults: tuple[F, ...], numbers: str) -> tuple[F, ...]:
+    try:
+        return () if numbers == "none" else tuple(faults[int(number)] for number in numbers.split(","))
     except (ValueError, IndexError):
-        parser.error(f"--faults {numbers}: numbers from 0 to {count - 1} with commas between them are allowed")
+        parser.error(f"--faults {numbers}: numbers from 0 to {len(faults) - 1} with commas between them are allowed")
 
 
 if __name__ == "__main__":

@@ -136,7 +136,10 @@ class NetworkLoop(ProcessLoop):
         await asyncio.sleep(network.chance.uniform(*network.weather.latency_s))
         server = network.reach(host, port)
         here = protocol_factory()
-        near, far = WorldTransport(self, here, address=server.host), WorldTransport(server.loop, None, address=self.address)
+        near, far = (
+            WorldTransport(self, here, address=server.host),
+            WorldTransport(server.loop, None, address=self.address),
+        )
         near.peer, far.peer = far, near
         server.loop.call_soon(self._accepted_by, server, far)
         here.connection_made(near)

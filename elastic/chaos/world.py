@@ -164,8 +164,8 @@ def config_of(plan: WorldPlan) -> Config:
 
 
 class World:
-    """`tell` gets what the world's processes log, and its faults. A world `beside` another one shares its clock, network
-    and processes."""
+    """`tell` gets what the world's processes log, and its faults. A world `beside` another one shares its clock,
+    network and processes."""
 
     def __init__(
         self, plan: WorldPlan, tell: Callable[[str], None] | None = None, beside: "World | None" = None

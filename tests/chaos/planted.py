@@ -1,8 +1,8 @@
 """Plants bugs of the production shell, one at a time, and lives through worlds until one fails.
 
 Each of `bugs/*.patch`, here and in `tests/pool`, is a bug. Its first line names the faults that show it best, or says
-that worlds of a pool do (`World: pool`); its second is a seed that does. A bug is planted in a fork, into the functions
-that are imported already, so that it costs no more than its worlds.
+that worlds of a pool do (`World: pool`), or of jobs in one (`World: pooled`); its second is a seed that does. A bug is
+planted in a fork, into the functions that are imported already, so that it costs no more than its worlds.
 
 python tests/chaos/planted.py [--known | --first N --seeds N] [NAME ...]     prints {name: seed or null} as JSON
 """
@@ -23,6 +23,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from elastic.chaos.faults import FaultKind, draw_plan
+from elastic.chaos.pooled.world import PooledWorldFailed, simulate_pooled
 from elastic.chaos.simulate import WorldFailed, simulate
 from elastic.sim.pool_worlds import PoolWorld, PoolWorldFailed
 from elastic.weights import codecs
@@ -91,7 +92,7 @@ def _first_failure(name: str, seeds: range) -> int:
         signal.setitimer(signal.ITIMER_VIRTUAL, WORLD_CPU_S)
         try:
             live(seed)
-        except (WorldFailed, PoolWorldFailed):
+        except (WorldFailed, PoolWorldFailed, PooledWorldFailed):
             return number
     return FOUND_MAX
 
@@ -105,6 +106,8 @@ def plant(patch: Path) -> Callable[[int], object]:
     told = text.partition("\n")[0]
     if told == "World: pool":
         return lambda seed: PoolWorld(CLUSTER_POLICIES, seed).run()
+    if told == "World: pooled":
+        return simulate_pooled
     faults = told.removeprefix("Faults: ")
     kinds = [] if faults == "any" else [FaultKind(kind) for kind in faults.split(", ")]
     return lambda seed: simulate(seed, draw_plan(seed, kinds))

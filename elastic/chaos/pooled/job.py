@@ -118,9 +118,9 @@ class JobWorld(World):
         context = self._context(waiting_room, pool, endpoint, now_ns)
         found: dict[str, Any] = {
             compose.TRAINER_PROVIDER: PoolTrainerProvider(
-                compose.TRAINER_PROVIDER, PoolTrainerProvider.Settings(max_workers=1), context
+                compose.TRAINER_PROVIDER, PoolTrainerProvider.Settings.model_validate({"max_workers": 1}), context
             ),
-            POOL: PoolProvider(POOL, PoolSettings(), context),
+            POOL: PoolProvider(POOL, PoolSettings.model_validate({}), context),
         }
         return cast("Mapping[str, Provider]", found)
 

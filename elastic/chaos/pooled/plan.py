@@ -111,7 +111,7 @@ def draw_pooled(seed: int, only: Sequence[str] = ()) -> PooledPlan:
     rng = Random(f"{seed}/pooled")
     among = 2 / 3 if only else rng.choice((1 / 8, 1 / 3, 2 / 3))
     kinds = [kind for kind in only or KINDS if rng.random() < among] or list(only)
-    count = rng.choice((0, 4, 8, 16, 32, 48)) if kinds else 0
+    count = rng.choice((16, 32, 48) if only else (0, 4, 8, 16, 32, 48)) if kinds else 0
     span_s = rng.uniform(5, SPAN_S)
     jobs = rng.choice((1, 2, 2))
     faults = sorted((_draw(rng, rng.choice(kinds), jobs, span_s) for _ in range(count)), key=lambda fault: fault.at_s)
@@ -121,7 +121,7 @@ def draw_pooled(seed: int, only: Sequence[str] = ()) -> PooledPlan:
         seed=seed,
         rollout_nodes=nodes,
         jobs=tuple(_draw_job(rng, seed, number, nodes) for number in range(jobs)),
-        notice_s=rng.choice((3.0, 10.0)),
+        notice_s=rng.choice((1.0, 3.0, 10.0)),
         silence_s=rng.choice((4.0, 10.0)),
         park_s=rng.choice((3.0, 10.0)),
         faults=(*faults, *calm),
@@ -138,6 +138,7 @@ def _draw_job(rng: Random, seed: int, number: int, nodes: int) -> JobShape:
         places=0,
         staleness_bound=rng.choice((0, 0, 1)),
         checkpoint_every=rng.randint(1, 2),
+        token_s=rng.choice((0.04, 0.15)),
         max_turns=rng.choice((2, 4)),
         scored=rng.random() < 1 / 4,
         keyframe_every=rng.choice((2, 16)),
@@ -147,8 +148,8 @@ def _draw_job(rng: Random, seed: int, number: int, nodes: int) -> JobShape:
         run=run,
         at_s=rng.uniform(0, 10),
         nodes=rng.randint(1, nodes),
-        rollout_s=rng.uniform(1, 10),
-        train_s=rng.uniform(1, 5),
+        rollout_s=rng.uniform(0.3, 6),
+        train_s=rng.uniform(0.3, 3),
     )
 
 

@@ -5,7 +5,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from elastic.chaos.network import NetworkLoop, WorldTransport
 from elastic.chaos.process import Process
@@ -14,8 +14,6 @@ from elastic.core.types import NS_PER_S
 KILLED = -9
 PIPE_S = 0.0001
 """How long a message between a keeper and its resident takes."""
-NOTICED_S = 0.02
-"""Longest time until the end of a process is noticed."""
 FIRST_PID = 1000
 
 
@@ -50,8 +48,9 @@ class Pipe(WorldTransport):
 class PairedSocket:
     """One end of a `socket.socketpair`, between processes of which the second is started later."""
 
-    open_ends: "dict[int, PairedSocket]" = {}
-    _numbers: Iterator[int] = itertools.count(3)
+    open_ends: ClassVar["dict[int, PairedSocket]"] = {}
+    """Ends that no child has inherited yet."""
+    _numbers: ClassVar[Iterator[int]] = itertools.count(3)
 
     def __init__(self) -> None:
         self.number = next(self._numbers)

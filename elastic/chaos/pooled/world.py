@@ -181,9 +181,7 @@ class PooledWorld:
         ends: list[PairedSocket] = []
         job = self.jobs[JOBS.index(environment[composed.JOB_VARIABLE])]
         process = job.resident(node, environment, lambda: ends[0])
-        ends.append(
-            PairedSocket.inherited(int(environment[w.KEEPER_VARIABLE]), keeper_process.loop, process.loop)
-        )
+        ends.append(PairedSocket.inherited(int(environment[w.KEEPER_VARIABLE]), keeper_process.loop, process.loop))
         self._residents_of.setdefault(node, []).append(process)
         protocol = factory()
         child = ModelledChild(self, keeper_process.loop, process, next(self._pids))

@@ -1,0 +1,60 @@
+"""Jobs in a pool on virtual time: whatever goes wrong, each comes to what follows from its own seed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.chaos.pooled.plan import draw_pooled
+from elastic.chaos.pooled.world import live_pooled, simulate_pooled
+
+FIXED = range(8)
+FRESH = 2
+
+
+@pytest.mark.parametrize("first", range(FIXED.start, FIXED.stop, 4))
+def test_jobs_in_a_pool_come_to_their_end(first: int) -> None:
+    for seed in range(first, first + 4):
+        simulate_pooled(seed)
+
+
+def test_fresh_worlds_do_too() -> None:
+    first = int.from_bytes(os.urandom(3), "big")
+    for seed in range(first, first + FRESH):
+        simulate_pooled(seed)
+
+
+def test_a_pool_that_dies_often_loses_nothing() -> None:
+    assert live_pooled(draw_pooled(1, ["kill_pool", "kill_keeper", "kill_resident"])).incarnations > 3
+
+
+def test_one_seed_gives_one_history() -> None:
+    program = "from elastic.chaos.pooled.world import simulate_pooled; print(simulate_pooled(5).history)"
+    told = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": "3"}, capture_output=True, check=True
+    ).stdout
+    assert told.decode().strip() == simulate_pooled(5).history
+
+
+def test_the_command_replays_a_world() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "elastic.chaos", "4", "--pool", "--faults", "none"], capture_output=True, check=False
+    )
+    assert (run.returncode, b"seed=4" in run.stdout) == (0, True)
+
+
+def test_planted_bugs_of_a_job_s_side_are_found() -> None:
+    planted = [sys.executable, str(Path(__file__).with_name("planted.py")), "--known", *PLANTED]
+    assert subprocess.run(planted, check=False).returncode == 0
+
+
+PLANTED = ()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_many_worlds_of_jobs_in_a_pool() -> None:
+    for seed in range(2000, 3000):
+        simulate_pooled(seed)
