@@ -39,6 +39,7 @@ from elastic.chaos.relay import RelayStore
 from elastic.chaos.threads import loop_here
 from elastic.chaos.witness import Witness
 from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
+from elastic.compose.plan import POOL_KIND
 from elastic.config import Config, validate
 from elastic.control import Acknowledged, CapProvider, SetBudget, StopRun
 from elastic.core.scheduler import Scheduler
@@ -439,6 +440,7 @@ class World:
                     engines={name: config.engine.model_dump(mode="json") for name in (*self.clouds, *self.providers)},
                     relays={compose.TRAINER_PROVIDER: self.relay.url},
                     relay_rights=self.relay.rights,
+                    resident=[n for n, settings in resolved.providers.items() if settings.kind == POOL_KIND],
                     waiting_room=waiting_room if plan.machines else None,
                     pool=pool,
                     control_socket=False,

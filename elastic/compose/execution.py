@@ -122,6 +122,7 @@ async def execute(
                     engines={n: plan.engine(n).model_dump(mode="json") for n in (TRAINER_PROVIDER, *plan.providers)},
                     relays=dict.fromkeys(_on_this_machine(plan), relay.local),
                     relay_rights=relay.rights,
+                    resident=[n for n, settings in plan.providers.items() if settings.kind == POOL_KIND],
                     certificate=certificate,
                     waiting_room=waiting_room,
                     pool=pool,

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -86,7 +86,8 @@ class ProviderLeases:
 
     Orders for a provider wait until it is `ready`. `engines` and `relays` have the engine settings and the relay of
     providers whose workers do not get those of the welcome. `relay_rights` grants access to the relay of weights, if it
-    distinguishes workers.
+    distinguishes workers. Workers of `resident` providers are processes that outlive their leases, and follow the
+    weights in between: they read with their provider's token, which is never revoked.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class ProviderLeases:
         engines: Mapping[str, dict[str, Any]],
         relays: Mapping[str, str],
         relay_rights: RelayRights | None,
+        resident: Collection[str],
         feed: Feed,
         spawn: Spawn,
     ) -> None:
@@ -110,6 +112,8 @@ class ProviderLeases:
         self._engines = engines
         self._relays = relays
         self._relay_rights = relay_rights
+        self._resident = dict.fromkeys(resident, False)
+        """And whether they have their tokens."""
         self._feed = feed
         self._spawn = spawn
 
@@ -178,9 +182,12 @@ class ProviderLeases:
         secrets, trains = self._secrets, provider == self._scheduler.plan.trainer_provider
         relay_token = None
         if self._relay_rights is not None:
-            relay_token = secrets.relay_owner() if trains else secrets.relay_token(worker)
-            if not trains:
-                self._relay_rights.issue(worker, relay_token)
+            reader = provider if provider in self._resident else worker
+            relay_token = secrets.relay_owner() if trains else secrets.relay_token(reader)
+            if not trains and not self._resident.get(provider, False):
+                self._relay_rights.issue(reader, relay_token)
+            if provider in self._resident:
+                self._resident[provider] = True
         self._door.expect(
             worker,
             secrets.join_token(worker),

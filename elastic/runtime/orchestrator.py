@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,9 +57,9 @@ class Wiring:
 
     `make_providers` gets the workers' endpoint and the run's clock. `engines` and `relays` have the engine settings and
     the relay of those providers whose workers do not get the welcome's, `relay_rights` whom the weights' relay lets do
-    what, where it can tell them apart. With a `certificate` workers speak TLS; those that come by tickets wait in the
-    `waiting_room`. Without `make_reward_pool` the environments score. `kept` is where the run is kept. The
-    `pool` is open, of which the run is a job.
+    what, where it can tell them apart. Workers of `resident` providers are processes that outlive their leases. With a
+    `certificate` workers speak TLS; those that come by tickets wait in the `waiting_room`. Without `make_reward_pool`
+    the environments score. `kept` is where the run is kept. The `pool` is open, of which the run is a job.
     """
 
     make_providers: Callable[[Endpoint, Callable[[], int]], Mapping[str, Provider]]
@@ -72,6 +72,7 @@ class Wiring:
     engines: Mapping[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     relays: Mapping[str, str] = field(default_factory=dict[str, str])
     relay_rights: RelayRights | None = None
+    resident: Collection[str] = ()
     certificate: Certificate | None = None
     waiting_room: WaitingRoom | None = None
     pool: PoolClient | None = None
@@ -197,6 +198,7 @@ class Orchestrator:
             wiring.engines,
             wiring.relays,
             wiring.relay_rights,
+            wiring.resident,
             run.feed,
             self._spawn,
         )

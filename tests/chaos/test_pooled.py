@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elastic.chaos.pooled.plan import draw_pooled
@@ -28,6 +29,12 @@ def test_fresh_worlds_do_too() -> None:
 
 def test_a_pool_that_dies_often_loses_nothing() -> None:
     assert live_pooled(draw_pooled(1, ["kill_pool", "kill_keeper", "kill_resident"])).incarnations > 3
+
+
+def test_parked_residents_follow_the_weights() -> None:
+    """Their workers' leases are over then, and with them what these alone could read."""
+    plan = draw_pooled(7)
+    assert live_pooled(msgspec.structs.replace(plan, faults=())).followed > 0
 
 
 def test_one_seed_gives_one_history() -> None:

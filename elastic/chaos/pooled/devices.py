@@ -13,8 +13,10 @@ from elastic.chaos.models import ModelEngine, ModelTrainer
 from elastic.chaos.process import Process
 from elastic.chaos.threads import loop_here
 from elastic.cluster import Cluster
+from elastic.core.types import WeightMode
 from elastic.engine.base import ChunkSink
 from elastic.parking import Switch
+from elastic.weights.source import WeightsSource
 
 
 class NodeDevice:
@@ -77,6 +79,8 @@ class SharingEngine(ModelEngine):
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
         self.place = place
         self._parked = False
+        self.followed = 0
+        """Versions that were put in force while it was parked."""
         place.take()
 
     def start(self, sink: ChunkSink) -> None:
@@ -96,6 +100,11 @@ class SharingEngine(ModelEngine):
             self.place.take()
             self._go_on()
         return Switch(0.0, 1)
+
+    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
+        took_s = super().load_version(source, mode)
+        self.followed += self._parked
+        return took_s
 
     def close(self) -> None:
         self.place.leave()

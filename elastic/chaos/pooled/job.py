@@ -61,6 +61,8 @@ class JobWorld(World):
         self.shape, self.name, self.number, self._host = shape, name, number, host
         self.membership: PoolMembership | None = None
         self.residents: dict[Process, None] = {}
+        self.engines: list[SharingEngine] = []
+        """Of rollout residents."""
         super().__init__(shape.run, tell, beside)
         self.clouds = {}
         self.providers = [POOL]
@@ -146,9 +148,11 @@ class JobWorld(World):
             self._building.pop(worker, None)
             watch = WorkerWatch(self, box[0])
             plan = self.plan
-            return SharingEngine(
+            made = SharingEngine(
                 machine.monotonic_ns, device, plan.max_batch, plan.max_pending, plan.token_s, watch, place=place()
             )
+            self.engines += [] if worker else [made]
+            return made
 
         async def work() -> AgentExit:
             await asyncio.sleep(random.uniform(*BOOT_S))

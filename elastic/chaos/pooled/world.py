@@ -76,6 +76,8 @@ class PooledOutcome(msgspec.Struct, frozen=True, kw_only=True):
     incarnations: int
     faults: int
     permits: int
+    followed: int
+    """Versions that parked residents have put in force."""
     history: str
 
 
@@ -471,6 +473,7 @@ class PooledWorld:
             incarnations=self.incarnations + sum(one.incarnations for one in outcomes),
             faults=self.struck,
             permits=self.permits,
+            followed=sum(engine.followed for job in self.jobs for engine in job.engines),
             history=hashlib.blake2b(told.encode(), digest_size=16).hexdigest(),
         )
 
