@@ -164,7 +164,7 @@ class JobLives:
             if not self._pool.stopping and not record.stopping and not self._pool.timers.waiting("restart", job):
                 self._start(job, record, live)
         elif record.stopping:
-            self.stop(job, record.reason, now=False)
+            self.stop(job, "it goes on in another place", now=False)
         if holding and not self._pool.stopping:
             self._say_started(job, record, live)
         if holding and record.stopping and live.process is None and not self._pool.stopping:

@@ -13,6 +13,7 @@ from elastic.chaos.pooled.world import live_pooled, simulate_pooled
 
 FIXED = range(8)
 FRESH = 2
+PLANTED = "parked_is_said_too_early", "resident_parks_no_engine", "trainer_computes_while_parked"
 
 
 @pytest.mark.parametrize("first", range(FIXED.start, FIXED.stop, 4))
@@ -55,9 +56,6 @@ def test_the_command_replays_a_world() -> None:
 def test_planted_bugs_of_a_job_s_side_are_found() -> None:
     planted = [sys.executable, str(Path(__file__).with_name("planted.py")), "--known", *PLANTED]
     assert subprocess.run(planted, check=False).returncode == 0
-
-
-PLANTED = ()
 
 
 @pytest.mark.nightly

@@ -35,6 +35,8 @@ BOOT_S = 0.1, 1.5
 """Time until a resident is warm, or a trainer dials."""
 RESTARTS = 1000
 SLO = 10.0
+BY_POOL = "pool: "
+"""How the reason begins for which a pool stops a run, to go on with it in another place."""
 RELAYS_APART = 1000
 """Between the ports of two jobs' relays."""
 
@@ -208,7 +210,7 @@ class JobWorld(World):
         if process is self.orchestrator:
             result = "" if error is not None else process.main.result()
             self.gone()
-            if error is None:
+            if error is None and not result.startswith(BY_POOL):
                 self.result = result
                 self._host.job_over(self, result)
         elif process in self.residents and error is None and process.name in self._workers:
