@@ -219,10 +219,10 @@ class PooledWorld:
     def job_over(self, job: JobWorld, result: str) -> None:
         require(not result, f"the run of {job.name} failed: {result}")
 
-    def shell(self, cluster: Cluster, *arguments: Any) -> PoolShell:
+    def shell(self, cluster: Cluster, *arguments: Any, **options: Any) -> PoolShell:
         """Make the pool's shell, and check the cluster after every event."""
         self.cluster = cluster
-        return PoolShell(cluster, *arguments, after=self._happened)
+        return PoolShell(cluster, *arguments, **options, after=self._happened)
 
     def _happened(self, event: e.ClusterEvent) -> None:
         assert self.cluster is not None
