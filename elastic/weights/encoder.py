@@ -19,10 +19,10 @@ from elastic.weights.bucket import encode_bucket
 from elastic.weights.choice import COSTS, choose_codec, estimate_change
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.base import TILE_ELEMENTS, EncodedBucket
-from elastic.weights.codecs.sums import tile_sums, zero_sums
+from elastic.weights.codecs.sums import tile_sums
 from elastic.weights.digest import blob_digest_of, digest_of
 from elastic.weights.errors import BlobConflict
-from elastic.weights.layout import bucket_tiles, changed_by_tensor, tile_ends
+from elastic.weights.layout import Layout
 from elastic.weights.records import (
     NOTHING,
     BucketEntry,
@@ -31,7 +31,6 @@ from elastic.weights.records import (
     DeltaPart,
     Manifest,
     PartOf,
-    TensorEntry,
     begun_key,
     bucket_key,
     delta_manifest_key,
@@ -43,7 +42,7 @@ from elastic.weights.records import (
     state_of,
 )
 from elastic.weights.relay import Relay, claim
-from elastic.weights.sharding import Cell, Shard, breaks, owned
+from elastic.weights.sharding import Cell, Shard, owned
 from elastic.weights.signing import SigningKey
 from elastic.weights.tensors import Bits, cut, entries_of, entries_of_boxes, flatten
 from elastic.weights.versions import withdraw_keyframe
@@ -53,6 +52,10 @@ log = structlog.get_logger(__name__)
 
 PART_TIMEOUT_S = 120.0
 """For the other ranks' parts of a version."""
+
+
+BUCKET_ELEMENTS = 32 << 20
+"""Elements of a bucket: 64 MiB of weights."""
 
 
 class PublishSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +68,7 @@ class PublishSettings(msgspec.Struct, frozen=True, kw_only=True):
     puts_at_once: int = 1
     """Buckets under way to the relay. With more than one, encoding does not wait for the last one to arrive."""
     keep_versions: int = 4
-    bucket_elements: int = 32 << 20
-    """64 MiB of weights."""
+    bucket_elements: int = BUCKET_ELEMENTS
     tile_elements: int = TILE_ELEMENTS
     link_bytes_per_s: float = 31e6
     """A worker's share of the slowest link; codecs are chosen for it."""
@@ -92,7 +94,7 @@ class Version(NamedTuple):
     """What this rank publishes of a version; the sums are of all tiles, where this rank writes the manifests."""
 
     version: int
-    tensors: tuple[TensorEntry, ...]
+    layout: Layout
     bits: Bits
     sums: npt.NDArray[np.uint64]
 
@@ -130,30 +132,38 @@ class Encoder:
         self._model_config = model_config
         self._settings = settings
         self._share = share
+        self._rank, self._ranks = (share.rank, share.ranks) if share else (0, 1)
+        self._layout: Layout | None = None
+        """Of the tensors that were laid out last."""
 
     @property
     def leads(self) -> bool:
         """Whether this rank writes the manifests."""
-        return self._share is None or self._share.rank == 0
+        return self._rank == 0
 
     @property
     def alone(self) -> bool:
-        return self._share is None or self._share.ranks == 1
+        return self._ranks == 1
 
-    def laid_out(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorEntry, ...], list[Tensor]]:
-        """The version's layout, and the tensors that this rank publishes, in that order."""
-        entries = entries_of(tensors)
-        share = self._share
-        if share is None:
-            return entries, list(tensors.values())
-        own = owned(share.cells, share.rank)
-        parts = cut((cell.box for cell in share.cells[own.start : own.stop]), share.shard, tensors)
-        return entries_of_boxes(cell.box for cell in share.cells), list(parts)
+    def laid_out(self, tensors: Mapping[str, Tensor]) -> tuple[Layout, list[Tensor]]:
+        """Returns the version's layout, the one of before if it is the same, and the tensors that this rank publishes.
+
+        Raises `ValueError` for tensors that are not bfloat16, or not those of this rank's shard.
+        """
+        entries, parts, cells = entries_of(tensors), list(tensors.values()), ()
+        if (share := self._share) is not None:
+            cells, own = share.cells, owned(share.cells, share.rank)
+            parts = list(cut((cell.box for cell in cells[own.start : own.stop]), share.shard, tensors))
+            entries = entries_of_boxes(cell.box for cell in cells)
+        if self._layout is None or self._layout.tensors != entries:
+            settings = self._settings
+            self._layout = Layout(entries, settings.tile_elements, settings.bucket_elements, cells, self._ranks)
+        return self._layout, parts
 
     def put_keyframe(
         self,
         version: int,
-        entries: tuple[TensorEntry, ...],
+        layout: Layout,
         bits: Bits,
         filled: Iterable[int] = (),
         sums: npt.NDArray[np.uint64] | None = None,
@@ -162,34 +172,31 @@ class Encoder:
 
         `sums` are those of its tiles, where they are known. Takes the rest, and raises, as `put_delta` does.
         """
-        coming = iter(filled)
+        if self._share is not None or self._settings.keyframe_in_buckets:
+            nothing = self._nothing(layout)
+            return self.put_delta(nothing, version, bits, filled)
+        begun_s = time.monotonic()
+        deque(filled, maxlen=0)
+        held = Version(version, layout, bits, tile_sums(bits, layout.ends) if sums is None else sums)
+        encoded_s = time.monotonic()
         try:
-            return self._put_keyframe(version, entries, bits, coming, sums)
+            _put_blob(self._relay, self._run, held, self._model_config, self._key)
         except BlobConflict as error:
             log.warning("keyframe replaced", version=version, reason=str(error))
             withdraw_keyframe(self._relay, version)
-            return self._put_keyframe(version, entries, bits, coming, sums)
-
-    def _put_keyframe(
-        self,
-        version: int,
-        entries: tuple[TensorEntry, ...],
-        bits: Bits,
-        filled: Iterator[int],
-        sums: npt.NDArray[np.uint64] | None,
-    ) -> tuple[Version, PublishReport]:
-        if self._share is not None or self._settings.keyframe_in_buckets:
-            return self.put_delta(self._nothing(entries), version, bits, filled)
-        begun_s = time.monotonic()
-        deque(filled, maxlen=0)
-        if sums is None:
-            sums = tile_sums(bits, tile_ends(entries, self._settings.tile_elements))
-        held = Version(version, entries, bits, sums)
-        encoded_s = time.monotonic()
-        _put_blob(self._relay, self._run, held, self._model_config, self._key, self._settings.tile_elements)
+            _put_blob(self._relay, self._run, held, self._model_config, self._key)
         put_s = time.monotonic() - encoded_s
         size = bits.nbytes
         return held, PublishReport(version, "keyframe", size, size, {}, encoded_s - begun_s, put_s)
+
+    def announce_keyframe(self, version: int, layout: Layout) -> None:
+        """Says on the relay that a keyframe in cells of `version` is to come."""
+        self._announce(self._nothing(layout), version)
+
+    def _nothing(self, layout: Layout) -> Version:
+        """Returns the zeros that a keyframe in cells is a delta from."""
+        own = layout.elements[self._rank]
+        return Version(NOTHING, layout, np.zeros(own.stop - own.start, np.uint16), layout.zero_sums)
 
     def put_delta(
         self, base: Version, version: int, bits: Bits, filled: Iterable[int] = ()
@@ -200,13 +207,12 @@ class Encoder:
         and `WeightsCorrupted` where another rank's part does not belong to it.
         """
         started_s = time.monotonic()
-        ends = tile_ends(base.tensors, self._settings.tile_elements)
-        own = self._tiles(base.tensors, ends)
-        sums, changed = base.sums.copy(), np.zeros(len(ends), np.int64)
-        begun = self._begin(base, version)
+        layout, own = base.layout, base.layout.tiles[self._rank]
+        sums, changed = base.sums.copy(), np.zeros(len(layout.ends), np.int64)
+        begun, parts_of = self._announce(base, version)
         buckets: list[BucketEntry] = []
         with closing(_Puts(self._relay, self._settings.puts_at_once)) as puts:
-            for number, tiles, codec, encoded in self._encode(base, begun, ends, own, bits, iter(filled)):
+            for number, tiles, codec, encoded in self._encode(base, bits, iter(filled)):
                 sums[tiles] += encoded.sum_changes
                 changed[tiles] = encoded.changed
                 parts = encode_bucket(codec, encoded)
@@ -217,47 +223,81 @@ class Encoder:
             put_s = puts.waited_s
         begun_s = time.monotonic()
         if self.leads:
-            buckets += self._parts(base, begun, ends, sums, changed)
-        by_tensor = changed_by_tensor(base.tensors, ends, changed)
+            buckets += self._others_buckets(layout, parts_of, sums, changed)
+        by_tensor = np.zeros(len(layout.tensors), np.int64)
+        np.add.at(by_tensor, layout.tensor_of_tile, changed)
         if self.leads:
-            manifest = _manifest(begun, sums, by_tensor, buckets)
-            claim(self._relay, delta_manifest_key(version, base.version), self._key.seal(manifest))
+            key = delta_manifest_key(version, base.version)
+            record = DeltaManifest(
+                run=begun.run,
+                version=begun.version,
+                base_version=begun.base_version,
+                base_state=begun.base_state,
+                state=state_of(sums),
+                model=begun.model,
+                tensors=begun.tensors,
+                changed=tuple(by_tensor.tolist()),
+                tile_elements=begun.tile_elements,
+                tile_sums=sums.astype("<u8").tobytes(),
+                buckets=tuple(buckets),
+            )
         else:
-            self._put_part(base, begun, own, sums[own], changed[own], buckets)
+            key = part_key(version, base.version, self._rank)
+            record = DeltaPart(
+                of=parts_of[self._rank],
+                buckets=tuple(buckets),
+                changed=tuple(changed[own].tolist()),
+                tile_sums=sums[own].astype("<u8").tobytes(),
+            )
+        claim(self._relay, key, self._key.seal(record))
         put_s += time.monotonic() - begun_s
-        per_name = dict.fromkeys((entry.name for entry in base.tensors), 0)
-        for entry, count in zip(base.tensors, by_tensor, strict=True):
+        per_name = dict.fromkeys((entry.name for entry in layout.tensors), 0)
+        for entry, count in zip(layout.tensors, by_tensor.tolist(), strict=True):
             per_name[entry.name] += count
         kind, per_name = ("keyframe", {}) if base.version == NOTHING else ("delta", per_name)
         size, encode_s = sum(bucket.size_bytes for bucket in buckets), time.monotonic() - started_s - put_s
-        held = Version(version, base.tensors, bits, sums)
+        held = Version(version, layout, bits, sums)
         return held, PublishReport(version, kind, size, bits.nbytes, per_name, encode_s, put_s)
 
-    def announce_keyframe(self, version: int, entries: tuple[TensorEntry, ...]) -> None:
-        """Says on the relay that a keyframe in cells of `version` is to come."""
-        self._begin(self._nothing(entries), version)
-
-    def _nothing(self, entries: tuple[TensorEntry, ...]) -> Version:
-        """Returns the zeros that a keyframe in cells is a delta from."""
-        begin, end = self._span(entries)
-        sums = zero_sums(tile_ends(entries, self._settings.tile_elements))
-        return Version(NOTHING, entries, np.zeros(end - begin, np.uint16), sums)
+    def _announce(self, base: Version, version: int) -> tuple[DeltaBegun, dict[int, PartOf]]:
+        """Returns the delta's announcement, which rank 0 puts on the relay for workers that follow, and what says that
+        a part belongs to it, by rank: rank 0 has those of all others, every other rank its own.
+        """
+        layout = base.layout
+        begun = DeltaBegun(
+            run=self._run,
+            version=version,
+            base_version=base.version,
+            base_state=state_of(base.sums),
+            model=dict(self._model_config),
+            tensors=layout.tensors,
+            tile_elements=layout.tile_elements,
+            buckets=layout.buckets,
+        )
+        parts_of = {
+            rank: PartOf(
+                run=self._run,
+                version=version,
+                base_version=base.version,
+                rank=rank,
+                layout=layout_of(self._model_config, layout.tensors, layout.tile_elements, layout.buckets),
+                base_state=state_of(base.sums[layout.tiles[rank]]),
+            )
+            for rank in (range(1, self._ranks) if self.leads else (self._rank,))
+        }
+        if self.leads:
+            claim(self._relay, begun_key(version, base.version), self._key.seal(begun))
+        return begun, parts_of
 
     def _encode(
-        self,
-        base: Version,
-        begun: DeltaBegun,
-        ends: npt.NDArray[np.int64],
-        own: slice,
-        bits: Bits,
-        filled: Iterator[int],
+        self, base: Version, bits: Bits, filled: Iterator[int]
     ) -> Iterator[tuple[int, slice, str, EncodedBucket]]:
-        """This rank's buckets, as soon as their bits are there: number, tiles, codec and what that makes of them."""
-        settings = self._settings
+        """Yields this rank's buckets, as soon as their bits are there: number, tiles, codec and the encoded bucket."""
+        settings, layout = self._settings, base.layout
         codecs = ("dense", "raw") if base.version == NOTHING else COSTS
-        begins = np.concatenate([[0], ends]) - self._span(base.tensors)[0]
+        own, begins = layout.tiles[self._rank], np.concatenate([[0], layout.ends]) - layout.elements[self._rank].start
         there = 0
-        for number, (first, count) in enumerate(begun.buckets):
+        for number, (first, count) in enumerate(layout.buckets):
             if not own.start <= first < own.stop:
                 continue
             tiles = slice(first, first + count)
@@ -270,85 +310,25 @@ class Encoder:
             yield number, tiles, codec, CODECS[codec].encode(old, new, bucket_ends)
         deque(filled, maxlen=0)
 
-    def _put_part(
+    def _others_buckets(
         self,
-        base: Version,
-        begun: DeltaBegun,
-        own: slice,
-        sums: npt.NDArray[np.uint64],
-        changed: npt.NDArray[np.int64],
-        buckets: Sequence[BucketEntry],
-    ) -> None:
-        assert self._share is not None
-        part = DeltaPart(
-            of=self._part_of(base, begun, self._share.rank, own),
-            buckets=tuple(buckets),
-            changed=tuple(changed.tolist()),
-            tile_sums=sums.astype("<u8").tobytes(),
-        )
-        claim(self._relay, part_key(begun.version, begun.base_version, self._share.rank), self._key.seal(part))
-
-    def _begin(self, base: Version, version: int) -> DeltaBegun:
-        """Returns the delta's layout, without its content. The first rank also puts it on the relay, for workers that
-        follow.
-        """
-        ends = tile_ends(base.tensors, self._settings.tile_elements)
-        spans = bucket_tiles(ends, self._settings.bucket_elements, breaks(self._share.cells) if self._share else ())
-        begun = DeltaBegun(
-            run=self._run,
-            version=version,
-            base_version=base.version,
-            base_state=state_of(base.sums),
-            model=dict(self._model_config),
-            tensors=base.tensors,
-            tile_elements=self._settings.tile_elements,
-            buckets=tuple((first, last - first) for first, last in spans),
-        )
-        if self.leads:
-            claim(self._relay, begun_key(version, base.version), self._key.seal(begun))
-        return begun
-
-    def _part_of(self, base: Version, begun: DeltaBegun, rank: int, tiles: slice) -> PartOf:
-        return PartOf(
-            run=self._run,
-            version=begun.version,
-            base_version=begun.base_version,
-            rank=rank,
-            layout=layout_of(self._model_config, begun.tensors, begun.tile_elements, begun.buckets),
-            base_state=state_of(base.sums[tiles]),
-        )
-
-    def _parts(
-        self,
-        base: Version,
-        begun: DeltaBegun,
-        ends: npt.NDArray[np.int64],
+        layout: Layout,
+        parts_of: Mapping[int, PartOf],
         sums: npt.NDArray[np.uint64],
         changed: npt.NDArray[np.int64],
     ) -> list[BucketEntry]:
-        """The other ranks' buckets; takes over their sums and changes. They lie one after the other, by rank."""
-        share, buckets = self._share, []
+        """Returns the other ranks' buckets, by rank, and fills in their sums and changes."""
+        buckets: list[BucketEntry] = []
         deadline_s = time.monotonic() + PART_TIMEOUT_S
-        for rank in range(1, share.ranks if share else 1):
-            own = self._tiles(base.tensors, ends, rank)
-            content = awaited(self._relay, part_key(begun.version, base.version, rank), deadline_s)
-            spans = [span for span in begun.buckets if own.start <= span[0] < own.stop]
-            part = open_part(content, self._key.trust(self._run), self._part_of(base, begun, rank, own), spans)
+        for rank, of in parts_of.items():
+            own = layout.tiles[rank]
+            content = awaited(self._relay, part_key(of.version, of.base_version, rank), deadline_s)
+            spans = [span for span in layout.buckets if own.start <= span[0] < own.stop]
+            part = open_part(content, self._key.trust(self._run), of, spans)
             sums[own] = np.frombuffer(part.tile_sums, "<u8")
             changed[own] = part.changed
             buckets += part.buckets
         return buckets
-
-    def _tiles(self, entries: tuple[TensorEntry, ...], ends: npt.NDArray[np.int64], rank: int | None = None) -> slice:
-        """The tiles that a rank publishes."""
-        return slice(*(int(np.searchsorted(ends, edge, side="right")) for edge in self._span(entries, rank)))
-
-    def _span(self, entries: tuple[TensorEntry, ...], rank: int | None = None) -> tuple[int, int]:
-        """The elements of a version that a rank publishes, None for this one."""
-        share = self._share
-        own = range(len(entries)) if share is None else owned(share.cells, share.rank if rank is None else rank)
-        offsets = [*(entry.offset // 2 for entry in entries), sum(entry.size_bytes for entry in entries) // 2]
-        return offsets[own.start], offsets[own.stop]
 
 
 class _Puts:
@@ -384,24 +364,6 @@ class _Puts:
             self._executor.shutdown(cancel_futures=True)
 
 
-def _manifest(
-    begun: DeltaBegun, sums: npt.NDArray[np.uint64], changed: tuple[int, ...], buckets: Iterable[BucketEntry]
-) -> DeltaManifest:
-    return DeltaManifest(
-        run=begun.run,
-        version=begun.version,
-        base_version=begun.base_version,
-        base_state=begun.base_state,
-        state=state_of(sums),
-        model=begun.model,
-        tensors=begun.tensors,
-        changed=changed,
-        tile_elements=begun.tile_elements,
-        tile_sums=sums.astype("<u8").tobytes(),
-        buckets=tuple(buckets),
-    )
-
-
 def publish_keyframe(
     relay: Relay,
     run: str,
@@ -416,24 +378,22 @@ def publish_keyframe(
     `tensors` are bfloat16 under their Hugging Face names, `model_config` is the model's `config.json`. Raises
     `RelayError`, and `ValueError` for a tensor that is not bfloat16.
     """
-    entries, bits = entries_of(tensors), flatten(tensors)
-    held = Version(version, entries, bits, tile_sums(bits, tile_ends(entries, tile_elements)))
-    return _put_blob(relay, run, held, model_config, key, tile_elements)
+    layout = Layout(entries_of(tensors), tile_elements, BUCKET_ELEMENTS)
+    bits = flatten(tensors)
+    return _put_blob(relay, run, Version(version, layout, bits, tile_sums(bits, layout.ends)), model_config, key)
 
 
-def _put_blob(
-    relay: Relay, run: str, held: Version, model_config: Mapping[str, Any], key: SigningKey, tile_elements: int
-) -> Manifest:
+def _put_blob(relay: Relay, run: str, held: Version, model_config: Mapping[str, Any], key: SigningKey) -> Manifest:
     content = held.bits.view(np.uint8).data
     manifest = Manifest(
         run=run,
         version=held.version,
         model=dict(model_config),
-        tensors=held.tensors,
+        tensors=held.layout.tensors,
         blob=keyframe_key(held.version),
         blob_bytes=held.bits.nbytes,
         blob_digest=blob_digest_of([content]),
-        tile_elements=tile_elements,
+        tile_elements=held.layout.tile_elements,
         tile_sums=held.sums.astype("<u8").tobytes(),
     )
     relay.put(manifest.blob, content)

@@ -7,13 +7,15 @@ empty. A bucket is a run of whole tiles, the unit of encoding and transfer.
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from elastic.weights.codecs.sums import zero_sums
 from elastic.weights.records import TensorEntry
+from elastic.weights.sharding import Cell, breaks, owned
 
 
 def tile_ends(tensors: Sequence[TensorEntry], tile_elements: int) -> npt.NDArray[np.int64]:
@@ -27,6 +29,43 @@ def tile_ends(tensors: Sequence[TensorEntry], tile_elements: int) -> npt.NDArray
             ends.append(end)
         begin = end
     return np.array(ends, np.int64)
+
+
+class Layout:
+    """How the versions of one model lie: their tensors or cells, the tiles of these, and who publishes which.
+
+    With `cells`, no bucket crosses from what one trainer rank publishes, or one group of workers hosts, to another's.
+    """
+
+    def __init__(
+        self,
+        tensors: tuple[TensorEntry, ...],
+        tile_elements: int,
+        bucket_elements: int,
+        cells: Sequence[Cell] = (),
+        ranks: int = 1,
+    ) -> None:
+        self.tensors = tensors
+        self.tile_elements = tile_elements
+        self.ends = tile_ends(tensors, tile_elements)
+        """Where each tile ends, in elements from the first tensor's first."""
+        spans = bucket_tiles(self.ends, bucket_elements, breaks(cells))
+        self.buckets = tuple((first, last - first) for first, last in spans)
+        """(first tile, number of tiles) of each bucket."""
+        self.tensor_of_tile = np.repeat(np.arange(len(tensors)), _tile_counts(tensors, tile_elements))
+        offsets = [*(entry.offset // 2 for entry in tensors), sum(entry.size_bytes for entry in tensors) // 2]
+        own = [owned(cells, rank) if cells else range(len(tensors)) for rank in range(ranks)]
+        self.elements = [slice(offsets[each.start], offsets[each.stop]) for each in own]
+        """What each rank publishes."""
+        self.tiles = [
+            slice(*np.searchsorted(self.ends, [part.start, part.stop], side="right").tolist()) for part in self.elements
+        ]
+        """The tiles that each rank publishes."""
+
+    @cached_property
+    def zero_sums(self) -> npt.NDArray[np.uint64]:
+        """Sums of the tiles where every pattern is zero."""
+        return zero_sums(self.ends)
 
 
 class Piece(NamedTuple):
@@ -76,16 +115,6 @@ def bucket_tiles(
         buckets.append((first, last))
         first = last
     return buckets
-
-
-def changed_by_tensor(
-    tensors: Sequence[TensorEntry], ends: npt.NDArray[np.int64], changed: npt.NDArray[np.int64]
-) -> tuple[int, ...]:
-    """Sums the changed elements of tiles to those of tensors."""
-    tensor_ends = np.cumsum([math.prod(tensor.shape) for tensor in tensors], dtype=np.int64)
-    last_tiles = np.searchsorted(ends, tensor_ends, side="right")
-    totals = np.concatenate([[0], np.cumsum(changed)])
-    return tuple(int(totals[last] - totals[first]) for first, last in pairwise([0, *last_tiles]))
 
 
 def _tile_counts(tensors: Sequence[TensorEntry], tile_elements: int) -> npt.NDArray[np.int64]:

@@ -83,12 +83,12 @@ class Publisher:
         `WeightsCorrupted` where another rank's part does not belong to this version.
         """
         self._end_background()
-        entries, parts = self._encoder.laid_out(tensors)
+        layout, parts = self._encoder.laid_out(tensors)
         bits = self._memory.empty(sum(part.numel() for part in parts))
         last = self._last
-        if last is None or last.tensors != entries or last.version >= version:
+        if last is None or last.layout.tensors != layout.tensors or last.version >= version:
             mirror, last = (Mirror(parts) if on_device(parts) else None), None
-            held, report = self._encoder.put_keyframe(version, entries, bits, filling(bits, parts))
+            held, report = self._encoder.put_keyframe(version, layout, bits, filling(bits, parts))
             self._anchor, self._keyframe_version, self._keyframe_wanted = held, version, False
         else:
             # Until this is over it mirrors no version, so that a failure is followed by a copy of everything.
@@ -99,7 +99,7 @@ class Publisher:
                 due = version - self._keyframe_version >= self._settings.keyframe_every
                 self._keyframe_ordered = due or self._keyframe_wanted
                 if self._keyframe_ordered and not self._encoder.alone:
-                    self._encoder.announce_keyframe(version, entries)
+                    self._encoder.announce_keyframe(version, layout)
             held, report = self._encoder.put_delta(last, version, bits, filled)
             if mirror is None and on_device(parts):
                 mirror = Mirror(parts)
@@ -183,6 +183,6 @@ class Publisher:
             self._updates.difference_update(update for update in own if update.version in deleted)
 
     def _put_keyframe(self, held: Version) -> None:
-        self._encoder.put_keyframe(held.version, held.tensors, held.bits, sums=held.sums)
+        self._encoder.put_keyframe(held.version, held.layout, held.bits, sums=held.sums)
         self._updates.add(PublishedUpdate(held.version, None))
         self._keyframe_version, self._keyframe_wanted = held.version, False
