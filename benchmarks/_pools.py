@@ -38,11 +38,11 @@ policy = "{policy}"
 [pool.rollout]
 nodes = {rollout}
 usd_per_gpu_hour = 1.85
-memory_gb = 8
+memory_gb = 12
 [pool.train]
 nodes = {train}
 usd_per_gpu_hour = 5.28
-memory_gb = 8
+memory_gb = 12
 [limits]
 start_s = 120
 {limits}
