@@ -138,6 +138,8 @@ def pool(tmp_path: Path, checkpoint: Path) -> Iterator[LivePool]:
     pool.start()
     yield pool
     pool.elastic("pool", "stop", pool.path, "--now")
+    # The lock is free a moment before the processes have ended.
+    psutil.wait_procs(pool.processes("pool-run", str(pool.path)), timeout=20.0)
     assert pool.processes("pool-run", str(pool.path)) == []
 
 
