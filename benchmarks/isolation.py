@@ -355,7 +355,9 @@ def outgrown(directory: Path, policy: Path, kills: int, *, quick: bool) -> Told:
             grows.touch()
             session.until(lambda now, before=before: _job(now)["resubmissions"] > before, "the end of what has grown")
             grows.unlink()
-            session.steps({VICTIM: 1, OTHER: 1 if quick else STEPS_BETWEEN}, "steps after that")
+            # A script counts its steps from 0 on once it is submitted again.
+            session.until(lambda now: any(one["job"] == VICTIM for one in now["permits"]), "the victim's next turn")
+            session.steps({OTHER: 1 if quick else STEPS_BETWEEN}, "steps after that")
     past = moments(pool)
     strokes = [
         Stroke("residency", moment.at_s, _held(past, number), due_s=moment.at_s)
