@@ -1,7 +1,8 @@
 """Rights on a relay over HTTP.
 
 - The trainer's token reads, writes and deletes.
-- Each worker has a token of its own, which reads and asks for keyframes. It can be revoked.
+- Each worker has a token of its own, which reads and asks for keyframes. It can be revoked. A pool's residents share
+  one of their job's, since they read between their leases, too.
 - Other requests are refused.
 
 A directory knows no tokens: a process that can write its files can put anything there. Signatures are for that
