@@ -1,10 +1,10 @@
 """Worlds full of faults by the thousand, and whether they and the unit tests notice code that is wrong.
 
-Four kinds of worlds: `elastic.sim`'s, cheap, of the core and its `Run`; those of many jobs on one pool, under `jobs`,
-and there under `pool_shell` those of a pool's production shell; and `elastic.chaos`'s, of the production shell, whose
-keys begin with `shell_`. There `needless` counts acts without a cause in the world, `shell_coverage` is the share of
-the shell's lines that its first worlds go through (sixteen in the quick run, at most a hundred in others), and
-`shell_bugs` are planted one at a time.
+Five kinds of worlds: `elastic.sim`'s, cheap, of the core and its `Run`; those of many jobs on one pool, under `jobs`,
+and there under `pool_shell` those of a pool's production shell and under `runs_in_pools` those of such a pool with
+production runs in it; and `elastic.chaos`'s, of the production shell, whose keys begin with `shell_`. There
+`needless` counts acts without a cause in the world, `shell_coverage` is the share of the shell's lines that its first
+worlds go through (sixteen in the quick run, at most a hundred in others), and `shell_bugs` are planted one at a time.
 
 `--quick` lives through the seeds that CI has first and judges no mutant. Without it: a million events and more of each
 kind, and a sample of mutants. `--minutes 60` lives through worlds of the production shell for an hour, from a fresh
@@ -72,6 +72,8 @@ JOBS = {QUICK: Extent(seeds=24), FULL: Extent(events=100_000), NIGHTLY: Extent(e
 """The same of worlds of many jobs."""
 POOL_SHELL = {QUICK: Extent(seeds=24), FULL: Extent(events=25_000), NIGHTLY: Extent(faults=10_000)}
 """The same of worlds of a pool's production shell."""
+RUNS_IN_POOLS = {QUICK: Extent(seeds=4), FULL: Extent(seeds=100), NIGHTLY: Extent(faults=10_000)}
+"""The same of worlds of jobs in a pool."""
 WATCHED = 100
 """Worlds whose lines are seen, where these are not all."""
 BUG_SEEDS = 60
@@ -131,6 +133,23 @@ def live_through_pools(seeds: range) -> WorldsSeen:
         else:
             seen.events += world.events
             seen.faults += sum(world.faults_seen.values())
+    return seen
+
+
+def live_through_runs_in_pools(seeds: range) -> WorldsSeen:
+    """The worlds of jobs in a pool of these seeds: pool, keepers, residents and orchestrators as production code."""
+    from elastic.chaos.pooled.world import PooledWorldFailed, simulate_pooled
+
+    seen = WorldsSeen()
+    for seed in seeds:
+        seen.seeds += 1
+        try:
+            outcome = simulate_pooled(seed)
+        except PooledWorldFailed as failure:
+            seen.failed.append({"seed": seed, "error": str(failure)})
+        else:
+            seen.events += outcome.events
+            seen.faults += outcome.faults
     return seen
 
 
@@ -243,6 +262,7 @@ def main(wanted: Extent, first: int, mutants: int | None, seed: int) -> dict[str
     shell = shell_worlds(SHELL.get(wanted, wanted), first)
     jobs = worlds(live_through_jobs, JOBS.get(wanted, wanted), first, SHELL_BATCH)
     jobs["pool_shell"] = worlds(live_through_pools, POOL_SHELL.get(wanted, wanted), first, SHELL_BATCH)
+    jobs["runs_in_pools"] = worlds(live_through_runs_in_pools, RUNS_IN_POOLS.get(wanted, wanted), first, SHELL_BATCH)
     return (
         worlds(live_through, wanted, first, BATCH)
         | {"jobs": jobs}
@@ -281,6 +301,6 @@ if __name__ == "__main__":
         first = 0 if given.minutes is None else fresh_seed()
     figures = main(chosen, first, count, given.mutation_seed)
     emit(figures, given)
-    jobs = figures.get("jobs") or {"pool_shell": {}}
-    told = (figures, jobs, jobs["pool_shell"])
+    jobs = figures.get("jobs") or {}
+    told = (figures, jobs, jobs.get("pool_shell", {}), jobs.get("runs_in_pools", {}))
     sys.exit(any(each.get("failed_seeds") for each in told) or bool(figures.get("shell_failed_seeds")))
