@@ -25,6 +25,8 @@ from elastic.pool_control import OtherPoolVersion, PoolControl, PoolStanding
 T = TypeVar("T")
 
 POLL_S = 0.1
+SETTLED_S = 15.0
+"""A pool's process that has lived so long did not die of how it began. All jobs wait for the next one."""
 JOURNAL = "journal.sqlite"
 BAD_INPUT = ("invalid", "unknown_job", "conflict", "rejected", "version")
 """What a pool refuses because of how it was asked."""
@@ -163,7 +165,8 @@ def supervise_pool(directory: Path, restarts_max: int) -> int:
     """Keep the pool's process up until it has been stopped; returns the exit code of its last process."""
     command = [sys.executable, "-m", "elastic.cli", "pool-run", str(directory)]
     ends = (0, EXIT_BAD_INPUT, EXIT_INTERRUPTED)
-    return keep_up(command, lambda status: status not in ends, restarts_max, "the pool's process", forgives=True)
+    what = "the pool's process"
+    return keep_up(command, lambda status: status not in ends, restarts_max, what, settled_s=SETTLED_S, forgives=True)
 
 
 @compose.private()

@@ -15,7 +15,7 @@ from elastic.runtime.journal import RunDirectory
 
 RETRY_BASE_S, RETRY_MAX_S = 1.0, 30.0
 SETTLED_S = 60.0
-"""A process that has lived so long did not die of how it began: the next one is started without much delay."""
+"""A process that has lived so long did not die of how it began: the next one is started at once."""
 
 
 def supervise_command(
@@ -41,12 +41,18 @@ def supervise(run_dir: Path, options: Sequence[str], restarts_max: int) -> int:
 
 
 def keep_up(
-    command: Sequence[str], died: Callable[[int], bool], restarts_max: int, what: str, *, forgives: bool = False
+    command: Sequence[str],
+    died: Callable[[int], bool],
+    restarts_max: int,
+    what: str,
+    *,
+    settled_s: float = SETTLED_S,
+    forgives: bool = False,
 ) -> int:
     """Start the command again, with back-off, whenever its process has died; returns the exit code of the last one.
 
-    `died` judges an exit status. With `forgives`, restarts before a process that was up for `SETTLED_S` do not count.
-    Signals go to the process that there is.
+    `died` judges an exit status. A process that was up for `settled_s` is replaced at once; with `forgives`, restarts
+    before it do not count. Signals go to the process that there is.
     """
     restarts, delay_s = 0, RETRY_BASE_S
     while True:
@@ -57,16 +63,19 @@ def keep_up(
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         if not died(status):
             return status
-        if lived_s > SETTLED_S:
+        settled = lived_s > settled_s
+        if settled:
             delay_s = RETRY_BASE_S
             restarts = 0 if forgives else restarts
         if restarts == restarts_max:
             say(f"error: {what} {how}; it has been started again {restarts} times, and is not any more")
             return EXIT_FAILED
         restarts += 1
-        say(f"{what} {how} after {lived_s:.0f} s; again in {delay_s:g} s ({restarts} of {restarts_max})")
-        time.sleep(delay_s)
-        delay_s = min(delay_s * 2, RETRY_MAX_S)
+        when = "at once" if settled else f"in {delay_s:g} s"
+        say(f"{what} {how} after {lived_s:.0f} s; again {when} ({restarts} of {restarts_max})")
+        if not settled:
+            time.sleep(delay_s)
+            delay_s = min(delay_s * 2, RETRY_MAX_S)
 
 
 def _died(run_dir: Path, status: int) -> bool:

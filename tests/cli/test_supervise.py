@@ -65,6 +65,15 @@ def test_there_is_a_limit(
     assert "has been started again 2 times, and is not any more" in capsys.readouterr().err
 
 
+def test_what_had_settled_is_replaced_at_once_and_forgiven(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processes(monkeypatch, *[DIES] * 4, "")
+    monkeypatch.setattr(supervise, "RETRY_BASE_S", 3600.0)
+    assert supervise.keep_up([], bool, 1, "it", settled_s=0.0, forgives=True) == 0
+    assert capsys.readouterr().err.count("again at once (1 of 1)") == 4
+
+
 @pytest.mark.parametrize("status", [0, 2, 130])
 def test_an_end_is_an_end(run_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     began = processes(monkeypatch, f"raise SystemExit({status})")
