@@ -81,21 +81,30 @@ MUTANTS = 150
 MUTATION_SEED = 1
 
 
-def live_through(seeds: range) -> WorldsSeen:
-    """The cheap worlds of these seeds."""
-    from elastic.sim.world import SimulatedWorldFailed, simulate
-
+def each(seeds: range, live: Callable[[int], tuple[int, int]], failed: type[Exception]) -> WorldsSeen:
+    """The worlds of these seeds. `live` returns a world's events and faults, or raises `failed`."""
     seen = WorldsSeen()
     for seed in seeds:
         seen.seeds += 1
         try:
-            outcome = simulate(seed)
-        except SimulatedWorldFailed as failure:
+            events, faults = live(seed)
+        except failed as failure:
             seen.failed.append({"seed": seed, "error": str(failure)})
         else:
-            seen.events += outcome.events
-            seen.faults += outcome.faults
+            seen.events += events
+            seen.faults += faults
     return seen
+
+
+def live_through(seeds: range) -> WorldsSeen:
+    """The cheap worlds of these seeds."""
+    from elastic.sim.world import SimulatedWorldFailed, simulate
+
+    def live(seed: int) -> tuple[int, int]:
+        outcome = simulate(seed)
+        return outcome.events, outcome.faults
+
+    return each(seeds, live, SimulatedWorldFailed)
 
 
 def live_through_jobs(seeds: range) -> WorldsSeen:
@@ -103,18 +112,12 @@ def live_through_jobs(seeds: range) -> WorldsSeen:
     from elastic.sim.jobs import JobsWorldFailed, worlds_of_jobs
     from policies.clusters import CLUSTER_POLICIES
 
-    seen = WorldsSeen()
-    for seed in seeds:
-        seen.seeds += 1
+    def live(seed: int) -> tuple[int, int]:
         world = worlds_of_jobs(CLUSTER_POLICIES, seed)
-        try:
-            world.run()
-        except JobsWorldFailed as failure:
-            seen.failed.append({"seed": seed, "error": str(failure)})
-        else:
-            seen.events += world.events
-            seen.faults += world.faults.total()
-    return seen
+        world.run()
+        return world.events, world.faults.total()
+
+    return each(seeds, live, JobsWorldFailed)
 
 
 def live_through_pools(seeds: range) -> WorldsSeen:
@@ -122,35 +125,23 @@ def live_through_pools(seeds: range) -> WorldsSeen:
     from elastic.sim.pool_worlds import PoolWorld, PoolWorldFailed
     from policies.clusters import CLUSTER_POLICIES
 
-    seen = WorldsSeen()
-    for seed in seeds:
-        seen.seeds += 1
+    def live(seed: int) -> tuple[int, int]:
         world = PoolWorld(CLUSTER_POLICIES, seed)
-        try:
-            world.run()
-        except PoolWorldFailed as failure:
-            seen.failed.append({"seed": seed, "error": str(failure)})
-        else:
-            seen.events += world.events
-            seen.faults += sum(world.faults_seen.values())
-    return seen
+        world.run()
+        return world.events, world.faults_seen.total()
+
+    return each(seeds, live, PoolWorldFailed)
 
 
 def live_through_runs_in_pools(seeds: range) -> WorldsSeen:
     """The worlds of jobs in a pool of these seeds: pool, keepers, residents and orchestrators as production code."""
     from elastic.chaos.pooled.world import PooledWorldFailed, simulate_pooled
 
-    seen = WorldsSeen()
-    for seed in seeds:
-        seen.seeds += 1
-        try:
-            outcome = simulate_pooled(seed)
-        except PooledWorldFailed as failure:
-            seen.failed.append({"seed": seed, "error": str(failure)})
-        else:
-            seen.events += outcome.events
-            seen.faults += outcome.faults
-    return seen
+    def live(seed: int) -> tuple[int, int]:
+        outcome = simulate_pooled(seed)
+        return outcome.events, outcome.faults
+
+    return each(seeds, live, PooledWorldFailed)
 
 
 def lived(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, size: int) -> tuple[WorldsSeen, float]:
