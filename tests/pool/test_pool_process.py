@@ -277,7 +277,7 @@ async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):
 
 async def test_rollout_nodes_come_and_go_with_the_instances_of_a_spot_market(tmp_path: Path):
     path = tmp_path / "spot.csv"
-    events = [(0, "add", "a"), (0, "add", "b"), (9, "remove", "a"), (13, "remove", "b"), (16, "add", "c")]
+    events = [(0, "add", "a"), (0, "add", "b"), (6, "remove", "a"), (8, "remove", "b"), (10, "add", "c")]
     path.write_text("time_s,event,instance_id\n" + "".join(f"{time},{what},{name}\n" for time, what, name in events))
     trace = read_spot_trace(path)
     async with running(tmp_path, spot=path) as pool:
