@@ -16,6 +16,7 @@ import pytest
 
 from elastic.control import ControlError
 from elastic.pool_control import PoolControl
+from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -63,6 +64,10 @@ max_pending = 2
 [engine.pacing]
 prefill_tokens_per_s = 8000
 decode_step_s = {{ 1 = 0.04, 4 = 0.05 }}
+[providers.spot]
+max_workers = 1
+usd_per_gpu_hour = 0.5
+trace = "rlboost-b"
 [job]
 slo = 4.0
 plan = {{ rollout_s = 10, train_s = 10, sync_s = 1, rollout_switch_s = 0.5, train_switch_s = 0.5 }}
@@ -87,12 +92,12 @@ class LivePool:
         file.write_text(POOL.format(directory=self._tmp_path))
         self.elastic("pool", "start", file)
 
-    def submit(self, name: str, seed: int) -> None:
+    def submit(self, name: str, seed: int, *options: str) -> None:
         file = self._tmp_path / f"{name}.toml"
         file.write_text(
             JOB.format(name=name, seed=seed, steps=STEPS, directory=self._tmp_path, checkpoint=self._checkpoint)
         )
-        self.elastic("jobs", "submit", file, "--name", name, "--pool", self.path)
+        self.elastic("jobs", "submit", file, "--name", name, "--pool", self.path, *options)
 
     def jobs(self) -> dict[str, dict[str, Any]]:
         """Once the pool's process answers."""
@@ -146,7 +151,7 @@ def pool(tmp_path: Path, checkpoint: Path) -> Iterator[LivePool]:
 @pytest.mark.timeout(200)
 def test_two_jobs_take_turns_and_survive_kills_of_each_others_processes(pool: LivePool) -> None:
     pool.submit("one", 1)
-    pool.submit("two", 2)
+    pool.submit("two", 2, "--providers", "spot")
     one, two = str(pool.run_dir("one")), str(pool.run_dir("two"))
     pool.until(lambda jobs: jobs["one"]["steps_done"] >= 1)
     pool.kill("run", "--resume", one)
@@ -156,8 +161,13 @@ def test_two_jobs_take_turns_and_survive_kills_of_each_others_processes(pool: Li
     assert {job["state"] for job in jobs.values()} == {"finished"}
     assert [job["steps_done"] for job in jobs.values()] == [STEPS, STEPS]
     assert pool.processes("pool-resident", one) == pool.processes("pool-resident", two) == []
-    for run in (one, two):
+    for run, kinds, least in (
+        (one, ("LeaseGranted", "PermitGranted"), 2 * STEPS + 1),
+        (two, ("PermitGranted",), STEPS),
+    ):
         with RunDirectory(Path(run)).journals() as journals:
-            turns = [event for journal in journals for _, event in journal.events_of("LeaseGranted", "PermitGranted")]
-        assert len(turns) > 2 * STEPS, "a rollout and a training phase a step, and the trainer's lease"
+            turns = [event for journal in journals for _, event in journal.events_of(*kinds)]
+        assert len(turns) >= least, "a rollout and a training phase a step, and the trainer's lease"
+    assert set(summarise(RunDirectory(Path(one))).providers) == {"trainer", "pool"}
+    assert summarise(RunDirectory(Path(two))).providers["spot"].tokens > 0, "its own worker has done turns of its"
     assert len(RunDirectory(Path(one)).journal_paths()) == 2, "it was taken up once"
