@@ -3,7 +3,9 @@
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -57,6 +59,24 @@ def test_a_run_is_one_process_at_a_time(tmp_path: Path) -> None:
         pass
     with compose.claimed(tmp_path):
         pass
+
+
+def test_who_looks_whether_a_run_is_claimed_is_not_in_its_way(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            compose.is_claimed(tmp_path)
+
+    with ThreadPoolExecutor(2) as lookers:
+        for _ in range(2):
+            lookers.submit(look)
+        try:
+            for _ in range(100):
+                with compose.claimed(tmp_path):
+                    pass
+        finally:
+            over.set()
 
 
 def test_past_incarnations_is_what_the_journal_says(run: RunDirectory) -> None:

@@ -12,6 +12,9 @@ from elastic.config import Config, ConfigError, load_config
 from elastic.files import replace_durably, write_whole
 from elastic.runtime.journal import CONFIG
 
+_CLAIM_WAIT_S = 1.0
+"""For so long a claim may be held without a run: by `is_claimed`, or by a child that a dead process was starting."""
+
 
 @contextlib.contextmanager
 def private() -> Iterator[None]:
@@ -80,10 +83,16 @@ def config_replaced(run_dir: Path, config: Config) -> Iterator[Callable[[], None
 def claimed(run_dir: Path) -> Iterator[None]:
     """The run is ours alone. Raises `ConfigError` while another process is at it; a dead one's claim is void."""
     with (run_dir / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"run {run_dir} is still going on in another process; stop that one first") from error
+        deadline_s = time.monotonic() + _CLAIM_WAIT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline_s:
+                    message = f"run {run_dir} is still going on in another process; stop that one first"
+                    raise ConfigError(message) from error
+            time.sleep(0.02)
         yield
 
 
