@@ -9,7 +9,8 @@ from elastic.cluster import JobRequest, PhasePlan, PoolSpec
 from elastic.cluster import events as e
 from elastic.cluster.types import JobId, JobState, NodeId, PhaseKind
 from elastic.pool.ports import JobEntry
-from elastic.sim.pool_worlds import PoolFaults, PoolWorld, S, _ModelJob
+from elastic.sim.pool_processes import ModelJob, S
+from elastic.sim.pool_worlds import PoolFaults, PoolWorld
 from policies.clusters import CLUSTER_POLICIES
 
 PLAN = PhasePlan(rollout_ns=100 * S, train_ns=60 * S)
@@ -19,7 +20,7 @@ LATE_NS = 15 * S
 """Messages, parking, and how often a job looks whether it computes."""
 
 
-class _SteadyJob(_ModelJob):
+class _SteadyJob(ModelJob):
     """One that does not think better of what it has asked for, and keeps to its plan."""
 
     def _ask(self) -> None:

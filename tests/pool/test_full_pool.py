@@ -5,7 +5,8 @@ from elastic.cluster import events as e
 from elastic.cluster.types import JobId, JobState
 from elastic.pool.ports import JobEntry
 from elastic.pool.standing import standing
-from elastic.sim.pool_worlds import PoolFaults, PoolWorld, S, _ModelJob
+from elastic.sim.pool_processes import ModelJob, S
+from elastic.sim.pool_worlds import PoolFaults, PoolWorld
 from policies.clusters import CLUSTER_POLICIES
 
 PLAN = PhasePlan(rollout_ns=100 * S, train_ns=60 * S)
@@ -29,7 +30,7 @@ class Crowd(PoolWorld):
             job = f"job-{each}"
             size = kind.memory_bytes // 2 + 1
             request = JobRequest(id=job, slo=3.0, plan=PLAN, steps=3, rollout_bytes=size, train_bytes=size)
-            self.jobs[job] = _ModelJob(self, request, PLAN, script=False, both=False)
+            self.jobs[job] = ModelJob(self, request, PLAN, script=False, both=False)
             self.loop.after(each * APART_NS + 1, lambda request=request: self._submit(request))
 
     def _submit(self, request: JobRequest) -> None:
