@@ -46,23 +46,23 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 UNSEEN_S = 60.0
-"""For a new instance to appear where EC2 lists them."""
+"""How long a new instance may take to appear in EC2's list."""
 SETTLING_S = 20.0
-"""For an order whose answer nobody got to show what came of it."""
+"""How long an order whose answer was lost may take to show an instance in EC2's list."""
 LOOK_AGAIN_S = 0.5
 QUEUE_WAIT_S = 10
-"""Of one long poll of the queue."""
+"""How long one poll of the queue waits for notices."""
 PUT_BACK_S = 2
-"""Until another reader of the queue sees a notice that is none of ours."""
+"""When another reader of the queue sees a notice that this run has put back."""
 CAP_NOTICE_S = 30.0
-"""Before the spending cap is reached: turns end or move in this time."""
+"""Leases get notice so long before the spending cap is reached. Their turns end or move meanwhile."""
 
 INTERRUPTION = "EC2 Spot Instance Interruption Warning"
 REBALANCE = "EC2 Instance Rebalance Recommendation"
 
 
 class _Leased:
-    """A lease's `LeaseHandle`: an instance."""
+    """The `LeaseHandle` of a lease, which has one instance."""
 
     def __init__(
         self, provider: "Ec2Provider", lease: LeaseId, instance: str, pool: SpotPool, usd_per_gpu_hour: float
@@ -72,7 +72,7 @@ class _Leased:
         self.since_s = time.monotonic()
         self.advised = False
         self.silent = False
-        """No worker has come of it in time."""
+        """Whether no worker has come from the instance in time."""
         self._provider = provider
 
     async def keep(self) -> LeaseEnding:
@@ -87,7 +87,7 @@ class _Leased:
 
 
 class Ec2Provider(BaseProvider[Ec2Settings]):
-    """Leases one instance each, which is one worker."""
+    """A provider whose leases have one instance each. An instance is one worker."""
 
     Settings: ClassVar[type[Ec2Settings]] = Ec2Settings
 
@@ -100,24 +100,24 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         self._held: dict[LeaseId, _Leased] = {}
         self._ordering: set[LeaseId] = set()
         self._unsettled: dict[LeaseId, float] = {}
-        """Orders whose answers nobody got, and until when (monotonic) they may still show what came of them."""
+        """Orders whose answers were lost. The time (monotonic) is when an instance of theirs must have appeared."""
         self._usd: dict[LeaseId, float] = {}
-        """At which price of a GPU's hour a lease was asked for."""
+        """The price of a GPU's hour at which each lease was requested."""
         self._strays: set[str] = set()
         self._bill_running: dict[str, float] = {}
         self._cap_told = False
         self._used = False
         self._may_be_left = False
-        """Whether this process has made or ordered anything, or an earlier one has."""
+        """Whether this process or an earlier one has created or ordered anything."""
         self._passed_over: Counter[tuple[SpotPool, str]] = Counter()
-        """How often another pool was used for this reason."""
+        """How often a pool was passed over, by pool and reason."""
         self._missing, self._times_missing = False, 0
         self._past = Ec2History(context.run_dir.parent, settings.endpoint_url)
         self._silent_s: float | None = None
 
     @classmethod
     def examine(cls, name: str, settings: Ec2Settings) -> Examination:
-        """Credentials, quotas, reach, and what could be had now. Blocks."""
+        """Check credentials, quotas and network access, and list the capacity of now. Blocks."""
         return examine(name, settings)
 
     # The contract
@@ -247,7 +247,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     # An instance
 
     async def end_instance(self, leased: _Leased) -> Nanoseconds | None:
-        """Terminate it; returns what is charged. Raises what EC2 raises, unless the run cannot wait for it."""
+        """Terminate the instance and return the charged time. Raises EC2's errors, unless the run cannot wait."""
         began_s = time.monotonic()
         while True:
             try:
@@ -289,7 +289,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         return round(usd / per_hour * HOUR_S * NS_PER_S) if per_hour else None
 
     async def _ended(self, leased: _Leased) -> Instance | None:
-        """As EC2 describes it once it has ended; None where EC2 has forgotten it."""
+        """Return EC2's description of the ended instance; None if EC2 has forgotten the instance."""
         async with asyncio.timeout(self.context.release_timeout_s):
             while True:
                 found = [i for i in await self._call(self._api.instances, leased.lease) if i.id == leased.instance]
@@ -298,7 +298,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _bill(self, instance: Instance) -> float:
-        """By the prices of all of its time."""
+        """Return the instance's cost in USD, by the prices over its whole life."""
         if not instance.taken:
             with contextlib.suppress(Ec2Error, TimeoutError):
                 self._ec2.priced(await self._call(self._api.prices, instance.began_s))
@@ -307,7 +307,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         return bill_usd(instance.began_s, ended_s, points, interrupted=instance.taken)
 
     async def _order(self, lease: LeaseId, pools: Sequence[SpotPool], script: str) -> Launch:
-        """Asked until EC2 answers, for the same instance: the time for a lease ends it."""
+        """Order one instance, and repeat the order until EC2 answers. The lease's time limit cancels the order."""
         while True:
             try:
                 return await self._call(self._api.launch, lease, pools, script, self._usd[lease])
@@ -358,7 +358,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     # What goes on beside
 
     async def _watch(self) -> None:
-        """Look at the instances; end those of no lease now and then; keep the offer true."""
+        """Watch the instances, end those that belong to no lease, and keep the offer up to date."""
         reconciled_s = 0.0
         while True:
             await asyncio.sleep(self.settings.poll_s)
@@ -381,7 +381,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             self.announce()
 
     def _say_what_is_missing(self) -> None:
-        """Once each time that no pool is left to ask: nobody asks for what is not offered, and hears no refusal."""
+        """Log why no pool is left, once each time. No lease is requested then, so no refusal would tell."""
         missing = not self._ec2.closed and not self._ec2.usable()
         if missing and not self._missing:
             why = self._ec2.why_nothing()
@@ -409,7 +409,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         self._ec2.running_usd = sum(self._bill_running.values())
 
     def _mind_the_cap(self, seen: Sequence[Instance]) -> None:
-        """Give everything back in time, so that `usd_max` is not exceeded."""
+        """Give notice to all leases in time, so that the run does not exceed `usd_max`."""
         per_hour = sum(self._ec2.usd_now(i.pool) for i in seen if i.lives and i.pool in self._ec2.prices)
         left_s = self._ec2.budget_left_s(per_hour)
         notice_s = CAP_NOTICE_S + self.settings.poll_s
@@ -432,7 +432,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         self._emit(LeaseNotice(lease=lease, deadline_ns=deadline_ns, reason=ending.detail))
 
     def _give_up(self, error: Exception) -> None:
-        """Nothing is offered until EC2 answers again."""
+        """Offer nothing until EC2 answers again."""
         self._ec2.closed = str(error)
         if self._silent_s is None:
             self._silent_s = time.monotonic()
@@ -452,7 +452,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             self.announce()
 
     async def _hear(self) -> None:
-        """Read what EventBridge sends; what is of other instances is put back for their runs, until it is too old."""
+        """Read notices from the queue. Put notices of other runs' instances back until they are too old."""
         told, wait_s = False, min(QUEUE_WAIT_S, int(self.settings.answer_timeout_s / 2))
         while True:
             try:
@@ -471,7 +471,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         return not notice.kind or time.time() + self._api.skew_s - notice.at_s > NOTICE_S
 
     def _on_notice(self, notice: QueueNotice) -> bool:
-        """Whether it is of an instance of this run."""
+        """Handle a notice, and return whether it concerns an instance of this run."""
         leased = next((one for one in self._held.values() if one.instance == notice.instance), None)
         if leased is None:
             return False
@@ -489,7 +489,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     # Instances of no lease
 
     def _of_no_lease(self, seen: Sequence[Instance]) -> list[Instance]:
-        """Those that live of leases that are not held, nor ordered; and of one lease all but its own."""
+        """Return the living instances that belong to no held or ordered lease, and a lease's second instances."""
         ours = {leased.instance for leased in self._held.values()}
         return [i for i in seen if i.lives and i.id not in ours and i.lease not in self._ordering]
 
@@ -507,7 +507,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         await self._call(self._api.terminate, [stray.id for stray in strays])
 
     async def _sweep(self) -> None:
-        """Returns once EC2 knows of no living instance of this run, and no order is open of which one may come."""
+        """End instances until EC2 knows of no living one of this run, and no open order can bring one."""
         while True:
             seen = await self._call(self._api.instances)
             left = self._of_no_lease(seen)
@@ -524,7 +524,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     # How it is asked
 
     def _told(self, error: Exception) -> str:
-        """With this provider's name, which `Ec2Error` has already."""
+        """Return the error's message with this provider's name. An `Ec2Error` has the name already."""
         return str(error) if isinstance(error, Ec2Error) else f"{self.name}: {self._api.where}: {error}"
 
     @property

@@ -21,13 +21,13 @@ from providers.base import ProviderUnavailable
 from providers.ec2_market import Ec2Settings, PricePoint, SpotPool
 
 RUN_TAG, PROVIDER_TAG, LEASE_TAG, PRICE_TAG = "elastic:run", "elastic:provider", "elastic:lease", "elastic:usd"
-"""The last one is the price of a GPU's hour at which the lease was asked for: its costs are booked at that."""
+"""Tags of an instance. `PRICE_TAG` holds the price of a GPU's hour at which the lease is booked."""
 SPOT_QUOTAS = {"g": "L-3819A6DF", "p": "L-7212CCBC", "standard": "L-34B43A08"}
-"""Service quotas on vCPUs of running spot instances, by families: G and VT, P, and what most CPU types are."""
+"""Service quotas on vCPUs of running spot instances, by families: G and VT, P, and most CPU types."""
 CONNECT_TIMEOUT_S = 5.0
 MAX_ATTEMPTS = 5
 SIGNED_S = 240.0
-"""Beyond it AWS refuses signatures: five minutes, less what an answer's time of day may be off."""
+"""AWS refuses signatures beyond this clock skew: five minutes, less the possible error of a measured skew."""
 HISTORY_HOURS = 1
 LIVING = frozenset({"pending", "running"})
 TAKEN_CODES = frozenset({"Server.SpotInstanceTermination", "Server.SpotInstanceShutdown"})
@@ -36,7 +36,7 @@ _TIME_IN_REASON = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?) (?:G
 
 
 class Ec2Error(Exception):
-    """AWS has refused; `code` is its own, the message what was asked, what it said and what would mend it."""
+    """AWS has refused a request. `code` is AWS's; the message names the request, AWS's answer and a remedy."""
 
     def __init__(self, asked: str, code: str, said: str, mend: str = "") -> None:
         mend = mend or _MENDS.get(code) or next((text for part, text in _FAMILIES if part in code), "")
@@ -45,12 +45,12 @@ class Ec2Error(Exception):
 
     @property
     def passing(self) -> bool:
-        """Whether the same may be granted when it is asked for again: the cause lies with AWS or on the way to it."""
+        """Whether a repeated request may succeed, since the cause lies with AWS or the network."""
         return self.code in _PASSING or self.code.startswith("5") or "Timeout" in self.code or "Connection" in self.code
 
 
 class NoAccess(Ec2Error):
-    """Nothing can be asked with these credentials, or here."""
+    """These credentials, or this region, allow no requests at all."""
 
 
 _NO_CREDENTIALS = "set them (`aws configure`, AWS_PROFILE, or a role), or providers.ec2.profile"
@@ -99,7 +99,7 @@ SET_CLOCK = "set it (chrony, systemd-timesyncd)"
 _CLOCK_CODES = frozenset(
     {"AuthFailure", "InvalidSignatureException", "RequestExpired", "RequestTimeTooSkewed", "SignatureDoesNotMatch"}
 )
-"""By which one service or the other says that a signature's time is wrong."""
+"""Codes by which the services refuse a signature for its time."""
 _FAMILIES = (
     ("InvalidLaunchTemplateName", "another run has this name"),
     ("NotAuthorized", "the role lacks this action"),
@@ -115,7 +115,7 @@ _NO_ACCESS = frozenset(
 
 
 class Instance(NamedTuple):
-    """As EC2 describes it. Times are Unix time; `ended_s` is None while it lives."""
+    """An instance as EC2 describes it. Times are Unix time; `ended_s` is None while the instance lives."""
 
     id: str
     lease: str
@@ -124,9 +124,9 @@ class Instance(NamedTuple):
     began_s: float
     ended_s: float | None
     usd_per_gpu_hour: float
-    """At which its lease is booked; 0 where nobody has said."""
+    """The price at which its lease is booked; 0 if the instance has no tag of it."""
     reason: str
-    """EC2's code of its state; empty while nothing has happened to it."""
+    """EC2's code for the last change of state; empty if there was none."""
     said: str
 
     @property
@@ -135,7 +135,7 @@ class Instance(NamedTuple):
 
     @property
     def taken(self) -> bool:
-        """Whether EC2 has ended it for want of capacity."""
+        """Whether EC2 has interrupted the instance for lack of capacity."""
         return self.reason in TAKEN_CODES
 
 
@@ -148,7 +148,7 @@ class Refusal(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """An instance, or None; with the reasons why pools that came before it launched none."""
+    """The outcome of an order: an instance or None, and the refusals of the pools that were tried first."""
 
     instance: str | None
     pool: SpotPool | None
@@ -156,7 +156,7 @@ class Launch(NamedTuple):
 
 
 class QueueNotice(NamedTuple):
-    """Of an instance, by EventBridge; `at_s` is when EC2 sent it. `kind` is empty for what is no notice."""
+    """EventBridge's notice of an instance. `at_s` is when EC2 sent it; `kind` is empty for other messages."""
 
     receipt: str
     kind: str
@@ -169,7 +169,7 @@ class _Detail(msgspec.Struct, rename="kebab"):
 
 
 class _EventBody(msgspec.Struct, rename="kebab"):
-    """What EventBridge sends, as far as it is read here."""
+    """The fields of EventBridge's messages that this module reads."""
 
     detail_type: str
     time: datetime
@@ -182,7 +182,7 @@ class Quota(NamedTuple):
 
 
 class Ec2Api:
-    """`skew_s` is how much later AWS's clock is than this machine's, by its last answer."""
+    """A client of one run's provider. `skew_s` is how far AWS's clock is ahead of this machine's."""
 
     def __init__(self, settings: Ec2Settings, run: str, provider: str) -> None:
         self._settings = settings
@@ -191,7 +191,7 @@ class Ec2Api:
         self._making = threading.Lock()
         self.skew_s = 0.0
         self.closed = False
-        """Nobody reads notices any more: what a call that is still open brings is put back."""
+        """Whether reading has ended. An open call for notices then puts back whatever it still receives."""
 
     @property
     def where(self) -> str:
@@ -200,13 +200,13 @@ class Ec2Api:
         )
 
     def token(self, lease: str) -> str:
-        """The client token of the lease's one launch, the same in each process of the run."""
+        """Return the client token of the lease's only launch. It is the same in each process of the run."""
         return hashlib.sha256(f"{self.run}\0{self._provider}\0{lease}".encode()).hexdigest()
 
     # Launching and ending
 
     def launch(self, lease: str, pools: Sequence[SpotPool], script: str, usd_per_gpu_hour: float) -> Launch:
-        """Have one instance launched, once however often this is called for the lease. Raises `Ec2Error`."""
+        """Launch the lease's instance. Repeated calls launch no second one. Raises `Ec2Error`."""
         own = {LEASE_TAG: lease, PRICE_TAG: repr(usd_per_gpu_hour)}
         tags = [{"Key": k, "Value": v} for k, v in (self._own_tags() | own).items()]
         strategy = {"AllocationStrategy": "capacity-optimized-prioritized", "InstanceInterruptionBehavior": "terminate"}
@@ -250,7 +250,7 @@ class Ec2Api:
         return Launch(None, None, refusals)
 
     def terminate(self, instances: Sequence[str]) -> None:
-        """Returns once EC2 has begun to end them, and bills no more. Raises `Ec2Error`."""
+        """Terminate instances, and return once EC2 has begun and bills no more. Raises `Ec2Error`."""
         try:
             self._call("ec2", "terminate_instances", InstanceIds=list(instances))
         except Ec2Error as error:
@@ -258,7 +258,7 @@ class Ec2Api:
                 raise
 
     def instances(self, lease: str = "") -> list[Instance]:
-        """All of this run and provider that EC2 still tells of, or those of a lease, in the order of their launch."""
+        """Return the instances of this run and provider, or of one lease, that EC2 still lists, by launch time."""
         wanted = self._own_tags() | ({LEASE_TAG: lease} if lease else {})
         filters = [{"Name": f"tag:{key}", "Values": [value]} for key, value in wanted.items()]
         pages = self._pages("describe_instances", Filters=filters)
@@ -266,7 +266,7 @@ class Ec2Api:
         return sorted(found, key=lambda instance: (instance.began_s, instance.id))
 
     def make_template(self) -> None:
-        """The run's launch template, of an AMI; the same one if it is there already. Raises `Ec2Error`."""
+        """Create the run's launch template of an AMI, or find the existing one. Raises `Ec2Error`."""
         s = self._settings
         if not s.image:
             return
@@ -331,7 +331,7 @@ class Ec2Api:
                 raise
 
     def delete_secrets(self) -> None:
-        """All of this run and provider."""
+        """Delete all secrets of this run and provider."""
         filters = [{"Key": "tag-value", "Values": [self.run]}]
         for secret in self._call("secretsmanager", "list_secrets", Filters=filters).get("SecretList", ()):
             name = secret["Name"]
@@ -341,7 +341,7 @@ class Ec2Api:
     # What could be had
 
     def prices(self, since_s: float | None = None) -> dict[SpotPool, list[PricePoint]]:
-        """By pool, from `since_s` (or an hour ago) on, each with the price that stood then. Raises `Ec2Error`."""
+        """Return each pool's prices since `since_s` (or an hour ago), and the one of then. Raises `Ec2Error`."""
         now = datetime.now(UTC)
         since = now - timedelta(hours=HISTORY_HOURS) if since_s is None else datetime.fromtimestamp(since_s, UTC)
         pages = self._pages(
@@ -358,7 +358,7 @@ class Ec2Api:
         return found
 
     def scores(self) -> dict[str, int]:
-        """Placement scores by zone; empty where EC2 does not tell them. Each counts against a daily limit."""
+        """Return placement scores by zone; none if EC2 does not tell them. Calls count against a daily limit."""
         s = self._settings
         try:
             zones = {
@@ -379,7 +379,7 @@ class Ec2Api:
         return {zones[o["AvailabilityZoneId"]]: o["Score"] for o in scored if o.get("AvailabilityZoneId") in zones}
 
     def check(self) -> None:
-        """Raises `Ec2Error` for what would fail at every launch: credentials, AMI, types, template, queue."""
+        """Check what every launch needs: credentials, AMI, types, template, queue. Raises `Ec2Error`."""
         s = self._settings
         self._call("sts", "get_caller_identity")
         if s.image and not self._call("ec2", "describe_images", ImageIds=[s.image]).get("Images"):
@@ -399,7 +399,7 @@ class Ec2Api:
             self._call("sqs", "get_queue_attributes", QueueUrl=s.queue, AttributeNames=["QueueArn"])
 
     def _check_template(self) -> None:
-        """What the user data relies on: an instance that shuts itself down is gone."""
+        """Check that an instance of the template terminates when it shuts itself down, as user data needs."""
         asked = "describe_launch_template_versions"
         (version, *_) = self._call("ec2", asked, **self._template_query())["LaunchTemplateVersions"] or [{}]
         found = version.get("LaunchTemplateData", {}).get("InstanceInitiatedShutdownBehavior", "stop")
@@ -408,7 +408,7 @@ class Ec2Api:
             raise Ec2Error(self._asked(asked), "ShutdownBehavior", said)
 
     def quotas(self) -> list[Quota]:
-        """On vCPUs of spot instances, of the families that are asked for. Raises `Ec2Error`."""
+        """Return the quotas on spot instances' vCPUs for the requested families. Raises `Ec2Error`."""
         families = {t[0] if t[0] in SPOT_QUOTAS else "standard" for t in self._settings.instance_types}
         found: list[Quota] = []
         for family in sorted(families):
@@ -421,7 +421,7 @@ class Ec2Api:
     # Notices
 
     def notices(self, wait_s: int) -> list[QueueNotice]:
-        """What EventBridge has sent to the queue. Each is to be discarded or put back. Raises `Ec2Error`."""
+        """Return notices from the queue. The caller discards each, or puts it back. Raises `Ec2Error`."""
         answer = self._call(
             "sqs",
             "receive_message",
@@ -450,7 +450,7 @@ class Ec2Api:
             self._call("sqs", "delete_message_batch", QueueUrl=self._settings.queue, Entries=entries)
 
     def put_back(self, notices: Sequence[QueueNotice], after_s: int) -> None:
-        """For whoever else reads the queue, after so long."""
+        """Make notices visible again to other readers of the queue after `after_s`."""
         entries = [
             {"Id": str(n), "ReceiptHandle": one.receipt, "VisibilityTimeout": after_s} for n, one in enumerate(notices)
         ]
@@ -555,7 +555,7 @@ def clock_words(skew_s: float) -> str:
 
 
 def installed() -> None:
-    """Raises `ProviderUnavailable` where boto3 is not."""
+    """Import boto3. Raises `ProviderUnavailable` if it is not installed."""
     try:
         importlib.import_module("boto3")
     except ImportError as error:
@@ -581,7 +581,7 @@ def _instance(described: Mapping[str, Any]) -> Instance:
 
 
 def _ended_s(described: Mapping[str, Any]) -> float:
-    """From the reason's text, the only place where EC2 tells it; now, where it does not."""
+    """Return an instance's end from the reason's text, EC2's only source of it; else the present time."""
     found = _TIME_IN_REASON.search(described.get("StateTransitionReason", ""))
     if found is None:
         return time.time()

@@ -20,13 +20,13 @@ log = structlog.get_logger(__name__)
 
 FILE = "ec2-history.jsonl"
 KEPT_S = 7 * 86_400.0
-"""A week's interruptions say what the next ones will be like; older ones do not."""
+"""Instances that ended longer ago than a week say little about the next interruptions."""
 MOST_BYTES = 1 << 20
-"""A file that is larger is written anew without what is old, and by half if that is not enough."""
+"""A larger file is rewritten without old lines, or with its newer half if that is not enough."""
 
 
 class PastInstance(msgspec.Struct, frozen=True):
-    """`at_s` is when it was over (Unix time); `endpoint` is empty for AWS's own."""
+    """An instance that has ended, at `at_s` (Unix time). `endpoint` is empty for AWS's own."""
 
     at_s: float
     endpoint: str
@@ -37,13 +37,13 @@ class PastInstance(msgspec.Struct, frozen=True):
 
 
 class Ec2History:
-    """Blocks for the time of a small file's access. What the disk refuses is logged; a run goes on without."""
+    """The file of ended instances. Its methods block briefly. Errors of the disk are logged and do not stop a run."""
 
     def __init__(self, directory: Path, endpoint: str) -> None:
         self._path, self._endpoint = directory / FILE, endpoint
 
     def pools(self) -> dict[SpotPool, PoolHistory]:
-        """Of the last week, at this endpoint."""
+        """Return what each pool has shown in the last week at this endpoint."""
         since_s = time.time() - KEPT_S
         found: dict[SpotPool, PoolHistory] = {}
         for one in self._read():
@@ -65,7 +65,7 @@ class Ec2History:
             log.warning("an instance's life is not known to later runs", path=str(self._path), error=str(error))
 
     def _shorten(self, descriptor: int) -> None:
-        """Under the file's lock; others append to the same file, which is not replaced."""
+        """Rewrite the file in place, under its lock, since other processes append to the same file."""
         since_s = time.time() - KEPT_S
         kept = [msgspec.json.encode(one) + b"\n" for one in self._read() if one.at_s >= since_s]
         while sum(map(len, kept)) > MOST_BYTES // 2:

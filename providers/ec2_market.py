@@ -25,14 +25,14 @@ from providers.markets import CapacityUnavailable, Market, TakenBack
 HOUR_S = 3600
 LEAST_BILLED_S = 60
 NOTICE_S = 120.0
-"""What EC2 gives of notice, where it gives any."""
+"""The notice that EC2 gives of most interruptions."""
 REBALANCE_PAUSE_S = 600.0
-"""How long a pool is left alone in which EC2 has advised to rebalance, unless no other is left."""
+"""How long a pool rests after a rebalance recommendation, unless it is the only one."""
 
 NEVER_JOINED = "NeverJoined"
-"""Why a pool waits whose last instance booted, and no worker came of it."""
+"""The reason of a pool whose last instance was launched and brought no worker."""
 QUOTA_CODES = frozenset({"MaxSpotInstanceCountExceeded", "VcpuLimitExceeded", "InstanceLimitExceeded"})
-"""Of the account, in whatever pool."""
+"""Codes of refusals that concern the account, not the pool."""
 
 
 class Ec2Settings(ProviderSettings):
@@ -96,7 +96,7 @@ class Ec2Settings(ProviderSettings):
 
     @property
     def gpus(self) -> int:
-        """Of one instance, which is one worker."""
+        """The number of GPUs of an instance, which is one worker."""
         return self.gpus_per_worker
 
 
@@ -109,21 +109,21 @@ class SpotPool(NamedTuple):
 
 
 class PricePoint(NamedTuple):
-    """From `at_s` (Unix time) on an instance costs so much an hour."""
+    """The price of an instance's hour from `at_s` (Unix time) on."""
 
     at_s: float
     usd_per_hour: float
 
 
 class PoolHistory(msgspec.Struct):
-    """What the run has seen of a pool: instance time, and how often EC2 has taken one back."""
+    """A run's experience of a pool: the time of its instances, and the number of interruptions."""
 
     held_s: float = 0.0
     interruptions: int = 0
 
     @property
     def life_s(self) -> float | None:
-        """Mean life of an instance; None before the first was taken back."""
+        """The mean life of an instance; None before the first interruption."""
         return self.held_s / self.interruptions if self.interruptions else None
 
 
@@ -135,7 +135,7 @@ class Failure(NamedTuple):
 
 
 class Ec2Market(Market[Ec2Settings]):
-    """Whoever drives it tells prices, scores, failures and interruptions, and the time with each."""
+    """Spot pools for one run. The provider reports prices, scores, failures and interruptions with their times."""
 
     delay_key = "boot_s"
     bars_last = False
@@ -144,26 +144,26 @@ class Ec2Market(Market[Ec2Settings]):
         super().__init__(name, settings)
         self.prices: dict[SpotPool, tuple[PricePoint, ...]] = {}
         self.scores: dict[str, int] = {}
-        """Placement scores by zone, 1 to 10, where EC2 tells them."""
+        """Placement scores by zone, 1 to 10; empty if EC2 does not tell them."""
         self.history: dict[SpotPool, PoolHistory] = {}
         self.failures: dict[SpotPool, Failure] = {}
         self.spent_usd = 0.0
-        """What instances have cost that are over."""
+        """The cost of ended instances."""
         self.running_usd = 0.0
-        """What those that are held have cost so far."""
+        """The cost of the held instances so far."""
         self.closed = ""
-        """Why nothing can be had at all; empty where it can."""
+        """Why the provider can lease nothing at all; empty if it can."""
 
     # What others tell
 
     def priced(self, prices: Mapping[SpotPool, Sequence[PricePoint]]) -> None:
-        """Newer prices; what is known of the past stays."""
+        """Add newer prices, and keep the known past ones."""
         for pool, points in prices.items():
             known = {*self.prices.get(pool, ()), *points}
             self.prices[pool] = tuple(sorted(known))
 
     def failed(self, pool: SpotPool, code: str, message: str) -> None:
-        """Nothing was launched in a pool. A quota is the account's: all of the type's pools wait."""
+        """Record that a pool launched nothing. A quota is the account's, so all pools of the type wait."""
         hit = [p for p in self.pools() if p.instance_type == pool.instance_type] if code in QUOTA_CODES else [pool]
         for one in {*hit, pool}:
             before = self.failures.get(one)
@@ -174,22 +174,22 @@ class Ec2Market(Market[Ec2Settings]):
             self.failures[one] = Failure(code, message, times, self.at_ns + round(pause_s * NS_PER_S))
 
     def launched(self, pool: SpotPool) -> None:
-        """There is capacity. Whether workers come of it is another question."""
+        """Record that a pool has capacity. Its worker may still not come."""
         if (failure := self.failures.get(pool)) is not None and failure.code != NEVER_JOINED:
             del self.failures[pool]
 
     def joined(self, pool: SpotPool) -> None:
-        """An instance there was a worker."""
+        """Record that an instance of the pool has become a worker."""
         if (failure := self.failures.get(pool)) is not None and failure.code == NEVER_JOINED:
             del self.failures[pool]
 
     def advised_against(self, pool: SpotPool) -> None:
-        """EC2 recommends to rebalance what is in the pool."""
+        """Record EC2's recommendation to move instances out of the pool."""
         until_ns = self.at_ns + round(REBALANCE_PAUSE_S * NS_PER_S)
         self.failures[pool] = Failure("RebalanceRecommendation", "its instances are likelier to be taken", 1, until_ns)
 
     def held(self, pool: SpotPool, held_s: float, *, interrupted: bool) -> None:
-        """An instance is over."""
+        """Record the end of an instance."""
         seen = self.history.setdefault(pool, PoolHistory())
         seen.held_s += held_s
         seen.interruptions += interrupted
@@ -201,12 +201,12 @@ class Ec2Market(Market[Ec2Settings]):
         return iter(())
 
     def pools(self) -> list[SpotPool]:
-        """All that the settings allow and that have a price."""
+        """Return all pools that the settings allow and that have a price."""
         s = self.settings
         return [p for p in self.prices if p.instance_type in s.instance_types and (not s.zones or p.zone in s.zones)]
 
     def usable(self) -> list[SpotPool]:
-        """Pools to ask for, the best first."""
+        """Return the pools to order from, the best first."""
         fitting = [pool for pool in self.pools() if self._fits(pool)]
         waiting = [pool for pool in fitting if (f := self.failures.get(pool)) is not None and f.until_ns > self.at_ns]
         advised = [pool for pool in waiting if self.failures[pool].code == "RebalanceRecommendation"]
@@ -214,7 +214,7 @@ class Ec2Market(Market[Ec2Settings]):
         return sorted(free, key=lambda pool: (self._working_usd(pool), -self.scores.get(pool.zone, 0), pool))
 
     def why_nothing(self) -> str:
-        """Why no pool can be used now, pool by pool, and when the next one is tried."""
+        """Return why each pool cannot be used now, and when the next one is tried."""
         if self.closed:
             return self.closed
         if self._over_budget():
@@ -235,7 +235,7 @@ class Ec2Market(Market[Ec2Settings]):
         return "; ".join(told)
 
     def waits(self) -> list[str]:
-        """Pools that are left out for now, each with its last failure."""
+        """Return the pools that rest now, each with its last failure."""
         return [f"{pool}: {f.code} ({f.message})" for pool, f in sorted(self._waiting().items())]
 
     def _waiting(self) -> dict[SpotPool, Failure]:
@@ -243,25 +243,25 @@ class Ec2Market(Market[Ec2Settings]):
         return {pool: f for pool, f in failures if f.until_ns > self.at_ns and pool in self.prices and self._fits(pool)}
 
     def usd_now(self, pool: SpotPool) -> float:
-        """Of an instance for an hour."""
+        """Return the price of an instance's hour in the pool."""
         return self.prices[pool][-1].usd_per_hour
 
     def usd_per_gpu_hour(self) -> float:
-        """Of the pool that is asked for first, or would be."""
+        """The price of the pool that comes first."""
         pools = self.usable() or self.pools()
         return self.usd_now(pools[0]) / self.settings.gpus if pools else self.settings.usd_per_gpu_hour
 
     @property
     def offered_usd_per_gpu_hour(self) -> float:
-        """Of the last offer, at which leases are booked."""
+        """The price of the last offer, at which leases are booked."""
         return self.usd_per_gpu_hour() if self._offered is None else self._offered.usd_per_gpu_hour
 
     def life_s(self) -> float:
-        """After that an instance ends itself."""
+        """Return the time after which an instance ends itself."""
         return self.settings.max_life_s
 
     def expected_life_s(self) -> float:
-        """Of an instance in the pool that is asked for first."""
+        """Return the mean life of instances in the pool that comes first."""
         pools = self.usable()
         life_s = self._life_s(pools[0]) if pools else None
         return self.life_s() if life_s is None else min(life_s, self.life_s())
@@ -279,14 +279,14 @@ class Ec2Market(Market[Ec2Settings]):
         return ""
 
     def budget_left_s(self, usd_per_hour: float) -> float | None:
-        """How long all that is held can go on at this price of an hour before `usd_max` is spent; None for ever."""
+        """Return how long the held instances can run at this hourly price within `usd_max`; None without a cap."""
         limit = self.settings.usd_max
         if limit is None or usd_per_hour <= 0:
             return None
         return max(0.0, (limit - self.spent_usd - self.running_usd) * HOUR_S / usd_per_hour)
 
     def _over_budget(self) -> bool:
-        """Whether another instance, which costs a minute at the least, is too much."""
+        """Whether `usd_max` does not allow another instance, whose least cost is one minute's."""
         limit = self.settings.usd_max
         if limit is None:
             return False
@@ -298,7 +298,7 @@ class Ec2Market(Market[Ec2Settings]):
         return limit is None or self.usd_now(pool) <= limit * self.settings.gpus
 
     def _life_s(self, pool: SpotPool) -> float | None:
-        """Its own, or that of all pools where it has none."""
+        """Return the pool's own mean life, or that of all pools if the pool has none."""
         own = self.history.get(pool)
         if own is not None and own.life_s is not None:
             return own.life_s
@@ -313,7 +313,7 @@ class Ec2Market(Market[Ec2Settings]):
 
 
 def bill_usd(began_s: float, ended_s: float, prices: Iterable[PricePoint], *, interrupted: bool) -> float:
-    """What EC2 bills for an instance that ran between these times. `interrupted`: EC2 has ended it itself."""
+    """Return EC2's bill for an instance between these times. `interrupted` means that EC2 has ended it."""
     duration_s = max(0.0, ended_s - began_s)
     if interrupted and duration_s < HOUR_S:
         return 0.0
@@ -329,7 +329,7 @@ def bill_usd(began_s: float, ended_s: float, prices: Iterable[PricePoint], *, in
 
 
 def usd_at(points: Sequence[PricePoint], at_s: float) -> float:
-    """The price of an hour that stood then: the last one told before, or else the first."""
+    """Return the hourly price at this time: the last one told before it, or else the first."""
     if not points:
         return 0.0
     index = bisect_right([point.at_s for point in points], at_s)

@@ -13,22 +13,22 @@ from typing import NamedTuple, Self
 import httpx
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
-"""As all of AWS's own clients read it."""
+"""The environment variable by which AWS's own clients find the service."""
 ENDPOINT = "http://169.254.169.254"
 NOTICES_VARIABLE = "ELASTIC_NOTICES"
-"""Who gives notice where a worker runs: "ec2", or nobody."""
+"""The environment variable that names who gives notices to a worker: "ec2", or nobody."""
 TOKEN_TTL_S = 21_600
 ANSWER_TIMEOUT_S = 2.0
 NOTICE_S_MAX = 120.0
-"""EC2's notice; what an instance's clock makes of it beyond that is the clock's error."""
+"""The longest notice of EC2. A longer one is an error of the instance's clock."""
 
 
 class MetadataError(Exception):
-    """The service does not answer as it should; the message says what it was asked and what came."""
+    """The service gave a wrong answer. The message has the request and the answer."""
 
 
 class InstanceNotice(NamedTuple):
-    """`left_s` is None for a rebalance recommendation, which has no deadline."""
+    """A notice of the service. `left_s` is None for a rebalance recommendation, which has no deadline."""
 
     key: str
     left_s: float | None
@@ -36,7 +36,7 @@ class InstanceNotice(NamedTuple):
 
 
 class InstanceMetadata:
-    """Use as a context manager."""
+    """A client of the instance metadata service, used as a context manager."""
 
     def __init__(self, endpoint: str = ENDPOINT) -> None:
         self._endpoint = endpoint.rstrip("/")
@@ -56,7 +56,7 @@ class InstanceMetadata:
         await self._http.aclose()
 
     async def notices(self) -> list[InstanceNotice]:
-        """Those that stand now. Raises `MetadataError`."""
+        """Return the present notices. Raises `MetadataError`."""
         found: list[InstanceNotice] = []
         if (action := await self._read("spot/instance-action")) is not None:
             at = _time(action, "time")
@@ -69,7 +69,7 @@ class InstanceMetadata:
         return found
 
     async def _read(self, path: str) -> Mapping[str, object] | None:
-        """None where there is nothing to be read, which is what a 404 says."""
+        """Return the JSON object at a path; None for a 404, which says that there is none."""
         answer = await self._ask("GET", f"/latest/meta-data/{path}", await self._header())
         if answer.status_code == 401:  # The token is over, or the service is another.
             self._token = ""
@@ -101,7 +101,7 @@ class InstanceMetadata:
 
 
 def _time(message: Mapping[str, object], key: str) -> float:
-    """Unix time. Raises `MetadataError`."""
+    """Return a time as Unix time. Raises `MetadataError`."""
     try:
         at = datetime.fromisoformat(str(message[key]).replace("Z", "+00:00"))
     except (KeyError, ValueError) as error:

@@ -46,9 +46,9 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 LINGER_S = 60.0
-"""For an actor whose worker has ended to say how, until it is asked or ended."""
+"""How long an actor waits after its worker's end for somebody to ask how it ended."""
 CLOSING_SHARE = 0.5
-"""Of the time that a provider has to close, what ending an actor may take; the rest is for the connection."""
+"""The share of a provider's closing time for ending actors. The rest is for the connection."""
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -63,14 +63,14 @@ class RaySettings(ProviderSettings):
     answer_timeout_s: float = Field(60.0, gt=0, description="longest time that the cluster's head may take to answer")
 
     def asked(self) -> dict[str, float]:
-        """What one worker takes, in Ray's names."""
+        """The resources of one worker, in Ray's names."""
         gpus = self.gpus_per_worker if self.num_gpus is None else self.num_gpus
         asked = {"CPU": self.num_cpus, "GPU": gpus, **self.resources}
         return {name: amount for name, amount in asked.items() if amount}
 
 
 class RayMarket(Market[RaySettings]):
-    """As many workers as the cluster has `places` for now, by its own word."""
+    """A market with as many workers as the cluster now has `places` for."""
 
     def __init__(self, name: str, settings: RaySettings) -> None:
         super().__init__(name, settings)
@@ -81,19 +81,19 @@ class RayMarket(Market[RaySettings]):
 
 
 def places(available: Mapping[str, float], asked: Mapping[str, float]) -> int:
-    """How many workers fit into what is available, if it is not too much in pieces."""
+    """Return how many workers fit into the available resources, if these are not too fragmented."""
     return int(min((available.get(name, 0.0) / amount for name, amount in asked.items()), default=0))
 
 
 class ActorStatus(NamedTuple):
-    """What an actor says of its worker's process: its exit status once it is over, None if it could not be started."""
+    """An actor's word on its worker's process: the exit status after its end; None if it could not start."""
 
     runs: bool
     status: int | None = None
 
 
 class WorkerActor:
-    """An actor: a worker's process on a node, from its start to its end."""
+    """The actor that starts a worker's process on a node and waits for its end."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._said = ActorStatus(runs=True)
@@ -136,14 +136,14 @@ class RayStatus(NamedTuple):
 
 
 class _Actors:
-    """A lease's `LeaseHandle`: the actors of these names."""
+    """The `LeaseHandle` of a lease, which has the actors of these names."""
 
     def __init__(self, provider: "RayProvider", names: Sequence[str]) -> None:
         self._provider = provider
         self._ends = {name: provider.watch_for_end(name) for name in names}
 
     async def keep(self) -> LeaseEnding:
-        """Until an actor has ended. While the cluster cannot be asked, the workers' connections say how they are."""
+        """Wait for an actor's end. While the cluster does not answer, workers' connections show their state."""
         done, _ = await asyncio.wait(self._ends.values(), return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
 
@@ -153,7 +153,7 @@ class _Actors:
 
 
 class RayProvider(BaseProvider[RaySettings]):
-    """Leases one worker each, on whatever node has room for it."""
+    """A provider whose leases have one worker each, on any node with room for it."""
 
     Settings: ClassVar[type[RaySettings]] = RaySettings
 
@@ -163,13 +163,13 @@ class RayProvider(BaseProvider[RaySettings]):
         self._connection = RayConnection(settings.address)
         self._prefix = f"elastic/{context.run}/{name}/"
         self._ends: dict[str, asyncio.Future[LeaseEnding]] = {}
-        """Of all actors that this run holds or is starting, by their names."""
+        """All actors that this run holds or starts, by name."""
         self._standing: set[str] = set()
-        """Those that have been started."""
+        """The names of the actors that have been started."""
         self._questions: dict[str, Any] = {}
-        """Asked of actors that have not answered yet; only a look changes them."""
+        """Open questions to actors. Only `_look` changes them."""
         self._lost_s: float | None = None
-        """Since when the cluster cannot be asked."""
+        """When the cluster stopped answering; None while it answers."""
 
     async def start(self, emit: Emit) -> None:
         await self._connect()
@@ -259,7 +259,7 @@ class RayProvider(BaseProvider[RaySettings]):
         return f"{self._prefix}{lease}/{ticket.worker}"
 
     async def _connect(self) -> None:
-        """Raises `ProviderUnavailable`."""
+        """Connect to the cluster. Raises `ProviderUnavailable`."""
         where = f"{self.name}: the Ray cluster at {self.settings.address}"
         try:
             await self._call(self._connection.open)
@@ -280,7 +280,7 @@ class RayProvider(BaseProvider[RaySettings]):
         return await call(self.settings.answer_timeout_s, function, *arguments)
 
     async def _look(self) -> set[str]:
-        """Returns the actors that belong to no lease."""
+        """Ask the cluster for its state, and return the actors that belong to no lease."""
         known = set(self._ends)
         look = await self._call(_look, self.settings, self._prefix, sorted(self._standing), self._questions)
         self._ray_market.places = places(look.free, self.settings.asked())
@@ -307,7 +307,7 @@ class RayProvider(BaseProvider[RaySettings]):
         return 0.0 if self._lost_s is None else time.monotonic() - self._lost_s
 
     async def _watch(self) -> None:
-        """Keep the offer true; while the cluster cannot be asked, nothing is offered."""
+        """Keep the offer up to date. Offer nothing while the cluster does not answer."""
         while True:
             await asyncio.sleep(self.settings.poll_s)
             try:
@@ -325,7 +325,7 @@ class RayProvider(BaseProvider[RaySettings]):
             self.announce()
 
     async def _give_up(self, error: Exception) -> None:
-        """Nothing is offered until a new connection stands."""
+        """Offer nothing until there is a new connection."""
         if self._lost_s is None:
             self._lost_s = time.monotonic()
             log.warning(
@@ -354,7 +354,7 @@ def _named(namespace: str, prefix: str) -> frozenset[str]:
 
 
 def _look(settings: RaySettings, prefix: str, standing: Sequence[str], questions: dict[str, Any]) -> RayStatus:
-    """An actor is asked again only once it has answered, for one on a lost node does not until Ray knows of that."""
+    """Read the cluster's state. An actor gets one question at a time: on a lost node none answers until Ray knows."""
     exceptions = ray().exceptions
     said: dict[str, ActorStatus] = {}
     gone: dict[str, str] = {}
@@ -383,7 +383,7 @@ def _look(settings: RaySettings, prefix: str, standing: Sequence[str], questions
 def _start(
     name: str, settings: RaySettings, command: Sequence[str], environment: Mapping[str, str], timeout_s: float
 ) -> None:
-    """Returns once the actor stands. Raises `TimeoutError`."""
+    """Start an actor, and return once it is up. Raises `TimeoutError`."""
     gpus = settings.gpus_per_worker if settings.num_gpus is None else settings.num_gpus
     actor: Any = (
         ray()
@@ -404,7 +404,7 @@ def _start(
 
 
 def _end(name: str, namespace: str, timeout_s: float) -> None:
-    """Returns once no actor has this name. Raises `TimeoutError`."""
+    """Kill an actor, and return once none has its name. Raises `TimeoutError`."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         try:

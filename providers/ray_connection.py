@@ -10,23 +10,23 @@ import threading
 from typing import Any
 
 GRACE_VARIABLE, GRACE_S = "RAY_CLIENT_RECONNECT_GRACE_PERIOD", 5
-"""For Ray's client to find a lost head again, before its calls fail; whoever made these asks again."""
+"""How long Ray's client looks for a lost head before its calls fail. Callers repeat theirs."""
 
 NAMESPACE = "elastic-relays"
-"""The connection's, and so that of the relays' actors; of all others their provider says it."""
+"""Ray's namespace of the connection and of relays' actors. Providers name that of other actors."""
 
 _changing = threading.Lock()
 _users: "set[RayConnection]" = set()
 
 
 class RayConnection:
-    """One user's share of the process's connection. Its methods block."""
+    """One user's part in the process's connection. Its methods block."""
 
     def __init__(self, address: str) -> None:
         self.address = address
 
     def open(self) -> None:
-        """Raises `ImportError`, `RuntimeError` for another version, and `ConnectionError`."""
+        """Connect, if nobody has. Raises `ImportError`, `RuntimeError` for another version, `ConnectionError`."""
         with _changing:
             if not ray().is_initialized():
                 if _users:  # Ray's client has given this connection up, but makes no other before it is ended.
@@ -42,7 +42,7 @@ class RayConnection:
                 _users.add(self)
 
     def close(self) -> None:
-        """Actors stay."""
+        """Leave the connection. Actors stay."""
         with _changing:
             if self in _users:
                 _users.discard(self)
@@ -50,7 +50,7 @@ class RayConnection:
                     ray().shutdown()
 
     def reset(self) -> None:
-        """End a connection that has failed, for all; each of its users makes a new one, or finds it made."""
+        """End a failed connection for all its users. The first of them to come back makes a new one."""
         with _changing:
             if self in _users:
                 _users.clear()
@@ -61,5 +61,5 @@ class RayConnection:
 
 
 def ray() -> Any:
-    """The package: an extra, which types need not know. Raises `ImportError`."""
+    """Return the package `ray`, an untyped extra. Raises `ImportError`."""
     return importlib.import_module("ray")

@@ -24,20 +24,20 @@ from providers.ray_connection import NAMESPACE, RayConnection, ray
 from providers.vendor_calls import called, told
 
 NODE_VARIABLE = "ELASTIC_RAY_CLUSTER"
-"""What a worker on a node of a cluster is told of it: the address by which a process of that node takes part in it."""
+"""The environment variable with the cluster's address for processes on its nodes."""
 
 HEAD = "node:__internal_head__"
-"""A resource that Ray gives to the head alone."""
+"""A resource that only the head of a cluster has."""
 
 ANSWER_TIMEOUT_S = 60.0
 EMPTY_S, UNUSED_S = 10.0, 6 * 3600.0
 """So long an index waits without a blob, and with blobs that nobody asks for: a run's trainer asks at each version."""
 ATTEMPTS, RETRY_S = 5, 0.2
-"""An index that ends because it is empty may be asked just then, and two may be made at once."""
+"""How often a call to the index is tried: an empty index may end meanwhile, and two may be made at once."""
 
 
 class BlobIndex:
-    """An actor: the blobs of a relay. One call at a time."""
+    """The actor that owns a relay's blobs. It handles one call at a time."""
 
     def __init__(self, empty_s: float, unused_s: float) -> None:
         self._limits_s = empty_s, unused_s
@@ -46,7 +46,7 @@ class BlobIndex:
         threading.Thread(target=self._end_when_unused, daemon=True).start()
 
     def put(self, key: str, content: bytes) -> bool:
-        """Whether the blob is there now; it is not where there is another."""
+        """Keep a blob. Returns False if the key has another blob, which stays."""
         self._asked_s = time.monotonic()
         if key not in self._blobs:
             self._blobs[key] = ray().put(np.frombuffer(content, np.uint8))
@@ -54,12 +54,12 @@ class BlobIndex:
         return memoryview(ray().get(self._blobs[key])) == content
 
     def find(self, key: str) -> list[Any]:
-        """The blob's object, if there is one: in a list, so that it is not sent along."""
+        """Return the reference of the blob's object in a list, so that Ray does not send the object along."""
         self._asked_s = time.monotonic()
         return [self._blobs[key]] if key in self._blobs else []
 
     def read(self, key: str, start: int, length: int | None) -> bytes | None:
-        """For those who are on no node of the cluster."""
+        """Return a part of a blob, for readers outside the cluster."""
         return next((_slice(ray().get(blob), start, length) for blob in self.find(key)), None)
 
     def list_keys(self, prefix: str) -> list[str]:
@@ -110,7 +110,7 @@ class RayRelay:
             called(ANSWER_TIMEOUT_S, self._connection.close)
 
     def _ask(self, what: str, *arguments: Any, make: bool = False) -> Any:
-        """The index's answer; None if there is no index, unless it is to `make` one."""
+        """Ask the index. Returns None if there is none and `make` is false."""
         self._connect()
         exceptions = ray().exceptions
         for attempt in range(ATTEMPTS):
