@@ -9,11 +9,11 @@ import msgspec
 from functions.base import FunctionTimedOut, FunctionUnavailable, Meter
 
 RECORDED_MAX = 100_000
-"""Results kept by key, the oldest forgotten first; more than any run has under way at once."""
+"""Number of results that a pool keeps, the newest ones. It exceeds the calls of a run at any one time."""
 
 
 class KeyedPool:
-    """The part of a `FunctionPool` that knows calls by their keys; a pool says how one call is made."""
+    """The part of a `FunctionPool` that knows calls by key. A subclass makes the single call."""
 
     def __init__(self, function: str, meter: Meter) -> None:
         self.function = function

@@ -40,9 +40,9 @@ log = structlog.get_logger(__name__)
 FUNCTIONS = "functions"
 """The owner of their processes in a run's records."""
 END_TIMEOUT_S = 10.0
-"""For a killed process and what it started to be gone; its record stays where that takes longer."""
+"""How long a killed process and its children may take to end. Beyond that its record stays."""
 START_TIMEOUT_S = 60.0
-"""For the start before the first call; later ones have the time of the call that waits for them."""
+"""How long the first start may take. Later ones have the time of the call that waits for them."""
 
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -181,11 +181,11 @@ class _Process:
 
 
 class OversizedAnswer(BadResult):
-    """Nothing of it was read; what follows on the pipe is of no use."""
+    """An answer was too large and was not read, so the pipe is of no further use."""
 
 
 class _Meterings:
-    """The times of one call, as they come to be known."""
+    """The times of one call, filled in as they become known."""
 
     def __init__(self) -> None:
         self._asked_s = _now_s()
@@ -286,7 +286,7 @@ class LocalFunctionPool(KeyedPool):
         return result
 
     async def _run(self, payload: bytes, times: _Meterings) -> Any:
-        """On a warm process or a new one; only one that has answered is used again."""
+        """Run a call on a warm process or a new one. Only a process that has answered is used again."""
         process = self._warm_process()
         answered = False
         try:

@@ -41,22 +41,22 @@ from functions.process import Loaded, Missing, Raised, Returned, Unsendable
 log = structlog.get_logger(__name__)
 
 FUNCTION, BATCH = "function", "batch"
-"""What the deployed app calls its functions."""
+"""The names of the deployed app's functions."""
 IDLE_S_MIN, IDLE_S_MAX = 2, 3600
-"""What Modal allows for the time that a container is kept without a call."""
+"""Modal's bounds on the time that a container idles before it ends."""
 CALL_TIMEOUT_S = 600
 """Modal's own limit of a call; a pool's calls end before it."""
 START_TIMEOUT_S = 300.0
-"""For the start before the first call, a container's included."""
+"""How long the first start may take, with a container's."""
 END_TIMEOUT_S = 30.0
-"""For a cancelled call to be gone, and its containers."""
+"""How long a cancelled call and its containers may take to end."""
 CONTAINERS_REMEMBERED = 10_000
 
 _decode_answer = msgspec.msgpack.Decoder(RemoteAnswer).decode
 
 
 class ModalPoolSettings(BaseModel):
-    """What `rewards.pool_settings` may say of this pool."""
+    """The keys of `rewards.pool_settings` for this pool."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -125,7 +125,7 @@ class ModalFunctionPool(KeyedPool):
         self._result(found)
 
     def most_usd(self, timeout_s: float) -> float:
-        """The idle time on both sides of it included, and the containers' start."""
+        """Return a call's greatest cost in USD, with a container's start and the idle time around the call."""
         return self._prices.usd_per_call + self.usd_per_s * (timeout_s + 2 * self._idle_s)
 
     async def aclose(self) -> None:
@@ -192,7 +192,7 @@ class ModalFunctionPool(KeyedPool):
         self._remote = remote
 
     async def _spawned(self, order: RemoteCall) -> Any:
-        """A call that Modal has. Raises `FunctionUnavailable`; cut short, what may have been spawned is cancelled."""
+        """Spawn a call on Modal. Raises `FunctionUnavailable`. If cancelled, it cancels what it may have spawned."""
         spawning = asyncio.create_task(self._spawn(order))
         try:
             return await asyncio.shield(spawning)
@@ -265,7 +265,7 @@ class ModalFunctionPool(KeyedPool):
         )
 
     def _billed(self, key: str, outcome: CallOutcome, times: "_Asked", found: RemoteAnswer) -> Call:
-        """A call that was answered. All that a container has lived since its last answer is on this one's bill."""
+        """Return the bill of an answered call, which has all of the container's time since the answer before."""
         known = self._containers.get(found.container)
         cold_start_s = max(0.0, found.begun_s - found.born_s) if known is None else 0.0
         since_s = found.born_s if known is None else known.until_s

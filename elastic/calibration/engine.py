@@ -29,9 +29,9 @@ from elastic.sim.performance.profile import Number
 from elastic.weights.source import TensorSource
 
 START_TIMEOUT_S = 600.0
-"""For the engine to be there, compiled code and weights included."""
+"""How long an engine may take to start, with compilation and weights."""
 LOAD_TIMEOUT_S = 300.0
-"""For one load of the probe."""
+"""How long one load of the probe may take."""
 EXIT_TIMEOUT_S = 10.0
 VERSION = 0
 

@@ -22,7 +22,7 @@ DISTINCT = 1e-3
 
 
 class FitError(ValueError):
-    """The samples do not determine the coefficients; the message says what is missing."""
+    """The samples do not determine the coefficients. The message says what is missing."""
 
 
 class IterationSample(NamedTuple):
@@ -31,11 +31,11 @@ class IterationSample(NamedTuple):
     seconds: float
     iterations: float
     batch: float
-    """Sequences that decode."""
+    """Number of decoding sequences."""
     context: float = 0.0
-    """Tokens of context of all these sequences together."""
+    """Sum of these sequences' contexts, in tokens."""
     prefilled: float = 0.0
-    """Prompt tokens."""
+    """Number of prefilled tokens."""
 
 
 class Rates(NamedTuple):

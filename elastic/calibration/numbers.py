@@ -20,7 +20,7 @@ ENVIRONMENT_SERIAL = Number(1.0, source="elastic.runtime.rollout: all environmen
 
 
 class CalibrationError(Exception):
-    """The measurement lacks a number that a profile needs; the message names the number."""
+    """The measurement lacks a number that a profile needs. The message names the number."""
 
 
 class EngineNumbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class Base:
         self._bounds = _bounds_of(name)
 
     def estimate(self, key: str, why: str) -> Number:
-        """The profile's number, within its own bounds or else `UNKNOWN_FACTOR`."""
+        """Return the profile's number, with its own bounds or else those of `UNKNOWN_FACTOR`."""
         value = float(getattr(self._profile, key))
         low, high = self._bounds.get(key, (None, None))
         low = value / UNKNOWN_FACTOR if low is None else low
@@ -105,7 +105,7 @@ def save(measured: Measured, path: Path) -> None:
 
 
 def _bounds_of(name: str) -> dict[str, tuple[float | None, float | None]]:
-    """Of the profile's own file; a profile that is computed has none."""
+    """Return the bounds in the profile's own file; a computed profile has none."""
     shipped = DATA / f"profile-{name}.toml"
     path = shipped if "/" not in name and shipped.is_file() else Path(name)
     if not path.is_file():

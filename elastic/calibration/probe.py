@@ -21,10 +21,10 @@ from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
 BUSY = (Account.PREFILL, Account.DECODE, Account.RECOMPUTE)
 REPEATS = 5
 ITERATIONS = 8
-"""Of a decoding batch that are timed, each time."""
+"""Number of timed iterations in each measurement of a decoding batch."""
 FEWEST_ITERATIONS = 3
 WAIT_S = 60.0
-"""Longest that an engine may bring no token while it has something to do."""
+"""How long a busy engine may deliver no token."""
 TEMPERATURE = 1.0
 
 Observe = Callable[[int, int, str], None]
@@ -44,13 +44,13 @@ class ProbeLoad(NamedTuple):
 
 
 class Probed(NamedTuple):
-    """Medians over repeats, a sample for each load; the loads that the engine did not take as they were meant."""
+    """A sample for each load, the median of its repeats, and the loads that the engine did not run as meant."""
 
     samples: list[IterationSample]
     left_out: list[ProbeLoad]
     kv_tokens: int
     engine: str
-    """The measured engine, in words."""
+    """A description of the measured engine."""
 
 
 def loads(settings: EngineConfig, kv_tokens: int) -> list[ProbeLoad]:
@@ -91,7 +91,7 @@ class Probe:
         self._alive: set[str] = set()
         self._batch = 0
         self._full = 0
-        """Iterations that brought a token of every sequence."""
+        """Iterations that delivered a token of every sequence."""
         self._error = ""
         self._number = 0
 
@@ -157,7 +157,7 @@ class Probe:
         return steady if len(steady) >= FEWEST_ITERATIONS else []
 
     def _steady(self, load: ProbeLoad) -> Iterator[IterationSample]:
-        """The iterations that took every sequence of the load one token further, as the one before them did."""
+        """Yield the iterations that, like the one before each, decoded a token of every sequence of the load."""
         generated: dict[str, int] = {}
         before_ns: Nanoseconds | None = None
         for now_ns, chunks in self._calls:
@@ -194,7 +194,7 @@ class Probe:
         self._engine.submit(requests)
 
     def _until(self, condition: Callable[[], bool], load: ProbeLoad) -> None:
-        """Wait for it, as long as tokens come."""
+        """Wait for a condition, as long as tokens arrive."""
         began_ns = time.monotonic_ns()
         with self._changed:
             while not (condition() or self._error):
@@ -207,7 +207,7 @@ class Probe:
 
 
 def _median(samples: Sequence[IterationSample]) -> IterationSample:
-    """Summarises samples: the median of an iteration's seconds, the mean of its sizes."""
+    """Summarise samples by the median of an iteration's seconds and the means of its sizes."""
     return IterationSample(
         seconds=statistics.median(sample.seconds / sample.iterations for sample in samples),
         iterations=1,

@@ -37,16 +37,16 @@ STOPPED = "stopped: "
 any."""
 MESSAGE_S = Number(0.0005, estimate="one way over loopback; a journal does not show it", low=0.0001, high=0.005)
 FREE_BYTES_PER_S = 1e12
-"""Pull times are measured whole, so the link adds nothing to them."""
+"""A link that adds nothing to pull times, since these are measured whole."""
 FREE_REWARD_S = Number(0.0, estimate="rewards are the environment's own", low=0.0, high=0.1)
 BUSY = (Account.DECODE, Account.PREFILL, Account.RECOMPUTE)
 DELAYS = ("boot_delay_s", "cold_start_s")
-"""Keys of providers that make a worker start later than its lease; the simulated ones do so too."""
+"""Keys of providers' settings that delay a worker's start. Simulated providers delay it too."""
 FEWEST_ITERATIONS = 8
-"""Between two reports, to be told apart from the iteration that a report falls into."""
+"""Fewest iterations between two reports, so that the one at a report hardly counts."""
 SAMPLES_PER_RATE = 4
 QUANTILES = (0.05, 0.5, 0.95)
-"""Of the batches that the engines had, at which the decode time is fitted."""
+"""Quantiles of the engines' batch sizes at which the decode time is fitted."""
 
 _Statistic: TypeAlias = Callable[[Iterable[float]], float | None]
 
@@ -72,7 +72,7 @@ def profile_run(
 
 
 def find_live_run(directory: Path, name: str) -> Path:
-    """As a store finds it; but `latest` passes over simulated runs. Raises `ConfigError`."""
+    """Find a run as a store does, except that `latest` skips simulated runs. Raises `ConfigError`."""
     store = DirectoryStore(directory)
     if name != LATEST:
         return store.find(name).path
@@ -122,7 +122,7 @@ class RunMeasurement:
         self._events = list(reader.events_of(*kinds, "GroupTrained", "WeightsPublished"))
 
     def around_engine(self) -> dict[str, Number]:
-        """Everything but the engine's own numbers."""
+        """Return all numbers except the engine's own."""
         update_s = self._update_s()
         return {
             "message_s": MESSAGE_S,
@@ -152,7 +152,7 @@ class RunMeasurement:
         }
 
     def engine(self) -> EngineNumbers:
-        """Of the run's pacing, or fitted. Raises `CalibrationError` where a run without pacing does not show enough."""
+        """Return the numbers of the run's pacing, or fitted ones. Raises `CalibrationError` if there are neither."""
         pacing = self._config.engine.pacing
         return self._fitted() if pacing is None else self._paced(pacing)
 
@@ -237,7 +237,7 @@ class RunMeasurement:
         )
 
     def _context_tokens(self) -> float:
-        """Of one sequence, in the mean of its turns' ends."""
+        """Return a sequence's context in tokens, the mean over the ends of its turns."""
         return max(1.0, _mean(row.prompt_tokens + row.tokens for row in self._turns) or 1.0)
 
     # Processes
@@ -303,7 +303,7 @@ class RunMeasurement:
         }
 
     def _free_link(self, key: str) -> Number:
-        """No slower than the fastest pull was as a whole."""
+        """Return a link that is as fast as the fastest whole pull."""
         pulls = (*self._first_pulls, *self._later_pulls)
         if not pulls:
             return self._number(key, None, "times of pulls")
@@ -312,7 +312,7 @@ class RunMeasurement:
         return Number(FREE_BYTES_PER_S, estimate=why, low=min(fastest, FREE_BYTES_PER_S), high=FREE_BYTES_PER_S)
 
     def _of_later_pulls(self, key: str, cost: Callable[[PullRow], float], statistic: _Statistic, name: str) -> Number:
-        """A first pull brings all of the weights and so bounds what a later one costs."""
+        """Return the cost of a later pull. A first one brings all weights, so its cost is a bound."""
         value = statistic(cost(pull) for pull in self._later_pulls)
         bound = statistic(cost(pull) for pull in self._first_pulls)
         if value is None and bound is not None:
@@ -337,7 +337,7 @@ class RunMeasurement:
         return {event.group for _, event in self._events if isinstance(event, e.GroupTrained)}
 
     def _training_s(self, update_s: float | None) -> float:
-        """Of the trainer's device, without updates."""
+        """Return the training time on the trainer's device, without updates."""
         updates = sum(isinstance(event, e.WeightsPublished) for _, event in self._events)
         training_ns = sum(b.accounts_ns.get(Account.TRAINING, 0) for b in self._books if b.provider == TRAINER_PROVIDER)
         return training_ns / NS_PER_S - updates * (update_s or 0.0)
@@ -362,7 +362,7 @@ class RunMeasurement:
     # Environments
 
     def _reset_s(self) -> float | None:
-        """Environments are reset one after the other, and each asks for its first turn at once."""
+        """Return the time of an environment's reset. Resets are sequential, and each is followed by its first turn."""
         by_step: dict[int, list[int]] = {}
         for row in self._turns:
             if parse_turn(row.turn)[1] == 0:
@@ -423,7 +423,7 @@ def _between(before: e.WorkerReported, after: e.WorkerReported, prefills: int) -
 
 
 def _batches(samples: Sequence[IterationSample]) -> list[int]:
-    """The sizes at which decode times are fitted: few, and within what was seen."""
+    """Return the batch sizes at which decode times are fitted: a few, all within the seen range."""
     if not samples:
         return []
     return sorted({max(1, round(size)) for size in np.quantile([sample.batch for sample in samples], QUANTILES)})
@@ -434,14 +434,14 @@ def _busy_ns(report: e.WorkerReported) -> Nanoseconds:
 
 
 def _by_age(pulls: Iterable[PullRow]) -> tuple[list[PullRow], list[PullRow]]:
-    """Splits pulls into each worker's first one and later ones that transferred bytes."""
+    """Split pulls into each worker's first one and the later ones that transferred bytes."""
     first: dict[str, PullRow] = {}
     later = [row for row in pulls if first.setdefault(row.worker, row) is not row and row.bytes]
     return list(first.values()), later
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    """Of boots the mean counts, since what they cost is their sum."""
+    """Return the mean, which counts for boots since they cost their sum."""
     found = list(values)
     return statistics.mean(found) if found else None
 

@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 
 _GIVEN = ("COMMANDLINE", "ENVIRONMENT")
-"""Where the value of an option comes from that somebody gave."""
+"""The sources of an option's value that mean that the user gave it."""
 OURS = ("elastic.", "functions.", "policies.", "providers.", "traces.")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)]
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _origin(error: OSError) -> str:
-    """Of an error without words, as timeouts are: its type, and what of ours was waiting."""
+    """Describe an error without a message, such as a timeout: its type, and the function that was waiting."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     ours = [frame.f_code.co_qualname for frame in frames if frame.f_globals.get("__name__", "").startswith(OURS)]
     return " in ".join([type(error).__name__, *ours[-1:]])
@@ -201,12 +201,12 @@ def _names(providers: str | None) -> list[str]:
 
 
 def _budget(usd: float | None) -> list[str]:
-    """What --budget-usd sets."""
+    """Return the settings of --budget-usd."""
     return [] if usd is None else [f"run.budget_usd={usd}"]
 
 
 def _listening(listen: str, advertise: str) -> list[str]:
-    """What --listen and --advertise set."""
+    """Return the settings of --listen and --advertise."""
     found = [f"run.advertise='{advertise}'"] if advertise else []
     if listen:
         try:
@@ -238,7 +238,7 @@ def _run_settings(
 
 
 def _kept_in(config: Path | None, overrides: list[str]) -> Path:
-    """Where runs are: as said last on the command line, else in the configuration."""
+    """Return the directory of runs: the last one on the command line, else the configuration's."""
     said = [override for override in overrides if override.partition("=")[0].strip() == "run.directory"]
     if config:
         return load_config(config, said).run.directory
@@ -336,7 +336,7 @@ def simulate(
 
 
 def _refuse_all_but(context: typer.Context, mode: str, *allowed: str) -> None:
-    """Nothing that was given is ignored: with the option `mode` only these others mean something."""
+    """Refuse options that have no meaning with the option `mode`, so that none is ignored."""
     refused: list[str] = []
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")

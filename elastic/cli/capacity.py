@@ -24,12 +24,12 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_of(config: Config, names: list[str], where: str) -> RunPlan:
-    """Of these providers, or of all that have a section. Raises `ConfigError`."""
+    """Return the plan of these providers, or of all that have a section. Raises `ConfigError`."""
     return resolve(config, names or list(config.providers), where)
 
 
 def examined(plan: RunPlan, names: Collection[str] | None = None) -> Iterator[tuple[str, Examination]]:
-    """Asks each provider (of these) that has somebody to ask. Blocks for some seconds each."""
+    """Ask each vendor of these providers. Blocks for some seconds each."""
     for name, settings in plan.providers.items():
         if names is not None and name not in names:
             continue
@@ -81,7 +81,7 @@ def list_command(plan: RunPlan, *, as_json: bool) -> None:
 
 
 def offers_command(plan: RunPlan, *, prices: bool, as_json: bool) -> int:
-    """What could be had now, the best first; with `prices` all places that have one. Returns the exit code."""
+    """Print present offers, the best first, or with `prices` all places and prices. Returns the exit code."""
     found = dict(examined(plan))
     if as_json:
         emit({name: {"capacity": _shown(e, prices), "findings": e.findings} for name, e in found.items()})

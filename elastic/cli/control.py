@@ -21,9 +21,9 @@ from elastic.control import (
 from elastic.runtime.journal import RunDirectory
 
 NONE = "none"
-"""Lifts a cap or a budget."""
+"""The word that lifts a cap or a budget."""
 _BAD_INPUT = ("invalid", "unknown_provider", "conflict")
-"""What a run refuses because of how it was asked."""
+"""Codes of refusals that are the caller's mistakes."""
 
 
 def disk_stop_command(run: RunDirectory, reason: str, command_id: str, *, as_json: bool) -> int:
@@ -39,7 +39,7 @@ def disk_stop_command(run: RunDirectory, reason: str, command_id: str, *, as_jso
 
 
 def cap_of(cap: str) -> tuple[str, int | None]:
-    """The provider, and its cap or None for no more of it. Raises `ConfigError`."""
+    """Return a provider and its cap; None lifts the cap. Raises `ConfigError`."""
     provider, equals, said = cap.partition("=")
     gpus = None if said == NONE else int(said) if said.isdecimal() and said.isascii() else -1
     if not provider or not equals or (gpus is not None and not 0 <= gpus <= GPUS_MAX):
@@ -77,7 +77,7 @@ def budget_command(run: RunDirectory, budget: str, command_id: str, *, as_json: 
 
 
 def dollars(said: str) -> float:
-    """Raises `ConfigError` for what is no budget."""
+    """Return an amount in USD. Raises `ConfigError` if it is no budget."""
     try:
         usd = float(said.removeprefix("$"))
     except ValueError:
@@ -96,7 +96,7 @@ def _done(
     *,
     as_json: bool,
 ) -> int:
-    """Has the run do it, and says what came of it; returns the exit code."""
+    """Send a command to the run, print the outcome, and return the exit code."""
     command_id = command_id or new_command_id()
     try:
         answer = asyncio.run(ask(RunControl(run.path), command_id))

@@ -19,9 +19,9 @@ from elastic.compose.modal_deployment import rewards_fault
 from elastic.config import Config
 
 ROOM_GB_MIN = 1.0
-"""A short run's journal, checkpoints and weights, several times over."""
+"""Room on disk for a short run's journal, checkpoints and weights, several times over."""
 PACKAGES = ("elastic-rl", "torch", "safetensors", "gymnasium", "numba", "xxhash", "zstandard")
-"""Elastic itself, and all of its `train` extra."""
+"""The packages of Elastic and of its extra `train`."""
 GROUPS = ("elastic.providers", "elastic.environments", "elastic.engines")
 
 
@@ -31,7 +31,7 @@ class Finding(msgspec.Struct, frozen=True):
     found: str
     hint: str = ""
     fault: str = "missing"
-    """What to call it when it is not ok, or when it is but `warns`."""
+    """The word for a finding that is not ok, or that only `warns`."""
     warns: bool = False
 
 
@@ -52,7 +52,7 @@ def doctor_command(config: Config | None, *, as_json: bool) -> int:
 
 
 def findings_of(config: Config | None) -> list[Finding]:
-    """What is looked at, and what was found."""
+    """Return the findings about this machine."""
     findings = [_python(), *_packages(), _device(), _cores(), _room(), *_entry_points()]
     return findings + ([*_limits(config), *_clouds(config), *_rewards(config)] if config is not None else [])
 
