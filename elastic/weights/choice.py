@@ -16,7 +16,7 @@ import numpy.typing as npt
 BYTES_PER_S_IN_GBPS = 125e6
 
 OVERLAP = 0.25
-"""What the stages that are not the slowest add to a bucket's time."""
+"""The share of the other stages' times that a bucket takes besides the slowest stage."""
 
 _SAMPLES, _SAMPLE = 32, 128
 
@@ -59,7 +59,7 @@ class ExpectedChange(NamedTuple):
 
 
 def estimate_change(old: npt.NDArray[np.uint16], new: npt.NDArray[np.uint16]) -> ExpectedChange:
-    """How much differs, from samples over the whole length."""
+    """Estimate how much of a bucket differs, from samples over its whole length."""
     starts = range(0, old.size, max(old.size // _SAMPLES, _SAMPLE))
     before, after = (
         _ordinals(np.concatenate([bits[start : start + _SAMPLE] for start in starts] or [bits])) for bits in (old, new)
@@ -79,7 +79,7 @@ def _ordinals(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
 
 
 def predicted_bytes(codec: str, change: ExpectedChange) -> float:
-    """What a bucket takes on the wire, good to about 10 % on RL updates."""
+    """Return a bucket's predicted bytes on the wire; the error is about 10 % on RL updates."""
     elements, changed, bits = change
     positions = _entropy_bits(changed / max(elements, 1)) * elements
     match codec:

@@ -54,7 +54,7 @@ class ArrivingBlob:
                 self._digests[number] = _hashed((piece,))
 
     def digest(self) -> str:
-        """When all of it has landed."""
+        """Return the digest. All pieces must have arrived."""
         return digest_of(*self._digests)
 
 

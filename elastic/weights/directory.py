@@ -16,7 +16,7 @@ INCOMING, MEMORY_LINK = ".incoming", ".memory"
 (`elastic.weights.shared_memory`). No key begins with a dot, so none of these is ever listed."""
 
 MEMORY_LEFT = 1 / 2
-"""Of the shared memory's size: so much of it a blob must leave free."""
+"""The share of the shared memory that must stay free beside a blob."""
 
 _COMPARE_BYTES = 1 << 20
 
@@ -24,7 +24,7 @@ _UNFINISHED = "put-"
 """Names of blobs that are being written begin with this. Their writers hold locks on them."""
 
 _ATTEMPTS = 100
-"""How often a blob's directory may be removed, since it is empty, while the blob is put there."""
+"""How often a put is tried, since others may remove its directory while it is still empty."""
 
 
 class DirectoryRelay:
@@ -60,7 +60,7 @@ class DirectoryRelay:
             _place(os.link, Path(file.name), path)
 
     def _put_in_memory(self, path: Path, parts: Sequence[Buffer]) -> bool:
-        """Whether the blob is there now; it is not where there is no memory, or no room in it."""
+        """Put a blob into shared memory. Returns False if there is none, or no room in it."""
         memory = self._root / MEMORY_LINK
         try:
             space = shutil.disk_usage(memory)

@@ -100,7 +100,7 @@ class Version(NamedTuple):
 
 
 class PublishReport(NamedTuple):
-    """What it took to make a version available; later objects of the same version are not counted."""
+    """The cost of making a version available, without the version's later objects."""
 
     version: int
     kind: str

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class WeightsRefusal(NamedTuple):
-    """What did not verify, and why. Something else takes its place, in the end a keyframe."""
+    """An object that did not verify, and why. Another object replaces it, in the end a keyframe."""
 
     what: str
     reason: str

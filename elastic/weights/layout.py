@@ -56,7 +56,7 @@ class Layout:
         offsets = [*(entry.offset // 2 for entry in tensors), sum(entry.size_bytes for entry in tensors) // 2]
         own = [owned(cells, rank) if cells else range(len(tensors)) for rank in range(ranks)]
         self.elements = [slice(offsets[each.start], offsets[each.stop]) for each in own]
-        """What each rank publishes."""
+        """The elements that each rank publishes."""
         self.tiles = [
             slice(*np.searchsorted(self.ends, [part.start, part.stop], side="right").tolist()) for part in self.elements
         ]
@@ -73,20 +73,20 @@ class Piece(NamedTuple):
 
     tiles: slice
     elements: slice
-    """Where they lie among what is held."""
+    """The elements of these tiles in the held patterns."""
     ends: npt.NDArray[np.int64]
     """Where each tile ends, in elements from the piece's first."""
 
 
 class Tiles:
-    """The tiles of a version, and where the hosted ones lie among what is held."""
+    """The tiles of a version, and the places of the hosted ones in the held patterns."""
 
     def __init__(self, tensors: Sequence[TensorEntry], hosted: Sequence[bool], tile_elements: int) -> None:
         self.hosted = np.repeat(np.array(hosted, bool), _tile_counts(tensors, tile_elements))
         """Whether each tile is held."""
         sizes = np.diff(tile_ends(tensors, tile_elements), prepend=0)
         self.ends = np.cumsum(np.where(self.hosted, sizes, 0))
-        """Where each tile ends among what is held; one that is not held takes no room."""
+        """The end of each tile in the held patterns; a tile that is not held has no elements there."""
 
     def pieces(self, first: int, count: int) -> list[Piece]:
         """Returns what is held of the `count` tiles from `first` on."""

@@ -12,7 +12,7 @@ SPARE = 2
 
 
 class Memory:
-    """Gives arrays of patterns, and takes their memory back when nobody holds one, or a view of it, any more."""
+    """Memory for arrays of patterns. It is reused when nobody holds an array, or a view of it, any more."""
 
     def __init__(self) -> None:
         self._spare: list[mmap.mmap] = []

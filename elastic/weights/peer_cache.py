@@ -96,7 +96,7 @@ class PeerCacheRelay:
         self._without_until_s = 0.0
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """From the site if it is there, else over the link, by this worker or whoever was faster."""
+        """Return a part of a blob from the site, or else over the link, by this worker or a faster one."""
         copy = self._refused[version_of(key)]
         if copy >= COPIES or self._clock() < self._without_until_s:
             return self._far.get(key, start, length)
@@ -159,7 +159,7 @@ class PeerCacheRelay:
             return None
 
     def _claim(self, claim: str) -> bool:
-        """Whether this worker has it now. Until it has proved how fast it is it fetches one piece at a time."""
+        """Claim a piece, and return whether this worker has it now. A worker of unknown speed fetches one at a time."""
         with self._lock:
             if self._fetching and not self._proven:
                 return False

@@ -38,7 +38,7 @@ class Placement:
     dimensions: tuple[int | None, ...]
 
     def box(self, tensor: str, shape: Shape) -> Box:
-        """What this rank has of the tensor. Raises `ValueError` for a placement that does not fit."""
+        """Return this rank's part of the tensor. Raises `ValueError` for a placement that does not fit."""
         if not len(self.mesh) == len(self.coordinate) == len(self.dimensions):
             raise ValueError(f"tensor {tensor}: mesh {self.mesh}, coordinate and placements differ in length")
         begin, end = [0] * len(shape), list(shape)

@@ -9,7 +9,7 @@ KEYFRAME_COST = 16
 
 
 class PublishedUpdate(NamedTuple):
-    """A published object: what takes a worker from `base` (None: from nothing) to `version`."""
+    """A published object. It takes a worker from `base` (None: from nothing) to `version`."""
 
     version: int
     base: int | None

@@ -36,7 +36,7 @@ RENEW_S = 5.0
 """Between two answers to requests for a keyframe of one version: each reads or writes all of the weights."""
 
 LATER_TIMEOUT_S = 600.0
-"""For what is published after a version can be pulled already: a merged delta, a keyframe, garbage collection."""
+"""How long the objects that follow a version may take: a merged delta, a keyframe, garbage collection."""
 
 
 class Publisher:

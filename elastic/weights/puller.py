@@ -65,7 +65,7 @@ class Puller:
         self._writing: StagedVersion | None = None
         self._distrusted = False
         self._audited = 0
-        """The tile whose turn it is."""
+        """The next tile to audit."""
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
         self._refused: list[WeightsRefusal] = []
@@ -240,7 +240,7 @@ class Puller:
         return self._shard
 
     def _hosted(self, tensors: Sequence[TensorEntry]) -> tuple[bool, ...]:
-        """Which of a version's tensors or cells to hold. Raises `WeightsCorrupted` where it lacks what is hosted."""
+        """Return which of a version's tensors or cells to hold. Raises `WeightsCorrupted` if it lacks one."""
         try:
             shard = self._resolved(tensors)
             return tuple(needed(map(box_of, tensors), shard)) if shard is not None else (True,) * len(tensors)

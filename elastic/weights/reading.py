@@ -15,7 +15,7 @@ from elastic.weights.relay import Relay
 from elastic.weights.waiting import awaited, fetch, look_again, patiently
 
 CHUNK_BYTES = 8 << 20
-"""What a broken transfer has to fetch again, and how often the deadline is looked at."""
+"""The size of a transfer's parts. A broken transfer repeats one part, and the deadline is checked after each."""
 
 SHARE_BYTES, SHARES = 1 << 20, 32
 """A smaller blob is fetched in so many chunks, none smaller than this, so that the workers of a site share it."""

@@ -50,7 +50,7 @@ def change_of(old, new):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def changed(old, change):  # type: ignore[no-untyped-def]
-    """The pattern whose `change_of` from `old` is `change`."""
+    """Return the pattern whose `change_of` from `old` is `change`."""
     down = change & 1
     steps = ((change >> 1) + 1) ^ -down
     return pattern((ordinal(old) + steps + down) & 0xFFFF)

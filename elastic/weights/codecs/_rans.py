@@ -29,7 +29,7 @@ Frequencies = npt.NDArray[np.uint32]
 
 
 def quantise(histogram: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-    """A histogram of tokens as one byte a token, 0 for those that do not occur."""
+    """Return a histogram of tokens with one byte for each token, 0 for tokens that do not occur."""
     codes = np.zeros(TOKENS, np.uint8)
     used = histogram > 0
     share = histogram[used] / max(int(histogram.sum()), 1)

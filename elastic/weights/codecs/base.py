@@ -84,7 +84,7 @@ class Codec(Protocol):
 
 
 def check_encode(old: Bits, new: Bits, tile_ends: Ends) -> None:
-    """Raises `ValueError` unless the arguments are those of `Codec.encode`."""
+    """Check the arguments of `Codec.encode`. Raises `ValueError`."""
     if old.shape != new.shape or old.ndim != 1 or old.dtype != np.uint16 or new.dtype != np.uint16:
         raise ValueError(f"expected two flat uint16 arrays (found {old.dtype}{old.shape}, {new.dtype}{new.shape})")
     _check_tiles(old, tile_ends)

@@ -23,7 +23,7 @@ def mix(index, pattern):  # type: ignore[no-untyped-def]
 
 
 def tile_sums(bits: Bits, tile_ends: Ends) -> npt.NDArray[np.uint64]:
-    """The sum of each tile of a bucket; elements are numbered within their tile. What an audit recomputes."""
+    """Return the sum of each tile of a bucket, as an audit needs it. Elements are numbered within their tile."""
     sums = np.zeros(len(tile_ends), np.uint64)
     _sum(flat(bits), as_ends(tile_ends), sums)
     return sums
@@ -54,7 +54,7 @@ def kept_small(update: BucketUpdate, old: Bits, tile_ends: Ends) -> BucketUpdate
 
 @njit(inline="always")
 def sum_change(index, base, old, new):  # type: ignore[no-untyped-def]
-    """What writing `new` over `old` at `index - base` of a tile changes its sum by."""
+    """Return by how much a tile's sum changes when `new` is written over `old` at `index - base`."""
     total = np.uint64(0)
     for i in range(index.size):
         position = np.int64(index[i]) - base
