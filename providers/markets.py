@@ -211,7 +211,10 @@ class SpotTraceSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     trace: Annotated[str, AfterValidator(_readable)] = Field(
-        "rlboost-a", validate_default=True, description="a shipped trace's name, or a path"
+        "rlboost-a",
+        validate_default=True,
+        description="a shipped trace's name, or a path",
+        json_schema_extra={"format": "path"},
     )
     speed: float = Field(1.0, gt=0, allow_inf_nan=False, description="seconds of the trace in a second")
     start_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="where in the trace to begin")

@@ -104,7 +104,10 @@ class LoadSettings(_HostSection):
     """A host's own load, replayed from a trace."""
 
     trace: Annotated[str, AfterValidator(_readable)] = Field(
-        "azure-conversation", validate_default=True, description="a shipped trace's name, or a path"
+        "azure-conversation",
+        validate_default=True,
+        description="a shipped trace's name, or a path",
+        json_schema_extra={"format": "path"},
     )
     start_s: float = Field(0.0, ge=0, description="where in the trace to begin")
     speed: float = Field(1.0, gt=0, description="seconds of the trace in a second: arrivals come closer together")
@@ -212,7 +215,9 @@ class ServingSettings(ProviderSettings):
     hosts: int = Field(2, ge=0, le=64, description="hosts to start on this machine")
     urls: tuple[Annotated[str, AfterValidator(_safe)], ...] = Field((), description="hosts that are there already")
     token_variable: str = Field(
-        "ELASTIC_SERVING_TOKEN", min_length=1, description="environment variable with the token of the hosts at urls"
+        "ELASTIC_SERVING_TOKEN",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="environment variable with the token of the hosts at urls",
     )
     load: LoadSettings = Field(default_factory=LoadSettings)  # type: ignore[arg-type]
     device: DeviceSettings = Field(default_factory=DeviceSettings)  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from elastic.resources import AccessRole
+from elastic.resources import Submission as Body
+from elastic.server.intake import submissions
 from tests.server.conftest import Site
 
 Submission = Callable[..., dict[str, Any]]
@@ -55,6 +57,9 @@ def test_unknown_components(shared_site: Site, submission: Submission) -> None:
         ("providers.spot", "trace", "/etc/passwd"),
         ("providers.spot", "trace", "../theirs/trace.csv"),
         ("providers.spot", "trace", "pyproject.toml"),
+        ("providers.spot", "trace", "Makefile"),
+        ("providers.spot", "endpoint_url", "http://10.0.0.1:9"),
+        ("providers.spot", "urls", ["https://10.0.0.1:9"]),
         ("providers.spot", "address", "ray://10.0.0.1:10001"),
         ("providers.spot", "engine", {"vllm": {"arguments": {"worker_cls": "os.system"}}}),
         ("engine", "vllm", {"arguments": {"worker_cls": "os.system"}}),
@@ -70,6 +75,29 @@ def test_no_file_host_or_import_path_of_anybody_else(
     table[key] = value
     found = pointers(shared_site, body)
     assert any(pointer.startswith(f"#/config/{section.replace('.', '/')}/{key}") for pointer in found), found
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"kind": "ec2", "image": "ami-0123456789abcdef0", "install": ["pip install /opt/x.whl"]},
+        {"kind": "ec2", "image": "ami-0123456789abcdef0", "queue": "https://sqs.us-east-1.amazonaws.com/1/notices"},
+        {
+            "kind": "ec2",
+            "image": "ami-0123456789abcdef0",
+            "instance_profile": "worker",
+            "secret_prefix": "elastic/ours/",
+        },
+        {"kind": "modal", "gpu": "H100", "volume": "weights", "volume_path": "/mnt/weights"},
+    ],
+    ids=lambda section: list(section)[-1],
+)
+def test_only_what_is_typed_as_a_path_is_one(site: Site, submission: Submission, section: dict[str, Any]) -> None:
+    body = submission()
+    body["config"]["providers"]["spot"] = section
+    raw, project = Body(config=body["config"], providers=["spot"]), site.projects["ours"]
+    kept, _ = submissions.check(site.settings, raw, project)
+    assert kept.config["providers"]["spot"] == section
 
 
 def test_a_projects_own_files(site: Site, submission: Submission, tmp_path: Path) -> None:

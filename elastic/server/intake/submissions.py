@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 
+import traces
 from elastic import compose
 from elastic.config import Config, ConfigError, validate
 from elastic.resources import DryRun, ProblemError, Submission, WouldAcquire
+from elastic.server.intake.path_keys import names_file
 from elastic.server.intake.upload_files import SCHEME, named
 from elastic.server.problems import ApiProblem
 from elastic.server.quotas.needs import RunNeeds, needs_of
@@ -25,8 +27,8 @@ _SERVERS_OWN = (
     *("run.pass_env", "weights.port", "weights.relay"),
 )
 """Keys that the server sets itself: where a run listens, what it inherits, where it is kept."""
-_REFUSED_KEYS = frozenset({"address", "arguments"})
-"""Keys of providers and engines that are refused: a host to dial, or arbitrary engine arguments."""
+_REFUSED_KEYS = frozenset({"address", "arguments", "endpoint_url", "urls"})
+"""Keys of providers and engines that are refused: hosts to dial, or arbitrary engine arguments."""
 _PATH_LIKE = re.compile(r"[/\\\0]|^~|^\.\.?$")
 _NO_PATHS_IN = ("simulation",)
 """Sections that live runs ignore."""
@@ -123,7 +125,10 @@ def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -
     storage = settings.storage(project).resolve()
     for path, value in list(_leaves({k: v for k, v in raw.items() if k not in _NO_PATHS_IN}, ())):
         is_checkpoint = ".".join(path) == CHECKPOINT
-        if isinstance(value, str) and value.startswith(SCHEME):
+        is_file = names_file(raw, path) if isinstance(value, str) else False
+        if is_file is False:
+            continue
+        if value.startswith(SCHEME):
             found = named(settings, project, value)
             if found is None:
                 detail = f"no complete upload {value!r} in the project; allowed: upload:ID, upload:ID/FILE"
@@ -131,13 +136,13 @@ def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -
             else:
                 _put(raw, path, str(found))
             continue
-        if not isinstance(value, str) or not (is_checkpoint or _could_be_a_path(value)):
+        if not (is_file or _could_be_a_path(value)):
             continue
         roots = (storage, *(settings.models if is_checkpoint else ()))
         found = _inside(value, roots)
         if found is not None:
             _put(raw, path, str(found))
-        elif is_checkpoint or _PATH_LIKE.search(value) or _is_file(value):
+        elif (is_file and value not in traces.shipped()) or _PATH_LIKE.search(value) or _is_file(value):
             what = "no base policy" if is_checkpoint else "no file"
             where = "the project's storage" + (" or the server's models" if is_checkpoint else "")
             yield ProblemError(pointer=_pointer(path), detail=f"{what} {value!r} in {where}")

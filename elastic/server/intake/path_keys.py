@@ -1,0 +1,68 @@
+"""Which keys of a configuration name files: those that its settings type as paths."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.errors import PydanticInvalidForJsonSchema
+
+from elastic import compose
+from elastic.config import Config, EngineConfig
+
+Place = tuple[str, ...]
+Schema = Mapping[str, Any]
+
+
+def names_file(raw: Mapping[str, Any], place: Place) -> bool | None:
+    """Whether the key at this place of a configuration is typed as a path; None where no setting says what it is."""
+    settings, rest = _settings_at(raw, place)
+    schema = _schema(settings) if settings is not None else {}
+    return _is_path(schema, schema, rest)
+
+
+def _settings_at(raw: Mapping[str, Any], place: Place) -> tuple[type[BaseModel] | None, Place]:
+    """Return the settings that the key belongs to, and its place in them; None for settings of nothing installed."""
+    match place:
+        case ("providers", _, "engine", *rest) | ("trainer", "engine", *rest) | ("engine", *rest):
+            if rest and rest[0] not in EngineConfig.model_fields:
+                return _settings_of("elastic.engines", rest[0]), tuple(rest[1:])
+            return EngineConfig, tuple(rest)
+        case ("providers", name, *rest) if isinstance(raw["providers"][name], dict):
+            return _settings_of("elastic.providers", compose.kind_of(raw["providers"], name)), tuple(rest)
+        case ("environment", "settings", *rest):
+            return _settings_of("elastic.environments", raw["environment"].get("name", "frozenlake")), tuple(rest)
+        case ("rewards", "pool_settings", *rest):
+            return _settings_of("elastic.function_pools", raw["rewards"].get("pool", "local")), tuple(rest)
+    return Config, place
+
+
+def _settings_of(group: str, name: object) -> type[BaseModel] | None:
+    point = compose.installed(group).get(str(name))
+    try:
+        return None if point is None else getattr(point.load(), "Settings", None)
+    except ImportError:  # What it needs is not installed here, and the plan says so.
+        return None
+
+
+@cache
+def _schema(settings: type[BaseModel]) -> Schema:
+    try:
+        return settings.model_json_schema()
+    except PydanticInvalidForJsonSchema:
+        return {}
+
+
+def _is_path(schema: Schema, whole: Schema, place: Place) -> bool | None:
+    if "$ref" in schema:
+        schema = whole["$defs"][schema["$ref"].rpartition("/")[2]]
+    branches = [one for key in ("anyOf", "allOf", "oneOf") for one in schema.get(key, ())]
+    if place:
+        properties, others = schema.get("properties", {}), schema.get("additionalProperties")
+        inner = [properties[place[0]]] if place[0] in properties else [others, schema.get("items")]
+        inner = [*inner, *schema.get("prefixItems", ())]
+        found = [_is_path(one, whole, place[1:]) for one in inner if isinstance(one, dict)]
+    else:
+        found = [schema["format"] == "path"] if "format" in schema else [False] if "type" in schema else []
+    found += [_is_path(one, whole, place) for one in branches]
+    return True if True in found else False if False in found else None
