@@ -1,5 +1,7 @@
+import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,56 @@ from hypothesis import settings
 # How long an example takes depends on what else the machine does; pytest's timeout bounds the whole test.
 settings.register_profile("elastic", deadline=None, max_examples=25)
 settings.load_profile("elastic")
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def surroundings() -> dict[str, str]:
+    """What no test may change: modes and owners of the folders that are not its own, the names in those where a path
+    that nobody has resolved ends up, and where this process stands."""
+    homes = {Path(tempfile.gettempdir()), Path("/dev/shm"), ROOT, Path(os.environ.get("HOME", "/"))}
+    found = {"current directory": os.getcwd()}
+    with open("/proc/self/status") as status:
+        found["umask"] = next(line.split()[1] for line in status if line.startswith("Umask:"))
+    for folder in sorted({parent for home in homes for parent in (home, *home.parents)}):
+        if folder.is_dir():
+            now = folder.stat()
+            found[f"mode and owner of {folder}"] = f"{now.st_mode & 0o7777:o} {now.st_uid}:{now.st_gid}"
+    for path in sorted(ROOT.iterdir()):
+        if not path.name.startswith(".") and path.name not in IGNORED:
+            found[str(path)] = "there"
+    return found
+
+
+IGNORED = {line.strip().strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
+BEFORE = surroundings()
+
+
+def _changed() -> str:
+    now = surroundings()
+    return "; ".join(
+        f"{what}: {BEFORE.get(what, 'not there')} became {now.get(what, 'not there')}"
+        for what in sorted(BEFORE.keys() | now.keys())
+        if BEFORE.get(what) != now.get(what)
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """A test changes nothing outside its own folder."""
+    global BEFORE
+    yield
+    if changed := _changed():
+        BEFORE = surroundings()
+        pytest.fail(f"this test, or one beside it, changed what is not its own: {changed}", pytrace=False)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Nor does what is imported, or a process that a test left behind."""
+    if changed := _changed():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\nthe tests changed what is not theirs: {changed}")
 
 
 @pytest.fixture(scope="session")
