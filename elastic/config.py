@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from elastic.endpoint import WILDCARDS, is_loopback
+from elastic.endpoint import Address, bare_host, is_loopback, is_wildcard
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -20,6 +20,10 @@ class ConfigError(ValueError):
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _address(text: str) -> str:
+    return text and str(Address.parse(text, 0)).removesuffix(":0")
 
 
 FAR_RESUME_TIMEOUT_S = 30.0
@@ -39,13 +43,12 @@ class RunConfig(_Section):
         {}, description="most GPUs to hold at once as the run begins, by provider; `elastic cap` sets others later"
     )
     directory: Path = Field(Path("runs"), description="where runs keep their journal, checkpoints and report")
-    host: str = Field(
-        "127.0.0.1", min_length=1, description="address on which workers join; beyond loopback they speak TLS 1.3"
+    host: Annotated[str, AfterValidator(bare_host)] = Field(
+        "127.0.0.1", description="address on which workers join; beyond loopback they speak TLS 1.3"
     )
     port: int = Field(0, ge=0, le=65535, description="port on which workers join; 0 takes a free one")
-    advertise: str = Field(
+    advertise: Annotated[str, AfterValidator(_address)] = Field(
         "",
-        pattern=r"^((\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?)?$",
         description="host, or host:port, under which workers elsewhere reach `host` and `port`, if another",
     )
     certificate: Path | None = Field(
@@ -64,9 +67,14 @@ class RunConfig(_Section):
         """Whether workers may be on other machines: what passes is encrypted then."""
         return not is_loopback(self.host)
 
+    @property
+    def advertised_host(self) -> str:
+        """The host of `advertise`, without a port; empty where nothing is advertised."""
+        return self.advertise and Address.parse(self.advertise, 0).host
+
     @model_validator(mode="after")
     def _reachable(self) -> "RunConfig":
-        if self.host in WILDCARDS and not self.advertise:
+        if is_wildcard(self.host) and not self.advertise:
             raise ValueError(
                 f"run.advertise is missing: nobody can dial run.host = {self.host}; name the address of this machine "
                 "that workers reach (--advertise HOST)"

@@ -1,12 +1,68 @@
-"""Where a run's workers dial."""
+"""Addresses, and where a run's workers dial."""
 
-import contextlib
 import ipaddress
+import re
+import socket
+from typing import NamedTuple
 
 import msgspec
 
-WILDCARDS = ("0.0.0.0", "::")
-"""Addresses that mean every interface of a machine: one can listen there, and nobody can dial them."""
+_ADDRESS = re.compile(r"(\[(?P<ipv6>[^\]]*)\]|(?P<host>[^:\[\]]*))(:(?P<port>[0-9]{1,5}))?")
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
+_DUAL_STACK = socket.has_dualstack_ipv6()
+
+
+class Address(NamedTuple):
+    """A host, which is a name or an IP address without brackets, and a port; 0 is a free one, or none given.
+
+    As text it is `host:port`, with the brackets that an IPv6 address needs.
+    """
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str, port: int | None = None) -> "Address":
+        """Read `host:port`, or `[IPv6]:port`. Where a `port` is given, the text may leave it out.
+
+        Raises `ValueError`, whose message says what was found and what is allowed.
+        """
+        parts = _ADDRESS.fullmatch(text)
+        found = int(parts["port"]) if parts and parts["port"] else port
+        if parts is None or found is None or found > 65_535 or not _is_host(parts["ipv6"], parts["host"]):
+            allowed = "HOST:PORT" if port is None else "HOST or HOST:PORT"
+            raise ValueError(f"not an address: {text!r}; allowed: {allowed}, an IPv6 address in brackets")
+        return cls(parts["ipv6"] or parts["host"], found)
+
+    @classmethod
+    def to_dial(cls, text: str) -> "Address":
+        """Read `host:port` where somebody listens, so that a port is named. Raises `ValueError`."""
+        address = cls.parse(text)
+        if not address.port:
+            raise ValueError(f"nobody listens at port 0: {text!r}; allowed: HOST:PORT")
+        return address
+
+    @classmethod
+    def of(cls, listener: socket.socket) -> "Address":
+        """Where a socket listens."""
+        return cls(*listener.getsockname()[:2])
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def here(self) -> "Address":
+        """As processes on the listener's own machine dial it."""
+        if not is_wildcard(self.host):
+            return self
+        only_ipv6 = ":" in self.host and not _DUAL_STACK
+        return self._replace(host="::1" if only_ipv6 else "127.0.0.1")
+
+    def seen_as(self, advertised: str) -> "Address":
+        """The address of the listener for those to whom its machine is `advertised`, a host or an address.
+
+        Without that, for those on the machine itself.
+        """
+        return Address.parse(advertised, self.port) if advertised else self.here()
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -25,34 +81,48 @@ class Endpoint(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, address=self.local or self.address)
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """Of `host:port`, or `[IPv6]:port`. Raises `ValueError`."""
-    host, colon, port = address.rpartition(":")
-    with contextlib.suppress(ValueError):
-        if colon and host and 0 < int(port) < 65_536:
-            return host.strip("[]"), int(port)
-    raise ValueError(f"join address {address!r}: expected host:port")
-
-
-def joined(host: str, port: int) -> str:
-    """`host:port`, with the brackets that an IPv6 address needs."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def bare_host(text: str) -> str:
+    """A host without the brackets of an IPv6 address. Raises `ValueError` for what is no host."""
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if not _is_host(*((host, None) if ":" in host else (None, host))):
+        raise ValueError(f"not a host: {text!r}; allowed: a name or an IP address")
+    return host
 
 
 def is_loopback(host: str) -> bool:
     """Whether what is sent to this host stays on this machine."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+    address = _ip(host)
+    if address is None:
+        return host.lower() == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
-def seen_as(advertised: str, listening: str) -> str:
-    """The address (host:port) of a listener for those to whom its machine is `advertised` (a host, or host:port).
+def is_wildcard(host: str) -> bool:
+    """Whether this means every interface of a machine: one can listen there, and nobody can dial it."""
+    address = _ip(host)
+    return address is not None and address.is_unspecified
 
-    Without that, for those on the machine itself.
+
+def listening_socket(host: str, port: int, backlog: int = 128) -> socket.socket:
+    """Listen, on a free port if `port` is 0; where every interface is meant by IPv6, by IPv4 as well.
+
+    Raises `OSError`.
     """
-    host, port = host_and_port(listening)
-    if not advertised:
-        return joined("127.0.0.1" if host in WILDCARDS else host, port)
-    bare = advertised.rpartition("]")[2] if advertised.startswith("[") else advertised
-    return advertised if ":" in bare else joined(advertised.strip("[]"), port)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family = min(one[0] for one in found)  # of a name that has both, IPv4
+    dual = family == socket.AF_INET6 and is_wildcard(host) and _DUAL_STACK
+    return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=dual)
+
+
+def _is_host(ipv6: str | None, host: str | None) -> bool:
+    if ipv6 is not None:
+        return isinstance(_ip(ipv6), ipaddress.IPv6Address)
+    return host is not None and _NAME.fullmatch(host) is not None
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None

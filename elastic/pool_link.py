@@ -19,9 +19,9 @@ import msgspec
 import tenacity
 
 from elastic import pool_wire as w
-from elastic.endpoint import Endpoint, host_and_port
+from elastic.endpoint import Address, Endpoint, listening_socket
 from elastic.frames import FrameBuffer, WireError, framed
-from elastic.tls import Certificate, TlsError, TlsServer, check_pin, listening_socket, pinning_context
+from elastic.tls import Certificate, TlsError, TlsServer, check_pin, pinning_context
 
 FRAME_BYTES_MAX = 2 * 1024 * 1024
 UNSENT_BYTES_MAX = 4 * FRAME_BYTES_MAX
@@ -190,7 +190,7 @@ async def dial(endpoint: Endpoint, decoder: "msgspec.msgpack.Decoder[M]", timeou
     try:
         async with asyncio.timeout(timeout_s):
             _, link = await asyncio.get_running_loop().create_connection(
-                lambda: PoolLink(decoder, "the pool"), *host_and_port(endpoint.address), ssl=tls
+                lambda: PoolLink(decoder, "the pool"), *Address.to_dial(endpoint.address), ssl=tls
             )
     except TimeoutError as error:
         raise LinkLost(f"{where} did not answer in {timeout_s:g} s") from error
@@ -238,7 +238,7 @@ async def join(
     Raises `NotLetIn`; `LinkLost` after `within_s` without a welcome; `ValueError` for an invalid address. The caller
     then calls `PoolLink.watch` with the limit in the welcome.
     """
-    host_and_port(endpoint.address)
+    Address.to_dial(endpoint.address)
     timeout_s = min(within_s, ATTEMPT_TIMEOUT_S)
 
     async def once() -> tuple[PoolLink[M], W]:

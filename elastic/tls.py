@@ -262,9 +262,3 @@ _PLAIN_TEXT = (
     "UNKNOWN_PROTOCOL",
     "PACKET_LENGTH_TOO_LONG",
 )
-
-
-def listening_socket(host: str, port: int, backlog: int = 128) -> socket.socket:
-    """On a free port if `port` is 0. Raises `OSError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=backlog)

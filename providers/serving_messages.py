@@ -1,7 +1,5 @@
 """What passes between a serving host and those who borrow from it, and the settings of both."""
 
-import contextlib
-import ipaddress
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -10,6 +8,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 import traces
+from elastic.endpoint import is_loopback
 from providers.base import ProviderSettings
 from traces.serving import read_serving_trace
 
@@ -199,15 +198,9 @@ class HostSettings(_HostSection):
 def _safe(url: str) -> str:
     parsed = urlsplit(url)
     host = parsed.hostname or ""
-    if not (host and (parsed.scheme == "https" or (parsed.scheme == "http" and _loopback(host)))):
+    if not (host and (parsed.scheme == "https" or (parsed.scheme == "http" and is_loopback(host)))):
         raise ValueError("must begin with https://, or with http:// on this machine: tokens pass here")
     return url
-
-
-def _loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 class ServingSettings(ProviderSettings):

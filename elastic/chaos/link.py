@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 
-from elastic.endpoint import host_and_port, joined
+from elastic.endpoint import Address
 
 READ_BYTES = 1 << 16
 IN_FLIGHT_PIECES = 1024
@@ -34,7 +34,7 @@ class BadLink:
 
     def __init__(self, upstream: str, quality: LinkQuality | None = None) -> None:
         self.quality = quality or LinkQuality()
-        self._upstream = host_and_port(upstream)
+        self._upstream = Address.parse(upstream)
         self._directions = _Direction(), _Direction()
         self._whole = asyncio.Event()
         self._whole.set()
@@ -44,7 +44,7 @@ class BadLink:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen; returns the address (host:port). Raises `OSError`."""
         self._server = await asyncio.start_server(self._accept, host, port)
-        return joined(*self._server.sockets[0].getsockname()[:2])
+        return str(Address.of(self._server.sockets[0]))
 
     @property
     def carried_up_bytes(self) -> int:

@@ -14,6 +14,7 @@ import msgspec
 
 from elastic.chaos.loops import Machine, ProcessLoop, WorldClock
 from elastic.core.types import NS_PER_S, Nanoseconds
+from elastic.endpoint import Address
 from elastic.wire import FrameBuffer
 
 APART_NS = 1000
@@ -76,12 +77,10 @@ class Network:
 
     def take(self, address: str) -> None:
         """Let an unrelated program listen on this address from now on."""
-        host, _, port = address.rpartition(":")
-        self._taken.add((host, int(port)))
+        self._taken.add(Address.parse(address))
 
     def is_taken(self, address: str) -> bool:
-        host, _, port = address.rpartition(":")
-        return (host, int(port)) in self._taken
+        return Address.parse(address) in self._taken
 
     def reach(self, host: str, port: int) -> "_Server":
         """Return the listener of an address. Raises `ConnectionRefusedError` if there is none."""

@@ -6,6 +6,7 @@ from random import Random
 
 from elastic import wire
 from elastic.chaos.network import NetworkLoop
+from elastic.endpoint import Address
 
 STAY_S = 8.0
 
@@ -23,13 +24,13 @@ class _Stranger(asyncio.Protocol):
 
 async def flood(chance: Random, count: int, address: str, run: str, worker: str, silent: bool) -> None:
     """Open `count` connections within a moment, send a message or nothing on each, and leave them open."""
-    host, _, port = address.rpartition(":")
+    host, port = Address.parse(address)
     loop = asyncio.get_running_loop()
     assert isinstance(loop, NetworkLoop)
     for _ in range(count):
         try:
             says = b"" if silent else _words(chance, run, worker)
-            await loop.create_connection(partial(_Stranger, says), host, int(port))
+            await loop.create_connection(partial(_Stranger, says), host, port)
         except OSError:
             return
     await asyncio.sleep(STAY_S)

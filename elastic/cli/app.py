@@ -10,7 +10,7 @@ import typer
 from elastic.cli import access, deferred, hosted, modal, pooled, quotas
 from elastic.cli.output import EXIT_FAILED, bad_input, say
 from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
-from elastic.endpoint import host_and_port
+from elastic.endpoint import Address
 from elastic.logs import STANDARD_ERROR, log_to
 from elastic.runtime.journal import JournalError
 
@@ -210,9 +210,9 @@ def _listening(listen: str, advertise: str) -> list[str]:
     found = [f"run.advertise='{advertise}'"] if advertise else []
     if listen:
         try:
-            host, port = host_and_port(listen)
-        except ValueError:
-            raise ConfigError(f"--listen: found {listen!r}; allowed: HOST:PORT, such as 0.0.0.0:7433") from None
+            host, port = Address.parse(listen)
+        except ValueError as error:
+            raise ConfigError(f"--listen: {error}, such as 0.0.0.0:7433 or [::]:7433") from None
         found += [f"run.host='{host}'", f"run.port={port}"]
     return found
 

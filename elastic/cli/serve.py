@@ -14,7 +14,7 @@ from elastic import compose
 from elastic.cli.output import bad_input, console, say
 from elastic.cli.pool import prepared_pool
 from elastic.config import ConfigError
-from elastic.endpoint import is_loopback
+from elastic.endpoint import Address, is_loopback
 from elastic.resources import AccessRole
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def serve_command(
     try:
         listener = listen(host, port)
     except OSError as error:
-        bad_input(f"--host, --port: {host}:{port} cannot be listened on ({error.strerror})")
+        bad_input(f"--host, --port: {Address(host, port)} cannot be listened on ({error.strerror})")
     if not is_loopback(host):
         say("warning: keys and logs cross the network in clear text; have a proxy with TLS in front of this server")
 

@@ -35,7 +35,7 @@ from elastic.compose.runs import claimed
 from elastic.compose.scheduling import limits, policies, run_plan, short_limits
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
-from elastic.endpoint import WILDCARDS, Endpoint
+from elastic.endpoint import Endpoint, is_wildcard
 from elastic.machine import raise_descriptor_limit
 from elastic.pool_client import PoolClient, PoolUnavailable, membership_here
 from elastic.processes import RecordedProcesses, end_left_over, records
@@ -266,8 +266,8 @@ def _certificate(config: Config, run_dir: Path) -> Certificate | None:
         return None
     if run.certificate is not None and run.certificate_key is not None:
         return given_certificate(run.certificate, run.certificate_key)
-    names = (run.advertise.partition(":")[0], run.host, "localhost", "127.0.0.1")
-    return run_certificate(run_dir, [name for name in names if name and name not in WILDCARDS])
+    names = (run.advertised_host, run.host, "localhost", "127.0.0.1")
+    return run_certificate(run_dir, [name for name in names if name and not is_wildcard(name)])
 
 
 def _on_this_machine(plan: RunPlan) -> list[str]:

@@ -19,7 +19,7 @@ from elastic.compose.processes import run_loop
 from elastic.compose.run_endings import DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, ending_of, world
 from elastic.compose.runs import claimed, load_run_config, private, save_run_config
 from elastic.config import ConfigError
-from elastic.endpoint import Endpoint, host_and_port, is_loopback, seen_as
+from elastic.endpoint import Address, Endpoint, is_loopback
 from elastic.line_socket import LineSocket
 from elastic.logs import log_to
 from elastic.pool.config import POOL_CONFIG, PoolConfig, load_pool, phase_plan
@@ -214,7 +214,9 @@ async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]
     certificate = _certificate(config, directory)
     address = await _listen(gateway, config, journal, certificate)
     # Keepers and jobs are this process's children: they dial the machine that they are on.
-    endpoint = Endpoint(seen_as("", address), fingerprint="" if certificate is None else certificate.fingerprint)
+    endpoint = Endpoint(
+        str(Address.parse(address).here()), fingerprint="" if certificate is None else certificate.fingerprint
+    )
     made = programs(config, directory, endpoint, tokens)
     ports = LivePorts(directory, config.pool.name, journal, gateway, made, lambda: max(last_ns, began.since_ns()))
     times = PoolTimes(
@@ -273,11 +275,11 @@ async def _listen(
 ) -> str:
     """Listen at the address of an earlier process, so that keepers and jobs find this one."""
     noted = journal.note(ADDRESS)
-    port = host_and_port(noted)[1] if noted else config.pool.port
+    port = Address.parse(noted).port if noted else config.pool.port
     try:
         address = await gateway.start(config.pool.host, port, certificate)
     except OSError as error:
-        raise ConfigError(f"pool.port: cannot listen on {config.pool.host}:{port}: {error.strerror}") from error
+        raise ConfigError(f"pool.port: cannot listen on {Address(config.pool.host, port)}: {error.strerror}") from error
     journal.set_note(ADDRESS, address)
     return address
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from elastic.compose.runs import load_run_config
 from elastic.config import ConfigError
-from elastic.endpoint import Endpoint, host_and_port
+from elastic.endpoint import Address, Endpoint
 from elastic.machine import collect_between_decisions, defer_full_collections, quietly
 from elastic.pool_wire import KEEPER_VARIABLE, QUIET_VARIABLE
 from elastic.processes import end_own_kin
@@ -177,7 +177,7 @@ def worker_ticket(join: str | None) -> "Ticket":
 
 def _checked(endpoint: Endpoint) -> Endpoint:
     try:
-        host_and_port(endpoint.address)
+        Address.to_dial(endpoint.address)
     except ValueError:
         raise ConfigError(f"elastic worker: --join takes HOST:PORT (found {endpoint.address!r})") from None
     return endpoint

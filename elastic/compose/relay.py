@@ -9,10 +9,10 @@ from typing import NamedTuple
 import structlog
 
 from elastic.config import Config
-from elastic.endpoint import joined, seen_as
+from elastic.endpoint import Address, listening_socket
 from elastic.http_server import BodyLimits, serving
 from elastic.runtime.gateway import GatewayError
-from elastic.tls import Certificate, listening_socket
+from elastic.tls import Certificate
 from elastic.weights.errors import RelayError
 from elastic.weights.relay import below, open_relay
 from elastic.weights.rights import RelayRights
@@ -55,11 +55,12 @@ async def weights_relay(
             yield RunRelay(str(directory), str(directory), None)
             return
         rights = rights or RelayRights()
-        port = int(address.rpartition(":")[2]) if address else _port(config)
+        port = Address.parse(address).port if address else _port(config)
         async with _served(config, directory, port, rights, certificate) as listening:
             scheme = "http" if certificate is None else "https"
-            local = f"{scheme}://{seen_as('', listening)}"
-            far = f"{scheme}://{seen_as(config.run.advertise.partition(':')[0], listening)}"
+            here = listening.here()
+            local = f"{scheme}://{here}"
+            far = f"{scheme}://{here._replace(host=config.run.advertised_host or here.host)}"
             yield RunRelay(str(directory) if config.weights.relay == "directory" else local, far, rights)
 
 
@@ -94,17 +95,17 @@ async def _elsewhere(url: str) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def _served(
     config: Config, directory: Path, port: int, rights: RelayRights, certificate: Certificate | None
-) -> AsyncIterator[str]:
-    """The directory over HTTP, or HTTPS: its address (host:port)."""
+) -> AsyncIterator[Address]:
+    """The directory over HTTP, or HTTPS: where it listens."""
     host = config.run.host
     try:
         listener = listening_socket(host, port)
     except OSError as error:
         raise GatewayError(
-            f"cannot serve weights on {joined(host, port).removesuffix(':0')}: {error.strerror or error}; name another "
-            "run.host or weights.port"
+            f"cannot serve weights on {str(Address(host, port)).removesuffix(':0')}: {error.strerror or error}; name "
+            "another run.host or weights.port"
         ) from error
     app = BodyLimits(relay_app(open_relay(str(directory)), rights), BLOB_BYTES_MAX)
     close_timeout_s = config.scheduler.release_timeout_s
     async with serving(app, listener, close_timeout_s=close_timeout_s, certificate=certificate):
-        yield joined(*listener.getsockname()[:2])
+        yield Address.of(listener)

@@ -23,11 +23,11 @@ import structlog
 
 from elastic import wire
 from elastic.core.types import WorkerId
-from elastic.endpoint import joined
+from elastic.endpoint import Address, listening_socket
 from elastic.runtime.refusals import STRANGERS, RefusalCount, Refusals
 from elastic.runtime.validation import Claims, bounds_of
 from elastic.tickets import TicketRefused
-from elastic.tls import Certificate, TlsServer, listening_socket
+from elastic.tls import Certificate, TlsServer
 from providers.waiting_room import Applicant, WaitingRoom
 
 log = structlog.get_logger(__name__)
@@ -104,10 +104,10 @@ class Gateway:
             self._server = await self._listen(host, port, certificate)
         except OSError as error:
             raise GatewayError(
-                f"cannot listen for workers on {joined(host, port)}: {error.strerror or error}; name a free port, or 0 "
-                "for any"
+                f"cannot listen for workers on {Address(host, port)}: {error.strerror or error}; name a free port, or "
+                "0 for any"
             ) from error
-        return joined(*self._server.sockets[0].getsockname()[:2])
+        return str(Address.of(self._server.sockets[0]))
 
     async def _listen(self, host: str, port: int, certificate: Certificate | None) -> "asyncio.Server | TlsServer":
         def connection() -> asyncio.Protocol:

@@ -19,7 +19,7 @@ from elastic.core.digest import digest
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId
-from elastic.endpoint import Endpoint, seen_as
+from elastic.endpoint import Address, Endpoint
 from elastic.envs.base import Environment
 from elastic.machine import CpuSampler
 from elastic.pool_client import PoolClient
@@ -339,10 +339,10 @@ class Orchestrator:
     async def _listen(self) -> str:
         """Listen at the address of the former incarnation, where its workers dial, if it is free."""
         host, port, certificate = self._config.run.host, self._config.run.port, self._wiring.certificate
-        former = self._former.join.rpartition(":") if self._former else ("", "", "")
-        if former[2] and port in (0, int(former[2])):
+        former = Address.parse(self._former.join).port if self._former and self._former.join else 0
+        if former and port in (0, former):
             try:
-                return await self._gateway.start(host, int(former[2]), certificate)
+                return await self._gateway.start(host, former, certificate)
             except GatewayError as error:
                 log.warning("workers of the former process cannot come back", reason=str(error))
         return await self._gateway.start(host, port, certificate)
@@ -351,7 +351,8 @@ class Orchestrator:
         """Return where workers dial this listener."""
         certificate, advertised = self._wiring.certificate, self._config.run.advertise
         fingerprint = certificate.fingerprint if certificate else ""
-        return Endpoint(seen_as(advertised, listening), seen_as("", listening), fingerprint)
+        at = Address.parse(listening)
+        return Endpoint(str(at.seen_as(advertised)), str(at.here()), fingerprint)
 
     async def _close_rewards(self) -> None:
         """End the calls that still run; what they would have come to is of no use any more."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import sqlalchemy as sa
 import structlog
 
-from elastic.endpoint import joined
+from elastic.endpoint import Address, listening_socket
 from elastic.http_server import serving
 from elastic.resources import AccessRole
 from elastic.server.api.app import create_app
@@ -132,7 +132,6 @@ def _signalled() -> asyncio.Event:
 
 def listen(host: str, port: int) -> socket.socket:
     """Listen on host and port. Raises `OSError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=512)
-    log.info("listening", at=joined(*listener.getsockname()[:2]))
+    listener = listening_socket(host, port, 512)
+    log.info("listening", at=str(Address.of(listener)))
     return listener

@@ -14,7 +14,7 @@ import tenacity
 
 from elastic import wire
 from elastic.core.types import WorkerId
-from elastic.endpoint import Endpoint, host_and_port
+from elastic.endpoint import Address, Endpoint
 from elastic.tls import TlsError, check_pin, pinning_context
 
 log = structlog.get_logger(__name__)
@@ -219,7 +219,7 @@ async def dial(ticket: Ticket, key: str, within_s: float) -> tuple[Connection, w
         reraise=True,
     )
     timeout_s = min(within_s, ATTEMPT_TIMEOUT_S)
-    host_and_port(ticket.endpoint.address)  # of which a dial would only say that it cannot be reached
+    Address.to_dial(ticket.endpoint.address)  # of which a dial would only say that it cannot be reached
     while True:
         with contextlib.suppress(LostInWaiting):
             return await attempts(_dial_once, ticket.endpoint, hello, timeout_s)
@@ -257,7 +257,7 @@ async def _connect(endpoint: Endpoint, timeout_s: float) -> Connection:
     try:
         async with asyncio.timeout(timeout_s):
             _, connection = await asyncio.get_running_loop().create_connection(
-                Connection, *host_and_port(endpoint.address), ssl=tls
+                Connection, *Address.to_dial(endpoint.address), ssl=tls
             )
     except TimeoutError as error:
         raise ConnectionLost(f"{where} did not answer in {timeout_s} s") from error

@@ -29,6 +29,7 @@ from starlette.routing import Route
 import traces
 from elastic import wire
 from elastic.config import ConfigError
+from elastic.endpoint import Address, listening_socket
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.engine.coserving.front import ERROR_HANDLERS, ServingFront, openai_error
 from elastic.http_server import BodyLimits, HostCheck, server_config
@@ -276,9 +277,11 @@ def _listen(settings: HostSettings) -> socket.socket:
         if settings.listen_fd is not None:
             os.set_inheritable(settings.listen_fd, False)
             return socket.socket(fileno=settings.listen_fd)
-        return socket.create_server((settings.address, settings.port))
+        return listening_socket(settings.address, settings.port)
     except OSError as error:
-        where = f"fd {settings.listen_fd}" if settings.listen_fd is not None else f"{settings.address}:{settings.port}"
+        where = (
+            f"fd {settings.listen_fd}" if settings.listen_fd is not None else Address(settings.address, settings.port)
+        )
         raise ConfigError(f"{HOST_VARIABLE}: cannot listen on {where}: {error.strerror}") from error
 
 

@@ -37,7 +37,7 @@ from elastic.trainer.trainer import GRPOTrainer
         ("providers.spot.speed=true", ("providers.spot.speed", "valid number", "found True")),
         ("environment.settings.sizes=[true]", ("environment.settings.sizes.0", "valid integer", "found True")),
         ("run.host=0.0.0.0", ("run.advertise is missing", "run.host = 0.0.0.0", "--advertise HOST")),
-        ("run.advertise=https://gpu-7", ("run.advertise", "pattern", "'https://gpu-7'")),
+        ("run.advertise=https://gpu-7", ("run.advertise", "allowed: HOST or HOST:PORT", "'https://gpu-7'")),
         ("run.certificate=cert.pem", ("run.certificate and run.certificate_key belong together",)),
         ("run.steps=0", ("run.steps", "greater than or equal to 1", "found 0")),
         ("run.steps.x=1", ("steps is not a section",)),
@@ -262,6 +262,11 @@ class TestWorker:
         monkeypatch.setenv("ELASTIC_JOIN_TOKEN", "t")
         for address in ("nowhere", "host:", ":1", "host:x", "host:0", "host:99999"):
             refused(elastic("worker", "--join", address), "HOST:PORT", repr(address))
+
+
+@pytest.mark.parametrize("address", ["[::]", "::1:7433", "0.0.0.0:port", "0.0.0.0:99999"])
+def test_address_to_listen_on(refused, elastic, config: Path, address: str) -> None:
+    refused(elastic("run", config, "--listen", address), "--listen", repr(address), "allowed: HOST:PORT", "[::]:7433")
 
 
 def test_port_in_use(refused, elastic, config: Path) -> None:

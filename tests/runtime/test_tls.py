@@ -12,9 +12,9 @@ import pytest
 from elastic import tls, wire
 from elastic.compose.relay import weights_relay
 from elastic.config import Config
-from elastic.endpoint import Endpoint, seen_as
+from elastic.endpoint import Address, Endpoint, listening_socket
 from elastic.runtime.gateway import Gateway
-from elastic.tls import Certificate, TlsError, TlsServer, listening_socket
+from elastic.tls import Certificate, TlsError, TlsServer
 from elastic.weights.errors import RelayUnavailable
 from elastic.weights.http import HttpRelay
 from elastic.weights.rights import RelayRights
@@ -187,7 +187,7 @@ async def test_relays_over_https_are_believed_by_the_same_trust(
     ],
 )
 def test_where_a_listener_is_seen(advertised: str, listening: str, seen: str) -> None:
-    assert seen_as(advertised, listening) == seen
+    assert str(Address.parse(listening).seen_as(advertised)) == seen
 
 
 async def test_a_worker_comes_and_comes_back_over_tls_and_a_silent_one_is_cut(certificate: Certificate) -> None:

@@ -634,7 +634,7 @@ async def test_a_worker_waits_for_an_orchestrator_that_is_late() -> None:
 
 @pytest.mark.parametrize("join", ["", "host", "host:", ":80", "host:http", "host:70000"])
 async def test_a_join_address_that_is_none_is_named(join: str) -> None:
-    with pytest.raises(ValueError, match="expected host:port"):
+    with pytest.raises(ValueError, match="allowed: HOST:PORT"):
         await run_agent(Ticket(endpoint=Endpoint(join), run="run", worker="w", token="token"))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -324,7 +325,7 @@ class PooledWorld:
                 setattr(where, name, answer)
 
     def _open_relay(self, url: str, token: str | None, anchor: str) -> HttpRelay:
-        port = int(url.rpartition(":")[2])
+        port = urlsplit(url).port or 0
         job = next(job for job in reversed(self.jobs) if port >= job.relays_from)
         return job.relay.open(url, token, anchor)
 

@@ -18,6 +18,7 @@ from urllib.parse import quote_plus, urlencode
 import httpx
 import msgspec
 
+from elastic.endpoint import is_loopback
 from elastic.resources import AccessRole
 from elastic.server.permissions import lesser
 from elastic.server.settings import ClaimMapping, OidcSettings
@@ -277,7 +278,7 @@ class IdentityProvider:
 def is_safe(url: str) -> bool:
     """Return whether the URL is private: HTTPS, or on this machine."""
     parsed = httpx.URL(url) if re.fullmatch(r"https?://[^\s]+", url) else None
-    return parsed is not None and (parsed.scheme == "https" or parsed.host in ("localhost", "127.0.0.1", "::1"))
+    return parsed is not None and (parsed.scheme == "https" or is_loopback(parsed.host))
 
 
 def mapped_roles(mappings: Iterable[ClaimMapping], who: SignedIn) -> dict[str, AccessRole]:
