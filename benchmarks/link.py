@@ -32,8 +32,8 @@ from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, TurnId
-from elastic.endpoint import listening_socket
 from elastic.runtime.journal import RunDirectory
+from elastic.sockets import listening_socket
 from providers.base import ProviderContext, ProviderSettings
 from providers.reserved import ReservedProvider
 

@@ -2,14 +2,12 @@
 
 import ipaddress
 import re
-import socket
 from typing import NamedTuple
 
 import msgspec
 
 _ADDRESS = re.compile(r"(\[(?P<ipv6>[^\]]*)\]|(?P<host>[^:\[\]]*))(:(?P<port>[0-9]{1,5}))?")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
-_DUAL_STACK = socket.has_dualstack_ipv6()
 
 
 class Address(NamedTuple):
@@ -42,20 +40,12 @@ class Address(NamedTuple):
             raise ValueError(f"nobody listens at port 0: {text!r}; allowed: HOST:PORT")
         return address
 
-    @classmethod
-    def of(cls, listener: socket.socket) -> "Address":
-        """Where a socket listens."""
-        return cls(*listener.getsockname()[:2])
-
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def here(self) -> "Address":
-        """As processes on the listener's own machine dial it."""
-        if not is_wildcard(self.host):
-            return self
-        only_ipv6 = ":" in self.host and not _DUAL_STACK
-        return self._replace(host="::1" if only_ipv6 else "127.0.0.1")
+        """As processes on the listener's own machine dial it: who listens everywhere is reached by both families."""
+        return self._replace(host="127.0.0.1") if is_wildcard(self.host) else self
 
     def seen_as(self, advertised: str) -> "Address":
         """The address of the listener for those to whom its machine is `advertised`, a host or an address.
@@ -102,17 +92,6 @@ def is_wildcard(host: str) -> bool:
     """Whether this means every interface of a machine: one can listen there, and nobody can dial it."""
     address = _ip(host)
     return address is not None and address.is_unspecified
-
-
-def listening_socket(host: str, port: int, backlog: int = 128) -> socket.socket:
-    """Listen, on a free port if `port` is 0; where every interface is meant by IPv6, by IPv4 as well.
-
-    Raises `OSError`.
-    """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family = min(one[0] for one in found)  # of a name that has both, IPv4
-    dual = family == socket.AF_INET6 and is_wildcard(host) and _DUAL_STACK
-    return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=dual)
 
 
 def _is_host(ipv6: str | None, host: str | None) -> bool:

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from elastic.endpoint import Address
+from elastic.sockets import address_of
 from elastic.tls import Certificate, TlsServer
 
 HOSTS_KEPT = 64
@@ -167,7 +167,7 @@ async def serving(
     """
     limits = limits or PeerLimits()
     server = _EmbeddedServer(server_config(app, limits))
-    address = Address.of(listener)
+    address = address_of(listener)
     task = asyncio.create_task(server.serve(sockets=[listener] if certificate is None else []), name="http server")
     encrypted: TlsServer | None = None
     try:

@@ -19,8 +19,9 @@ import msgspec
 import tenacity
 
 from elastic import pool_wire as w
-from elastic.endpoint import Address, Endpoint, listening_socket
+from elastic.endpoint import Address, Endpoint
 from elastic.frames import FrameBuffer, WireError, framed
+from elastic.sockets import listening_socket
 from elastic.tls import Certificate, TlsError, TlsServer, check_pin, pinning_context
 
 FRAME_BYTES_MAX = 2 * 1024 * 1024

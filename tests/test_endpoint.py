@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from elastic.compose.relay import weights_relay
 from elastic.config import Config, ConfigError, validate
-from elastic.endpoint import Address, is_loopback, is_wildcard, listening_socket
+from elastic.endpoint import Address, is_loopback, is_wildcard
 from elastic.runtime.gateway import Gateway
+from elastic.sockets import address_of, listening_socket
 from elastic.tls import run_certificate
 from elastic.weights.rights import RelayRights
 
@@ -72,7 +73,7 @@ def test_who_listens_everywhere_is_reached_by_both_families(host: str) -> None:
     if ":" in host and not has_ipv6():
         pytest.skip("this machine has no IPv6")
     with listening_socket(host, 0) as listener:
-        at = Address.of(listener)
+        at = address_of(listener)
         for dialled in (at.here(), Address("127.0.0.1", at.port), *([Address("::1", at.port)] if ":" in host else [])):
             socket.create_connection(dialled, timeout=5).close()
 

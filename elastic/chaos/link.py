@@ -5,6 +5,7 @@ import contextlib
 from dataclasses import dataclass
 
 from elastic.endpoint import Address
+from elastic.sockets import address_of
 
 READ_BYTES = 1 << 16
 IN_FLIGHT_PIECES = 1024
@@ -44,7 +45,7 @@ class BadLink:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen; returns the address (host:port). Raises `OSError`."""
         self._server = await asyncio.start_server(self._accept, host, port)
-        return str(Address.of(self._server.sockets[0]))
+        return str(address_of(self._server.sockets[0]))
 
     @property
     def carried_up_bytes(self) -> int:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import structlog
 
 from elastic.config import Config
-from elastic.endpoint import Address, listening_socket
+from elastic.endpoint import Address
 from elastic.http_server import BodyLimits, serving
 from elastic.runtime.gateway import GatewayError
+from elastic.sockets import address_of, listening_socket
 from elastic.tls import Certificate
 from elastic.weights.errors import RelayError
 from elastic.weights.relay import below, open_relay
@@ -108,4 +109,4 @@ async def _served(
     app = BodyLimits(relay_app(open_relay(str(directory)), rights), BLOB_BYTES_MAX)
     close_timeout_s = config.scheduler.release_timeout_s
     async with serving(app, listener, close_timeout_s=close_timeout_s, certificate=certificate):
-        yield Address.of(listener)
+        yield address_of(listener)

@@ -17,8 +17,8 @@ import structlog
 
 from elastic import pool_wire as w
 from elastic.cluster.types import JobId, NodeId
-from elastic.endpoint import Address
 from elastic.pool_link import ATTEMPT_TIMEOUT_S, STRANGERS_MAX, FromDialler, LinkLost, PoolLink, listen
+from elastic.sockets import address_of
 from elastic.tls import Certificate, TlsServer
 
 log = structlog.get_logger(__name__)
@@ -96,7 +96,7 @@ class PoolGateway:
     async def start(self, host: str, port: int, certificate: Certificate | None) -> str:
         """Listen; returns `host:port`. No peer is let in before `serve`. Raises `OSError`."""
         self._server = await listen(host, port, certificate, self._connected)
-        return str(Address.of(self._server.sockets[0]))
+        return str(address_of(self._server.sockets[0]))
 
     def serve(self, listener: PoolListener) -> None:
         self._listener = listener

@@ -23,9 +23,10 @@ import structlog
 
 from elastic import wire
 from elastic.core.types import WorkerId
-from elastic.endpoint import Address, listening_socket
+from elastic.endpoint import Address
 from elastic.runtime.refusals import STRANGERS, RefusalCount, Refusals
 from elastic.runtime.validation import Claims, bounds_of
+from elastic.sockets import address_of, listening_socket
 from elastic.tickets import TicketRefused
 from elastic.tls import Certificate, TlsServer
 from providers.waiting_room import Applicant, WaitingRoom
@@ -107,7 +108,7 @@ class Gateway:
                 f"cannot listen for workers on {Address(host, port)}: {error.strerror or error}; name a free port, or "
                 "0 for any"
             ) from error
-        return str(Address.of(self._server.sockets[0]))
+        return str(address_of(self._server.sockets[0]))
 
     async def _listen(self, host: str, port: int, certificate: Certificate | None) -> "asyncio.Server | TlsServer":
         def connection() -> asyncio.Protocol:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import sqlalchemy as sa
 import structlog
 
-from elastic.endpoint import Address, listening_socket
 from elastic.http_server import serving
 from elastic.resources import AccessRole
 from elastic.server.api.app import create_app
@@ -22,6 +21,7 @@ from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreError, migrate, people, uploads
 from elastic.server.store.tables import server
 from elastic.server.webhooks import DeliveryLoop
+from elastic.sockets import address_of, listening_socket
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +49,7 @@ def open_store(settings: ServerSettings) -> Store:
 
 def _claim(store: Store, home: str) -> None:
     with store.writing() as tx:
-        found = tx.execute(sa.select(server.c.value).where(server.c.key == HOME)).scalar()
+        found = tx.execute(sa.select(server.c.value).address_of(server.c.key == HOME)).scalar()
         if found is None:
             tx.execute(sa.insert(server).values(key=HOME, value=home))
         elif found != home:
@@ -133,5 +133,5 @@ def _signalled() -> asyncio.Event:
 def listen(host: str, port: int) -> socket.socket:
     """Listen on host and port. Raises `OSError`."""
     listener = listening_socket(host, port, 512)
-    log.info("listening", at=str(Address.of(listener)))
+    log.info("listening", at=str(address_of(listener)))
     return listener

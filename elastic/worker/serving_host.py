@@ -29,12 +29,13 @@ from starlette.routing import Route
 import traces
 from elastic import wire
 from elastic.config import ConfigError
-from elastic.endpoint import Address, listening_socket
+from elastic.endpoint import Address
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.engine.coserving.front import ERROR_HANDLERS, ServingFront, openai_error
 from elastic.http_server import BodyLimits, HostCheck, server_config
 from elastic.machine import raise_descriptor_limit
 from elastic.processes import end_own_kin
+from elastic.sockets import listening_socket
 from elastic.worker.serving_device import ServingDevice
 from providers.serving_load import ServingLoad
 from providers.serving_messages import HOST_VARIABLE, HostSettings, LendOrder, LoadReport, ReturnOrder

@@ -12,8 +12,9 @@ import pytest
 from elastic import tls, wire
 from elastic.compose.relay import weights_relay
 from elastic.config import Config
-from elastic.endpoint import Address, Endpoint, listening_socket
+from elastic.endpoint import Address, Endpoint
 from elastic.runtime.gateway import Gateway
+from elastic.sockets import listening_socket
 from elastic.tls import Certificate, TlsError, TlsServer
 from elastic.weights.errors import RelayUnavailable
 from elastic.weights.http import HttpRelay
