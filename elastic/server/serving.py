@@ -49,7 +49,7 @@ def open_store(settings: ServerSettings) -> Store:
 
 def _claim(store: Store, home: str) -> None:
     with store.writing() as tx:
-        found = tx.execute(sa.select(server.c.value).address_of(server.c.key == HOME)).scalar()
+        found = tx.execute(sa.select(server.c.value).where(server.c.key == HOME)).scalar()
         if found is None:
             tx.execute(sa.insert(server).values(key=HOME, value=home))
         elif found != home:
