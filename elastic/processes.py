@@ -173,6 +173,15 @@ class RecordedProcesses:
         return killed
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal, as in `SIGKILL` or `SIGRTMIN+3`."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    if signal.SIGRTMIN < number < signal.SIGRTMAX:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+    return f"signal {number}"
+
+
 async def end_left_over(leftovers: Iterable[RecordedProcesses], timeout_s: float) -> None:
     """End what an earlier process left, and say so.
 

@@ -701,6 +701,11 @@ class Webhook(_Resource):
     events: list[str]
     enabled: bool
     disabled_because: str
+    circuit: Literal["closed", "open", "half-open"] = Field(
+        description="open: its receiver fails, and nothing is sent until `next_probe_at`; half-open: one is a probe"
+    )
+    failures: int = Field(description="attempts in a row that failed")
+    next_probe_at: str | None
     created_at: str
 
 

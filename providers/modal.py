@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import hashlib
 import math
-import signal
 from collections import deque
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -26,7 +25,7 @@ from pydantic import Field, model_validator
 from elastic import modal_platform
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from elastic.modal_platform import ModalUnusable, told
-from elastic.processes import RecordedProcesses, records
+from elastic.processes import RecordedProcesses, records, signal_name
 from providers.base import (
     CapacityNow,
     Emit,
@@ -311,7 +310,7 @@ class ModalProvider(BaseProvider[Any]):
                 continue
             if end.status == 0:
                 return LeaseEnding(EndCause.RELEASED, "the worker ended")
-            how = f"was killed by {_signal(-end.status)}" if end.status < 0 else f"exited with status {end.status}"
+            how = f"was killed by {signal_name(-end.status)}" if end.status < 0 else f"exited with status {end.status}"
             return LeaseEnding(
                 EndCause.LOST,
                 f"the worker of call {rollout.id} {how}; `modal app logs {self.settings.app}` has its log",
@@ -558,10 +557,3 @@ class ModalProvider(BaseProvider[Any]):
         for call_id in sorted(pending - self._rollouts.keys()):
             log.warning("a call on Modal that belongs to no lease is cancelled", provider=self.name, call=call_id)
             await self._end_stray(_RolloutCall(call_id, self._call_of(call_id), ""))
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -8,14 +8,13 @@ them: the run's next one finds them by their record in `leases/`, and what they 
 import asyncio
 import contextlib
 import shutil
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import traces
 from elastic.core.types import NS_PER_S, EndCause, LeaseId
-from elastic.processes import Adopted, RecordedProcesses, end_left_over, inherited, records
+from elastic.processes import Adopted, RecordedProcesses, end_left_over, inherited, records, signal_name
 from providers.base import (
     Emit,
     KnownLease,
@@ -43,7 +42,7 @@ class Exit(NamedTuple):
         if self.status is None:
             how = "ended; how is not known, as an earlier process had started it"
         elif self.status < 0:
-            how = f"was killed by {_signal(-self.status)}"
+            how = f"was killed by {signal_name(-self.status)}"
         else:
             how = f"exited with status {self.status}"
         return f"{self.name} {how}" if self.status == 0 else f"{self.name} {how}; its output is in {self.log}"
@@ -230,10 +229,3 @@ class LocalProvider(BaseProvider[Any]):
             workers = self.workers_type(self.context, lease.request, recorded)
             found[recorded.name] = Found(workers, recorded.kept[PLACE], int(recorded.kept[AT]))
         return found
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -132,7 +132,7 @@ def add_webhook_command(url: str, events: list[str], project: str, *, as_json: b
 def webhooks_command(*, as_json: bool) -> None:
     with server() as client:
         found = list(client.webhooks())
-    show_objects(found, ("id", "url", "events", "enabled", "disabled_because"), as_json=as_json)
+    show_objects(found, ("id", "url", "events", "enabled", "disabled_because", "circuit"), as_json=as_json)
 
 
 def try_webhook_command(webhook: str, *, as_json: bool) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from elastic import compose
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, say
 from elastic.config import Config
+from elastic.processes import signal_name
 from elastic.runtime.journal import RunDirectory
 
 RETRY_BASE_S, RETRY_MAX_S = 1.0, 30.0
@@ -60,7 +61,7 @@ def keep_up(
         with _forwarding(subprocess.Popen(command)) as process:
             status = process.wait()
         lived_s = time.monotonic() - began_s
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        how = f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
         if not died(status):
             return status
         settled = lived_s > settled_s

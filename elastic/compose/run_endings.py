@@ -2,14 +2,13 @@
 
 import contextlib
 import os
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.compose.execution import INTERRUPTED as INTERRUPTED_STATUS
 from elastic.compose.incarnations import RUNNING, UNEXPECTED
 from elastic.compose.runs import is_claimed
-from elastic.processes import boot_id, identity
+from elastic.processes import boot_id, identity, signal_name
 from elastic.runtime.journal import JournalError, RunDirectory
 
 FINISHED, FAILED, STOPPED, INTERRUPTED = "finished", "failed", "stopped", "interrupted"
@@ -69,7 +68,7 @@ def _death(status: int | None, with_world: bool, log_path: Path) -> str:
     if status is None:
         return "its process died"
     if status < 0:
-        return f"its process was killed by {signal.Signals(-status).name}"
+        return f"its process was killed by {signal_name(-status)}"
     words = _last_words(log_path)
     return f"its process exited with status {status}{f': {words}' if words else ''}"
 

@@ -10,7 +10,6 @@
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
@@ -23,7 +22,7 @@ from elastic import pool_wire as w
 from elastic.cluster.types import JobId
 from elastic.endpoint import Endpoint
 from elastic.pool_link import FROM_RESIDENT, TO_KEEPER, LinkLost, NotLetIn, PoolLink, join, over_socket
-from elastic.processes import RecordedProcesses, inherited
+from elastic.processes import RecordedProcesses, inherited, signal_name
 
 log = structlog.get_logger(__name__)
 
@@ -378,7 +377,7 @@ class Keeper:
         if status is None:
             return "it does not speak with its keeper any more", None
         if status < 0:
-            return f"it was killed by {signal.Signals(-status).name}", status
+            return f"it was killed by {signal_name(-status)}", status
         return f"it exited with status {status}; its output is in {kept.order.log}", status
 
     async def _listen(self, kept: _KeptResident) -> None:

@@ -14,6 +14,7 @@ import structlog
 
 from elastic import compose
 from elastic.control import CommandRefused, ControlError
+from elastic.isolation import IsolatedLoop, LoopFaults
 from elastic.pool_control import PoolControl, PoolStanding
 from elastic.processes import inherited
 from elastic.resources import HostedJob, HostedPool
@@ -99,8 +100,9 @@ def as_pool(settings: ServerSettings, standing: PoolStanding, name: str, project
 class PoolSupervisors:
     """Keeps a supervisor running for each pool, which keeps the pool's process running. Both outlive the server."""
 
-    def __init__(self, pools: tuple[Path, ...]) -> None:
+    def __init__(self, pools: tuple[Path, ...], faults: LoopFaults | None = None) -> None:
         self._pools = pools
+        self._isolated = IsolatedLoop("pools", faults or LoopFaults())
         self._started: dict[Path, subprocess.Popen[bytes]] = {}
         self._not_before_s: dict[Path, float] = {}
 
@@ -109,16 +111,22 @@ class PoolSupervisors:
         delay_s = dict.fromkeys(self._pools, base_s)
         while True:
             for path in self._pools:
-                child = self._started.get(path)
-                lives = child is not None and child.poll() is None
-                if lives or compose.is_claimed(path) or time.monotonic() < self._not_before_s.get(path, 0.0):
+                if self._isolated.wait_s(path.name):
                     continue
-                if child is not None:
-                    log.warning("a pool's supervisor has ended", pool=path.name, status=child.returncode)
-                self._start(path)
-                self._not_before_s[path] = time.monotonic() + delay_s[path]
-                delay_s[path] = min(2 * delay_s[path], max_s)
+                with self._isolated.attempt(path.name):
+                    self._look(path, delay_s, max_s)
             await asyncio.sleep(LOOK_S)
+
+    def _look(self, path: Path, delay_s: dict[Path, float], max_s: float) -> None:
+        child = self._started.get(path)
+        lives = child is not None and child.poll() is None
+        if lives or compose.is_claimed(path) or time.monotonic() < self._not_before_s.get(path, 0.0):
+            return
+        if child is not None:
+            log.warning("a pool's supervisor has ended", pool=path.name, status=child.returncode)
+        self._start(path)
+        self._not_before_s[path] = time.monotonic() + delay_s[path]
+        delay_s[path] = min(2 * delay_s[path], max_s)
 
     def _start(self, path: Path) -> None:
         command = [sys.executable, "-P", "-m", "elastic.cli", "pool-run", str(path), "--supervise", "10"]

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 import structlog
 
 from elastic.http_server import serving
+from elastic.isolation import LoopFaults
 from elastic.resources import AccessRole
 from elastic.server.api.app import create_app
 from elastic.server.identity.sign_ins import SignInChecks
@@ -81,7 +82,8 @@ async def serve(
 
     Raises `RunnerBusy` if another process looks after these runs.
     """
-    runner = RunnerLoop(store, settings) if with_runner else None
+    faults = LoopFaults()
+    runner = RunnerLoop(store, settings, faults) if with_runner else None
 
     def lags() -> list[str]:
         if runner is None or time.monotonic() - runner.ticked_s < LAG_S:
@@ -90,15 +92,15 @@ async def serve(
 
     with store.reading() as connection:
         UploadStorage(settings).sweep(uploads.all_of(connection))
-    deliveries = DeliveryLoop(store, settings)
-    app = create_app(store, settings, runner.wake if runner else lambda: None, lags)
+    deliveries = DeliveryLoop(store, settings, faults)
+    app = create_app(store, settings, runner.wake if runner else lambda: None, lags, faults)
     provider = app.state.server.provider
-    checks = None if provider is None else SignInChecks(store, settings, provider)
+    checks = None if provider is None else SignInChecks(store, settings, provider, faults)
     stopped = _signalled()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(runner.run(), name="runner") if runner else None
         looking = tasks.create_task(checks.run(), name="sign-ins") if checks else None
-        supervisors = PoolSupervisors(settings.pools)
+        supervisors = PoolSupervisors(settings.pools, faults)
         keeping = tasks.create_task(supervisors.run(settings.restart_base_s, settings.restart_max_s), name="pools")
         telling = tasks.create_task(deliveries.run(), name="webhooks")
         async with serving(app, listener) as url:

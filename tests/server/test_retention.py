@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elastic.isolation import IsolatedLoop, LoopFaults
 from elastic.resources import AccessRole, RunPhase
 from elastic.runtime.journal import RunDirectory, SqliteJournal
 from elastic.runtime.journal.records import EventRow, TrajectoryRow
@@ -91,7 +92,7 @@ def test_parts_go_apart_and_what_goes_on_is_left(site: Site, ended: Callable[...
     assert (own["runs"], {item["run"] for item in own["items"]}) == (2, {old, young})
     everything = {"logs", "checkpoints", "weights", "journal.sqlite"}
     assert left(site, old) >= everything
-    assert not retire(site.store, site.settings)
+    assert not retire(site.store, site.settings, IsolatedLoop("retention", LoopFaults()))
     assert left(site, old) & everything == {"journal.sqlite"}
     assert left(site, young) & everything == everything - {"logs"}
     assert left(site, going) >= everything
@@ -126,11 +127,11 @@ def test_what_is_half_removed_goes_the_rest_of_the_way(
     with monkeypatch.context() as patched:
         patched.setattr(retiring, "remove", die)
         with pytest.raises(Killed):
-            retire(site.store, site.settings)
+            retire(site.store, site.settings, IsolatedLoop("retention", LoopFaults()))
     assert "logs" in left(site, run)
     assert site.client().post(f"/v1/runs/{run}/resume").json()["type"] == "/problems/run-retired"
     keep(site, "/v1/retention", checkpoints_days=1000, logs_days=1000)
-    retire(site.store, site.settings)
+    retire(site.store, site.settings, IsolatedLoop("retention", LoopFaults()))
     assert not left(site, run) & {"logs", "checkpoints", "weights"}
     assert row(site, run).retired == {"checkpoints": "removed", "logs": "removed"}
     once = [e for e in site.client().get("/v1/audit").json()["data"] if e["actor"] == "retention"]
@@ -147,7 +148,7 @@ def test_a_whole_run_goes_unless_another_needs_it(
         config["model"]["checkpoint"] = str(site.settings.run_dir(parent) / "checkpoints")
         runs.want(tx, going, config=json.dumps(config))
     keep(site, "/v1/retention", runs_days=30)
-    retire(site.store, site.settings)
+    retire(site.store, site.settings, IsolatedLoop("retention", LoopFaults()))
     assert row(site, parent).wanted != runs.DELETE
     assert site.client().get(f"/v1/runs/{other}").status_code == 404
     with site.store.reading() as connection:
@@ -199,12 +200,12 @@ def test_uploads_that_nobody_completes_or_uses_go(site: Site, submission: Callab
     keep(site, "/v1/retention", uploads_days=60)
     assert plan() == {never: "open", unused: "ready"}
     assert there() == {never, fresh, unused, used, once, young}
-    retire(site.store, site.settings)
+    retire(site.store, site.settings, IsolatedLoop("retention", LoopFaults()))
     assert there() == {fresh, used, once, young}
     assert not storage.place(project, unused).exists()
     assert not (site.settings.incoming / never).exists()
     keep(site, "/v1/projects/ours/retention", uploads_days=40)
-    retire(site.store, site.settings)
+    retire(site.store, site.settings, IsolatedLoop("retention", LoopFaults()))
     assert there() == {fresh, used, young}
     noted = site.client().get("/v1/audit", params={"limit": 100}).json()["data"]
     assert {one["resource"] for one in noted if one["actor"] == "retention"} == {

@@ -361,3 +361,37 @@ def uploaded(site: Site, client: Any) -> Path:
     upload = client.post("/v1/uploads", json={"name": "u", "files": [file]}).json()
     assert client.put(f"/v1/uploads/{upload['id']}/files/{file['sha256']}", content=b"data").status_code == 200
     return site.settings.uploads(upload["project"]).resolve() / upload["id"] / "a"
+
+
+async def test_a_run_that_a_real_time_signal_ends_is_followed_by_another_process(
+    site: Site, quick: ServerSettings, submitted: Callable[..., str]
+) -> None:
+    run = submitted()
+    async with running(site, quick):
+        pid = await process_of(site, quick, run)
+        os.kill(pid, signal.SIGRTMIN + 5)
+        await process_of(site, quick, run, other_than=pid)
+    assert row(site, run).restarts == 1
+
+
+async def test_a_run_that_cannot_be_looked_at_ends_no_others(
+    site: Site, quick: ServerSettings, submitted: Callable[..., str]
+) -> None:
+    """It is said in its conditions, looked at again later, and the runner goes on; mended, it goes on as well."""
+    poisoned, other = submitted(), submitted()
+    with site.store.writing() as tx:
+        tx.execute(sa.update(tables.runs).where(tables.runs.c.id == poisoned).values(providers=[5]))
+
+    def told() -> list[str]:
+        return [one["message"] for one in row(site, poisoned).conditions if one["type"] == "Attended"]
+
+    async with running(site, dataclasses.replace(quick, restart_max_s=0.2)) as runner:
+        await process_of(site, quick, other)
+        await until(told)
+        assert "TypeError" in told()[0]
+        assert runner.ticked_s > 0
+        with site.store.writing() as tx:
+            tx.execute(sa.update(tables.runs).where(tables.runs.c.id == poisoned).values(providers=["spot"]))
+        await process_of(site, quick, poisoned)
+        await until(lambda: not told())
+    assert row(site, poisoned).restarts == 0

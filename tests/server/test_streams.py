@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from elastic.config import JournalConfig
 from elastic.core import events as e
+from elastic.isolation import LoopFaults
 from elastic.log_files import LogFollower, LogGone
 from elastic.resources import RunPhase
 from elastic.runtime.journal import RunDirectory, SqliteJournal, event_row
@@ -86,7 +87,7 @@ def test_a_journal_that_came_to_nothing_is_not_taken_for_the_next(tmp_path: Path
 async def test_followers_of_any_pace_get_all_in_order(tmp_path: Path) -> None:
     journal = journal_of(tmp_path, "a")
     over = asyncio.Event()
-    feeds = Feeds(0.005)
+    feeds = Feeds(0.005, LoopFaults())
 
     async def ended() -> bool:
         return over.is_set()

@@ -1,7 +1,9 @@
 """Webhooks: signed as receivers check it, told until they answer, never to a private address, forgotten by no death."""
 
 import asyncio
+import contextlib
 import ipaddress
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,9 +20,18 @@ from elastic.resources import RunPhase
 from elastic.server.store import runs
 from elastic.server.store.tables import deliveries, webhooks
 from elastic.server.store.vault import KEY_FILE
-from elastic.server.store.webhooks import WAITS_S
+from elastic.server.store.webhooks import (
+    GIVEN_UP_S,
+    OPEN_BASE_S,
+    OPEN_MAX_S,
+    OPENS_AFTER,
+    WAITS_S,
+    DueWebhook,
+    opens_for_s,
+)
 from elastic.server.webhooks import DeliveryLoop
 from elastic.server.webhooks.addresses import UnsafeTarget, checked, resolved
+from elastic.server.webhooks.sending import AT_ONCE, PROJECT_AT_ONCE, shared_out
 from tests.server.conftest import Site
 
 LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"),)
@@ -81,6 +92,7 @@ def becomes(site: Site, run: str, phase: RunPhase) -> None:
 def time_passes(site: Site) -> None:
     with site.store.writing() as tx:
         tx.execute(sa.update(deliveries).values(not_before_us=0))
+        tx.execute(sa.update(webhooks).values(open_until_us=0, claimed_until_us=0))
 
 
 def deliveries_of(site: Site, webhook: str) -> list[dict[str, Any]]:
@@ -203,3 +215,129 @@ def test_only_public_addresses_however_written(number: int, form: str) -> None:
 async def test_names_for_loopback_are_seen_through(host: str) -> None:
     with pytest.raises(UnsafeTarget):
         await resolved(f"http://{host}:80/", ())
+
+
+LONG_LABEL = "a" * 64
+
+
+@pytest.mark.parametrize(
+    "host", [f"{LONG_LABEL}.example.com", "a..example.com", ".example.com", f"{LONG_LABEL}", "xn--" + "a" * 70]
+)
+def test_a_host_that_cannot_be_encoded_is_refused(shared_site: Site, host: str) -> None:
+    answer = shared_site.client().post("/v1/webhooks", json={"url": f"https://{host}/hook"})
+    assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (400, "#/url")
+
+
+@pytest.mark.parametrize("url", [f"https://{LONG_LABEL}.example.com/", "https://127.0.0.1:1/\x01", "no url at all"])
+async def test_a_poisoned_webhook_ends_no_loop(
+    site: Site, hooked: tuple[str, str, str], receiver: Receiver, url: str
+) -> None:
+    """Whatever stands in the store, by whatever version: it is settled as failed, and others are told."""
+    with site.store.writing() as tx:
+        poisoned = sa.insert(webhooks).from_select(
+            ["id", "project", "url", "events", "secret", "version", "created_us"],
+            sa.select(
+                sa.literal("wh_poisoned"),
+                webhooks.c.project,
+                sa.literal(url),
+                webhooks.c.events,
+                sa.literal(b"no secret", sa.LargeBinary()) if url.startswith("no") else webhooks.c.secret,
+                sa.literal(1),
+                sa.literal(0, sa.BigInteger()),
+            ).where(webhooks.c.id == hooked[1]),
+        )
+        tx.execute(poisoned)
+    becomes(site, hooked[0], RunPhase.FINISHED)
+    task = asyncio.create_task(loop_of(site).run())
+    async with asyncio.timeout(20):
+        while not (receiver.got and deliveries_of(site, "wh_poisoned")[0]["attempts"]):
+            assert not task.done()
+            await asyncio.sleep(0.01)
+    assert not task.done()
+    task.cancel()
+    assert deliveries_of(site, "wh_poisoned")[0]["state"] == "waiting"
+    assert deliveries_of(site, "wh_poisoned")[0]["answer"].startswith("not sent")
+
+
+async def test_a_receiver_that_fails_is_left_alone_and_probed(
+    site: Site, hooked: tuple[str, str, str], receiver: Receiver
+) -> None:
+    _, hook, _ = hooked
+    client, place = site.client(), f"/v1/webhooks/{hook}"
+    receiver.statuses = [500]
+    for _ in range(2 * OPENS_AFTER):
+        client.post(f"{place}/test")
+    for failures in range(1, OPENS_AFTER + 1):
+        assert client.get(place).json()["circuit"] == "closed"
+        assert await loop_of(site).tick() == 1
+        assert client.get(place).json()["failures"] == failures
+    shown = client.get(place).json()
+    assert (shown["circuit"], shown["next_probe_at"] is None) == ("open", False)
+    assert await loop_of(site).tick() == 0
+    time_passes(site)
+    assert client.get(place).json()["circuit"] == "half-open"
+    assert await loop_of(site).tick() == 1  # Of many that wait one is the probe.
+    assert await loop_of(site).tick() == 0
+    assert client.get(place).json()["circuit"] == "open"
+    receiver.statuses = [200]
+    time_passes(site)
+    assert await loop_of(site).tick() == 1
+    assert (client.get(place).json()["circuit"], client.get(place).json()["failures"]) == ("closed", 0)
+    while await loop_of(site).tick():
+        pass
+    assert {one["state"] for one in deliveries_of(site, hook)} == {"delivered"}
+
+
+def test_circuits_open_longer_each_time_within_a_bound() -> None:
+    opens = [opens_for_s(failures) for failures in range(100)]
+    assert opens[:OPENS_AFTER] == [0] * OPENS_AFTER
+    assert opens == sorted(opens)
+    assert (opens[OPENS_AFTER], opens[-1]) == (OPEN_BASE_S, OPEN_MAX_S)
+
+
+async def test_what_a_circuit_never_lets_be_tried_has_failed_in_the_end(
+    site: Site, hooked: tuple[str, str, str]
+) -> None:
+    _, hook, _ = hooked
+    site.client().post(f"/v1/webhooks/{hook}/test")
+    with site.store.writing() as tx:
+        tx.execute(sa.update(webhooks).values(failures=OPENS_AFTER, open_until_us=2**62))
+        tx.execute(sa.update(deliveries).values(created_us=deliveries.c.created_us - (GIVEN_UP_S + 1) * 1_000_000))
+    assert await loop_of(site).tick() == 0
+    (delivery,) = deliveries_of(site, hook)
+    assert (delivery["state"], delivery["attempts"]) == ("failed", 0)
+
+
+@given(
+    st.lists(st.sampled_from("abcdefgh"), max_size=300),
+    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, PROJECT_AT_ONCE)),
+)
+def test_every_project_has_its_share(projects: list[str], on_the_way: dict[str, int]) -> None:
+    """No project has more than its share, none with something due has none while there is room for one more."""
+    due = [DueWebhook(str(number), project) for number, project in enumerate(projects)]
+    chosen = shared_out(due, on_the_way)
+    held = {name: on_the_way.get(name, 0) + sum(one.project == name for one in chosen) for name in "abcdefgh"}
+    assert all(count <= PROJECT_AT_ONCE for count in held.values())
+    assert sum(held.values()) <= AT_ONCE
+    assert all(held[name] > 0 for name in projects) or sum(held.values()) == AT_ONCE
+    assert len(set(chosen)) == len(chosen)
+
+
+async def test_a_dead_receiver_delays_its_own_project_only(site: Site, receiver: Receiver) -> None:
+    """Its messages to receivers that never answer wait, more of them than may be on the way; others are told."""
+    client = site.client()
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as dead:
+        for number in range(2 * PROJECT_AT_ONCE):
+            body = {"url": f"http://localhost:{dead.getsockname()[1]}/{number}", "project": "theirs"}
+            hook = client.post("/v1/webhooks", json=body).json()["id"]
+            client.post(f"/v1/webhooks/{hook}/test")
+        task = asyncio.create_task(loop_of(site).run())
+        await asyncio.sleep(0)
+        ours = client.post("/v1/webhooks", json={"url": receiver.url, "project": "ours"}).json()["id"]
+        client.post(f"/v1/webhooks/{ours}/test")
+        async with asyncio.timeout(5):  # A third of what one that does not answer is waited for.
+            while not receiver.got:  # noqa: ASYNC110 - a thread gets it
+                await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

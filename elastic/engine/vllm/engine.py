@@ -41,6 +41,7 @@ from elastic.engine.torch.costs import LearnedCosts
 from elastic.engine.torch.pacing import IterationLoad
 from elastic.engine.vllm import VllmSettings
 from elastic.engine.vllm import messages as m
+from elastic.processes import signal_name
 from elastic.weights.errors import VersionSuperseded, WeightsCorrupted, WeightsError
 from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightsSource
 
@@ -687,7 +688,7 @@ def _how(process: "subprocess.Popen[bytes]") -> str:
     if code >= 0:
         return f"exit code {code}"
     by_system = " (by the system, where the machine's memory has run out)" if -code == signal.SIGKILL else ""
-    return f"signal {signal.Signals(-code).name}{by_system}"
+    return f"signal {signal_name(-code)}{by_system}"
 
 
 def _remedy(reason: str) -> str:

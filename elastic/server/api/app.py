@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 from elastic.http_server import BodyLimits, HostCheck
+from elastic.isolation import LoopFaults
 from elastic.server import problems
 from elastic.server.api import openapi, routes
 from elastic.server.api.request_log import RequestFigures, RequestLog
@@ -28,8 +29,10 @@ def create_app(
     settings: ServerSettings,
     wake: Callable[[], None] = lambda: None,
     runner_lags: Callable[[], list[str]] = list,
+    faults: LoopFaults | None = None,
 ) -> FastAPI:
-    """The control API over a store. `runner_lags` says what keeps the runner from its work."""
+    """The control API over a store. `runner_lags` says what keeps the runner from its work; `faults` are counted by the
+    loops beside it."""
 
     def ready() -> list[str]:
         try:
@@ -56,8 +59,9 @@ def create_app(
     )
     requests = RequestFigures()
     provider = None if settings.oidc is None else IdentityProvider(settings.oidc)
-    feeds = Feeds(settings.feed_interval_s)
-    app.state.server = ServerState(store, settings, feeds, wake, provider, ready, requests)
+    faults = faults or LoopFaults()
+    feeds = Feeds(settings.feed_interval_s, faults)
+    app.state.server = ServerState(store, settings, feeds, wake, provider, ready, requests, faults)
     problems.install(app)
     openapi.install(app)
     app.add_middleware(BodyLimits, bytes_max=settings.body_bytes_max, bytes_max_of=_upload_limit(settings))

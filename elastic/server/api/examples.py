@@ -95,6 +95,9 @@ _WEBHOOK = {
     "events": ["run.finished", "run.failed"],
     "enabled": True,
     "disabled_because": "",
+    "circuit": "closed",
+    "failures": 0,
+    "next_probe_at": None,
     "created_at": _AT,
 }
 _TRAJECTORY = {

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import sqlalchemy as sa
 
+from elastic.isolation import LoopFaults
 from elastic.resources import ENDED, RunFigures
 from elastic.server.store import Store
 from elastic.server.store.tables import projects, runs
@@ -78,6 +79,13 @@ def exposition(store: Store, project: str | None) -> str:
     waiting = ((_engine(row, "queue"), figures.queued_turns) for row, figures in read)
     lines += _family("vllm:num_requests_waiting", "turns that wait for a worker", waiting)
     return "".join(f"{line}\n" for line in lines)
+
+
+def loop_faults(faults: LoopFaults) -> list[str]:
+    """The unexpected exceptions of the server's loops, of which each went on."""
+    words = "unexpected exceptions of a loop of the server, which went on"
+    counted = ((f'loop="{_escaped(loop)}"', count) for loop, count in sorted(faults.counts().items()))
+    return list(_family("elastic_loop_faults_total", words, counted, "counter"))
 
 
 def _labels(row: sa.RowMapping) -> str:

@@ -6,6 +6,7 @@ from typing import cast
 
 from fastapi import Request
 
+from elastic.isolation import LoopFaults
 from elastic.server.api.request_log import RequestFigures
 from elastic.server.history.answers import KeptAnswers
 from elastic.server.history.feeds import Feeds
@@ -27,6 +28,8 @@ class ServerState:
     ready: Callable[[], list[str]] = field(default=list)
     """Returns the reasons why the server cannot do its work; empty if it can."""
     requests: RequestFigures = field(default_factory=RequestFigures)
+    faults: LoopFaults = field(default_factory=LoopFaults)
+    """The unexpected exceptions of this process's loops."""
     answers: KeptAnswers = field(default_factory=KeptAnswers)
 
 

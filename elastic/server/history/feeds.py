@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from elastic.isolation import IsolatedLoop, LoopFaults
 from elastic.resources import RunEvent
 from elastic.runtime.journal import JournalError
 from elastic.server.history.events import EventBatch, EventLog, Position
@@ -28,7 +29,10 @@ ASK_EVERY = 5
 class RunFeed:
     """The newest events of one run. `ended` says whether the run is over; it is called when there are no new events."""
 
-    def __init__(self, run_dir: Path, interval_s: float, ended: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(
+        self, run_dir: Path, interval_s: float, ended: Callable[[], Awaitable[bool]], isolated: IsolatedLoop
+    ) -> None:
+        self._isolated = isolated
         self.log = EventLog(run_dir)
         self._run_dir = run_dir
         self.followers = 0
@@ -44,8 +48,16 @@ class RunFeed:
 
     async def run(self) -> None:
         """Read the journal until the run is over, or until cancelled."""
-        position = await self._reading(self.log.end)
-        self._floor = position
+        name = self._run_dir.name
+        while not self.over:
+            with self._isolated.attempt(name):
+                await self._follow()
+            await asyncio.sleep(self._isolated.wait_s(name))
+
+    async def _follow(self) -> None:
+        position = self._positions[-1] if self._positions else self._floor
+        if position is None:
+            position = self._floor = await self._reading(self.log.end)
         version: Version | None = None
         asked_s = 0.0
         while True:
@@ -117,15 +129,16 @@ class RunFeed:
 class Feeds:
     """One feed for each followed run."""
 
-    def __init__(self, interval_s: float) -> None:
+    def __init__(self, interval_s: float, faults: LoopFaults) -> None:
         self._interval_s = interval_s
+        self._isolated = IsolatedLoop("feeds", faults)
         self._feeds: dict[str, tuple[RunFeed, asyncio.Task[None]]] = {}
 
     @contextlib.asynccontextmanager
     async def following(self, run: str, run_dir: Path, ended: Callable[[], Awaitable[bool]]) -> AsyncIterator[RunFeed]:
         """A context: the run's feed, kept while at least one follower uses it."""
         if run not in self._feeds or self._feeds[run][0].over:
-            feed = RunFeed(run_dir, self._interval_s, ended)
+            feed = RunFeed(run_dir, self._interval_s, ended, self._isolated)
             self._feeds[run] = feed, asyncio.create_task(feed.run(), name=f"feed {run}")
         feed, task = self._feeds[run]
         feed.followers += 1

@@ -12,6 +12,7 @@ import asyncio
 import sqlalchemy as sa
 import structlog
 
+from elastic.isolation import IsolatedLoop, LoopFaults
 from elastic.resources import AccessRole
 from elastic.server import ids
 from elastic.server.identity.oidc import GrantEnded, IdentityProvider, IssuerUnavailable, SignedIn, mapped_roles
@@ -47,18 +48,22 @@ def admitted(tx: sa.Connection, settings: OidcSettings, vault: Vault, who: Signe
 class SignInChecks:
     """Asks the provider again about people who have a session or a key."""
 
-    def __init__(self, store: Store, settings: ServerSettings, provider: IdentityProvider) -> None:
+    def __init__(
+        self, store: Store, settings: ServerSettings, provider: IdentityProvider, faults: LoopFaults | None = None
+    ) -> None:
         self._store = store
         self._settings = provider.settings
         self._vault = Vault(settings.home)
         self._provider = provider
+        self._isolated = IsolatedLoop("sign-ins", faults or LoopFaults(), passes=(StoreUnavailable,))
 
     async def run(self) -> None:
         """Check people until cancelled."""
         while True:
-            await asyncio.sleep(self._settings.recheck_s / TICKS)
+            await asyncio.sleep(max(self._settings.recheck_s / TICKS, self._isolated.wait_s()))
             try:
-                await asyncio.to_thread(self.look)
+                with self._isolated.attempt():
+                    await asyncio.to_thread(self.look)
             except StoreUnavailable as error:
                 log.warning("the database does not answer; people are looked at again later", error=str(error))
 
@@ -70,7 +75,8 @@ class SignInChecks:
             with self._store.writing() as tx:
                 mine = sign_ins.claim(tx, one["person"], one["checked_us"])
             if mine:
-                self._ask(one)
+                with self._isolated.attempt(one["person"]):
+                    self._ask(one)
 
     def _ask(self, one: sa.RowMapping) -> None:
         try:

@@ -5,6 +5,7 @@ by one that tells the same under the same id, so a slice is neither lost nor giv
 """
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import structlog
 
 from elastic.control import ControlError, RunControl
 from elastic.core.ledger import NANO_USD_PER_USD
+from elastic.isolation import IsolatedLoop
 from elastic.resources import ALIVE
 from elastic.server.quotas import budgets
 from elastic.server.runner.allotment import ProjectStanding, RunAllotment, allot
@@ -27,10 +29,12 @@ log = structlog.get_logger(__name__)
 STATUS_TIMEOUT_S = 2.0
 
 
-async def allotted(store: Store, settings: ServerSettings, records: Sequence[HostedRunRow]) -> dict[str, RunAllotment]:
+async def allotted(
+    store: Store, settings: ServerSettings, records: Sequence[HostedRunRow], isolated: IsolatedLoop
+) -> dict[str, RunAllotment]:
     """Return each run's allotment from the present store. Raises `StoreUnavailable`."""
     kinds = await asyncio.to_thread(_shared_kinds, store)
-    held = await _held(settings, records, kinds) if kinds else {}
+    held = await _held(settings, records, kinds, isolated) if kinds else {}
     return await asyncio.to_thread(_decide, store, settings, records, held)
 
 
@@ -41,16 +45,16 @@ def _shared_kinds(store: Store) -> set[str]:
 
 
 async def _held(
-    settings: ServerSettings, records: Sequence[HostedRunRow], kinds: set[str]
+    settings: ServerSettings, records: Sequence[HostedRunRow], kinds: set[str], isolated: IsolatedLoop
 ) -> dict[str, dict[str, int]]:
     """GPUs by provider of the processes that answer."""
 
     async def ask(run: HostedRunRow) -> tuple[str, dict[str, int]]:
-        try:
+        held: dict[str, int] = {}
+        with isolated.attempt(f"{run.id}: GPUs held"), contextlib.suppress(ControlError):
             standing = await RunControl(settings.run_dir(run.id), STATUS_TIMEOUT_S).status()
-        except ControlError:
-            return run.id, {}
-        return run.id, {name: one.get("gpus", 0) for name, one in standing.status["providers"].items()}
+            held = {name: int(one.get("gpus", 0)) for name, one in standing.status["providers"].items()}
+        return run.id, held
 
     asked = [
         run for run in records if run.phase in ALIVE and any(one.kind in kinds for one in run.needed.providers.values())

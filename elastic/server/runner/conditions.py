@@ -21,6 +21,7 @@ class ConditionFinding(NamedTuple):
     message: str
 
 
+ATTENDED = "Attended"
 SUBMITTED = ConditionFinding("Accepted", "True", "Submitted", "the server has the run, and will start it")
 _PROCESS: Mapping[RunPhase, tuple[Truth, str, str]] = {
     RunPhase.PENDING: ("False", "NotStarted", "its process has not begun yet"),
@@ -47,6 +48,16 @@ def findings(run: HostedRunRow, phase: RunPhase, cause: str, figures: RunFigures
         found.append(_budget(run.budget_usd, cause, figures))
     found.append(_ended(phase, cause))
     return found
+
+
+def with_fault(former: Sequence[Mapping[str, Any]], fault: str, now_us: int, generation: int) -> list[dict[str, Any]]:
+    """Return the conditions with what keeps the runner from looking at the run, or without it if `fault` is empty."""
+    others = [dict(one) for one in former if one["type"] != ATTENDED]
+    if not fault:
+        return others
+    words = f"the runner cannot look at it now, and tries again: {fault}"
+    told = ConditionFinding(ATTENDED, "False", "Unexpected", words)
+    return others + [one.model_dump() for one in updated(former, [told], now_us, generation)]
 
 
 def updated(

@@ -22,8 +22,9 @@ from pathlib import Path
 import structlog
 
 from elastic.config import ConfigError
+from elastic.isolation import IsolatedLoop, LoopFaults
 from elastic.resources import ALIVE, ENDED, RunFigures, RunPhase
-from elastic.runtime.journal import JournalError, RunDirectory
+from elastic.runtime.journal import RunDirectory
 from elastic.server.history.journals import cost_nano_usd, figures_of
 from elastic.server.quotas.budgets import day_of
 from elastic.server.runner import conditions, decisions, launching
@@ -41,6 +42,7 @@ from elastic.server.store.vault import Vault, VaultError
 log = structlog.get_logger(__name__)
 
 LOCK = "runner.lock"
+ALLOTTING, HOUSEKEEPING = "shares and budgets", "housekeeping"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORGET_ANSWERS_S = 24 * 3600
 LEADER_TIMEOUT_S = 10.0
@@ -54,9 +56,11 @@ class RunnerBusy(Exception):
 class RunnerLoop:
     """Starts, adopts and ends runs. Any thread may call `wake`."""
 
-    def __init__(self, store: Store, settings: ServerSettings) -> None:
+    def __init__(self, store: Store, settings: ServerSettings, faults: LoopFaults | None = None) -> None:
         self._store = store
         self._settings = settings
+        base_s, max_s = settings.restart_base_s, settings.restart_max_s
+        self._isolated = IsolatedLoop("runner", faults or LoopFaults(), base_s, max_s, passes=(StoreUnavailable,))
         self._held: dict[str, HeldProcess] = {}
         self._woken = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -81,12 +85,14 @@ class RunnerLoop:
                 while True:
                     self._woken.clear()
                     try:
-                        if await asyncio.to_thread(leadership.holds):
-                            await self.tick()
-                        else:
-                            log.warning("another runner attends to this database; waiting")
+                        with self._isolated.attempt():
+                            if await asyncio.to_thread(leadership.holds):
+                                await self.tick()
+                            else:
+                                log.warning("another runner attends to this database; waiting")
                     except StoreUnavailable as error:
                         log.warning("the database does not answer; runs go on", error=str(error))
+                    await asyncio.sleep(self._isolated.wait_s())
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self._settings.tick_s):
                             await self._woken.wait()
@@ -113,19 +119,37 @@ class RunnerLoop:
     async def tick(self) -> None:
         """Look at every run once. Raises `StoreUnavailable`."""
         records = await asyncio.to_thread(self._managed)
-        if time.monotonic() - self._allotted_s >= self._settings.observe_s or self._wants_more(records):
-            await allotted(self._store, self._settings, records)
-            self._allotted_s = time.monotonic()
-            records = await asyncio.to_thread(self._managed)
+        due = time.monotonic() - self._allotted_s >= self._settings.observe_s or self._wants_more(records)
+        if due and not self._isolated.wait_s(ALLOTTING):
+            with self._isolated.attempt(ALLOTTING):
+                await allotted(self._store, self._settings, records, self._isolated)
+                self._allotted_s = time.monotonic()
+                records = await asyncio.to_thread(self._managed)
         for run in records:
-            try:
-                await self._attend(run)
-            except (OSError, ConfigError, JournalError) as error:
-                log.error("a run cannot be attended to now", run=run.id, error=str(error))
+            if not self._isolated.wait_s(run.id):
+                await self._attend_isolated(run)
         for gone in self._held.keys() - {run.id for run in records}:
             self._held.pop(gone).watched.close()
-        await self._housekeep()
+        if not self._isolated.wait_s(HOUSEKEEPING):
+            with self._isolated.attempt(HOUSEKEEPING):
+                await self._housekeep()
         self.ticked_s = time.monotonic()
+
+    async def _attend_isolated(self, run: HostedRunRow) -> None:
+        """Look at a run. One that cannot be looked at is looked at again later, and its conditions say so."""
+        failed_before = self._isolated.has_failed(run.id)
+        with self._isolated.attempt(run.id) as attempt:
+            await self._attend(run)
+        if attempt.fault or failed_before:
+            with self._isolated.attempt(f"{run.id}: conditions"):
+                await asyncio.to_thread(self._tell_fault, run.id, attempt.fault)
+
+    def _tell_fault(self, id_: str, fault: str) -> None:
+        with self._store.writing() as tx:
+            run = runs.find(tx, id_)
+            if run is not None:
+                found = conditions.with_fault(run.conditions, fault, now_us(), run.generation)
+                runs.observe(tx, id_, conditions=found)
 
     def _wants_more(self, records: Sequence[HostedRunRow]) -> bool:
         """Return whether there is a run without a decision on its share."""
@@ -189,17 +213,21 @@ class RunnerLoop:
         user, sealed = await asyncio.to_thread(self._announce, run)
         try:
             child, kept = await asyncio.to_thread(self._begin, run, user, sealed)
-        except (OSError, ConfigError, KeyError, VaultError) as error:
-            log.error("a run's process cannot be begun", run=run.id, error=str(error))
+        except Exception as error:
+            expected = isinstance(error, (OSError, ConfigError, KeyError, VaultError))
             full = isinstance(error, OSError) and error.errno in FULL
-            # Room may come, and no attempt of the run's own has failed.
-            ending = Ending(how=decisions.DIED, cause=f"its process could not be begun: {error}", with_world=full)
+            # Room may come, or a server that can do it, and no attempt of the run's own has failed.
+            passes = full or not expected
+            ending = Ending(how=decisions.DIED, cause=f"its process could not be begun: {error}", with_world=passes)
             begun, seen = replace(run, phase=RunPhase.STARTING), ProcessSeen(alive=False, ending=ending)
             base_s, max_s = self._settings.restart_base_s, self._settings.restart_max_s
             later = decisions.decide(begun, seen, now_us(), base_s, max_s)
-            if full:
+            if passes:
                 later = replace(later, not_before_us=now_us() + round(max_s * 1e6))
             await asyncio.to_thread(self._become, run, later)
+            if not expected:
+                raise
+            log.error("a run's process cannot be begun", run=run.id, error=str(error))
             return
         held = HeldProcess(launching.Adopted(launching.Identity(**kept["identity"])), child)
         self._held[run.id] = held
@@ -320,7 +348,7 @@ class RunnerLoop:
     async def _housekeep(self) -> None:
         if time.monotonic() - self._housekept_s > self._settings.housekeeping_s:
             await asyncio.to_thread(self._forget)
-            more = await asyncio.to_thread(retire, self._store, self._settings)
+            more = await asyncio.to_thread(retire, self._store, self._settings, self._isolated)
             self._housekept_s = float("-inf") if more else time.monotonic()
 
     def _forget(self) -> None:

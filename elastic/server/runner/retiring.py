@@ -3,6 +3,7 @@
 import sqlalchemy as sa
 import structlog
 
+from elastic.isolation import IsolatedLoop
 from elastic.server import ids
 from elastic.server.intake.upload_files import UploadStorage
 from elastic.server.permissions import Action
@@ -15,28 +16,33 @@ from elastic.server.store.runs import HostedRunRow
 
 log = structlog.get_logger(__name__)
 
-ACTOR = "retention"
+ACTOR = RETENTION = "retention"
 AT_ONCE = 100
 """Runs that are handled in one pass, before the runner returns to its other work."""
 
 
-def retire(store: Store, settings: ServerSettings) -> bool:
-    """Remove expired parts of some runs and uploads; returns whether there are more. Raises `StoreUnavailable`."""
+def retire(store: Store, settings: ServerSettings, isolated: IsolatedLoop) -> bool:
+    """Remove expired parts of some runs and uploads; returns whether there are more. Raises `StoreUnavailable`.
+
+    What cannot be removed waits in `isolated`.
+    """
     with store.reading() as connection:
         begun = records.half_removed(connection)
     for run in begun:
-        _finish(store, settings, run)
+        with isolated.attempt(f"{run.id}: {RETENTION}"):
+            _finish(store, settings, run)
     with store.reading() as connection:
         found = [run.id for run, _ in records.over(connection, None, now_us())]
     for id_ in found[:AT_ONCE]:
-        run = _begin(store, id_)
-        if run is not None:
-            _finish(store, settings, run)
-    _retire_uploads(store, settings)
+        with isolated.attempt(f"{id_}: {RETENTION}"):
+            run = _begin(store, id_)
+            if run is not None:
+                _finish(store, settings, run)
+    _retire_uploads(store, settings, isolated)
     return len(found) > AT_ONCE
 
 
-def _retire_uploads(store: Store, settings: ServerSettings) -> None:
+def _retire_uploads(store: Store, settings: ServerSettings, isolated: IsolatedLoop) -> None:
     """Remove uploads that were never completed or that no run uses. The next server sweeps files that a dying runner
     leaves behind."""
     storage = UploadStorage(settings)
@@ -48,21 +54,22 @@ def _retire_uploads(store: Store, settings: ServerSettings) -> None:
     with store.reading() as connection:
         found = over(connection)
     for row in found[:AT_ONCE]:
-        with store.writing() as tx:
-            if row["id"] not in {one["id"] for one in over(tx, row["project"])}:
-                continue  # Somebody has begun to use it meanwhile.
-            audit.write(
-                tx,
-                actor=ACTOR,
-                action=Action.UPLOADS_WRITE,
-                resource=f"/v1/uploads/{row['id']}",
-                project=row["project"],
-                status=204,
-                request_id=ids.new_id(ids.REQUEST),
-            )
-            uploads.remove(tx, row["id"])
-        log.info("an upload is kept no longer", upload=row["id"], project=row["project"])
-        storage.discard(row["project"], row["id"])
+        with isolated.attempt(f"{row['id']}: {RETENTION}"):
+            with store.writing() as tx:
+                if row["id"] not in {one["id"] for one in over(tx, row["project"])}:
+                    continue  # Somebody has begun to use it meanwhile.
+                audit.write(
+                    tx,
+                    actor=ACTOR,
+                    action=Action.UPLOADS_WRITE,
+                    resource=f"/v1/uploads/{row['id']}",
+                    project=row["project"],
+                    status=204,
+                    request_id=ids.new_id(ids.REQUEST),
+                )
+                uploads.remove(tx, row["id"])
+            log.info("an upload is kept no longer", upload=row["id"], project=row["project"])
+            storage.discard(row["project"], row["id"])
 
 
 def _begin(store: Store, id_: str) -> HostedRunRow | None:

@@ -5,9 +5,11 @@ a moment later leads nowhere.
 """
 
 import asyncio
+import functools
 import ipaddress
 import socket
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -44,6 +46,10 @@ def checked(url: str, allowed: Sequence[Network]) -> tuple[str, str, int]:
     if not url.isascii() or any(character <= " " or character == "\x7f" for character in url):
         raise UnsafeTarget("has characters that a URL does not have")
     try:
+        host.encode("idna")
+    except UnicodeError:
+        raise UnsafeTarget("has a host that is no name: its parts between dots have 1 to 63 characters") from None
+    try:
         _refuse(ipaddress.ip_address(host), allowed)
     except UnsafeTarget:
         raise
@@ -52,10 +58,11 @@ def checked(url: str, allowed: Sequence[Network]) -> tuple[str, str, int]:
     return parts.scheme, host, port or SCHEMES[parts.scheme]
 
 
-async def resolved(url: str, allowed: Sequence[Network]) -> PinnedTarget:
-    """Resolve a URL and check the addresses. Raises `UnsafeTarget`, `OSError`."""
+async def resolved(url: str, allowed: Sequence[Network], names: Executor | None = None) -> PinnedTarget:
+    """Resolve a URL, in a thread of `names`, and check the addresses. Raises `UnsafeTarget`, `OSError`."""
     scheme, host, port = checked(url, allowed)
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    ask = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(names, ask)
     addresses = [ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in found]
     if not addresses:
         raise UnsafeTarget("its host has no address")

@@ -1,78 +1,112 @@
 """Sends what webhooks are still to be told: at least once each, a slow receiver in nobody's way."""
 
 import asyncio
+import contextlib
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import sqlalchemy as sa
 import structlog
 
+from elastic.isolation import IsolatedLoop, LoopFaults
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable, webhooks
 from elastic.server.store.database import now_us
 from elastic.server.store.vault import Vault, VaultError
+from elastic.server.store.webhooks import DueWebhook
 from elastic.server.webhooks.addresses import UnsafeTarget, resolved
 from elastic.server.webhooks.signing import signed_headers
 
 log = structlog.get_logger(__name__)
 
 SEND_TIMEOUT_S = 15.0
-AT_ONCE = 32
+AT_ONCE, PROJECT_AT_ONCE = 128, 4
+"""Deliveries that are on the way at once: of all projects, and of one."""
+NAMES_AT_ONCE = 64
+"""Threads that resolve names of receivers, apart from all others, for a name server may take its time."""
 KEPT_S = 30 * 86_400
 FORGET_EVERY_S = 3_600.0
 _GONE = 410
 
 
 class DeliveryLoop:
-    """Several servers on one database may each have one: a delivery is claimed before it is sent."""
+    """Several servers on one database may each have one: a delivery is claimed before it is sent.
 
-    def __init__(self, store: Store, settings: ServerSettings) -> None:
+    A webhook is sent one delivery at a time, and a project has `PROJECT_AT_ONCE` on the way at most, so that receivers
+    that do not answer delay their own project only.
+    """
+
+    def __init__(self, store: Store, settings: ServerSettings, faults: LoopFaults | None = None) -> None:
         self._store = store
         self._settings = settings
         self._vault = Vault(settings.home)
         self._forgot_s = float("-inf")
+        self._isolated = IsolatedLoop("webhooks", faults or LoopFaults(), passes=(StoreUnavailable,))
+        self._on_the_way: Counter[str] = Counter()
+        """Deliveries that are being sent, by project."""
+        self._freed = asyncio.Event()
+        self._names = ThreadPoolExecutor(NAMES_AT_ONCE, "names")
 
     async def run(self) -> None:
         """Go on until cancelled. What was being sent then is sent again."""
-        sending: set[asyncio.Task[None]] = set()
         async with asyncio.TaskGroup() as tasks:
             while True:
-                try:
-                    due = await asyncio.to_thread(self._claim, AT_ONCE - len(sending))
-                except StoreUnavailable as error:
-                    log.warning("the database does not answer; webhooks wait", error=str(error))
-                    due = []
-                for row in due:
-                    task = tasks.create_task(self._deliver(row), name=f"webhook {row['id']}")
-                    sending.add(task)
-                    task.add_done_callback(sending.discard)
-                await asyncio.sleep(self._settings.webhook_tick_s)
+                self._freed.clear()
+                for row in await self._claimed():
+                    tasks.create_task(self._deliver(row), name=f"webhook {row['id']}")
+                await asyncio.sleep(self._isolated.wait_s())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._settings.webhook_tick_s):
+                        await self._freed.wait()
 
     async def tick(self) -> int:
-        """Send all that is due now; returns how much that was. Raises `StoreUnavailable`."""
-        due = await asyncio.to_thread(self._claim, AT_ONCE)
+        """Send what is due now, one delivery for each webhook; returns how many."""
+        due = await self._claimed()
         await asyncio.gather(*(self._deliver(row) for row in due))
         return len(due)
 
-    def _claim(self, limit: int) -> list[sa.RowMapping]:
-        if limit <= 0:
-            return []
-        with self._store.reading() as connection:
-            if not webhooks.any_due(connection):
-                return []
-        with self._store.writing() as tx:
-            if time.monotonic() - self._forgot_s > FORGET_EVERY_S:
+    async def _claimed(self) -> list[sa.RowMapping]:
+        """Claim what may be sent now, and count it as on the way."""
+        due: list[sa.RowMapping] = []
+        try:
+            with self._isolated.attempt():
+                due = await asyncio.to_thread(self._claim, Counter(self._on_the_way))
+        except StoreUnavailable as error:
+            log.warning("the database does not answer; webhooks wait", error=str(error))
+        self._on_the_way.update(row["project"] for row in due)
+        return due
+
+    def _claim(self, on_the_way: Mapping[str, int]) -> list[sa.RowMapping]:
+        if time.monotonic() - self._forgot_s > FORGET_EVERY_S:
+            with self._store.writing() as tx:
                 webhooks.forget(tx, now_us() - KEPT_S * 1_000_000)
-                self._forgot_s = time.monotonic()
-            return webhooks.claim(tx, limit)
+            self._forgot_s = time.monotonic()
+        with self._store.reading() as connection:
+            chosen = shared_out(webhooks.due(connection), on_the_way)
+        if not chosen:
+            return []
+        with self._store.writing() as tx:
+            claimed = [webhooks.claim(tx, one.id) for one in chosen]
+        return [row for row in claimed if row is not None]
 
     async def _deliver(self, row: sa.RowMapping) -> None:
-        status, answer = await self._send(row)
-        log.info("webhook", delivery=row["id"], webhook=row["webhook"], type=row["type"], answer=answer)
         try:
-            await asyncio.to_thread(self._settle, row, status, answer)
+            with self._isolated.attempt(row["webhook"]) as attempt:
+                status, answer = await self._send(row)
+            if attempt.fault:
+                status, answer = 0, f"not sent: an unexpected {attempt.fault.partition(':')[0]}"
+            log.info("webhook", delivery=row["id"], webhook=row["webhook"], type=row["type"], answer=answer)
+            with self._isolated.attempt(f"{row['webhook']}: settled"):
+                await asyncio.to_thread(self._settle, row, status, answer)
         except StoreUnavailable as error:
             log.warning("a webhook's answer could not be kept: it is sent again", error=str(error))
+        finally:
+            self._on_the_way[row["project"]] -= 1
+            self._on_the_way += Counter()  # Without projects that have nothing on the way.
+            self._freed.set()
 
     def _settle(self, row: sa.RowMapping, status: int, answer: str) -> None:
         with self._store.writing() as tx:
@@ -91,7 +125,7 @@ class DeliveryLoop:
             headers = {"content-type": "application/json", "user-agent": "elastic-webhooks/1"}
             headers |= signed_headers(secret, row["id"], int(time.time()), body)
             async with asyncio.timeout(SEND_TIMEOUT_S):
-                target = await resolved(row["url"], self._settings.webhook_networks)
+                target = await resolved(row["url"], self._settings.webhook_networks, self._names)
                 client = httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=SEND_TIMEOUT_S)
                 async with (
                     client,
@@ -112,3 +146,16 @@ class DeliveryLoop:
             return 0, "not sent: its secret cannot be read, for the server's key file is another one"
         except (OSError, httpx.HTTPError) as error:
             return 0, f"not delivered ({type(error).__name__})"
+
+
+def shared_out(due: Sequence[DueWebhook], on_the_way: Mapping[str, int]) -> list[DueWebhook]:
+    """Return the webhooks to send to now: within each project's share and the server's room, and of projects with
+    little on the way before those with much. Pure."""
+    room = AT_ONCE - sum(on_the_way.values())
+    held = Counter(on_the_way)
+    ranked: list[tuple[int, int, DueWebhook]] = []
+    for number, one in enumerate(due):
+        if held[one.project] < PROJECT_AT_ONCE:
+            ranked.append((held[one.project], number, one))
+            held[one.project] += 1
+    return [one for *_, one in sorted(ranked)[: max(0, room)]]

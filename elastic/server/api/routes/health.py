@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from elastic.resources import ServerInfo
-from elastic.server.api.metrics import exposition
+from elastic.server.api.metrics import exposition, loop_faults
 from elastic.server.api.routes.common import CallerDep, StateDep, problem_responses, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.permissions import Action
@@ -57,6 +57,6 @@ async def info(state: StateDep) -> ServerInfo:
 def metrics(caller: CallerDep, state: StateDep) -> Response:
     """Expose metrics for Prometheus: of the server, and of the runs that the key may see."""
     # What others ask for is nothing that a project's key sees.
-    requests = [] if caller.project is not None else state.requests.exposition()
+    requests = [] if caller.project is not None else [*state.requests.exposition(), *loop_faults(state.faults)]
     text = exposition(state.store, caller.project) + "".join(f"{line}\n" for line in requests)
     return Response(text, media_type="text/plain; version=0.0.4")

@@ -108,6 +108,8 @@ def change(webhook: WebhookId, body: WebhookChange, write: WriteDep, if_match: I
         changes = body.model_dump(include={"url", "events"}, exclude_unset=True, exclude_none=True)
         if body.enabled is not None:
             changes["disabled"] = None if body.enabled else found["disabled"] or webhooks.DISABLED
+        if body.url is not None or body.enabled:
+            changes |= {"failures": 0, "open_until_us": 0}
         webhooks.change(tx, found["id"], **changes)
         now = _webhook_of(tx, write.caller, webhook)
         headers = {"etag": etag_of(now["version"])}
