@@ -214,8 +214,9 @@ class Client:
     def pool(self, pool: str) -> HostedPool:
         return self._get(f"/v1/pools/{pool}", HostedPool)
 
-    def jobs(self, pool: str) -> list[HostedJob]:
-        return self._get(f"/v1/pools/{pool}/jobs", Listed[HostedJob]).data
+    def jobs(self, pool: str) -> Iterator[HostedJob]:
+        """Every job of a pool, newest first."""
+        return self._pages(f"/v1/pools/{pool}/jobs", HostedJob, {})
 
     def job(self, pool: str, job: str) -> HostedJob:
         return self._get(f"/v1/pools/{pool}/jobs/{job}", HostedJob)

@@ -5,6 +5,7 @@
 - One connection carries one request and one answer, each a line of JSON.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -13,12 +14,14 @@ import msgspec
 from elastic.cluster.types import JobRequest
 from elastic.control import CommandRefused, ControlError, ControlLine, new_command_id
 
-POOL_CONTROL_VERSION = "1"
+POOL_CONTROL_VERSION = "2"
 """Version of these messages. A pool's process names its own in `PoolStanding.version`."""
 
 CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 JOB_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 """A job's name: short enough for a run's name and the time at which it began."""
+JOBS_PAGE = 200
+"""Jobs in one answer at most."""
 JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=JOB_NAME)]
 
 
@@ -75,7 +78,23 @@ class AskPool(_PoolRequest, frozen=True, tag="status"):
     pass
 
 
-PoolRequest: TypeAlias = SubmitJob | PlanJob | CancelJob | ResubmitJob | StopPool | AskPool
+class AskJobs(_PoolRequest, frozen=True, tag="jobs"):
+    """Ask for jobs, also for those that were over long ago: the latest arrivals first, a page at a time.
+
+    - `names`: these jobs. Otherwise all jobs with `like` in their names, with a directory that lies directly in
+      `within` and, with `going_on`, that are not over.
+    - `before`: where the next page begins, as the page before has said.
+    """
+
+    names: tuple[JobName, ...] = ()
+    like: str = ""
+    within: str = ""
+    going_on: bool = False
+    before: int | None = None
+    most: Annotated[int, msgspec.Meta(ge=1, le=JOBS_PAGE)] = JOBS_PAGE
+
+
+PoolRequest: TypeAlias = SubmitJob | PlanJob | CancelJob | ResubmitJob | StopPool | AskPool | AskJobs
 
 
 class _PoolReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer"):
@@ -102,9 +121,16 @@ class PoolPlan(_PoolReply, frozen=True, tag="plan"):
     plan: dict[str, Any]
 
 
+class PoolJobs(_PoolReply, frozen=True, tag="jobs"):
+    """Jobs as in `PoolStanding.status`. `before`: where the next page begins; None after the last one."""
+
+    jobs: list[dict[str, Any]]
+    before: int | None = None
+
+
 class PoolStanding(_PoolReply, frozen=True, tag="status"):
     """The state of the pool as plain data: nodes, groups, permits, jobs, waits and bills. docs/jobs.md describes the
-    keys."""
+    keys. Of the jobs there are at most `JOBS_PAGE`, first those that go on; `AskJobs` tells of all."""
 
     pool: str
     pid: int
@@ -112,7 +138,7 @@ class PoolStanding(_PoolReply, frozen=True, tag="status"):
     status: dict[str, Any]
 
 
-PoolAnswer: TypeAlias = PoolAcknowledged | PoolRefusal | PoolPlan | PoolStanding
+PoolAnswer: TypeAlias = PoolAcknowledged | PoolRefusal | PoolPlan | PoolStanding | PoolJobs
 R = TypeVar("R", bound=_PoolReply)
 
 
@@ -158,6 +184,31 @@ class PoolControl:
             )
         self._understood = True
         return standing
+
+    async def jobs(
+        self,
+        *,
+        names: Sequence[str] = (),
+        like: str = "",
+        within: str = "",
+        going_on: bool = False,
+        before: int | None = None,
+        most: int = JOBS_PAGE,
+    ) -> PoolJobs:
+        """Return a page of jobs; see `AskJobs`."""
+        request = AskJobs(names=tuple(names), like=like, within=within, going_on=going_on, before=before, most=most)
+        return await self._ask(request, PoolJobs)
+
+    async def all_jobs(self, *, within: str = "", going_on: bool = False) -> list[dict[str, Any]]:
+        """Return all jobs, page by page, in the order in which they came."""
+        found: list[dict[str, Any]] = []
+        before: int | None = None
+        while True:
+            page = await self.jobs(within=within, going_on=going_on, before=before)
+            found += page.jobs
+            before = page.before
+            if before is None:
+                return found[::-1]
 
     async def _ask(self, request: PoolRequest, kind: type[R]) -> R:
         if not self._understood:

@@ -31,13 +31,15 @@ from elastic.config import (
 from elastic.control import ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.log_files import LogFollower, log_files
 from elastic.pool.config import job_request
-from elastic.pool_control import JOB_NAME, PoolControl, PoolStanding, SubmitJob
+from elastic.pool_control import JOB_NAME, PoolControl, SubmitJob
 from elastic.processes import inherited
 from elastic.runtime.journal import DirectoryStore, JournalError
 
 PROFILED_ON = "reserved"
 """The provider of workers on this machine that stay."""
 POLL_S = 0.25
+NAMED_MOST = 5
+"""Jobs that a message names."""
 AWAY_S = 60.0
 """So long a pool's process may be away while a job is waited for: its supervisor starts it again."""
 
@@ -218,33 +220,32 @@ def _show_plan(plan: dict[str, Any], pool: Path, *, as_json: bool) -> None:
 
 def list_command(pool: str, directory: Path, *, everything: bool, as_json: bool) -> int:
     path = find_pool(pool, directory)
-    standing = asked(PoolControl(path).standing())
-    rows = [job for job in standing.status["jobs"] if everything or not job["over"]]
+    rows = asked(PoolControl(path).all_jobs(going_on=not everything))
     if as_json:
-        emit({"pool": standing.pool, "jobs": rows})
+        emit({"pool": path.name, "jobs": rows})
     else:
-        console().print(jobs_table(rows) if rows else f"no jobs in pool {standing.pool}")
+        console().print(jobs_table(rows) if rows else f"no jobs in pool {path.name}")
     return 0
 
 
-def job_of(standing: PoolStanding, name: str) -> dict[str, Any]:
-    """The job with this name, or the only one whose name has it in it. Raises `ConfigError`."""
-    jobs: dict[str, dict[str, Any]] = {job["name"]: job for job in standing.status["jobs"]}
-    if name in jobs:
-        return jobs[name]
-    alike = [job for job in jobs if name in job]
+async def job_of(control: PoolControl, name: str) -> dict[str, Any]:
+    """The job with this name, or the only one whose name has it in it. Raises `ConfigError` and `ControlError`."""
+    if re.match(JOB_NAME, name) and (exactly := (await control.jobs(names=[name])).jobs):
+        return exactly[0]
+    alike = (await control.jobs(like=name, most=NAMED_MOST + 1)).jobs
     if len(alike) == 1:
-        return jobs[alike[0]]
-    there = ", ".join(alike or list(jobs)[-5:]) or "none"
-    which = "several jobs have it in their names" if alike else "there are"
-    raise ConfigError(f"no job {name!r} in pool {standing.pool}; {which}: {there}")
+        return alike[0]
+    latest = alike or (await control.jobs(most=NAMED_MOST)).jobs
+    there = ", ".join(job["name"] for job in reversed(latest[:NAMED_MOST])) or "none"
+    which = "several jobs have it in their names" if alike else "the latest are"
+    raise ConfigError(f"no job {name!r} in pool {control.directory.name}; {which}: {there}")
 
 
 def show_command(name: str, pool: str, directory: Path, *, as_json: bool) -> int:
-    standing = asked(PoolControl(find_pool(pool, directory)).standing())
-    job = job_of(standing, name)
+    path = find_pool(pool, directory)
+    job = asked(job_of(PoolControl(path), name))
     if as_json:
-        emit({"pool": standing.pool, **job})
+        emit({"pool": path.name, **job})
         return 0
     shown = console()
     slowdown = f"{job['planned_slowdown']:.3f} of at most {job['slo']:g}" if job["planned_slowdown"] else "–"
@@ -272,7 +273,7 @@ def show_command(name: str, pool: str, directory: Path, *, as_json: bool) -> int
 
 def logs_command(name: str, pool: str, directory: Path, source: str, tail: int | None, *, follow: bool) -> int:
     control = PoolControl(find_pool(pool, directory))
-    job = job_of(asked(control.standing()), name)
+    job = asked(job_of(control, name))
     logs = Path(job.get("logs") or Path(str(job.get("directory", ""))) / "logs")
     source = source or ("orchestrator" if (logs / "orchestrator.log").is_file() else "script")
     path = logs / f"{source}.log"
@@ -301,7 +302,7 @@ def logs_command(name: str, pool: str, directory: Path, source: str, tail: int |
 
 def _is_over(control: PoolControl, job: str) -> bool:
     try:
-        return bool(job_of(asyncio.run(control.standing()), job)["over"])
+        return bool(asyncio.run(job_of(control, job))["over"])
     except (ControlError, ConfigError):
         return False
 
@@ -309,14 +310,14 @@ def _is_over(control: PoolControl, job: str) -> bool:
 def wait_command(name: str, pool: str, directory: Path, timeout_s: float | None, *, as_json: bool) -> int:
     control = PoolControl(find_pool(pool, directory))
     began_s, heard_s, told = time.monotonic(), time.monotonic(), False
-    job = job_of(asked(control.standing()), name)
+    job = asked(job_of(control, name))
     while not job["over"]:
         if timeout_s is not None and time.monotonic() - began_s > timeout_s:
             say(f"error: job {job['name']} is not over after {timeout_s:g} s: {job['state']}, {doing(job)}")
             return EXIT_FAILED
         time.sleep(POLL_S)
         try:
-            job = job_of(asyncio.run(control.standing()), job["name"])
+            job = asyncio.run(job_of(control, job["name"]))
             heard_s, told = time.monotonic(), False
         except (RunNotFound, RunSilent) as error:
             if time.monotonic() - heard_s > AWAY_S:
@@ -355,7 +356,7 @@ def _command(
     as_json: bool,
 ) -> int:
     control = PoolControl(find_pool(pool, directory))
-    job = str(job_of(asked(control.standing()), name)["name"])
+    job = str(asked(job_of(control, name))["name"])
     command_id = command_id or new_command_id()
     answer = asked(send(control, job, command_id), command_id)
     if as_json:

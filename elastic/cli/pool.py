@@ -246,9 +246,10 @@ def pool_tables(standing: PoolStanding, path: Path) -> Group:
     if status["groups"]:
         parts += [Text(), groups]
     going_on = [job for job in status["jobs"] if not job["over"]]
-    over = len(status["jobs"]) - len(going_on)
     parts += [Text(), jobs_table(going_on) if going_on else Text("no job goes on")]
-    if over:
+    if left_out := status.get("jobs_left_out", 0):
+        parts.append(Text(f"{left_out} more wait: {program()} jobs list"))
+    if over := status.get("jobs_over", 0):
         parts.append(Text(f"{over} over: {program()} jobs list --all"))
     return Group(*parts)
 

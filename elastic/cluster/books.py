@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from elastic.cluster.policy import BillShare, ChargingPolicy
 from elastic.cluster.state import ClusterState, NodeRecord
-from elastic.cluster.types import DeviceAccount, GroupName, JobId, Nanoseconds, PhaseKind, PoolSpec
+from elastic.cluster.types import DeviceAccount, GroupName, JobId, JobRequest, Nanoseconds, PhaseKind, PoolSpec
 
 
 class Books:
@@ -68,12 +68,14 @@ class Books:
                     used[job] += price * used_ns
             if node.user in used:
                 used[node.user] += price * (now_ns - node.settled_ns)
-        shares = [BillShare(job=job, used=used[job], alone=self.alone_price(job) * (now_ns - since_ns)) for job in used]
+        shares = [
+            BillShare(job=job, used=used[job], alone=self.alone_price(state.jobs[job].request) * (now_ns - since_ns))
+            for job in used
+        ]
         return self._charging.bills(shares, cost), cost
 
-    def alone_price(self, job: JobId) -> int:
-        """Return the price of an hour of the nodes that the job asked for."""
-        request = self._state.jobs[job].request
+    def alone_price(self, request: JobRequest) -> int:
+        """Return the price of an hour of the nodes that a job asks for."""
         return (
             request.rollout_nodes * self._price[PhaseKind.ROLLOUT] + request.train_nodes * self._price[PhaseKind.TRAIN]
         )

@@ -5,6 +5,7 @@ a tail moves, which job has drifted and who pays. Nothing here reads a clock or 
 times always lead to the same state. Sources: RollMux; Weave §4, 5.3.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ from elastic.cluster.types import (
 from elastic.core.timers import Timers, Wait
 
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+NO_ROOM = "no room for it in"
+"""How the reason of a job begins that was queued for too long."""
 
 
 class Cluster:
@@ -65,6 +68,7 @@ class Cluster:
             e.JobFailed: self._failed,
             e.CancelRequested: self._cancelled,
             e.ResubmitRequested: self._resubmitted,
+            e.JobsForgotten: self._forgotten,
             e.JobStopped: self._stopped,
             e.PhaseAsked: self._asked,
             e.PermitYielded: self._yielded,
@@ -77,7 +81,7 @@ class Cluster:
         }
         self._due: Mapping[str, Callable[[str], object]] = {
             "profile": lambda job: self._over(job, JobState.FAILED, "its step was not timed in time"),
-            "queue": lambda job: self._reject(job, f"no room for it in {limits.queue_ns / 3.6e12:.6g} h"),
+            "queue": lambda job: self._reject(job, f"{NO_ROOM} {limits.queue_ns / 3.6e12:.6g} h"),
             "start": lambda job: self._fail(job, "it did not start in time"),
             "stop": lambda job: self._stop_overdue(job),
             "turn": lambda job: self._rotation.pass_over(job, self.now_ns),
@@ -98,6 +102,14 @@ class Cluster:
         out = list(self._out)
         self._out.clear()
         return out
+
+    def take_over(self, state: ClusterState, waits: Sequence[Wait], changed: Sequence[GroupName]) -> None:
+        """Put a new cluster into the state of another one, as it was between two events."""
+        for name in ClusterState.__struct_fields__:
+            setattr(self.state, name, getattr(state, name))
+        for wait in waits:
+            self.timers.set(wait.what, wait.key, wait.since_ns, wait.until_ns - wait.since_ns)
+        self._changed[:] = changed
 
     def next_wakeup_ns(self) -> Nanoseconds | None:
         """When to call `handle` with `TimePassed` if nothing else happens before."""
@@ -124,6 +136,11 @@ class Cluster:
     @property
     def arrivals(self) -> int:
         return self.state.placements
+
+    @property
+    def changed(self) -> Sequence[GroupName]:
+        """Groups that have changed since moves were last looked for."""
+        return self._changed
 
     @property
     def waits(self) -> Sequence[Wait]:
@@ -230,7 +247,8 @@ class Cluster:
         request = event.request
         if request.id in self.state.jobs:
             return
-        record = self.state.jobs[request.id] = JobRecord(request=request)
+        self.state.arrivals += 1
+        record = self.state.jobs[request.id] = JobRecord(request=request, arrival=self.state.arrivals)
         self._consider(record)
 
     def _profiled(self, event: e.JobProfiled) -> None:
@@ -241,14 +259,25 @@ class Cluster:
             self._consider(record)
 
     def _resubmitted(self, event: e.ResubmitRequested) -> None:
-        record = self.state.jobs.get(event.job)
+        state, forgotten = self.state, event.forgotten
+        if forgotten is not None and event.job not in state.jobs:
+            state.jobs[event.job] = copy.deepcopy(forgotten)
+            state.forgotten_billed -= forgotten.billed
+        record = state.jobs.get(event.job)
         if record is not None and record.state is JobState.FAILED:
             self._resubmit(record, "resubmitted")
 
     def _resubmit(self, record: JobRecord, cause: str) -> None:
+        self.state.over.pop(record.request.id, None)
         record.resubmissions += 1
         record.to(JobState.SUBMITTED, self.now_ns, cause)
         self._consider(record)
+
+    def _forgotten(self, event: e.JobsForgotten) -> None:
+        for job in event.jobs:
+            if job in self.state.over:
+                del self.state.over[job]
+                self.state.forgotten_billed += self.state.jobs.pop(job).billed
 
     def _consider(self, record: JobRecord) -> None:
         """Reject a job that can never run, time a job of unknown length, place a job that fits, and queue any other."""
@@ -473,10 +502,15 @@ class Cluster:
         self._over(event.job, JobState.CANCELLED, "cancelled")
 
     def _reject(self, job: JobId, reason: str) -> None:
+        """Reject a job that has never had a place. One that had, and may have a checkpoint, fails: it can be
+        resubmitted."""
         record = self.state.jobs[job]
         self.timers.clear("queue", job)
-        record.to(JobState.REJECTED, self.now_ns, reason)
-        self._tell(c.RejectJob(job=job, reason=reason))
+        state = JobState.FAILED if record.placement else JobState.REJECTED
+        record.to(state, self.now_ns, reason)
+        self.state.over[job] = None
+        if state is JobState.REJECTED:
+            self._tell(c.RejectJob(job=job, reason=reason))
 
     def _over(self, job: JobId, state: JobState, cause: str) -> bool:
         """End the job in this cluster, if it has not ended."""
@@ -497,6 +531,7 @@ class Cluster:
             self._tell(c.EndJob(job=job, reason=cause))
         self._vacate(record)
         record.to(state, self.now_ns, cause)
+        self.state.over[job] = None
         self._place_queued()
         return True
 

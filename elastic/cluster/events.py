@@ -4,6 +4,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from elastic.cluster.state import JobRecord
 from elastic.cluster.types import JobId, JobRequest, Nanoseconds, NodeId, PhaseKind, PhasePlan
 
 
@@ -71,9 +72,17 @@ class CancelRequested(_ClusterEvent, frozen=True):
 
 
 class ResubmitRequested(_ClusterEvent, frozen=True):
-    """A failed job arrives anew and goes on from its last checkpoint."""
+    """A failed job arrives anew and goes on from its last checkpoint. `forgotten` is its record if the cluster has
+    forgotten the job."""
 
     job: JobId
+    forgotten: JobRecord | None = None
+
+
+class JobsForgotten(_ClusterEvent, frozen=True):
+    """These jobs are over and kept elsewhere: they leave the cluster's state."""
+
+    jobs: tuple[JobId, ...]
 
 
 class JobStopped(_ClusterEvent, frozen=True):
@@ -149,6 +158,7 @@ ClusterEvent: TypeAlias = (
     | JobFailed
     | CancelRequested
     | ResubmitRequested
+    | JobsForgotten
     | JobStopped
     | PhaseAsked
     | PermitYielded

@@ -1,6 +1,8 @@
-"""A cluster's journal as bytes, its replay, and a hash of its state. The same events lead to the same hash."""
+"""A cluster's journal as bytes, its replay, a hash of its state, and that state as bytes. The same events lead to the
+same hash, and a cluster that is restored from its saved state goes on like the one that was saved."""
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -8,7 +10,9 @@ import msgspec
 from elastic.cluster.cluster import Cluster
 from elastic.cluster.events import ClusterEvent
 from elastic.cluster.policy import ClusterPolicies
-from elastic.cluster.types import Nanoseconds, PoolSpec, WaitLimits
+from elastic.cluster.state import ClusterState
+from elastic.cluster.types import GroupName, Nanoseconds, PoolSpec, WaitLimits
+from elastic.core.timers import Wait
 
 DIGEST_BYTES = 16
 
@@ -26,6 +30,17 @@ class ClusterOpening(msgspec.Struct, frozen=True):
     now_ns: Nanoseconds
     spec: PoolSpec
     limits: WaitLimits
+
+
+class SavedCluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a cluster between two events. `changed`: groups for which moves are still to be looked for."""
+
+    now_ns: Nanoseconds
+    spec: PoolSpec
+    limits: WaitLimits
+    state: ClusterState
+    waits: list[Wait]
+    changed: list[GroupName]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -63,3 +78,24 @@ def cluster_digest(cluster: Cluster) -> str:
     waits = [(wait.what, wait.key, wait.since_ns, wait.until_ns) for wait in cluster.waits]
     content = repr((cluster.now_ns, cluster.state, waits))  # Sums of money are longer than what msgpack takes.
     return hashlib.blake2b(content.encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def save(cluster: Cluster) -> bytes:
+    """Return the cluster's state as bytes, for `restore`. Call it between two events only."""
+    saved = SavedCluster(
+        now_ns=cluster.now_ns,
+        spec=cluster.spec,
+        limits=cluster.limits,
+        state=cluster.state,
+        waits=list(cluster.waits),
+        changed=list(cluster.changed),
+    )
+    return json.dumps(msgspec.to_builtins(saved, str_keys=True)).encode()  # Sums are longer than what msgpack takes.
+
+
+def restore(saved: bytes, policies: ClusterPolicies) -> Cluster:
+    """Return a cluster in the saved state. Raises `ValueError` for bytes that `save` has not made."""
+    found = msgspec.convert(json.loads(saved), SavedCluster, str_keys=True)
+    cluster = Cluster(found.spec, policies, found.limits, found.now_ns)
+    cluster.take_over(found.state, found.waits, found.changed)
+    return cluster

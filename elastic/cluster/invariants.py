@@ -111,6 +111,9 @@ def _seats(cluster: Cluster) -> Iterator[str]:
 
 def _waits(cluster: Cluster) -> Iterator[str]:
     """Every wait has a name and a bound. A job waits for a turn only behind jobs whose time is bounded."""
+    over = {job for job, record in cluster.state.jobs.items() if record.over}
+    if over != cluster.state.over.keys():
+        yield f"jobs over are {sorted(over)}; noted as over are {sorted(cluster.state.over)}"
     for job, record in cluster.state.jobs.items():
         if record.asked_both and record.asked is not PhaseKind.TRAIN:
             yield f"job {job} waits for both pools and asked for {record.asked}"
@@ -160,7 +163,7 @@ def _books(cluster: Cluster) -> Iterator[str]:
         price = cluster.spec.kind(node.phase).nano_usd_per_hour
         since_ns = node.own_since_ns if node.group is None else state.billed_ns[node.group]
         unbilled += price * (now_ns - since_ns)
-    billed = state.pool_billed + sum(record.billed for record in state.jobs.values())
+    billed = state.pool_billed + state.forgotten_billed + sum(record.billed for record in state.jobs.values())
     if billed + unbilled != cluster.books.paid(now_ns):
         yield f"bills are {billed} and {unbilled} to come, the pool pays {cluster.books.paid(now_ns)}"
 

@@ -21,9 +21,9 @@ from elastic.cluster.types import (
 _S = JobState
 
 LEGAL_NEXT: Mapping[JobState, frozenset[JobState]] = {
-    _S.SUBMITTED: frozenset({_S.PROFILING, _S.QUEUED, _S.PLACED, _S.REJECTED, _S.CANCELLED}),
+    _S.SUBMITTED: frozenset({_S.PROFILING, _S.QUEUED, _S.PLACED, _S.REJECTED, _S.FAILED, _S.CANCELLED}),
     _S.PROFILING: frozenset({_S.QUEUED, _S.PLACED, _S.REJECTED, _S.FAILED, _S.CANCELLED}),
-    _S.QUEUED: frozenset({_S.PLACED, _S.REJECTED, _S.CANCELLED}),
+    _S.QUEUED: frozenset({_S.PLACED, _S.REJECTED, _S.FAILED, _S.CANCELLED}),
     _S.PLACED: frozenset({_S.RUNNING, _S.SUBMITTED, _S.FAILED, _S.CANCELLED}),
     _S.RUNNING: frozenset({_S.PLACED, _S.SUBMITTED, _S.FINISHED, _S.FAILED, _S.CANCELLED}),
     _S.FAILED: frozenset({_S.SUBMITTED}),
@@ -48,6 +48,7 @@ class IllegalJobTransition(AssertionError):
 class JobRecord(msgspec.Struct, kw_only=True):
     """The state of one job in this cluster.
 
+    - `arrival`: how many jobs had come by then, itself included. It never changes, and no other job has it.
     - `reserved`: the place that the job moves to once it has stopped. `placement`: the number of its last start.
     - `accepted_ns`, `accepted_steps`: the time from which its SLO counts, and the steps done by then.
     - `turns`: the turns of each phase that it has had or skipped; empty while it is not part of a cycle.
@@ -59,6 +60,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """
 
     request: JobRequest
+    arrival: int = 0
     state: JobState = JobState.SUBMITTED
     reason: str = ""
     story: list[JobChapter] = []
@@ -89,6 +91,11 @@ class JobRecord(msgspec.Struct, kw_only=True):
     @property
     def ended(self) -> bool:
         return not LEGAL_NEXT[self.state]
+
+    @property
+    def over(self) -> bool:
+        """Whether the job does nothing more unless it is submitted again."""
+        return self.ended or self.state is JobState.FAILED
 
     def to(self, state: JobState, now_ns: Nanoseconds, cause: str) -> None:
         """Enter a transition into the job's story; raises `IllegalJobTransition` unless `state` may follow."""
@@ -125,9 +132,11 @@ class NodeRecord(msgspec.Struct, kw_only=True):
 
 
 class ClusterState(msgspec.Struct, kw_only=True):
-    """`free` holds the nodes of no group, by phase, in the order in which they became free."""
+    """`free` holds the nodes of no group, by phase, in the order in which they became free. `over` holds the jobs that
+    are over and not forgotten, in the order in which they ended."""
 
     jobs: dict[JobId, JobRecord] = {}
+    over: dict[JobId, None] = {}
     groups: dict[GroupName, JobGroup] = {}
     nodes: dict[NodeId, NodeRecord] = {}
     free: dict[PhaseKind, dict[NodeId, None]] = {}
@@ -136,9 +145,12 @@ class ClusterState(msgspec.Struct, kw_only=True):
     """The time until which each group's bills are settled."""
     permit_numbers: int = 0
     placements: int = 0
+    arrivals: int = 0
     group_numbers: int = 0
     pool_billed: int = 0
     """The cost of groups beyond what their members owe, and of nodes in no group, in nano-dollars times nanoseconds
     per hour."""
+    forgotten_billed: int = 0
+    """What forgotten jobs owe, in the same unit."""
     lost_cost: int = 0
     """The cost of nodes that are gone, in the same unit."""

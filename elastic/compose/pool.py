@@ -237,7 +237,7 @@ async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]
         await ports.end_keepers()
         journal.set_note(STOPPING, "")
         journal.set_note(STOPPED_NS, str(ports.now_ns()))
-        journal.note_digest(cluster)
+        journal.note_state(cluster, at_once=True)
     finally:
         for number in stopping:
             asyncio.get_running_loop().remove_signal_handler(number)

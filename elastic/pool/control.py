@@ -1,7 +1,7 @@
 """Answers requests at the control socket of a pool's process. Source: `elastic.pool_control`."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +9,22 @@ import msgspec
 
 from elastic.cluster import ClusterError
 from elastic.cluster.history import cluster_digest
+from elastic.cluster.state import JobRecord
 from elastic.cluster.types import JobState
 from elastic.pool.journal import PoolJournal
-from elastic.pool.ports import DoneCommand, JobEntry
+from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
 from elastic.pool.shell import PoolShell
-from elastic.pool.standing import plan_of, standing
+from elastic.pool.standing import bills, job_row, plan_of, standing
 from elastic.pool_control import (
+    JOBS_PAGE,
     POOL_CONTROL_VERSION,
+    AskJobs,
     AskPool,
     CancelJob,
     PlanJob,
     PoolAcknowledged,
     PoolAnswer,
+    PoolJobs,
     PoolPlan,
     PoolRefusal,
     PoolRequest,
@@ -31,6 +35,8 @@ from elastic.pool_control import (
 )
 
 SUBMISSION_BYTES_MAX = 1024 * 1024
+NAMED_MOST = 5
+"""Jobs that a refusal names."""
 STOPPING = "stopping"
 """A journal's note that the pool was told to stop and has not ended."""
 
@@ -64,6 +70,8 @@ class PoolCommandManager:
                 return PoolStanding(
                     pool=self._pool, pid=os.getpid(), version=POOL_CONTROL_VERSION, status=self._status()
                 )
+            case AskJobs():
+                return self._jobs(request)
             case PlanJob():
                 try:
                     return PoolPlan(plan=plan_of(self._shell.cluster, request.request))
@@ -95,8 +103,9 @@ class PoolCommandManager:
 
     def _submit(self, request: SubmitJob, command: DoneCommand) -> PoolAnswer:
         cluster, job = self._shell.cluster, request.request.id
-        if job in cluster.jobs:
-            message = f"the pool has a job {job} already ({cluster.jobs[job].state}); name it otherwise"
+        former = self._record(job)
+        if former is not None:
+            message = f"the pool has a job {job} already ({former.state}); name it otherwise"
             return PoolRefusal(kind="conflict", message=message)
         try:
             placement = plan_of(cluster, request.request)
@@ -111,15 +120,23 @@ class PoolCommandManager:
     def _resubmit(self, command_id: str, job: str, command: DoneCommand) -> PoolAnswer:
         if (unknown := self._no_such(job)) is not None:
             return unknown
-        state = self._shell.cluster.jobs[job].state
-        if state is not JobState.FAILED:
-            return PoolRefusal(kind="conflict", message=f"job {job} is {state}; allowed: failed")
-        return self._done(command_id, self._shell.resubmit(job, command))
+        record = self._record(job)
+        if record is not None and record.state is not JobState.FAILED:
+            return PoolRefusal(kind="conflict", message=f"job {job} is {record.state}; allowed: failed")
+        forgotten = None if job in self._shell.cluster.jobs else self._journal.forgotten(job)
+        return self._done(command_id, self._shell.resubmit(job, command, forgotten))
+
+    def _record(self, job: str) -> JobRecord | None:
+        """Return what is known of a job, also of one that has left the cluster."""
+        record = self._shell.cluster.jobs.get(job)
+        if record is None and (forgotten := self._journal.forgotten(job)) is not None:
+            return forgotten.record
+        return record
 
     def _no_such(self, job: str) -> PoolRefusal | None:
-        if job in self._shell.cluster.jobs:
+        if self._record(job) is not None:
             return None
-        there = ", ".join(self._shell.cluster.jobs) or "none"
+        there = ", ".join([*self._shell.cluster.jobs][-NAMED_MOST:]) or "none"
         return PoolRefusal(kind="unknown_job", message=f"the pool has no job {job}; there are: {there}")
 
     def _done(self, command_id: str, _: None) -> PoolAcknowledged:
@@ -127,11 +144,16 @@ class PoolCommandManager:
 
     def _status(self) -> dict[str, Any]:
         shell = self._shell
-        found = standing(shell.cluster, shell.now_ns())
+        cluster = shell.cluster
+        found = standing(cluster, shell.now_ns(), self._first_of_all())
+        over = len(cluster.state.over)
+        known = {job["name"] for job in found["jobs"]}
         found |= {
             "events": self._journal.events,
             "digest": cluster_digest(shell.cluster),
             "stopping": shell.stopping,
+            "jobs_over": over + self._journal.count_forgotten(),
+            "jobs_left_out": sum(job not in known for job, record in cluster.jobs.items() if not record.over),
         }
         for node in found["nodes"]:
             live = shell.nodes.get(node["name"])
@@ -142,13 +164,67 @@ class PoolCommandManager:
             }
         for job in found["jobs"]:
             entry, live = shell.entries.get(job["name"]), shell.jobs.get(job["name"])
-            job["directory"] = entry.directory if entry is not None else ""
-            job["logs"] = str(self._logs(entry)) if entry is not None else ""
-            job["script"] = bool(entry.script) if entry is not None else False
-            job["pid"] = self._pid(job["name"])
-            job["restarts"] = live.restarts if live is not None else 0
-            job["host_bytes"] = dict(live.memory) if live is not None else {}
+            restarts, memory = (0, {}) if live is None else (live.restarts, live.memory)
+            job |= self._beside(job["name"], entry, restarts, memory)
         return found
+
+    def _beside(self, job: str, entry: JobEntry | None, restarts: int, memory: Mapping[str, int]) -> dict[str, Any]:
+        """What the shell knows of a job besides the cluster."""
+        return {
+            "directory": "" if entry is None else entry.directory,
+            "logs": "" if entry is None else str(self._logs(entry)),
+            "script": entry is not None and bool(entry.script),
+            "pid": self._pid(job),
+            "restarts": restarts,
+            "host_bytes": dict(memory),
+        }
+
+    def _first_of_all(self) -> list[JobRecord]:
+        """The jobs that a status shows, in the order in which they came: first of all those with a place, then those
+        that wait for one, then the last that were over."""
+        records = list(self._shell.cluster.jobs.values())
+        if len(records) > JOBS_PAGE:
+            records.sort(key=lambda record: (record.over, record.seat is None, -record.arrival))
+            records = sorted(records[:JOBS_PAGE], key=lambda record: record.arrival)
+        return records
+
+    def _jobs(self, request: AskJobs) -> PoolJobs:
+        cluster = self._shell.cluster
+        if request.names:
+            kept = [self._journal.forgotten(name) for name in request.names if name not in cluster.jobs]
+            return self._page([cluster.jobs[name] for name in request.names if name in cluster.jobs], kept, None)
+        before = cluster.state.arrivals + 1 if request.before is None else request.before
+        living = [
+            record for record in cluster.jobs.values() if record.arrival < before and self._is_in(record, request)
+        ]
+        kept: list[ForgottenJob] = []
+        if not request.going_on:
+            kept = self._journal.forgotten_jobs(before, request.most + 1, request.like, request.within)
+        return self._page(living, kept, request.most)
+
+    def _is_in(self, record: JobRecord, request: AskJobs) -> bool:
+        job, entry = record.request.id, self._shell.entries.get(record.request.id)
+        place = "" if entry is None else entry.directory.rpartition("/")[0]
+        return request.like in job and request.within in ("", place) and not (request.going_on and record.over)
+
+    def _page(self, living: Iterable[JobRecord], kept: Iterable[ForgottenJob | None], most: int | None) -> PoolJobs:
+        """The latest `most` of these jobs."""
+        cluster, now_ns = self._shell.cluster, self._shell.now_ns()
+        owed = bills(cluster, max(now_ns, cluster.now_ns))
+        rows: list[tuple[int, dict[str, Any]]] = []
+        for record in living:
+            job, live = record.request.id, self._shell.jobs.get(record.request.id)
+            restarts, memory = (0, {}) if live is None else (live.restarts, live.memory)
+            beside = self._beside(job, self._shell.entries.get(job), restarts, memory)
+            rows.append((record.arrival, job_row(cluster, record, owed[job]) | beside))
+        for one in kept:
+            if one is not None:
+                row = job_row(cluster, one.record, one.record.billed)
+                beside = self._beside(one.record.request.id, one.entry, one.restarts, one.host_bytes)
+                rows.append((one.record.arrival, row | beside))
+        rows.sort(key=lambda row: -row[0])
+        shown = rows[:most]
+        return PoolJobs(jobs=[row for _, row in shown], before=shown[-1][0] if len(rows) > len(shown) else None)
 
 
 def invalid(message: str) -> PoolRefusal:

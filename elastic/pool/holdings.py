@@ -11,7 +11,7 @@ from elastic.cluster import events as e
 from elastic.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
 from elastic.core.timers import Timers
 from elastic.frames import SECONDS_MAX
-from elastic.pool.ports import DoneCommand, JobEntry, PoolPorts, PoolTimes
+from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry, PoolPorts, PoolTimes
 
 NS_PER_S = 1_000_000_000
 HOLDING = (JobState.PLACED, JobState.RUNNING)
@@ -121,6 +121,20 @@ class PoolHoldings:
         if live is None:
             live = self.jobs[job] = LiveJob()
         return live
+
+    def last_of(self, job: JobId) -> ForgottenJob:
+        """Return the last state of a job that is about to leave the cluster."""
+        live = self.job(job)
+        return ForgottenJob(
+            entry=self.entries.get(job),
+            record=self.cluster.jobs[job],
+            restarts=live.restarts,
+            host_bytes=live.memory,
+        )
+
+    def forget(self, job: JobId) -> None:
+        self.entries.pop(job, None)
+        self.jobs.pop(job, None)
 
     def is_script(self, job: JobId) -> bool:
         entry = self.entries.get(job)

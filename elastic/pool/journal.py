@@ -1,10 +1,13 @@
 """A pool's journal: the cluster's events, each durable before it has an effect, and the records beside them.
 
-The journal is one SQLite file in the pool's directory. A restarted process replays it. It compares digests that were
-noted on the way, so that a program that would decide differently reports this instead of going on from another state.
+The journal is one SQLite file in the pool's directory. A restarted process begins at the last snapshot of the cluster's
+state and replays the events since. It compares digests that were noted on the way, so that a program that would decide
+differently reports this instead of going on from another state. Jobs that are over leave the cluster for the table
+`forgotten`, whose columns are what they are looked up by.
 """
 
 import contextlib
+import json
 import os
 import secrets
 import sqlite3
@@ -14,18 +17,24 @@ from pathlib import Path
 import msgspec
 
 from elastic.cluster import Cluster, ClusterPolicies
-from elastic.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode
+from elastic.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode, restore, save
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PoolSpec, WaitLimits
-from elastic.pool.ports import DoneCommand, JobEntry
+from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
 
 JOURNAL = "journal.sqlite"
-LAYOUT = "1"
+LAYOUT = "2"
 DIGEST_EVERY = 64
 """Events between two digests."""
+SNAPSHOT_EVERY = 2048
+"""Events between two snapshots: what a start replays at most."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, record BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS digests (number INTEGER PRIMARY KEY, digest TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS snapshots (number INTEGER PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS forgotten (
+    arrival INTEGER PRIMARY KEY, job TEXT NOT NULL UNIQUE, place TEXT NOT NULL, record BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS forgotten_place ON forgotten (place, arrival);
 CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, entry BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS commands (id TEXT PRIMARY KEY, words TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS deaths (number INTEGER PRIMARY KEY, death BLOB NOT NULL);
@@ -62,6 +71,7 @@ class PoolJournal:
         except sqlite3.Error as error:
             raise PoolJournalError(f"{self.path}: {error}") from error
         layout = self.note("layout")
+        self._digested = self._snapshotted = self.events
         if layout not in ("", LAYOUT):
             raise PoolJournalError(f"{self.path}: its layout: found {layout}; allowed: {LAYOUT}")
         if not layout:
@@ -84,13 +94,13 @@ class PoolJournal:
             self.set_note("policy", policy)
             self.append(encode(ClusterOpening(0, spec, limits)))
             return Cluster(spec, policies, limits, 0), 0
-        digests = dict(self._db.execute("SELECT number, digest FROM digests"))
-        records = (row[0] for row in self._db.execute("SELECT record FROM events ORDER BY number"))
         try:
-            opening = msgspec.msgpack.decode(next(records), type=ClusterOpening)
-            cluster, last_ns = Cluster(opening.spec, policies, opening.limits, opening.now_ns), opening.now_ns
+            first, cluster = self._last_snapshot(policies)
+            last_ns = cluster.now_ns
+            digests = dict(self._db.execute("SELECT number, digest FROM digests WHERE number >= ?", (first,)))
+            records = self._db.execute("SELECT number, record FROM events WHERE number >= ? ORDER BY number", (first,))
             decoder = msgspec.msgpack.Decoder(ClusterEntry)
-            for number, record in enumerate(records, 1):
+            for number, record in records:
                 entry = decoder.decode(record)
                 cluster.handle(entry.event, entry.now_ns)
                 last_ns = max(last_ns, entry.now_ns)
@@ -99,18 +109,38 @@ class PoolJournal:
                         f"{self.path}: its first {number} events lead to another state than they did for the process "
                         "that wrote them: it was another program; end this pool with that one"
                     )
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
+        except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
             raise PoolJournalError(f"{self.path}: {error}") from error
         return cluster, last_ns
 
-    def append(self, record: bytes, entry: JobEntry | None = None, command: DoneCommand | None = None) -> None:
-        """Append a record. It is durable when this returns. Raises `PoolJournalError`."""
+    def _last_snapshot(self, policies: ClusterPolicies) -> tuple[int, Cluster]:
+        """Return the cluster of the last snapshot, or a new one, and the number of the event that follows it."""
+        row = self._db.execute("SELECT number, state FROM snapshots ORDER BY number DESC LIMIT 1").fetchone()
+        if row is not None:
+            return row[0] + 1, restore(row[1], policies)
+        first = self._db.execute("SELECT record FROM events ORDER BY number LIMIT 1").fetchone()[0]
+        opening = msgspec.msgpack.decode(first, type=ClusterOpening)
+        return 1, Cluster(opening.spec, policies, opening.limits, opening.now_ns)
+
+    def append(
+        self,
+        record: bytes,
+        entry: JobEntry | None = None,
+        command: DoneCommand | None = None,
+        forgotten: Sequence[ForgottenJob] = (),
+    ) -> None:
+        """Append a record. It is durable when this returns. `entry` is of a job that enters the cluster, `forgotten`
+        are those that leave it. Raises `PoolJournalError`."""
         with self._transaction():
             self._db.execute("INSERT INTO events VALUES (?, ?)", (self.events, record))
             if entry is not None:
                 self._db.execute(
                     "INSERT OR REPLACE INTO jobs VALUES (?, ?)", (entry.job, msgspec.msgpack.encode(entry))
                 )
+                self._db.execute("DELETE FROM forgotten WHERE job = ?", (entry.job,))
+            for job in forgotten:
+                values = (job.record.arrival, job.record.request.id, job.place, _kept(job))
+                self._db.execute("INSERT INTO forgotten VALUES (?, ?, ?, ?)", values)
             if command is not None:
                 self._db.execute("INSERT OR IGNORE INTO commands VALUES (?, ?)", (command.id, command.words))
         self.events += 1
@@ -125,10 +155,37 @@ class PoolJournal:
         with self._transaction():
             self._db.execute("INSERT OR IGNORE INTO commands VALUES (?, ?)", (command.id, command.words))
 
-    def note_digest(self, cluster: Cluster) -> None:
-        """Note the cluster's digest, which a later process compares with its own state."""
-        with self._transaction():
-            self._db.execute("INSERT OR REPLACE INTO digests VALUES (?, ?)", (self.events - 1, cluster_digest(cluster)))
+    def note_state(self, cluster: Cluster, *, at_once: bool = False) -> None:
+        """Note what a later process needs of the cluster's state where it is time to, or `at_once`: a digest, to
+        compare its own state with, and a snapshot, to begin at. Call it between two events."""
+        last = self.events - 1
+        if at_once or self.events - self._digested >= DIGEST_EVERY:
+            with self._transaction():
+                self._db.execute("INSERT OR REPLACE INTO digests VALUES (?, ?)", (last, cluster_digest(cluster)))
+            self._digested = self.events
+        if at_once or self.events - self._snapshotted >= SNAPSHOT_EVERY:
+            with self._transaction():
+                self._db.execute("DELETE FROM snapshots")
+                self._db.execute("INSERT INTO snapshots VALUES (?, ?)", (last, save(cluster)))
+            self._snapshotted = self.events
+
+    def forgotten(self, job: str) -> ForgottenJob | None:
+        """Return the last state of a job that has left the cluster; None for another."""
+        row = self._db.execute("SELECT record FROM forgotten WHERE job = ?", (job,)).fetchone()
+        return None if row is None else _of_kept(row[0])
+
+    def forgotten_jobs(self, before: int, most: int, like: str = "", within: str = "") -> list[ForgottenJob]:
+        """Return jobs that have left the cluster and arrived before the job with this number, the latest first: those
+        whose names have `like` in them, and whose directories lie in `within`, if it is given."""
+        query, given = "SELECT record FROM forgotten WHERE arrival < ?", [before]
+        for condition, value in (("instr(job, ?)", like), ("place = ?", within)):
+            if value:
+                query, given = f"{query} AND {condition}", [*given, value]
+        rows = self._db.execute(f"{query} ORDER BY arrival DESC LIMIT ?", (*given, most))
+        return [_of_kept(row[0]) for row in rows]
+
+    def count_forgotten(self) -> int:
+        return self._db.execute("SELECT COUNT(*) FROM forgotten").fetchone()[0]
 
     def words_of(self, command: str) -> str | None:
         """Return the text of the command with this id; None if there was none."""
@@ -136,7 +193,9 @@ class PoolJournal:
         return None if row is None else row[0]
 
     def entries(self) -> list[JobEntry]:
-        rows = self._db.execute("SELECT entry FROM jobs ORDER BY job").fetchall()
+        """Return the records of the submissions of jobs that have not left the cluster."""
+        wanted = "SELECT entry FROM jobs WHERE job NOT IN (SELECT job FROM forgotten) ORDER BY job"
+        rows = self._db.execute(wanted).fetchall()
         return [msgspec.msgpack.decode(row[0], type=JobEntry) for row in rows]
 
     def note(self, key: str) -> str:
@@ -185,6 +244,14 @@ class PoolJournal:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
             raise PoolJournalError(f"{self.path}: {error}") from error
+
+
+def _kept(job: ForgottenJob) -> bytes:
+    return json.dumps(msgspec.to_builtins(job)).encode()  # Sums of money are longer than what msgpack takes.
+
+
+def _of_kept(record: bytes) -> ForgottenJob:
+    return msgspec.convert(json.loads(record), ForgottenJob)
 
 
 def read_records(directory: Path) -> Iterator[bytes]:

@@ -14,9 +14,9 @@ from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePl
 from elastic.control import ControlError, RunControl
 from elastic.pool.gateway import PoolGateway
 from elastic.pool.job_processes import DetachedProcesses
-from elastic.pool.journal import DIGEST_EVERY, NotedDeath, PoolJournal
+from elastic.pool.journal import NotedDeath, PoolJournal
 from elastic.pool.keeper import RESIDENTS
-from elastic.pool.ports import DoneCommand, JobEnding, JobEntry
+from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry
 from elastic.pool.shell import PoolShell
 from elastic.processes import RecordedProcesses, end_left_over
 
@@ -95,9 +95,15 @@ class LivePorts:
     def now_ns(self) -> Nanoseconds:
         return self._now_ns()
 
-    def append(self, record: bytes, entry: JobEntry | None = None, command: DoneCommand | None = None) -> None:
+    def append(
+        self,
+        record: bytes,
+        entry: JobEntry | None = None,
+        command: DoneCommand | None = None,
+        forgotten: Sequence[ForgottenJob] = (),
+    ) -> None:
         try:
-            self._journal.append(record, entry, command)
+            self._journal.append(record, entry, command, forgotten)
         except BaseException as error:
             self.fail(error)
             raise
@@ -110,8 +116,11 @@ class LivePorts:
             raise
 
     def settled(self) -> None:
-        if self._journal.events % DIGEST_EVERY == 0:
-            self._journal.note_digest(self.shell.cluster)
+        try:
+            self._journal.note_state(self.shell.cluster)
+        except BaseException as error:
+            self.fail(error)
+            raise
         self._stirred.set()
 
     def start_keeper(self, node: NodeId, phase: PhaseKind) -> None:
@@ -207,7 +216,7 @@ class LivePorts:
         self.shell.keeper_gone(node)
 
     def _job_over(self, job: str, status: int | None) -> None:
-        kept = self._kept.get(job, {})
+        kept = self._kept.pop(job, {})
         stopping = self._stops.pop(job, None)
         if stopping is not None:
             stopping.cancel()
@@ -216,9 +225,11 @@ class LivePorts:
         self.shell.job_ended(job, int(kept.get("placement", "0")), ending)
 
     def _profile_over(self, job: str, status: int | None) -> None:
-        kept = self._kept.get(f"profile {job}", {})
+        kept, entry = self._kept.pop(f"profile {job}", {}), self.shell.entries.get(job)
+        if entry is None:
+            return  # The job was over meanwhile.
         try:
-            plan = self._programs.profiled(self.shell.entries[job], kept, status)
+            plan = self._programs.profiled(entry, kept, status)
         except ValueError as error:
             self.shell.not_profiled(job, f"its steps could not be timed: {error}")
         else:

@@ -1,10 +1,12 @@
 """What the pool's shell needs of its surroundings. Live pools, worlds of faults and simulations use the same shell."""
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import msgspec
 
 from elastic import pool_wire as w
+from elastic.cluster.state import JobRecord
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 
 HowEnded = Literal["finished", "stopped", "failed", "died"]
@@ -27,6 +29,23 @@ class JobEntry(msgspec.Struct, frozen=True, kw_only=True):
     phases: str = ""
     environment: dict[str, str] = {}
     max_restarts: int = 3
+
+
+class ForgottenJob(msgspec.Struct, frozen=True, kw_only=True):
+    """The last state of a job that is over and has left the cluster, as the journal keeps it.
+
+    `restarts`: restarts of its process in its last placement. `host_bytes`: the host memory of its residents, by node.
+    """
+
+    entry: JobEntry | None
+    record: JobRecord
+    restarts: int = 0
+    host_bytes: dict[NodeId, int] = {}
+
+    @property
+    def place(self) -> str:
+        """The directory in which the job's own lies."""
+        return "" if self.entry is None else self.entry.directory.rpartition("/")[0]
 
 
 class DoneCommand(msgspec.Struct, frozen=True):
@@ -60,8 +79,15 @@ class PoolPorts(Protocol):
         """Returns the time since the pool began. Never decreases."""
         ...
 
-    def append(self, record: bytes, entry: JobEntry | None = None, command: DoneCommand | None = None) -> None:
-        """Makes an entry of the journal durable, with its submission or command, before it returns."""
+    def append(
+        self,
+        record: bytes,
+        entry: JobEntry | None = None,
+        command: DoneCommand | None = None,
+        forgotten: Sequence[ForgottenJob] = (),
+    ) -> None:
+        """Makes an entry of the journal durable before it returns: with its submission or command, or with the jobs
+        that leave the cluster by it."""
         ...
 
     def died(self, node: NodeId, job: JobId, what: str) -> None:

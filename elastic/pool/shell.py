@@ -22,7 +22,7 @@ from elastic.pool.holdings import HOLDING, NS_PER_S, LiveJob, PoolHoldings, Pool
 from elastic.pool.job_lives import JobLives
 from elastic.pool.job_profiles import JobProfiles
 from elastic.pool.node_keepers import NodeKeepers
-from elastic.pool.ports import DoneCommand, JobEnding, JobEntry, PoolPorts, PoolTimes
+from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolPorts, PoolTimes
 from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
@@ -30,6 +30,8 @@ from elastic.pool.slices import PoolSlices
 from providers.markets import SpotMarket
 
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+OVER_KEPT = 100
+"""Jobs that are over and stay in the cluster's state; older ones are in the journal alone."""
 
 
 class PoolShell:
@@ -46,11 +48,13 @@ class PoolShell:
         entries: Iterable[JobEntry] = (),
         after: Callable[[e.ClusterEvent], None] = lambda event: None,
         market: SpotMarket | None = None,
+        over_kept: int = OVER_KEPT,
     ) -> None:
         pool = self._pool = PoolHoldings(cluster, ports, times, entries)
         self.events = 0
         self._after = after
         self._at_work = False
+        self._over_kept = over_kept
         self._workers = SliceWorkers(pool)
         self._scripts = PoolScripts(pool)
         self._slices = PoolSlices(pool, self._workers, self._scripts)
@@ -188,8 +192,13 @@ class PoolShell:
         self._pool.feed(e.CancelRequested(job=job), None, command)
         self._drain()
 
-    def resubmit(self, job: JobId, command: DoneCommand | None = None) -> None:
-        self._pool.feed(e.ResubmitRequested(job=job), None, command)
+    def resubmit(self, job: JobId, command: DoneCommand | None = None, forgotten: ForgottenJob | None = None) -> None:
+        """Have a failed job go on. `forgotten` is what the journal has of it if it has left the cluster."""
+        entry = None if forgotten is None else forgotten.entry
+        if entry is not None:
+            self._pool.entries[job] = entry
+        record = None if forgotten is None else forgotten.record
+        self._pool.feed(e.ResubmitRequested(job=job, forgotten=record), entry, command)
         self._drain()
 
     def keeper_joined(self, hello: w.KeeperHello) -> str:
@@ -253,12 +262,15 @@ class PoolShell:
 
     def job_left(self, job: JobId) -> None:
         """Note that the job's connection is gone. It may come back."""
-        self._pool.job(job).connected = False
+        live = self._pool.jobs.get(job)
+        if live is not None:
+            live.connected = False
 
     def job_heard(self, job: JobId, message: w.FromJob) -> None:
-        record, live = self._pool.cluster.jobs.get(job), self._pool.job(job)
+        record = self._pool.cluster.jobs.get(job)
         if record is None or record.state not in HOLDING:
             return
+        live = self._pool.job(job)
         match message:
             case w.AskPhase(both=both):
                 phase = _TRAIN if both else message.phase
@@ -319,18 +331,34 @@ class PoolShell:
                 while self._pool.news:
                     event, entry, command = self._pool.news.popleft()
                     now_ns = self._pool.ports.now_ns()
-                    self._pool.ports.append(encode(ClusterEntry(now_ns, event)), entry, command)
+                    leaving = event.jobs if isinstance(event, e.JobsForgotten) else ()
+                    forgotten = [self._pool.last_of(job) for job in leaving]
+                    self._pool.ports.append(encode(ClusterEntry(now_ns, event)), entry, command, forgotten)
                     commands = self._pool.cluster.handle(event, now_ns)
+                    for job in leaving:
+                        self._pool.forget(job)
                     self.events += 1
                     self._after(event)
                     for order in commands:
                         self._carriers[type(order)](order)
                 self._compare()
                 if not self._pool.news:
+                    self._forget()
+                if not self._pool.news:
                     break
         finally:
             self._at_work = False
         self._pool.ports.settled()
+
+    def _forget(self) -> None:
+        """Have the oldest jobs that are over leave the cluster, so that no event costs more for those that there
+        were."""
+        over = self._pool.cluster.state.over
+        if len(over) <= 1.2 * self._over_kept:
+            return
+        leaving = [job for job in over if self._pool.job(job).process is None][: len(over) - self._over_kept]
+        if leaving:
+            self._pool.feed(e.JobsForgotten(jobs=tuple(leaving)))
 
     def _compare(self) -> None:
         """Bring the world to the cluster's state."""

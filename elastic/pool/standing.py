@@ -3,25 +3,32 @@
 Times are seconds since the pool began or seconds left, money is dollars. docs/jobs.md describes the keys.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from elastic.cluster import Cluster, JobRequest
 from elastic.cluster.state import JobRecord, NodeRecord
-from elastic.cluster.types import NS_PER_HOUR, JobId, JobState, Nanoseconds, Permit
+from elastic.cluster.types import NS_PER_HOUR, JobId, Nanoseconds, Permit
 
 NS_PER_S = 1_000_000_000
 NANO_USD = 1_000_000_000
 
 
-def standing(cluster: Cluster, now_ns: Nanoseconds | None = None) -> dict[str, Any]:
-    """Return nodes, groups, jobs, permits, waits and bills at `now_ns`, or at the cluster's last event."""
+def standing(
+    cluster: Cluster, now_ns: Nanoseconds | None = None, jobs: Iterable[JobRecord] | None = None
+) -> dict[str, Any]:
+    """Return nodes, groups, jobs, permits, waits and bills at `now_ns`, or at the cluster's last event.
+
+    `jobs` are those to show; without it all are shown that have not left the cluster.
+    """
     now_ns = cluster.now_ns if now_ns is None else max(now_ns, cluster.now_ns)
     billed = bills(cluster, now_ns)
     paid = cluster.books.paid(now_ns)
+    shown = cluster.jobs.values() if jobs is None else jobs
     return {
         "now_s": now_ns / NS_PER_S,
         "usd": usd(paid),
-        "usd_unbilled": usd(paid - sum(billed.values())),
+        "usd_unbilled": usd(paid - cluster.state.forgotten_billed - sum(billed.values())),
         "usd_per_hour": cluster.price_per_hour() / NANO_USD,
         "nodes": [_node(node, now_ns) for node in cluster.state.nodes.values()],
         "groups": [
@@ -36,7 +43,7 @@ def standing(cluster: Cluster, now_ns: Nanoseconds | None = None) -> dict[str, A
             }
             for group in cluster.groups.values()
         ],
-        "jobs": [_job(cluster, record, billed[job]) for job, record in cluster.jobs.items()],
+        "jobs": [job_row(cluster, record, billed[record.request.id]) for record in shown],
         "permits": [_permit(permit, now_ns) for permit in cluster.permits.values()],
         "waits": [
             {
@@ -100,10 +107,10 @@ def group_price(cluster: Cluster, name: str) -> int:
     return cluster.groups[name].price(cluster.spec.rollout.nano_usd_per_hour, cluster.spec.train.nano_usd_per_hour)
 
 
-def saved_if_left(cluster: Cluster, job: JobId) -> int:
+def saved_if_left(cluster: Cluster, record: JobRecord) -> int:
     """Return how much cheaper an hour of the pool would be without the job, in nano-dollars: the nodes that no other
     member needs."""
-    record = cluster.jobs[job]
+    job = record.request.id
     if record.seat is None:
         return 0
     group = cluster.groups[record.seat.group]
@@ -133,12 +140,14 @@ def _node(node: NodeRecord, now_ns: Nanoseconds) -> dict[str, Any]:
     }
 
 
-def _job(cluster: Cluster, record: JobRecord, billed: int) -> dict[str, Any]:
+def job_row(cluster: Cluster, record: JobRecord, billed: int) -> dict[str, Any]:
+    """Return one job, which may have left the cluster. It owes `billed` nano-dollars times nanoseconds per hour."""
     request, seat = record.request, record.seat
     cycle_ns = cluster.groups[seat.group].cycle_ns if seat is not None else 0
     solo_ns = request.plan.solo_ns if request.plan is not None else 0
     return {
         "name": request.id,
+        "arrival": record.arrival,
         "state": record.state.value,
         "reason": record.reason,
         "since_s": record.story[-1].at_ns / NS_PER_S if record.story else 0.0,
@@ -161,8 +170,8 @@ def _job(cluster: Cluster, record: JobRecord, billed: int) -> dict[str, Any]:
         "moves": record.moves,
         "resubmissions": record.resubmissions,
         "usd": usd(billed),
-        "saved_if_left_usd_per_hour": saved_if_left(cluster, request.id) / NANO_USD,
-        "over": record.ended or record.state is JobState.FAILED,
+        "saved_if_left_usd_per_hour": saved_if_left(cluster, record) / NANO_USD,
+        "over": record.over,
     }
 
 

@@ -67,6 +67,8 @@ class PoolTimeline:
         self.slices: list[NodeSlice] = []
         self.marks: list[PoolMark] = []
         self.jobs: defaultdict[JobId, JobTimeline] = defaultdict(JobTimeline)
+        self.forgotten: dict[JobId, JobRecord] = {}
+        """Jobs that have left the cluster, as they were then."""
         self.gone: list[tuple[NodeRecord, Nanoseconds]] = []
         """Nodes that were lost, as they were then, and how long each was of a group."""
         self.cycles: list[dict[str, float | str]] = []
@@ -85,6 +87,10 @@ class PoolTimeline:
         if isinstance(event, e.NodeLost) and event.node in cluster.state.nodes:
             node = cluster.state.nodes[event.node]
             self.gone.append((_settled(node, entry.now_ns), _grouped_ns(node, entry.now_ns)))
+        if isinstance(event, e.JobsForgotten):
+            self.forgotten |= {job: cluster.jobs[job] for job in event.jobs if job in cluster.jobs}
+        if isinstance(event, e.ResubmitRequested):
+            self.forgotten.pop(event.job, None)
         often = isinstance(event, _OFTEN)
         before = set[NodeId]() if often else self._grouped()
         running = self._runs(event)
@@ -260,7 +266,10 @@ def pool_report(
     cluster = history.cluster
     now_ns = cluster.now_ns if now_ns is None else max(now_ns, cluster.now_ns)
     billed = bills(cluster, now_ns)
-    jobs = [_job(history, record, billed[job], now_ns, alone_ns) for job, record in cluster.jobs.items()]
+    there_were = sorted([*history.forgotten.values(), *cluster.jobs.values()], key=lambda record: record.arrival)
+    jobs = [
+        _job(history, record, billed.get(record.request.id, record.billed), now_ns, alone_ns) for record in there_were
+    ]
     living = [(_settled(node, now_ns), _grouped_ns(node, now_ns)) for node in cluster.state.nodes.values()]
     nodes: list[PooledNode] = []
     spent = {phase: [0, 0] for phase in PhaseKind}
@@ -333,7 +342,7 @@ def _job(
         took_ns = seen.stepped_ns - seen.begun_ns
         planned = took_ns / (steps * plan.solo_ns)
         actual = took_ns / alone_ns if alone_ns else None
-    alone = cluster.books.alone_price(request.id)
+    alone = cluster.books.alone_price(request)
     starting_ns = 0 if seen.started_ns is None else (seen.begun_ns or now_ns) - seen.started_ns
     cycle_s = statistics.median(seen.cycles_ns) / NS_PER_S if seen.cycles_ns else None
     turned_s = sum(len(phases) for phases in seen.phases_ns.values()) / len(PhaseKind) * (cycle_s or 0.0)
@@ -355,7 +364,7 @@ def _job(
         usd_alone=usd((alone_ns + starting_ns) * alone),
         alone_usd_per_hour=alone / NANO_USD,
         marginal_usd_per_hour=None if seen.marginal is None else seen.marginal / NANO_USD,
-        saved_if_left_usd_per_hour=saved_if_left(cluster, request.id) / NANO_USD,
+        saved_if_left_usd_per_hour=saved_if_left(cluster, record) / NANO_USD,
         phases_s={
             phase.value: statistics.median(lengths) / NS_PER_S for phase, lengths in seen.phases_ns.items() if lengths
         },

@@ -15,17 +15,21 @@ import structlog
 from elastic import compose
 from elastic.control import CommandRefused, ControlError
 from elastic.isolation import IsolatedLoop, LoopFaults
-from elastic.pool_control import PoolControl, PoolStanding
+from elastic.pool_control import JOBS_PAGE, PoolControl, PoolStanding
 from elastic.processes import inherited
 from elastic.resources import HostedJob, HostedPool
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.settings import ServerSettings
+from elastic.server.store import Store, jobs
+from elastic.server.store.database import now_us
 
 T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
 ASK_TIMEOUT_S = 10.0
+ARRIVES_US = 120_000_000
+"""How long after a job was noted its pool may not have heard of it."""
 LOOK_S = 1.0
 """How often the server checks that a pool's supervisor lives."""
 _KINDS = {"rejected": "job-rejected", "conflict": "job-conflict", "unknown_job": "not-found", "ending": "job-conflict"}
@@ -74,10 +78,10 @@ def as_job(settings: ServerSettings, pool: str, job: Mapping[str, Any]) -> Hoste
 def as_pool(settings: ServerSettings, standing: PoolStanding, name: str, project: str | None) -> HostedPool:
     """Return the pool as this project may see it, without the names of other projects' jobs; None sees all jobs."""
     status = standing.status
-    hidden = {job["name"] for job in status["jobs"] if project is not None and project_of_job(settings, job) != project}
+    own = {job["name"] for job in status["jobs"] if project is None or project_of_job(settings, job) == project}
 
     def seen(job: str | None) -> str | None:
-        return "another project's" if job in hidden else job
+        return job if job is None or project is None or job in own else "another project's"
 
     nodes = [
         {key: value for key, value in node.items() if key in ("name", "phase", "group", "account", "accounts_s")}
@@ -93,8 +97,31 @@ def as_pool(settings: ServerSettings, standing: PoolStanding, name: str, project
         nodes=nodes,
         groups=[{**group, "members": [seen(job) for job in group["members"]]} for group in status["groups"]],
         permits=[{**permit, "job": seen(permit["job"])} for permit in status["permits"]],
-        waits=[wait for wait in status["waits"] if wait["key"] not in hidden],
+        waits=[wait for wait in status["waits"] if project is None or wait["key"] in own],
     )
+
+
+def settle_jobs(store: Store, settings: ServerSettings, project: str | None = None) -> None:
+    """Note what became of the jobs, of one project or all, that are not known to be over. Raises `ApiProblem` where a
+    pool does not answer."""
+    with store.reading() as connection:
+        rows = jobs.living(connection, project)
+    for pool in dict.fromkeys(row["pool"] for row in rows):
+        its = [row for row in rows if row["pool"] == pool]
+        there = any(path.name == pool for path in settings.pools)
+        told: dict[str, Mapping[str, Any]] = {}
+        for first in range(0, len(its) if there else 0, JOBS_PAGE):
+            names = [row["id"] for row in its[first : first + JOBS_PAGE]]
+            told |= {job["name"]: job for job in asked(control_of(settings, pool).jobs(names=names)).jobs}
+        with store.writing() as tx:
+            for row in its:
+                job = told.get(row["id"])
+                if job is not None:
+                    jobs.settle(tx, row["id"], usd=job["usd"], over=job["over"])
+                elif not there:
+                    jobs.settle(tx, row["id"], usd=row["usd"], over=True)
+                elif now_us() - row["created_us"] > ARRIVES_US:
+                    jobs.remove(tx, row["id"])  # The request that submitted it has died before its pool heard of it.
 
 
 class PoolSupervisors:

@@ -14,6 +14,7 @@ import msgspec
 from elastic.cluster import Cluster, ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.cluster import commands as c
 from elastic.cluster import events as e
+from elastic.cluster.cluster import NO_ROOM
 from elastic.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode, replay
 from elastic.cluster.invariants import check
 from elastic.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
@@ -170,7 +171,7 @@ class JobsWorld:
             done, cause = self._jobs[job].steps_done, record.reason
             if record.state is JobState.FINISHED and done < record.request.steps:
                 raise JobsWorldFailed(f"seed {self._seed}: {job} is finished after {done} of its steps")
-            if record.state is JobState.FAILED and cause != KILLED:
+            if record.state is JobState.FAILED and cause != KILLED and not cause.startswith(NO_ROOM):
                 raise JobsWorldFailed(f"seed {self._seed}: {job} failed, and nobody had killed it: {cause}")
             if record.state is JobState.CANCELLED and job not in self._cancelled:
                 raise JobsWorldFailed(f"seed {self._seed}: {job} is cancelled, and nobody wanted that")

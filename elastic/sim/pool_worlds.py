@@ -11,7 +11,7 @@ at every device that one job has it, under a permit that is newer than all befor
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 import msgspec
@@ -20,10 +20,12 @@ import traces
 from elastic import pool_wire as w
 from elastic.cluster import Cluster, ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.cluster import events as e
-from elastic.cluster.history import ClusterOpening, cluster_digest, encode, replay
+from elastic.cluster.cluster import NO_ROOM
+from elastic.cluster.history import ClusterOpening, cluster_digest, encode, replay, restore, save
 from elastic.cluster.invariants import check
+from elastic.cluster.state import JobRecord
 from elastic.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
-from elastic.pool.ports import DoneCommand, JobEnding, JobEntry, PoolTimes
+from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.sim.loop import EventLoop
 from elastic.sim.pool_processes import ModelJob, ModelKeeper, ModelWire
@@ -84,6 +86,8 @@ class PoolWorld:
         self.limits = WaitLimits(queue_ns=100 * 3600 * S, start_ns=900 * S, stop_ns=120 * S)
         self.journal: list[bytes] = [encode(ClusterOpening(0, spec, self.limits))]
         self.entries: dict[JobId, JobEntry] = {}
+        self.forgotten: dict[JobId, JobRecord] = {}
+        """Jobs that have left the cluster."""
         self.keepers: dict[NodeId, ModelKeeper] = {}
         self.keeper_wires: dict[NodeId, ModelWire] = {}
         self.jobs: dict[JobId, ModelJob] = {}
@@ -153,7 +157,7 @@ class PoolWorld:
         def submit() -> None:
             if self.shell is None:
                 self.loop.after(5 * S, submit)
-            elif request.id not in self.shell.cluster.jobs:
+            elif request.id not in self.entries:
                 self.within(lambda: self.shell and self.shell.submit(request, entry))
                 if request.id not in self.entries:
                     self.loop.after(5 * S, submit)
@@ -167,7 +171,8 @@ class PoolWorld:
         self.appended_ns = cluster.now_ns
         self.returned_ns = self.loop.now_ns
         self._market = None if self._spot is None else SpotMarket("rollout", self._spot)
-        shell = PoolShell(cluster, self, self._times, self.entries.values(), self._check, self._market)
+        entries = [entry for job, entry in self.entries.items() if job not in self.forgotten]
+        shell = PoolShell(cluster, self, self._times, entries, self._check, self._market, self.seed % 3)
         self.shell = shell
         keepers = {name: keeper.alive for name, keeper in self.keepers.items()}
         jobs = {name: (job.placement, job.restarts) for name, job in self.jobs.items() if job.alive and not job.script}
@@ -203,7 +208,10 @@ class PoolWorld:
             self.fail("two replays came to two states")
         if self._state_before and len(self.journal) == self._journal_then and again != self._state_before:
             self.fail("the process that came back is in another state")
-        self._begin(cluster)
+        restored = restore(save(cluster), self._policies)
+        if cluster_digest(restored) != again:
+            self.fail("a snapshot leads to another state")
+        self._begin(restored)
 
     def within(self, act: Callable[[], object]) -> object:
         """Have the shell do something, and die where it is killed."""
@@ -281,13 +289,22 @@ class PoolWorld:
     def now_ns(self) -> Nanoseconds:
         return self.loop.now_ns
 
-    def append(self, record: bytes, entry: JobEntry | None = None, command: DoneCommand | None = None) -> None:
+    def append(
+        self,
+        record: bytes,
+        entry: JobEntry | None = None,
+        command: DoneCommand | None = None,
+        forgotten: Sequence[ForgottenJob] = (),
+    ) -> None:
         self._perhaps_die()
         self.journal.append(record)
         self.events += 1
         self.appended_ns = self.loop.now_ns
         if entry is not None:
             self.entries[entry.job] = entry
+            self.forgotten.pop(entry.job, None)
+        for job in forgotten:
+            self.forgotten[job.record.request.id] = job.record
         if self.faulty and self.rng.random() < self.faults.strike:
             self.loop.after(self.rng.randrange(30 * S), self._strike)
         self._perhaps_die()
@@ -449,18 +466,21 @@ class PoolWorld:
 
     def _is_over(self) -> bool:
         shell = self.shell
-        if shell is None or len(shell.cluster.jobs) < len(self.jobs):
-            return False
-        if any(not (record.ended or record.state is JobState.FAILED) for record in shell.cluster.jobs.values()):
+        records = self.records()
+        if shell is None or len(records) < len(self.jobs) or not all(record.over for record in records.values()):
             return False
         residents = any(keeper.residents for keeper in self.keepers.values() if keeper.alive)
         return not residents and not any(job.alive for job in self.jobs.values())
+
+    def records(self) -> dict[JobId, JobRecord]:
+        """What is known of every job, also of those that have left the cluster."""
+        return {**self.forgotten, **({} if self.shell is None else self.shell.cluster.jobs)}
 
     def _judge(self) -> None:
         shell = self.shell
         if shell is None or not self._is_over():
             cluster = None if shell is None else shell.cluster
-            states = {} if cluster is None else {job: record.state.value for job, record in cluster.jobs.items()}
+            states = {job: record.state.value for job, record in self.records().items()}
             alive = [job.request.id for job in self.jobs.values() if job.alive]
             held = {name: list(keeper.residents) for name, keeper in self.keepers.items() if keeper.alive}
             waits = [] if cluster is None else [*cluster.waits][:5]
@@ -468,10 +488,10 @@ class PoolWorld:
             return
         if shell.cluster.permits or shell.cluster.groups:
             self.fail("all jobs have ended, and not everything was given back")
-        for job, record in shell.cluster.jobs.items():
+        for job, record in self.records().items():
             if record.state is JobState.FINISHED and self.jobs[job].steps < record.request.steps:
                 self.fail(f"{job} is finished after {self.jobs[job].steps} of its steps")
-            if record.state is JobState.FAILED and not self.jobs[job].deaths:
+            if record.state is JobState.FAILED and not (self.jobs[job].deaths or record.reason.startswith(NO_ROOM)):
                 self.fail(f"{job} has failed, and nothing has happened to it: {record.reason}")
             if record.state is JobState.CANCELLED and job not in self.cancelled:
                 self.fail(f"{job} is cancelled, and nobody wanted that")

@@ -165,7 +165,7 @@ def test_how_pool_and_jobs_stand(refused, elastic, pool: StandIn, job: Path) -> 
     code, out, _ = elastic("jobs", "show", "on")
     assert "running: its residents are up" in out
     assert "placed: new in group-1" in out
-    refused(elastic("jobs", "show", "nosuch"), "no job 'nosuch' in pool lab; there are: one")
+    refused(elastic("jobs", "show", "nosuch"), "no job 'nosuch' in pool lab; the latest are: one")
 
 
 def test_waiting_tells_how_a_job_ended(elastic, pool: StandIn, job: Path) -> None:

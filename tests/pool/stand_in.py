@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,11 +16,13 @@ from elastic.pool.config import load_pool, save_pool
 from elastic.pool.standing import plan_of, standing
 from elastic.pool_control import (
     POOL_CONTROL_VERSION,
+    AskJobs,
     AskPool,
     CancelJob,
     PlanJob,
     PoolAcknowledged,
     PoolAnswer,
+    PoolJobs,
     PoolPlan,
     PoolRefusal,
     PoolRequest,
@@ -53,6 +56,8 @@ class StandIn:
         self.directory = save_pool(config)
         self.cluster = Cluster(config.spec(), CLUSTER_POLICIES["ours"], config.wait_limits(), 0)
         self.submitted: list[SubmitJob] = []
+        self.commands: list[str] = []
+        """The ids of all commands that came."""
         self._version = version
         self._up = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -93,13 +98,30 @@ class StandIn:
         writer.close()
         await writer.wait_closed()
 
+    def _status(self) -> dict[str, Any]:
+        status = standing(self.cluster)
+        for job in status["jobs"]:
+            job["directory"] = next(s.directory for s in self.submitted if s.request.id == job["name"])
+        return status
+
     def _answer(self, request: PoolRequest) -> PoolAnswer:
+        if isinstance(request, SubmitJob | CancelJob | ResubmitJob):
+            self.commands.append(request.id)
         match request:
             case AskPool():
-                status = standing(self.cluster)
-                for job in status["jobs"]:
-                    job["directory"] = next(s.directory for s in self.submitted if s.request.id == job["name"])
-                return PoolStanding(pool="lab", pid=7, version=self._version, status=status)
+                return PoolStanding(pool="lab", pid=7, version=self._version, status=self._status())
+            case AskJobs():
+                before = self.cluster.state.arrivals + 1 if request.before is None else request.before
+                found = [
+                    job
+                    for job in reversed(self._status()["jobs"])
+                    if (job["name"] in request.names if request.names else request.like in job["name"])
+                    and request.within in ("", str(Path(job["directory"]).parent))
+                    and not (request.going_on and job["over"])
+                    and job["arrival"] < before
+                ]
+                more = len(found) > request.most
+                return PoolJobs(jobs=found[: request.most], before=found[request.most - 1]["arrival"] if more else None)
             case PlanJob():
                 try:
                     return PoolPlan(plan=plan_of(self.cluster, request.request))

@@ -57,8 +57,8 @@ def test_who_finds_the_pool_full_queues_with_a_reason_and_since_when_and_is_plac
             world = Crowd(seed, cancels=cancels)
             world.run()
             assert world.shell is not None
-            cluster = world.shell.cluster
-            states = {job: record.state for job, record in cluster.jobs.items()}
+            records = world.records()
+            states = {job: record.state for job, record in records.items()}
             assert {*states.values()} <= {JobState.FINISHED, JobState.CANCELLED}
             assert len(world.seen) >= len(world.jobs) // 3
             for job, (until_ns, reason, since_s, _) in world.seen.items():
@@ -67,5 +67,5 @@ def test_who_finds_the_pool_full_queues_with_a_reason_and_since_when_and_is_plac
                 assert came_s <= since_s <= came_s + 1, (seed, job)
                 assert until_ns / S >= since_s
             placed = [job for job in sorted(world.seen, key=lambda name: int(name[4:])) if states[job] != "cancelled"]
-            begun = [next(part.at_ns for part in cluster.jobs[job].story if part.state == "placed") for job in placed]
+            begun = [next(part.at_ns for part in records[job].story if part.state == "placed") for job in placed]
             assert begun == sorted(begun), "who came first is placed first"

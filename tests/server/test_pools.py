@@ -1,20 +1,27 @@
 """Pools over the API: jobs go to the pool's socket, each project sees its own, scripts stay outside."""
 
 import dataclasses
+import json
+import tomllib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from elastic import compose
 from elastic.client import ApiError, Client
 from elastic.cluster import events as e
+from elastic.cluster.types import PhaseKind
+from elastic.config import Config
 from elastic.resources import AccessRole
 from elastic.server.api.app import create_app
-from elastic.server.store import people
+from elastic.server.store import people, uploads
 from tests.pool.stand_in import POOL, StandIn
-from tests.server.conftest import Site, served
+from tests.server.conftest import CONFIG, Site, served
+from tests.server.test_uploads import announce, send
 
 JOBS = "/v1/pools/lab/jobs"
 JOB = {"rollout_memory_gb": 1, "train_memory_gb": 1, "slo": 2.0, "plan": {"rollout_s": 10, "train_s": 10}}
@@ -179,3 +186,128 @@ def test_a_pool_whose_process_is_away(site: Site, tmp_path: Path, job: dict[str,
     answer = client.post(JOBS, json=job)
     assert (answer.status_code, answer.json()["type"]) == (503, "/problems/pool-away")
     assert "retry-after" in answer.headers
+
+
+def test_a_refused_repetition_has_no_effect(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    """Whatever comes under a key that was another request's: neither the pool nor a file hears of it."""
+    client, headers = pooled.client(pooled.key("ours", AccessRole.RUNNER)), {"idempotency-key": "k"}
+    name = client.post(JOBS, json=job, headers=headers).json()["id"]
+    pool.tell(e.JobFailed(job=name, cause="killed"))
+    before = files_in(pooled), list(pool.commands)
+    changed = {"config": {**job["config"], "run": {**job["config"]["run"], "steps": 9}}, "providers": ["spot"]}
+    for path, body in (
+        (JOBS, changed),
+        (JOBS, job | {"slo": 3.0}),
+        (f"{JOBS}/{name}/cancel", None),
+        (f"{JOBS}/{name}/resubmit", None),
+    ):
+        answer = client.post(path, json=body, headers=headers)
+        assert (answer.status_code, answer.json()["type"]) == (422, "/problems/idempotency-mismatch"), path
+        assert (files_in(pooled), list(pool.commands)) == before, path
+
+
+def files_in(site: Site) -> dict[Path, bytes]:
+    """Every file of the server but its database's."""
+    home = site.settings.home
+    return {path: path.read_bytes() for path in home.rglob("*") if path.is_file() and "sqlite" not in path.name}
+
+
+def test_a_job_keeps_every_key_of_its_submission(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    """Each key with a number or a switch, set to another value than its default, is in the job's configuration, or the
+    submission is refused and names it."""
+    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    changes = dict(other_values(Config(**tomllib.loads(CONFIG) | {"job": JOB})))
+    there_were = len(changes)
+    while True:
+        config = json.loads(json.dumps(job["config"]))
+        for place, value in changes.items():
+            table = config
+            for part in place[:-1]:
+                table = table.setdefault(part, {})
+            table[place[-1]] = value
+        answer = client.post(JOBS, json=job | {"config": config})
+        if answer.status_code == 201:
+            break
+        rejected = answer.json()["type"] == "/problems/job-rejected"
+        named = {place for place in changes if place[-1] in answer.text or (rejected and place[0] == "job")}
+        assert named, answer.text
+        changes = {place: value for place, value in changes.items() if place not in named}
+    kept = compose.load_run_config(Path(pool.submitted[-1].directory))
+    for place, value in changes.items():
+        found: Any = kept
+        for part in place:
+            found = found[part] if isinstance(found, dict) else getattr(found, part)
+        assert found == value, place
+    assert {("run", "budget_usd"), ("run", "caps")} <= changes.keys()
+    assert len(changes) > 0.5 * there_were > 20
+
+
+def other_values(model: BaseModel, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each place of a number or a switch, with a value that is not there now."""
+    for name in type(model).model_fields:
+        value, place = getattr(model, name), (*at, name)
+        if isinstance(value, BaseModel):
+            yield from other_values(value, place)
+        elif isinstance(value, bool):
+            yield place, not value
+        elif isinstance(value, int):
+            yield place, value + 1
+        elif isinstance(value, float):
+            yield place, value * 0.75 or 0.5
+    if at == ("run",):
+        yield ("run", "budget_usd"), 5.0
+        yield ("run", "caps"), {"spot": 1}
+
+
+def test_what_a_job_names_stays_until_it_is_over(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    content = b"time_s,event,instance_id\n0,add,a\n9,remove,a\n"
+    upload = announce(client, market_csv=content)["id"]
+    assert send(client, upload, content).status_code == 200
+    job["config"]["providers"]["spot"]["trace"] = f"upload:{upload}/market.csv"
+    name = client.post(JOBS, json=job).json()["id"]
+    refused = client.delete(f"/v1/uploads/{upload}")
+    assert (refused.status_code, refused.json()["type"], refused.json()["run"]) == (
+        409,
+        "/problems/upload-in-use",
+        name,
+    )
+    with pooled.store.reading() as connection:
+        assert uploads.user_of(connection, pooled.projects["ours"], upload) == name
+    client.post(f"{JOBS}/{name}/cancel")
+    assert client.delete(f"/v1/uploads/{upload}").status_code == 204
+
+
+def test_jobs_that_come_at_once_are_within_the_quota(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    ours = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    where = f"/v1/projects/{pooled.projects['ours']}/quota"
+    assert pooled.client().patch(where, json={"runs": 2}, headers={"if-match": "*"}).status_code == 200
+    with ThreadPoolExecutor(6) as threads:
+        codes = [answer.status_code for answer in threads.map(lambda _: ours.post(JOBS, json=job), range(6))]
+    assert sorted(codes) == [201, 201, 409, 409, 409, 409]
+    assert len(pool.submitted) == 2
+
+
+def test_who_resubmits_needs_as_many_gpus_as_before(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    ours = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    pool.tell(e.NodeJoined(node="train-2", phase=PhaseKind.TRAIN))
+    wide = job | {"config": {**job["config"], "job": {**JOB, "train_nodes": 2}}}
+    name = ours.post(JOBS, json=wide).json()["id"]
+    pool.tell(e.JobFailed(job=name, cause="killed"))
+    where = f"/v1/projects/{pooled.projects['ours']}/quota"
+    for gpus, status in ((1, 409), (2, 200)):
+        limit = {"gpus": {"trainer": gpus}}
+        assert pooled.client().patch(where, json=limit, headers={"if-match": "*"}).status_code == 200
+        assert ours.post(f"{JOBS}/{name}/resubmit").status_code == status
+
+
+def test_jobs_come_in_pages(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    ours, theirs = (pooled.client(pooled.key(name, AccessRole.RUNNER)) for name in ("ours", "theirs"))
+    made = [client.post(JOBS, json=job).json()["id"] for client in (ours, theirs, ours, ours)]
+    first = ours.get(JOBS, params={"limit": 2}).json()
+    assert ([one["id"] for one in first["data"]], first["has_more"]) == ([made[3], made[2]], True)
+    rest = ours.get(JOBS, params={"limit": 2, "starting_after": made[2]}).json()
+    assert ([one["id"] for one in rest["data"]], rest["has_more"]) == ([made[0]], False)
+    for unknown in (made[1], "nobody", "/"):
+        wrong = ours.get(JOBS, params={"starting_after": unknown})
+        assert wrong.json()["type"] == "/problems/invalid-cursor"

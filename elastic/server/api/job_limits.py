@@ -2,7 +2,6 @@
 comes, and does not wait as a run does. What goes on is not touched by a quota that is lowered."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import msgspec
 import sqlalchemy as sa
@@ -11,55 +10,31 @@ from elastic.pool.config import POOL_CONFIG, load_pool
 from elastic.resources import ProblemError, QuotaUse
 from elastic.server.api.routes.quotas import as_quota
 from elastic.server.intake import submissions
-from elastic.server.pools import asked, control_of, project_of_job
+from elastic.server.pools import pool_dir
 from elastic.server.problems import ApiProblem
 from elastic.server.quotas.needs import RunNeeds
 from elastic.server.settings import ServerSettings
-from elastic.server.store import quotas
+from elastic.server.store import jobs, quotas
+from elastic.server.store.jobs import JobsUse
 from elastic.server.store.quotas import TRAINER, QuotaRow
 
 
-class JobsUse(NamedTuple):
-    """The jobs of a project that have not ended, their GPUs for training, and the cost of all that there were."""
-
-    jobs: int
-    trainer_gpus: int
-    usd: float
+def train_gpus(settings: ServerSettings, pool: str, train_nodes: int) -> int:
+    """Return the GPUs of so many training nodes of the pool. Raises `ApiProblem` for a pool that is not there."""
+    return train_nodes * load_pool(pool_dir(settings, pool) / POOL_CONFIG).pool.train.gpus
 
 
-def jobs_use(settings: ServerSettings, project: str, but: str) -> JobsUse:
-    """Add up what the project has on the server's pools, without the job `but`. Raises `ApiProblem` where one of them
-    does not answer."""
-    jobs, gpus, usd = 0, 0, 0.0
-    for path in settings.pools:
-        each = load_pool(path / POOL_CONFIG).pool.train.gpus
-        for job in asked(control_of(settings, path.name).standing()).status["jobs"]:
-            if job["name"] != but and project_of_job(settings, job) == project:
-                jobs += not job["over"]
-                gpus += each * len(job["train"])
-                usd += job["usd"]
-    return JobsUse(jobs, gpus, usd)
-
-
-def refuse_beyond(
-    connection: sa.Connection,
-    settings: ServerSettings,
-    pool: str,
-    project: str,
-    needs: RunNeeds,
-    train_nodes: int,
-    but: str = "",
-) -> None:
-    """Raises `ApiProblem` for one more job on the pool that is beyond the project's quota now, or will always be.
+def refuse_beyond(connection: sa.Connection, project: str, needs: RunNeeds, trainer_gpus: int, but: str = "") -> None:
+    """Raises `ApiProblem` for one more job, with so many GPUs for training, that is beyond the project's quota now, or
+    will always be.
 
     `but` is the job itself, where it was submitted before.
     """
     row = quotas.quota(connection, project)
     if not row.version:
         return
-    each = load_pool(control_of(settings, pool).directory / POOL_CONFIG).pool.train.gpus
-    submissions.refuse_beyond(row, msgspec.structs.replace(needs, trainer_gpus=train_nodes * each))
-    found = [*beyond(row, as_quota(connection, row).use, jobs_use(settings, project, but), train_nodes * each)]
+    submissions.refuse_beyond(row, msgspec.structs.replace(needs, trainer_gpus=trainer_gpus))
+    found = [*beyond(row, as_quota(connection, row).use, jobs.use(connection, project, but), trainer_gpus)]
     if found:
         faults = [ProblemError(pointer="#/project", detail=words) for words in found]
         raise ApiProblem("quota-exceeded", "; ".join(found), faults)

@@ -53,7 +53,7 @@ class WriteRequest:
         `mark` stands for parts of the request that `body` does not show, such as a secret. Raises what `work` raises;
         nothing is kept then.
         """
-        fingerprint = _fingerprint(self.request, body, mark)
+        fingerprint = self.fingerprint(body, mark)
         try:
             response = self._once(action, fingerprint, work)
         except IntegrityError:
@@ -62,15 +62,31 @@ class WriteRequest:
         self.state.wake()
         return response
 
+    def fingerprint(self, body: BaseModel | None, mark: str = "") -> str:
+        """Return what tells this request from others."""
+        return _fingerprint(self.request, body, mark)
+
+    def answered(self, body: BaseModel | None, mark: str = "") -> Response | None:
+        """Return the answer of the request that this one repeats; None for one that repeats none.
+
+        A route that has an effect besides the store's asks this before it. Raises `ApiProblem` if the key came with
+        another request.
+        """
+        with self.state.store.reading() as connection:
+            return self._former(connection, self.fingerprint(body, mark))
+
+    def _former(self, connection: sa.Connection, fingerprint: str) -> Response | None:
+        former = _recalled(connection, self.caller.actor, self.key) if self.key else None
+        if former is None:
+            return None
+        if former["fingerprint"] != fingerprint:
+            raise ApiProblem("idempotency-mismatch", f"Idempotency-Key {self.key!r} came with another request before")
+        return _response(former["status"], bytes(former["body"]), {**former["headers"], REPLAYED: "true"})
+
     def _once(self, action: Action, fingerprint: str, work: Callable[[sa.Connection], WriteResult]) -> Response:
         with self.state.store.writing() as tx:
-            if self.key and (former := _recalled(tx, self.caller.actor, self.key)) is not None:
-                if former["fingerprint"] != fingerprint:
-                    raise ApiProblem(
-                        "idempotency-mismatch", f"Idempotency-Key {self.key!r} came with another request before"
-                    )
-                headers = {**former["headers"], REPLAYED: "true"}
-                return _response(former["status"], bytes(former["body"]), headers)
+            if (former := self._former(tx, fingerprint)) is not None:
+                return former
             answer = work(tx)
             content = _json(answer.body)
             if self.key:

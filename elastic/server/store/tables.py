@@ -223,6 +223,22 @@ secrets = Table(
     Column("updated_us", BigInteger, nullable=False),
 )
 
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("project", _ID, ForeignKey("projects.id"), nullable=False),
+    Column("pool", String(64), nullable=False),
+    Column("fingerprint", String(64), nullable=False, comment="of the request that submitted it"),
+    Column("config", Text, nullable=False),
+    Column("train_gpus", Integer, nullable=False),
+    Column("usd", Float, nullable=False, comment="what it had cost when its pool was last asked"),
+    Column("created_us", BigInteger, nullable=False),
+    Column("ended_us", BigInteger, comment="when it was first seen to be over"),
+    Index(None, "project", "ended_us"),
+    comment="jobs of pools that were submitted here",
+)
+
 uploads = Table(
     "uploads",
     metadata,

@@ -5,6 +5,7 @@ import sqlalchemy as sa
 from elastic.resources import Upload, UploadFile
 from elastic.server import ids
 from elastic.server.clock import rfc3339
+from elastic.server.store import jobs
 from elastic.server.store.database import now_us
 from elastic.server.store.runs import DELETE
 from elastic.server.store.tables import runs, uploads
@@ -46,22 +47,22 @@ def all_of(connection: sa.Connection) -> list[tuple[str, str]]:
 
 
 def user_of(connection: sa.Connection, project: str, id_: str) -> str | None:
-    """A run that goes on, or may, and that names this upload."""
+    """Return a run or job that goes on, or may, and that names this upload."""
     naming = sa.select(runs.c.id).where(
         runs.c.project == project,
         runs.c.wanted != DELETE,
         runs.c.ended_us.is_(None),
         runs.c.config.contains(id_, autoescape=True),
     )
-    return connection.execute(naming.limit(1)).scalar()
+    return connection.execute(naming.limit(1)).scalar() or jobs.naming(connection, project, id_)
 
 
 def last_use_us(connection: sa.Connection, project: str, id_: str) -> int:
-    """Return when the last existing run that named this upload ended; 0 for none."""
+    """Return when the last existing run or job that named this upload ended; 0 for none."""
     ended = sa.select(sa.func.max(runs.c.ended_us)).where(
         runs.c.project == project, runs.c.config.contains(id_, autoescape=True)
     )
-    return connection.execute(ended).scalar() or 0
+    return max(connection.execute(ended).scalar() or 0, jobs.last_naming_us(connection, project, id_))
 
 
 def files_of(row: sa.RowMapping) -> list[UploadFile]:

@@ -2,31 +2,34 @@
 
 import hashlib
 import json
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import sqlalchemy as sa
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from elastic import compose
 from elastic.config import Config, ConfigError, validate
 from elastic.control import new_command_id
 from elastic.pool.config import job_request
-from elastic.pool_control import PoolControl, SubmitJob
+from elastic.pool_control import JOB_NAME, PoolControl, SubmitJob
 from elastic.resources import HostedJob, HostedPool, JobPlacement, JobSubmission, Listed, Submission
 from elastic.server import ids
 from elastic.server.api.auth import Caller
-from elastic.server.api.job_limits import refuse_beyond
+from elastic.server.api.job_limits import refuse_beyond, train_gpus
 from elastic.server.api.routes.common import CallerDep, StateDep, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
 from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult
 from elastic.server.intake import submissions
 from elastic.server.permissions import Action
-from elastic.server.pools import as_job, as_pool, asked, control_of, project_of_job
+from elastic.server.pools import as_job, as_pool, asked, control_of, project_of_job, settle_jobs
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.quotas.needs import RunNeeds
 from elastic.server.settings import ServerSettings
-from elastic.server.store import people
+from elastic.server.store import jobs, people
+from elastic.server.store.pages import LIMIT, LIMIT_MAX
 
 router = APIRouter(prefix="/v1/pools", tags=["pools"], route_class=ModelRoute)
 PoolId = Annotated[str, Path(max_length=64)]
@@ -57,10 +60,30 @@ def show_pool(pool: PoolId, caller: CallerDep, state: StateDep) -> HostedPool:
     return _pool(state.settings, pool, caller)
 
 
-@router.get("/{pool}/jobs", **rules(Action.RUNS_READ, "not-found", "pool-away"))
-def list_jobs(pool: PoolId, request: Request, caller: CallerDep, state: StateDep) -> Listed[HostedJob]:
-    """List a pool's jobs as far as the caller sees them, in the order in which they came."""
-    return Listed(url=request.url.path, data=_jobs(state.settings, pool, caller), has_more=False)
+@router.get("/{pool}/jobs", **rules(Action.RUNS_READ, "not-found", "invalid-cursor", "pool-away"))
+def list_jobs(
+    pool: PoolId,
+    request: Request,
+    caller: CallerDep,
+    state: StateDep,
+    limit: Annotated[int, Query(ge=1, le=LIMIT_MAX)] = LIMIT,
+    starting_after: Annotated[str | None, Query(max_length=100, description="a job's id: older ones")] = None,
+) -> Listed[HostedJob]:
+    """List a pool's jobs as far as the caller sees them, newest first."""
+    settings, control = state.settings, control_of(state.settings, pool)
+    before: int | None = None
+    if starting_after is not None:
+        try:
+            before = _found(settings, pool, starting_after, caller)["arrival"]
+        except ApiProblem as problem:
+            if problem.kind != "not-found":
+                raise
+            words = f"starting_after: {starting_after!r} is of no job of this list"
+            raise ApiProblem("invalid-cursor", words) from None
+    within = "" if caller.project is None else str((settings.pooled / caller.project).resolve())
+    page = asked(control.jobs(within=within, before=before, most=limit))
+    data = [as_job(settings, pool, job) for job in page.jobs]
+    return Listed(url=request.url.path, data=data, has_more=page.before is not None)
 
 
 @router.get("/{pool}/jobs/{job}", **rules(Action.RUNS_READ, "not-found", "pool-away"))
@@ -77,29 +100,39 @@ def show_job(pool: PoolId, job: JobId, caller: CallerDep, state: StateDep) -> Ho
 )
 def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     """Submit a job. Once this is answered, the pool never loses it: it goes on without its process and this server."""
-    control = control_of(write.state.settings, pool)
-    project, config, needs = _checked(write.state, body, write.caller)
+    if (former := write.answered(body)) is not None:
+        return former
+    state, settings = write.state, write.state.settings
+    control = control_of(settings, pool)
+    project, config, needs = _checked(state, body, write.caller)
     command = _command_id(write)
     job = ids.new_id(ids.JOB) if not write.key else f"{ids.JOB}_{command[:26]}"
-    _refuse_beyond(write.state, pool, project, needs, config.job.train_nodes, but=job)
-    asked(control.plan(job_request(job, config.job, config.run.steps)))
-    path = (write.state.settings.pooled / project / job).resolve()
-    write.state.settings.storage(project).mkdir(mode=0o700, parents=True, exist_ok=True)
+    request = job_request(job, config.job, config.run.steps)
+    asked(control.plan(request))
+    settle_jobs(state.store, settings, project)
+    gpus, fingerprint = train_gpus(settings, pool, config.job.train_nodes), write.fingerprint(body)
+    with state.store.writing() as tx:
+        row = jobs.find(tx, job)
+        if row is not None and row["fingerprint"] != fingerprint:
+            raise ApiProblem("idempotency-mismatch", f"Idempotency-Key {write.key!r} came with another request before")
+        if row is None:
+            refuse_beyond(tx, project, needs, gpus)
+            jobs.insert(tx, job, project, pool, fingerprint, config.model_dump_json(), gpus)
+    path = (settings.pooled / project / job).resolve()
+    settings.storage(project).mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     (path / "logs").mkdir(mode=0o700, exist_ok=True)
     compose.save_run_config(path, config)
-    request_ = job_request(job, config.job, config.run.steps)
     try:
-        asked(
-            control.submit(
-                SubmitJob(id=command, request=request_, directory=str(path), providers=tuple(body.providers))
-            )
-        )
+        submission = SubmitJob(id=command, request=request, directory=str(path), providers=tuple(body.providers))
+        asked(control.submit(submission))
     except ApiProblem as problem:
         if problem.kind != "pool-away":
             compose.discard_run(path)
+            with state.store.writing() as tx:
+                jobs.remove(tx, job)
         raise
-    made = _job(write.state.settings, pool, job, write.caller)
+    made = _job(settings, pool, job, write.caller)
 
     def work(tx: sa.Connection) -> WriteResult:
         place = f"{router.prefix}/{pool}/jobs/{job}"
@@ -117,7 +150,9 @@ def dry_run_job(pool: PoolId, body: JobSubmission, caller: CallerDep, state: Sta
     """Say where a job would go now, at what marginal cost and planned slowdown, and for each group why not."""
     control = control_of(state.settings, pool)
     project, config, needs = _checked(state, body, caller)
-    _refuse_beyond(state, pool, project, needs, config.job.train_nodes)
+    settle_jobs(state.store, state.settings, project)
+    with state.store.reading() as connection:
+        refuse_beyond(connection, project, needs, train_gpus(state.settings, pool, config.job.train_nodes))
     plan = asked(control.plan(job_request("job", config.job, config.run.steps)))
     placement = plan["placement"]
     if placement is not None and caller.project is not None:
@@ -132,7 +167,7 @@ def dry_run_job(pool: PoolId, body: JobSubmission, caller: CallerDep, state: Sta
 )
 def cancel_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
     """Cancel a job: everything of it ends now."""
-    return _told(pool, job, write, PoolControl.cancel)
+    return write.answered(None) or _told(pool, job, write, PoolControl.cancel)
 
 
 @router.post(
@@ -142,10 +177,23 @@ def cancel_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
 )
 def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
     """Have a job that has failed go on from its last checkpoint, as a new arrival."""
-    found = _job(write.state.settings, pool, job, write.caller)
-    if found.project is not None:
-        _refuse_beyond(write.state, pool, found.project, RunNeeds(), 1, but=job)
-    return _told(pool, job, write, PoolControl.resubmit)
+    if (former := write.answered(None)) is not None:
+        return former
+    state, found = write.state, _job(write.state.settings, pool, job, write.caller)
+    if found.project is None:
+        return _told(pool, job, write, PoolControl.resubmit)
+    settle_jobs(state.store, state.settings, found.project)
+    with state.store.writing() as tx:
+        row = jobs.find(tx, job)
+        if row is not None:
+            refuse_beyond(tx, found.project, RunNeeds(), row["train_gpus"], but=job)
+            jobs.settle(tx, job, usd=row["usd"], over=False)
+    try:
+        return _told(pool, job, write, PoolControl.resubmit)
+    except ApiProblem as problem:
+        if problem.kind != "pool-away":
+            settle_jobs(state.store, state.settings, found.project)
+        raise
 
 
 def _told(pool: str, job: str, write: WriteRequest, tell: Any) -> Response:
@@ -180,17 +228,12 @@ def _checked(state: ServerState, body: JobSubmission, caller: Caller) -> tuple[s
             section["slo"] = body.slo
     run = Submission(config=raw, providers=body.providers, project=body.project)
     new, _ = submissions.check(state.settings, run, project)
+    own = {"budget_usd": new.budget_usd, "caps": new.caps}  # A hosted run's are the runner's, a job's its own.
     try:
-        return project, validate(Config, new.config, "config"), new.needs
+        config = {**new.config, "run": {**new.config["run"], **own}}
+        return project, validate(Config, config, "config"), new.needs
     except ConfigError as error:
         raise ApiProblem("invalid-configuration", str(error)) from error
-
-
-def _refuse_beyond(
-    state: ServerState, pool: str, project: str, needs: RunNeeds, train_nodes: int, but: str = ""
-) -> None:
-    with state.store.reading() as connection:
-        refuse_beyond(connection, state.settings, pool, project, needs, train_nodes, but)
 
 
 def _pool(settings: ServerSettings, name: str, caller: Caller) -> HostedPool:
@@ -204,15 +247,15 @@ def _pool(settings: ServerSettings, name: str, caller: Caller) -> HostedPool:
     return as_pool(settings, standing, name, caller.project)
 
 
-def _jobs(settings: ServerSettings, pool: str, caller: Caller) -> list[HostedJob]:
-    standing = asked(control_of(settings, pool).standing())
-    return [
-        as_job(settings, pool, job) for job in standing.status["jobs"] if caller.sees(project_of_job(settings, job))
-    ]
-
-
 def _job(settings: ServerSettings, pool: str, job: str, caller: Caller) -> HostedJob:
-    for found in _jobs(settings, pool, caller):
-        if found.id == job:
-            return found
+    return as_job(settings, pool, _found(settings, pool, job, caller))
+
+
+def _found(settings: ServerSettings, pool: str, job: str, caller: Caller) -> Mapping[str, Any]:
+    """Return what the pool tells of a job. Raises `ApiProblem` for one that the caller does not see."""
+    control = control_of(settings, pool)
+    if re.fullmatch(JOB_NAME, job):
+        for found in asked(control.jobs(names=[job])).jobs:
+            if caller.sees(project_of_job(settings, found)):
+                return found
     raise not_found("job", job)

@@ -4,6 +4,7 @@ Each is announced with its files and their checksums; then come the files, one r
 after a failure. Once the last one is there, the upload is ready, and never changes.
 """
 
+import contextlib
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from elastic.server.api.state import ServerState
 from elastic.server.api.writes import WriteDep, WriteResult
 from elastic.server.intake.upload_files import ChecksumMismatch, Receiving, UploadStorage
 from elastic.server.permissions import Action
+from elastic.server.pools import settle_jobs
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store import uploads
 from elastic.server.store.tables import uploads as uploads_table
@@ -99,6 +101,8 @@ def show(upload: UploadId, caller: CallerDep, state: StateDep) -> Upload:
 )
 async def receive(upload: UploadId, digest: Digest, write: WriteDep) -> Response:
     """Send a file of an upload, as it is. What does not have its size and checksum leaves nothing."""
+    if (former := await run_in_threadpool(write.answered, None)) is not None:
+        return former
     row, file = await run_in_threadpool(_file_of, write.state, write.caller, upload, digest)
     storage = UploadStorage(write.state.settings)
     with _room():
@@ -131,14 +135,19 @@ def fetch(upload: UploadId, digest: Digest, caller: CallerDep, state: StateDep) 
 
 @router.delete("/{upload}", status_code=204, **rules(Action.UPLOADS_WRITE, "not-found", "upload-in-use"))
 def delete(upload: UploadId, write: WriteDep) -> Response:
-    """Delete an upload that no run which goes on names."""
+    """Delete an upload that no run or job which goes on names."""
+    if (former := write.answered(None)) is not None:
+        return former
+    settings = write.state.settings
+    with contextlib.suppress(ApiProblem):  # A job whose pool does not answer goes on.
+        settle_jobs(write.state.store, settings, write.caller.project)
 
     def work(tx: sa.Connection) -> WriteResult:
         found = _upload_of(tx, write.caller, upload)
         if (run := uploads.user_of(tx, found["project"], upload)) is not None:
             raise ApiProblem("upload-in-use", f"{run} uses it: wait until it has ended", run=run)
         uploads.remove(tx, upload)
-        UploadStorage(write.state.settings).discard(found["project"], upload)
+        UploadStorage(settings).discard(found["project"], upload)
         return WriteResult(204, project=found["project"])
 
     return write.carry_out(Action.UPLOADS_WRITE, None, work)

@@ -1,0 +1,80 @@
+"""Jobs of pools that were submitted here, in the store: whose each is, what it names, and what counts of it.
+
+A row is there before its pool hears of the job, so that quotas hold for submissions at the same time and nothing that
+the job names is removed. A pool says what becomes of its jobs; `settle` notes it.
+"""
+
+from typing import NamedTuple
+
+import sqlalchemy as sa
+
+from elastic.server.store.database import now_us
+from elastic.server.store.tables import jobs
+
+
+class JobsUse(NamedTuple):
+    """A project's jobs that are not over, the GPUs that they asked for to train on, and the cost of all that there
+    were."""
+
+    jobs: int
+    trainer_gpus: int
+    usd: float
+
+
+def insert(
+    tx: sa.Connection, id_: str, project: str, pool: str, fingerprint: str, config: str, train_gpus: int
+) -> None:
+    row = {"id": id_, "project": project, "pool": pool, "fingerprint": fingerprint, "config": config}
+    tx.execute(sa.insert(jobs).values(**row, train_gpus=train_gpus, usd=0.0, created_us=now_us()))
+
+
+def find(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
+    return connection.execute(sa.select(jobs).where(jobs.c.id == id_)).mappings().first()
+
+
+def remove(tx: sa.Connection, id_: str) -> None:
+    tx.execute(sa.delete(jobs).where(jobs.c.id == id_))
+
+
+def living(connection: sa.Connection, project: str | None) -> list[sa.RowMapping]:
+    """Return the jobs, of one project or all, that are not known to be over."""
+    wanted = sa.select(jobs).where(jobs.c.ended_us.is_(None)).order_by(jobs.c.id)
+    if project is not None:
+        wanted = wanted.where(jobs.c.project == project)
+    return list(connection.execute(wanted).mappings())
+
+
+def settle(tx: sa.Connection, id_: str, *, usd: float, over: bool) -> None:
+    """Note what a pool says of a job: its cost so far, and whether it is over."""
+    row = find(tx, id_)
+    if row is not None:
+        ended_us = (row["ended_us"] or now_us()) if over else None
+        tx.execute(sa.update(jobs).where(jobs.c.id == id_).values(usd=usd, ended_us=ended_us))
+
+
+def use(connection: sa.Connection, project: str, but: str = "") -> JobsUse:
+    """Add up what the project has on pools, without the job `but`."""
+    goes_on = jobs.c.ended_us.is_(None)
+    total = sa.select(
+        sa.func.coalesce(sa.func.sum(sa.case((goes_on, 1), else_=0)), 0),
+        sa.func.coalesce(sa.func.sum(sa.case((goes_on, jobs.c.train_gpus), else_=0)), 0),
+        sa.func.coalesce(sa.func.sum(jobs.c.usd), 0.0),
+    )
+    row = connection.execute(total.where(jobs.c.project == project, jobs.c.id != but)).one()
+    return JobsUse(int(row[0]), int(row[1]), float(row[2]))
+
+
+def naming(connection: sa.Connection, project: str, text: str) -> str | None:
+    """Return a job of the project that is not over and has this text in its configuration."""
+    wanted = sa.select(jobs.c.id).where(
+        jobs.c.project == project, jobs.c.ended_us.is_(None), jobs.c.config.contains(text, autoescape=True)
+    )
+    return connection.execute(wanted.limit(1)).scalar()
+
+
+def last_naming_us(connection: sa.Connection, project: str, text: str) -> int:
+    """Return when the last job that has this text in its configuration was over; 0 for none."""
+    wanted = sa.select(sa.func.max(jobs.c.ended_us)).where(
+        jobs.c.project == project, jobs.c.config.contains(text, autoescape=True)
+    )
+    return connection.execute(wanted).scalar() or 0

@@ -1,0 +1,25 @@
+"""Jobs of pools that were submitted here."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0012"
+down_revision = "0011"
+
+
+def upgrade() -> None:
+    op.create_table(
+        "jobs",
+        sa.Column("id", sa.String(length=40), nullable=False),
+        sa.Column("project", sa.String(length=40), nullable=False),
+        sa.Column("pool", sa.String(length=64), nullable=False),
+        sa.Column("fingerprint", sa.String(length=64), nullable=False, comment="of the request that submitted it"),
+        sa.Column("config", sa.Text(), nullable=False),
+        sa.Column("train_gpus", sa.Integer(), nullable=False),
+        sa.Column("usd", sa.Float(), nullable=False, comment="what it had cost when its pool was last asked"),
+        sa.Column("created_us", sa.BigInteger(), nullable=False),
+        sa.Column("ended_us", sa.BigInteger(), nullable=True, comment="when it was first seen to be over"),
+        sa.ForeignKeyConstraint(["project"], ["projects.id"], name=op.f("fk_jobs_project")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_jobs")),
+    )
+    op.create_index(op.f("ix_jobs_project_ended_us"), "jobs", ["project", "ended_us"], unique=False)
