@@ -261,8 +261,9 @@ class Cluster:
     def _resubmitted(self, event: e.ResubmitRequested) -> None:
         state, forgotten = self.state, event.forgotten
         if forgotten is not None and event.job not in state.jobs:
-            state.jobs[event.job] = copy.deepcopy(forgotten)
-            state.forgotten_billed -= forgotten.billed
+            record = state.jobs[event.job] = copy.deepcopy(forgotten)
+            record.billed = int(event.billed)
+            state.forgotten_billed -= record.billed
         record = state.jobs.get(event.job)
         if record is not None and record.state is JobState.FAILED:
             self._resubmit(record, "resubmitted")

@@ -72,11 +72,21 @@ class CancelRequested(_ClusterEvent, frozen=True):
 
 
 class ResubmitRequested(_ClusterEvent, frozen=True):
-    """A failed job arrives anew and goes on from its last checkpoint. `forgotten` is its record if the cluster has
-    forgotten the job."""
+    """A failed job arrives anew and goes on from its last checkpoint.
+
+    `forgotten` is its record if the cluster has forgotten the job, without what it owes. `billed` is that, in digits:
+    msgpack takes no number of that length.
+    """
 
     job: JobId
     forgotten: JobRecord | None = None
+    billed: str = "0"
+
+    @classmethod
+    def of_forgotten(cls, record: JobRecord) -> "ResubmitRequested":
+        return cls(
+            job=record.request.id, forgotten=msgspec.structs.replace(record, billed=0), billed=str(record.billed)
+        )
 
 
 class JobsForgotten(_ClusterEvent, frozen=True):

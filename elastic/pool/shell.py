@@ -55,6 +55,8 @@ class PoolShell:
         self._after = after
         self._at_work = False
         self._over_kept = over_kept
+        self._at_rest: set[JobId] = set()
+        """Jobs that are over, without a process, and were compared since."""
         self._workers = SliceWorkers(pool)
         self._scripts = PoolScripts(pool)
         self._slices = PoolSlices(pool, self._workers, self._scripts)
@@ -197,8 +199,10 @@ class PoolShell:
         entry = None if forgotten is None else forgotten.entry
         if entry is not None:
             self._pool.entries[job] = entry
-        record = None if forgotten is None else forgotten.record
-        self._pool.feed(e.ResubmitRequested(job=job, forgotten=record), entry, command)
+        event = e.ResubmitRequested(job=job)
+        if forgotten is not None:
+            event = e.ResubmitRequested.of_forgotten(forgotten.record)
+        self._pool.feed(event, entry, command)
         self._drain()
 
     def keeper_joined(self, hello: w.KeeperHello) -> str:
@@ -337,6 +341,7 @@ class PoolShell:
                     commands = self._pool.cluster.handle(event, now_ns)
                     for job in leaving:
                         self._pool.forget(job)
+                        self._at_rest.discard(job)
                     self.events += 1
                     self._after(event)
                     for order in commands:
@@ -362,11 +367,18 @@ class PoolShell:
 
     def _compare(self) -> None:
         """Bring the world to the cluster's state."""
+        over = self._pool.cluster.state.over
         for job in list(self._pool.cluster.jobs):
+            if job in self._at_rest and job in over:
+                continue
             self._slices.compare(job)
             self._profiles.compare(job)
             self._lives.compare(job)
             self._slices.ask(job)
+            if job in over and self._pool.job(job).process is None:
+                self._at_rest.add(job)
+            else:
+                self._at_rest.discard(job)
         for name, node in self._pool.nodes.items():
             if node.connected:
                 self._residents.compare(name, node)

@@ -1,0 +1,192 @@
+"""What a pool pays for the jobs that it has had: with that many over, how fast its process is up again and tells its
+status, and what an event costs.
+
+Live: the production shell, cluster and journal live through the jobs one after another: each is submitted, gets a place
+and a process, and fails or is cancelled. Nodes and processes are stand-ins that do nothing. Then the pool's real
+process is started on this journal as `elastic pool start` starts it, and is asked through its socket. `start_s` counts
+from exec to its first answer. `event_us_first` and `event_us_last` are medians of the CPU time of an event over the
+first and the last tenth of the jobs. `status_ms` is the median by the wall clock of requests that a new connection
+carries.
+"""
+
+import asyncio
+import contextlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from _common import emit, parse_arguments
+
+from elastic import pool_wire as w
+from elastic.cluster import JobRequest, PhasePlan
+from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
+from elastic.control import ControlError
+from elastic.pool.config import POOL_CONFIG, load_pool, save_pool
+from elastic.pool.journal import JOURNAL, PoolJournal
+from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
+from elastic.pool.shell import PoolShell
+from elastic.pool_control import PoolControl
+from policies.clusters import CLUSTER_POLICIES
+
+S = 1_000_000_000
+JOBS, QUICK_JOBS = 100_000, 10_000
+QUESTIONS = 20
+UP_S = 60.0
+POOL = """
+[pool]
+name = "lab"
+directory = "{directory}"
+[pool.rollout]
+nodes = 2
+usd_per_gpu_hour = 1.85
+memory_gb = 8
+[pool.train]
+nodes = 1
+usd_per_gpu_hour = 5.28
+memory_gb = 8
+"""
+_PLAN = PhasePlan(rollout_ns=60 * S, train_ns=30 * S)
+
+
+class Surroundings:
+    """`PoolPorts` of a pool whose nodes and processes do nothing. The journal is a real one."""
+
+    def __init__(self, journal: PoolJournal) -> None:
+        self._journal = journal
+        self.clock_ns: Nanoseconds = 0
+        self.started: list[tuple[JobId, int]] = []
+        self.shell: PoolShell | None = None
+
+    def now_ns(self) -> Nanoseconds:
+        return self.clock_ns
+
+    def append(
+        self,
+        record: bytes,
+        entry: JobEntry | None = None,
+        command: DoneCommand | None = None,
+        forgotten: Sequence[ForgottenJob] = (),
+    ) -> None:
+        self._journal.append(record, entry, command, forgotten)
+
+    def settled(self) -> None:
+        assert self.shell is not None
+        self._journal.note_state(self.shell.cluster)
+
+    def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None:
+        self.started.append((entry.job, placement))
+
+    def died(self, node: NodeId, job: JobId, what: str) -> None: ...
+
+    def start_keeper(self, node: NodeId, phase: PhaseKind) -> None: ...
+
+    def end_keeper(self, node: NodeId) -> None: ...
+
+    def tell_keeper(self, node: NodeId, message: msgspec.Struct) -> None: ...
+
+    def tell_job(self, job: JobId, message: msgspec.Struct) -> None: ...
+
+    def cut_job(self, job: JobId) -> None: ...
+
+    def resident(
+        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+    ) -> w.StartResidentFrame:
+        raise AssertionError("no keeper is connected")
+
+    def stop_job(self, job: JobId, reason: str) -> None: ...
+
+    def kill_job(self, job: JobId) -> None: ...
+
+    def profile(self, entry: JobEntry) -> None: ...
+
+    def end_profile(self, job: JobId) -> None: ...
+
+
+def live_through(directory: Path, jobs: int) -> list[float]:
+    """Have a pool live through so many jobs; returns the CPU time of an event for each, in microseconds."""
+    config = load_pool(directory / POOL_CONFIG)
+    journal = PoolJournal(directory)
+    policies = CLUSTER_POLICIES[config.pool.policy]
+    cluster, _ = journal.open_pool(config.spec(), config.wait_limits(), policies, config.pool.policy)
+    ports = Surroundings(journal)
+    times = PoolTimes(silence_ns=10**18, park_ns=10**18, keeper_start_ns=10**18)
+    shell = ports.shell = PoolShell(cluster, ports, times)
+    shell.begin({}, {}, anew=True)
+    costs_us: list[float] = []
+    for number in range(jobs):
+        ports.clock_ns += 10 * S
+        name = f"job-{number}"
+        before, cpu_ns = shell.events, time.process_time_ns()
+        request = JobRequest(id=name, slo=2.0, plan=_PLAN, steps=10, rollout_bytes=1, train_bytes=1)
+        shell.submit(request, JobEntry(job=name, directory=f"/nowhere/{name}"), DoneCommand(name, f"submit {name}"))
+        ports.clock_ns += 90 * S
+        job, placement = ports.started.pop()
+        assert job == name
+        if number % 2:
+            shell.cancel(name, DoneCommand(f"cancel {name}", f"cancel {name}"))
+            shell.job_ended(name, placement, JobEnding("died"))
+        else:
+            shell.job_ended(name, placement, JobEnding("failed", "no space left on device"))
+        costs_us.append((time.process_time_ns() - cpu_ns) / 1e3 / (shell.events - before))
+    journal.close()
+    return costs_us
+
+
+@contextlib.contextmanager
+def process_of(directory: Path) -> Any:
+    """A context: the pool's process; its value is how many seconds passed from exec to its first status."""
+    control, began_s = PoolControl(directory), time.monotonic()
+    command = [sys.executable, "-m", "elastic.cli", "pool-run", str(directory)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        while True:
+            try:
+                asyncio.run(control.standing())
+                break
+            except ControlError:
+                if process.poll() is not None or time.monotonic() - began_s > UP_S:
+                    raise
+                time.sleep(0.01)
+        yield time.monotonic() - began_s
+    finally:
+        with contextlib.suppress(ControlError):
+            asyncio.run(control.stop(now=True))
+        process.wait(UP_S)
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    jobs = QUICK_JOBS if arguments.quick else JOBS
+    with tempfile.TemporaryDirectory() as place:
+        pool_file = Path(place) / "pool.toml"
+        pool_file.write_text(POOL.format(directory=place))
+        directory = save_pool(load_pool(pool_file))
+        (directory / "logs").mkdir(mode=0o700, exist_ok=True)
+        costs_us = live_through(directory, jobs)
+        journal_mb = (directory / JOURNAL).stat().st_size / 1e6
+        status_ms: list[float] = []
+        with process_of(directory) as start_s:
+            for _ in range(QUESTIONS):
+                began_s = time.monotonic()
+                told = asyncio.run(PoolControl(directory).standing())
+                status_ms.append(1e3 * (time.monotonic() - began_s))
+        tenth = jobs // 10
+        figures = {
+            "ended_jobs": told.status["jobs_over"],
+            "status_ms": statistics.median(status_ms),
+            "start_s": start_s,
+            "event_us_first": statistics.median(costs_us[:tenth]),
+            "event_us_last": statistics.median(costs_us[-tenth:]),
+            "journal_mb": journal_mb,
+        }
+    emit(figures, arguments)
+
+
+if __name__ == "__main__":
+    main()
