@@ -307,6 +307,7 @@ class PoolShell:
                 self._slices.progressed(job, message)
             case w.StepsDone(steps=steps):
                 if steps > record.steps_done:
+                    live.restarts = 0  # They are counted from the last progress.
                     self._pool.feed(e.JobProgressed(job=job, steps_done=steps))
             case _:
                 pass

@@ -1,5 +1,6 @@
 """What the runner does next: whatever is wanted and whatever was seen, no process is begun beside another."""
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -24,6 +25,7 @@ def record(**fields: Any) -> HostedRunRow:
         "phase": RunPhase.PENDING,
         "cause": "",
         "restarts": 0,
+        "furthest_step": 0,
         "max_restarts": 3,
         "not_before_us": 0,
         "generation": 1,
@@ -106,6 +108,22 @@ def test_deaths_are_survived_as_often_as_was_said(with_world: list[bool], max_re
         assert made.phase is RunPhase.RESTARTING
         run = record(max_restarts=max_restarts, restarts=run.restarts + made.counts, phase=made.phase)
     assert run.restarts == deaths
+
+
+@given(steps=st.lists(st.integers(0, 6), max_size=30), max_restarts=st.integers(0, 3))
+def test_deaths_count_since_the_furthest_step(steps: list[int], max_restarts: int) -> None:
+    """A run that dies at these steps goes on until too many deaths in a row came at steps that it had come to before."""
+    run, in_vain = record(max_restarts=max_restarts), 0
+    for step in steps:
+        in_vain = 0 if step > run.furthest_step else in_vain
+        run = decisions.since_progress(run, RunFigures(step=step))
+        died = ProcessSeen(alive=False, ending=Ending(how=decisions.DIED, cause="killed"))
+        made = next_step(replace(run, phase=RunPhase.RUNNING), died)
+        in_vain += 1
+        assert (made.phase is RunPhase.FAILED) == (in_vain > max_restarts)
+        if made.phase is RunPhase.FAILED:
+            return
+        run = replace(run, restarts=run.restarts + made.counts)
 
 
 @given(phases=st.lists(st.sampled_from(RunPhase), min_size=1, max_size=6), ready=st.integers(0, 2))

@@ -1,20 +1,20 @@
 """Decides the next step for a run: a pure function of the request and of what was seen of the run.
 
 - A process is started only if no process of the run lives.
-- A process that dies without recording the run's end is replaced up to `max_restarts` times. A death of the whole
-  machine or container does not count.
+- A process that dies without recording the run's end is replaced up to `max_restarts` times since the run last did a
+  step. A death of the whole machine or container does not count.
 - A run that is to stop while its process is down is started once more, after its back-off, to give back its resources.
 - A run that stopped for lack of a slice of its project's budget waits for the next slice. A run that made room because
   its project's quota was lowered waits until there is room again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from elastic.compose.run_endings import BAD_INPUT, DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, Ending
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.resources import ALIVE, RunPhase
+from elastic.resources import ALIVE, RunFigures, RunPhase
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
 
@@ -77,6 +77,14 @@ def decide(run: HostedRunRow, seen: ProcessSeen, now_us: int, base_s: float, max
             return Decision(step=NextStep.START) if now_us >= run.not_before_us else NOTHING
         return Decision(step=NextStep.BECOME, phase=RunPhase.STOPPED, cause=run.cause)
     return Decision(step=NextStep.START) if now_us >= run.not_before_us else NOTHING
+
+
+def since_progress(run: HostedRunRow, figures: RunFigures | None) -> HostedRunRow:
+    """Return the run with its restarts since its last progress: none, where the newest `figures` are of a step that it
+    had not come to before."""
+    if figures is None or figures.step <= run.furthest_step:
+        return run
+    return replace(run, furthest_step=figures.step, restarts=0)
 
 
 def short_of_slice(run: HostedRunRow) -> bool:

@@ -158,6 +158,8 @@ class RunnerLoop:
     async def _attend(self, run: HostedRunRow) -> None:
         seen = await self._look(run)
         settings = self._settings
+        if seen.ending is not None:
+            run = decisions.since_progress(run, await asyncio.to_thread(figures_of, settings.run_dir(run.id)))
         decision = decisions.decide(run, seen, now_us(), settings.restart_base_s, settings.restart_max_s)
         if decision.step is NextStep.NOTHING:
             if seen.alive:
@@ -297,11 +299,14 @@ class RunnerLoop:
         phase = _while_alive(run) if figures is None else RunPhase.RUNNING
         if run.phase is RunPhase.STOPPING and (run.wanted != runs.RUN or self._held[run.id].stopped):
             phase = run.phase
-        now = figures or run.figures
+        now, furthest = figures or run.figures, run.furthest_step
+        run = decisions.since_progress(run, figures)
         found = self._conditions(run, phase, run.cause, now)
         warned = conditions.budget_nearly_used(run.budget_usd, now)
         seen = {"phase": phase.value, "figures": now.model_dump(), "conditions": found, "warned": warned}
         known = {"figures": run.figures.model_dump(), "conditions": run.conditions, "warned": run.warned}
+        if run.furthest_step > furthest:
+            seen |= {"furthest_step": run.furthest_step, "restarts": run.restarts}
         if seen != {"phase": run.phase.value, **known}:
             await asyncio.to_thread(self._write, run.id, **seen)
 
@@ -321,6 +326,7 @@ class RunnerLoop:
                 phase=phase.value,
                 cause=decision.cause,
                 restarts=counted,
+                furthest_step=run.furthest_step,
                 not_before_us=decision.not_before_us,
                 figures=figures.model_dump(),
                 conditions=self._conditions(run, phase, decision.cause, figures),

@@ -49,6 +49,7 @@ class HostedRunRow:
     process: dict[str, Any] | None
     attempt: int
     restarts: int
+    furthest_step: int
     not_before_us: int
     started_us: int | None
     ended_us: int | None

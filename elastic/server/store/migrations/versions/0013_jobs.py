@@ -1,10 +1,10 @@
-"""Jobs of pools that were submitted here."""
+"""Jobs of pools that were submitted here, and the furthest step of a run."""
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0012"
-down_revision = "0011"
+revision = "0013"
+down_revision = "0012"
 
 
 def upgrade() -> None:
@@ -22,4 +22,6 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["project"], ["projects.id"], name=op.f("fk_jobs_project")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_jobs")),
     )
+    with op.batch_alter_table("runs") as runs:
+        runs.add_column(sa.Column("furthest_step", sa.Integer(), nullable=False, server_default="0"))
     op.create_index(op.f("ix_jobs_project_ended_us"), "jobs", ["project", "ended_us"], unique=False)
