@@ -191,8 +191,8 @@ class PoolCommandManager:
     def _jobs(self, request: AskJobs) -> PoolJobs:
         cluster = self._shell.cluster
         if request.names:
-            kept = [self._journal.forgotten(name) for name in request.names if name not in cluster.jobs]
-            return self._page([cluster.jobs[name] for name in request.names if name in cluster.jobs], kept, None)
+            away = [self._journal.forgotten(name) for name in request.names if name not in cluster.jobs]
+            return self._page([cluster.jobs[name] for name in request.names if name in cluster.jobs], away, None)
         before = cluster.state.arrivals + 1 if request.before is None else request.before
         living = [
             record for record in cluster.jobs.values() if record.arrival < before and self._is_in(record, request)

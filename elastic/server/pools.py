@@ -32,6 +32,8 @@ ARRIVES_US = 120_000_000
 """How long after a job was noted its pool may not have heard of it."""
 LOOK_S = 1.0
 """How often the server checks that a pool's supervisor lives."""
+SETTLE_S = 60.0
+"""How often the server asks what became of jobs. Whoever needs to know asks by itself."""
 _KINDS = {"rejected": "job-rejected", "conflict": "job-conflict", "unknown_job": "not-found", "ending": "job-conflict"}
 
 
@@ -125,10 +127,15 @@ def settle_jobs(store: Store, settings: ServerSettings, project: str | None = No
 
 
 class PoolSupervisors:
-    """Keeps a supervisor running for each pool, which keeps the pool's process running. Both outlive the server."""
+    """Keeps a supervisor running for each pool, which keeps the pool's process running. Both outlive the server.
 
-    def __init__(self, pools: tuple[Path, ...], faults: LoopFaults | None = None) -> None:
-        self._pools = pools
+    It also notes now and then what became of the pools' jobs.
+    """
+
+    def __init__(self, store: Store, settings: ServerSettings, faults: LoopFaults | None = None) -> None:
+        self._store, self._settings = store, settings
+        self._pools = settings.pools
+        self._settled_s = float("-inf")
         self._isolated = IsolatedLoop("pools", faults or LoopFaults())
         self._started: dict[Path, subprocess.Popen[bytes]] = {}
         self._not_before_s: dict[Path, float] = {}
@@ -142,6 +149,10 @@ class PoolSupervisors:
                     continue
                 with self._isolated.attempt(path.name):
                     self._look(path, delay_s, max_s)
+            if self._pools and time.monotonic() - self._settled_s > SETTLE_S:
+                with self._isolated.attempt(), contextlib.suppress(ApiProblem):  # It is asked again.
+                    await asyncio.to_thread(settle_jobs, self._store, self._settings)
+                self._settled_s = time.monotonic()
             await asyncio.sleep(LOOK_S)
 
     def _look(self, path: Path, delay_s: dict[Path, float], max_s: float) -> None:

@@ -112,7 +112,7 @@ def test_deaths_are_survived_as_often_as_was_said(with_world: list[bool], max_re
 
 @given(steps=st.lists(st.integers(0, 6), max_size=30), max_restarts=st.integers(0, 3))
 def test_deaths_count_since_the_furthest_step(steps: list[int], max_restarts: int) -> None:
-    """A run that dies at these steps goes on until too many deaths in a row came at steps that it had come to before."""
+    """A run that dies at these steps goes on until too many deaths in a row came at steps that it knew."""
     run, in_vain = record(max_restarts=max_restarts), 0
     for step in steps:
         in_vain = 0 if step > run.furthest_step else in_vain
