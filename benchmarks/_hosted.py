@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import shutil
 import socket
-import sqlite3
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ import psutil
 from _common import HERE, ROOT
 
 from elastic.server.settings import ServerSettings
+from elastic.sqlite import open_sqlite
 
 Part: TypeAlias = Literal["api", "runner"]
 
@@ -44,8 +44,9 @@ trace = "rlboost-a"
 max_workers = 1
 """)
 JOB = """
-import fcntl, os, random, shutil, signal, sqlite3, sys, time
+import fcntl, os, random, shutil, signal, sys, time
 from pathlib import Path
+from elastic.sqlite import open_sqlite
 
 run = Path(sys.argv[sys.argv.index("--resume") + 1])
 with (run / "begun").open("a") as begun:
@@ -55,13 +56,14 @@ fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 begins = len(list(run.glob("journal*.sqlite"))) + 1
 path = run / ("journal.sqlite" if begins == 1 else f"journal.{begins}.sqlite")
 shutil.copy(Path(__file__).with_name("template.sqlite"), run / "copy")
-with sqlite3.connect(run / "copy") as journal:
+journal = open_sqlite(run / "copy", "rw")
+with journal:
     columns = ", ".join(f'"{row[1]}"' for row in journal.execute("PRAGMA table_info(events)") if row[1] != "seq")
     journal.execute("INSERT OR REPLACE INTO meta VALUES ('incarnation', ?)", (f"{run.name}.{begins}",))
     journal.execute("INSERT OR REPLACE INTO meta VALUES ('status', 'running')")
 journal.close()
 os.rename(run / "copy", path)
-journal = sqlite3.connect(path, timeout=60)
+journal = open_sqlite(path, "rw", timeout_s=60)
 values = columns.replace('"t_ns"', "?")
 copy = f"INSERT INTO events ({columns}) SELECT {values} FROM events WHERE seq = 1"
 stopped = []
@@ -90,9 +92,8 @@ def write_job(directory: Path, from_s: float, to_s: float, every_s: float) -> Pa
     made.durable().result()
     made.close()
     (path,) = RunDirectory(directory).journal_paths()
-    with sqlite3.connect(path) as journal:
+    with contextlib.closing(open_sqlite(path, "rw")) as journal:
         journal.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    journal.close()
     path.rename(directory / "template.sqlite")
     job = directory / "job.py"
     text = JOB

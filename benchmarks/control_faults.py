@@ -10,9 +10,9 @@ its events. At the end each acknowledged run must be there and finished, begun o
   interpreter takes to start.
 """
 
+import contextlib
 import itertools
 import random
-import sqlite3
 import threading
 import time
 from collections import Counter
@@ -26,6 +26,7 @@ from _hosted import CONFIG, HostedSite, Part
 from elastic.client import ApiError, Client, ClientError
 from elastic.resources import HostedRun, RunPhase
 from elastic.server.runner.loop import LOCK
+from elastic.sqlite import open_sqlite
 
 SEED = 18
 KILLS, KILLS_QUICK = 100, 20
@@ -183,10 +184,9 @@ def _untold(site: HostedSite, run: str, told: list[str]) -> int:
     """Events of the run's journals that were not told once and in order."""
     written: list[str] = []
     for path in sorted((site.server_home / "runs" / run).glob("journal*.sqlite")):
-        with sqlite3.connect(path) as journal:
+        with contextlib.closing(open_sqlite(path, "ro")) as journal:
             (name,) = journal.execute("SELECT value FROM meta WHERE key = 'incarnation'").fetchone()
             written += [f"{name}-{seq}" for (seq,) in journal.execute("SELECT seq FROM events ORDER BY seq")]
-        journal.close()
     if told == written:
         return 0
     return len(set(written) - set(told)) or max(1, abs(len(told) - len(written)))

@@ -10,12 +10,24 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from elastic.endpoint import Address, bare_host, is_loopback, is_wildcard
+from elastic.given import expanded, read_text
 
 T = TypeVar("T", bound=BaseModel)
 
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message has a line for each problem."""
+
+
+GivenPath = Annotated[Path, AfterValidator(expanded)]
+
+
+def given_path(name: str) -> Path:
+    """The path that somebody typed. Raises `ConfigError`."""
+    try:
+        return expanded(Path(name))
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 class _Section(BaseModel):
@@ -42,7 +54,7 @@ class RunConfig(_Section):
     caps: dict[str, Annotated[int, Field(ge=0, le=1_000_000)]] = Field(
         {}, description="most GPUs to hold at once as the run begins, by provider; `elastic cap` sets others later"
     )
-    directory: Path = Field(Path("runs"), description="where runs keep their journal, checkpoints and report")
+    directory: GivenPath = Field(Path("runs"), description="where runs keep their journal, checkpoints and report")
     host: Annotated[str, AfterValidator(bare_host)] = Field(
         "127.0.0.1", description="address on which workers join; beyond loopback they speak TLS 1.3"
     )
@@ -51,10 +63,10 @@ class RunConfig(_Section):
         "",
         description="host, or host:port, under which workers elsewhere reach `host` and `port`, if another",
     )
-    certificate: Path | None = Field(
+    certificate: GivenPath | None = Field(
         None, description="TLS certificate (PEM, followed by what it was issued by); else the run makes its own"
     )
-    certificate_key: Path | None = Field(None, description="the certificate's private key (PEM)")
+    certificate_key: GivenPath | None = Field(None, description="the certificate's private key (PEM)")
     orchestrator_timeout_s: float = Field(
         60.0, gt=0, description="how long workers and the trainer go on without their orchestrator, which may come back"
     )
@@ -85,7 +97,7 @@ class RunConfig(_Section):
 
 
 class ModelConfig(_Section):
-    checkpoint: Path = Field(description="Hugging Face checkpoint directory of the base policy")
+    checkpoint: GivenPath = Field(description="Hugging Face checkpoint directory of the base policy")
 
 
 class EnvironmentConfig(_Section):
@@ -460,7 +472,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def read_sections(path: Path) -> dict[str, Any]:
     """A TOML file, or a saved `.json`, as plain data. Raises `ConfigError`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         raw = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error

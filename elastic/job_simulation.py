@@ -1,6 +1,5 @@
 """Simulated pools of many jobs: a workload file in, a report out. The same `Cluster` as live, on virtual time."""
 
-import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +8,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from elastic.cluster import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
-from elastic.config import ConfigError, validate
+from elastic.config import ConfigError, read_sections, validate
 from elastic.report.jobs import NodeSlice, PoolReport
 from elastic.report.pool import history_of, pool_report
 from elastic.sim.job_workloads import PROFILES, RESTART_S, from_trace
@@ -92,13 +91,7 @@ class Workload(_Part):
 
 def load_workload(path: Path) -> Workload:
     """Raises `ConfigError` that names the file, the key, what was found and what is allowed."""
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    workload = validate(Workload, raw, str(path))
+    workload = validate(Workload, read_sections(path), str(path))
     if bool(workload.jobs) == (workload.trace is not None):
         raise ConfigError(
             f"{path}: found {'both' if workload.jobs else 'neither'} jobs and a trace; allowed: one of them"

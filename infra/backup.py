@@ -11,10 +11,11 @@ Restore with server and runner stopped, at the path that the home had.
 import argparse
 import contextlib
 import shutil
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+
+from elastic.sqlite import open_sqlite
 
 SQLITE, POSTGRESQL = "elastic.sqlite", "database.dump"
 BESIDE = ("-wal", "-shm", "-journal")
@@ -64,7 +65,7 @@ def restore(home: Path, database: str, copy: Path) -> None:
 
 def _copy_sqlite(path: Path, place: Path) -> None:
     """As of one moment, whoever writes meanwhile."""
-    source, target = sqlite3.connect(path), sqlite3.connect(place)
+    source, target = open_sqlite(path, "ro"), open_sqlite(place, "rwc")
     try:
         source.backup(target)
     finally:

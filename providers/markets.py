@@ -199,10 +199,8 @@ class ServerlessMarket(Market[ServerlessSettings]):
 
 
 def _readable(trace: str) -> str:
-    """Return a shipped trace's name, or an absolute path: a run or a pool may go on from another directory."""
-    path = traces.find(trace)
-    read_spot_trace(path)
-    return trace if trace in traces.shipped() else str(path.absolute())
+    read_spot_trace(traces.find(trace))
+    return traces.settled(trace)
 
 
 class SpotTraceSettings(BaseModel):

@@ -92,7 +92,7 @@ SERVICE_NOTE = "co-serving/"
 
 def _readable(trace: str) -> str:
     read_serving_trace(traces.find(trace))
-    return trace
+    return traces.settled(trace)
 
 
 class _HostSection(BaseModel):

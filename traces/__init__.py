@@ -3,9 +3,10 @@
 from importlib import resources
 from pathlib import Path
 
+from elastic.given import expanded
 from traces.errors import TraceError
 
-__all__ = ["TraceError", "data_path", "find", "shipped"]
+__all__ = ["TraceError", "data_path", "find", "settled", "shipped"]
 
 
 def shipped() -> dict[str, Path]:
@@ -22,10 +23,20 @@ def data_path(name: str) -> Path:
     return paths[name]
 
 
+def settled(trace: str) -> str:
+    """A shipped trace's name, or the absolute path of another: a run or a pool may go on from another directory. Raises
+    `TraceError`."""
+    return trace if trace in shipped() else str(find(trace).absolute())
+
+
 def find(trace: str) -> Path:
     """A trace as users name it: by a shipped trace's name, or else by a path to an existing file."""
     if trace in shipped():
         return data_path(trace)
-    if Path(trace).is_file():
-        return Path(trace)
+    try:
+        path = expanded(Path(trace))
+    except ValueError as error:
+        raise TraceError(f"trace {trace!r}: {error}") from error
+    if path.is_file():
+        return path
     raise TraceError(f"no trace {trace!r}: neither a file nor one of {', '.join(shipped())}")

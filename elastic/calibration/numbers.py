@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from elastic.calibration.fit import IterationSample, Rates
+from elastic.given import expanded, read_text
 from elastic.sim.performance.profile import DATA, Number, Profile, load_profile, read_profile, write_profile
 
 UNKNOWN_FACTOR = 10.0
@@ -107,9 +108,9 @@ def save(measured: Measured, path: Path) -> None:
 def _bounds_of(name: str) -> dict[str, tuple[float | None, float | None]]:
     """Return the bounds in the profile's own file; a computed profile has none."""
     shipped = DATA / f"profile-{name}.toml"
-    path = shipped if "/" not in name and shipped.is_file() else Path(name)
+    path = shipped if "/" not in name and shipped.is_file() else expanded(Path(name))
     if not path.is_file():
         return {}
-    raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    raw = tomllib.loads(read_text(path))
     numbers = {key: msgspec.convert(raw[key], Number) for key in KEYS}
     return {key: (number.low, number.high) for key, number in numbers.items()}

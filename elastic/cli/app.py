@@ -1,15 +1,17 @@
 """Every command of `elastic`, with its options and one example each."""
 
+import functools
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from elastic.cli import access, deferred, hosted, modal, pooled, quotas
 from elastic.cli.output import EXIT_FAILED, bad_input, say
-from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
+from elastic.config import Config, ConfigError, RunConfig, apply_override, given_path, load_config, validate
 from elastic.endpoint import Address
 from elastic.logs import STANDARD_ERROR, log_to
 from elastic.runtime.journal import JournalError
@@ -577,3 +579,29 @@ def doctor(
     """
     settings = load_config(config) if config is not None else None
     raise typer.Exit(deferred.doctor.doctor_command(settings, as_json=as_json))
+
+
+def _expand_paths(commands: typer.Typer) -> None:
+    """Have every command get its paths with `~` expanded: shells leave it where it follows a `=`."""
+    for command in (*commands.registered_commands, commands.registered_callback):
+        if command is not None and command.callback is not None:
+            command.callback = _with_paths_expanded(command.callback)
+    for group in commands.registered_groups:
+        if group.typer_instance is not None:
+            _expand_paths(group.typer_instance)
+
+
+def _with_paths_expanded(callback: Callable[..., Any]) -> Callable[..., Any]:
+    def settled(value: Any) -> Any:
+        if isinstance(value, list):
+            return [settled(one) for one in value]
+        return given_path(str(value)) if isinstance(value, Path) else value
+
+    @functools.wraps(callback)
+    def called(*arguments: Any, **named: Any) -> Any:
+        return callback(*map(settled, arguments), **{name: settled(value) for name, value in named.items()})
+
+    return called
+
+
+_expand_paths(app)

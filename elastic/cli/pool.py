@@ -16,7 +16,7 @@ from rich.text import Text
 from elastic import compose
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
 from elastic.cli.supervise import keep_up
-from elastic.config import ConfigError
+from elastic.config import ConfigError, given_path
 from elastic.control import CommandRefused, ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.log_files import LogFollower
 from elastic.pool.config import POOL_CONFIG, PoolConfig, load_pool, save_pool
@@ -37,12 +37,12 @@ def find_pool(name: str, directory: Path) -> Path:
     name. Raises `ConfigError`.
     """
     if name:
-        if Path(name).is_file():
-            path = load_pool(Path(name)).path
+        if (given := given_path(name)).is_file():
+            path = load_pool(given).path
             if (path / POOL_CONFIG).is_file():
                 return path
             raise ConfigError(f"no pool of {name} has been started; {program()} pool start {name}")
-        for candidate in (directory / name, Path(name)):
+        for candidate in (directory / name, given):
             if (candidate / POOL_CONFIG).is_file():
                 return candidate
     there = sorted(path.parent for path in directory.glob(f"*/{POOL_CONFIG}"))

@@ -7,7 +7,7 @@ import msgspec
 import typer
 
 from elastic.cli.output import EXIT_FAILED, console, emit, say
-from elastic.config import ConfigError
+from elastic.config import ConfigError, given_path
 from elastic.pool.config import POOL_CONFIG, load_pool
 from elastic.pool.journal import PoolJournalError, read_deaths, read_entries, read_records
 from elastic.report import as_json as report_as_json
@@ -35,7 +35,7 @@ def pooled(name: str, directory: Path) -> Pooled | None:
 
     Where several pools have had such a job, the latest submission counts.
     """
-    for candidate in (directory / name, Path(name)):
+    for candidate in (directory / name, given_path(name)):
         if name and (candidate / POOL_CONFIG).is_file():
             return Pooled(candidate)
     found: list[tuple[float, Pooled]] = []

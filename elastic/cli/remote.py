@@ -1,14 +1,12 @@
 """Runs on a server: the same commands, and the same output, as for runs on disk."""
 
 import hashlib
-import json
 import os
 import re
 import secrets
 import signal
 import socket
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +34,7 @@ from elastic.cli.output import (
 from elastic.cli.report import show_rows
 from elastic.cli.run import show_plan
 from elastic.client import ApiError, Client, ClientError
-from elastic.config import ConfigError, apply_override
+from elastic.config import ConfigError, apply_override, read_sections
 from elastic.report import Summary, as_markdown, closing_table
 from elastic.resources import ENDED, HostedRun, RunBudget, RunChange, RunPhase
 
@@ -191,13 +189,7 @@ def submit_command(
 
 def _sections(config: Path, overrides: list[str]) -> dict[str, Any]:
     """The configuration file as it stands: the server checks it, for it knows its providers and models."""
-    try:
-        text = config.read_text(encoding="utf-8")
-        raw: dict[str, Any] = json.loads(text) if config.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"{config}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError(f"{config}: not valid TOML: {error}") from error
+    raw = read_sections(config)
     for override in overrides:
         apply_override(raw, override)
     if isinstance(section := raw.get("run"), dict):

@@ -13,6 +13,7 @@ from elastic.cli.output import EXIT_FAILED, bad_input, emit, say, tell
 from elastic.cli.remote import server
 from elastic.cli.tenancy import own_project, role_of, show_objects
 from elastic.client import Client
+from elastic.given import read_text
 from elastic.resources import NewKey, NewOwnKey, NewWebhook, SecretValue, WebhookChange
 
 _DAY_S = 86_400
@@ -83,8 +84,8 @@ def _key_named(client: Client, name: str, *, mine: bool) -> str:
 def set_secret_command(name: str, source: Path | None, project: str) -> None:
     if source is not None:
         try:
-            value = source.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            value = read_text(source)
+        except (OSError, ValueError) as error:
             bad_input(f"--from-file: {source} cannot be read ({error})")
     elif sys.stdin.isatty():
         value = typer.prompt(name, hide_input=True, err=True)

@@ -15,6 +15,7 @@ from elastic.cli.output import bad_input, console, say
 from elastic.cli.pool import prepared_pool
 from elastic.config import ConfigError
 from elastic.endpoint import Address, is_loopback
+from elastic.given import read_text
 from elastic.resources import AccessRole
 
 if TYPE_CHECKING:
@@ -118,8 +119,8 @@ def _oidc(said: OidcOptions) -> "OidcSettings | None":
     secret = os.environ.get(OIDC_SECRET_VARIABLE, "")
     if said.secret_file is not None:
         try:
-            secret = said.secret_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            secret = read_text(said.secret_file)
+        except (OSError, ValueError) as error:
             bad_input(f"--oidc-client-secret-file: {said.secret_file} cannot be read ({error})")
     scopes = dict.fromkeys([*OidcSettings.scopes, *said.scopes])
     return OidcSettings(

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from elastic.config import Config, ConfigError, EngineConfig, RewardsConfig, validate
 from elastic.engine import resolve_engine
 from elastic.envs.base import Environment
+from elastic.given import read_text
 from elastic.pool_client import NOT_A_JOB, PoolUnavailable, membership_here
 from elastic.runtime.states import CHECKPOINTS
 from providers.base import Provider, ProviderSettings
@@ -197,7 +198,7 @@ def read_model_config(config: Config) -> dict[str, Any]:
     """The base policy's `config.json`. Raises `ConfigError` where there is none."""
     path = config.model.checkpoint / "config.json"
     try:
-        return json.loads(path.read_text())
+        return json.loads(read_text(path))
     except OSError as error:
         raise ConfigError(
             f"model.checkpoint: {path} cannot be read ({error.strerror}); "

@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from elastic.given import read_text
 from elastic.model.config import ModelConfigError, Qwen3Config
 
 CONFIG_FILE = "config.json"
@@ -110,7 +111,7 @@ def _headers(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:

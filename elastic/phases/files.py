@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from elastic.given import read_text
 from elastic.phases import PHASES, PhaseError
 
 MAIN = "__main__"
@@ -64,10 +65,10 @@ class PhasesFile(msgspec.Struct, frozen=True):
 def load_phases(path: Path) -> PhasesFile:
     """Read a phases file. Raises `PhasesFileError` if the file is missing or invalid."""
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(read_text(path))
     except OSError as error:
         raise PhasesFileError(f"phases file {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise PhasesFileError(f"phases file {path}: no TOML: {error}") from error
     if set(raw) != {"phases"} or not isinstance(raw["phases"], dict) or not raw["phases"]:
         found = ", ".join(raw) or "nothing"

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from elastic.cluster.types import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
-from elastic.config import ConfigError, JobConfig, JobPlanConfig, read_sections, validate
+from elastic.config import ConfigError, GivenPath, JobConfig, JobPlanConfig, read_sections, validate
 from elastic.files import write_whole
 from policies.clusters import CLUSTER_POLICIES
 from providers.markets import SpotMarket, SpotSettings, SpotTraceSettings
@@ -52,7 +52,7 @@ class PoolRolloutConfig(PoolNodesConfig):
 
 class PoolSection(_PoolPart):
     name: str = Field("pool", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    directory: Path = Field(Path("pools"), description="where pools keep their journals and logs, each in its own")
+    directory: GivenPath = Field(Path("pools"), description="where pools keep their journals and logs, each in its own")
     policy: str = Field("ours", description="who goes where, and who pays what: policies/clusters.py")
     host: str = Field(
         "127.0.0.1", min_length=1, description="address on which keepers and jobs dial; beyond loopback by TLS"

@@ -20,6 +20,7 @@ from elastic.cluster import Cluster, ClusterPolicies
 from elastic.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode, restore, save
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PoolSpec, WaitLimits
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
+from elastic.sqlite import open_sqlite
 
 JOURNAL = "journal.sqlite"
 LAYOUT = "2"
@@ -62,7 +63,7 @@ class PoolJournal:
         """Open the journal of a pool's directory. Raises `PoolJournalError`."""
         self.path = directory / JOURNAL
         try:
-            self._db = sqlite3.connect(self.path, isolation_level=None)
+            self._db = open_sqlite(self.path, "rwc")
             self.path.chmod(0o600)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
@@ -277,7 +278,7 @@ def _read(directory: Path, query: str) -> Iterator[bytes]:
     """Yield the only column of what a query finds. Raises `PoolJournalError`."""
     path = directory / JOURNAL
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+        with contextlib.closing(open_sqlite(path, "ro")) as db:
             for row in db.execute(query):
                 yield row[0]
     except sqlite3.Error as error:

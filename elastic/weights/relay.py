@@ -66,11 +66,11 @@ def open_relay(url: str, token: str | None = None, anchor: str = "") -> Relay:
 
     Opening touches nothing. Raises `RelayError` for another scheme.
     """
+    if "://" not in url:
+        return DirectoryRelay(Path(url))
     parts = urlsplit(url)
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return DirectoryRelay(Path(unquote(parts.path)))
-    if not parts.scheme:
-        return DirectoryRelay(Path(url))
     kinds = {point.name: point for point in importlib.metadata.entry_points(group="elastic.relays")}
     if parts.scheme in kinds:
         return kinds[parts.scheme].load()(url, token, anchor)

@@ -112,7 +112,7 @@ def test_options_of_another_type(refused, elastic, config: Path) -> None:
         (None, ("cannot be read", "No such file")),
         ("x = [", ("not valid TOML", "end of document")),
         ("[run]\nsteps = 1\n", ("model", "required but missing")),
-        (b"\xff\xfe", ("not valid TOML", "utf-8")),
+        (b"\xff\xfe", ("not valid TOML", "UTF-8")),
     ],
 )
 def test_configuration_files(

@@ -13,6 +13,7 @@ import msgspec
 
 from elastic.core.types import Nanoseconds
 from elastic.files import write_whole
+from elastic.given import read_text
 
 FORMAT = 1
 
@@ -145,7 +146,7 @@ class ProfileRange(NamedTuple):
 def read_profile(path: Path, model: str, device: str, reach: ProfileRange) -> CostProfile:
     """Raises `CostProfileError` for a file that cannot be read, is of another model or device, or short of `reach`."""
     try:
-        profile = msgspec.json.decode(path.read_bytes(), type=CostProfile)
+        profile = msgspec.json.decode(read_text(path), type=CostProfile)
     except OSError as error:
         raise CostProfileError(f"{path}: cannot be read ({error.strerror})") from error
     except msgspec.MsgspecError as error:

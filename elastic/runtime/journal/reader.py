@@ -22,6 +22,7 @@ from elastic.runtime.journal.migrations import MIGRATIONS, migrated
 from elastic.runtime.journal.records import TABLES, BookRow, NoteRow, TrajectoryFilter, TrajectoryPlace, TrajectoryRow
 from elastic.runtime.journal.tables import R
 from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, no_room
+from elastic.sqlite import open_sqlite
 
 _decode_event = msgspec.msgpack.Decoder(e.Event).decode
 
@@ -53,7 +54,7 @@ class JournalReader:
             raise JournalError(f"{path}: no such journal")
         self.path = path
         with self._reading():
-            self._connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+            self._connection = open_sqlite(path, "ro")
         try:
             self._to_present_version()
         except BaseException:

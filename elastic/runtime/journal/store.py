@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from elastic.config import ConfigError, JournalConfig
+from elastic.config import ConfigError, JournalConfig, given_path
 from elastic.core.types import TrajectoryId
 from elastic.runtime.journal.reader import JournalReader
 from elastic.runtime.journal.records import TrajectoryRow
@@ -136,7 +136,7 @@ class DirectoryStore:
         runs = self.runs()
         if name == "latest" and runs:
             return runs[-1]
-        for candidate in (Path(name), self.directory / name):
+        for candidate in (given_path(name), self.directory / name):
             if (candidate / CONFIG).is_file():
                 return RunDirectory(candidate)
         there = ", ".join(run.name for run in runs[-5:]) or "none"

@@ -21,6 +21,7 @@ from elastic.core.ledger import DeviceBook
 from elastic.core.types import Account, WorkerId
 from elastic.runtime.journal.records import TABLES, BookRow, EventRow, NoteRow
 from elastic.runtime.journal.tables import JournalRecord, JournalTable, Row
+from elastic.sqlite import open_sqlite
 
 SCHEMA_VERSION = 3
 CAUGHT_UP_SHARE = 0.5
@@ -278,9 +279,7 @@ class SqliteJournal:
         synchronous = {"process": "NORMAL", "power": "FULL"}[durable_against]
         try:
             self._create(notes)
-            connection = sqlite3.connect(
-                self.path, check_same_thread=False, isolation_level=None, timeout=self._lock_timeout_s
-            )
+            connection = open_sqlite(self.path, "rw", timeout_s=self._lock_timeout_s, any_thread=True)
             try:
                 connection.execute(f"PRAGMA synchronous={synchronous}")
             except BaseException:
@@ -297,7 +296,7 @@ class SqliteJournal:
         for suffix in ("", "-journal", "-wal", "-shm"):
             beside.with_name(beside.name + suffix).unlink(missing_ok=True)
         try:
-            with contextlib.closing(sqlite3.connect(beside, isolation_level=None)) as connection:
+            with contextlib.closing(open_sqlite(beside, "rwc")) as connection:
                 # From the first moment on: whoever only reads could not repair a change of this that was broken off.
                 connection.execute("PRAGMA journal_mode=WAL")
                 connection.execute("BEGIN")

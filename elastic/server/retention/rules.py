@@ -16,6 +16,7 @@ from elastic.runtime.journal import RunDirectory
 from elastic.runtime.journal.frames import FRAME
 from elastic.server.quotas.budgets import US_PER_DAY
 from elastic.server.store.runs import HostedRunRow
+from elastic.sqlite import open_sqlite
 
 RUN, TRAJECTORIES, CHECKPOINTS, LOGS = "run", "trajectories", "checkpoints", "logs"
 PARTS = (TRAJECTORIES, CHECKPOINTS, LOGS)
@@ -23,7 +24,6 @@ UNRESUMABLE = (TRAJECTORIES, CHECKPOINTS)
 """Without these a run cannot go on."""
 REMOVING, REMOVED = "removing", "removed"
 _DIRECTORIES: Mapping[str, Sequence[str]] = {CHECKPOINTS: ("checkpoints", "weights"), LOGS: ("logs",)}
-_LOCK_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def _size(path: Path) -> int:
 
 
 def _said_bytes(journal: Path) -> int:
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(_opened(journal)) as connection:
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(open_sqlite(journal, "rw")) as connection:
         said = connection.execute(
             "SELECT COALESCE(SUM(LENGTH(token_ids) + LENGTH(sampled)), 0) FROM trajectories"
         ).fetchone()[0]
@@ -122,15 +122,12 @@ def _frames(connection: sqlite3.Connection) -> int:
 def _forget_what_was_said(journal: Path) -> None:
     """Tokens go, and frames with tokens; what a report is made of stays. Whole, or not at all."""
     try:
-        with contextlib.closing(_opened(journal)) as connection:
+        with contextlib.closing(open_sqlite(journal, "rw")) as connection:
             with connection:
+                connection.execute("BEGIN")
                 connection.execute("UPDATE trajectories SET token_ids = x'', sampled = x''")
                 connection.execute("DELETE FROM events WHERE kind = ?", (FRAME,))
             connection.execute("VACUUM")
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     except sqlite3.Error as error:
         raise OSError(f"{journal}: {error}") from error
-
-
-def _opened(journal: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{journal}?mode=rw", uri=True, timeout=_LOCK_TIMEOUT_S)

@@ -12,6 +12,9 @@ from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, InvalidatePoolError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+from elastic.given import expanded
+from elastic.sqlite import open_sqlite
+
 BUSY_TIMEOUT_S = 5.0
 POOL = 20
 """Connections that are kept; beyond these a request waits for one."""
@@ -156,7 +159,7 @@ def migrate(store: Store, revision: str = "head") -> None:
     from alembic.script import ScriptDirectory
 
     config = AlembicConfig()
-    config.set_main_option("script_location", MIGRATIONS)
+    config.set_main_option("script_location", MIGRATIONS.replace("%", "%%"))
     known = {revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()}
     with store.writing() as connection:
         found = MigrationContext.configure(connection).get_current_revision()
@@ -178,7 +181,23 @@ def revisions(connection: sa.Connection) -> tuple[str | None, str | None]:
     return MigrationContext.configure(connection).get_current_revision(), ScriptDirectory(MIGRATIONS).get_current_head()
 
 
+def sqlite_path(url: str) -> Path | None:
+    """The file of a `sqlite:///PATH`, which is a path as it stands, whatever characters it has; None for another URL.
+    Raises `StoreError`."""
+    scheme, colon, rest = url.partition(":")
+    if scheme != "sqlite" or not colon:
+        return None
+    if not rest.startswith("///") or rest == "///":
+        raise StoreError(f"--database: found {url!r}; allowed: sqlite:///PATH, postgresql://USER@HOST/NAME")
+    try:
+        return expanded(Path(rest.removeprefix("///")))
+    except ValueError as error:
+        raise StoreError(f"--database: {error}") from error
+
+
 def _engine(url: str) -> sa.Engine:
+    if (path := sqlite_path(url)) is not None:
+        return _sqlite(path)
     try:
         parsed = sa.make_url(url)
     except ArgumentError:
@@ -186,8 +205,6 @@ def _engine(url: str) -> sa.Engine:
     dialect = parsed.get_backend_name()
     if dialect not in DIALECTS:
         raise StoreError(f"--database: found {dialect!r}; allowed: {', '.join(DIALECTS)}")
-    if dialect == "sqlite":
-        return _sqlite(parsed)
     if parsed.drivername == "postgresql":
         parsed = parsed.set(drivername="postgresql+psycopg")
     try:
@@ -227,20 +244,18 @@ def _check_idle(engine: sa.Engine) -> None:
         record.info[_USED_S] = time.monotonic()
 
 
-def _sqlite(url: sa.URL) -> sa.Engine:
+def _sqlite(path: Path) -> sa.Engine:
     engine = sa.create_engine(
-        url,
+        "sqlite://",
+        creator=lambda: open_sqlite(path, "rwc", timeout_s=BUSY_TIMEOUT_S, any_thread=True),
         pool_size=POOL,
         max_overflow=0,
         pool_timeout=POOL_TIMEOUT_S,
         poolclass=sa.QueuePool,
-        connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False},
     )
 
     @event.listens_for(engine, "connect")
     def _connected(connection: Any, _: Any) -> None:  # pyright: ignore[reportUnusedFunction]
-        # The driver begins no transactions; `_begins` does.
-        connection.isolation_level = None
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
 

@@ -23,7 +23,7 @@ from elastic.log_files import log_files
 from elastic.server.clock import rfc3339
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreError, StoreUnavailable, revisions
-from elastic.server.store.database import now_us
+from elastic.server.store.database import now_us, sqlite_path
 from elastic.server.store.tables import projects, runs, secrets, webhooks
 from elastic.server.store.vault import KEY_FILE, Vault, VaultError
 from elastic.server.support.redaction import SECRET_NAME, Redaction
@@ -116,10 +116,14 @@ def _versions() -> dict[str, Any]:
 
 def _settings(settings: ServerSettings) -> dict[str, Any]:
     """Return the server's settings. Of settings that may hold a secret, only whether they are set."""
-    database = sa.make_url(settings.database_url)
+    if (path := sqlite_path(settings.database_url)) is not None:
+        database = {"kind": "sqlite", "host": None, "name": str(path)}
+    else:
+        url = sa.make_url(settings.database_url)
+        database = {"kind": url.get_backend_name(), "host": url.host, "name": url.database}
     return {
         "home": str(settings.home.resolve()),
-        "database": {"kind": database.get_backend_name(), "host": database.host, "name": database.database},
+        "database": database,
         "models": [str(path) for path in settings.models],
         "host_names": settings.host_names,
         "shared_trust": settings.shared_trust,
@@ -168,10 +172,9 @@ def _runner(settings: ServerSettings) -> dict[str, Any]:
 
 def _store(settings: ServerSettings, missing: list[str]) -> Store | None:
     def opened() -> Store:
-        url = sa.make_url(settings.database_url)
         # SQLite would make an empty one.
-        if url.get_backend_name() == "sqlite" and not Path(url.database or "").is_file():
-            raise StoreError(f"{url.database}: no such database")
+        if (path := sqlite_path(settings.database_url)) is not None and not path.is_file():
+            raise StoreError(f"{path}: no such database")
         return Store(settings.database_url)
 
     return _attempt("the database", opened, missing)
@@ -219,7 +222,8 @@ def _of_store(store: Store | None, settings: ServerSettings, missing: list[str])
     found: list[str] = []
     if (key := _attempt(KEY_FILE, lambda: _vault_key(settings), missing)) is not None:
         found.append(key)
-    password = sa.make_url(settings.database_url).password
+    is_file = sqlite_path(settings.database_url) is not None
+    password = None if is_file else sa.make_url(settings.database_url).password
     found += [str(password)] if password else []
     if store is None or key is None:
         return found

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from elastic.core.profiles import decode_step_s
+from elastic.given import expanded, read_text
 
 DATA = Path(str(resources.files("elastic.sim") / "data"))
 HARDWARE, MODELS, EFFICIENCY = "hardware.toml", "models.toml", "efficiency.toml"
@@ -152,12 +153,19 @@ def load_profile(name: str, gpus: int = 1) -> Profile:
     shipped = DATA / f"profile-{name}.toml"
     if "/" not in name and shipped.is_file():
         return read_profile(shipped)
-    if Path(name).is_file():
-        return read_profile(Path(name))
+    if (path := _given(name)).is_file():
+        return read_profile(path)
     computed = _COMPUTED.fullmatch(name)
     if computed is None or name.endswith(".toml"):
         raise ProfileError(f"no profile {name!r}: neither a file nor one of {', '.join(profile_names())}")
     return _computed(name, computed["device"], computed["model"], _parallel(name, computed["parallel"], gpus))
+
+
+def _given(name: str) -> Path:
+    try:
+        return expanded(Path(name))
+    except ValueError as error:
+        raise ProfileError(f"profile {name!r}: {error}") from error
 
 
 def _parallel(name: str, text: str | None, gpus: int) -> int:
@@ -209,7 +217,7 @@ def _quoted(text: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except OSError as error:
         raise ProfileError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
