@@ -5,6 +5,8 @@
 - A file each, so that a command can mint and revoke while the run goes on.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import hmac
 import re
@@ -18,7 +20,7 @@ import msgspec
 from elastic.files import write_whole
 from elastic.tickets import TicketRefused, TicketTerms
 
-DIRECTORY = "tickets"
+DIRECTORY, LOCK = "tickets", "lock"
 VALID_S = 3600.0
 _ID = re.compile(r"[a-z0-9]{8}")
 
@@ -49,15 +51,17 @@ class TicketBook:
         terms = self._read(ticket)
         if terms is None or not hmac.compare_digest(terms.digest, _digest(token)):
             raise TicketRefused("unknown ticket or wrong token: is it of this run?")
-        if (state := terms.state(time.time())) != "valid":
-            raise TicketRefused(f"ticket {ticket} is {state}; `elastic ticket RUN -o FILE` mints another")
+        _check_valid(terms)
         return terms
 
     def spend(self, ticket: str, worker: str) -> None:
-        """The ticket has bought this worker's session, and buys no other. Raises `OSError`."""
-        terms = self._read(ticket)
-        assert terms is not None
-        self._write(msgspec.structs.replace(terms, worker=worker))
+        """Have a valid ticket buy this worker's session, and no other. Raises `TicketRefused` and `OSError`."""
+        with self._alone():
+            terms = self._read(ticket)
+            if terms is None:
+                raise TicketRefused(f"ticket {ticket} is gone")
+            _check_valid(terms)
+            self._write(msgspec.structs.replace(terms, worker=worker))
 
     def is_spent_on(self, worker: str) -> bool:
         """Whether some ticket has bought this worker's session."""
@@ -65,18 +69,27 @@ class TicketBook:
 
     def revoke(self, ticket: str) -> TicketTerms:
         """Have a ticket let nobody in any more; who came in by it stays. Raises `TicketRefused` if there is none."""
-        terms = self._read(ticket)
-        if terms is None:
+        if self._read(ticket) is None:
             there = ", ".join(terms.ticket for terms in self.all()) or "none"
             raise TicketRefused(f"no ticket {ticket!r}; there are: {there}")
-        terms = msgspec.structs.replace(terms, revoked=True)
-        self._write(terms)
+        with self._alone():
+            terms = self._read(ticket)
+            assert terms is not None
+            terms = msgspec.structs.replace(terms, revoked=True)
+            self._write(terms)
         return terms
 
     def all(self) -> Iterator[TicketTerms]:
         """The oldest first."""
         paths = sorted(self._directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         return (terms for path in paths if (terms := self._read(path.stem)) is not None)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A context: no other process spends or revokes a ticket meanwhile."""
+        with (self._directory / LOCK).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _read(self, ticket: str) -> TicketTerms | None:
         if not _ID.fullmatch(ticket):
@@ -91,6 +104,11 @@ class TicketBook:
 
     def _path(self, ticket: str) -> Path:
         return self._directory / f"{ticket}.json"
+
+
+def _check_valid(terms: TicketTerms) -> None:
+    if (state := terms.state(time.time())) != "valid":
+        raise TicketRefused(f"ticket {terms.ticket} is {state}; `elastic ticket RUN -o FILE` mints another")
 
 
 def _digest(token: str) -> str:

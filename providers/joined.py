@@ -38,9 +38,11 @@ class JoinedProvider(BaseProvider[JoinedSettings]):
 
     async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
         (ticket,) = request.tickets
-        terms = self._room.admit(place, ticket.worker)
+        try:
+            terms = self._room.admit(place, ticket.worker)
+        finally:
+            self._follow()
         self.context.note(f"{LABEL_NOTE}{request.lease}", terms.label)
-        self._follow()
         return _Worker()
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:

@@ -28,7 +28,9 @@ class Tickets(Protocol):
 
     def check(self, ticket: str, token: str) -> TicketTerms: ...
 
-    def spend(self, ticket: str, worker: WorkerId) -> None: ...
+    def spend(self, ticket: str, worker: WorkerId) -> None:
+        """Raises `TicketRefused` for one that is not valid any more."""
+        ...
 
     def is_spent_on(self, worker: WorkerId) -> bool: ...
 
@@ -61,9 +63,10 @@ class WaitingRoom:
             self._changed()
 
     def admit(self, ticket: str, worker: WorkerId) -> TicketTerms:
-        """Let an applicant in as this worker; its ticket is spent.
+        """Let an applicant in as this worker; its ticket is spent. One whose ticket was revoked or has expired while it
+        waited is turned away.
 
-        Raises `LookupError` where it is gone, and where somebody was let in as this worker before: by a process of the
+        Raises `LookupError` where it is gone or turned away, and where somebody was let in as this worker before: by a process of the
         run that died before its journal knew. That one has the session's key, and may come back with it.
         """
         if self._tickets.is_spent_on(worker):
@@ -71,7 +74,11 @@ class WaitingRoom:
         applicant = self.applicants.pop(ticket, None)
         if applicant is None:
             raise LookupError(f"whoever came with ticket {ticket} has gone again")
-        self._tickets.spend(ticket, worker)
+        try:
+            self._tickets.spend(ticket, worker)
+        except TicketRefused as error:
+            applicant.turn_away(str(error))
+            raise LookupError(str(error)) from error
         applicant.admit(worker)
         return applicant.terms
 

@@ -69,3 +69,22 @@ def test_nobody_is_let_in_as_a_worker_that_somebody_was_before(tmp_path: Path) -
         room.admit(second.ticket, "joined-1/w")
     room.admit(second.ticket, "joined-2/w")
     assert let_in == ["joined-2/w"]
+
+
+@pytest.mark.parametrize("how", ["revoked", "expired"])
+def test_a_ticket_that_ends_while_its_holder_waits_lets_nobody_in(tmp_path: Path, how: str) -> None:
+    book, let_in, told = TicketBook(tmp_path), list[str](), list[str]()
+    terms, token = book.mint("", None)
+    room = WaitingRoom(TicketBook(tmp_path))
+    room.on_change = lambda: None
+    room.enter(Applicant(room.check(terms.ticket, token), let_in.append, told.append))
+    if how == "revoked":
+        book.revoke(terms.ticket)
+    else:
+        past = msgspec.structs.replace(terms, expires_s=0.0)
+        (tmp_path / "tickets" / f"{terms.ticket}.json").write_bytes(msgspec.json.encode(past))
+    with pytest.raises(LookupError, match=how):
+        room.admit(terms.ticket, "joined-1/w")
+    assert (let_in, room.applicants) == ([], {})
+    assert how in told[0]
+    assert not book.is_spent_on("joined-1/w")

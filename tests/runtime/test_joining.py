@@ -194,3 +194,14 @@ async def test_a_run_that_takes_nobody_says_so(tmp_path: Path) -> None:
     assert "takes nobody any more" in await refused(joining)
     assert house.recorder.of(LeaseEnded) == []
     await house.aclose()
+
+
+async def test_a_ticket_that_is_revoked_while_its_holder_waits_buys_no_lease(house: House) -> None:
+    ticket = house.ticket(0.4)
+    joining = house.join(ticket)
+    await house.offered(1, 0.4)
+    house.book.revoke(ticket.ticket)
+    await house.acquire(1)
+    assert "revoked" in await refused(joining)
+    assert not isinstance(await house.recorder.answered("joined-1"), LeaseGranted)
+    await house.offered(0, 2.0)
