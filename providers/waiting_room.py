@@ -66,8 +66,8 @@ class WaitingRoom:
         """Let an applicant in as this worker; its ticket is spent. One whose ticket was revoked or has expired while it
         waited is turned away.
 
-        Raises `LookupError` where it is gone or turned away, and where somebody was let in as this worker before: by a process of the
-        run that died before its journal knew. That one has the session's key, and may come back with it.
+        Raises `LookupError` where it is gone or turned away, and where somebody was let in as this worker before: by a
+        process of the run that died before its journal knew. That one has the session's key, and may come back with it.
         """
         if self._tickets.is_spent_on(worker):
             raise LookupError(f"{worker} was somebody else already")
