@@ -1,14 +1,17 @@
 """Pools over the API: jobs go to the pool's socket, each project sees its own, scripts stay outside."""
 
 import dataclasses
+import hashlib
 import json
 import tomllib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from pydantic import BaseModel
 
 from elastic import compose
@@ -19,6 +22,7 @@ from elastic.config import Config
 from elastic.resources import AccessRole
 from elastic.server.api.app import create_app
 from elastic.server.store import people, uploads
+from elastic.server.store.tables import metadata
 from tests.pool.stand_in import POOL, StandIn
 from tests.server.conftest import CONFIG, Site, served
 from tests.server.test_uploads import announce, send
@@ -311,3 +315,57 @@ def test_jobs_come_in_pages(pooled: Site, pool: StandIn, job: dict[str, Any]) ->
     for unknown in (made[1], "nobody", "/"):
         wrong = ours.get(JOBS, params={"starting_after": unknown})
         assert wrong.json()["type"] == "/problems/invalid-cursor"
+
+
+def test_no_route_has_an_effect_under_a_key_that_was_another_request_s(
+    pooled: Site, pool: StandIn, submission: Callable[..., dict[str, Any]], job: dict[str, Any]
+) -> None:
+    """Every route that writes, with a body that it would take: neither a row, nor a file, nor the pool changes."""
+    client, headers = pooled.client(), {"idempotency-key": "k"}
+    content = b"data"
+    upload = announce(client, data_txt=content)["id"]
+    places = {
+        "run": client.post("/v1/runs", json=submission()).json()["id"],
+        "job": client.post(JOBS, json=job).json()["id"],
+        "key": client.post("/v1/keys", json={"name": "other"}).json()["id"],
+        "webhook": client.post("/v1/webhooks", json={"url": "https://example.com/"}).json().get("id", "hook_1"),
+        "pool": "lab",
+        "upload": upload,
+        "digest": hashlib.sha256(content).hexdigest(),
+        "project": pooled.projects["ours"],
+        "kind": "ec2",
+        "name": "TOKEN",
+    }
+    bodies: dict[str, Any] = {
+        "post /v1/runs": submission(),
+        "post /v1/pools/{pool}/jobs": job | {"slo": 3.0},
+        "post /v1/keys": {"name": "second"},
+        "post /v1/projects": {"name": "new"},
+        "post /v1/uploads": {"name": "more", "files": []},
+        "post /v1/webhooks": {"url": "https://example.com/"},
+        "put /v1/secrets/{name}": {"value": "secret"},
+    }
+    made = pooled.app.openapi()
+    pool.tell(e.JobFailed(job=places["job"], cause="killed"))
+    assert client.post("/v1/keys", json={"name": "first"}, headers=headers).status_code == 201
+    before = everything(pooled), list(pool.commands)
+    mismatched, refused = list[str](), list[str]()
+    for path, methods in made["paths"].items():
+        for method, operation in methods.items():
+            if method == "get" or path.endswith("dry-run") or not operation.get("x-action", "").endswith(":write"):
+                continue
+            url = path.format_map(defaultdict(lambda: "mem_1", places))
+            body = bodies.get(f"{method} {path}", {} if "requestBody" in operation else None)
+            kind = {"content": content} if "digest" in path else {"json": body}
+            answer = client.request(method, url, headers={**headers, "if-match": "*"}, **kind)
+            assert (everything(pooled), list(pool.commands)) == before, (method, path, answer.text)
+            assert 400 <= answer.status_code < 500, (method, path, answer.text)
+            (mismatched if answer.status_code == 422 else refused).append(f"{method} {path} {answer.status_code}")
+    assert len(mismatched) > len(refused), (mismatched, refused)
+
+
+def everything(site: Site) -> tuple[dict[Path, bytes], dict[str, list[str]]]:
+    """All files and all rows of a server."""
+    with site.store.reading() as connection:
+        rows = {name: sorted(map(str, connection.execute(sa.select(table)))) for name, table in metadata.tables.items()}
+    return files_in(site), rows
