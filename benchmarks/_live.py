@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from elastic.core.types import Nanoseconds, WorkerState
 from elastic.envs.base import Environment
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
+from elastic.signals import TERMINATION, act_on
 from providers.base import Provider, ProviderSettings
 from providers.reserved import ReservedProvider
 
@@ -178,6 +178,5 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 async def _until_signal(work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    act_on(TERMINATION, task.cancel)
     return await work

@@ -185,7 +185,15 @@ async def serving(
         await asyncio.wait({task}, timeout=close_timeout_s)
 
 
-class _EmbeddedServer(uvicorn.Server):
+class UnsignalledServer(uvicorn.Server):
+    """Leaves signals to whoever runs it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _EmbeddedServer(UnsignalledServer):
     """`up` is done once it serves. What has been accepted elsewhere gets a `protocol` of it."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -200,10 +208,6 @@ class _EmbeddedServer(uvicorn.Server):
         config = self.config
         make = cast(Callable[..., asyncio.Protocol], config.http_protocol_class)
         return make(config=config, server_state=self.server_state, app_state=self.lifespan.state)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _GatheringTransport:

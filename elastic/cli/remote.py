@@ -4,7 +4,6 @@ import hashlib
 import os
 import re
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +36,7 @@ from elastic.client import ApiError, Client, ClientError
 from elastic.config import ConfigError, apply_override, read_sections
 from elastic.report import Summary, as_markdown, closing_table
 from elastic.resources import ENDED, HostedRun, RunBudget, RunChange, RunPhase
+from elastic.signals import INTERRUPT, handled
 
 _OURS_ALONE = ("directory",)
 """Keys of [run] that say where this machine keeps its runs, and mean nothing to a server."""
@@ -238,11 +238,8 @@ def _detaching(leave: Callable[[], NoReturn]) -> Iterator[None]:
     def left(_: int, __: FrameType | None) -> None:
         leave()
 
-    former = signal.signal(signal.SIGINT, left)
-    try:
+    with handled(INTERRUPT, left):
         yield
-    finally:
-        signal.signal(signal.SIGINT, former)
 
 
 def _detached(run: str) -> NoReturn:

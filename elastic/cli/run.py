@@ -1,7 +1,5 @@
 """`elastic run` and `elastic prepare`: display around the composition root."""
 
-import asyncio
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ from elastic.logs import STANDARD_ERROR, log_to
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
+from elastic.signals import TERMINATION_OR_HANGUP, act_on
 from elastic.tls import TlsError
 from functions.base import FunctionError
 from providers.base import ProviderUnavailable
@@ -122,16 +121,13 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
 async def _execute(
     plan: compose.RunPlan, run_dir: Path, *, resume: bool, progress: ProgressDisplay
 ) -> compose.RunOutcome:
-    loop = asyncio.get_running_loop()
-
     def stop_on_signals(orchestrator: Orchestrator) -> None:
         signals = iter((_stop, _kill))
 
         def act() -> None:
             next(signals, _kill)(orchestrator, progress)
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, act)
+        act_on(TERMINATION_OR_HANGUP, act)
 
     return await compose.execute(plan, run_dir, resume=resume, observe=progress.observe, on_ready=stop_on_signals)
 

@@ -1,6 +1,5 @@
 """`elastic simulate`: display around simulated runs."""
 
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,6 +9,7 @@ from elastic.cli.progress import ProgressDisplay
 from elastic.cli.run import conclude
 from elastic.config import Config, ConfigError
 from elastic.runtime.journal import JournalError
+from elastic.signals import INTERRUPT, handled
 from elastic.sim.performance import SimulationError
 
 
@@ -68,11 +68,9 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
     asked: list[int] = []
 
     def note(number: int, _: object) -> None:
+        if asked:
+            raise KeyboardInterrupt
         asked.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = signal.signal(signal.SIGINT, note)
-    try:
+    with handled(INTERRUPT, note):
         yield lambda: bool(asked)
-    finally:
-        signal.signal(signal.SIGINT, before)

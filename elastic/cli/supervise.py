@@ -13,6 +13,7 @@ from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, sa
 from elastic.config import Config
 from elastic.processes import signal_name
 from elastic.runtime.journal import RunDirectory
+from elastic.signals import INTERRUPT, handled
 
 RETRY_BASE_S, RETRY_MAX_S = 1.0, 30.0
 SETTLED_S = 60.0
@@ -94,10 +95,5 @@ def _forwarding(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Pope
     def forward(number: int, _: object) -> None:
         process.send_signal(number)
 
-    former = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGHUP)}
-    former[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
+    with handled((signal.SIGTERM, signal.SIGHUP), forward), handled(INTERRUPT, lambda *_: None):
         yield process
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)

@@ -3,9 +3,8 @@
 import asyncio
 import os
 import shutil
-import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,6 +32,7 @@ from elastic.pool.shell import PoolShell
 from elastic.pool_control import SubmitJob
 from elastic.processes import inherited
 from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
+from elastic.signals import TERMINATION, act_on
 from elastic.tls import Certificate, TlsError, run_certificate
 from policies.clusters import CLUSTER_POLICIES
 
@@ -227,7 +227,7 @@ async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]
     shell = PoolShell(cluster, ports, times, journal.entries(), market=config.pool.rollout.market())
     command_manager = PoolCommandManager(config.pool.name, shell, journal, made.describe, ports.jobs.pid, made.logs)
     socket = LineSocket(directory, command_manager.answer, invalid, SUBMISSION_BYTES_MAX)
-    stopping = _stops_by_signal(shell, journal)
+    heed_no_more = _stops_by_signal(shell, journal)
     log.info("pool's process begins", pool=config.pool.name, events=journal.events, address=address, anew=anew)
     try:
         running = asyncio.create_task(ports.run(shell, anew=anew, stop=journal.note(STOPPING)), name="pool's shell")
@@ -239,8 +239,7 @@ async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]
         journal.set_note(STOPPED_NS, str(ports.now_ns()))
         journal.note_state(cluster, at_once=True)
     finally:
-        for number in stopping:
-            asyncio.get_running_loop().remove_signal_handler(number)
+        heed_no_more()
         await socket.aclose()
         await gateway.aclose()
         await ports.aclose()
@@ -284,18 +283,15 @@ async def _listen(
     return address
 
 
-def _stops_by_signal(shell: PoolShell, journal: PoolJournal) -> Sequence[signal.Signals]:
-    """The first signal stops the pool at its jobs' step ends, a second one at once."""
+def _stops_by_signal(shell: PoolShell, journal: PoolJournal) -> Callable[[], None]:
+    """The first signal stops the pool at its jobs' step ends, a second one at once; returns what ends that."""
 
     def stop() -> None:
         now = shell.stopping
         journal.set_note(STOPPING, "now" if now else "stop")
         shell.stop(now=now)
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    return numbers
+    return act_on(TERMINATION, stop)
 
 
 def run_pool_host() -> int:
@@ -320,8 +316,7 @@ def run_pool_host() -> int:
 
 async def _keep(ticket: KeeperTicket) -> int:
     keeping = asyncio.create_task(Keeper(ticket).run(), name="keeper")
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, keeping.cancel)
+    act_on(TERMINATION, keeping.cancel)
     try:
         log.info("keeper ends", node=ticket.node, cause=await keeping)
     except asyncio.CancelledError:

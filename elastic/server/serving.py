@@ -1,8 +1,6 @@
 """`elastic serve` and `elastic runner`: the API and the runner, in one process or in two."""
 
 import asyncio
-import contextlib
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreError, migrate, people, uploads
 from elastic.server.store.tables import server
 from elastic.server.webhooks import DeliveryLoop
+from elastic.signals import TERMINATION_OR_HANGUP, act_on
 from elastic.sockets import address_of, listening_socket
 
 log = structlog.get_logger(__name__)
@@ -125,10 +124,8 @@ async def run_runner(store: Store, settings: ServerSettings) -> None:
 
 def _signalled() -> asyncio.Event:
     """Return an event that is set when the process is told to end."""
-    event, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        with contextlib.suppress(NotImplementedError, RuntimeError):
-            loop.add_signal_handler(number, event.set)
+    event = asyncio.Event()
+    act_on(TERMINATION_OR_HANGUP, event.set)
     return event
 
 

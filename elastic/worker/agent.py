@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -20,6 +19,7 @@ from elastic.engine import create_engine
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.parking import Parkable
 from elastic.processes import end_own_kin
+from elastic.signals import TERMINATION, act_on
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
 from elastic.worker.device_permit import DevicePermit
@@ -179,14 +179,8 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | Non
 @contextlib.contextmanager
 def on_termination(act: Callable[[], None]) -> Iterator[None]:
     """Call `act` on signals that ask the process to end, if handlers are possible (on the main thread)."""
-    loop = asyncio.get_running_loop()
-    handled: list[signal.Signals] = []
-    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, act)
-            handled.append(number)
+    end = act_on(TERMINATION, act)
     try:
         yield
     finally:
-        for number in handled:
-            loop.remove_signal_handler(number)
+        end()

@@ -32,9 +32,10 @@ from elastic.config import ConfigError
 from elastic.endpoint import Address
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.engine.coserving.front import ERROR_HANDLERS, ServingFront, openai_error
-from elastic.http_server import BodyLimits, HostCheck, server_config
+from elastic.http_server import BodyLimits, HostCheck, UnsignalledServer, server_config
 from elastic.machine import raise_descriptor_limit
 from elastic.processes import end_own_kin
+from elastic.signals import TERMINATION, act_on
 from elastic.sockets import listening_socket
 from elastic.worker.serving_device import ServingDevice
 from providers.serving_load import ServingLoad
@@ -235,11 +236,13 @@ async def _serve(
     listener = _listen(settings)
     log.info("serving host ready", name=settings.name, address=listener.getsockname())
     raise_descriptor_limit()
-    server = uvicorn.Server(server_config(app))
+    server = UnsignalledServer(server_config(app))
+    heed_no_more = act_on(TERMINATION, lambda: setattr(server, "should_exit", True))
     waiting = asyncio.create_task(_stop_unheard(server, host, settings.orchestrator_timeout_s), name="unheard")
     try:
         await server.serve(sockets=[listener])
     finally:
+        heed_no_more()
         waiting.cancel()
 
 
