@@ -31,6 +31,8 @@ class LoopFaults:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._room, self._room_at_s, self._unsaid = float(LOGGED_AT_ONCE), clock(), 0
+        self.last = ""
+        """The last fault in words."""
 
     def counts(self) -> dict[str, int]:
         """Return the number of faults by loop."""
@@ -41,6 +43,7 @@ class LoopFaults:
         """Count a fault, and log it if there is room."""
         with self._lock:
             self._counts[loop] += 1
+            self.last = f"{loop}, {item or 'itself'}: {words}"
             now_s = self._clock()
             self._room = min(self._room + (now_s - self._room_at_s) / LOGGED_EVERY_S, LOGGED_AT_ONCE)
             self._room_at_s = now_s

@@ -19,6 +19,7 @@ from elastic.compose.run_endings import DIED, FAILED, FINISHED, INTERRUPTED, STO
 from elastic.compose.runs import claimed, load_run_config, private, save_run_config
 from elastic.config import ConfigError
 from elastic.endpoint import Address, Endpoint, is_loopback
+from elastic.isolation import IsolatedLoop, LoopFaults
 from elastic.line_socket import LineSocket
 from elastic.logs import log_to
 from elastic.pool.config import POOL_CONFIG, PoolConfig, load_pool, phase_plan
@@ -210,7 +211,8 @@ async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]
     began, anew = _began(journal, last_ns)
     limits = config.limits
     tokens = PoolTokens(pool_secret(directory))
-    gateway = PoolGateway(tokens, journal, KeeperTimes(limits.silence_s, limits.orphan_s, limits.measure_s))
+    isolated = IsolatedLoop("pool", LoopFaults(), clock=asyncio.get_running_loop().time)
+    gateway = PoolGateway(tokens, journal, KeeperTimes(limits.silence_s, limits.orphan_s, limits.measure_s), isolated)
     certificate = _certificate(config, directory)
     address = await _listen(gateway, config, journal, certificate)
     # Keepers and jobs are this process's children: they dial the machine that they are on.
@@ -218,7 +220,9 @@ async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]
         str(Address.parse(address).here()), fingerprint="" if certificate is None else certificate.fingerprint
     )
     made = programs(config, directory, endpoint, tokens)
-    ports = LivePorts(directory, config.pool.name, journal, gateway, made, lambda: max(last_ns, began.since_ns()))
+    ports = LivePorts(
+        directory, config.pool.name, journal, gateway, made, lambda: max(last_ns, began.since_ns()), isolated
+    )
     times = PoolTimes(
         silence_ns=round(limits.silence_s * _NS),
         park_ns=round(limits.park_s * _NS),

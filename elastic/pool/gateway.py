@@ -17,6 +17,7 @@ import structlog
 
 from elastic import pool_wire as w
 from elastic.cluster.types import JobId, NodeId
+from elastic.isolation import IsolatedLoop
 from elastic.pool_link import ATTEMPT_TIMEOUT_S, STRANGERS_MAX, FromDialler, LinkLost, PoolLink, listen
 from elastic.sockets import address_of
 from elastic.tls import Certificate, TlsServer
@@ -84,8 +85,9 @@ class KeeperTimes(msgspec.Struct, frozen=True):
 class PoolGateway:
     """Serves connections for `listener` while it is open."""
 
-    def __init__(self, tokens: PoolTokens, tickets: KeeperTickets, times: KeeperTimes) -> None:
+    def __init__(self, tokens: PoolTokens, tickets: KeeperTickets, times: KeeperTimes, isolated: IsolatedLoop) -> None:
         self._tokens, self._tickets, self._times = tokens, tickets, times
+        self._isolated = isolated
         self._server: asyncio.Server | TlsServer | None = None
         self._listener: PoolListener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -138,18 +140,20 @@ class PoolGateway:
 
     async def _attend(self, link: PoolLink[FromDialler]) -> None:
         try:
-            async with asyncio.timeout(ATTEMPT_TIMEOUT_S):
-                hello = await link.receive()
-            self._strangers.pop(link, None)
-            match hello:
-                case w.KeeperHello():
-                    await self._attend_keeper(link, hello)
-                case w.JobHello():
-                    await self._attend_job(link, hello)
-                case _:
-                    await self._refuse(link, "the first message is a hello", retry=False)
-        except (LinkLost, TimeoutError):
-            pass
+            with self._isolated.attempt("connection"):
+                try:
+                    async with asyncio.timeout(ATTEMPT_TIMEOUT_S):
+                        hello = await link.receive()
+                    self._strangers.pop(link, None)
+                    match hello:
+                        case w.KeeperHello():
+                            await self._attend_keeper(link, hello)
+                        case w.JobHello():
+                            await self._attend_job(link, hello)
+                        case _:
+                            await self._refuse(link, "the first message is a hello", retry=False)
+                except (LinkLost, TimeoutError):
+                    pass
         finally:
             self._strangers.pop(link, None)
             link.abort()
@@ -221,7 +225,8 @@ class PoolGateway:
                 message = await link.receive()
                 if links.get(key) is not link:
                     return
-                hear(message)
+                with self._isolated.attempt(f"message of {key}"):
+                    hear(message)
         except LinkLost as loss:
             log.info("connection lost", who=key, cause=str(loss))
         finally:

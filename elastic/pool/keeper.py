@@ -21,6 +21,7 @@ import structlog
 from elastic import pool_wire as w
 from elastic.cluster.types import JobId
 from elastic.endpoint import Endpoint
+from elastic.isolation import IsolatedLoop, LoopFaults
 from elastic.pool_link import FROM_RESIDENT, TO_KEEPER, LinkLost, NotLetIn, PoolLink, join, over_socket
 from elastic.processes import RecordedProcesses, inherited, signal_name
 
@@ -86,8 +87,14 @@ class _Device:
 class Keeper:
     """The keeper of one node. `run` returns when the pool dismisses it or was silent for too long."""
 
-    def __init__(self, ticket: KeeperTicket, memory: Callable[[Iterable[int]], int] | None = None) -> None:
+    def __init__(
+        self,
+        ticket: KeeperTicket,
+        memory: Callable[[Iterable[int]], int] | None = None,
+        faults: LoopFaults | None = None,
+    ) -> None:
         self._ticket = ticket
+        self._isolated = IsolatedLoop("keeper", faults or LoopFaults(), clock=_now_s)
         self._memory = memory or held_bytes
         self._token = ticket.token
         self._kept: dict[JobId, _KeptResident] = {}
@@ -125,7 +132,8 @@ class Keeper:
                     message = await link.receive()
                     if isinstance(message, w.PoolRefused):
                         return message.reason
-                    self._heed(message)
+                    with self._isolated.attempt(type(message).__name__):
+                        self._heed(message)
             except LinkLost as loss:
                 log.warning("the pool's process is not heard", cause=str(loss))
             finally:
@@ -304,22 +312,28 @@ class Keeper:
 
     async def _attend(self, kept: _KeptResident) -> None:
         """Start a resident, receive its messages, and make sure that all of it is gone at its end."""
-        cause, code = "it could not be started", None
-        try:
-            await self._launch(kept)
-            if kept.ending:
-                self._kill(kept)
-            cause, code = await self._hear(kept)
-        except OSError as error:
-            cause = f"it could not be started: {error.strerror or error}"
-        finally:
-            if kept.link is not None:
-                kept.link.abort()
-            with contextlib.suppress(ProcessLookupError):
-                if kept.process is not None and kept.process.returncode is None:
-                    kept.process.kill()
-            await kept.recorded.end()
-        self._gone(kept, kept.ending or cause, code)
+        cause, code, job = "it could not be started", None, kept.order.job
+        with self._isolated.attempt(f"resident of {job}") as attempt:
+            try:
+                await self._launch(kept)
+                if kept.ending:
+                    self._kill(kept)
+                cause, code = await self._hear(kept)
+            except OSError as error:
+                cause = f"it could not be started: {error.strerror or error}"
+            finally:
+                if kept.link is not None:
+                    kept.link.abort()
+                with contextlib.suppress(ProcessLookupError):
+                    if kept.process is not None and kept.process.returncode is None:
+                        kept.process.kill()
+        while True:
+            with self._isolated.attempt(f"end of {job}") as ending:
+                await kept.recorded.end()
+            if not ending.fault:
+                break
+            await asyncio.sleep(self._isolated.wait_s(f"end of {job}"))
+        self._gone(kept, kept.ending or attempt.fault or cause, code)
 
     async def _launch(self, kept: _KeptResident) -> None:
         order = kept.order
@@ -385,7 +399,9 @@ class Keeper:
             await asyncio.Event().wait()
         with contextlib.suppress(LinkLost):
             while kept.link is not None:
-                self._said(kept, await kept.link.receive())
+                message = await kept.link.receive()
+                with self._isolated.attempt(f"message of {kept.order.job}"):
+                    self._said(kept, message)
 
     def _said(self, kept: _KeptResident, message: w.FromResident) -> None:
         job = kept.order.job
@@ -468,9 +484,10 @@ class Keeper:
         while True:
             await asyncio.sleep(every_s)
             for job, kept in list(self._kept.items()):
-                found = await asyncio.to_thread(lambda kept=kept: self._memory(kept.recorded.living()))
-                if found and self._kept.get(job) is kept:
-                    self._say(w.HostMemory(job, found))
+                with self._isolated.attempt(f"memory of {job}"):
+                    found = await asyncio.to_thread(lambda kept=kept: self._memory(kept.recorded.living()))
+                    if found and self._kept.get(job) is kept:
+                        self._say(w.HostMemory(job, found))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import structlog
 from elastic import pool_wire as w
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePlan
 from elastic.control import ControlError, RunControl
+from elastic.isolation import Attempt, IsolatedLoop
 from elastic.pool.gateway import PoolGateway
 from elastic.pool.job_processes import DetachedProcesses
 from elastic.pool.journal import NotedDeath, PoolJournal
@@ -71,10 +72,12 @@ class LivePorts:
         gateway: PoolGateway,
         programs: Programs,
         now_ns: Callable[[], Nanoseconds],
+        isolated: IsolatedLoop,
     ) -> None:
         self._records = directory / "leases"
         self._pool, self._journal, self._gateway, self._programs = pool, journal, gateway, programs
         self._now_ns = now_ns
+        self._isolated = isolated
         self._shell: PoolShell | None = None
         self._stirred = asyncio.Event()
         self._failed: BaseException | None = None
@@ -115,6 +118,13 @@ class LivePorts:
             self.fail(error)
             raise
 
+    @contextlib.contextmanager
+    def attempting(self, item: str) -> Iterator[Attempt]:
+        with self._isolated.attempt(item) as attempt:
+            yield attempt
+        if self._failed is not None:
+            raise self._failed
+
     def settled(self) -> None:
         try:
             self._journal.note_state(self.shell.cluster)
@@ -124,7 +134,7 @@ class LivePorts:
         self._stirred.set()
 
     def start_keeper(self, node: NodeId, phase: PhaseKind) -> None:
-        self._spawn(self._start_keeper(node))
+        self._spawn(f"start of keeper {node}", self._start_keeper(node), lambda cause: self.shell.keeper_gone(node))
 
     async def _start_keeper(self, node: NodeId) -> None:
         await self.keepers.settle(node)
@@ -138,7 +148,7 @@ class LivePorts:
         self._gateway.cut_keeper(node)
         if self.keepers.pid(node) is not None:
             self.keepers.kill(node)
-        self._spawn(self._end_residents(node))
+        self._spawn(f"residents of {node}", self._end_residents(node))
 
     async def _end_residents(self, node: NodeId) -> None:
         """End the residents of a keeper that is gone."""
@@ -163,35 +173,45 @@ class LivePorts:
         return self._programs.resident(entry, placement, node, phase, ticket)
 
     def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None:
-        try:
-            launch = self._programs.job(entry, placement)
-            kept = {**launch.kept, "placement": str(placement), "restarts": str(restarts)}
-            self._kept[entry.job] = kept
-            self._start(self.jobs, entry.job, msgspec.structs.replace(launch, kept=kept))
-        except (OSError, ValueError) as error:
-            ending = JobEnding("failed", f"its process could not be started: {error}")
+        ending: JobEnding | None = None
+        with self._isolated.attempt(f"start of {entry.job}") as attempt:
+            try:
+                launch = self._programs.job(entry, placement)
+                kept = {**launch.kept, "placement": str(placement), "restarts": str(restarts)}
+                self._kept[entry.job] = kept
+                self._start(self.jobs, entry.job, msgspec.structs.replace(launch, kept=kept))
+            except (OSError, ValueError) as error:
+                ending = JobEnding("failed", f"its process could not be started: {error}")
+        if attempt.fault:
+            ending = JobEnding("died", f"its process could not be started: {attempt.fault}")
+        if ending is not None:
             asyncio.get_running_loop().call_soon(self.shell.job_ended, entry.job, placement, ending)
 
     def stop_job(self, job: JobId, reason: str) -> None:
         if job not in self._stops:
-            self._stops[job] = self._spawn(self._stop(job, reason))
+            self._stops[job] = self._spawn(f"stop of {job}", self._stop(job, reason))
 
     async def _stop(self, job: JobId, reason: str) -> None:
         entry, kept = self.shell.entries[job], self._kept.get(job, {})
         control = RunControl(Path(entry.directory))
         while job in self.jobs.names():
-            try:
-                await control.stop(f"pool: {reason}", f"{self._pool}-{kept.get('placement', '')}")
-                return
-            except ControlError as error:
-                log.info("job not told to stop yet", job=job, cause=str(error))
-            await asyncio.sleep(STOP_RETRY_S)
+            with self._isolated.attempt(f"stop of {job}"):
+                try:
+                    await control.stop(f"pool: {reason}", f"{self._pool}-{kept.get('placement', '')}")
+                    return
+                except ControlError as error:
+                    log.info("job not told to stop yet", job=job, cause=str(error))
+            await asyncio.sleep(max(STOP_RETRY_S, self._isolated.wait_s(f"stop of {job}")))
 
     def kill_job(self, job: JobId) -> None:
         self.jobs.kill(job)
 
     def profile(self, entry: JobEntry) -> None:
-        self._spawn(self._profile(entry))
+        self._spawn(
+            f"timing of {entry.job}",
+            self._profile(entry),
+            lambda cause: self.shell.not_profiled(entry.job, f"its steps cannot be timed: {cause}"),
+        )
 
     async def _profile(self, entry: JobEntry) -> None:
         await self.profiles.settle(entry.job)
@@ -212,7 +232,7 @@ class LivePorts:
 
     def _keeper_over(self, node: str, status: int | None) -> None:
         log.warning("keeper ended", node=node, status=status)
-        self._spawn(self._end_residents(node))
+        self._spawn(f"residents of {node}", self._end_residents(node))
         self.shell.keeper_gone(node)
 
     def _job_over(self, job: str, status: int | None) -> None:
@@ -220,7 +240,10 @@ class LivePorts:
         stopping = self._stops.pop(job, None)
         if stopping is not None:
             stopping.cancel()
-        ending = self._programs.ended(self.shell.entries[job], kept, status)
+        with self._isolated.attempt(f"end of {job}") as attempt:
+            ending = self._programs.ended(self.shell.entries[job], kept, status)
+        if attempt.fault:
+            ending = JobEnding("died", f"how its process ended cannot be read: {attempt.fault}")
         log.info("job's process ended", job=job, how=ending.how, cause=ending.cause)
         self.shell.job_ended(job, int(kept.get("placement", "0")), ending)
 
@@ -228,10 +251,14 @@ class LivePorts:
         kept, entry = self._kept.pop(f"profile {job}", {}), self.shell.entries.get(job)
         if entry is None:
             return  # The job was over meanwhile.
-        try:
-            plan = self._programs.profiled(entry, kept, status)
-        except ValueError as error:
-            self.shell.not_profiled(job, f"its steps could not be timed: {error}")
+        plan, cause = None, ""
+        with self._isolated.attempt(f"timing of {job}") as attempt:
+            try:
+                plan = self._programs.profiled(entry, kept, status)
+            except ValueError as error:
+                cause = str(error)
+        if plan is None:
+            self.shell.not_profiled(job, f"its steps could not be timed: {cause or attempt.fault}")
         else:
             self.shell.profiled(job, plan)
 
@@ -278,7 +305,9 @@ class LivePorts:
                     await self._stirred.wait()
             if self._failed is not None:
                 raise self._failed
-            shell.pass_time()
+            with self.attempting("time"):
+                shell.pass_time()
+            await asyncio.sleep(self._isolated.wait_s("time"))
 
     async def end_keepers(self) -> None:
         """End keepers and their residents, once the pool has been stopped."""
@@ -297,8 +326,18 @@ class LivePorts:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+    def _spawn(
+        self, item: str, work: Coroutine[Any, Any, None], failed: Callable[[str], None] = lambda cause: None
+    ) -> asyncio.Task[None]:
+        """Work beside the shell, which is told by `failed` of what nobody expected."""
+
+        async def attempt() -> None:
+            with self._isolated.attempt(item) as attempt:
+                await work
+            if attempt.fault:
+                failed(attempt.fault)
+
+        task = asyncio.create_task(attempt(), name=item)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task

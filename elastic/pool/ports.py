@@ -1,6 +1,7 @@
 """What the pool's shell needs of its surroundings. Live pools, worlds of faults and simulations use the same shell."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import msgspec
@@ -8,6 +9,7 @@ import msgspec
 from elastic import pool_wire as w
 from elastic.cluster.state import JobRecord
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
+from elastic.isolation import Attempt
 
 HowEnded = Literal["finished", "stopped", "failed", "died"]
 
@@ -92,6 +94,10 @@ class PoolPorts(Protocol):
 
     def died(self, node: NodeId, job: JobId, what: str) -> None:
         """Notes for the report that a keeper, a job's process or, without either, the pool's own process has died."""
+        ...
+
+    def attempting(self, item: str) -> AbstractContextManager[Attempt]:
+        """Returns a context for work on one job, node or wait: an unexpected exception may end only this work."""
         ...
 
     def settled(self) -> None:

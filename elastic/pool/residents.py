@@ -61,7 +61,11 @@ class NodeResidents:
                 self._pool.ports.tell_keeper(name, w.EndResident(job, "the job has no place or permit here any more"))
         for job, (record, ticket) in wanted.items():
             if job not in node.residents:
-                self._start(name, node, job, record, ticket)
+                with self._pool.ports.attempting(f"resident of {job} on {name}") as attempt:
+                    self._start(name, node, job, record, ticket)
+                if attempt.fault:
+                    wait_ns = self._pool.times.retry_max_ns
+                    self._pool.timers.set("resident", f"{name}/{job}", self._pool.ports.now_ns(), wait_ns)
             self._bound(f"{name}/{job}", node.residents.get(job))
         for job in wanted:
             live = self._pool.job(job)

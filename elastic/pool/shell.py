@@ -10,6 +10,7 @@ results through ports.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from elastic import pool_wire as w
@@ -69,6 +70,7 @@ class PoolShell:
             "new keeper": self._keepers.start_anew,
             "market": lambda key: self._keepers.market_changed(),
             "restart": lambda job: None,
+            "again": lambda item: None,
             "resident": lambda key: None,
             "up": lambda key: self._residents.overdue(*key.split("/", 1)),
             "warm": self._slices.overdue,
@@ -179,7 +181,10 @@ class PoolShell:
     def pass_time(self) -> None:
         now_ns = self._pool.ports.now_ns()
         for what, key in self._pool.timers.pop_due(now_ns):
-            self._due[what](key)
+            with self._pool.ports.attempting(f"{what} {key}") as attempt:
+                self._due[what](key)
+            if attempt.fault:
+                self._pool.timers.set(what, key, now_ns, self._pool.times.retry_max_ns)
         wakeup_ns = self._pool.cluster.next_wakeup_ns()
         if wakeup_ns is not None and wakeup_ns <= now_ns:
             self._pool.feed(e.TimePassed())
@@ -370,18 +375,29 @@ class PoolShell:
         """Bring the world to the cluster's state."""
         over = self._pool.cluster.state.over
         for job in list(self._pool.cluster.jobs):
-            if job in self._at_rest and job in over:
-                continue
-            self._slices.compare(job)
-            self._profiles.compare(job)
-            self._lives.compare(job)
-            self._slices.ask(job)
-            if job in over and self._pool.job(job).process is None:
-                self._at_rest.add(job)
-            else:
-                self._at_rest.discard(job)
+            if job not in self._at_rest or job not in over:
+                self._attempt(job, partial(self._compare_job, job))
         for name, node in self._pool.nodes.items():
             if node.connected:
-                self._residents.compare(name, node)
+                self._attempt(name, partial(self._residents.compare, name, node))
         for permit in self._pool.cluster.permits.values():
-            self._slices.give_devices(permit)
+            self._attempt(f"permit {permit.number}", partial(self._slices.give_devices, permit))
+
+    def _compare_job(self, job: JobId) -> None:
+        self._slices.compare(job)
+        self._profiles.compare(job)
+        self._lives.compare(job)
+        self._slices.ask(job)
+        if job in self._pool.cluster.state.over and self._pool.job(job).process is None:
+            self._at_rest.add(job)
+        else:
+            self._at_rest.discard(job)
+
+    def _attempt(self, item: str, work: Callable[[], None]) -> None:
+        """Work on a job, node or permit. After an unexpected exception it is looked at again in a while."""
+        if self._pool.timers.waiting("again", item):
+            return
+        with self._pool.ports.attempting(item) as attempt:
+            work()
+        if attempt.fault:
+            self._pool.timers.set("again", item, self._pool.ports.now_ns(), self._pool.times.retry_max_ns)

@@ -10,8 +10,10 @@ at every device that one job has it, under a permit that is newer than all befor
 """
 
 import argparse
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from random import Random
 
 import msgspec
@@ -25,6 +27,7 @@ from elastic.cluster.history import ClusterOpening, cluster_digest, encode, repl
 from elastic.cluster.invariants import check
 from elastic.cluster.state import JobRecord
 from elastic.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
+from elastic.isolation import Attempt
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.sim.loop import EventLoop
@@ -354,6 +357,9 @@ class PoolWorld:
     def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None:
         self._acts()
         self.jobs[entry.job].start(placement, restarts)
+
+    def attempting(self, item: str) -> AbstractContextManager[Attempt]:
+        return contextlib.nullcontext(Attempt())  # What goes wrong ends the world.
 
     def stop_job(self, job: JobId, reason: str) -> None:
         one = self.jobs[job]

@@ -25,6 +25,8 @@ from elastic.pool_control import SubmitJob
 from elastic.pool_link import TO_JOB, TO_RESIDENT, LinkLost, PoolLink, join, over_socket
 
 STUB = (sys.executable, str(Path(__file__).resolve()))
+POISONED = "poisoned"
+"""A job that the pool's process cannot start residents for."""
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
 
@@ -38,6 +40,8 @@ class StubPrograms(PoolPrograms):
     def resident(
         self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
     ) -> w.StartResidentFrame:
+        if entry.job == POISONED:
+            raise RuntimeError("nobody expects this")
         frame = super().resident(entry, placement, node, phase, ticket)
         frame.environment.update(
             STUB_NODE=node, STUB_PLACEMENT=str(placement), STUB_DEVICES=str(self._directory.resolve() / "devices")

@@ -44,6 +44,7 @@ from elastic.compose import pool as composed
 from elastic.control import ControlError, StopRun
 from elastic.core.types import NS_PER_S
 from elastic.endpoint import Endpoint
+from elastic.isolation import LoopFaults
 from elastic.pool import keeper, live
 from elastic.pool.config import PoolConfig, job_request
 from elastic.pool.journal import PoolJournal
@@ -107,6 +108,7 @@ class PooledWorld:
         self.network.dialled = lambda loop: None
         self.chance = Random(f"{plan.seed}/pool")
         self.found: list[AssertionError] = []
+        self.faults = LoopFaults()
         self.cluster: Cluster | None = None
         """As the last process of the pool had it."""
         self.pool: Process | None = None
@@ -169,7 +171,7 @@ class PooledWorld:
             node=environment[composed.NODE_VARIABLE],
             token=environment[composed.TOKEN_VARIABLE],
         )
-        return await Keeper(ticket).run()
+        return await Keeper(ticket, faults=self.faults).run()
 
     def _launch(
         self,
@@ -314,6 +316,7 @@ class PooledWorld:
             (live, "RunControl", self.run_control),
             (composed, "LineSocket", self.line_socket),
             (composed, "PoolShell", self.shell),
+            (composed, "LoopFaults", lambda: self.faults),
         ]
         former = [(where, name, getattr(where, name)) for where, name, _ in answers]
         try:
@@ -369,6 +372,8 @@ class PooledWorld:
         for found in (self.found, *(job.witness.found for job in self.jobs)):
             if found:
                 raise found[0]
+        if self.faults.counts():
+            raise AssertionError(f"{process.name}: unexpected: {self.faults.last}")
         if process.loop.failures:
             raise AssertionError(f"{process.name}: {process.loop.failures[0]}")
         if process.alive and process.main.done():
