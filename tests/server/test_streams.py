@@ -1,11 +1,14 @@
 """Streams: whoever goes on behind any event gets exactly what follows, in order, live or not."""
 
 import asyncio
+import contextlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import sqlalchemy as sa
 from hypothesis import given
@@ -15,12 +18,15 @@ from elastic.config import JournalConfig
 from elastic.core import events as e
 from elastic.isolation import LoopFaults
 from elastic.log_files import LogFollower, LogGone
-from elastic.resources import RunPhase
+from elastic.resources import AccessRole, RunPhase
 from elastic.runtime.journal import RunDirectory, SqliteJournal, event_row
+from elastic.server.api.auth import COOKIE
+from elastic.server.api.streams import LOOK_S
 from elastic.server.history.events import EventLog, EventsGone, Position
 from elastic.server.history.feeds import Feeds
-from elastic.server.store.tables import runs
-from tests.server.conftest import Site
+from elastic.server.permissions import Action
+from elastic.server.store.tables import keys, runs, sessions
+from tests.server.conftest import Site, served
 
 QUIET = e.Tick()
 
@@ -190,3 +196,57 @@ def test_lines_of_a_log(tmp_path_factory: pytest.TempPathFactory, lines: list[st
     assert [one.line for one in last.read()] == (lines[-tail:] if tail else [])
     with pytest.raises(LogGone):
         last.seek("y:0", None)
+
+
+@pytest.mark.parametrize(
+    ("what", "how"), [("events", "revoked"), ("logs", "demoted"), ("figures", "signed out"), ("logs", "expired")]
+)
+async def test_a_stream_ends_with_what_its_caller_may(
+    site: Site, submission: Callable[..., dict[str, Any]], what: str, how: str
+) -> None:
+    """Within a second, and only that caller's: another one's goes on."""
+    run = site.client().post("/v1/runs", json=submission(project="ours")).json()["id"]
+    secret = site.key("ours", AccessRole.VIEWER)
+    headers = {"authorization": f"Bearer {secret}"}
+    if how == "signed out":
+        signed_in = site.client().post("/v1/session", json={"key": secret})
+        assert signed_in.status_code in (200, 201), signed_in.text
+        headers = {"cookie": f"{COOKIE}={signed_in.cookies[COOKIE]}"}
+
+    def change() -> None:
+        with site.store.writing() as tx:
+            if how == "signed out":
+                tx.execute(sa.delete(sessions))
+                return
+            changes: dict[str, dict[str, Any]] = {
+                "revoked": {"revoked_us": 1},
+                "demoted": {"scopes": [Action.AUDIT_READ.value]},
+                "expired": {"expires_us": 1},
+            }
+            tx.execute(sa.update(keys).where(keys.c.name == "ours-viewer").values(changes[how]))
+
+    with served(site.app) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client, asyncio.TaskGroup() as tasks:
+            first = asyncio.Event()
+
+            async def follow(shown: dict[str, str], begun: asyncio.Event) -> float:
+                with contextlib.suppress(httpx.RemoteProtocolError):
+                    async with client.stream("GET", f"/v1/runs/{run}/{what}", headers=shown) as answer:
+                        assert answer.status_code == 200
+                        async for _ in answer.aiter_raw():
+                            begun.set()
+                return time.monotonic()
+
+            other = asyncio.Event()
+            following = tasks.create_task(follow(headers, first))
+            going_on = tasks.create_task(follow({"authorization": f"Bearer {site.admin}"}, other))
+            await asyncio.gather(first.wait(), other.wait())
+            await asyncio.sleep(LOOK_S)
+            assert not following.done()
+            change()
+            changed_s = time.monotonic()
+            async with asyncio.timeout(10):
+                ended_s = await following
+            assert ended_s - changed_s < 1.0
+            assert not going_on.done()
+            going_on.cancel()

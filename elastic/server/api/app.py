@@ -13,8 +13,10 @@ from elastic.http_server import BodyLimits, HostCheck
 from elastic.isolation import LoopFaults
 from elastic.server import problems
 from elastic.server.api import openapi, routes
+from elastic.server.api.auth import admits
 from elastic.server.api.request_log import RequestFigures, RequestLog
 from elastic.server.api.state import ServerState
+from elastic.server.api.streams import OpenStreams
 from elastic.server.history.feeds import Feeds
 from elastic.server.identity.oidc import IdentityProvider
 from elastic.server.settings import ServerSettings
@@ -60,8 +62,9 @@ def create_app(
     requests = RequestFigures()
     provider = None if settings.oidc is None else IdentityProvider(settings.oidc)
     faults = faults or LoopFaults()
+    streams = OpenStreams(store, admits, faults)
     feeds = Feeds(settings.feed_interval_s, faults)
-    app.state.server = ServerState(store, settings, feeds, wake, provider, ready, requests, faults)
+    app.state.server = ServerState(store, settings, feeds, streams, wake, provider, ready, requests, faults)
     problems.install(app)
     openapi.install(app)
     app.add_middleware(BodyLimits, bytes_max=settings.body_bytes_max, bytes_max_of=_upload_limit(settings))

@@ -105,6 +105,17 @@ def authenticated(connection: sa.Connection, request: Request) -> Caller:
     return _caller(found)
 
 
+def admits(connection: sa.Connection, request: Request, action: Action, project: str) -> bool:
+    """Return whether the request's caller may do this in this project now. Raises `ApiProblem` without a valid key."""
+    caller = authenticated(connection, request)
+    return action in caller.actions and caller.sees(project)
+
+
+def credentials_of(request: Request) -> str:
+    """Return what a request shows of who asks, to tell callers apart. It is a secret."""
+    return presented_key(request) or request.cookies.get(COOKIE, "")
+
+
 def _signed_in(connection: sa.Connection, request: Request, session: str) -> Caller:
     """Return the caller of a browser's session. Writes must prove that they come from a page of that session."""
     found = sessions.find(connection, session) if len(session) <= KEY_CHARACTERS_MAX else None

@@ -8,6 +8,7 @@ from fastapi import Request
 
 from elastic.isolation import LoopFaults
 from elastic.server.api.request_log import RequestFigures
+from elastic.server.api.streams import OpenStreams
 from elastic.server.history.answers import KeptAnswers
 from elastic.server.history.feeds import Feeds
 from elastic.server.identity.oidc import IdentityProvider
@@ -22,6 +23,7 @@ class ServerState:
     store: Store
     settings: ServerSettings
     feeds: Feeds
+    streams: OpenStreams
     wake: Callable[[], None] = lambda: None
     provider: IdentityProvider | None = None
     """The identity provider of sign-ins, if any."""

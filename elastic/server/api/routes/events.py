@@ -7,12 +7,13 @@ from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from elastic.log_files import LogFollower, LogGone, log_files
 from elastic.resources import RunEvent
 from elastic.runtime.journal import JournalError
+from elastic.server.api.auth import credentials_of
 from elastic.server.api.routes.common import RunDep, StateDep, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.routes.runs import RunId
@@ -21,6 +22,7 @@ from elastic.server.history.events import EventLog, EventsGone, Position
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store import runs
+from elastic.server.store.runs import HostedRunRow
 
 router = APIRouter(prefix="/v1/runs", tags=["streams"], route_class=ModelRoute)
 
@@ -63,6 +65,7 @@ def _with_example(example: Any, said: dict[str, Any]) -> dict[str, Any]:
 )
 async def events(
     run: RunId,
+    request: Request,
     found: RunDep,
     state: StateDep,
     last_event_id: LastEventId = None,
@@ -81,7 +84,14 @@ async def events(
     if begin and found.ended and not (await asyncio.to_thread(log.read, position)).events:
         return Response(status_code=204)
     body = _following(state, run, begin) if follow else _reading(log, position)
-    return StreamingResponse(body, media_type="text/event-stream", headers=HEADERS)
+    return streamed(state, request, found, body)
+
+
+def streamed(state: ServerState, request: Request, run: HostedRunRow, body: AsyncIterator[bytes]) -> Response:
+    """Return a stream about a run, which ends once its caller may not read the run any more."""
+    credentials = credentials_of(request)
+    told = state.streams.while_admitted(request, credentials, Action.RUNS_READ, run.project, body)
+    return StreamingResponse(told, media_type="text/event-stream", headers=HEADERS)
 
 
 def _position(log: EventLog, event: str) -> Position:
@@ -146,6 +156,7 @@ def _event(event: RunEvent) -> bytes:
 )
 async def logs(
     run: RunId,
+    request: Request,
     found: RunDep,
     state: StateDep,
     last_event_id: LastEventId = None,
@@ -171,9 +182,7 @@ async def logs(
         raise ApiProblem("events-gone", f"{begin[:100]!r} is no place in log {source!r}") from None
     if begin and found.ended and await asyncio.to_thread(follower.at_end):
         return Response(status_code=204)
-    return StreamingResponse(
-        _lines(state, run, follower, follow=follow), media_type="text/event-stream", headers=HEADERS
-    )
+    return streamed(state, request, found, _lines(state, run, follower, follow=follow))
 
 
 async def _lines(state: ServerState, run: str, follower: LogFollower, *, follow: bool) -> AsyncIterator[bytes]:

@@ -4,12 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import APIRouter, Response
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Request, Response
 
 from elastic.resources import HostedRun
 from elastic.server.api.routes.common import RunDep, StateDep
-from elastic.server.api.routes.events import HEADERS, Follow, stream_rules
+from elastic.server.api.routes.events import Follow, stream_rules, streamed
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.routes.runs import RunId
 from elastic.server.api.state import ServerState
@@ -21,12 +20,12 @@ _RULES: dict[str, Any] = stream_rules(_EXAMPLE)
 
 
 @router.get("/{run}/figures", **_RULES)
-async def figures(run: RunId, found: RunDep, state: StateDep, follow: Follow = True) -> Response:
+async def figures(run: RunId, request: Request, found: RunDep, state: StateDep, follow: Follow = True) -> Response:
     """Stream a run as `GET /v1/runs/{run}` lists it, whenever its phase or figures have changed.
 
     Events have no ids: whoever connects again begins with how it stands. A `run.ended` event ends the stream.
     """
-    return StreamingResponse(_changes(state, run, follow=follow), media_type="text/event-stream", headers=HEADERS)
+    return streamed(state, request, found, _changes(state, run, follow=follow))
 
 
 async def _changes(state: ServerState, run: str, *, follow: bool) -> AsyncIterator[bytes]:
