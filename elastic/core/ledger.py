@@ -101,7 +101,10 @@ class DeviceBook:
     @property
     def imbalance_ns(self) -> int:
         """Return the difference between a closed book's duration and the sum of its accounts."""
-        return abs(sum(self.accounts_ns.values()) - ((self.closed_ns or self.cursor_ns) - self.opened_ns))
+        return abs(
+            sum(self.accounts_ns.values())
+            - ((self.cursor_ns if self.closed_ns is None else self.closed_ns) - self.opened_ns)
+        )
 
     def cost_nano_usd(self, now_ns: Nanoseconds) -> int:
         end_ns = now_ns if self.closed_ns is None else self.closed_ns

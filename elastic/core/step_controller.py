@@ -291,12 +291,13 @@ class StepController:
 
 
 def _record(step: Step, now_ns: int) -> StepRecord:
-    rollout_ended_ns = step.rollout_ended_ns or now_ns
+    rollout_ended_ns = now_ns if step.rollout_ended_ns is None else step.rollout_ended_ns
+    seeding_ended_ns = rollout_ended_ns if step.seeding_ended_ns is None else step.seeding_ended_ns
     duration_ns, meter = now_ns - step.started_ns, step.meter
     return StepRecord(
         step=step.number,
         duration_ns=duration_ns,
-        seeding_ns=(step.seeding_ended_ns or rollout_ended_ns) - step.started_ns,
+        seeding_ns=seeding_ended_ns - step.started_ns,
         rollout_ns=rollout_ended_ns - step.started_ns,
         groups_trained=step.count(GroupState.TRAINED),
         groups_dropped=step.count(GroupState.DROPPED),

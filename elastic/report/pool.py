@@ -39,13 +39,15 @@ _LOST = (JobState.FAILED, JobState.CANCELLED, JobState.REJECTED)
 
 class JobTimeline(msgspec.Struct, kw_only=True):
     """Times of a job that the cluster does not keep. `alone_ns`: its phases without switching. Its start began at
-    `started_ns` (alone it takes as long), and the job was up at `begun_ns`."""
+    `started_ns` (alone it takes as long), and the job was up at `begun_ns`. `phase_switch_ns`: a switch for each
+    finished phase, which a job has on nodes of its own, too."""
 
     begun_ns: Nanoseconds | None = None
     started_ns: Nanoseconds | None = None
     stepped_ns: Nanoseconds | None = None
     alone_ns: Nanoseconds = 0
     switch_ns: Nanoseconds = 0
+    phase_switch_ns: Nanoseconds = 0
     switches: int = 0
     phases_ns: dict[PhaseKind, list[Nanoseconds]] = {}
     cycles_ns: list[Nanoseconds] = []
@@ -181,6 +183,7 @@ class PoolTimeline:
         seen.switches += 1
         took_ns = self._goes_on.pop(key, 0) + length_ns - switch_ns
         if finished:
+            seen.phase_switch_ns += switch_ns
             seen.phases_ns.setdefault(turn.phase, []).append(took_ns)
         else:
             self._goes_on[key] = took_ns
@@ -343,7 +346,8 @@ def _job(
         planned = took_ns / (steps * plan.solo_ns)
         actual = took_ns / alone_ns if alone_ns else None
     alone = cluster.books.alone_price(request)
-    starting_ns = 0 if seen.started_ns is None else (seen.begun_ns or now_ns) - seen.started_ns
+    up_ns = now_ns if seen.begun_ns is None else seen.begun_ns
+    starting_ns = 0 if seen.started_ns is None else up_ns - seen.started_ns
     cycle_s = statistics.median(seen.cycles_ns) / NS_PER_S if seen.cycles_ns else None
     turned_s = sum(len(phases) for phases in seen.phases_ns.values()) / len(PhaseKind) * (cycle_s or 0.0)
     return PooledJob(
@@ -361,7 +365,7 @@ def _job(
         moves=record.moves,
         resubmissions=record.resubmissions,
         usd=usd(billed),
-        usd_alone=usd((alone_ns + starting_ns) * alone),
+        usd_alone=usd((starting_ns + alone_ns + seen.phase_switch_ns) * alone),
         alone_usd_per_hour=alone / NANO_USD,
         marginal_usd_per_hour=None if seen.marginal is None else seen.marginal / NANO_USD,
         saved_if_left_usd_per_hour=saved_if_left(cluster, record) / NANO_USD,

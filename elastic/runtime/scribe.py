@@ -323,7 +323,8 @@ class Scribe:
                 continue
             turn.cached_tokens += chunk.cached
             if chunk.count:
-                turn.first_token_ns = turn.first_token_ns or now_ns
+                if turn.first_token_ns is None:
+                    turn.first_token_ns = now_ns
                 turn.tokens += chunk.count
                 if (of := self._trajectories.get(turn.trajectory)) is not None:
                     of.accepted[chunk.version] += chunk.count
