@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from elastic.plain_values import plain
+
 HEADER = struct.Struct("!I")
 ANSWER_BYTES_MAX = 2**20
 """A result is a number, or little more; what a function has to say besides belongs in its log."""
@@ -67,10 +69,10 @@ def load(function: str) -> Callable[[Any], Any]:
 def call(function: Callable[[Any], Any], payload: Any) -> Answer:
     try:
         result = function(payload)
-    except Exception as error:
+    except BaseException as error:  # `sys.exit` in a function is a failed call, not the end of its process.
         return Raised(_shown(error))
     try:
-        encoded = msgspec.msgpack.encode(result)
+        encoded = msgspec.msgpack.encode(result, enc_hook=plain)
     except Exception as error:
         return Unsendable(f"{type(result).__name__} cannot be sent: {_shown(error)}")
     if len(encoded) + _ANSWER_OVERHEAD_BYTES > ANSWER_BYTES_MAX:
@@ -78,7 +80,7 @@ def call(function: Callable[[Any], Any], payload: Any) -> Answer:
     return Returned(msgspec.Raw(encoded))
 
 
-def _shown(error: Exception) -> str:
+def _shown(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= ERROR_CHARACTERS_MAX else f"{text[:ERROR_CHARACTERS_MAX]}…"
 
@@ -86,7 +88,7 @@ def _shown(error: Exception) -> str:
 def serve(function: str, requests: BinaryIO, answers: BinaryIO) -> None:
     try:
         loaded = load(function)
-    except Exception as error:
+    except BaseException as error:
         _answer(answers, Missing(_shown(error)))
         return
     _answer(answers, Loaded())

@@ -4,12 +4,12 @@ A reward is installed under the entry point group `elastic.rewards`. It is calle
 mapping and returns a finite number; anything else it may return is no score.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
 
+from elastic.plain_values import number, shown
 from functions.base import BadResult
 
 ENTRY_POINTS = "elastic.rewards"
@@ -44,13 +44,7 @@ def finished_trajectory(trajectory: Mapping[str, Any]) -> FinishedTrajectory:
 
 def score(result: Any) -> float:
     """A reward's result as a score. Raises `BadResult` for what is not a finite number."""
-    if isinstance(result, bool) or not isinstance(result, int | float):
-        raise BadResult(f"a reward must be a finite number; found {_shown(result)}")
-    if not math.isfinite(result):
-        raise BadResult(f"a reward must be a finite number; found {result}")
-    return float(result)
-
-
-def _shown(result: Any) -> str:
-    text = repr(result)
-    return f"{text if len(text) <= 40 else text[:40] + '…'} ({type(result).__name__})"
+    found = number(result)
+    if found is None:
+        raise BadResult(f"a reward must be a finite number; found {shown(result)}")
+    return found

@@ -18,7 +18,7 @@ from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId
+from elastic.core.types import INTEGER_MAX, NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId
 from elastic.endpoint import Address, Endpoint
 from elastic.envs.base import Environment
 from elastic.machine import CpuSampler
@@ -177,6 +177,7 @@ class Orchestrator:
                     stop_token_ids=wiring.stop_token_ids,
                     temperature=config.rollout.temperature,
                 ),
+                wiring.welcome.model.get("vocab_size", INTEGER_MAX),
             ),
             wiring.make_environment,
             run.feed,
@@ -285,7 +286,14 @@ class Orchestrator:
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         assert self._tasks is not None
-        return self._tasks.create_task(work, name=name)
+        task = self._tasks.create_task(work, name=name)
+        task.add_done_callback(self._ends_with)
+        return task
+
+    def _ends_with(self, task: asyncio.Task[None]) -> None:
+        """A task that fails ends the run: no environment is to blame for what is cancelled then."""
+        if not task.cancelled() and task.exception() is not None:
+            self._rollouts.cancel_all()
 
     async def run(self) -> str:
         """Run to the end, give everything back, and return the cause of failure ("" if there is none).
@@ -294,7 +302,7 @@ class Orchestrator:
         """
         self._journal.on_change = _on_this_loop(self._journal_changed)
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as tasks, self._rollouts.ending():
                 self._tasks = tasks
                 known: Mapping[str, list[KnownLease]] = {}
                 if self._former is not None:

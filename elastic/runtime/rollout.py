@@ -5,8 +5,9 @@ accepted for a running trajectory is kept turn by turn: when its process dies, t
 the finished turns once more and comes to where it was. Its reward is
 the environment's, unless a function is to compute it: then its trajectory ends once the core says so. An episode that
 a limit of turns or tokens ends is truncated, and its environment says what it is worth so far. What is not the policy's
-doing (an environment that raises or hangs, a prompt that leaves no room for a turn, a turn given up) ends the
-trajectory as failed, with its cause, and is never scored.
+doing (an environment that raises, hangs or answers what its contract does not allow, a prompt that leaves no room for a
+turn, a turn given up) ends the trajectory as failed, with its cause, and is never scored. However an environment ends a
+loop, also by `SystemExit` or a `CancelledError` of its own, the core hears of it.
 """
 
 import asyncio
@@ -24,12 +25,12 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import parse_trajectory, parse_turn, turn_id
 from elastic.core.types import SamplingParameters, TrajectoryId, TurnId
+from elastic.envs.answers import Answers, BadAnswer
 from elastic.envs.base import Environment
 from elastic.runtime.journal import Sampled, TokenFrame, TrajectoryRow
 from elastic.runtime.ports import Feed
 from elastic.runtime.tasks import Spawn
-from functions.base import BadResult
-from functions.rewards import FinishedTrajectory, score
+from functions.rewards import FinishedTrajectory
 
 log = structlog.get_logger(__name__)
 
@@ -144,12 +145,14 @@ def stable_hash(*parts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """Limits of trajectories. `sampling` holds for each of their turns, except for its noise."""
+    """Limits of trajectories. `sampling` holds for each of their turns, except for its noise. Token ids are below
+    `vocab_size`."""
 
     max_turns: int
     max_context_tokens: int
     environment_timeout_s: float
     sampling: SamplingParameters
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,8 @@ class Rollouts:
         self._stored = stored
         self._prompted = prompted
         self._tasks: dict[TrajectoryId, asyncio.Task[None]] = {}
+        self._told_to_end: set[TrajectoryId] = set()
+        self._ending = False
 
     def start(self, group: c.StartGroup) -> None:
         for trajectory in group.trajectories:
@@ -251,16 +256,38 @@ class Rollouts:
 
     def _begin(self, trajectory: TrajectoryId) -> None:
         task = self._tasks[trajectory] = self._spawn(self._run(trajectory), f"trajectory {trajectory}")
-        task.add_done_callback(lambda _: self._tasks.pop(trajectory, None))
+        task.add_done_callback(lambda _: self._forget(trajectory))
+
+    def _forget(self, trajectory: TrajectoryId) -> None:
+        self._tasks.pop(trajectory, None)
+        self._told_to_end.discard(trajectory)
 
     def cancel(self, trajectory: TrajectoryId) -> None:
         task = self._tasks.get(trajectory)
         if task is not None:
+            self._told_to_end.add(trajectory)
             task.cancel()
 
     def cancel_all(self) -> None:
+        self._ending = True
         for task in list(self._tasks.values()):
             task.cancel()
+
+    @contextlib.asynccontextmanager
+    async def ending(self) -> AsyncIterator[None]:
+        """A context, at whose end all loops end. However that comes, no environment is to blame for it."""
+        try:
+            yield
+        finally:
+            self.cancel_all()
+
+    def _is_told_to_end(self, trajectory: TrajectoryId) -> bool:
+        """Whether what ends this loop comes from outside of its environment. An environment may raise whatever the
+        event loop itself would, and cancel the task that it runs in."""
+        try:
+            return self._ending or trajectory in self._told_to_end or asyncio.current_task() is None
+        except RuntimeError:  # Without an event loop, it is what is left of one that was closed.
+            return True
 
     def prompt(self, turn: TurnId) -> OpenTurn | None:
         found = self._turn(turn)
@@ -330,14 +357,16 @@ class Rollouts:
         step, group, _ = parse_trajectory(trajectory)
         episode = RolloutTrajectory(trajectory, self._clock_ns(), stable_hash(self._seed, step, group))
         try:
-            async with self._environment() as environment:
+            async with self._environment(trajectory) as environment:
                 await self._play(episode, environment)
-        except (TurnFailed, Diverged, NoRoom, BadResult) as failure:
+        except (TurnFailed, Diverged, NoRoom, BadAnswer) as failure:
             self._failed(episode, str(failure))
         except TimeoutError:
             limit_s = self._limits.environment_timeout_s
             self._failed(episode, f"the environment did not answer within {limit_s:g} s")
-        except Exception as error:
+        except BaseException as error:
+            if self._is_told_to_end(trajectory):
+                raise
             self._failed(episode, f"the environment raised {type(error).__name__}: {error}")
         else:
             self._over(episode)
@@ -345,7 +374,7 @@ class Rollouts:
             self._running.pop(trajectory, None)
 
     @contextlib.asynccontextmanager
-    async def _environment(self) -> AsyncIterator[Environment]:
+    async def _environment(self, trajectory: TrajectoryId) -> AsyncIterator[Environment]:
         environment = self._make_environment()
         try:
             yield environment
@@ -353,7 +382,9 @@ class Rollouts:
             try:
                 async with asyncio.timeout(self._limits.environment_timeout_s):
                     await environment.aclose()
-            except Exception as error:  # what the episode came to stands
+            except BaseException as error:  # what the episode came to stands
+                if self._is_told_to_end(trajectory):
+                    raise
                 log.warning("environment not closed", error=repr(error))
 
     def _over(self, episode: RolloutTrajectory) -> None:
@@ -370,9 +401,11 @@ class Rollouts:
     async def _play(self, episode: RolloutTrajectory, environment: Environment) -> None:
         limits = self._limits
         step, group, member = parse_trajectory(episode.trajectory)
-        async with asyncio.timeout(limits.environment_timeout_s):
-            episode.observe(await environment.reset(episode.seed))
-        episode.tag = getattr(environment, "tag", "")
+        answers = Answers(type(environment).__name__, limits.vocab_size)
+        async with self._time_to_answer():
+            prompt = await environment.reset(episode.seed)
+        episode.observe(answers.prompt(prompt))
+        episode.tag = answers.tag(getattr(environment, "tag", ""))
         if not self._has_room(episode):
             raise NoRoom(
                 f"the prompt leaves no room for a turn of {limits.sampling.max_new_tokens} tokens "
@@ -382,15 +415,27 @@ class Rollouts:
             noise_seed = stable_hash(self._seed, step, group, member, episode.turns)
             turn = await self._generate(episode, msgspec.structs.replace(limits.sampling, noise_seed=noise_seed))
             episode.act(turn)
-            async with asyncio.timeout(limits.environment_timeout_s):
-                result = await environment.step(turn.token_ids)
+            async with self._time_to_answer():
+                answer = await environment.step(list(turn.token_ids))
+            result = answers.step(answer)
             if result.done:
-                episode.reward = score(result.reward)
+                episode.reward = result.reward
                 return
             episode.observe(result.token_ids)
         episode.truncated = True
-        async with asyncio.timeout(limits.environment_timeout_s):
-            episode.reward = score(await environment.truncate())
+        async with self._time_to_answer():
+            reward = await environment.truncate()
+        episode.reward = answers.reward("truncate", reward)
+
+    @contextlib.asynccontextmanager
+    async def _time_to_answer(self) -> AsyncIterator[None]:
+        """A context for one call of an environment. Raises `TimeoutError`, also where the call held the event loop for
+        so long that no timer could end it."""
+        limit_s, began_ns = self._limits.environment_timeout_s, self._clock_ns()
+        async with asyncio.timeout(limit_s):
+            yield
+        if self._clock_ns() - began_ns > limit_s * 1e9:
+            raise TimeoutError
 
     def _has_room(self, episode: RolloutTrajectory) -> bool:
         return len(episode.token_ids) + self._limits.sampling.max_new_tokens <= self._limits.max_context_tokens

@@ -4,7 +4,11 @@ import asyncio
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -18,6 +22,7 @@ LIMITS = RolloutLimits(
     max_context_tokens=64,
     environment_timeout_s=5.0,
     sampling=SamplingParameters(max_new_tokens=8, noise_seed=0),
+    vocab_size=8,
 )
 
 
@@ -112,8 +117,10 @@ async def played(environment: OneTurn) -> tuple[Rollouts, list[e.Event], list[Ro
     return rollouts, heard, ended
 
 
-@pytest.mark.parametrize("reward", [1, 0.5, -2.0])
-async def test_a_finite_reward_is_the_trajectorys(reward: float) -> None:
+@pytest.mark.parametrize(
+    "reward", [1, 0.5, -2.0, True, np.float32(0.5), np.int64(2), np.bool_(True), torch.tensor(0.5)]
+)
+async def test_a_finite_reward_is_the_trajectorys(reward: Any) -> None:
     heard, ended = await play(OneTurn(reward))
     assert heard == [e.TrajectoryFinished(trajectory="0/0/0", reward=float(reward), tokens=0)]
     assert [episode.trajectory for episode in ended] == ["0/0/0"]
@@ -127,12 +134,15 @@ async def test_an_order_that_is_given_again_gets_the_same_episodes() -> None:
     assert again.data() == first.data()
 
 
-@pytest.mark.parametrize("reward", ["1", None, float("nan"), float("inf"), True, [1.0]])
+@pytest.mark.parametrize(
+    "reward", ["1", None, float("nan"), float("inf"), 10**400, 1j, [1.0], np.ones(2), torch.ones(2)]
+)
 async def test_what_is_no_finite_number_is_never_a_score(reward: Any) -> None:
     heard, ended = await play(OneTurn(reward))
     (failed,) = heard
     assert isinstance(failed, e.TrajectoryFailed)
-    assert failed.cause.startswith("a reward must be a finite number; found ")
+    assert failed.cause.startswith("OneTurn.step: reward: found ")
+    assert type(reward).__name__ in failed.cause
     assert [episode.trajectory for episode in ended] == ["0/0/0"]
 
 
@@ -153,7 +163,7 @@ async def test_an_episode_that_is_done_is_not_truncated() -> None:
 async def test_a_truncated_episode_without_a_finite_reward_fails(reward: Any) -> None:
     (failed,), _ = await play(Endless(reward))
     assert isinstance(failed, e.TrajectoryFailed)
-    assert failed.cause.startswith("a reward must be a finite number; found ")
+    assert failed.cause.startswith("Endless.truncate: reward: found ")
 
 
 async def test_a_prompt_without_room_for_a_turn_is_a_failure() -> None:
@@ -166,3 +176,129 @@ async def test_a_prompt_without_room_for_a_turn_is_a_failure() -> None:
 async def test_an_episode_that_is_over_survives_an_environment_that_does_not_close() -> None:
     heard, _ = await play(OneTurn(1.0, closing=RuntimeError("still locked")))
     assert heard == [e.TrajectoryFinished(trajectory="0/0/0", reward=1.0, tokens=0)]
+
+
+class Answering(OneTurn):
+    """Answers `prompt` to `reset` and `answer` to `step`."""
+
+    def __init__(self, prompt: Any, answer: Any) -> None:
+        super().__init__(1.0)
+        self._prompt, self._answer = prompt, answer
+
+    async def reset(self, seed: int) -> Any:
+        return self._prompt
+
+    async def step(self, token_ids: list[int]) -> Any:
+        return self._answer
+
+
+OVER = StepResult([], True, 1.0)
+ids = st.lists(st.integers(0, 7), min_size=1, max_size=6)
+no_ids = st.one_of(
+    st.sampled_from([None, {}, {1: 2}, "12", b"12", 3, (True,), [True], ["1"], [1.0], [None], [[1]], object()]),
+    st.sampled_from([np.ones((2, 2), int), np.ones(2), torch.ones(2), [np.float64(1)], [np.bool_(True)], np.array(3)]),
+    st.lists(st.integers(8, 2**70) | st.integers(-(2**70), -1), min_size=1, max_size=4),
+)
+
+
+@given(ids, st.sampled_from([list, tuple, np.array, torch.tensor, lambda ids: [np.int16(i) for i in ids]]))
+def test_integers_of_every_library_are_token_ids(told: list[int], make: Any) -> None:
+    _, _, (episode,) = asyncio.run(played(Answering(make(told), OVER)))
+    assert episode.token_ids == told
+    assert {type(one) for one in episode.token_ids} == {int}
+    msgspec.msgpack.encode(episode.data())
+
+
+@given(no_ids, st.booleans())
+def test_what_is_no_list_of_token_ids_fails_its_trajectory(answer: Any, at_reset: bool) -> None:
+    environment = Answering(answer, OVER) if at_reset else Answering([1], StepResult(answer, False))
+    (failed,), (episode,) = asyncio.run(play(environment))
+    assert isinstance(failed, e.TrajectoryFailed)
+    assert failed.cause.startswith(f"Answering.{'reset' if at_reset else 'step'}: ")
+    assert "allowed: " in failed.cause
+    assert len(failed.cause) < 300
+    msgspec.msgpack.encode(episode.data())
+
+
+@pytest.mark.parametrize("answer", [None, ([], True, 1.0), {"done": True}, 3, StepResult([], "yes"), StepResult([], 1)])
+async def test_what_is_no_result_of_a_step_fails_its_trajectory(answer: Any) -> None:
+    (failed,), _ = await play(Answering([1], answer))
+    assert isinstance(failed, e.TrajectoryFailed)
+    assert failed.cause.startswith("Answering.step: ")
+
+
+@pytest.mark.parametrize("done", [True, np.bool_(True), torch.tensor(True)])
+async def test_switches_of_every_library_end_an_episode(done: Any) -> None:
+    heard, _ = await play(Answering([1], StepResult([], done, 1.0)))
+    assert heard == [e.TrajectoryFinished(trajectory="0/0/0", reward=1.0, tokens=0)]
+
+
+class Raising(OneTurn):
+    def __init__(self, error: BaseException | None, where: str) -> None:
+        super().__init__(1.0)
+        self._error, self._where = error, where
+
+    def _perhaps(self, where: str) -> None:
+        if where != self._where:
+            return
+        if self._error is None:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        else:
+            raise self._error
+
+    async def reset(self, seed: int) -> list[int]:
+        self._perhaps("reset")
+        await asyncio.sleep(0)
+        return [1]
+
+    async def step(self, token_ids: list[int]) -> StepResult:
+        self._perhaps("step")
+        await asyncio.sleep(0)
+        return OVER
+
+    async def aclose(self) -> None:
+        self._perhaps("aclose")
+
+
+ENDINGS = [asyncio.CancelledError(), SystemExit(0), KeyboardInterrupt(), GeneratorExit(), BaseException("odd"), None]
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+@pytest.mark.parametrize("error", ENDINGS, ids=repr)
+async def test_however_an_environment_ends_a_loop_the_core_hears_of_it(error: BaseException | None, where: str) -> None:
+    (failed,), _ = await play(Raising(error, where))
+    assert isinstance(failed, e.TrajectoryFailed)
+    assert failed.cause.startswith(f"the environment raised {type(error or asyncio.CancelledError()).__name__}")
+
+
+@pytest.mark.parametrize("error", [one for one in ENDINGS if one is not None], ids=repr)
+async def test_however_an_environment_closes_its_episode_stands(error: BaseException) -> None:
+    heard, _ = await play(Raising(error, "aclose"))
+    assert heard == [e.TrajectoryFinished(trajectory="0/0/0", reward=1.0, tokens=0)]
+
+
+async def test_who_is_told_to_end_says_nothing() -> None:
+    heard: list[e.Event] = []
+    begun = asyncio.Event()
+
+    class Waiting(OneTurn):
+        async def reset(self, seed: int) -> list[int]:
+            begun.set()
+            return await asyncio.get_running_loop().create_future()
+
+    for at_once in (False, True):
+        begun.clear()
+        async with asyncio.TaskGroup() as tasks:
+            rollouts = Rollouts(
+                *(1, LIMITS, lambda: Waiting(1.0), lambda event, payload=None: heard.append(event), lambda: 0),
+                lambda work, name: tasks.create_task(work, name=name),
+            )
+            rollouts.start(c.StartGroup(step=0, group="0/0", index=0, trajectories=("0/0/0",)))
+            await begun.wait()
+            if at_once:
+                rollouts.cancel_all()
+            else:
+                rollouts.cancel("0/0/0")
+    assert heard == []

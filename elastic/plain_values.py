@@ -1,0 +1,74 @@
+"""Numbers of users' code, made plain where they enter: numpy's and torch's scalars become Python's, once.
+
+Nothing here imports numpy or torch: their scalars are known by the methods of Python's own data model.
+"""
+
+import contextlib
+import math
+import operator
+from typing import Any
+
+SHOWN_CHARACTERS = 60
+
+
+def whole(value: Any) -> int | None:
+    """Return an integer of Python, numpy or torch as a Python integer; None for anything else, `True` included."""
+    if type(value) is int:
+        return value
+    if is_switch(value):
+        return None
+    with contextlib.suppress(Exception):
+        return operator.index(value)
+    return None
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number of Python, numpy or torch as a Python float; None for anything else.
+
+    `True` is 1.0. A text, a complex number and an array of several elements are no numbers.
+    """
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    with contextlib.suppress(Exception):
+        if getattr(value, "ndim", 0):
+            return None
+        found = float(value)
+        return found if math.isfinite(found) else None
+    return None
+
+
+def switch(value: Any) -> bool | None:
+    """Return a truth value of Python, numpy or torch as a Python bool; None for anything else."""
+    return bool(value) if is_switch(value) else None
+
+
+def is_switch(value: Any) -> bool:
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_") or _dtype(value).endswith("bool")
+
+
+def plain(value: Any) -> Any:
+    """Return a scalar of numpy or torch as Python's, for encoders that know only those. Raises `TypeError`."""
+    for taken in (switch, whole):
+        if (found := taken(value)) is not None:
+            return found
+    with contextlib.suppress(Exception):
+        if _dtype(value):
+            return float(value)  # Not finite, too: what it may be is for the receiver to say.
+    raise TypeError(f"{type(value).__name__} is no value that can be sent")
+
+
+def shown(value: Any) -> str:
+    """Return the value and its type as a message may hold them."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"a value whose repr raises {type(error).__name__}"
+    text = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+    return f"{text} ({type(value).__name__})"
+
+
+def _dtype(value: Any) -> str:
+    """Return the name of the type of an array's elements; empty for what is no array and no scalar of one."""
+    with contextlib.suppress(Exception):
+        return str(value.dtype)
+    return ""
