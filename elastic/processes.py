@@ -51,6 +51,11 @@ def inherited(*further: str) -> dict[str, str]:
     }
 
 
+def told_secrets() -> list[str]:
+    """The values of our environment variables that are secrets by their names, which a process may have been given."""
+    return [value for name, value in os.environ.items() if _matches(name, _SECRETS)]
+
+
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 

@@ -128,6 +128,11 @@ class Provider(Protocol):
 
     def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None: ...
 
+    @classmethod
+    def elsewhere(cls, settings: Any) -> bool:
+        """Whether its workers run on other machines, and so cannot dial this machine's loopback."""
+        ...
+
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
         """Take over what earlier processes of the run have left of these leases; end everything else that they left.
 

@@ -14,7 +14,7 @@ from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefu
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from elastic.files import write_whole
 from elastic.processes import records
-from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderEvent
+from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderEvent, ProviderSettings
 from providers.markets import CapacityUnavailable, LeaseEnding, Market, SettingsT, TakenBack
 
 log = structlog.get_logger(__name__)
@@ -69,6 +69,10 @@ class BaseProvider(Generic[SettingsT]):
     """The common part of `Provider`: it drives a market. Adapters start workers on the market's places."""
 
     on_this_machine: ClassVar[bool] = False
+
+    @classmethod
+    def elsewhere(cls, settings: ProviderSettings) -> bool:
+        return False
 
     def __init__(self, market: Market[SettingsT], context: ProviderContext) -> None:
         self.name = market.name
@@ -160,7 +164,8 @@ class BaseProvider(Generic[SettingsT]):
         if held.expires_at_ns is not None and self.context.now_ns() >= held.expires_at_ns:
             ending = LeaseEnding(EndCause.EXPIRED)
         elif reason == EndCause.BOOT_TIMEOUT:
-            ending = LeaseEnding(EndCause.BOOT_TIMEOUT, self.never_joined(lease))
+            fault = f"no worker of it dials {self.context.endpoint.address}" if self.elsewhere(self.settings) else ""
+            ending = LeaseEnding(EndCause.BOOT_TIMEOUT, self.never_joined(lease), fault)
         else:
             ending = LeaseEnding(EndCause.RELEASED)
         self.end(lease, ending)
@@ -281,7 +286,9 @@ class BaseProvider(Generic[SettingsT]):
         del self._leases[lease_id]
         self.market.forget(lease_id, barred=lease_id in self._bars)
         billed = msgspec.UNSET if billed_ns is None else billed_ns
-        self._emit(LeaseEnded(lease=lease_id, cause=ending.cause, detail=ending.detail, billed_ns=billed))
+        self._emit(
+            LeaseEnded(lease=lease_id, cause=ending.cause, detail=ending.detail, fault=ending.fault, billed_ns=billed)
+        )
         self.announce()
 
     def _end_at(self, lease: _LeaseTask, deadline_ns: Nanoseconds, ending: LeaseEnding) -> None:

@@ -24,8 +24,11 @@ class CapacityUnavailable(Exception):
 
 
 class LeaseEnding(NamedTuple):
+    """How a lease ended. `fault` is as in `elastic.core.events.LeaseEnded`."""
+
     cause: EndCause
     detail: str = ""
+    fault: str = ""
 
 
 class TakenBack(NamedTuple):

@@ -299,7 +299,8 @@ class ModalProvider(BaseProvider[Any]):
             except exceptions.FunctionTimeoutError:
                 return LeaseEnding(EndCause.EXPIRED, f"Modal ended call {rollout.id}: its time was over")
             except (exceptions.RemoteError, exceptions.InternalFailure, exceptions.OutputExpiredError) as error:
-                return LeaseEnding(EndCause.LOST, f"call {rollout.id} on Modal ended: {told(error)}")
+                said = told(error)
+                return LeaseEnding(EndCause.LOST, f"call {rollout.id} on Modal ended: {said}", said)
             except (msgspec.DecodeError, TypeError) as error:
                 return LeaseEnding(EndCause.LOST, f"call {rollout.id} on Modal answered nonsense: {error}")
             except exceptions.NotFoundError as error:
@@ -314,6 +315,7 @@ class ModalProvider(BaseProvider[Any]):
             return LeaseEnding(
                 EndCause.LOST,
                 f"the worker of call {rollout.id} {how}; `modal app logs {self.settings.app}` has its log",
+                f"its worker {how}" if end.status > 0 else "",
             )
 
     async def cancel(self, rollout: _RolloutCall) -> None:

@@ -8,13 +8,23 @@ them: the run's next one finds them by their record in `leases/`, and what they 
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import traces
 from elastic.core.types import NS_PER_S, EndCause, LeaseId
-from elastic.processes import Adopted, RecordedProcesses, end_left_over, inherited, records, signal_name
+from elastic.last_words import last_words
+from elastic.processes import (
+    Adopted,
+    RecordedProcesses,
+    end_left_over,
+    inherited,
+    records,
+    signal_name,
+    told_secrets,
+)
 from providers.base import (
     Emit,
     KnownLease,
@@ -38,14 +48,30 @@ class Exit(NamedTuple):
     status: int | None
     log: Path
 
-    def __str__(self) -> str:
+    @property
+    def how(self) -> str:
         if self.status is None:
-            how = "ended; how is not known, as an earlier process had started it"
-        elif self.status < 0:
-            how = f"was killed by {signal_name(-self.status)}"
-        else:
-            how = f"exited with status {self.status}"
-        return f"{self.name} {how}" if self.status == 0 else f"{self.name} {how}; its output is in {self.log}"
+            return "ended; how is not known, as an earlier process had started it"
+        if self.status < 0:
+            return f"was killed by {signal_name(-self.status)}"
+        return f"exited with status {self.status}"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.how}" if self.status == 0 else f"{self.name} {self.how}; its output is in {self.log}"
+
+    def fault(self, secrets: Iterable[str]) -> str:
+        """How it failed, with the last words of its log; empty where it did not, or where others have ended it."""
+        status = self.status or 0
+        if not (status > 0 or -status in _CRASHES) or status - SHELL_SIGNALS in _OTHERS:
+            return ""
+        return ": ".join(part for part in (f"its process {self.how}", last_words(self.log, secrets)) if part)
+
+
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
+"""Signals by which a process ends for what it does itself."""
+_OTHERS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
+SHELL_SIGNALS = 128
+"""What is added to a signal's number in the exit status of a process that ends for it in good order."""
 
 
 class _Member(NamedTuple):
@@ -167,7 +193,9 @@ class LocalWorkers:
             except OSError as error:
                 return LeaseEnding(EndCause.LOST, f"the worker could not be started: {error}")
         end = await self._processes.wait()
-        return LeaseEnding(EndCause.RELEASED if end.status == 0 else EndCause.LOST, str(end))
+        secrets = [*(ticket.token for ticket in self._request.tickets), *told_secrets()]
+        fault = await asyncio.to_thread(end.fault, secrets)
+        return LeaseEnding(EndCause.RELEASED if end.status == 0 else EndCause.LOST, str(end), fault)
 
     async def give_back(self) -> None:
         await self._processes.kill()

@@ -296,7 +296,8 @@ class RayProvider(BaseProvider[RaySettings]):
             self._ended(name, LeaseEnding(EndCause.RELEASED, "the worker ended"))
             return
         how = "could not be started" if status is None else f"ended with status {status}"
-        self._ended(name, LeaseEnding(EndCause.LOST, f"actor {name}'s worker {how}; see Ray's logs of it"))
+        fault = "" if status is not None and status < 0 else f"its worker {how}"
+        self._ended(name, LeaseEnding(EndCause.LOST, f"actor {name}'s worker {how}; see Ray's logs of it", fault))
 
     def _ended(self, name: str, ending: LeaseEnding) -> None:
         end = self._ends.get(name)

@@ -143,9 +143,10 @@ class _LentHost:
                 continue
             heard_s = loop.time()
             if report.lent_worker != self._worker:
-                error = report.ended_error if report.ended_worker == self._worker else "the host was lent otherwise"
+                own = report.ended_worker == self._worker
+                error = report.ended_error if own else "the host was lent otherwise"
                 cause = EndCause.LOST if error else EndCause.RELEASED
-                return LeaseEnding(cause, error or "the worker ended")
+                return LeaseEnding(cause, error or "the worker ended", error if own else "")
         return LeaseEnding(EndCause.LOST, f"{self._host.name} died")
 
     async def give_back(self) -> None:

@@ -12,9 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic.cli.output import console
+from elastic.cli.output import console, program
 from elastic.core.types import NS_PER_S
-from elastic.runtime.status import RunStatus, tokens_per_s, total_tokens
+from elastic.runtime.status import PROVIDER_STOPPED, RunStatus, tokens_per_s, total_tokens
 
 PACING_SLIPS = "pacing does not hold, engines run below the speed they model"
 TRAINER = {
@@ -53,6 +53,7 @@ class ProgressDisplay:
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._last_step = -1
         self._marks = deque([(0, 0)], maxlen=2)
+        self._stopped = frozenset[str]()
 
     @property
     def context(self) -> AbstractContextManager[object]:
@@ -68,12 +69,22 @@ class ProgressDisplay:
 
     def _draw(self, status: RunStatus) -> None:
         assert self._live is not None
+        self._say_what_stopped(status)
         self._live.update(render(status))
 
     def _print(self, status: RunStatus) -> None:
+        self._say_what_stopped(status)
         if status.step != self._last_step and status.last_success_rate is not None:
             self._last_step = status.step
             self._console.print(line(status, self._tokens_per_s(status)), highlight=False, soft_wrap=True)
+
+    def _say_what_stopped(self, status: RunStatus) -> None:
+        """Say once of each provider that is stopped why, and how it is offered again."""
+        stopped = frozenset(one.message for one in status.conditions if one.type == PROVIDER_STOPPED)
+        for message in sorted(stopped - self._stopped):
+            provider = message.partition(" ")[0]
+            self.say(f"{message}; offer it again with: {program()} cap {status.run} {provider}=none")
+        self._stopped = stopped
 
     def _tokens_per_s(self, status: RunStatus) -> float:
         """Since the line before: at a step's end itself nobody generates."""

@@ -48,6 +48,7 @@ class ControlManager:
         caps.pop(event.provider, None)
         if event.gpus is not None:
             caps[event.provider] = event.gpus
+        self._run.leases.offer_again(event.provider)
         self._leases.follow_cap(event.provider)
         self._leases.provision()
 

@@ -43,6 +43,8 @@ LEFT_OUT: Mapping[str, str] = {
 WHILE_EMPTY: Mapping[str, str] = {
     "Ledger.folded": "runs of few leases have the digests that they had before books could be folded",
     "Ledger._folded_aliens": "as `folded`",
+    "LeaseTable.failed_starts": "runs whose workers start have the digests that they had before this was kept",
+    "LeaseTable.stopped": "as `failed_starts`",
     "RunState.controls": "runs that were told nothing have the digests that they had before they could be",
 }
 """Attributes that are left out while they are false."""

@@ -64,12 +64,14 @@ class LeaseEnded(_Event, frozen=True):
     """The provider has the GPUs back. Billing stops; nothing of the lease is believed any more.
 
     `billed_ns` is the time of each worker that the provider charges by its own account, where it says so; else what is
-    billed is the time from the grant to this end.
+    billed is the time from the grant to this end. `fault` is why its workers could not begin, in words that are the
+    same for the same cause but for figures; empty where that is not known, or was an accident.
     """
 
     lease: LeaseId
     cause: EndCause
     detail: str = ""
+    fault: str = ""
     billed_ns: Nanoseconds | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -302,13 +302,15 @@ def _check_queue(s: Scheduler) -> None:
 
 
 def _check_lull(s: Scheduler) -> None:
-    """Without rollouts no lease is requested, and no request is open."""
+    """Without rollouts no lease is requested, and no request is open; neither of a provider that is stopped."""
     table = s.leases
     if table.paused and table.lull_since_ns is None:
         raise InvariantViolated(9, "leases", f"nothing is asked of {list(table.paused)}, and rollouts are to do")
     for lease in table.leases.values():
         if lease.provider in table.paused and not lease.goes:
             raise InvariantViolated(7, f"lease {lease.id} ({lease.state})", "is kept without rollouts", lease.story)
+        if lease.provider in table.stopped and lease.state is LeaseState.REQUESTED and not lease.goes:
+            raise InvariantViolated(15, f"lease {lease.id}", "is asked for of a provider that is stopped", lease.story)
     asked = {lease.id for lease in table.leases.values() if lease.state is LeaseState.REQUESTED}
     if not table.slices.keys() <= asked:
         raise InvariantViolated(

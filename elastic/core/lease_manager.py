@@ -403,6 +403,8 @@ class LeaseManager:
                 self._workers.lose(worker, event.cause)
             run.ledger.close(worker.id, run.now_ns, clean=worker.said_goodbye, charged_ns=event.billed_ns)
             run.out.append(c.FenceWorker(worker=worker.id, reason=f"its lease ended ({event.cause})"))
+        joined = any(worker.epoch for worker in run.fleet.of_lease(lease.id))
+        hopeless = event.fault and not joined and run.active and run.leases.failed_to_start(lease, event.fault)
         if event.cause != lease.release_reason:  # Else it was noted as the lease was given back for it.
             self._note_failure(lease, event.cause)
         run.fleet.forget(lease.id)
@@ -412,10 +414,22 @@ class LeaseManager:
         run.leases.move(lease, LeaseState.ENDED, run.now_ns, f"{event.cause} {event.detail}".rstrip())
         if lease.offer.role is WorkerRole.TRAINER:
             why = event.detail or lease.release_reason or event.cause
+            if hopeless:
+                run.fail(f"the trainer's device cannot start: {event.fault}")
             self._lose_trainer(f"was lost: {why}", run.limits.trainer_restarts_max)
             self._back_off(lease.provider)
+        elif hopeless:
+            self._stop_asking(lease.provider, event.fault)
         self._retry_replacement(lease.replaces)
         self._replace(lease)
+
+    def _stop_asking(self, provider: str, fault: str) -> None:
+        """Ask for nothing more of a provider whose workers cannot start, until it is told to be offered again."""
+        run = self._run
+        run.leases.stopped[provider] = fault
+        for lease in run.leases.leases.values():
+            if lease.provider == provider and lease.state is LeaseState.REQUESTED and not lease.release_reason:
+                self._withdraw(lease, "its provider's workers cannot start")
 
     def _lose_trainer(self, what: str, most: int) -> None:
         """Another lease is asked for after a back-off, unless that has been of no use too often."""

@@ -1,5 +1,6 @@
 """The lease table: the right to use GPUs, from request to end, and what each provider offers now."""
 
+import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -13,6 +14,9 @@ from elastic.core.types import LeaseId, LeaseState, Nanoseconds, Offer, WorkerId
 READY_TIMES_KEPT = 8
 """Remembered ready times of a provider's workers: enough to show slow workers, few enough to forget a bad hour."""
 LIVE = (LeaseState.GRANTED, LeaseState.RELEASING)
+STARTS_MAX = 2
+"""Starts that fail for the same cause, one after the other, after which no other one is tried."""
+_FIGURES = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*")
 
 
 @dataclass(slots=True)
@@ -41,18 +45,31 @@ class Lease:
         return self.leaving or self.state is LeaseState.RELEASING or bool(self.release_reason)
 
 
+@dataclass(slots=True)
+class FailedStarts:
+    """Why the last workers of a provider have failed before they joined, how many in a row did so, and how many leases
+    it had been asked for by then."""
+
+    fault: str
+    times: int
+    asked: int
+
+
 class LeaseTable:
     """Leases that are not over, offers by provider, and each provider's failures in a row.
 
     `worker_bound` is how many workers are worth having in all, None while that is not known. `lull_since_ns` is since
     when there are no rollouts to do, where leases are given back meanwhile; nothing is asked for of providers that are
-    `paused`. `slices` has requests that wait for a turn on a shared pool.
+    `paused`. `slices` has requests that wait for a turn on a shared pool. Providers are `stopped`, each for a cause,
+    whose workers cannot start.
     """
 
     def __init__(self) -> None:
         self.leases: dict[LeaseId, Lease] = {}
         self.offers: dict[str, Offer] = {}
         self.failures: dict[str, int] = {}
+        self.failed_starts: dict[str, FailedStarts] = {}
+        self.stopped: dict[str, str] = {}
         self.newly_ready: dict[LeaseId, None] = {}
         self._ready_ns: dict[str, deque[Nanoseconds]] = {}
         self.worker_bound: int | None = None
@@ -72,6 +89,24 @@ class LeaseTable:
         self._asked[provider] += 1
         self._held[provider] += 1
         return lease
+
+    def failed_to_start(self, lease: Lease, fault: str) -> bool:
+        """Note why no worker of a lease has ever joined; returns whether another start would fail as well.
+
+        A lease that was asked for before the last such failure tells nothing new.
+        """
+        past = self.failed_starts.get(lease.provider)
+        if past is not None and parse_lease(lease.id)[1] <= past.asked:
+            return False
+        repeated = past is not None and _FIGURES.sub("", past.fault) == _FIGURES.sub("", fault)
+        times = past.times + 1 if past is not None and repeated else 1
+        self.failed_starts[lease.provider] = FailedStarts(fault, times, self._issued[lease.provider])
+        return times >= STARTS_MAX
+
+    def offer_again(self, provider: str) -> bool:
+        """Forget why workers of the provider did not start; returns whether it was stopped for that."""
+        self.failed_starts.pop(provider, None)
+        return self.stopped.pop(provider, None) is not None
 
     def took_to_get_ready(self, lease: LeaseId, provider: str, duration_ns: Nanoseconds) -> None:
         """A worker is ready for the first time, so long after its lease was granted."""

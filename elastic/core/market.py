@@ -39,7 +39,8 @@ class LeaseMarket:
         return self._table.offers
 
     def available(self, provider: str) -> int:
-        if self._timers.waiting("back-off", provider) or provider in self._table.paused:
+        table = self._table
+        if self._timers.waiting("back-off", provider) or provider in table.paused or provider in table.stopped:
             return 0
         if self._ending is not None and provider == self._ending.provider:
             offered = max(0, self._table.replacements_left(provider))

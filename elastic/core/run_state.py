@@ -166,8 +166,10 @@ class RunState:
 
     def take_up(self, event: Resumed) -> None:
         """Restart every deadline and the trainer's count of restarts: while the orchestrator was down, no peer could
-        be heard."""
+        be heard. What kept workers from starting may have been mended."""
         self.trainers_lost = 0
+        for provider in (*self.leases.failed_starts,):
+            self.leases.offer_again(provider)
         if event.budget_usd is not UNSET:
             self.controls.budget_usd = event.budget_usd
         if self.controls.budget_usd is not None:

@@ -60,6 +60,8 @@ class WorkerManager:
         worker.epoch = event.epoch
         worker.introduce(event.capabilities)
         self._note_boot(worker)
+        if run.leases.offer_again(worker.provider) and run.active:
+            run.wait("provision", "market", run.limits.retry_base_ns)
         self._clear(worker, "boot", "resume", "load", "reload", "stall")
         run.expect_heartbeat(worker)
         if worker.state is WorkerState.DRAINING:

@@ -43,7 +43,7 @@ from elastic.runtime.trainer import GatewayTrainer, kept_steps
 from elastic.tls import Certificate
 from elastic.weights.rights import RelayRights
 from functions.base import Call
-from providers.base import KnownLease, Provider
+from providers.base import REMARK, KnownLease, Provider
 from providers.waiting_room import WaitingRoom
 
 log = structlog.get_logger(__name__)
@@ -121,6 +121,7 @@ class Orchestrator:
         self._former = former
         self._told = told
         self._warned = False
+        self._stopped = dict[str, str]()
         self._clock = LoopClock(clock_ns, former.now_ns if former else 0)
         self._ended = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
@@ -399,7 +400,7 @@ class Orchestrator:
         self._warn()
 
     def _warn(self) -> None:
-        """Warn once for each budget that is nearly used up."""
+        """Warn once for each budget that is nearly used up, and for each provider that is stopped."""
         budget = self.scheduler.budget
         warned = budget is not None and budget.warned
         if budget is not None and warned and not self._warned:
@@ -410,6 +411,12 @@ class Orchestrator:
                 ends_in_s=budget.ends_in_s,
             )
         self._warned = warned
+        stopped = dict(self.scheduler.leases.stopped)
+        for provider, fault in stopped.items():
+            if self._stopped.get(provider) != fault:
+                log.warning("a provider is asked for nothing more", provider=provider, cause=fault)
+                self._journal.meta(f"{REMARK}{provider}: start", f"its workers could not start: {fault}")
+        self._stopped = stopped
 
 
 def _on_this_loop(call: Callable[[], None]) -> Callable[[], None]:

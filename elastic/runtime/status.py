@@ -67,6 +67,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     conditions: list[RunCondition] = []
 
 
+PROVIDER_STOPPED = "ProviderStopped"
 CPU_SATURATED_SHARE = 0.85
 """Above this, several paced engines on one machine compete for it and stop adding up as separate devices would."""
 
@@ -118,12 +119,15 @@ def run_status(
 
 
 def conditions(scheduler: Scheduler, now_ns: Nanoseconds) -> list[RunCondition]:
-    """Caps, a budget that is nearly used, and why the run ends."""
+    """Caps, providers that are asked no more, a budget that is nearly used, and why the run ends."""
     run, controls = scheduler.pieces[0], scheduler.controls
     found: list[RunCondition] = []
     for provider, cap in sorted(controls.caps.items()):
         message = f"{provider} is capped at {cap} GPUs, and has {capped_gpus(run, provider)}"
         found.append(RunCondition(type="Capped", reason="CapSet", message=message))
+    for provider, fault in sorted(scheduler.leases.stopped.items()):
+        message = f"{provider} is asked for nothing more, for its workers cannot start: {fault}"
+        found.append(RunCondition(type=PROVIDER_STOPPED, reason="CannotStart", message=message))
     budget = budget_forecast(run, now_ns)
     if budget is not None and budget.warned:
         message = f"${budget.committed_usd:.2f} of the budget of ${budget.budget_usd:.2f} are spent or committed"

@@ -214,3 +214,31 @@ async def test_a_start_that_is_cut_short_leaves_nothing(context: ProviderContext
     await asyncio.gather(starting, return_exceptions=True)
     await group.kill()
     assert processes_with(ELASTIC_RUN=context.run) == []
+
+
+SAYS = "import os, signal, sys; print('told', {token!r}, file=sys.stderr, flush=True); {end}"
+
+
+@pytest.mark.parametrize(
+    ("end", "fault"),
+    [
+        ("sys.exit('the device is in use')", "its process exited with status 1: told [removed] | the device is in use"),
+        ("os.abort()", "its process was killed by SIGABRT: told [removed]"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+        ("sys.exit(143)", ""),
+        ("sys.exit(0)", ""),
+    ],
+)
+async def test_a_worker_that_fails_by_itself_tells_why_without_its_secrets(
+    context: ProviderContext, end: str, fault: str
+) -> None:
+    request = lease_request()
+    command = (sys.executable, "-c", SAYS.format(token=request.tickets[0].token, end=end))
+    provider = ReservedProvider(
+        "reserved", ProviderSettings(max_workers=1), msgspec.structs.replace(context, worker_command=command)
+    )
+    recorder = Recorder()
+    await provider.start(recorder.emit)
+    await provider.acquire(request)
+    assert (await recorder.ended("lease-1")).fault == fault
+    await provider.aclose()

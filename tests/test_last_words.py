@@ -1,0 +1,47 @@
+"""The last words of a log: bounded, without secrets, whatever the file is."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic.last_words import WORDS_CHARS, last_words
+
+SECRET = "a-token-of-ours"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=2_000), st.booleans())
+def test_they_are_bounded_and_have_no_secret(tmp_path: Path, said: bytes, structured: bool) -> None:
+    log = tmp_path / "worker.log"
+    line = json.dumps({"event": "failed", "error": f"with {SECRET}", "level": "error"}) if structured else SECRET
+    log.write_bytes(said + b"\n" + f"{line}\nhttps://us:{SECRET}@host/ \x1b[31mred".encode())
+    words = last_words(log, [SECRET, ""])
+    assert SECRET not in words
+    assert "\x1b" not in words
+    assert "red" in words
+    assert len(words) <= WORDS_CHARS + 2
+
+
+def test_the_error_of_a_traceback_is_what_counts(tmp_path: Path) -> None:
+    log = tmp_path / "worker.log"
+    log.write_text("Traceback (most recent call last):\n  File 'x'\nRuntimeError: no locator available\n\n")
+    assert last_words(log).endswith("RuntimeError: no locator available")
+    log.write_text(json.dumps({"event": "ended", "exception": "Traceback\nKeyError: 'x'", "timestamp": "now"}) + "\n")
+    assert last_words(log) == "ended: KeyError: 'x'"
+
+
+@pytest.mark.parametrize("made", ["nothing", "link", "fifo", "directory"])
+def test_what_is_no_regular_file_says_nothing_and_holds_nobody(tmp_path: Path, made: str) -> None:
+    log = tmp_path / "worker.log"
+    if made == "link":
+        (tmp_path / "secret").write_text("another's")
+        log.symlink_to(tmp_path / "secret")
+    elif made == "fifo":
+        os.mkfifo(log)
+    elif made == "directory":
+        log.mkdir()
+    assert last_words(log) == ""
