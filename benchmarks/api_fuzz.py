@@ -27,9 +27,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
 from _common import ROOT, emit, parser
 from _hosted import CONFIG, HostedSite
+
+from elastic.http_clients import sync_client
 
 FUZZER = ROOT / ".cache" / "fuzz" / "bin" / "schemathesis"
 REQUESTS = 20_000
@@ -80,7 +81,7 @@ def main() -> None:
 def _populate(site: HostedSite) -> dict[str, list[str]]:
     """Things for requests to be about: values of path parameters."""
     headers = {"authorization": f"Bearer {site.secret}"}
-    with httpx.Client(base_url=site.url, headers=headers, timeout=REQUEST_TIMEOUT_S) as client:
+    with sync_client(site.url, by_proxy=False, base_url=site.url, headers=headers, timeout=REQUEST_TIMEOUT_S) as client:
 
         def post(path: str, body: dict[str, Any]) -> str:
             return client.post(path, json=body).raise_for_status().json()["id"]

@@ -38,6 +38,7 @@ from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
 from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S, Account, EndCause
+from elastic.http_clients import sync_client
 from elastic.resources import RunPhase
 from elastic.runtime.journal import BookRow, RunDirectory, SampleRow, StepRow, TrajectoryRow, event_row
 from elastic.runtime.status import ProviderStatus, RunStatus
@@ -104,7 +105,7 @@ def measure(database: str, load_s: float) -> dict[str, Any]:
     outlasts_s = 4 * UP_S + 2 * load_s
     with HostedSite.up(outlasts_s, outlasts_s, EVERY_S, database) as site:
         long_run = fill(site)
-        with httpx.Client(base_url=site.url, headers=_headers(site), timeout=UP_S) as client:
+        with sync_client(site.url, by_proxy=False, base_url=site.url, headers=_headers(site), timeout=UP_S) as client:
             jobs = [_begun(client) for _ in range(JOBS)]
             measured = compose.run_loop(load(site, jobs, long_run, load_s))
             listed = sum(1 for _ in _listed(client))

@@ -24,6 +24,8 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from elastic.http_clients import sync_client
+from elastic.proxies import through
 from elastic.resources import (
     AccessRole,
     ApiKey,
@@ -138,7 +140,10 @@ class Client:
         self.url = url.rstrip("/")
         self._patience_s = patience_s
         self._on_wait = on_wait
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
+        self._http = sync_client(
+            self.url, by_proxy=True, transport=transport, base_url=self.url, headers=headers, timeout=timeout
+        )
+        self._through = "" if transport is not None else through(self.url)
 
     def __enter__(self) -> Self:
         return self
@@ -327,7 +332,7 @@ class Client:
                 with self._http.stream("GET", f"/v1/uploads/{_part(upload)}/files/{file.sha256}") as answer:
                     if not answer.is_success:
                         answer.read()
-                    _checked(answer)
+                    _checked(answer, self._through)
                     with draft.open("xb") as output:
                         for chunk in answer.iter_bytes():
                             seen.update(chunk)
@@ -336,7 +341,7 @@ class Client:
                     raise ServerUnreachable(f"{self.url}: {file.path} did not come whole")
                 draft.replace(path)
             except httpx.HTTPError as error:
-                raise ServerUnreachable(f"{self.url}: {error or type(error).__name__}") from error
+                raise ServerUnreachable(f"{self.url}: {self._words(error)}") from error
             finally:
                 draft.unlink(missing_ok=True)
             written.append(path)
@@ -488,6 +493,9 @@ class Client:
             lambda: self._http.request(method, path, content=content, headers=said), repeatable=method != "PATCH"
         )
 
+    def _words(self, error: httpx.HTTPError) -> str:
+        return f"{str(error) or type(error).__name__}{self._through}"
+
     def _asked(self, ask: Callable[[], httpx.Response], *, repeatable: bool = True) -> httpx.Response:
         """Ask until there is an answer, or patience ends. What is not repeatable is, where it never arrived.
 
@@ -499,12 +507,14 @@ class Client:
                 answer = ask()
             except httpx.HTTPError as error:
                 again = repeatable or isinstance(error, httpx.ConnectError)
-                if not again or not patience.wait(f"{self.url}: {_words(error)}"):
-                    raise ServerUnreachable(f"{self.url}: {_words(error)}") from error
+                if not again or not patience.wait(f"{self.url}: {self._words(error)}"):
+                    raise ServerUnreachable(f"{self.url}: {self._words(error)}") from error
             else:
                 later = answer.status_code in _AGAIN or (answer.status_code == 429 and "retry-after" in answer.headers)
-                if not later or not patience.wait(f"{self.url}: HTTP {answer.status_code}", _retry_after_s(answer)):
-                    return _checked(answer)
+                if not later or not patience.wait(
+                    f"{self.url}: HTTP {answer.status_code}{self._through}", _retry_after_s(answer)
+                ):
+                    return _checked(answer, self._through)
 
     def _stream(
         self, path: str, after: str, asked: Mapping[str, str], final: str
@@ -522,11 +532,11 @@ class Client:
                     if answer.status_code == 204:
                         return
                     if answer.status_code in _AGAIN:
-                        lost, wait_s = f"{self.url}: HTTP {answer.status_code}", _retry_after_s(answer)
+                        lost, wait_s = f"{self.url}: HTTP {answer.status_code}{self._through}", _retry_after_s(answer)
                     else:
                         if answer.status_code != 200:
                             answer.read()
-                        _checked(answer)
+                        _checked(answer, self._through)
                         for id_, kind, data in _sse(answer.iter_lines()):
                             patience.begin()
                             after = id_ or after
@@ -538,7 +548,7 @@ class Client:
                         if not final:
                             return
             except httpx.HTTPError as error:
-                lost = f"{self.url}: {_words(error)}"
+                lost = f"{self.url}: {self._words(error)}"
             if time.monotonic() - began_s > RETRY_MAX_S:
                 patience.begin()
             if not patience.wait(lost, wait_s):
@@ -569,10 +579,6 @@ class _Patience:
         self._on_wait(why)
         time.sleep(wait_s)
         return True
-
-
-def _words(error: httpx.HTTPError) -> str:
-    return str(error) or type(error).__name__
 
 
 def _retry_after_s(answer: httpx.Response) -> float:
@@ -629,7 +635,8 @@ def _sse(lines: Iterator[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
         fields = {}
 
 
-def _checked(answer: httpx.Response) -> httpx.Response:
+def _checked(answer: httpx.Response, by: str) -> httpx.Response:
+    """The answer, if it is one. `by` says which way it came. Raises `ApiError`."""
     if answer.is_success:
         return answer
     try:
@@ -639,7 +646,7 @@ def _checked(answer: httpx.Response) -> httpx.Response:
             type="about:blank",
             title=answer.reason_phrase,
             status=answer.status_code,
-            detail=f"{answer.request.url}: HTTP {answer.status_code} {answer.reason_phrase}",
+            detail=f"{answer.request.url}: HTTP {answer.status_code} {answer.reason_phrase}{by}",
             instance=answer.request.url.path,
         )
     raise ApiError(problem)

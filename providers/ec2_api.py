@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from elastic.proxies import proxies_of_boto
 from providers.base import ProviderUnavailable
 from providers.ec2_market import Ec2Settings, PricePoint, SpotPool
 
@@ -541,6 +542,7 @@ class Ec2Api:
             service,
             endpoint_url=s.endpoint_url or None,
             config=config.Config(
+                proxies=proxies_of_boto(s.endpoint_url),
                 retries={"mode": "adaptive", "total_max_attempts": MAX_ATTEMPTS},
                 connect_timeout=CONNECT_TIMEOUT_S,
                 read_timeout=s.answer_timeout_s,

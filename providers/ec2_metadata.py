@@ -12,6 +12,8 @@ from typing import NamedTuple, Self
 
 import httpx
 
+from elastic.http_clients import async_client
+
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 """The environment variable by which AWS's own clients find the service."""
 ENDPOINT = "http://169.254.169.254"
@@ -40,7 +42,7 @@ class InstanceMetadata:
 
     def __init__(self, endpoint: str = ENDPOINT) -> None:
         self._endpoint = endpoint.rstrip("/")
-        self._http = httpx.AsyncClient(timeout=ANSWER_TIMEOUT_S, trust_env=False)
+        self._http = async_client(timeout=ANSWER_TIMEOUT_S)
         self._token = ""
 
     @classmethod

@@ -20,6 +20,7 @@ import msgspec
 import structlog
 
 from elastic.core.types import EndCause, LeaseId, WorkerId
+from elastic.http_clients import async_client
 from elastic.processes import RecordedProcesses, end_left_over, records
 from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable
 from providers.base_provider import BaseProvider, Found, LeaseHandle
@@ -70,9 +71,7 @@ class _Host:
         self.kv_used_shares: deque[float] = deque(maxlen=looks)
         """As reported, the latest last."""
         self.gone = asyncio.Event()
-        self._http = httpx.AsyncClient(
-            base_url=url, headers={"Authorization": f"Bearer {token}"}, trust_env=False, timeout=patience_s
-        )
+        self._http = async_client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=patience_s)
 
     @property
     def lendable(self) -> bool:

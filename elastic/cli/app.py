@@ -14,6 +14,7 @@ from elastic.cli.output import EXIT_FAILED, bad_input, say
 from elastic.config import Config, ConfigError, RunConfig, apply_override, given_path, load_config, validate
 from elastic.endpoint import Address
 from elastic.logs import STANDARD_ERROR, log_to
+from elastic.proxies import HttpSettingsError
 from elastic.runtime.journal import JournalError
 
 app = typer.Typer(
@@ -73,7 +74,7 @@ def main() -> None:
     log_to(STANDARD_ERROR)
     try:
         app(prog_name="elastic")
-    except (ConfigError, JournalError) as error:
+    except (ConfigError, JournalError, HttpSettingsError) as error:
         bad_input(str(error))
     except BrokenPipeError:
         sys.exit(EXIT_FAILED)

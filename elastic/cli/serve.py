@@ -16,6 +16,7 @@ from elastic.cli.pool import prepared_pool
 from elastic.config import ConfigError
 from elastic.endpoint import Address, is_loopback
 from elastic.given import read_text
+from elastic.proxies import HttpSettingsError, proxy_for
 from elastic.resources import AccessRole
 
 if TYPE_CHECKING:
@@ -114,6 +115,10 @@ def _oidc(said: OidcOptions) -> "OidcSettings | None":
         raise ConfigError(f"--oidc-issuer: no joserfc; {MISSING}")
     if not is_safe(said.issuer):
         bad_input(f"--oidc-issuer: found {said.issuer!r}; allowed: an https URL, or http on this machine")
+    try:
+        proxy_for(said.issuer)
+    except HttpSettingsError as error:
+        bad_input(f"--oidc-issuer: {error}")
     if not said.client_id:
         bad_input("--oidc-client-id: give what the provider calls this server")
     secret = os.environ.get(OIDC_SECRET_VARIABLE, "")

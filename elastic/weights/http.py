@@ -8,6 +8,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from elastic.http_clients import sync_client
 from elastic.tls import anchored_context
 from elastic.weights.blobs import Buffer, check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, InvalidKey, RelayError, RelayUnavailable
@@ -47,10 +48,10 @@ class HttpRelay:
         self._url = url.rstrip("/")
         headers = {"authorization": f"Bearer {token}"} if token else {}
         timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-        # Proxies are for the way out; a relay is named by the run itself.
         verify = anchored_context(anchor) if anchor and url.startswith("https:") else True
-        self._client = httpx.Client(
-            headers=headers, timeout=timeout, trust_env=False, verify=verify, transport=transport
+        # Proxies are for the way out; a relay is named by the run itself.
+        self._client = sync_client(
+            url, by_proxy=False, transport=transport, headers=headers, timeout=timeout, verify=verify
         )
 
     def put(self, key: str, *parts: Buffer) -> None:

@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from elastic.proxies import proxies_of_boto
 from elastic.weights.blobs import Buffer, check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable
 
@@ -142,6 +143,7 @@ class S3Relay:
             "s3",
             endpoint_url=self._options.get("endpoint_url"),
             config=config.Config(
+                proxies=proxies_of_boto(self._options.get("endpoint_url")),
                 connect_timeout=CONNECT_TIMEOUT_S,
                 read_timeout=SILENCE_TIMEOUT_S,
                 max_pool_connections=TRANSFERS + 4,

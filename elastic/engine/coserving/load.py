@@ -22,6 +22,7 @@ import numpy as np
 
 import traces
 from elastic.engine.coserving.service import percentile
+from elastic.http_clients import async_client
 from traces.errors import TraceError
 from traces.serving import ServingRequest, read_serving_trace
 from traces.windows import scaled, window_at
@@ -93,9 +94,7 @@ async def replay(
     prompts = [[random.randrange(vocab_size) for _ in range(request.prompt_tokens)] for request in requests]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     timeout = httpx.Timeout(REQUEST_TIMEOUT_S)
-    async with httpx.AsyncClient(
-        base_url=base_url, headers=headers, limits=limits, timeout=timeout, trust_env=False
-    ) as client:
+    async with async_client(base_url=base_url, headers=headers, limits=limits, timeout=timeout) as client:
         started_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             sent = [

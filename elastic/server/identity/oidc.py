@@ -19,6 +19,8 @@ import httpx
 import msgspec
 
 from elastic.endpoint import is_loopback
+from elastic.http_clients import sync_client
+from elastic.proxies import HttpSettingsError, through
 from elastic.resources import AccessRole
 from elastic.server.permissions import lesser
 from elastic.server.settings import ClaimMapping, OidcSettings
@@ -260,9 +262,10 @@ class IdentityProvider:
         """Return the status and the JSON object; an empty object for a refusal without one. Raises
         `IssuerUnavailable`."""
         try:
-            answer = httpx.request(method, url, timeout=self.settings.timeout_s, **options)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise IssuerUnavailable(f"{url}: {error or type(error).__name__}") from None
+            with sync_client(url, by_proxy=True, timeout=self.settings.timeout_s) as client:
+                answer = client.request(method, url, **options)
+        except (httpx.HTTPError, httpx.InvalidURL, HttpSettingsError) as error:
+            raise IssuerUnavailable(f"{url}: {error or type(error).__name__}{through(url)}") from None
         refused = 400 <= answer.status_code < 500
         try:
             body = answer.json() if answer.status_code == 200 or refused else None

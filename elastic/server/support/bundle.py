@@ -19,7 +19,9 @@ import httpx
 import psutil
 import sqlalchemy as sa
 
+from elastic.http_clients import sync_client
 from elastic.log_files import log_files
+from elastic.proxies import HttpSettingsError, through
 from elastic.server.clock import rfc3339
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreError, StoreUnavailable, revisions
@@ -143,10 +145,11 @@ def _health(settings: ServerSettings, store: Store | None, url: str) -> dict[str
     if url:
         for path in ("healthz", "readyz"):
             try:
-                answer = httpx.get(f"{url.rstrip('/')}/{path}", timeout=URL_TIMEOUT_S)
+                with sync_client(url, by_proxy=True, timeout=URL_TIMEOUT_S) as client:
+                    answer = client.get(f"{url.rstrip('/')}/{path}")
                 found[path] = {"status": answer.status_code, "body": answer.text[:2_000]}
-            except httpx.HTTPError as error:
-                found[path] = f"{type(error).__name__}: {error}"
+            except (httpx.HTTPError, HttpSettingsError) as error:
+                found[path] = f"{type(error).__name__}: {error}{through(url)}"
     return found
 
 

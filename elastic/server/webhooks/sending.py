@@ -11,6 +11,7 @@ import httpx
 import sqlalchemy as sa
 import structlog
 
+from elastic.http_clients import async_client
 from elastic.isolation import IsolatedLoop, LoopFaults
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable, webhooks
@@ -126,7 +127,7 @@ class DeliveryLoop:
             headers |= signed_headers(secret, row["id"], int(time.time()), body)
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 target = await resolved(row["url"], self._settings.webhook_networks, self._names)
-                client = httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=SEND_TIMEOUT_S)
+                client = async_client(follow_redirects=False, timeout=SEND_TIMEOUT_S)
                 async with (
                     client,
                     client.stream(
