@@ -22,7 +22,7 @@ import msgspec
 import structlog
 from pydantic import Field, model_validator
 
-from elastic import modal_platform
+from elastic import compiled, modal_platform
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from elastic.modal_platform import ModalUnusable, told
 from elastic.processes import RecordedProcesses, records, signal_name
@@ -51,8 +51,6 @@ LISTEN_S, MESSAGES_MAX = 30.0, 100
 RESTART_S_MIN = 60.0
 """How long a call that starts again is waited for at the least."""
 SITE_VARIABLE = "ELASTIC_SITE"
-COMPILED_VARIABLE, COMPILED_FOLDER = "NUMBA_CACHE_DIR", "compiled"
-"""Where compiled codecs are kept: on a volume, so that not every container spends its first 20 CPU seconds on them."""
 
 _decode_says = msgspec.msgpack.Decoder(ContainerSays).decode
 _decode_end = msgspec.msgpack.Decoder(RolloutEnd).decode
@@ -438,7 +436,8 @@ class ModalProvider(BaseProvider[Any]):
         environment = {**worker_environment(self.context, ticket)}
         if settings.volume:
             environment[SITE_VARIABLE] = settings.volume_path
-            environment[COMPILED_VARIABLE] = str(PurePosixPath(settings.volume_path, COMPILED_FOLDER))
+            # On a volume, so that not every container spends its first 20 CPU seconds on them.
+            environment[compiled.VARIABLE] = str(PurePosixPath(settings.volume_path, compiled.FOLDER))
         return environment
 
     # What containers say

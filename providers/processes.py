@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import traces
+from elastic.compiled import place_below
 from elastic.core.types import NS_PER_S, EndCause, LeaseId
 from elastic.last_words import last_words
 from elastic.processes import (
@@ -116,7 +117,12 @@ class ProcessGroup:
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                env=inherited(*WORKER_VARIABLES, *self._context.pass_env) | dict(environment) | self._recorded.marks,
+                env={
+                    **place_below(self._context.run_dir),
+                    **inherited(*WORKER_VARIABLES, *self._context.pass_env),
+                    **environment,
+                    **self._recorded.marks,
+                },
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -234,9 +234,8 @@ async def test_a_worker_that_fails_by_itself_tells_why_without_its_secrets(
 ) -> None:
     request = lease_request()
     command = (sys.executable, "-c", SAYS.format(token=request.tickets[0].token, end=end))
-    provider = ReservedProvider(
-        "reserved", ProviderSettings(max_workers=1), msgspec.structs.replace(context, worker_command=command)
-    )
+    failing = msgspec.structs.replace(context, worker_command=command)
+    provider = ReservedProvider("reserved", ProviderSettings.model_validate({}), failing)
     recorder = Recorder()
     await provider.start(recorder.emit)
     await provider.acquire(request)

@@ -5,6 +5,7 @@ from typing import Final
 
 import numpy as np
 
+from elastic.weights.codecs import _place as _place
 from elastic.weights.codecs.base import Codec
 from elastic.weights.codecs.compressed import Compressed
 from elastic.weights.codecs.dense import Dense, Raw
