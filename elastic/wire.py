@@ -10,6 +10,7 @@ texts and lists have an end. What is outside does not decode. A sender keeps to 
 A connection goes: `Hello` →, ← `Welcome` or `RefusedFrame`, `Ready` →, and then any message, either way.
 """
 
+import contextlib
 import math
 import re
 import sys
@@ -488,11 +489,29 @@ def decode_from_worker(body: bytes | memoryview) -> FromWorker:
         raise WireError(f"not a worker's message: {error}") from error
 
 
+class UnreadableOrder(WireError):
+    """An order to generate that cannot be read and names its attempt. `answer` gives the attempt back."""
+
+    def __init__(self, named: "_Order", cause: str) -> None:
+        super().__init__(f"not an orchestrator's message: {cause}")
+        self._named = named
+
+    def answer(self) -> Tokens:
+        order, detail = self._named, clipped(f"its worker cannot read the order: {self}")
+        end = Chunk(order.turn, order.attempt, order.start, [], [], -1, FinishReason.ERROR, detail=detail)
+        return Tokens([end])
+
+
 def decode_from_orchestrator(body: bytes | memoryview) -> FromOrchestrator:
-    """Raises `WireError` on anything that is not one of the orchestrator's messages."""
+    """Raises `WireError` on anything that is not one of the orchestrator's messages, `UnreadableOrder` where only that
+    order is of no use."""
     try:
         return _from_orchestrator.decode(body)
     except _UNDECODABLE as error:
+        with contextlib.suppress(*_UNDECODABLE):
+            order = _order.decode(body)
+            if order.kind == kind_of(Generate):
+                raise UnreadableOrder(order, str(error)) from error
         raise WireError(f"not an orchestrator's message: {error}") from error
 
 
@@ -500,7 +519,18 @@ class _Tagged(msgspec.Struct, array_like=True):
     kind: str
 
 
+class _Order(msgspec.Struct, array_like=True):
+    """What of an order to generate tells which attempt it is of."""
+
+    kind: str
+    turn: Text
+    attempt: Count
+    token_ids: Any
+    start: Count
+
+
 _tag = msgspec.msgpack.Decoder(_Tagged)
+_order = msgspec.msgpack.Decoder(_Order)
 _PLAIN = {
     ("logprobs", "Expected `float` <="): "log-probability above 0",
     ("logprobs", "Expected `float` >="): "log-probability that is no number, or lower than a sampled token's can be",

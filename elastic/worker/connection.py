@@ -182,13 +182,23 @@ class Connection(asyncio.Protocol):
         if self._cause is not None:
             return
         try:
-            if messages := [wire.decode_from_orchestrator(body) for body in self._frames.feed(data)]:
+            if messages := [message for body in self._frames.feed(data) if (message := self._read(body)) is not None]:
                 self._hear(messages)
                 self._stirred.set()
         except wire.WireError as error:
             self._end(ConnectionLost(f"the orchestrator broke the protocol: {error}"))
         except Exception as error:
             self._end(error)
+
+    def _read(self, body: memoryview) -> wire.FromOrchestrator | None:
+        """Return the message; None for an order that cannot be read, which is given back: the connection is sound, and
+        would bring the same order again. Raises `WireError`."""
+        try:
+            return wire.decode_from_orchestrator(body)
+        except wire.UnreadableOrder as error:
+            log.error("order not read", error=str(error))
+            self.send(error.answer())
+            return None
 
     def connection_lost(self, exc: Exception | None) -> None:
         broken = "the orchestrator closed the connection" if exc is None else f"the connection broke: {exc}"

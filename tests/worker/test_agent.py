@@ -671,3 +671,19 @@ async def test_what_an_orchestrator_does_not_read_is_bounded(monkeypatch: pytest
     deaf.set()
     server.close()
     await server.wait_closed()
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [1, "2"], "12", {"1": 2}, [None], None])
+async def test_an_order_that_cannot_be_read_costs_its_attempt_and_no_connection(
+    orchestra: Orchestra, prompt: object
+) -> None:
+    orchestra.employ(ScriptedEngine())
+    await orchestra.first(wire.Ready)
+    poison = msgspec.structs.replace(generate("poison", attempt=7, start=2, most=30), token_ids=prompt)
+    orchestra.send(poison)
+    orchestra.send(generate("sound", seed=5, most=20))
+    last = await orchestra.finished("poison", 7)
+    assert (last.finish, last.start, last.token_ids) == (FinishReason.ERROR, 2, [])
+    assert "cannot read the order" in last.detail
+    assert (await orchestra.finished("sound")).finish is FinishReason.LENGTH
+    assert orchestra.gone == []
