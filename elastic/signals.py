@@ -13,9 +13,14 @@ TERMINATION = (signal.SIGTERM, signal.SIGINT)
 TERMINATION_OR_HANGUP = (*TERMINATION, signal.SIGHUP)
 
 
-def act_on(numbers: tuple[signal.Signals, ...], act: Callable[[], object]) -> Callable[[], None]:
+def act_on(
+    numbers: tuple[signal.Signals, ...], act: Callable[[], object], note: Callable[[], object] | None = None
+) -> Callable[[], None]:
     """Have the running loop call `act` at each of these signals; returns what ends that. Off the main thread, where
-    there are no handlers, nothing is done."""
+    there are no handlers, nothing is done.
+
+    `note` is called before that, as soon as the signal comes, also while something holds the loop.
+    """
     loop = asyncio.get_running_loop()
     handled: list[signal.Signals] = []
 
@@ -27,6 +32,10 @@ def act_on(numbers: tuple[signal.Signals, ...], act: Callable[[], object]) -> Ca
         for number in _heeded(numbers):
             loop.add_signal_handler(number, act)
             handled.append(number)
+            if note is not None:
+                # In the place of a handler that does nothing: the loop hears of signals by a descriptor.
+                signal.signal(number, lambda *_: note())
+                signal.siginterrupt(number, False)
     return end
 
 

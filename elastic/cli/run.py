@@ -16,6 +16,7 @@ from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.logs import STANDARD_ERROR, log_to
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import JournalError, RunDirectory
+from elastic.runtime.loop_watch import LoopWatch
 from elastic.runtime.orchestrator import Orchestrator
 from elastic.signals import TERMINATION_OR_HANGUP, act_on
 from elastic.tls import TlsError
@@ -127,9 +128,11 @@ async def _execute(
         def act() -> None:
             next(signals, _kill)(orchestrator, progress)
 
-        act_on(TERMINATION_OR_HANGUP, act)
+        act_on(TERMINATION_OR_HANGUP, act, watch.told_to_end)
 
-    return await compose.execute(plan, run_dir, resume=resume, observe=progress.observe, on_ready=stop_on_signals)
+    watch = LoopWatch(progress.say)
+    with watch.watching():
+        return await compose.execute(plan, run_dir, resume=resume, observe=progress.observe, on_ready=stop_on_signals)
 
 
 def _stop(orchestrator: Orchestrator, progress: ProgressDisplay) -> None:

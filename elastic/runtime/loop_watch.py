@@ -1,0 +1,125 @@
+"""Watches for code of users that holds the event loop: environments run on it, and one that sleeps or computes stops
+everything else.
+
+- A thread says whose code it is once the loop has not turned for `HELD_S`, and once more when it turns again.
+- A signal that asks the process to end interrupts code that has held the loop for half of that time: it raises
+  `Interrupted` where the code stands, so that the loop gets to act on the signal. Code that lets nothing interrupt it
+  ends with the process, `STUBBORN_S` later.
+
+A run that ends this way goes on from its journal like one that was killed.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import structlog
+
+from elastic.runtime import rollout
+from elastic.signals import handled
+
+log = structlog.get_logger(__name__)
+
+HELD_S = 2.0
+BEAT_S = 0.2
+"""How often the loop shows that it turns, and the thread looks."""
+STUBBORN_S = 20.0
+_WAKE = signal.SIGURG
+"""The signal by which the thread reaches the main thread: ignored by default, and by everybody else."""
+
+
+_NOT_USERS = (os.path.dirname(asyncio.__file__), os.path.dirname(rollout.__file__))
+
+
+class Interrupted(BaseException):
+    """The process was told to end while this code held the event loop."""
+
+
+class LoopWatch:
+    """Watches the running loop while its context lasts; for the main thread. `say` is called by another thread."""
+
+    def __init__(self, say: Callable[[str], None], held_s: float = HELD_S, stubborn_s: float = STUBBORN_S) -> None:
+        self._say, self._held_s, self._stubborn_s = say, held_s, stubborn_s
+        self._beat_s = time.monotonic()
+        self._main = threading.get_ident()
+        self._over = threading.Event()
+        self._told_to_end_s: float | None = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator["LoopWatch"]:
+        """A context: the loop is watched."""
+        loop = asyncio.get_running_loop()
+        thread = threading.Thread(target=self._look, name="loop watch", daemon=True)
+        with handled((_WAKE,), self._interrupt):
+            loop.call_soon(self._beat, loop)
+            thread.start()
+            try:
+                yield self
+            finally:
+                self._over.set()
+                thread.join()
+
+    def told_to_end(self) -> None:
+        """Note a signal that asks the process to end, as soon as it comes."""
+        self._told_to_end_s = self._told_to_end_s or time.monotonic()
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._beat_s = time.monotonic()
+        if not self._over.is_set():
+            loop.call_later(BEAT_S, self._beat, loop)
+
+    def _look(self) -> None:
+        told, looked_s = "", time.monotonic()
+        while not self._over.wait(BEAT_S):
+            late_s, looked_s = time.monotonic() - looked_s - BEAT_S, time.monotonic()
+            held_s = looked_s - self._beat_s
+            if late_s > self._held_s / 2:
+                continue  # The whole process stood still.
+            if held_s < self._held_s and not (self._told_to_end_s and held_s > self._held_s / 2):
+                if told and held_s < 2 * BEAT_S:
+                    self._tell(f"the event loop goes on: {told} held it")
+                    told = ""
+                continue
+            holder = _holder(sys._current_frames().get(self._main))
+            if holder and holder != told and held_s >= self._held_s:
+                self._tell(f"{holder} holds the event loop since {held_s:.0f} s, and with it the whole run")
+                told = holder
+            if holder and self._told_to_end_s is not None:
+                signal.pthread_kill(self._main, _WAKE)
+                if looked_s - max(self._told_to_end_s, self._beat_s) > self._stubborn_s:
+                    self._tell(f"{holder} lets nothing interrupt it: the process ends without it")
+                    os._exit(1)
+
+    def _tell(self, words: str) -> None:
+        log.warning("event loop", what=words)
+        self._say(f"warning: {words}")
+
+    def _interrupt(self, _: int, frame: FrameType | None) -> None:
+        if _holder(frame):
+            raise Interrupted("the process was told to end while this held the event loop")
+
+
+def _holder(innermost: FrameType | None) -> str:
+    """Return whose code runs below a rollout loop, and where it stands; empty if it is nobody's."""
+    frames: list[FrameType] = []
+    frame = innermost
+    while frame is not None and frame.f_code.co_filename != rollout.__file__:
+        frames.append(frame)
+        frame = frame.f_back
+    if frame is None or not frames:
+        return ""
+    inner = [one for one in frames if one.f_code.co_filename != contextlib.__file__]
+    if not inner:
+        return ""
+    entry, at = inner[-1].f_code, inner[0]
+    if os.path.dirname(entry.co_filename) in _NOT_USERS:
+        return ""
+    place = f"{at.f_code.co_filename}:{at.f_lineno}"
+    within = "" if at is inner[-1] else f" in {at.f_code.co_qualname}"
+    return f"environment {entry.co_qualname} ({place}{within})"
