@@ -12,8 +12,10 @@ import hashlib
 import hmac
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -183,14 +185,24 @@ def anchored_context(anchor: str) -> ssl.SSLContext:
     return context
 
 
+Peer = TypeVar("Peer")
 Refuse = Callable[[str, str], None]
 """Hears the address of somebody with whom there was no handshake, and why."""
+
+
+def oldest_of_crowd(strangers: Iterable[tuple[Peer, str]]) -> Peer:
+    """The first of those that come from the address of which there are most. Each has its address; the oldest first."""
+    known = list(strangers)
+    crowds = Counter(address for _, address in known)
+    most = max(crowds.values())
+    return next(stranger for stranger, address in known if crowds[address] == most)
 
 
 class TlsServer:
     """Accepts TLS connections on a socket that listens, from now on; each gets a protocol once it is encrypted.
 
-    Strangers cost little: of more than `most` handshakes at once the oldest ends, and each ends after `timeout_s`.
+    Strangers cost little: of more than `most` handshakes at once the oldest ends of the address that has the most, and
+    each ends after `timeout_s`.
     """
 
     def __init__(
@@ -230,11 +242,11 @@ class TlsServer:
                 continue
             task = asyncio.create_task(self._shake_hands(connection, str(peer[0])), name="TLS handshake")
             self._handshakes[task] = str(peer[0])
-            task.add_done_callback(self._handshakes.pop)
+            task.add_done_callback(lambda task: self._handshakes.pop(task, None))
             if len(self._handshakes) > self._most:
-                oldest, address = next(iter(self._handshakes.items()))
-                oldest.cancel()
-                del self._handshakes[oldest]
+                crowded = oldest_of_crowd(self._handshakes.items())
+                address = self._handshakes.pop(crowded)
+                crowded.cancel()
                 self._refuse(address, "too many TLS handshakes are under way")
 
     async def _shake_hands(self, connection: socket.socket, address: str) -> None:

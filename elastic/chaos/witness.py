@@ -42,7 +42,7 @@ OF_NO_CONCERN = ("its lease ended", "it has no live lease", "expired", "lost", "
 """Reasons for a fence that do not blame the worker: its lease is over, or it has left."""
 AT_WORK = (WorkerState.LOADING, WorkerState.READY, WorkerState.ASLEEP)
 LOSSES = ("connection lost", "session moved")
-BLAMES = (*LOSSES, "no token in time", "hand-over took too long", "expected from")
+BLAMES = (*LOSSES, "no token in time", "not done in time", "hand-over took too long", "expected from")
 """Reasons for moving a turn that blame its worker."""
 
 

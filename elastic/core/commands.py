@@ -93,6 +93,13 @@ class FenceWorker(_Command, frozen=True):
     reason: str
 
 
+class BlameWorker(_Command, frozen=True):
+    """The worker has failed a turn, for this reason: show it."""
+
+    worker: WorkerId
+    reason: str
+
+
 class BarLease(_Command, frozen=True):
     """Lease nothing again in this run of what `lease` stands on: a worker of it said what cannot be true."""
 
@@ -207,6 +214,7 @@ Command: TypeAlias = (
     | WakeWorker
     | DrainWorker
     | FenceWorker
+    | BlameWorker
     | BarLease
     | StartGroup
     | CancelTrajectory

@@ -27,6 +27,10 @@ STANDING_TOKENS = 1000
 """Accepted tokens that take a worker's standing from nothing to 1."""
 HOPELESS_DECLINES = 4
 """Declined turns in a row after which a resting worker does not count as help for the trainer's device."""
+STRUCK_OUT = 4
+"""Turns in a row of which a worker has finished none, while others have finished as many, that cost it its lease."""
+_LAST = 1 << 20
+"""Stands before the queues of workers that get turns only where nobody else has room."""
 
 
 @dataclass(slots=True)
@@ -42,6 +46,10 @@ class Worker:
     - `standing` falls with every turn that the worker returns and rises with accepted tokens, up to 1.
     - `declines` counts turns in a row that it returned before it began them. After each it is `resting`; then it gets a
       single turn, until it has begun that.
+    - `strikes` counts turns in a row that it failed to bring to an end, the last one at `struck_ns`; those that it was
+      sent before that count no more. `others_finished` is how many turns had been finished by then at the first one.
+      With a strike it gets a turn only where nobody else has room, and one at a time.
+    - `brought` says whether a token has come since the last report, or the first sign of a turn.
     - `leaves_ns` is when it must have handed everything over, if its lease is about to end.
     """
 
@@ -73,6 +81,11 @@ class Worker:
     standing: float = 1.0
     declines: int = 0
     resting: bool = False
+    strikes: int = 0
+    struck_ns: Nanoseconds = -1
+    others_finished: int = 0
+    brought: bool = False
+    load_ordered_ns: Nanoseconds = 0
     leaves_ns: Nanoseconds | None = None
     leaves_why: str = ""
     served: bool = False
@@ -135,6 +148,8 @@ class Fleet:
         self._out_of_order: dict[WorkerId, Worker] = {}
         self.leaving: dict[WorkerId, Worker] = {}
         """Ready ones whose end is known: they get only what ends before that."""
+        self.struck: dict[WorkerId, Worker] = {}
+        """Those with strikes."""
         self._able: dict[WorkerId, None] = {}
         self._helpers: dict[int, int] = {}
         self._helping: dict[WorkerId, int] = {}
@@ -158,6 +173,7 @@ class Fleet:
             del self.workers[worker]
             self._able.pop(worker, None)
             self.leaving.pop(worker, None)
+            self.struck.pop(worker, None)
             if self.trainer is not None and self.trainer.id == worker:
                 self.trainer = None
 
@@ -180,6 +196,7 @@ class Fleet:
         """The worker's first token of the turn has come: it is pending no longer."""
         if worker.turns.get(turn) is False:
             worker.turns[turn] = True
+            worker.brought = True
             if not worker.resting:
                 worker.declines = 0
             self._pends_no_more(worker)
@@ -217,12 +234,30 @@ class Fleet:
         worker.resting = True
         self.reindex(worker)
 
+    def strike(self, worker: Worker, now_ns: Nanoseconds, finished: int) -> None:
+        """The worker has failed a turn. It gets turns last, one at a time, until it has finished one."""
+        if not worker.strikes:
+            worker.others_finished = finished
+        worker.strikes += 1
+        worker.struck_ns = now_ns
+        worker.resting = worker.resting or worker.strikes > 1
+        self.struck[worker.id] = worker
+        self.reindex(worker)
+
+    def redeem(self, worker: Worker) -> None:
+        """The worker has finished a turn."""
+        if worker.strikes:
+            worker.strikes = 0
+            del self.struck[worker.id]
+            self.reindex(worker)
+
     def rested(self, worker: Worker) -> None:
         worker.resting = False
         self.reindex(worker)
 
     def progressed(self, worker: Worker, tokens: int) -> None:
         """Tokens of the worker were accepted."""
+        worker.brought = True
         if worker.standing < 1:
             worker.standing = min(1.0, worker.standing + tokens / STANDING_TOKENS)
             self._out_of_order[worker.id] = worker
@@ -239,6 +274,7 @@ class Fleet:
             and worker.version is not None
             and not worker.resting
             and not (worker.declines and worker.pending)
+            and not (worker.strikes and worker.turns)
             and (worker.queued < self._max_pending or (worker.max_batch is not None and worker.has_place))
         )
 
@@ -261,6 +297,8 @@ class Fleet:
             least = next((load for load in loads if load[3] not in avoided), None) if avoided else loads[0]
             if least is not None and (kind not in best or least < best[kind]):
                 best[kind] = least
+        if self.struck:
+            best = {kind: load for kind, load in best.items() if load[0] < _LAST} or best
         return [self.workers[load[3]] for load in sorted(best.values())]
 
     @property
@@ -320,7 +358,7 @@ class Fleet:
     def _load_entry(self, worker: Worker) -> tuple[_Place, _Load] | None:
         if worker.version is None or not self.has_room(worker):
             return None
-        queue = 0 if worker.has_place else 1 + worker.queued
+        queue = (0 if worker.has_place else 1 + worker.queued) + (_LAST if worker.strikes else 0)
         share = (len(worker.turns) + 1) / (worker.places * worker.standing)
         return (worker.kind, worker.version), (queue, share, worker.order, worker.id)
 

@@ -169,7 +169,8 @@ def _check_worker(s: Scheduler, worker: Worker, waits: Set[str]) -> None:
     require(9, worker.version is None or not loading, lambda: f"serves version {worker.version}, and is still loading")
     lost = worker.state is WorkerState.GONE
     require(12, lost or worker.resting is ("rest" in waits), lambda: f"rests: {worker.resting}, without a deadline")
-    require(9, not worker.resting or worker.declines > 0, "rests, and has declined nothing")
+    require(9, not worker.resting or worker.declines + worker.strikes > 0, "rests, and has declined nothing")
+    require(9, (worker.id in s.fleet.struck) is (worker.strikes > 0), lambda: f"{worker.strikes} strikes, not indexed")
     waited, expected = (waits & _WORKER_WAITS) - ({"rest"} if not lost else set()), _worker_waits(s, worker)
     if worker.leaves_ns is not None and not gone:
         expected |= {"departure"}

@@ -20,7 +20,14 @@ from elastic.core.types import EndCause, LeaseId, LeaseState, Nanoseconds, Offer
 from elastic.core.worker_manager import WorkerManager
 
 NO_ROLLOUTS = "no rollouts are left to do for now"
-_FAILURES = (EndCause.BOOT_TIMEOUT, EndCause.EXPIRED, EndCause.FENCED, EndCause.LOST, EndCause.BARRED)
+_FAILURES = (
+    EndCause.BOOT_TIMEOUT,
+    EndCause.EXPIRED,
+    EndCause.FENCED,
+    EndCause.LOST,
+    EndCause.BARRED,
+    EndCause.STRUCK_OUT,
+)
 
 
 class LeaseManager:

@@ -3,11 +3,13 @@
 - A limit is never below the configured value, and never above `TIMES_MOST` times it.
 - In between it is `MARGIN` times the longest that what it is for has lately taken to come.
 - What did not come teaches nothing: hosts that hang do not earn themselves patience.
+- A whole turn has so long as its tokens could take at the slowest pace of other workers' turns: nobody who is slow on
+  purpose earns himself patience, either.
 """
 
 from dataclasses import dataclass
 
-from elastic.core.types import NS_PER_S, Limits, Nanoseconds
+from elastic.core.types import NS_PER_S, Limits, Nanoseconds, WorkerId
 
 TIMES_MOST = 10
 MARGIN = 3
@@ -52,6 +54,15 @@ class Longest:
         return self.since_ns + (1 + (now_ns - self.since_ns) // REMEMBERED_NS) * REMEMBERED_NS
 
 
+@dataclass(slots=True)
+class _Pace:
+    """A worker's turn that took `token_ns` for each of its tokens, and ended at `at_ns`."""
+
+    worker: WorkerId
+    token_ns: Nanoseconds
+    at_ns: Nanoseconds
+
+
 class Patience:
     """The limits as they are now. What a wait was for has come: `note` says after how long."""
 
@@ -62,6 +73,8 @@ class Patience:
         self._known: dict[str, tuple[Nanoseconds, Nanoseconds]] = {}
         """Limits that have been asked for, each with until when it holds: one is asked for with every token."""
         self._turns = Longest(0)
+        self._paces: list[_Pace] = []
+        """The slowest of late, of two workers at most; the slowest first."""
 
     def note(self, what: str, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
         longest = self._longest.get(what)
@@ -71,9 +84,31 @@ class Patience:
             longest.note(duration_ns, now_ns)
             self._known.pop(what, None)
 
-    def note_turn(self, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
-        """A turn has ended, so long after its worker began it."""
+    def note_turn(self, worker: WorkerId, tokens: int, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
+        """A turn has ended, so long after its worker began it, and with as many tokens of this worker."""
         self._turns.note(duration_ns, now_ns)
+        pace = _Pace(worker, duration_ns // max(1, tokens), now_ns)
+        known = [p for p in self._paces if p.at_ns > now_ns - REMEMBERED_NS]
+        if any(p.worker == worker and p.token_ns >= pace.token_ns for p in known):
+            self._paces = known
+        else:
+            others = [p for p in known if p.worker != worker]
+            self._paces = sorted([pace, *others], key=lambda pace: -pace.token_ns)[:2]
+
+    def turn_ns(self, worker: WorkerId, tokens: int, now_ns: Nanoseconds) -> Nanoseconds:
+        """How long a worker may take for a whole turn of so many tokens.
+
+        A prefill takes at most as long as any token may. Where no other worker has finished a turn lately, so may each
+        token; else it may take `TIMES_MOST` as long as theirs.
+        """
+        token_ns = self.limit_ns("token", now_ns)
+        pace_ns = next((p.token_ns for p in self._paces if p.worker != worker), None)
+        return token_ns + tokens * (token_ns if pace_ns is None else min(token_ns, TIMES_MOST * pace_ns))
+
+    def overdue(self, worker: WorkerId, tokens: int, took_ns: Nanoseconds) -> bool:
+        """Whether another worker would have finished a turn of so many tokens long ago."""
+        pace_ns = next((p.token_ns for p in self._paces if p.worker != worker), None)
+        return pace_ns is not None and took_ns > TIMES_MOST * pace_ns * tokens
 
     def limit_ns(self, what: str, now_ns: Nanoseconds) -> Nanoseconds:
         """How long to wait now for what is called so in `ADAPTIVE`."""

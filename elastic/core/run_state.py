@@ -2,7 +2,7 @@
 
 The parts form a ladder, from the bottom: turn manager; worker manager; balancer, lease manager, reward manager and
 trainer device; group manager; step controller; scheduler. A part calls only parts below it. For parts above it, it
-leaves word here (`vacated`, `over`, the tables), and they look before `handle` returns.
+leaves word here (`vacated`, `struck_out`, `over`, the tables), and they look before `handle` returns.
 """
 
 from collections.abc import Callable, Mapping
@@ -89,6 +89,8 @@ class RunState:
         self.ledger = Ledger()
         self.timers = Timers()
         self.vacated: dict[LeaseId, EndCause] = {}
+        self.struck_out: dict[WorkerId, None] = {}
+        """Workers whose turns bring nothing while others' do."""
         self.trainers_lost = 0
         self.controls = Controls()
         self.out: list[Command] = []
@@ -141,9 +143,10 @@ class RunState:
         """Return the pause after this many failures in a row. It doubles with each failure."""
         return min(self.limits.retry_base_ns << min(failures - 1, MAX_DOUBLINGS), self.limits.retry_max_ns)
 
-    def expect(self, what: str, key: str) -> None:
-        """Wait as long as the run has the patience to."""
-        self.timers.set(what, key, self.now_ns, self.patience.limit_ns(what, self.now_ns))
+    def expect(self, what: str, key: str, most_ns: Nanoseconds | None = None) -> None:
+        """Wait as long as the run has the patience to, and for `most_ns` at most."""
+        after_ns = self.patience.limit_ns(what, self.now_ns)
+        self.timers.set(what, key, self.now_ns, after_ns if most_ns is None or after_ns < most_ns else most_ns)
 
     def came(self, what: str, key: str) -> None:
         """End a wait successfully, and remember how long it took."""
@@ -152,12 +155,12 @@ class RunState:
             self.patience.note(what, self.now_ns - since_ns, self.now_ns)
             self.timers.clear(what, key)
 
-    def goes_on(self, what: str, key: str) -> None:
-        """As `came`, for a wait that continues."""
+    def goes_on(self, what: str, key: str, most_ns: Nanoseconds | None = None) -> None:
+        """As `came`, for a wait that continues, for `most_ns` at most."""
         since_ns = self.timers.since_ns(what, key)
         if since_ns is not None:
             self.patience.note(what, self.now_ns - since_ns, self.now_ns)
-        self.timers.set(what, key, self.now_ns, self.patience.limit_ns(what, self.now_ns))
+        self.expect(what, key, most_ns)
 
     def count_budget(self) -> None:
         """Compute how long the budget lasts, after a change of the run's leases or debts."""

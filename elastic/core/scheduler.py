@@ -109,6 +109,8 @@ class Scheduler:
         run = self._run
         if run.phase is Phase.ENDED:
             return
+        if run.struck_out:
+            self._worker_manager.strike_out()
         if run.vacated:
             self._lease_manager.release_vacated()
         if run.leases.newly_ready:

@@ -9,11 +9,11 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.fleet import RemainingFleet, Worker
+from elastic.core.fleet import STRUCK_OUT, RemainingFleet, Worker
 from elastic.core.leaving import Leaving
 from elastic.core.run_state import RunState
 from elastic.core.turns import Turn
-from elastic.core.types import FinishReason, Nanoseconds, Progress, TrajectoryId, TurnState, WorkerId
+from elastic.core.types import FinishReason, Nanoseconds, Progress, TrajectoryId, TurnState, WorkerId, WorkerRole
 
 QUEUE_WAITS = ("capacity", "place")
 """Waits of the queue: for a worker that could ever take a turn (capacity), and for room on one (place)."""
@@ -45,12 +45,35 @@ class TurnManager:
     def dispatch(self) -> None:
         """Send queued turns to workers while any worker has room (invariant 9)."""
         run = self._run
+        if run.fleet.struck:
+            self._take_from_struck()
         while (heads := run.turns.heads()) and (match := self._match(heads)) is not None:
             self._start(*match)
         if not heads:
             self._clear_queue_waits()
         else:
             self._expect_place()
+
+    def _take_from_struck(self) -> None:
+        """Route a turn again, as soon as another worker has a place, of which one with strikes has brought nothing, or
+        that others would have finished long ago."""
+        run = self._run
+        if run.turns.head() is not None:
+            return
+        for worker in list(run.fleet.struck.values()):
+            for turn in self._of(worker):
+                overdue = run.patience.overdue(worker.id, turn.due_tokens, run.now_ns - turn.sent_ns)
+                if turn.state is not TurnState.RUNNING or (turn.accepted > turn.start and not overdue):
+                    continue
+                other = run.policies.routing.route(turn, RemainingFleet(run.fleet, (worker.id,)))
+                if other is None or other in run.fleet.struck or not run.fleet.workers[other].has_place:
+                    continue
+                turn.destination = other
+                self._abort(turn)
+                if overdue:
+                    self._strike(worker, turn.sent_ns, "others would have finished it long ago")
+                self._requeue_unheard(turn, f"{other} has a place")
+                return
 
     def _expect_place(self) -> None:
         """Bound the queue's wait: for a place by the longest that a place may take to come, for capacity by a short
@@ -128,7 +151,8 @@ class TurnManager:
         run = self._run
         run.turns.move(turn, TurnState.RUNNING, run.now_ns, worker.id)
         turn.attempt += 1
-        turn.worker, turn.started_ns = worker.id, run.now_ns
+        turn.worker, turn.started_ns, turn.sent_ns = worker.id, run.now_ns, run.now_ns
+        turn.start, turn.sent_version = turn.accepted, turn.oldest_version
         turn.due_tokens = round(turn.expected_tokens)
         if turn.moved_at is not None:
             turn.moved_at = turn.accepted  # What came while it was handed over has not come of the move.
@@ -136,7 +160,7 @@ class TurnManager:
         self._clear_queue_waits()
         if turn.avoided:
             run.timers.clear("retry", turn.id)
-        run.expect("token", turn.id)
+        self._expect_whole(turn)
         run.out.append(
             c.StartTurn(
                 worker=worker.id,
@@ -189,7 +213,8 @@ class TurnManager:
         run, count, finish = self._run, chunk.count, chunk.finish
         turn.accepted += count
         turn.prefilled += chunk.prefilled
-        if count or chunk.prefilled:
+        begins = bool(count or chunk.prefilled) and not self._begun(turn)
+        if begins:
             turn.computed = True
             run.fleet.begin(worker, turn.id)
         if count:
@@ -197,12 +222,14 @@ class TurnManager:
             run.turns.trajectories[turn.trajectory].note_token(chunk.version)
         if turn.state is TurnState.RUNNING:
             if count:
-                run.goes_on("token", turn.id)
-            else:
-                run.expect("token", turn.id)
+                run.goes_on("token", turn.id, max(0, turn.ends_ns - run.now_ns))
+            elif begins:
+                run.expect("token", turn.id, max(0, turn.ends_ns - run.now_ns))
         if finish in _ENDS or turn.accepted == turn.max_new_tokens:
             run.turns.served(turn, worker.id)
-            run.patience.note_turn(run.now_ns - turn.started_ns, run.now_ns)
+            run.fleet.redeem(worker)
+            tokens = turn.accepted - turn.start
+            run.patience.note_turn(worker.id, tokens, run.now_ns - turn.started_ns, run.now_ns)
             self._close(turn, TurnState.FINISHED, finish or FinishReason.LENGTH)
             run.out.append(c.FinishTurn(turn=turn.id))
         elif finish is not None:
@@ -218,13 +245,19 @@ class TurnManager:
             self._requeue(turn, f"{chunk.finish} {chunk.detail}".rstrip())
 
     def _refuse(self, turn: Turn, chunk: Progress) -> None:
-        """A repeated chunk is ignored; anything else that does not fit means that this attempt cannot succeed."""
+        """A repeated chunk is ignored; anything else that does not fit means that this attempt cannot succeed.
+
+        It counts against the worker, unless the oldest version allowed is another one than when the turn was sent.
+        """
         if chunk.start < turn.accepted:
             return
         self._abort(turn)
         found = f"{chunk.count} tokens of version {chunk.version} from {chunk.start}, expected from {turn.accepted}"
         turn.computed = True
-        if chunk.start > turn.accepted or chunk.version < turn.oldest_version:
+        if turn.sent_version <= chunk.version < turn.oldest_version and chunk.start == turn.accepted:
+            self._requeue(turn, found)
+        elif chunk.start > turn.accepted or chunk.version < turn.oldest_version:
+            self._failed_by_worker(turn, "its tokens do not go on where the accepted ones end, or are too old")
             self._requeue(turn, found)
         else:
             self._blame_engine(turn, found)
@@ -232,6 +265,8 @@ class TurnManager:
     def _blame_engine(self, turn: Turn, detail: str) -> None:
         """Try the turn on another worker; after `max_engine_errors` errors it fails for good."""
         turn.engine_errors += 1
+        if turn.worker is not None:
+            self._strike(self._run.fleet.workers[turn.worker], turn.sent_ns, "its engine failed")
         if turn.engine_errors < self._run.limits.max_engine_errors:
             self._prefer_others(turn, declined=False)
             self._requeue(turn, f"engine error: {detail}")
@@ -249,12 +284,51 @@ class TurnManager:
         worker.waiting.clear()
         for turn in islice(map(run.turns.live.__getitem__, reversed(worker.turns)), pending):
             worker.waiting[turn.id] = turn.attempt
-            if not worker.turns[turn.id]:
-                turn.started_ns = run.now_ns
+            if worker.turns[turn.id]:
+                continue
+            turn.started_ns = run.now_ns
             if excused and turn.state is TurnState.RUNNING:
-                run.expect("token", turn.id)
+                self._expect_whole(turn)
+
+    def _expect_whole(self, turn: Turn) -> None:
+        """Wait for the turn's first token, and for the end of the attempt."""
+        run = self._run
+        assert turn.worker is not None
+        whole_ns = run.patience.turn_ns(turn.worker, turn.max_new_tokens - turn.accepted, run.now_ns)
+        turn.ends_ns = run.now_ns + whole_ns
+        run.expect("token", turn.id, whole_ns)
 
     # Back from workers
+
+    def _strike(self, worker: Worker, sent_ns: Nanoseconds, reason: str) -> None:
+        """Hold it against the worker that it has failed a turn that it was sent then.
+
+        The trainer's device has most to lose, and is judged by its engine's progress alone.
+        """
+        run = self._run
+        if worker.role is WorkerRole.TRAINER or sent_ns <= worker.struck_ns:
+            return  # What was sent before the last strike tells nothing new.
+        run.fleet.strike(worker, run.now_ns, run.turns.finished)
+        if worker.resting:
+            run.wait("rest", worker.id, run.back_off_ns(max(1, worker.declines, worker.strikes - 1)))
+        run.out.append(c.BlameWorker(worker=worker.id, reason=reason))
+        finished = run.turns.finished - worker.others_finished
+        if min(worker.strikes, finished) >= STRUCK_OUT:
+            run.struck_out[worker.id] = None
+
+    def _failed_by_worker(self, turn: Turn, reason: str, *, declined: bool = False) -> None:
+        assert turn.worker is not None
+        worker = self._run.fleet.workers[turn.worker]
+        self._prefer_others(turn, declined=declined)
+        self._strike(worker, turn.sent_ns, reason)
+
+    def cut_off(self, worker: Worker, cause: str) -> None:
+        """As `take_away`, for a worker whose connection is gone. It counts against the worker where no turn of it had
+        begun."""
+        if worker.turns and not any(worker.turns.values()):
+            sent_ns = max(turn.sent_ns for turn in self._of(worker))
+            self._strike(worker, sent_ns, "its connection was gone before it began a turn")
+        self.take_away(worker, cause)
 
     def _prefer_others(self, turn: Turn, *, declined: bool) -> None:
         """The worker returns the turn unasked: the turn may go to any other worker at once, and to this one after a
@@ -374,9 +448,14 @@ class TurnManager:
 
     def _token_due(self, turn_id: str) -> None:
         turn = self._run.turns.live[turn_id]
+        cause = "not done in time" if self._run.now_ns >= turn.ends_ns else "no token in time"
         self._abort(turn)
-        self._prefer_others(turn, declined=not self._begun(turn))
-        self._requeue_unheard(turn, "no token in time")
+        self._failed_by_worker(turn, cause, declined=not self._begun(turn))
+        self._requeue_unheard(turn, cause)
 
     def _handover_due(self, turn_id: str) -> None:
-        self._requeue_unheard(self._run.turns.live[turn_id], "hand-over took too long")
+        turn = self._run.turns.live[turn_id]
+        if turn.worker is not None:
+            worker = self._run.fleet.workers[turn.worker]
+            self._strike(worker, turn.sent_ns, "it did not hand a turn over in time")
+        self._requeue_unheard(turn, "hand-over took too long")

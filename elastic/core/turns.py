@@ -25,6 +25,8 @@ class Turn:
     - `given_back` maps each worker that returned the turn to how often it did, and until when the turn may not go
       there.
     - `avoided` are the workers, in order, that are excluded while the turn is queued now.
+    - Of the attempt: it was sent at `sent_ns`, with `start` tokens accepted and versions from `sent_version` on
+      allowed; it is over at `ends_ns`, however many tokens still come.
     """
 
     id: TurnId
@@ -43,6 +45,10 @@ class Turn:
     computed: bool = False
     """Whether prefill was paid for, or may have been: the worker may have left without a report."""
     worker: WorkerId | None = None
+    sent_ns: Nanoseconds = 0
+    sent_version: int = 0
+    start: int = 0
+    ends_ns: Nanoseconds = 0
     due_tokens: int = 0
     """Tokens that it was expected to decode when it was sent to its worker."""
     started_ns: Nanoseconds = 0
@@ -102,6 +108,8 @@ class Turns:
         self.demands: dict[str, Demand] = {}
         self._queues: dict[Needs, list[tuple[int, TurnId]]] = {}
         self._requested = 0
+        self.finished = 0
+        """How many turns have been finished, by all workers."""
 
     def request(
         self,
@@ -140,6 +148,7 @@ class Turns:
 
     def served(self, turn: Turn, worker: WorkerId) -> None:
         """The worker has finished the turn: it caches the trajectory's prefix, and `demand` has one more sample."""
+        self.finished += 1
         state = self.trajectories[turn.trajectory]
         state.affine_worker = worker
         state.affine_tokens = turn.context_tokens

@@ -162,6 +162,8 @@ class EndCause(StrEnum):
     LOST = "lost"
     BOOT_TIMEOUT = "boot_timeout"
     BARRED = "barred"
+    STRUCK_OUT = "struck_out"
+    """Its workers' turns brought nothing while others' did."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):

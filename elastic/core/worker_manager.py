@@ -56,7 +56,7 @@ class WorkerManager:
             return
         if event.epoch <= worker.epoch:
             return
-        self._turns.take_away(worker, "the worker's session moved to a new connection")
+        self._turns.cut_off(worker, "the worker's session moved to a new connection")
         worker.epoch = event.epoch
         worker.introduce(event.capabilities)
         self._note_boot(worker)
@@ -121,6 +121,7 @@ class WorkerManager:
             run.fleet.reindex(worker)
         self._follow_load(worker, event)
         self._turns.note_waiting(worker, event.pending, excused=self._gets_on(worker, event))
+        worker.brought = False
         if event.progress != worker.progress or event.executing == 0:
             worker.progress = event.progress
             run.came("stall", worker.id)
@@ -128,9 +129,16 @@ class WorkerManager:
             run.expect_progress(worker)
 
     def _gets_on(self, worker: Worker, event: e.WorkerReported) -> bool:
-        """Whether the engine iterates, or is about to begin turns under the weights that it has pulled."""
-        holds_turns = event.loading in (LoadPhase.WAITING, LoadPhase.APPLYING)
-        return event.progress != worker.progress or (holds_turns and worker.loading_version is not None)
+        """Whether the worker gets on with its other turns, or is about to begin turns under the weights that it has
+        pulled.
+
+        What it has brought shows that; its word counts only while its weights may still be loading.
+        """
+        holds_turns = event.loading in (LoadPhase.WAITING, LoadPhase.APPLYING) and worker.loading_version is not None
+        run = self._run
+        return worker.brought or (
+            holds_turns and run.now_ns - worker.load_ordered_ns < run.patience.limit_ns("load", run.now_ns)
+        )
 
     def _follow_load(self, worker: Worker, event: e.WorkerReported) -> None:
         """The time to load counts from the last progress.
@@ -194,9 +202,19 @@ class WorkerManager:
         self.give_up(worker.id, EndCause.BARRED)
         run.out.append(c.BarLease(lease=worker.lease, provider=worker.provider))
 
+    def strike_out(self) -> None:
+        """Give up the workers whose turns bring nothing while others' do. Their places are not leased again."""
+        run = self._run
+        struck_out, run.struck_out = run.struck_out, {}
+        for worker_id in struck_out:
+            worker = run.fleet.workers.get(worker_id)
+            if worker is not None and worker.state is not WorkerState.GONE:
+                self.give_up(worker_id, EndCause.STRUCK_OUT)
+                run.out.append(c.BarLease(lease=worker.lease, provider=worker.provider))
+
     def _detach(self, worker: Worker) -> None:
         """Move the worker's turns elsewhere at once. The worker may come back under a later epoch."""
-        self._turns.take_away(worker, "connection lost")
+        self._turns.cut_off(worker, "connection lost")
         self._clear(worker, "heartbeat", "stall", "load", "reload")
         self._move(worker, WorkerState.DETACHED, "connection lost")
         limits = self._run.limits
@@ -258,7 +276,7 @@ class WorkerManager:
             self._move(worker, WorkerState.LOADING, f"its weights are not of this run, which is at {version}")
         if worker.version == version or worker.loading_version is not None:
             return
-        worker.loading_version = version
+        worker.loading_version, worker.load_ordered_ns = version, run.now_ns
         run.timers.clear("reload", worker.id)
         run.expect("load", worker.id)
         run.out.append(c.LoadWeights(worker=worker.id, epoch=worker.epoch, version=version))

@@ -14,12 +14,15 @@ from providers.base import REMARK
 
 def refused_of(history: History) -> list[RefusalCount]:
     """Refusals by worker and reason over all segments, whose workers have different names."""
-    counts: dict[tuple[str, str], int] = {}
+    counts: dict[tuple[str, str, str], int] = {}
     for segment in history.segments:
         for refused in msgspec.json.decode(segment.meta().get(REFUSED_NOTE, "[]"), type=list[RefusalCount]):
-            key = (f"{segment.prefix}{refused.worker}" if refused.worker else "", refused.reason)
+            key = (f"{segment.prefix}{refused.worker}" if refused.worker else "", refused.reason, refused.what)
             counts[key] = counts.get(key, 0) + refused.count
-    return [RefusalCount(worker=worker, reason=reason, count=count) for (worker, reason), count in counts.items()]
+    return [
+        RefusalCount(worker=worker, reason=reason, count=count, what=what)
+        for (worker, reason, what), count in counts.items()
+    ]
 
 
 class LeaseRefusals(msgspec.Struct, frozen=True, kw_only=True):

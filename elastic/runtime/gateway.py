@@ -14,7 +14,6 @@ Everything runs on the event loop's thread, and the listener is called synchrono
 import asyncio
 import hashlib
 import hmac
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -28,7 +27,7 @@ from elastic.runtime.refusals import STRANGERS, RefusalCount, Refusals
 from elastic.runtime.validation import Claims, bounds_of
 from elastic.sockets import address_of, listening_socket
 from elastic.tickets import TicketRefused
-from elastic.tls import Certificate, TlsServer
+from elastic.tls import Certificate, TlsServer, oldest_of_crowd
 from providers.waiting_room import Applicant, WaitingRoom
 
 log = structlog.get_logger(__name__)
@@ -154,9 +153,7 @@ class Gateway:
         self._connections.add(connection)
         self._strangers[connection] = None
         if len(self._strangers) > self._limits.unauthenticated:
-            crowds = Counter(stranger.address for stranger in self._strangers)
-            crowded = max(crowds.values())
-            oldest = next(stranger for stranger in self._strangers if crowds[stranger.address] == crowded)
+            oldest = oldest_of_crowd((stranger, stranger.address) for stranger in self._strangers)
             self._refuse_stranger(oldest, "too many connections are waiting to be let in", retry=True)
 
     def _disconnected(self, connection: "_Connection") -> None:
@@ -278,6 +275,10 @@ class Door:
         session = self._sessions.pop(worker, None)
         if session is not None:
             session.cut()
+
+    def blame(self, worker: WorkerId, reason: str, what: str) -> None:
+        """Count and show that the worker, which goes on, has done `what` it should not have."""
+        self._refusals.note(worker, reason, _now_s(), what)
 
     def refusals(self) -> list[RefusalCount]:
         """Return the refusals so far: of strangers, who name no known run, and of this run's workers."""

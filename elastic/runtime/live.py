@@ -80,6 +80,9 @@ class GatewayWorkers:
         if self._relay_rights is not None:
             self._relay_rights.revoke(worker)
 
+    def blame(self, worker: WorkerId, reason: str) -> None:
+        self._door.blame(worker, reason, "turn")
+
 
 class ProviderLeases:
     """The leases of `providers`; the gateway is told which workers to expect.

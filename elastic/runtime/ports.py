@@ -69,6 +69,10 @@ class Workers(Protocol):
 
     def fence(self, worker: WorkerId, reason: str) -> None: ...
 
+    def blame(self, worker: WorkerId, reason: str) -> None:
+        """Show that the worker has failed a turn."""
+        ...
+
 
 class Leases(Protocol):
     def acquire(self, lease: LeaseId, provider: str, workers: int) -> None: ...

@@ -19,14 +19,16 @@ OTHERS = "other reasons"
 
 
 class RefusalCount(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` frames of a worker, or connections of strangers, that were refused for one reason."""
+    """`count` frames of a worker, or connections of strangers, that were refused for one reason; or `what` else of a
+    worker was of no use."""
 
     worker: str
     reason: str
     count: int
+    what: str = "frame"
 
     def __str__(self) -> str:
-        what, of = ("frame", f"worker {self.worker}") if self.worker else ("connection", "strangers")
+        what, of = (self.what, f"worker {self.worker}") if self.worker else ("connection", "strangers")
         return f"refused: {self.count:,} {what}{'' if self.count == 1 else 's'} of {of}: {self.reason}"
 
 
@@ -34,23 +36,24 @@ class Refusals:
     """A log line that is left out is counted in the next one."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], int] = {}
+        self._counts: dict[tuple[str, str, str], int] = {}
         self._lines = float(BURST_LINES)
         self._filled_s = 0.0
         self._unlogged = 0
 
-    def note(self, worker: str, reason: str, now_s: float) -> None:
+    def note(self, worker: str, reason: str, now_s: float, what: str = "frame") -> None:
         """`now_s` is of any clock that only goes forward."""
         reason = _legible(reason)
-        if worker == STRANGERS and (worker, reason) not in self._counts and len(self._counts) >= KINDS_MAX:
+        if worker == STRANGERS and (worker, reason, what) not in self._counts and len(self._counts) >= KINDS_MAX:
             reason = OTHERS
-        self._counts[worker, reason] = self._counts.get((worker, reason), 0) + 1
+        self._counts[worker, reason, what] = self._counts.get((worker, reason, what), 0) + 1
         self._log(worker, reason, now_s)
 
     def counts(self) -> list[RefusalCount]:
         """Return the counts in the order of their first refusals."""
         return [
-            RefusalCount(worker=worker, reason=reason, count=count) for (worker, reason), count in self._counts.items()
+            RefusalCount(worker=worker, reason=reason, count=count, what=what)
+            for (worker, reason, what), count in self._counts.items()
         ]
 
     def _log(self, worker: str, reason: str, now_s: float) -> None:

@@ -136,6 +136,7 @@ class Run:
             c.WakeWorker: workers.order,
             c.DrainWorker: workers.order,
             c.FenceWorker: lambda k: workers.fence(k.worker, k.reason),
+            c.BlameWorker: lambda k: workers.blame(k.worker, k.reason),
             c.BarLease: lambda k: ports.leases.bar(k.lease, k.provider),
             c.StartGroup: trajectories.start,
             c.CancelTrajectory: lambda k: trajectories.cancel(k.trajectory),

@@ -366,6 +366,9 @@ class Incarnation:
     def fence(self, worker: WorkerId, reason: str) -> None:
         """Refuse the worker when it next dials."""
 
+    def blame(self, worker: WorkerId, reason: str) -> None:
+        """Nobody is shown it."""
+
     def acquire(self, lease: LeaseId, provider: str, workers: int) -> None:
         self._outside.providers[provider].acquire(lease)
 

@@ -22,13 +22,13 @@ from elastic.sim.world import simulate
 
 WORLDS = {
     0: "4bcf2c2f7e418dba0bfb370df1514777",
-    2: "a02ee44d410e5ebd1f098a62f3a3adb4",
+    2: "f544c63f0ac86b4fb71f3b6d193a85de",
     3: "7c4cf5a6ef6b6cc6eb1d19ff80c5dbc0",
     7: "d125bc601be42ad5e540903e57095863",
-    12: "e1fe0fd93ea4a86070b209d22ee8d981",
+    12: "72d87cbf2cfb6efbda569139ca60fe7f",
     13: "d4c6ec03e901867ca44f4da46047303b",
-    17: "1cf1fc22ab5b0c55de64edc3e637e3c5",
-    18: "c0975bdea99590aeb3ba15a2b78d6279",
+    17: "94d43d4a8d661865f57fd44cf2b6d3e8",
+    18: "4afa3e70f61754710d4be0593a3e448d",
     20: "4b454ce9255f082d4f22a67b05adc7d8",
     22: "1b517df62677f8d7f9bc56a364a280f8",
 }

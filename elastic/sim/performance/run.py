@@ -268,6 +268,9 @@ class SimulatedRun(OneIncarnation):
         self.acts.note_fence(worker, self._workers, self.scheduler)
         self._refused.add(worker)
 
+    def blame(self, worker: WorkerId, reason: str) -> None:
+        """Nobody is shown it."""
+
     def acquire(self, lease: LeaseId, provider: str, workers: int) -> None:
         launcher = self._launcher_of[lease] = self.launchers[provider]
         launcher.acquire(lease)

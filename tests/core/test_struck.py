@@ -1,0 +1,154 @@
+"""Workers whose turns bring nothing while others' do: they hold a run up once, and then lose their lease."""
+
+import pytest
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.fleet import STRUCK_OUT
+from elastic.core.types import NS_PER_S, EndCause, FinishReason
+from elastic.sim.settings import SMALL_LIMITS
+
+TOKEN_S = SMALL_LIMITS.turn_stall_timeout_ns / NS_PER_S
+STEP_S = 0.25
+LONGEST_S = 120.0
+
+
+class Pair:
+    """An honest worker and one that lies, in turns of one group of many. `lie` is told each of the liar's turns."""
+
+    def __init__(self, core, honest: bool = True) -> None:
+        self.core, self.has_honest = core, honest
+        core.trainer()
+        self.honest = core.worker("spot", capacity=1) if honest else ""
+        self.liar = core.worker("serving", capacity=3)
+        core.end_seeding()
+        self.sent: list[c.StartTurn] = []
+        self.events = self.done = 0
+        self.busy: list[c.StartTurn] = []
+        self.out: list[c.Command] = []
+
+    def tell(self, out: list[c.Command]) -> None:
+        self.events += 1
+        self.out += out
+        for command in out:
+            if isinstance(command, c.StartTurn):
+                if command.worker == self.liar:
+                    self.sent.append(command)
+                else:
+                    self.busy.append(command)
+            elif isinstance(command, c.FinishTurn):
+                self.done += 1
+
+    def play(self, turns: int, lie) -> float:
+        """Ask for so many turns, two at a time; returns how long the run took."""
+        core, asked = self.core, 0
+        began_s = core.now_s
+        while self.done < turns and core.now_s < began_s + LONGEST_S:
+            while asked < turns and asked - self.done < 3:
+                self.tell(core.request(f"0/0/{asked}", max_new_tokens=20))
+                asked += 1
+            core.now_s += STEP_S
+            busy, self.busy = self.busy, []
+            for start in busy:
+                self.tell(core.tokens(start, 2, finish=FinishReason.STOP))
+            self.tell(core.tell(e.Tick()))
+            for worker in list(core.scheduler.fleet.workers.values()):
+                if worker.id != self.liar and worker.connected:
+                    self.tell(core.beat(worker.id, capacity=1))
+            record = core.scheduler.fleet.workers.get(self.liar)
+            if record is not None:
+                lie(self, record)
+        return core.now_s - began_s
+
+
+def holds(pair: Pair, record) -> None:
+    """All turns wait in its engine, says the liar, and the engine gets on."""
+    pair.tell(pair.core.beat(pair.liar, capacity=3, pending=len(record.turns), executing=1))
+
+
+def says_nothing(pair: Pair, record) -> None:
+    """Chunks without tokens."""
+    holds(pair, record)
+    for turn in list(record.turns):
+        start = next(s for s in reversed(pair.sent) if s.turn == turn)
+        pair.tell(pair.core.tokens(start, 0, prefilled=1))
+
+
+def one_token(pair: Pair, record) -> None:
+    holds(pair, record)
+    for turn, begun in list(record.turns.items()):
+        if not begun:
+            start = next(s for s in reversed(pair.sent) if s.turn == turn)
+            pair.tell(pair.core.tokens(start, 1))
+
+
+def trickles(pair: Pair, record) -> None:
+    """A token now and then: never late, never done."""
+    holds(pair, record)
+    for turn in list(record.turns):
+        live = pair.core.scheduler.turns.live[turn]
+        start = next(s for s in reversed(pair.sent) if s.turn == turn)
+        if pair.core.now_s - max(live.sent_ns / NS_PER_S, 0) > (live.accepted - live.start + 1) * 0.8 * TOKEN_S:
+            pair.tell(pair.core.tokens(start, 1, start=live.accepted))
+
+
+def begins_elsewhere(pair: Pair, record) -> None:
+    holds(pair, record)
+    for _ in range(20):
+        for turn in list(record.turns):
+            start = next(s for s in reversed(pair.sent) if s.turn == turn)
+            pair.tell(pair.core.tokens(start, 1, start=start.start + 5))
+
+
+def is_too_old(pair: Pair, record) -> None:
+    holds(pair, record)
+    for _ in range(20):
+        for turn in list(record.turns):
+            start = next(s for s in reversed(pair.sent) if s.turn == turn)
+            pair.tell(pair.core.tokens(start, 1, version=-1))
+
+
+def flaps(pair: Pair, record) -> None:
+    for _ in range(20):
+        if pair.liar in pair.core.scheduler.fleet.workers:
+            pair.tell(pair.core.join(pair.liar, epoch=record.epoch + 1))
+            pair.tell(pair.core.beat(pair.liar, capacity=3))
+
+
+LIES = [holds, says_nothing, one_token, trickles, begins_elsewhere, is_too_old, flaps]
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_liar_holds_a_run_up_once_and_then_loses_its_lease(make_core, lie) -> None:
+    pair = Pair(make_core(group_size=200))
+    took_s = pair.play(200, lie)
+    assert pair.done == 200
+    assert took_s < 200 * STEP_S + (8 if lie is trickles else 2) * TOKEN_S
+    assert len(pair.sent) < 12
+    blamed = [k.worker for k in pair.out if isinstance(k, c.BlameWorker)]
+    assert set(blamed) == {pair.liar}
+    if lie is trickles:  # Its turns bring something: it holds the run up once, and has lost its standing.
+        return
+    assert len(blamed) == STRUCK_OUT
+    fenced = [(k.worker, k.reason) for k in pair.out if isinstance(k, c.FenceWorker)]
+    assert fenced[0] == (pair.liar, EndCause.STRUCK_OUT)
+    assert {worker for worker, _ in fenced} == {pair.liar}
+    assert [k.provider for k in pair.out if isinstance(k, c.BarLease)] == ["serving"]
+
+
+def test_who_is_alone_is_tried_again_and_again(make_core) -> None:
+    pair = Pair(make_core(group_size=8), honest=False)
+    pair.play(2, begins_elsewhere)
+    assert not [command for command in pair.out if isinstance(command, c.FenceWorker)]
+    assert 3 < len(pair.sent) < 40
+
+
+def test_a_long_turn_of_a_slow_worker_ends_where_it_began(make_core) -> None:
+    pair = Pair(make_core(group_size=8), honest=False)
+    pair.tell(pair.core.request("0/0/0", max_new_tokens=10))
+    (start,) = pair.sent
+    for place in range(10):
+        pair.core.wait(0.8 * TOKEN_S, beating=(pair.liar, "trainer"))
+        pair.tell(pair.core.tokens(start, 1, start=place))
+    assert pair.done == 1
+    assert pair.sent == [start]
