@@ -34,6 +34,31 @@ def replace_durably(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
+class StandingFiles:
+    """Files that somebody keeps open and writes, whose names must go on meaning them.
+
+    What is removed or replaced can still be written, but nobody would ever find it.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        self._known: dict[Path, tuple[int, int] | None] = dict.fromkeys(paths)
+
+    def check(self) -> None:
+        """Raises `OSError` if one that was there at an earlier check is gone, or is another one."""
+        for path, known in self._known.items():
+            try:
+                found = os.stat(path)
+            except FileNotFoundError:
+                identity = None
+            else:
+                identity = found.st_dev, found.st_ino
+            if known is None:
+                self._known[path] = identity
+            elif identity != known:
+                what = "was removed" if identity is None else "was replaced by another file"
+                raise OSError(f"{path.name} {what} while it was written")
+
+
 def sync(path: Path) -> None:
     """Have a file's content, or a directory's entries, on disk. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -19,6 +19,7 @@ import msgspec
 from elastic.cluster import Cluster, ClusterPolicies
 from elastic.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode, restore, save
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PoolSpec, WaitLimits
+from elastic.files import StandingFiles
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
 from elastic.sqlite import open_sqlite
 
@@ -71,6 +72,7 @@ class PoolJournal:
             self.events: int = self._db.execute("SELECT COALESCE(MAX(number), -1) + 1 FROM events").fetchone()[0]
         except sqlite3.Error as error:
             raise PoolJournalError(f"{self.path}: {error}") from error
+        self._standing = StandingFiles(self.path, self.path.with_name(f"{self.path.name}-wal"))
         layout = self.note("layout")
         self._digested = self._snapshotted = self.events
         if layout not in ("", LAYOUT):
@@ -241,7 +243,8 @@ class PoolJournal:
             self._db.execute("BEGIN IMMEDIATE")
             yield
             self._db.execute("COMMIT")
-        except sqlite3.Error as error:
+            self._standing.check()
+        except (sqlite3.Error, OSError) as error:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
             raise PoolJournalError(f"{self.path}: {error}") from error

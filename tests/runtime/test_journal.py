@@ -714,3 +714,26 @@ def test_a_sound_journal_is_not_blamed_for_descriptors_that_have_run_out(path: P
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     JournalReader(path).close()
+
+
+class TestRemoved:
+    @pytest.mark.parametrize("what", ["", "-wal", "directory", "another"])
+    def test_a_journal_that_is_removed_fails_at_the_next_commit(self, tmp_path: Path, what: str) -> None:
+        path = tmp_path / "run" / "journal.sqlite"
+        path.parent.mkdir()
+        journal = SqliteJournal(path, 3600.0)
+        journal.append(event_row(e.Tick(), 1))
+        journal.durable().result(20)
+        if what == "directory":
+            path.parent.rename(tmp_path / "elsewhere")
+        elif what == "another":
+            shutil.copy(path, copy := tmp_path / "copy")
+            copy.replace(path)
+        else:
+            path.with_name(path.name + what).unlink()
+        journal.append(event_row(e.Tick(), 2))
+        with pytest.raises(JournalError, match=r"journal\.sqlite(-wal)? was (removed|replaced)"):
+            journal.durable().result(20)
+        assert journal.failed is not None
+        with pytest.raises(JournalError):
+            journal.close()

@@ -21,18 +21,18 @@ from elastic.sim.settings import draw_settings
 from elastic.sim.world import simulate
 
 WORLDS = {
-    0: "4bcf2c2f7e418dba0bfb370df1514777",
-    2: "f544c63f0ac86b4fb71f3b6d193a85de",
-    3: "7c4cf5a6ef6b6cc6eb1d19ff80c5dbc0",
-    7: "d125bc601be42ad5e540903e57095863",
-    12: "72d87cbf2cfb6efbda569139ca60fe7f",
-    13: "d4c6ec03e901867ca44f4da46047303b",
-    17: "94d43d4a8d661865f57fd44cf2b6d3e8",
-    18: "4afa3e70f61754710d4be0593a3e448d",
-    20: "4b454ce9255f082d4f22a67b05adc7d8",
-    22: "1b517df62677f8d7f9bc56a364a280f8",
+    0: "e29791b4337fa1f26500f48896237fa4",
+    2: "f56521036cda984c993b98e4d281019a",
+    3: "93b3a357338043a4f130a442217ad0b7",
+    7: "a9c18b52e66bfd00c96231f87d882488",
+    12: "3d681373578cf493cac9129a5e52780b",
+    13: "8ebf6c3ab4d08e52a392d4744e167ad4",
+    17: "43f1ab0f098c8cba4ef7a0901a68b422",
+    18: "20dd22d8e71cecdb0cad619e6f6867bb",
+    20: "5f26792ef2bf325da126fea16b75af90",
+    22: "fec33ca1cd8b589c0a518027be8de079",
 }
-RUNS = {0: "3c0247134846d3eecba5b68d8c2d4214", 1: "ea175647980b11701f42055c2dbb591d"}
+RUNS = {0: "96767a66bb24607bc90f83e83420dd58", 1: "ea175647980b11701f42055c2dbb591d"}
 
 ROLLOUT = {"groups": 3, "group_size": 4, "max_turns": 4, "max_tokens_per_turn": 64}
 SPOT = "time_s,event,instance_id\n0,add,a\n0,add,b\n4,remove,a\n6,add,c\n9,remove,b\n"

@@ -3,6 +3,7 @@
 - Whoever appends returns at once; a thread commits what has gathered, at the latest every `commit_interval_s`.
 - Nothing that was appended is lost unless the journal fails, and then `failed` says why, and nothing more is written.
 - What waits to be written is bounded. Beyond that the journal is `behind`: whoever can slow down must.
+- A file that is removed or replaced meanwhile fails the journal at the next commit.
 - Another process that holds the file's lock is waited for, up to `lock_timeout_s`.
 """
 
@@ -19,6 +20,7 @@ from typing import Protocol
 
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import Account, WorkerId
+from elastic.files import StandingFiles
 from elastic.runtime.journal.records import TABLES, BookRow, EventRow, NoteRow
 from elastic.runtime.journal.tables import JournalRecord, JournalTable, Row
 from elastic.sqlite import open_sqlite
@@ -119,6 +121,8 @@ class SqliteJournal:
         self._books: dict[WorkerId, tuple[int, int]] = {}
         """The closed books that are written, as far as they can still change."""
         self._connection = self._open(durable_against, notes or {})
+        self._standing = StandingFiles(path, path.with_name(f"{path.name}-wal"))
+        self._standing.check()
         self._start()
 
     def append(self, *records: JournalRecord) -> None:
@@ -244,6 +248,7 @@ class SqliteJournal:
             with contextlib.suppress(sqlite3.Error):
                 connection.rollback()
             raise
+        self._standing.check()
 
     def _fail(self, error: Exception) -> None:
         what = str(error) or type(error).__name__
