@@ -32,7 +32,7 @@ WORLDS = {
     20: "5f26792ef2bf325da126fea16b75af90",
     22: "fec33ca1cd8b589c0a518027be8de079",
 }
-RUNS = {0: "96767a66bb24607bc90f83e83420dd58", 1: "ea175647980b11701f42055c2dbb591d"}
+RUNS = {0: "96767a66bb24607bc90f83e83420dd58", 1: "e7f195de04d5c25ee9bbef2b7a6b4f10"}
 
 ROLLOUT = {"groups": 3, "group_size": 4, "max_turns": 4, "max_tokens_per_turn": 64}
 SPOT = "time_s,event,instance_id\n0,add,a\n0,add,b\n4,remove,a\n6,add,c\n9,remove,b\n"
