@@ -106,6 +106,8 @@ class RunFigures(_Resource):
     elapsed_s: float = 0.0
     success_rate: float | None = None
     last_success_rate: float | None = None
+    mean_reward: float | None = None
+    last_mean_reward: float | None = None
     tokens_per_s: float = 0.0
     preemptions: int = 0
     usd: float = 0.0
@@ -254,6 +256,7 @@ class StepMetrics(_Resource):
     at_s: float
     duration_s: float
     success_rate: float | None
+    mean_reward: float | None
     groups_trained: int
     groups_dropped: int
     trainer: dict[str, float | None]

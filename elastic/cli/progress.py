@@ -48,7 +48,9 @@ def bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
 class ProgressDisplay:
     """Shows each status. Use `context` around the run; `observe` is the orchestrator's observer."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, learns: bool = True) -> None:
+        """`learns`: a policy does, so that rewards mean something; in a simulation none does."""
+        self._learns = learns
         self._console = console
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._last_step = -1
@@ -70,13 +72,15 @@ class ProgressDisplay:
     def _draw(self, status: RunStatus) -> None:
         assert self._live is not None
         self._say_what_stopped(status)
-        self._live.update(render(status))
+        self._live.update(render(status, learns=self._learns))
 
     def _print(self, status: RunStatus) -> None:
         self._say_what_stopped(status)
         if status.step != self._last_step and status.last_success_rate is not None:
             self._last_step = status.step
-            self._console.print(line(status, self._tokens_per_s(status)), highlight=False, soft_wrap=True)
+            self._console.print(
+                line(status, self._tokens_per_s(status), learns=self._learns), highlight=False, soft_wrap=True
+            )
 
     def _say_what_stopped(self, status: RunStatus) -> None:
         """Say once of each provider that is stopped why, and how it is offered again."""
@@ -92,12 +96,16 @@ class ProgressDisplay:
         return tokens_per_s(self._marks)
 
 
-def line(status: RunStatus, rate: float) -> str:
+def line(status: RunStatus, rate: float, *, learns: bool = True) -> str:
     """One step in one line, for logs."""
     workers = " ".join(f"{name}:{p.ready}" for name, p in status.providers.items())
     parts = [
         f"step {status.step}/{status.steps}",
-        f"success {_percent(status.last_success_rate)}",
+        *(
+            [f"success {_percent(status.last_success_rate)}", f"mean reward {_reward(status.last_mean_reward)}"]
+            if learns
+            else []
+        ),
         f"{rate:,.0f} tokens/s",
         f"workers {workers}" if status.phase == "running" else status.phase,
         f"preemptions {status.preemptions}",
@@ -109,10 +117,10 @@ def line(status: RunStatus, rate: float) -> str:
     return "  ".join(parts)
 
 
-def render(status: RunStatus) -> Group:
+def render(status: RunStatus, *, learns: bool = True) -> Group:
     """The live panel: fits 80 columns, and nothing in it moves while figures change."""
     warning = "" if status.pacing_holds else f"CPU {status.cpu_share:.0%} busy: {PACING_SLIPS}"
-    return Group(_head(status), _facts(status), _table(status), Text(warning, style="yellow"))
+    return Group(_head(status), _facts(status, learns=learns), _table(status), Text(warning, style="yellow"))
 
 
 def _head(status: RunStatus) -> Table:
@@ -133,10 +141,12 @@ def _head(status: RunStatus) -> Table:
     return head
 
 
-def _facts(status: RunStatus) -> Text:
+def _facts(status: RunStatus, *, learns: bool) -> Text:
+    success, reward = _percent(status.last_success_rate), _reward(status.last_mean_reward)
+    learnt = f"success {success}  mean reward {reward} " if learns else ""
     return Text(
-        f"success {_percent(status.last_success_rate)}   {status.tokens_per_s:>6,.0f} tokens/s   "
-        f"{status.trajectories_running:>4} trajectories   {status.queued_turns:>4} turns queued",
+        f"{learnt}{status.tokens_per_s:>6,.0f} tokens/s "
+        f"{status.trajectories_running:>4} trajectories {status.queued_turns:>4} queued",
         no_wrap=True,
         overflow="ellipsis",
     )
@@ -174,6 +184,10 @@ def _load(running: int, capacity: int) -> str:
 
 def _percent(share: float | None) -> str:
     return "   –" if share is None else f"{share:4.0%}"
+
+
+def _reward(mean: float | None) -> str:
+    return "     –" if mean is None else f"{mean:6.3f}"
 
 
 def _clock(seconds: float) -> str:

@@ -35,7 +35,7 @@ def simulate_command(
     plan = compose.resolve(config, names, where)
     experiment = simulation.settled(config, experiment)
     run_dir = compose.new_run_dir(config)
-    progress = ProgressDisplay(console(stderr=True))
+    progress = ProgressDisplay(console(stderr=True), learns=False)
     try:
         with compose.claimed(run_dir), _stoppable() as stopped, progress.context:
             outcome = simulation.simulate(

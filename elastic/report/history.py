@@ -10,6 +10,7 @@
 import dataclasses
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -75,6 +76,15 @@ class Segment:
         for t_ns, event in (entry for journal in self.journals for entry in journal.events_of(*kinds)):
             yield self.begun_ns + t_ns, msgspec.structs.replace(event, **self._retold(msgspec.structs.asdict(event)))
 
+    def mean_rewards(self) -> dict[int, float]:
+        """The mean reward of each step's scored trajectories."""
+        sums, scored = defaultdict[int, float](float), defaultdict[int, int](int)
+        for step, count, total in (row for journal in self.journals for row in journal.reward_sums()):
+            if step < self.undone_from:
+                scored[step] += count
+                sums[step] += total
+        return {step: sums[step] / count for step, count in scored.items()}
+
     def books(self) -> list[DeviceBook]:
         """As they were written last."""
         books = {book.worker: book for journal in self.journals for book in journal.books()}
@@ -118,6 +128,10 @@ class History:
 
     def rows(self, kind: type[R]) -> list[R]:
         return [row for segment in self.segments for row in segment.rows(kind)]
+
+    def mean_rewards(self) -> dict[int, float]:
+        """The mean reward of each step's scored trajectories."""
+        return {step: mean for segment in self.segments for step, mean in segment.mean_rewards().items()}
 
     def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
         return (entry for segment in self.segments for entry in segment.events_of(*kinds))

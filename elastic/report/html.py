@@ -63,7 +63,9 @@ def _pictures(summary: Summary) -> list[Markup]:
         "full",
     )
     learning = _figure(
-        "Success rate by step", charts.success(summary), "Band: one standard error over the step's trajectories."
+        "Success rate by step",
+        charts.success(summary),
+        "The share of trajectories with a reward above 0. Band: one standard error over the step's trajectories.",
     )
     cost = _figure("Cost by provider", charts.cost(summary), "Each provider's sum at the right.")
     accounts = _figure(

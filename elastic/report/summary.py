@@ -36,7 +36,7 @@ from elastic.report.usage import (
 from elastic.report.weights import WeightUpdates, weights_of
 from elastic.runtime.journal import MoveRow, PullRow, StepRow, StoredRun, TrajectoryRow, TurnRow
 from elastic.runtime.refusals import RefusalCount
-from elastic.runtime.status import CPU_SATURATED_SHARE
+from elastic.runtime.status import CPU_SATURATED_SHARE, mean_reward, success_rate
 
 TRAINER = "trainer"
 """`Plan.trainer_provider` unless set otherwise; it stands first."""
@@ -63,7 +63,10 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished training step. `success_rate` is the share of its scored trajectories that were rewarded."""
+    """One finished training step. `success_rate` is the share of scored trajectories with a reward above 0,
+    `standard_error` that of the share; `mean_reward` is of the same trajectories. All are None in a simulation, where
+    no policy learns.
+    """
 
     step: int
     at_s: float
@@ -74,6 +77,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     groups_dropped: int
     trajectories: int
     success_rate: float | None
+    mean_reward: float | None
     standard_error: float | None
     trainer: dict[str, float | None]
 
@@ -124,6 +128,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[StepSummary]
     success_first: float | None
     success_last: float | None
+    mean_reward_first: float | None
+    mean_reward_last: float | None
     trajectories_finished: int
     trajectories_truncated: int
     trajectories_failed: dict[str, int]
@@ -185,7 +191,8 @@ def _summary(history: History) -> Summary:
     samples, books, end_ns = history.samples(), history.books(), history.end_ns
     turns, moves = history.rows(TurnRow), history.rows(MoveRow)
     trajectories = history.rows(TrajectoryRow)
-    steps = _steps(history.rows(StepRow), trajectories)
+    simulated = "simulated" in meta
+    steps = _steps(history.rows(StepRow), trajectories, learns=not simulated)
     ends = lease_ends(history, books)
     workers = lanes(history, books, ends, end_ns, _drain_ns(config))
     replacing = replacements(workers)
@@ -214,6 +221,7 @@ def _summary(history: History) -> Summary:
     usd, on_demand_usd = total.usd + functions_usd, _on_demand_usd(total, functions_usd, config)
     lives_s = [(row.ended_ns - row.started_ns) / NS_PER_S for row in trajectories if _scored(row)]
     rated = [step.success_rate for step in steps if step.success_rate is not None]
+    means = [step.mean_reward for step in steps if step.mean_reward is not None]
     return Summary(
         run=meta.get("run") or (status.run if status else history.name),
         segments=len(history.segments),
@@ -228,6 +236,8 @@ def _summary(history: History) -> Summary:
         steps=steps,
         success_first=rated[0] if rated else None,
         success_last=rated[-1] if rated else None,
+        mean_reward_first=means[0] if means else None,
+        mean_reward_last=means[-1] if means else None,
         trajectories_finished=sum(_scored(row) for row in trajectories),
         trajectories_truncated=sum(_scored(row) and row.truncated for row in trajectories),
         trajectories_failed=_counts(row.cause or "no finite reward" for row in trajectories if not _scored(row)),
@@ -262,7 +272,7 @@ def _summary(history: History) -> Summary:
         trajectory_latency_s=quantiles(lives_s),
         trajectory_latency=histogram(lives_s),
         lanes=workers,
-        simulated="simulated" in meta,
+        simulated=simulated,
         refused=refused_of(history),
         notes=msgspec.json.decode(meta.get("notes", "[]"), type=list[str]),
         joined=joined_usage(history, books),
@@ -326,15 +336,15 @@ def _scored(trajectory: TrajectoryRow) -> bool:
     return not trajectory.cause and reward is not None and math.isfinite(reward)
 
 
-def _steps(steps: Sequence[StepRow], trajectories: Sequence[TrajectoryRow]) -> list[StepSummary]:
+def _steps(steps: Sequence[StepRow], trajectories: Sequence[TrajectoryRow], *, learns: bool) -> list[StepSummary]:
     rewards: dict[int, list[float]] = {}
     for row in filter(_scored, trajectories):
         rewards.setdefault(row.step, []).append(row.reward or 0.0)
-    return [_step(row, rewards.get(row.step, [])) for row in steps]
+    return [_step(row, rewards.get(row.step, []), learns=learns) for row in steps]
 
 
-def _step(row: StepRow, rewards: Sequence[float]) -> StepSummary:
-    rate = _share(reward > 0 for reward in rewards)
+def _step(row: StepRow, rewards: Sequence[float], *, learns: bool) -> StepSummary:
+    rate = success_rate(rewards) if learns else None
     unusable = int(row.trainer.get("groups_unusable") or 0)
     return StepSummary(
         step=row.step,
@@ -346,6 +356,7 @@ def _step(row: StepRow, rewards: Sequence[float]) -> StepSummary:
         groups_dropped=row.record.groups_dropped + unusable,
         trajectories=len(rewards),
         success_rate=rate,
+        mean_reward=mean_reward(rewards) if learns else None,
         standard_error=None if rate is None else math.sqrt(rate * (1 - rate) / len(rewards)),
         trainer=row.trainer,
     )

@@ -11,7 +11,7 @@ from elastic.core.types import Account, EndCause
 from elastic.report import units
 from elastic.report.batches import TRAINED
 from elastic.report.comparison import Comparison
-from elastic.report.summary import Moves, Pulls, Quantiles, Summary
+from elastic.report.summary import Moves, Pulls, Quantiles, StepSummary, Summary
 from elastic.report.usage import Usage
 from elastic.report.weights import PARTS, WorkerPull, mean, mean_split_s
 from elastic.runtime.status import CPU_SATURATED_SHARE
@@ -91,11 +91,7 @@ def headline(summary: Summary) -> list[Figure]:
     steps = len(summary.steps)
     of = f" of {summary.steps_planned}" if summary.steps_planned not in (None, steps) else ""
     return [
-        Figure(
-            name="success",
-            value=_percent(summary.success_last),
-            detail=f"from {_percent(summary.success_first)} in {steps}{of} steps",
-        ),
+        *_learnt(summary, f"in {steps}{of} steps"),
         Figure(
             name="wall time", value=units.duration(summary.wall_s), detail=f"{units.duration(total.gpu_s)} of GPU time"
         ),
@@ -120,6 +116,23 @@ def headline(summary: Summary) -> list[Figure]:
             name="allocation overhead",
             value=units.share(total.overhead_share),
             detail=f"{units.share(total.preempted_share)} by the papers' definition",
+        ),
+    ]
+
+
+def _learnt(summary: Summary, steps: str) -> list[Figure]:
+    if summary.simulated:
+        return [Figure(name="steps", value=units.count(len(summary.steps)), detail="simulated: no policy learns")]
+    return [
+        Figure(
+            name="success",
+            value=_percent(summary.success_last),
+            detail=f"from {_percent(summary.success_first)} {steps}",
+        ),
+        Figure(
+            name="mean reward",
+            value=units.reward(summary.mean_reward_last),
+            detail=f"from {units.reward(summary.mean_reward_first)}",
         ),
     ]
 
@@ -635,14 +648,18 @@ def _integrity(summary: Summary) -> Table:
 
 
 def _steps(summary: Summary) -> Table:
+    learns = not summary.simulated
     return Table(
         title="Training steps",
-        header=["step", "success", "± s.e.", "duration", "seeding", "rollout", "trained", "dropped", "trajectories"],
+        header=[
+            "step",
+            *(["success", "± s.e.", "mean reward"] if learns else []),
+            *("duration", "seeding", "rollout", "trained", "dropped", "trajectories"),
+        ],
         rows=[
             [
                 str(step.step),
-                units.share(step.success_rate),
-                units.share(step.standard_error),
+                *(_learnt_cells(step) if learns else []),
                 *map(units.duration, (step.duration_s, step.seeding_s, step.rollout_s)),
                 units.count(step.groups_trained),
                 units.count(step.groups_dropped),
@@ -650,8 +667,15 @@ def _steps(summary: Summary) -> Table:
             ]
             for step in summary.steps
         ],
-        note="Success is the share of scored trajectories that were rewarded, while the policy was being trained.",
+        note="Success is the share of scored trajectories with a reward above 0, mean reward that of all, while "
+        "the policy was being trained."
+        if learns
+        else "Rewards of a simulation are drawn, and are not shown: no policy learns.",
     )
+
+
+def _learnt_cells(step: StepSummary) -> list[str]:
+    return [units.share(step.success_rate), units.share(step.standard_error), units.reward(step.mean_reward)]
 
 
 def _with_total(summary: Summary) -> Mapping[str, Usage]:

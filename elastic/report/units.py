@@ -55,6 +55,13 @@ def usd(value: float | None) -> str:
     return f"${value:.3f}" if value >= 0.001 else f"${value:.2g}"
 
 
+def reward(value: float | None) -> str:
+    """A mean of rewards, which have no unit and any scale: 0.481, -4.250, 1,234.5."""
+    if value is None:
+        return NONE
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.1f}"
+
+
 def shortened(name: str, most: int) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 

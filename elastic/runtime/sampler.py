@@ -51,6 +51,7 @@ class Sampler:
             scribe.counts,
             rewards=scribe.rewards,
             last_success_rate=scribe.last_success_rate,
+            last_mean_reward=scribe.last_mean_reward,
             tokens_per_s=tokens_per_s(self._token_marks),
             function_usd=scribe.function_usd,
             cpu_share=self._cpu_share(),

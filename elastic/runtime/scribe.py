@@ -29,11 +29,11 @@ from elastic.runtime.journal import (
     event_row,
     frame_row,
 )
-from elastic.runtime.status import ProviderStatus, success_rate
+from elastic.runtime.status import ProviderStatus, mean_reward, success_rate
 from functions.base import Call
 
 REMEMBERED = (
-    *("counts", "rewards", "last_success_rate", "function_usd", "events"),
+    *("counts", "rewards", "last_success_rate", "last_mean_reward", "function_usd", "events"),
     *("_trajectories", "_turns", "_unscored", "_granted", "_members", "_steps", "_trained", "_unpublished"),
 )
 """Attributes of a scribe that the next incarnation's goes on with."""
@@ -110,6 +110,7 @@ class Scribe:
         self.rewards: list[float] = []
         """Of the trajectories that have ended in this step."""
         self.last_success_rate: float | None = None
+        self.last_mean_reward: float | None = None
         self.function_usd = 0.0
         self.events = 0
         """That the core has been told."""
@@ -274,6 +275,7 @@ class Scribe:
             return
         self._steps = len(history)
         self.last_success_rate = success_rate(self.rewards)
+        self.last_mean_reward = mean_reward(self.rewards)
         record = history[-1]
         row = StepRow(
             step=record.step,

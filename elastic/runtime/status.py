@@ -39,7 +39,8 @@ class RunCondition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, kw_only=True):
-    """The run at one moment. Success rates are shares of finished trajectories that were rewarded.
+    """The run at one moment. Success rates are shares of scored trajectories with a reward above 0; mean rewards are of
+    the same trajectories.
 
     `cpu_share` is that of the whole machine; where it passes `CPU_SATURATED_SHARE`, paced engines no longer
     keep their modelled speed and `pacing_holds` is false.
@@ -52,6 +53,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     elapsed_s: float
     success_rate: float | None
     last_success_rate: float | None
+    mean_reward: float | None = None
+    last_mean_reward: float | None = None
     trajectories_running: int
     queued_turns: int
     tokens_per_s: float
@@ -88,6 +91,7 @@ def run_status(
     *,
     rewards: Sequence[float],
     last_success_rate: float | None,
+    last_mean_reward: float | None,
     tokens_per_s: float,
     function_usd: float,
     cpu_share: float = 0.0,
@@ -103,6 +107,8 @@ def run_status(
         elapsed_s=now_ns / NS_PER_S,
         success_rate=success_rate(rewards),
         last_success_rate=last_success_rate,
+        mean_reward=mean_reward(rewards),
+        last_mean_reward=last_mean_reward,
         trajectories_running=sum(len(group.unfinished) for group in (step.groups.values() if step else ())),
         queued_turns=sum(turn.worker is None for turn in scheduler.turns.live.values()),
         tokens_per_s=tokens_per_s,
@@ -142,7 +148,11 @@ def conditions(scheduler: Scheduler, now_ns: Nanoseconds) -> list[RunCondition]:
 
 
 def success_rate(rewards: Sequence[float]) -> float | None:
-    """The mean reward; None where nothing has been rewarded."""
+    """The share of rewards above 0; None where nothing has been scored."""
+    return sum(reward > 0 for reward in rewards) / len(rewards) if rewards else None
+
+
+def mean_reward(rewards: Sequence[float]) -> float | None:
     return sum(rewards) / len(rewards) if rewards else None
 
 

@@ -27,6 +27,7 @@ def status(**fields: Any) -> RunStatus:
         "elapsed_s": 75.3,
         "success_rate": None,
         "last_success_rate": 0.42,
+        "last_mean_reward": -0.217,
         "trajectories_running": 113,
         "queued_turns": 7,
         "tokens_per_s": 812.4,
@@ -58,6 +59,7 @@ LARGE = {
     "elapsed_s": 45_000.0,
     "trainer": "asleep",
     "last_success_rate": 1.0,
+    "last_mean_reward": -99.25,
     "providers": {"serving": ProviderStatus(ready=64, capacity_turns=1024, running_turns=1024, tokens=123_456_789)},
 }
 
@@ -74,7 +76,7 @@ def test_panel_says_what_a_run_is_at() -> None:
     assert "frozenlake" in head
     assert "step 13/80" in head
     assert "1:15" in head
-    assert "success  42%" in facts
+    assert "success  42%  mean reward -0.217" in facts
     assert "812 tokens/s" in facts
     assert columns.split() == ["provider", "ready", "booting", "turns", "tokens", "preempted", "cost"]
     assert [row.split()[0] for row in rows] == ["serving", "spot", "trainer", "all"]
@@ -84,7 +86,7 @@ def test_panel_says_what_a_run_is_at() -> None:
 def test_figures_do_not_move_the_panel() -> None:
     calm, busy = shown(status()), shown(status(**BUSY, tokens_per_s=7.0, queued_turns=1234, last_success_rate=None))
     assert len(calm) == len(busy)
-    for mark in ("tokens/s", "trajectories", "turns queued"):
+    for mark in ("tokens/s", "trajectories", "queued"):
         assert calm[1].index(mark) == busy[1].index(mark)
     assert [text.rindex("$") for text in calm[3:7]] == [text.rindex("$") for text in busy[3:7]]
 
@@ -105,6 +107,17 @@ def test_a_line_a_step_where_there_is_no_terminal() -> None:
     assert [text.split()[1] for text in lines] == ["1/80", "2/80"]
     assert "workers serving:2 spot:1 trainer:1" in lines[0]
     assert "pacing does not hold" in line(status(**BUSY), 0.0)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_simulation_shows_neither_success_nor_reward(width: int) -> None:
+    console = Console(width=width, file=io.StringIO())
+    ProgressDisplay(console, learns=False).observe(status(step=1))
+    assert isinstance(console.file, io.StringIO)
+    panel = Console(width=width, force_terminal=True, color_system=None, file=console.file)
+    panel.print(render(status(), learns=False))
+    assert "tokens/s" in console.file.getvalue()
+    assert not any(word in console.file.getvalue() for word in ("success", "reward"))
 
 
 def test_a_steps_line_has_the_rate_since_the_line_before() -> None:

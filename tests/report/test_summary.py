@@ -234,7 +234,19 @@ def test_success_counts_rewarded_trajectories_of_those_scored(summary_of):
     assert summary.steps[0].standard_error == pytest.approx((0.25 * 0.75 / 4) ** 0.5)
     assert (summary.success_first, summary.success_last) == (0.25, pytest.approx(2 / 3))
     assert summary.trajectories_finished == 9
+    assert [step.mean_reward for step in summary.steps] == [0.25, pytest.approx(2 / 3)]
     assert summary.trajectories_failed == {"reset": 1}
+
+
+def test_shaped_rewards_are_no_success(summary_of):
+    def fill(run):
+        run.group(0, 0, [-5.0, -3.0, 0.5, 0.0], trained=True)
+        run.step(0, 1.0)
+
+    (step,) = summary_of(fill).steps
+    assert (step.success_rate, step.mean_reward) == (0.25, -1.875)
+    figures = {figure.name: figure.value for figure in tables.headline(summary_of(fill))}
+    assert (figures["success"], figures["mean reward"]) == ("25 %", "-1.875")
 
 
 def test_what_was_truncated_and_what_was_of_no_use_is_counted(summary_of):

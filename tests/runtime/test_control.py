@@ -58,7 +58,15 @@ class CommandedRun:
 
     def _status(self) -> Any:
         return run_status(
-            "run", self.core, 0, {}, rewards=[], last_success_rate=None, tokens_per_s=0.0, function_usd=0.0
+            "run",
+            self.core,
+            0,
+            {},
+            rewards=[],
+            last_success_rate=None,
+            last_mean_reward=None,
+            tokens_per_s=0.0,
+            function_usd=0.0,
         )
 
     async def raw(self, line: bytes) -> dict[str, Any]:

@@ -123,6 +123,14 @@ class JournalReader:
             found = self._connection.execute(query).fetchone()[0]
         return math.inf if found is None else found
 
+    def reward_sums(self) -> list[tuple[int, int, float]]:
+        """Each step with how many of its trajectories were scored, and the sum of their rewards."""
+        query = (
+            "SELECT step, count(*), sum(reward) FROM trajectories WHERE cause = '' AND reward IS NOT NULL GROUP BY step"
+        )
+        with self._reading():
+            return self._connection.execute(query).fetchall()
+
     def trajectory_places(
         self, wanted: TrajectoryFilter, behind: TrajectoryPlace | None, limit: int
     ) -> list[TrajectoryPlace]:

@@ -16,7 +16,8 @@ from elastic.server.store.tables import projects, runs
 
 _RUN_GAUGES: Mapping[str, tuple[str, str]] = {
     "elastic_run_step": ("step", "training step that the run is at"),
-    "elastic_run_success_ratio": ("last_success_rate", "share of the last step's trajectories that were rewarded"),
+    "elastic_run_success_ratio": ("last_success_rate", "share of the last step's trajectories with a reward above 0"),
+    "elastic_run_mean_reward": ("last_mean_reward", "mean reward of the last step's trajectories"),
     "elastic_run_tokens_per_second": ("tokens_per_s", "accepted tokens a second"),
     "elastic_run_cost_dollars": ("usd", "what the run has cost"),
     "elastic_run_queued_turns": ("queued_turns", "turns that wait for a worker"),

@@ -98,7 +98,8 @@ def metrics_of(run: str, run_dir: Path, samples_max: int) -> Metrics:
     """Return the run's series. Of more than `samples_max` samples, returns evenly spaced ones. Raises
     `JournalError`."""
     with history_in(run_dir) as history:
-        steps = [_step(row) for row in history.rows(StepRow)]
+        means = history.mean_rewards()
+        steps = [_step(row, means.get(row.step)) for row in history.rows(StepRow)]
         samples = [status for _, status in history.samples(samples_max)]
     return Metrics(run=run, steps=steps, samples=[_figures(status) for status in _thinned(samples, samples_max)])
 
@@ -112,12 +113,13 @@ def _figures(status: RunStatus) -> RunFigures:
     return RunFigures.model_validate(msgspec.to_builtins(status))
 
 
-def _step(row: StepRow) -> StepMetrics:
+def _step(row: StepRow, mean_reward: float | None) -> StepMetrics:
     return StepMetrics(
         step=row.step,
         at_s=row.t_ns / NS_PER_S,
         duration_s=row.record.duration_ns / NS_PER_S,
         success_rate=row.success_rate,
+        mean_reward=mean_reward,
         groups_trained=row.record.groups_trained,
         groups_dropped=row.record.groups_dropped,
         trainer=row.trainer,

@@ -80,11 +80,13 @@ async function checkVersion() {
 }
 
 const percent = (share) => (share === null || share === undefined ? "–" : `${(100 * share).toFixed(0)} %`);
+const signed = (number) => (number === null || number === undefined ? "–" : number.toFixed(3).replace("-", "−"));
 const dollars = (usd) => `$${usd.toFixed(usd < 100 ? 2 : 0)}`;
 const count = (number) => Math.round(number).toLocaleString("en");
 const workers = (figures) => Object.values(figures.providers).reduce((sum, one) => sum + one.ready, 0);
 const phaseOf = (run) => el("span", { className: `phase ${run.phase}`, textContent: run.phase });
 const success = (figures) => percent(figures.last_success_rate ?? figures.success_rate);
+const meanReward = (figures) => signed(figures.last_mean_reward ?? figures.mean_reward);
 
 function showSignIn(text = "") {
   leave();
@@ -182,12 +184,12 @@ function showLogin(digest, name) {
 }
 
 function showRuns() {
-  const heads = ["Run", "Phase", "Step", "Success", "Tokens/s", "Cost", "Workers", "Begun"];
+  const heads = ["Run", "Phase", "Step", "Success", "Mean reward", "Tokens/s", "Cost", "Workers", "Begun"];
   const body = el("tbody");
   const table = el(
     "table",
     { id: "runs" },
-    el("thead", {}, el("tr", {}, ...heads.map((head, n) => el("th", { textContent: head, className: n > 1 && n < 7 ? "number" : "" })))),
+    el("thead", {}, el("tr", {}, ...heads.map((head, n) => el("th", { textContent: head, className: n > 1 && n < 8 ? "number" : "" })))),
     body,
   );
   const empty = el("p", { className: "soft", textContent: "No runs yet. Submit one: elastic run CONFIG --providers … --remote", hidden: true });
@@ -211,6 +213,7 @@ function showRuns() {
             el("td", {}, phaseOf(run)),
             number(`${run.figures.step}/${run.figures.steps}`),
             number(success(run.figures)),
+            number(meanReward(run.figures)),
             number(count(ENDED.has(run.phase) ? 0 : run.figures.tokens_per_s)),
             number(dollars(run.figures.usd)),
             number(String(ENDED.has(run.phase) ? 0 : workers(run.figures))),
@@ -291,7 +294,7 @@ function showRun(id) {
     location.hash = "#/";
   });
   const report = el("a", { textContent: "Report", href: `${place}/report?format=html`, target: "_blank", rel: "noopener" });
-  const tiles = Object.fromEntries(["Step", "Success", "Tokens/s", "Cost", "Workers", "Preemptions", "Queued turns"].map((label) => [label, tile(label)]));
+  const tiles = Object.fromEntries(["Step", "Success", "Mean reward", "Tokens/s", "Cost", "Workers", "Preemptions", "Queued turns"].map((label) => [label, tile(label)]));
   const rates = chart("Success by step");
   const speed = chart("Tokens/s");
   const cause = el("p", { className: "soft" });
@@ -329,6 +332,7 @@ function showRun(id) {
     const shown = {
       Step: `${figures.step}/${figures.steps}`,
       Success: success(figures),
+      "Mean reward": meanReward(figures),
       "Tokens/s": count(over ? 0 : figures.tokens_per_s),
       Cost: dollars(figures.usd) + (run.budget_usd === null ? "" : ` of ${dollars(run.budget_usd)}`),
       Workers: String(over ? 0 : workers(figures)),
