@@ -49,6 +49,7 @@ class RunConfig(_Section):
     budget_usd: float | None = Field(
         None,
         gt=0,
+        le=1e9,
         description="what the run may cost in all, its trainer and the calls of functions included: it stops in time",
     )
     caps: dict[str, Annotated[int, Field(ge=0, le=1_000_000)]] = Field(
@@ -157,7 +158,7 @@ class TrainerConfig(_Section):
     pacing: TrainerPacingConfig | None = Field(
         None, description="a modelled device, as `[engine.pacing]` is for rollouts"
     )
-    usd_per_gpu_hour: float = Field(10.47, ge=0)
+    usd_per_gpu_hour: float = Field(10.47, ge=0, le=1e6)
     billing: Literal["exact", "second", "minute", "hour"] = Field(
         "exact", description="what is billed of its device: the time as it is, or each begun second, minute or hour"
     )
@@ -348,8 +349,8 @@ class RewardsConfig(_Section):
     retry_base_s: float = Field(0.2, gt=0, description="first back-off after a failed call; doubles")
     concurrency: int = Field(4, ge=1, description="most calls, and so processes, at once")
     idle_s: float = Field(5.0, ge=0, description="time without a call after which a process ends")
-    usd_per_s: float = Field(0.0, ge=0, description="price of a call's time, its cold start included …")
-    usd_per_call: float = Field(0.0, ge=0, description="… and of a call")
+    usd_per_s: float = Field(0.0, ge=0, le=1e6, description="price of a call's time, its cold start included …")
+    usd_per_call: float = Field(0.0, ge=0, le=1e6, description="… and of a call")
     pacing_s: float = Field(0.0, ge=0, description="a call takes at least this long: a real reward, a modelled speed")
 
 

@@ -7,7 +7,7 @@ older one reads what a newer server sends.
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 T = TypeVar("T")
 
@@ -20,6 +20,32 @@ def _integral(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+CONFIG_VALUES, CONFIG_DEPTH, NUMBER_MAX = 10_000, 32, 1e15
+
+
+def _bounded(config: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what no configuration has and what would cost much to look at. Raises `ValueError`."""
+    left: list[tuple[str, Any, int]] = [("config", config, 0)]
+    count = 0
+    while left:
+        place, value, depth = left.pop()
+        count += 1 + (len(value) if isinstance(value, (dict, list)) else 0)
+        if count > 2 * CONFIG_VALUES:
+            raise ValueError(f"found more than {CONFIG_VALUES} keys and values; allowed: as many")
+        if depth > CONFIG_DEPTH:
+            raise ValueError(f"{place[:100]}: is nested more than {CONFIG_DEPTH} levels deep; allowed: as many")
+        if isinstance(value, dict):
+            left += [(f"{place[:200]}.{str(key)[:100]}", inner, depth + 1) for key, inner in value.items()]
+        elif isinstance(value, list):
+            left += [(f"{place[:200]}.{number}", inner, depth + 1) for number, inner in enumerate(value)]
+        elif isinstance(value, float) and not abs(value) <= NUMBER_MAX:
+            raise ValueError(f"{place}: found {value:g}; allowed: numbers from {-NUMBER_MAX:g} to {NUMBER_MAX:g}")
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{place}: found a whole number of more than 64 bits; allowed: at most as many")
+    return config
+
+
+RunSections = Annotated[dict[str, Any], AfterValidator(_bounded)]
 Whole = Annotated[int, BeforeValidator(_integral), Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
 YesNo = Annotated[bool, Field(strict=True)]
@@ -154,11 +180,11 @@ class HostedRunDetail(HostedRun):
 class Submission(_RequestBody):
     """A run to be started: the sections of a configuration file, and the providers to use of it."""
 
-    config: dict[str, Any]
+    config: RunSections
     providers: list[Name] = Field(default=[], max_length=32)
     project: str | None = Field(default=None, description="for keys of no project: where the run belongs")
     max_restarts: Whole = Field(default=10, ge=0, le=1000, description="times that its process may die and be resumed")
-    budget_usd: Number | None = Field(default=None, gt=0, allow_inf_nan=False)
+    budget_usd: Number | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)
     caps: dict[Name, Annotated[Whole, Field(ge=0, le=1_000_000)]] = Field(
         default={}, description="most GPUs at once, by provider"
     )
@@ -189,7 +215,7 @@ class DryRun(_Resource):
 class RunChange(_RequestBody):
     """What of a run may be edited; what is left out stays."""
 
-    budget_usd: Number | None = Field(default=None, gt=0, allow_inf_nan=False)
+    budget_usd: Number | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)
     caps: dict[Name, Annotated[Whole, Field(ge=0, le=1_000_000)]] | None = None
     labels: dict[Name, Annotated[str, Field(max_length=256)]] | None = Field(default=None, max_length=32)
 
@@ -203,7 +229,7 @@ class StopRequest(_RequestBody):
 class ResumeRequest(_RequestBody):
     """With what a run is to go on."""
 
-    budget_usd: Number | None = Field(default=None, gt=0, allow_inf_nan=False)
+    budget_usd: Number | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)
     steps: Whole | None = Field(default=None, ge=1, le=2**31, description="train up to this many steps")
 
 
@@ -393,7 +419,7 @@ class HostedJob(_Resource):
 class JobSubmission(_RequestBody):
     """A run that is to be a job of a pool: what it asks for is in its `job` section. Scripts are not taken here."""
 
-    config: dict[str, Any]
+    config: RunSections
     providers: list[Name] = Field(default=[], max_length=32, description="its own besides the pool; not planned with")
     slo: Number | None = Field(default=None, ge=1, le=1e6, allow_inf_nan=False, description="in place of job.slo")
     project: str | None = Field(default=None, description="for keys of no project: where the job belongs")

@@ -79,6 +79,10 @@ INCREMENTS_S: Mapping[Billing, int] = {"second": 1, "minute": 60, "hour": 3600}
 """Length of a billing increment; begun increments count whole."""
 
 
+USD_MAX = 1e6
+"""Highest price of anything for an hour, a second or a call."""
+
+
 class ProviderSettings(BaseModel):
     """Configuration that every provider has. Adapters add their own keys in a subclass."""
 
@@ -86,7 +90,9 @@ class ProviderSettings(BaseModel):
 
     kind: str = Field(default="", description="which provider this is; else the section's name says it")
     max_workers: int = Field(1, ge=0, le=10_000, description="most workers to hold at once")
-    usd_per_gpu_hour: float = Field(0.0, ge=0, allow_inf_nan=False, description="price of one GPU for an hour")
+    usd_per_gpu_hour: float = Field(
+        0.0, ge=0, le=USD_MAX, allow_inf_nan=False, description="price of one GPU for an hour"
+    )
     billing: Billing = Field(
         default="exact",
         description="what is billed of a lease: the time as it is, or each begun second, minute, hour",

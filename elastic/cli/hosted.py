@@ -478,6 +478,13 @@ def serve(
     webhook_network: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="A private network that webhooks may lead into.")
     ] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND=USD",
+            help="Least price of a GPU for an hour, by kind of provider and of the trainer; may be repeated.",
+        ),
+    ] = None,
     fair_share_period_s: FairSharePeriod = 600.0,
 ) -> None:
     """Serve the control API: many runs, many people. Runs outlive it; a server that is started again finds them.
@@ -497,6 +504,7 @@ def serve(
         shared_trust=shared_trust,
         pools=pool or [],
         webhook_networks=webhook_network or [],
+        prices=price or [],
         oidc=deferred.serve.OidcOptions(
             oidc_issuer,
             oidc_client_id,

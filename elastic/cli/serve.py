@@ -18,6 +18,7 @@ from elastic.endpoint import Address, is_loopback
 from elastic.given import read_text
 from elastic.proxies import HttpSettingsError, proxy_for
 from elastic.resources import AccessRole
+from providers.base import USD_MAX
 
 if TYPE_CHECKING:
     from elastic.server.settings import ClaimMapping, OidcSettings
@@ -52,6 +53,7 @@ def serve_command(
     shared_trust: bool,
     pools: list[Path],
     webhook_networks: list[str],
+    prices: list[str],
     oidc: OidcOptions,
     uploads_gb: int,
     fair_share_period_s: float,
@@ -73,6 +75,7 @@ def serve_command(
         shared_trust=shared_trust,
         pools=tuple(prepared_pool(path) for path in pools),
         webhook_networks=tuple(_network(text) for text in webhook_networks),
+        prices=dict(_price(text) for text in prices),
         oidc=_oidc(oidc),
         project_uploads_bytes_max=uploads_gb * 2**30,
         fair_share_period_s=fair_share_period_s,
@@ -152,6 +155,20 @@ def _mapping(text: str) -> "ClaimMapping":
             f"roles: {', '.join(AccessRole)}"
         )
     return ClaimMapping(claim=claim, value=value, project=project, role=AccessRole(last))
+
+
+def _price(text: str) -> tuple[str, float]:
+    kind, _, usd = text.partition("=")
+    try:
+        price = float(usd)
+    except ValueError:
+        price = -1.0
+    kinds = [compose.TRAINER_PROVIDER, *sorted(compose.installed("elastic.providers"))]
+    if kind not in kinds or not 0 <= price <= USD_MAX:
+        bad_input(
+            f"--price: found {text!r}; allowed: KIND=USD with USD from 0 to {USD_MAX:g}; kinds: {', '.join(kinds)}"
+        )
+    return kind, price
 
 
 def _network(text: str) -> IPv4Network | IPv6Network:

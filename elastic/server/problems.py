@@ -95,6 +95,19 @@ _BY_STATUS = {
 }
 
 
+ERRORS_MAX, ERROR_CHARACTERS, DETAIL_CHARACTERS = 100, 1_000, 4_000
+"""What a problem tells at most, whatever was sent."""
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _short(error: ProblemError) -> ProblemError:
+    pointer, detail = (_shortened(one, ERROR_CHARACTERS) for one in (error.pointer, error.detail))
+    return ProblemError(pointer=pointer, detail=detail)
+
+
 class ApiProblem(Exception):
     """Ends a request with a problem. `kind` is a key of `TYPES`; `further` are additional members of the body."""
 
@@ -108,10 +121,19 @@ class ApiProblem(Exception):
     ) -> None:
         super().__init__(detail)
         self.kind = kind
-        self.detail = detail
-        self.errors = errors
+        self.detail = _shortened(detail, DETAIL_CHARACTERS)
+        self.errors = None if errors is None else [_short(one) for one in errors[:ERRORS_MAX]]
         self.headers = dict(headers or {})
         self.further = further
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.kind, self.detail, self.errors, self.headers, self.further)
+
+
+def _made(
+    kind: str, detail: str, errors: list[ProblemError] | None, headers: Mapping[str, str], further: Mapping[str, Any]
+) -> ApiProblem:
+    return ApiProblem(kind, detail, errors, headers, **further)
 
 
 def not_found(what: str, name: str) -> ApiProblem:

@@ -69,6 +69,8 @@ class ServerSettings:
     ping_s: float = 15.0
     """How often an idle stream sends a ping, so that no proxy cuts it."""
     body_bytes_max: int = 4 * 2**20
+    prices: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Least price of a GPU for an hour, by kind of provider and of the `trainer`. Submissions cannot go below it."""
     project_uploads_bytes_max: int = 256 * 2**30
     """Most that a project's uploads may take of the disk."""
     open_upload_days: int = 7

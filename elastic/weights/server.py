@@ -26,7 +26,9 @@ PIECE_BYTES = 8 << 20
 
 BLOB_BYTES_MAX = 64 * 2**30
 
-_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+_RANGE = re.compile(r"bytes=(\d{1,100})-(\d{0,100})")
+POSITION_MAX = 2**62
+"""What lies behind it is in no file."""
 _BYTES = "application/octet-stream"
 
 Handler = Callable[[Request, Bearer], Awaitable[Response]]
@@ -47,6 +49,8 @@ def relay_app(relay: Relay, rights: RelayRights, blob_bytes_max: int = BLOB_BYTE
         wanted = _RANGE.fullmatch(request.headers.get("range", ""))
         start = int(wanted[1]) if wanted else 0
         length = int(wanted[2]) - start + 1 if wanted and wanted[2] else None
+        if start > POSITION_MAX:
+            return PlainTextResponse(f"{key}: nothing at byte {start}", 416)
         pieces = _pieces(relay, key, start, length)
         first = await run_in_threadpool(next, pieces, b"")
         if wanted and not first:

@@ -133,3 +133,22 @@ def test_what_is_known_is_removed_in_every_form(secret: str, around: str) -> Non
     for form in (secret, json.dumps(secret)[1:-1]):
         told = redaction.text(f"{around} {form} {around}")
         assert secret.strip() in around + REMOVED or form not in told
+
+
+@pytest.mark.parametrize(
+    ("text", "secrets"),
+    [
+        ("postgresql://elastic:p@ss/w0rd@db", ("p@ss", "w0rd", "ss/w")),
+        ("postgresql+psycopg://elastic:p@ss/w0rd@db/x?y=1 was refused", ("ss/w0rd",)),
+        ('{"token": ["aaa-bbb-ccc", "ddd"]}', ("aaa-bbb-ccc", "ddd")),
+        (json.dumps({"event": json.dumps({"tokens_and": 1, "api_key": [["one"], ["two"]]})}), ("one", "two")),
+        ("password: correct horse battery staple", ("correct", "horse", "staple")),
+        ("PASSWORD=correct horse, and so on", ("correct", "horse")),
+        ("passphrase = correct horse", ("horse",)),
+    ],
+)
+def test_what_looks_like_a_secret_goes_whole(text: str, secrets: tuple[str, ...]) -> None:
+    shown = Redaction([]).text(f"before {text}\nafter 512 tokens=512")
+    assert not [one for one in secrets if one in shown], shown
+    assert shown.startswith("before ")
+    assert shown.endswith("after 512 tokens=512")

@@ -56,6 +56,16 @@ def test_the_server_checks_keys_itself(relay_url: str, token: str, key: str):
         assert httpx.request(method, f"{relay_url}/blobs/{key}", headers=headers).status_code == 400
 
 
+@pytest.mark.parametrize("wanted", ["99999999999999999999-", "9" * 99 + "-" + "9" * 99, f"{2**63}-", f"{2**62 + 1}-5"])
+def test_a_range_that_lies_behind_everything_is_none(relay_url: str, token: str, wanted: str):
+    relay = HttpRelay(relay_url, token)
+    relay.put("k", b"content")
+    headers = {"authorization": f"Bearer {token}", "range": f"bytes={wanted}"}
+    assert httpx.get(f"{relay_url}/blobs/k", headers=headers).status_code == 416
+    assert relay.get("k") == b"content"
+    relay.close()
+
+
 def test_a_blob_beyond_the_limit_is_refused(tmp_path, server: Callable, token: str):
     with server(relay_app(DirectoryRelay(tmp_path), RelayRights(token), blob_bytes_max=10)) as url:
         relay = HttpRelay(url, token)

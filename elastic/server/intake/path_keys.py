@@ -26,18 +26,19 @@ def _settings_at(raw: Mapping[str, Any], place: Place) -> tuple[type[BaseModel] 
     match place:
         case ("providers", _, "engine", *rest) | ("trainer", "engine", *rest) | ("engine", *rest):
             if rest and rest[0] not in EngineConfig.model_fields:
-                return _settings_of("elastic.engines", rest[0]), tuple(rest[1:])
+                return settings_of("elastic.engines", rest[0]), tuple(rest[1:])
             return EngineConfig, tuple(rest)
         case ("providers", name, *rest) if isinstance(raw["providers"][name], dict):
-            return _settings_of("elastic.providers", compose.kind_of(raw["providers"], name)), tuple(rest)
+            return settings_of("elastic.providers", compose.kind_of(raw["providers"], name)), tuple(rest)
         case ("environment", "settings", *rest):
-            return _settings_of("elastic.environments", raw["environment"].get("name", "frozenlake")), tuple(rest)
+            return settings_of("elastic.environments", raw["environment"].get("name", "frozenlake")), tuple(rest)
         case ("rewards", "pool_settings", *rest):
-            return _settings_of("elastic.function_pools", raw["rewards"].get("pool", "local")), tuple(rest)
+            return settings_of("elastic.function_pools", raw["rewards"].get("pool", "local")), tuple(rest)
     return Config, place
 
 
-def _settings_of(group: str, name: object) -> type[BaseModel] | None:
+def settings_of(group: str, name: object) -> type[BaseModel] | None:
+    """Return the settings of what is installed under this name; None if there are none."""
     point = compose.installed(group).get(str(name))
     try:
         return None if point is None else getattr(point.load(), "Settings", None)

@@ -14,6 +14,7 @@ from elastic import compose
 from elastic.config import Config, ConfigError, validate
 from elastic.resources import DryRun, ProblemError, Submission, WouldAcquire
 from elastic.server.intake.path_keys import names_file
+from elastic.server.intake.prices import LowPrice, settle_prices
 from elastic.server.intake.upload_files import SCHEME, named
 from elastic.server.problems import ApiProblem
 from elastic.server.quotas.needs import RunNeeds, needs_of
@@ -38,7 +39,8 @@ CHECKPOINT = "model.checkpoint"
 def check(settings: ServerSettings, submission: Submission, project: str) -> tuple[NewRun, compose.RunPlan]:
     """The run that is asked for, and its plan. Raises `ApiProblem` with all faults that can be told at once."""
     raw = json.loads(json.dumps(submission.config))
-    errors = [*_forbidden(raw), *_settle_paths(raw, settings, project)]
+    low = list(settle_prices(raw, submission.providers, settings.prices))
+    errors = [*_forbidden(raw), *map(_too_low, low), *_settle_paths(raw, settings, project)]
     names = [*submission.providers, *(["reserved"] if "reserved" in raw.get("providers", {}) else [])]
     plan: compose.RunPlan | None = None
     try:
@@ -109,6 +111,11 @@ def refuse_beyond(quota: QuotaRow, needs: RunNeeds) -> None:
         raise ApiProblem("quota-exceeded", "; ".join(one.detail for one in faults), faults)
 
 
+def _too_low(price: LowPrice) -> ProblemError:
+    detail = f"found {price.own:g}; allowed: at least this server's price, {price.floor:g} (elastic serve --price)"
+    return ProblemError(pointer=_pointer(price.place), detail=detail)
+
+
 def _forbidden(raw: Mapping[str, Any]) -> Iterator[ProblemError]:
     for key in _SERVERS_OWN:
         section, _, name = key.partition(".")
@@ -142,37 +149,31 @@ def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -
         found = _inside(value, roots)
         if found is not None:
             _put(raw, path, str(found))
-        elif (is_file and value not in traces.shipped()) or _PATH_LIKE.search(value) or _is_file(value):
+        elif (is_file and value not in traces.shipped()) or _PATH_LIKE.search(value):
             what = "no base policy" if is_checkpoint else "no file"
             where = "the project's storage" + (" or the server's models" if is_checkpoint else "")
             yield ProblemError(pointer=_pointer(path), detail=f"{what} {value!r} in {where}")
 
 
 def _inside(name: str, roots: Sequence[Path]) -> Path | None:
-    """Return the file of this name in one of the roots, with links resolved; None if it lies elsewhere."""
+    """Return the file of this name in one of the roots, with links resolved; None if it lies elsewhere.
+
+    Names are relative to the roots, and to nothing else of the server's.
+    """
     if not name or "\0" in name:
         return None
     for root in roots:
-        for base in (root, Path.cwd()):
-            try:
-                found = (base / name).resolve()
-                if found.is_relative_to(root.resolve()) and found != root.resolve() and found.exists():
-                    return found
-            except (OSError, ValueError):
-                continue
+        try:
+            found = (root / name).resolve()
+            if found.is_relative_to(root.resolve()) and found != root.resolve() and found.exists():
+                return found
+        except (OSError, ValueError):
+            continue
     return None
 
 
 def _could_be_a_path(value: str) -> bool:
     return _PATH_LIKE.search(value) is not None or bool(Path(value).suffix)
-
-
-def _is_file(name: str) -> bool:
-    """Whether the server would take this for a file of its own."""
-    try:
-        return Path(name).is_file()
-    except (OSError, ValueError):
-        return True
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

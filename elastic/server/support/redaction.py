@@ -15,14 +15,18 @@ SECRET_NAME = re.compile(_NAMES, re.IGNORECASE)
 """Names under which secrets stand: of environment variables, settings, headers, parameters."""
 _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), REMOVED),
-    (re.compile(r"(?<=://)[^\s/@\"']*@"), f"{REMOVED}@"),
+    # Passwords may have a "/" and an "@": up to the last one before the text or the next URL.
+    (re.compile(r"(?<=://)(?:(?!://)[^\s\"'<>])*@"), f"{REMOVED}@"),
     (re.compile(r"(?i)(cookie\\?[\"']?\s*[:=]\s*\\?[\"']?)[^\r\n\"'\\]+"), rf"\1{REMOVED}"),
     (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]+"), rf"\1 {REMOVED}"),
-    # As a text in quotes, which may be escaped, and as a bare word.
+    # As a list, whose texts may be escaped, as a text in quotes, which may be escaped, and as bare words.
+    (re.compile(rf"(?i)({_NAMES}[\w-]*\\?[\"']?\s*[=:]\s*)\[(?:[^\[\]]|\[[^\]]*\])*\]?"), rf"\1[{REMOVED}]"),
     (
         re.compile(rf"(?i)({_NAMES}[\w-]*\\?[\"']?\s*[=:]\s*\\?([\"']))(?:(?!\\?\2).)*"),
         rf"\1{REMOVED}",
     ),
+    # Of words in a row, which only passwords are, all that stand in the line.
+    (re.compile(r"(?i)(pass(?:word|wd|phrase)?[\w-]*[ \t]*[=:][ \t]*)(?![\"'\\\[])[^\r\n,;&\"'}\\]+"), rf"\1{REMOVED}"),
     (re.compile(rf"(?i)({_NAMES}[\w-]*\s*[=:]\s*)(?![\"'\\\[])[^\s,;&\"'}}\\]+"), rf"\1{REMOVED}"),
     (re.compile(r"\b(?:elastic_|whsec_|hf_|sk-|gh[pousr]_|xox[a-z]-|AKIA|eyJ)[A-Za-z0-9_=+/.-]{8,}"), REMOVED),
     # Keys without a sign of their own: long, of letters and digits.

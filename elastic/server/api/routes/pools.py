@@ -22,7 +22,7 @@ from elastic.server.api.routes.common import CallerDep, StateDep, project_of, ru
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
 from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult
-from elastic.server.intake import submissions
+from elastic.server.intake.checking import checked
 from elastic.server.permissions import Action
 from elastic.server.pools import as_job, as_pool, asked, control_of, project_of_job, settle_jobs
 from elastic.server.problems import ApiProblem, not_found
@@ -227,7 +227,7 @@ def _checked(state: ServerState, body: JobSubmission, caller: Caller) -> tuple[s
         if isinstance(section, dict):
             section["slo"] = body.slo
     run = Submission(config=raw, providers=body.providers, project=body.project)
-    new, _ = submissions.check(state.settings, run, project)
+    new = checked(state.settings, run, project).new
     own = {"budget_usd": new.budget_usd, "caps": new.caps}  # A hosted run's are the runner's, a job's its own.
     try:
         config = {**new.config, "run": {**new.config["run"], **own}}

@@ -37,6 +37,7 @@ from elastic.server.api.routes.common import (
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.writes import WriteDep, WriteResult
 from elastic.server.intake import submissions
+from elastic.server.intake.checking import checked
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.quotas import budgets
@@ -60,7 +61,7 @@ def submit(body: Submission, write: WriteDep) -> Response:
     """Submit a run. Once this is answered, the run is never lost; the runner starts it soon after."""
     with write.state.store.reading() as connection:
         project = project_of(connection, write.caller, body.project)
-    new, _ = submissions.check(write.state.settings, body, project)
+    new = checked(write.state.settings, body, project).new
 
     def work(tx: sa.Connection) -> WriteResult:
         submissions.refuse_beyond(quotas.quota(tx, project), new.needs)
@@ -82,10 +83,10 @@ def dry_run(body: Submission, caller: CallerDep, state: StateDep) -> DryRun:
     """Check a submission and say what it would hold and cost at most; nothing is started or kept."""
     with state.store.reading() as connection:
         project = project_of(connection, caller, body.project)
-    new, plan = submissions.check(state.settings, body, project)
+    found = checked(state.settings, body, project)
     with state.store.reading() as connection:
-        submissions.refuse_beyond(quotas.quota(connection, project), new.needs)
-    return submissions.dry_run(plan)
+        submissions.refuse_beyond(quotas.quota(connection, project), found.new.needs)
+    return found.would
 
 
 @router.get("", **rules(Action.RUNS_READ, "invalid-cursor", "not-found"))

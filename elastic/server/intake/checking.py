@@ -1,0 +1,197 @@
+"""Checks of submissions in processes beside the server's, with a limit of time: what one costs delays nobody else.
+
+`python -m elastic.server.intake.checking FD` is such a process. It answers at the socket of that descriptor until the
+server closes it.
+"""
+
+import atexit
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import structlog
+
+from elastic.processes import inherited
+from elastic.resources import DryRun, Submission
+from elastic.server.intake import submissions
+from elastic.server.problems import ApiProblem
+from elastic.server.settings import ServerSettings
+from elastic.server.store.runs import NewRun
+from traces.errors import untrusted
+
+log = structlog.get_logger(__name__)
+
+CHECK_TIMEOUT_S, START_TIMEOUT_S = 10.0, 60.0
+WAIT_S = 20.0
+"""Longest that a check waits for a process."""
+PROCESSES = 2
+WAITING_PER_PROJECT = 8
+"""Checks of one project that wait at once; each holds a thread of the server's."""
+_READY = b"ready"
+
+
+@dataclass(frozen=True)
+class _Order:
+    settings: ServerSettings
+    submission: Submission
+    project: str
+
+
+@dataclass(frozen=True)
+class CheckedSubmission:
+    """A run that may be submitted, and what it would hold at most."""
+
+    new: NewRun
+    would: DryRun
+
+
+class _CheckProcess:
+    """A process that checks one submission after the other. It is ready once `ready` has returned."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            # Not the settings' own process environment: a check needs no secrets of the server's.
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "elastic.server.intake.checking", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=inherited(),
+                start_new_session=True,
+            )
+            self._line = Connection(ours.detach())
+
+    def ready(self) -> None:
+        """Wait until it has imported what it needs. Raises `EOFError`, `TimeoutError`."""
+        if not self._line.poll(START_TIMEOUT_S):
+            raise TimeoutError
+        self._line.recv_bytes()
+
+    def ask(self, order: _Order) -> object:
+        """Return its answer. Raises `EOFError`, `OSError`, `TimeoutError`."""
+        self._line.send(order)
+        if not self._line.poll(CHECK_TIMEOUT_S):
+            raise TimeoutError
+        return self._line.recv()
+
+    def end(self) -> None:
+        self._line.close()
+        self._child.kill()
+        self._child.wait()
+
+
+class CheckProcesses:
+    """At most `PROCESSES` processes, started as they are needed; a project has one of them at a time."""
+
+    def __init__(self) -> None:
+        self._free: list[_CheckProcess] = []
+        self._busy = 0
+        self._waiting: Counter[str] = Counter()
+        self._checking: set[str] = set()
+        self._changed = threading.Condition()
+
+    def checked(self, settings: ServerSettings, submission: Submission, project: str) -> CheckedSubmission:
+        """Return the run that is asked for. Raises `ApiProblem` with all faults that can be told at once."""
+        with self._process(project) as process:
+            answer = process.ask(_Order(settings, submission, project))
+        if isinstance(answer, ApiProblem):
+            raise answer
+        if not isinstance(answer, CheckedSubmission):
+            raise RuntimeError(f"a submission could not be checked: {answer}")
+        return answer
+
+    def end(self) -> None:
+        """End the processes that nobody uses."""
+        with self._changed:
+            ended, self._free = self._free, []
+        for process in ended:
+            process.end()
+
+    @contextlib.contextmanager
+    def _process(self, project: str) -> Iterator[_CheckProcess]:
+        """A context: a process for one check. Raises `ApiProblem` if there is none, or if the check takes too long."""
+        process = self._take(project)
+        keep = False
+        try:
+            if process is None:
+                process = _CheckProcess()
+                process.ready()
+            yield process
+            keep = True
+        except TimeoutError:
+            raise ApiProblem(
+                "invalid-configuration",
+                f"its check took longer than {CHECK_TIMEOUT_S:g} s; allowed: fewer keys, smaller files",
+            ) from None
+        except (EOFError, OSError) as error:
+            log.error("a process that checks submissions has ended", error=str(error))
+            raise ApiProblem("unavailable", "the check of the submission has broken off") from None
+        finally:
+            if process is not None and not keep:
+                process.end()
+            with self._changed:
+                if process is not None and keep:
+                    self._free.append(process)
+                self._busy -= 1
+                self._checking.discard(project)
+                self._changed.notify_all()
+
+    def _take(self, project: str) -> _CheckProcess | None:
+        """Return a free process, or None where a new one may be started. Raises `ApiProblem`."""
+        until_s = time.monotonic() + WAIT_S
+        with self._changed:
+            if self._waiting[project] >= WAITING_PER_PROJECT:
+                raise ApiProblem("unavailable", f"{WAITING_PER_PROJECT} submissions of the project are being checked")
+            self._waiting[project] += 1
+            try:
+                while project in self._checking or self._busy >= PROCESSES:
+                    if not self._changed.wait(until_s - time.monotonic()):
+                        raise ApiProblem("unavailable", "other submissions are being checked")
+                self._busy += 1
+                self._checking.add(project)
+                return self._free.pop() if self._free else None
+            finally:
+                self._waiting[project] -= 1
+                if not self._waiting[project]:
+                    del self._waiting[project]
+
+
+_processes = CheckProcesses()
+atexit.register(_processes.end)
+checked = _processes.checked
+
+
+def _answer(order: _Order) -> object:
+    with untrusted():
+        try:
+            new, plan = submissions.check(order.settings, order.submission, order.project)
+            return CheckedSubmission(new, submissions.dry_run(plan))
+        except ApiProblem as problem:
+            return problem
+        except Exception as error:
+            log.error("a submission could not be checked", exc_info=True)
+            return type(error).__name__
+
+
+def main(descriptor: int) -> None:
+    """Answer until the server closes the socket of this descriptor."""
+    with Connection(descriptor) as line:
+        line.send_bytes(_READY)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                line.send(_answer(line.recv()))
+
+
+if __name__ == "__main__":
+    from elastic.server.intake import checking
+
+    # What is sent is of this module, and not of `__main__`.
+    checking.main(int(sys.argv[1]))
