@@ -1,12 +1,14 @@
 """Serving traces: when requests reached a serving cluster, and how long they were.
 
-The format is that of the Azure LLM inference traces: `TIMESTAMP,ContextTokens,GeneratedTokens`, where a time
-stamp is a wall-clock time with up to seven decimals (`2023-11-16 18:15:46.6805900`).
+The format is that of the Azure LLM inference traces of 2023 and 2024: `TIMESTAMP,ContextTokens,GeneratedTokens`, where
+a time stamp is a wall-clock time with decimals (`2023-11-16 18:15:46.6805900`), or one with its offset from UTC
+(`2024-05-10 00:00:00.009930+00:00`). A request without any tokens in or out counts as one with one.
 """
 
 import functools
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -23,6 +25,9 @@ time between two requests. The longest of the shipped traces is 217 s."""
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 _EPOCH = datetime(1970, 1, 1)
+_TIME = re.compile(
+    r"(?P<whole>[0-9-]+ [0-9:]+)(\.(?P<decimals>[0-9]*))?((?P<sign>[+-])(?P<hours>[0-9]{2}):(?P<minutes>[0-9]{2}))?"
+)
 
 
 class ServingRequest(msgspec.Struct, frozen=True):
@@ -84,20 +89,23 @@ def _checked(path: Path, rows: Iterator[tuple[int, str]]) -> Iterator[ServingReq
 
 def _timestamp(path: Path, line: int, text: str) -> tuple[float, float]:
     """Whole seconds since 1970, and the fraction."""
-    whole, _, decimals = text.partition(".")
+    parts = _TIME.fullmatch(text)
     try:
-        if decimals and not (decimals.isascii() and decimals.isdigit()):
+        if parts is None:
             raise ValueError
-        seconds = (datetime.strptime(whole, "%Y-%m-%d %H:%M:%S") - _EPOCH).total_seconds()
-        return seconds, float(f"0.{decimals or 0}")
+        seconds = (datetime.strptime(parts["whole"], "%Y-%m-%d %H:%M:%S") - _EPOCH).total_seconds()
+        offset_s = 60.0 * (60 * int(parts["hours"]) + int(parts["minutes"])) if parts["sign"] else 0.0
+        ahead_s = -offset_s if parts["sign"] == "-" else offset_s
+        return seconds - ahead_s, float(f"0.{parts['decimals'] or 0}")
     except ValueError:
-        raise at_line(path, line, f"time {text!r}", "YYYY-MM-DD HH:MM:SS with decimals") from None
+        allowed = "YYYY-MM-DD HH:MM:SS with decimals, and +HH:MM where it is not UTC"
+        raise at_line(path, line, f"time {text!r}", allowed) from None
 
 
 def _tokens(path: Path, line: int, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise at_line(path, line, f"{text!r} tokens", "a whole number from 1 on")
-    return int(text)
+    if not (text.isascii() and text.isdigit()):
+        raise at_line(path, line, f"{text!r} tokens", "a whole number from 0 on")
+    return max(1, int(text))
 
 
 def replay_requests(

@@ -23,8 +23,22 @@ class Login(msgspec.Struct, frozen=True):
 
 
 def account_path() -> Path:
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(base) / "elastic" / "api.json"
+    """Where a login is kept. Raises `ConfigError` for a user without a home directory."""
+    if path := _account_path():
+        return path
+    raise ConfigError(
+        "there is no home directory in which a login is kept: set HOME or XDG_CONFIG_HOME, or "
+        f"{URL_VARIABLE} and {KEY_VARIABLE}"
+    )
+
+
+def _account_path() -> Path | None:
+    if base := os.environ.get("XDG_CONFIG_HOME"):
+        return Path(base) / "elastic" / "api.json"
+    try:
+        return Path.home() / ".config" / "elastic" / "api.json"
+    except RuntimeError:
+        return None
 
 
 def save_account(account: Login) -> Path:
@@ -63,7 +77,7 @@ def run_on_disk(directory: Path, name: str) -> RunDirectory:
     try:
         return DirectoryStore(directory).find(name)
     except ConfigError as error:
-        if not account_path().exists():
+        if (path := _account_path()) is None or not path.exists():
             raise
         raise ConfigError(f"{error}; for runs on the server: --remote") from None
 

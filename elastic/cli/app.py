@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from elastic.cli import access, deferred, hosted, modal, pooled, quotas
-from elastic.cli.output import EXIT_FAILED, bad_input, say
+from elastic.cli.output import EXIT_FAILED, bad_input, prepare_streams, say
 from elastic.config import Config, ConfigError, RunConfig, apply_override, given_path, load_config, validate
 from elastic.endpoint import Address
 from elastic.logs import STANDARD_ERROR, log_to
@@ -71,6 +71,7 @@ app.command("pool-host", hidden=True)(pooled.pool_host)
 
 def main() -> None:
     """Entry point: bad input ends with one message and exit code 2, never with a traceback."""
+    prepare_streams()
     log_to(STANDARD_ERROR)
     try:
         app(prog_name="elastic")

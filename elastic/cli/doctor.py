@@ -9,11 +9,10 @@ from pathlib import Path
 
 import msgspec
 import psutil
-from rich.console import Console
 from rich.table import Table
 
 from elastic.cli.capacity import examined, plan_of
-from elastic.cli.output import EXIT_FAILED, emit
+from elastic.cli.output import EXIT_FAILED, console, emit
 from elastic.compose import installed, short_limits
 from elastic.compose.modal_deployment import rewards_fault
 from elastic.config import Config
@@ -47,7 +46,7 @@ def doctor_command(config: Config | None, *, as_json: bool) -> int:
             hint = f"hint: {finding.hint}" if finding.hint and not finding.ok else ""
             judged = "ok" if finding.ok and not finding.warns else finding.fault
             table.add_row(judged, finding.what, finding.found, hint)
-        Console().print(table)
+        console().print(table)
     return 0 if healthy else EXIT_FAILED
 
 

@@ -3,6 +3,8 @@
 Terminals are closed and the readers of pipes leave while a run goes on: what is said then is lost, and nothing else.
 """
 
+import io
+import json
 import os
 import shutil
 import sys
@@ -22,6 +24,7 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 3
 EXIT_INTERRUPTED = 130
+UNCUT_COLUMNS = 10_000
 
 
 def say(text: str) -> None:
@@ -30,9 +33,28 @@ def say(text: str) -> None:
         typer.echo(text, err=True)
 
 
+def prepare_streams() -> None:
+    """Have standard input, output and error, whatever this program was started with.
+
+    A closed one leads nowhere: what opens files later would get its number, and libraries abort. What a terminal has no
+    characters for is a question mark.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # The lowest number that is free: this one.
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - it stays open
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
 def emit(body: Any) -> None:
-    """Print one JSON object on standard output."""
-    typer.echo(msgspec.json.encode(body).decode())
+    """Print one JSON object on standard output, in ASCII where that is not UTF-8."""
+    text = msgspec.json.encode(body).decode()
+    is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    typer.echo(text if is_utf8 or text.isascii() else json.dumps(json.loads(text)))
 
 
 def tell(resource: "BaseModel", words: str, *, as_json: bool) -> None:
@@ -55,9 +77,14 @@ def program() -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """On standard output, or on standard error."""
+    """On standard output, or on standard error. In pipes and files no line is cut; brackets are what they are."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream and cast(IO[str], _Unfailing(stream)), stderr=stderr)
+    return Console(file=cast(IO[str], _Unfailing(stream)), stderr=stderr, width=_width(stream), markup=False)
+
+
+def _width(stream: TextIO) -> int | None:
+    """What a program reads is not cut; for people a line has as many columns as their terminal."""
+    return None if stream.isatty() or "COLUMNS" in os.environ else UNCUT_COLUMNS
 
 
 class _Unfailing:

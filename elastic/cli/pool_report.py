@@ -38,7 +38,7 @@ def pooled(name: str, directory: Path) -> Pooled | None:
     for candidate in (directory / name, given_path(name)):
         if name and (candidate / POOL_CONFIG).is_file():
             return Pooled(candidate)
-    found: list[tuple[float, Pooled]] = []
+    found: list[tuple[int, Pooled]] = []
     for config in directory.glob(f"*/{POOL_CONFIG}"):
         try:
             entries = read_entries(config.parent)
@@ -47,7 +47,7 @@ def pooled(name: str, directory: Path) -> Pooled | None:
         for entry in entries:
             if entry.job == name:
                 run = Path(entry.directory)
-                found.append((run.stat().st_mtime if run.exists() else 0.0, Pooled(config.parent, name, run)))
+                found.append((RunDirectory(run).start_ns(), Pooled(config.parent, name, run)))
     return max(found, key=lambda each: each[0])[1] if found else None
 
 

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from elastic import compose
 from elastic.cli.account import run_on_disk
-from elastic.cli.output import EXIT_FAILED, emit
+from elastic.cli.output import EXIT_FAILED, console, emit
 from elastic.report import as_json as report_as_json
 from elastic.report import as_markdown, closing_table, compare, summarise, write_html
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory
@@ -31,9 +30,9 @@ def report_command(
     else:
         path = output or run.path / "report.html"
         write_html(summary, path, comparison)
-        console = Console()
-        console.print(closing_table(summary))
-        console.print(f"report: {path}", soft_wrap=True, highlight=False)
+        shown = console()
+        shown.print(closing_table(summary))
+        shown.print(f"report: {path}", soft_wrap=True, highlight=False)
 
 
 def runs_command(directory: Path, *, as_json: bool) -> None:
@@ -51,7 +50,7 @@ def show_rows(rows: list[dict[str, str]], nothing: str, *, as_json: bool) -> Non
         table.add_column(column)
     for row in rows:
         table.add_row(row["run"], row["started_at"], row["providers"] or "–", row["status"])
-    Console().print(table if rows else nothing)
+    console().print(table if rows else nothing)
 
 
 def _row(run: RunDirectory) -> dict[str, str]:

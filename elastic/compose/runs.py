@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elastic.config import Config, ConfigError, load_config
 from elastic.files import replace_durably, write_whole
-from elastic.runtime.journal import CONFIG
+from elastic.runtime.journal import CONFIG, DirectoryStore, RunDirectory
 
 _CLAIM_WAIT_S = 1.0
 """For so long a claim may be held without a run: by `is_claimed`, or by a child that a dead process was starting."""
@@ -38,8 +38,16 @@ def new_run_dir(config: Config) -> Path:
         except OSError as error:
             raise ConfigError(f"run.directory: {path} cannot be made ({error.strerror})") from error
         save_run_config(path, config)
+        _note_start(path)
         return path
     raise ConfigError(f"run.directory: {config.run.directory} has too many runs of this second")
+
+
+def _note_start(run_dir: Path) -> None:
+    try:
+        DirectoryStore(run_dir.parent).note_start(RunDirectory(run_dir), time.time_ns())
+    except OSError as error:
+        raise ConfigError(f"run.directory: {run_dir} cannot be written ({error.strerror})") from error
 
 
 def discard_run(run_dir: Path) -> None:

@@ -32,7 +32,8 @@ def test_times_count_from_the_first_request_to_the_last_decimal(tmp_path: Path) 
         ("yesterday,3,1\n", 2, "'yesterday'"),
         ("2023-11-16 18:15:46.-5,3,1\n", 2, "'2023-11-16 18:15:46.-5'"),
         ("2023-11-16 18:15:46,3,1\n2023-11-16 18:15:45.9,3,1\n", 3, "18:15:45.9"),
-        ("2023-11-16 18:15:46,0,1\n", 2, "'0' tokens"),
+        ("2024-05-10 00:00:00.0+0:00,3,1\n", 2, "time '2024-05-10 00:00:00.0+0:00'"),
+        ("2024-05-10 00:00:00,3,1\n\n2024-05-10 00:00:01,3,1\n", 3, "1 fields in ''"),
         ("2023-11-16 18:15:46,3,-1\n", 2, "'-1' tokens"),
         ("2023-11-16 18:15:46,3,1.5\n", 2, "'1.5' tokens"),
     ],
@@ -45,6 +46,31 @@ def test_names_what_is_wrong_and_where(tmp_path: Path, rows: str, line: int | No
     message = str(error.value)
     assert message.startswith(f"{path}:{line}: " if line else f"{path}: ")
     assert found in message.partition("; allowed: ")[0]
+
+
+AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
+2024-05-10 00:00:00.009930+00:00,2162,5
+2024-05-10 02:00:00.017335+02:00,2399,0
+2024-05-09 19:00:00.027335-05:00,0,7
+
+"""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_azures_trace_of_2024(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "2024.csv"
+    path.write_bytes(AZURE_2024.replace("\n", "\r\n").encode(encoding))
+    requests = read_serving_trace(path)
+    assert [(r.prompt_tokens, r.output_tokens) for r in requests] == [(2162, 5), (2399, 1), (1, 7)]
+    assert [r.arrival_s for r in requests] == pytest.approx([0.0, 0.007405, 0.017405], abs=1e-9)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_another_encoding_is_named(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "2024.csv"
+    path.write_bytes(AZURE_2024.encode(encoding))
+    with pytest.raises(TraceError, match=r"2024\.csv: it is UTF-16 or UTF-32, or no text; save it as UTF-8"):
+        read_serving_trace(path)
 
 
 def test_another_header_or_a_broken_archive_is_refused(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 from elastic.config import ConfigError, JournalConfig, given_path
 from elastic.core.types import TrajectoryId
+from elastic.files import write_whole
 from elastic.runtime.journal.reader import JournalReader
 from elastic.runtime.journal.records import TrajectoryRow
 from elastic.runtime.journal.writer import SqliteJournal
@@ -18,6 +19,8 @@ JOURNAL = "journal.sqlite"
 Before schema version 2 the latest had this name, and moved to `journal-1.sqlite` and so on when the run was resumed."""
 CONFIG = "config.json"
 """The file that makes a directory a run's."""
+START = "start"
+"""The file in which a run notes when it began, in nanoseconds since 1970: files' times change, and clocks are set."""
 _LATER = re.compile(r"journal\.(\d+)\.sqlite")
 _MOVED = re.compile(r"journal-(\d+)\.sqlite")
 BESIDE = ("-wal", "-shm")
@@ -66,6 +69,15 @@ class RunDirectory:
     @property
     def name(self) -> str:
         return self.path.name
+
+    def start_ns(self) -> int:
+        """When the run began, as it noted itself, by which runs have their order; 0 where it is gone."""
+        try:
+            return int((self.path / START).read_text())
+        except (OSError, ValueError):
+            with suppress(OSError):
+                return (self.path / CONFIG).stat().st_mtime_ns
+        return 0
 
     def journal_paths(self) -> list[Path]:
         """The journals of its incarnations, the first one's first."""
@@ -128,8 +140,14 @@ class DirectoryStore:
         self.directory = directory
 
     def runs(self) -> list[RunDirectory]:
-        configs = sorted(self.directory.glob(f"*/{CONFIG}"), key=lambda path: path.stat().st_mtime)
-        return [RunDirectory(path.parent) for path in configs]
+        found = [RunDirectory(path.parent) for path in self.directory.glob(f"*/{CONFIG}")]
+        return sorted(found, key=lambda run: (run.start_ns(), run.name))
+
+    def note_start(self, run: RunDirectory, now_ns: int) -> None:
+        """Have `run` be the latest: its start is now, or where a clock was set back just behind that of the one before.
+        Raises `OSError`."""
+        before = [other.start_ns() for other in self.runs() if other.path != run.path]
+        write_whole(run.path / START, b"%d" % max(now_ns, *(start_ns + 1 for start_ns in before), 0))
 
     def find(self, name: str) -> RunDirectory:
         """As in `RunStore`. A run's path counts as one of its names."""
