@@ -21,8 +21,10 @@ from elastic.model.stored import (
     WEIGHTS_FILE,
     CheckpointError,
     check_shapes,
+    check_values,
     parameter_shapes,
     read_config,
+    stored_tensors,
     weight_files,
 )
 
@@ -32,6 +34,7 @@ def read_tensors(directory: Path, config: Qwen3Config) -> dict[str, Tensor]:
 
     Raises `CheckpointError` naming the first tensor that is missing, unexpected or of another shape.
     """
+    check_values(directory, stored_tensors(directory), tied=config.tie_word_embeddings)
     tensors = {name: tensor for path in weight_files(directory) for name, tensor in _read_file(path)}
     if config.tie_word_embeddings:
         tensors.pop(TIED, None)

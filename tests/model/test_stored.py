@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from elastic.model.checkpoint import CheckpointError, model_tensors, read_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
-from elastic.model.stored import check_stored, parameter_shapes
+from elastic.model.stored import check_stored, parameter_shapes, read_config
 
 
 @given(
@@ -44,6 +44,23 @@ def _tied_twice(tensors):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
 
+def _untied(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][-1, -1] += 1
+
+
+def _wider(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].to(torch.float32)
+
+
+def _int8(tensors):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+
+def _fp8(tensors):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+
+
 def _missing(tensors):
     del tensors["model.layers.1.mlp.up_proj.weight"]
 
@@ -64,7 +81,9 @@ def said_by(check):
     return ""
 
 
-@pytest.mark.parametrize("spoil", [_whole, _tied_twice, _missing, _misshapen, _unexpected])
+@pytest.mark.parametrize(
+    "spoil", [_whole, _tied_twice, _untied, _wider, _int8, _fp8, _missing, _misshapen, _unexpected]
+)
 @pytest.mark.parametrize("cut", [0, 1])
 def test_it_says_what_reading_says(make_model, tmp_path, spoil, cut):
     model = make_model()
@@ -78,6 +97,47 @@ def test_it_says_what_reading_says(make_model, tmp_path, spoil, cut):
     assert found == said_by(lambda: read_tensors(tmp_path, model.config))
     if not found:
         assert check_stored(tmp_path) == (model.config, sum(p.numel() for p in model.parameters()))
+
+
+def stored(directory, model, spoil):
+    tensors = model_tensors(model)
+    spoil(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(model.config.to_dict()))
+    return directory
+
+
+@pytest.mark.parametrize("spoil", [_untied, _wider])
+def test_a_head_of_its_own_beside_a_tied_embedding_is_refused(make_model, tmp_path, spoil):
+    """transformers 5 does not tie such a checkpoint: to drop the tensor would train another model than it loads."""
+    with pytest.raises(CheckpointError, match=r"lm_head.weight: is another tensor than .*tie_word_embeddings"):
+        check_stored(stored(tmp_path, make_model(), spoil))
+
+
+@pytest.mark.parametrize(("spoil", "type_"), [(_int8, "I8"), (_fp8, "F8_E4M3")])
+def test_quantised_weights_are_refused(make_model, tmp_path, spoil, type_):
+    with pytest.raises(CheckpointError, match=rf"model.norm.weight: expected one of .*found {type_}: quantised"):
+        check_stored(stored(tmp_path, make_model(), spoil))
+
+
+@pytest.mark.parametrize(
+    ("ends", "more", "found"),
+    [(1, [1, 2], (1, 2)), (1, 1, (1,)), (None, 3, (3,)), ([5, 1], None, (5, 1)), (None, None, ()), (2, [3], (2, 3))],
+)
+def test_end_tokens_of_both_configs_count(make_model, tmp_path, ends, more, found):
+    stored(tmp_path, make_model(), _whole)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "eos_token_id": ends}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": more}))
+    assert read_config(tmp_path).eos_token_ids == found
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": "x"}', "[]", "{"])
+def test_an_odd_generation_config_is_named(make_model, tmp_path, content):
+    stored(tmp_path, make_model(), _whole)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: "):
+        read_config(tmp_path)
 
 
 def test_a_run_is_checked_without_the_models_library():
