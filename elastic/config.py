@@ -118,6 +118,13 @@ class RolloutConfig(_Section):
         ge=0,
         description="versions that a trained token may be older than the trainer: 0 is synchronous, 1 one step off",
     )
+    max_failed_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="the run fails if a larger share of its trajectories has failed over ten steps, or in all there "
+        "were; 1 never",
+    )
     dynamic_sampling: bool = Field(
         False, description="launch groups until as many as are wanted have rewards that differ (DAPO)"
     )
@@ -151,6 +158,12 @@ class TrainerConfig(_Section):
     )
     advantage_epsilon: float = Field(
         1e-6, gt=0, description="beside a group's standard deviation; rewards that differ by less are equal"
+    )
+    mismatch_max: float = Field(
+        0.2,
+        gt=0,
+        description="mean |log-ratio| between a worker's log-probabilities and the trainer's with the same weights, in "
+        "nats, beyond which its tokens are not trained on and it is fenced; what its engine declares comes on top",
     )
     micro_batch_tokens: int = Field(16_384, ge=1)
     threads: int = Field(1, ge=1)

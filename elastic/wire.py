@@ -28,6 +28,7 @@ from elastic.core.types import (
     Count,
     FinishReason,
     LoadPhase,
+    LogprobCheck,
     SamplingParameters,
     Text,
     WeightMode,
@@ -64,6 +65,7 @@ Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys
 PublicKey: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$", max_length=64)]
 """An Ed25519 one, in hexadecimal; empty where there is none."""
 PromptTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=PROMPT_TOKENS_MAX)]
+LogprobChecks: TypeAlias = Annotated[list[LogprobCheck], msgspec.Meta(max_length=ENTRIES_MAX)]
 Metrics: TypeAlias = Annotated[dict[Text, Finite], msgspec.Meta(max_length=ENTRIES_MAX)]
 
 PullPart: TypeAlias = Literal["encode", "queue", "wire", "decode", "apply", "pause"]
@@ -223,22 +225,27 @@ class Goodbye(_Message, frozen=True):
 
 
 class Trained(_Message, frozen=True):
-    """A group's gradients are accumulated. Repeated when its `TrainGroupFrame` is repeated, without training again."""
+    """A group's gradients are accumulated. Repeated when its `TrainGroupFrame` is repeated, without training again.
+
+    `checks` are of tokens whose log-probabilities were compared meanwhile, of this group or ones before it.
+    """
 
     group: Text
     train_s: Seconds
+    checks: LogprobChecks = []
 
 
 class Stepped(_Message, frozen=True):
     """The optimiser has stepped, `version` is in the trainer's own engine, and the relay is being given it.
 
     A worker may pull it at once: it waits there for what is still encoded. `PublishedFrame` follows. `unusable` names
-    the step's groups from which no usable gradient came, and why.
+    the step's groups from which no usable gradient came, and why; `checks` as in `Trained`.
     """
 
     version: Count
     metrics: Metrics
     unusable: Annotated[dict[Text, Text], msgspec.Meta(max_length=ENTRIES_MAX)] = {}
+    checks: LogprobChecks = []
 
 
 class PublishedFrame(_Message, frozen=True, tag="Published"):
@@ -354,7 +361,8 @@ class TrajectoryData(msgspec.Struct, frozen=True, array_like=True):
     """A finished trajectory for the trainer.
 
     `token_ids` is the whole episode, prompt and observations included; `trained[i]` is 1 where token i was
-    sampled by the policy, and then `logprobs[i]` and `versions[i]` are its own (0 elsewhere).
+    sampled by the policy, and then `logprobs[i]` and `versions[i]` are its own (0 elsewhere). `origins` says which
+    workers sampled these, and how many each, in their order; empty where that is not known.
     """
 
     trajectory: str
@@ -363,25 +371,34 @@ class TrajectoryData(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[float]
     versions: list[int]
     reward: float
+    origins: list[tuple[str, int]] = []
 
 
 class TrainGroupFrame(_Message, frozen=True, tag="TrainGroup"):
-    """An order that the trainer has carried out already, this one or another, it only answers again."""
+    """An order that the trainer has carried out already, this one or another, it only answers again.
+
+    `bounds` as in `elastic.core.commands.TrainGroup`, of the workers that have sampled its tokens.
+    """
 
     step: int
     group: str
     index: int
     trajectories: list[TrajectoryData]
+    bounds: dict[str, float | None] = {}
 
 
 class SkipGroup(_Message, frozen=True):
-    """The group is not trained on; `tokens` that the policy sampled for it count in the mean over its mini-batch."""
+    """The group is not trained on; `tokens` that the policy sampled for it count in the mean over its mini-batch.
+
+    The log-probabilities of its `trajectories` are compared all the same: garbage earns no rewards that differ.
+    """
 
     step: int
     group: str
     index: int
     reason: str
     tokens: int = 0
+    trajectories: list[TrajectoryData] = []
 
 
 class UpdateFrame(_Message, frozen=True, tag="Update"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from elastic import wire
-from elastic.core.types import Account, Capabilities, FinishReason, SamplingParameters, WeightMode
+from elastic.core.types import Account, Capabilities, FinishReason, LogprobCheck, SamplingParameters, WeightMode
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=8, device="cpu")
 
@@ -296,8 +296,8 @@ GOOD = {
     wire.Awoke: wire.Awoke(),
     wire.Notice: wire.Notice(0.5, "why"),
     wire.Goodbye: wire.Goodbye("", {Account.IDLE: 1}, 1),
-    wire.Trained: wire.Trained("0/0", 0.5),
-    wire.Stepped: wire.Stepped(1, {"loss": 0.5}, {"0/0": "why"}),
+    wire.Trained: wire.Trained("0/0", 0.5, [LogprobCheck("w", 1, 1, 0.5)]),
+    wire.Stepped: wire.Stepped(1, {"loss": 0.5}, {"0/0": "why"}, [LogprobCheck("w", 1, 1, 0.5)]),
     wire.PublishedFrame: wire.PublishedFrame(1, {"loss": 0.5}, {"layer": 0.5}),
     wire.TrainerFailedFrame: wire.TrainerFailedFrame("why"),
 }

@@ -64,6 +64,8 @@ class FaultKind(StrEnum):
     FUNCTIONS = "functions"
     KILL_COMMANDED = "kill_commanded"
     """A user commands the run, and the orchestrator is killed about when it answers."""
+    IMPOSTOR = "impostor"
+    """An engine generates with other weights than those that it has put in force: the former ones, zeros, or noise."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,9 +10,10 @@ from elastic.chaos.models import ModelEnvironment, NoSettings, drawn, scored, tu
 from elastic.chaos.world import World
 from elastic.compose import replay
 from elastic.core import events as e
+from elastic.core.agreement import DISBELIEVED, FIRST_TOKENS, LEAST_TOKENS
 from elastic.core.ids import parse_trajectory
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import TrajectoryId
+from elastic.core.types import LogprobCheck, TrajectoryId, WorkerId
 from elastic.report.history import history_of
 from elastic.runtime.journal import GroupRow, StepRow, TrajectoryRow
 from elastic.runtime.rollout import stable_hash
@@ -21,11 +22,14 @@ from elastic.runtime.rollout import stable_hash
 def judge(world: World) -> None:
     """Raise `AssertionError` with everything that is wrong."""
     plan, forgot = world.plan, world.disk.forgot
+    if world.witness.impostors and (world.result or "").endswith(DISBELIEVED):
+        return
     require(world.result == "", f"the run failed: {world.result}")
     may_forget = plan.durable_against == "process" or plan.lying_disk
     require(may_forget or not forgot, "something final was lost with the power")
     require(not any(cloud.leases for cloud in world.clouds.values()), "a lease is left")
     touched, core = _touched_by_liars(world)
+    _check_impostors(world, core)
     lost = set(world.acknowledged) - core.controls.commands.keys()
     require(forgot or not lost, f"commands were acknowledged and are not known: {sorted(lost)}")
     with history_of(world.run) as history:
@@ -77,6 +81,30 @@ def _touched_by_liars(world: World) -> tuple[set[TrajectoryId], Scheduler]:
     scheduler = replay(world.run, tell)
     require(scheduler.ledger.imbalance_ns() == 0, f"out by {scheduler.ledger.imbalance_ns()} ns")
     return touched, scheduler
+
+
+def _check_impostors(world: World, core: Scheduler) -> None:
+    """Check that whoever generated with other weights than it named was found, and nobody else, and that from then on
+    none of its tokens was trained on."""
+    found = {mismatch.worker: mismatch for mismatch in core.pieces[0].agreement.mismatches}
+    suspects = {worker for worker in found if not world.witness.has_lied(worker)}
+    require(suspects <= world.witness.impostors.keys(), f"found wrong without a cause: {sorted(suspects)}")
+    bound = world.config.trainer.mismatch_max
+    learnt = {group for _, group, _ in world.weights.learnt}
+    seen: dict[tuple[WorkerId, int], list[LogprobCheck]] = {}
+    for group in learnt & world.compared.keys():
+        for check in world.compared[group].values():
+            seen.setdefault((check.worker, check.version), []).append(check)
+            kept = check.worker in world.trained_on[group] and check.mean > bound
+            require(not kept, f"{group} was trained on tokens of {check.worker}, which are of other weights")
+    for (worker, version), checks in seen.items():
+        tokens, log_ratio = sum(check.tokens for check in checks), sum(check.log_ratio for check in checks)
+        plain = 2 * LEAST_TOKENS <= tokens <= FIRST_TOKENS and log_ratio > 2 * bound * tokens
+        require(not plain or worker in found, f"nobody has found {worker}, of {tokens} tokens of version {version}")
+    for mismatch in found.values():
+        later = [group for step, group, _ in world.weights.learnt if step > mismatch.version]
+        after = [group for group in later if mismatch.worker in world.trained_on.get(group, ())]
+        require(not after, f"{after} were trained on tokens of {mismatch.worker}, which was found wrong before")
 
 
 def _check_trajectory(world: World, row: TrajectoryRow) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import itertools
 import math
 import time
 from collections import deque
@@ -19,7 +20,7 @@ import torch
 from pydantic import BaseModel
 
 from elastic import wire
-from elastic.core.types import Account, Capabilities, FinishReason, Nanoseconds, WeightMode
+from elastic.core.types import Account, Capabilities, FinishReason, LogprobCheck, Nanoseconds, WeightMode
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.envs.base import StepResult
 from elastic.weights.client import WeightsClient
@@ -46,6 +47,22 @@ def turn_tokens(noise_seed: int, longest: int) -> list[int]:
     return [1 + drawn(noise_seed, place) % (VOCABULARY - 1) for place in range(longest)]
 
 
+def logprob_of(version: int, token: int, place: int) -> float:
+    """Return the log-probability that the weights of a version give the token at this place of its trajectory.
+
+    Those of different versions are about a nat apart in the mean.
+    """
+    return -3.0 * (drawn(version, token, place) % 1000) / 1000
+
+
+class Impostor(Enum):
+    """What an engine generates with that does not use the weights which it has put in force."""
+
+    FORMER = "former"
+    ZEROS = "zeros"
+    NOISE = "noise"
+
+
 @dataclass
 class ModelDevice:
     """The faults of a worker's device: until when its engine stands still, is slow, or belongs to its owner.
@@ -57,6 +74,8 @@ class ModelDevice:
     hangs_until_ns: Nanoseconds = 0
     slow_until_ns: Nanoseconds = 0
     slowness: float = 1.0
+    serves: Impostor | None = None
+    """What it generates with in place of its weights."""
     held_until_ns: Nanoseconds = 0
     fails: type[Exception] | None = None
     """The error that the next load of weights raises, after a while."""
@@ -81,6 +100,18 @@ class ModelDevice:
         return self.slowness if self.now_ns() < self.slow_until_ns else 1.0
 
     # `elastic.engine.base.DeviceShare`, of a device whose owner takes it now and then
+
+    def logprob(self, version: int, token: int, place: int) -> float:
+        """Return the log-probability of a token that the engine says to be of this version."""
+        match self.serves:
+            case Impostor.FORMER:
+                return logprob_of(version - 1, token, place)
+            case Impostor.ZEROS:
+                return -math.log(VOCABULARY)
+            case Impostor.NOISE:
+                return logprob_of(version, token, place) + logprob_of(-1, token, place)
+            case None:
+                return logprob_of(version, token, place)
 
     def capacity_turns(self, most: int) -> int:
         return 0 if self.honest and self.hold_back() else most
@@ -293,7 +324,9 @@ class ModelEngine:
                 self._requests[name] = (request, tokens, at + 1)
             prefilled = len(request.token_ids) if fresh else 0
             self._prompt += prefilled
-            chunks.append(TokenChunk(name, at, [token], [-0.5], self._version, finish, 0, prefilled))
+            place = len(request.token_ids) - request.start + at
+            logprob = self._device.logprob(self._version, token, place)
+            chunks.append(TokenChunk(name, at, [token], [logprob], self._version, finish, 0, prefilled))
         self._sink(chunks)
         self._go_on()
 
@@ -334,12 +367,25 @@ def bits_of(tensors: Mapping[str, Any]) -> bytes:
 
 class ModelTrainer:
     """`elastic.worker.trainer_host.PolicyTrainer` that learns by recording groups. `stepped` is told what it has
-    learnt; `has` is told the weights of each version."""
+    learnt; `has` is told the weights of each version, `compared` what the workers' tokens in a group come to, and
+    `trained_on` each group and worker of tokens that it trains on."""
 
-    def __init__(self, stepped: Callable[[Weights], None], has: Callable[[int, bytes], None]) -> None:
+    def __init__(
+        self,
+        stepped: Callable[[Weights], None],
+        has: Callable[[int, bytes], None],
+        compared: Callable[[str, Mapping[str, LogprobCheck]], None] = lambda *_: None,
+        trained_on: Callable[[str, str], None] = lambda *_: None,
+        mismatch_max: float = 0.2,
+    ) -> None:
         self.metrics: dict[str, float] = {}
         self.unusable: Mapping[str, str] = {}
         self._weights = Weights()
+        self._checks: list[LogprobCheck] = []
+        self._skipped: list[wire.TrajectoryData] = []
+        self._compared = compared
+        self._trained_on = trained_on
+        self._mismatch_max = mismatch_max
         self._stepped = stepped
         self._has = has
 
@@ -352,11 +398,37 @@ class ModelTrainer:
             raise AssertionError(f"{group.group} of step {group.step} at version {self.version}")
         what = drawn(*(t for d in group.trajectories for t in (d.trajectory, *d.token_ids, d.reward)))
         self._weights.learnt.append((group.step, group.group, what))
+        found = self._compare(group.trajectories)
+        self._checks += found.values()
+        self._compared(group.group, found)
+        for worker in {worker for data in group.trajectories for worker, _ in data.origins}:
+            bound = group.bounds.get(worker, self._mismatch_max)
+            if bound is not None and (worker not in found or found[worker].mean <= bound):
+                self._trained_on(group.group, worker)
 
-    def skip_group(self, index: int, tokens: int = 0) -> None:
-        pass
+    def skip_group(self, index: int, tokens: int, trajectories: Sequence[wire.TrajectoryData]) -> None:
+        self._skipped += trajectories
+
+    def take_checks(self) -> list[LogprobCheck]:
+        checks, self._checks = self._checks, []
+        return checks
+
+    def _compare(self, trajectories: Sequence[wire.TrajectoryData]) -> dict[str, LogprobCheck]:
+        """Compare the tokens of this version, by worker."""
+        found: dict[str, LogprobCheck] = {}
+        for data in trajectories:
+            workers = itertools.chain.from_iterable([worker] * count for worker, count in data.origins)
+            for place, sampled in enumerate(data.trained):
+                worker = next(workers) if sampled else ""
+                if sampled and data.versions[place] == self.version:
+                    far = abs(logprob_of(self.version, data.token_ids[place], place) - data.logprobs[place])
+                    known = found.get(worker, LogprobCheck(worker, self.version, 0, 0.0))
+                    found[worker] = LogprobCheck(worker, self.version, known.tokens + 1, known.log_ratio + far)
+        return found
 
     def update(self) -> dict[str, float]:
+        self._checks += self._compare(self._skipped).values()
+        self._skipped.clear()
         self._weights.version += 1
         self._stepped(self._weights.copy())
         return {}

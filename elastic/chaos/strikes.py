@@ -8,6 +8,7 @@ import msgspec
 
 from elastic.chaos.faults import Fault, FaultKind
 from elastic.chaos.loops import Machine
+from elastic.chaos.models import Impostor
 from elastic.chaos.process import Process
 from elastic.chaos.relay import OF_THE_BYTES, OF_THE_LINK, SILENCE_S, RelayTrouble
 from elastic.chaos.strangers import flood
@@ -171,6 +172,12 @@ def _lie(world: World, worker: Process, fault: Fault) -> bool:
     return True
 
 
+def _impersonate(world: World, worker: Process, fault: Fault) -> bool:
+    worker.device.serves = list(Impostor)[int(fault.chance * len(Impostor))]
+    world.witness.impostor(worker.name)
+    return True
+
+
 def _kill_orchestrator(world: World, orchestrator: Process, fault: Fault) -> None:
     callbacks = int(fault.target * CALLBACKS_MAX)
     orchestrator.end_after(callbacks, partial(world.crash_orchestrator, fault.duration_s))
@@ -309,6 +316,7 @@ _OF_ONE: Mapping[FaultKind, Callable[[World, Process, Fault], bool]] = {
     FaultKind.TERMINATE: _terminate,
     FaultKind.DECLINE: _decline,
     FaultKind.LIE: _lie,
+    FaultKind.IMPOSTOR: _impersonate,
 }
 _OF_THE_RUN: Mapping[FaultKind, Callable[[World, Process, Fault], bool | None]] = {
     FaultKind.COMMAND: _command,

@@ -86,6 +86,7 @@ class Witness:
         self._connections_ailing_ns: Nanoseconds = 0
         self._weights_ailing_ns: Nanoseconds = 0
         self._liars: dict[WorkerId, None] = {}
+        self.impostors: dict[WorkerId, None] = {}
         self._refused_ns: dict[str, Nanoseconds] = {}
         self._failed_loads: dict[tuple[WorkerId, int, int], Nanoseconds] = {}
         """By worker, epoch and version. Of a report that arrives twice the first time counts. Who comes back is ordered
@@ -146,6 +147,10 @@ class Witness:
 
     def lies(self, worker: WorkerId) -> None:
         self._liars[worker] = None
+
+    def impostor(self, worker: WorkerId) -> None:
+        """Note that from now on the worker's tokens are not of the weights that it names."""
+        self.impostors[worker] = None
 
     def has_lied(self, worker: WorkerId) -> bool:
         return worker in self._liars
@@ -256,6 +261,9 @@ class Witness:
     def _fenced(self, core: Scheduler, command: c.FenceWorker) -> None:
         if command.reason == EndCause.BARRED:
             needed = self.has_lied(command.worker)
+        elif command.reason == EndCause.MISMATCHED:
+            # What a liar calls its log-probabilities need not be those of any weights.
+            needed = command.worker in self.impostors or self.has_lied(command.worker)
         else:
             needed = command.reason.startswith(OF_NO_CONCERN) or not self._well(command.worker)
         _require(needed, Act.FENCE, f"{command.worker}: {command.reason}")

@@ -43,7 +43,7 @@ from elastic.compose.plan import POOL_KIND
 from elastic.config import Config, validate
 from elastic.control import Acknowledged, CapProvider, SetBudget, StopRun
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId, WorkerRole
+from elastic.core.types import NS_PER_S, LogprobCheck, Nanoseconds, WorkerId, WorkerRole
 from elastic.endpoint import Endpoint
 from elastic.pool_client import PoolClient
 from elastic.run_secrets import RunSecrets
@@ -123,6 +123,8 @@ def config_of(plan: WorldPlan) -> Config:
                 "max_turns": 1 if long else plan.max_turns,
                 "max_tokens_per_turn": plan.max_tokens,
                 "staleness_bound": plan.staleness_bound,
+                # Environments may be down for as long as a short run takes.
+                "max_failed_share": 1,
             },
             "trainer": {
                 "updates_per_step": 1,
@@ -187,6 +189,10 @@ class World:
         """The orchestrator's."""
         self.processes: list[Process] = [] if beside is None else beside.processes
         self.weights = Weights()
+        self.compared: dict[str, Mapping[str, LogprobCheck]] = {}
+        """What the trainer has found of workers' tokens in each group, as it was last given that."""
+        self.trained_on: dict[str, set[WorkerId]] = {}
+        """The workers of whose tokens in a group it has trained on some."""
         self.incarnations = 0
         self.result: str | None = None
         self.orchestrator: Process | None = None
@@ -563,6 +569,8 @@ class World:
         self.witness.ails(worker, SINCE_BEFORE_S)
         if self.witness.has_lied(ticket):
             self.witness.lies(worker)
+        if ticket in self.witness.impostors:
+            self.witness.impostor(worker)
 
     def _begin_worker(self, name: str, bought: Ticket, trains: bool) -> Process:
         """Start a worker of a provider. Its device is shared with the owner if the provider lends it."""
@@ -593,13 +601,20 @@ class World:
 
         def trainer(config: Config, device: str) -> ModelTrainer:
             self._building[worker] = None
-            return ModelTrainer(self._learnt, has)
+            return ModelTrainer(self._learnt, has, self._compared, self._trained_on, self.config.trainer.mismatch_max)
 
         host = TrainerHost(self.config, self.run.path, True, trainer, engine)
         return host
 
     def _learnt(self, weights: Weights) -> None:
         self.weights = weights
+
+    def _compared(self, group: str, found: Mapping[str, LogprobCheck]) -> None:
+        self.compared[group] = found
+        self.trained_on[group] = set()
+
+    def _trained_on(self, group: str, worker: WorkerId) -> None:
+        self.trained_on[group].add(worker)
 
     def applied(self, source: RelaySource, bits: bytes) -> None:
         """Note that a worker serves with `bits` as the version that it was told to pull."""

@@ -36,6 +36,8 @@ def run_plan(plan: RunPlan) -> Plan:
         staleness_bound=plan.config.rollout.staleness_bound,
         minibatches=plan.config.trainer.updates_per_step,
         trainer_provider=TRAINER_PROVIDER,
+        mismatch_max=plan.config.trainer.mismatch_max,
+        max_failed_share=plan.config.rollout.max_failed_share,
     )
 
 

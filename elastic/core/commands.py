@@ -137,12 +137,17 @@ class RecordReward(_Command, frozen=True):
 
 
 class TrainGroup(_Command, frozen=True):
-    """Train step `step` on these members of the group, as its batch's `slot`."""
+    """Train step `step` on these members of the group, as its batch's `slot`.
+
+    `bounds` says how far workers' log-probabilities may be from the trainer's, where that is not the run's bound: None
+    for a worker of whose tokens none is to be trained on.
+    """
 
     group: str
     trajectories: tuple[TrajectoryId, ...]
     step: int
     slot: int
+    bounds: tuple[tuple[WorkerId, float | None], ...] = ()
 
 
 class DropGroup(_Command, frozen=True):

@@ -10,6 +10,7 @@ from elastic.core.types import (
     EndCause,
     LeaseId,
     LoadPhase,
+    LogprobCheck,
     Nanoseconds,
     Offer,
     Progress,
@@ -209,22 +210,27 @@ class RewardFailed(_Event, frozen=True):
 
 
 class GroupTrained(_Event, frozen=True):
-    """`worker` says that the group's gradients are accumulated; it counts if `worker` is the trainer's."""
+    """`worker` says that the group's gradients are accumulated; it counts if `worker` is the trainer's.
+
+    `checks` are of tokens that were compared meanwhile, in this group and others.
+    """
 
     worker: WorkerId
     epoch: int
     group: str
+    checks: tuple[LogprobCheck, ...] = ()
 
 
 class WeightsPublished(_Event, frozen=True):
     """The trainer has stepped, and workers may pull `version`: a relay holds what they need, or is being given it.
 
-    It counts if `worker` is the trainer's.
+    It counts if `worker` is the trainer's. `checks` as in `GroupTrained`.
     """
 
     worker: WorkerId
     epoch: int
     version: int
+    checks: tuple[LogprobCheck, ...] = ()
 
 
 class TrainerFailed(_Event, frozen=True):

@@ -17,6 +17,8 @@ from elastic.core.steps import BatchRule, Group, Step
 from elastic.core.turn_manager import TurnManager
 from elastic.core.types import GroupState, TrajectoryId
 
+INFRASTRUCTURE = "infrastructure"
+"""How the reason begins for dropping a group too few of whose members came to a reward."""
 MIN_GROUP_SIZE = 2
 """An advantage is relative to the rest of the group; one trajectory alone has none (GRPO)."""
 
@@ -78,6 +80,7 @@ class GroupManager:
         self._end_turns(group, trajectory, "the trajectory ended")
         self._rewards.forget((trajectory,))
         step.end(group, trajectory, outcome)
+        self._run.outcomes.now.note(outcome)
         if not group.unfinished:
             self._complete(step, group)
 
@@ -134,7 +137,7 @@ class GroupManager:
     def _why_of_no_use(self, group: Group) -> str | None:
         rewards = list(group.finished.values())
         if len(rewards) < MIN_GROUP_SIZE:
-            return f"infrastructure: {'; '.join(group.failures)}"
+            return f"{INFRASTRUCTURE}: {'; '.join(group.failures)}"
         return self._run.policies.selection.drop_reason(rewards)
 
     def drop_stale(self, step: Step) -> None:

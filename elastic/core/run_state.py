@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, Protocol
 
+import msgspec
 from msgspec import UNSET
 
+from elastic.core.agreement import Agreement
 from elastic.core.commands import Command
 from elastic.core.controls import Controls
 from elastic.core.events import Event, Resumed
 from elastic.core.fleet import Fleet, Worker
 from elastic.core.leases import LeaseTable
 from elastic.core.ledger import Ledger
+from elastic.core.outcomes import Outcomes
 from elastic.core.patience import Patience
 from elastic.core.policy import Policies, StepRecord
 from elastic.core.profiles import BatchProfile
@@ -48,6 +51,17 @@ what its checkpoint does not have. The trainer is as patient with the orchestrat
 MAX_DOUBLINGS = 16
 _AT_THEIR_TIME = ("expiry", "early replacement", "departure", "budget", "lull", "permit over")
 """Waits for a time instead of a peer."""
+
+
+WARNINGS_MAX = 32
+
+
+class RunWarning(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that the run's owner is to know at once: its kind in one word, and a sentence."""
+
+    kind: str
+    at_ns: Nanoseconds
+    message: str
 
 
 class Phase(StrEnum):
@@ -93,6 +107,10 @@ class RunState:
         """Workers whose turns bring nothing while others' do."""
         self.trainers_lost = 0
         self.controls = Controls()
+        self.agreement = Agreement()
+        self.outcomes = Outcomes()
+        self.warnings: list[RunWarning] = []
+        """The last ones, at most `WARNINGS_MAX`."""
         self.out: list[Command] = []
 
     @property
@@ -110,6 +128,10 @@ class RunState:
         if self.active:
             self.over = True
             self.failed = cause
+
+    def warn(self, kind: str, message: str) -> None:
+        """Have the run's owner told."""
+        self.warnings = [*self.warnings, RunWarning(kind=kind, at_ns=self.now_ns, message=message)][-WARNINGS_MAX:]
 
     def stop(self, why: str) -> None:
         """End the run in good order, to be resumed some time, unless it is ending already."""

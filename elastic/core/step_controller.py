@@ -3,12 +3,13 @@
 Source: ROSE §4.2 (workflow of a step); RLBoost §4.1 (seeding); docs/design.md, "The trainer's device".
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.group_manager import GroupManager
+from elastic.core.group_manager import INFRASTRUCTURE, GroupManager
+from elastic.core.outcomes import counted, in_words
 from elastic.core.policy import StepRecord
 from elastic.core.reward_manager import RewardManager
 from elastic.core.run_state import Phase, RunState
@@ -17,7 +18,7 @@ from elastic.core.trainer_device import TrainerDevice, TrainerMode
 from elastic.core.trainer_permit import PermitState, TrainerPermit
 from elastic.core.turn_manager import TurnManager
 from elastic.core.turns import Turn
-from elastic.core.types import GroupState, WorkerState
+from elastic.core.types import EndCause, GroupState, LogprobCheck, WorkerState
 from elastic.core.worker_manager import WorkerManager
 
 _COMING = (WorkerState.BOOTING, WorkerState.DETACHED)
@@ -63,6 +64,16 @@ class StepController:
         if step is not None and event.group == self._device.training and self._counts:
             self._device.done()
             step.move(step.groups[event.group], GroupState.TRAINED, self._run.now_ns, "trained")
+            self._compare(event.checks)
+
+    def _compare(self, checks: Sequence[LogprobCheck]) -> None:
+        """Bar workers whose tokens are not of the weights that they name."""
+        run = self._run
+        for mismatch in run.agreement.note(checks, run.plan.mismatch_max):
+            run.warn("Mismatch", str(mismatch))
+            worker = run.fleet.workers.get(mismatch.worker)
+            if worker is not None and worker.state is not WorkerState.GONE:
+                self._workers.bar(worker, EndCause.MISMATCHED, str(mismatch))
 
     def advance(self) -> None:
         """Move the trainer's device between generating and training, and the step towards its end."""
@@ -256,7 +267,11 @@ class StepController:
         self._device.done()
         trainer.version = run.version = event.version
         run.fleet.reindex(trainer)
+        self._compare(event.checks)
         self._conclude(step)
+        self._judge(ends=event.version >= run.plan.steps)
+        if not run.active:
+            return
         self._workers.ensure_weights_everywhere()
         self._start_step(step.number + 1)
 
@@ -272,6 +287,31 @@ class StepController:
         run.history.append(record)
         self.seeding_plan = run.policies.seeding.following(self.seeding_plan, record)
         run.leases.worker_bound = self.seeding_plan.worker_bound
+
+        if not record.groups_trained:
+            run.warn("NothingTrained", f"step {step.number} had nothing to train on: {self._why_nothing(step)}")
+
+    def _why_nothing(self, step: Step) -> str:
+        outcomes = self._run.outcomes.now
+        failed = sum(outcomes.failed.values())
+        words: list[str] = []
+        if failed:
+            of = failed + outcomes.finished
+            words.append(f"{failed} of {of} trajectories failed: {in_words(counted(outcomes))}")
+        if dropped := {why: count for why, count in step.reasons.items() if not why.startswith(INFRASTRUCTURE)}:
+            words.append(f"groups were dropped: {in_words(dropped)}")
+        return "; ".join(words)
+
+    def _judge(self, *, ends: bool) -> None:
+        """Fail a run of which too much has failed, or cannot be believed, in the last steps; `ends`: in all of them."""
+        run = self._run
+        cause = run.agreement.failing()
+        if not cause and (ends or run.outcomes.enough):
+            cause = run.outcomes.failing(run.plan.max_failed_share)
+        if cause:
+            run.fail(cause)
+        run.agreement.begin_step(run.oldest_version)
+        run.outcomes.begin_step()
 
     def abandon(self, reason: str) -> None:
         """The run is over: what is not trained yet never will be."""

@@ -3,6 +3,7 @@
 Source: ROSE §6 (dynamic sampling), RollArt mechanism 2 (asynchrony at the level of trajectories).
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -190,6 +191,12 @@ class Step:
     def _fill(self, group: Group, slot: int) -> None:
         self._free.remove(slot)
         group.slot = slot
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why groups were dropped, the commonest reason first."""
+        counts = Counter(group.drop_reason for group in self._in_state[GroupState.DROPPED].values())
+        return dict(counts.most_common())
 
     @property
     def next_version(self) -> int | None:

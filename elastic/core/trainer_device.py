@@ -148,7 +148,10 @@ class TrainerDevice:
         self._run.out.append(c.WakeWorker(worker=trainer.id, epoch=trainer.epoch))
 
     def train(self, step: int, group: Group, slot: int) -> None:
-        self._tell(c.TrainGroup(group=group.id, trajectories=tuple(group.finished), step=step, slot=slot))
+        bounds = self._run.agreement.terms
+        self._tell(
+            c.TrainGroup(group=group.id, trajectories=tuple(group.finished), step=step, slot=slot, bounds=bounds)
+        )
 
     def update(self, step: int, version: int, empty_slots: tuple[int, ...]) -> None:
         pulled = self._run.fleet.loading_versions

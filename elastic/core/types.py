@@ -27,6 +27,8 @@ DEVICE_SPEED_MAX = 1e9
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
 Speed: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=DEVICE_SPEED_MAX)]
+NOISE_MAX = 0.5
+"""The most noise, in nats, that an engine may declare: other weights differ by more."""
 
 
 class Account(StrEnum):
@@ -164,6 +166,8 @@ class EndCause(StrEnum):
     BARRED = "barred"
     STRUCK_OUT = "struck_out"
     """Its workers' turns brought nothing while others' did."""
+    MISMATCHED = "mismatched"
+    """A worker's log-probabilities were not the trainer's with the same weights."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +233,25 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     memory_gb_per_s: Speed | None = None
     max_batch: Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)] | None = None
     """Turns it executes at once; what it holds beyond that waits."""
+    logprob_noise: Annotated[float, msgspec.Meta(ge=0, le=NOISE_MAX)] = 0.0
+    """By how much its log-probabilities may differ from the trainer's for its numerics alone: the mean |log-ratio| of
+    sampled tokens, in nats."""
+
+
+class LogprobCheck(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Some tokens of a worker's beside the trainer's own log-probabilities, both with the weights of `version`.
+
+    `log_ratio` is the sum of |log-ratio| over `tokens` of them, in nats.
+    """
+
+    worker: Text
+    version: Count
+    tokens: Count
+    log_ratio: Annotated[float, msgspec.Meta(ge=0, le=INTEGER_MAX)]
+
+    @property
+    def mean(self) -> float:
+        return self.log_ratio / max(1, self.tokens)
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -306,3 +329,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     staleness_bound: int = 0
     minibatches: int = 1
     trainer_provider: str = "trainer"
+    mismatch_max: float = 0.2
+    """Mean |log-ratio| beyond which a worker does not serve the weights that it says, beside what its engine
+    declares."""
+    max_failed_share: float = 1.0
+    """A run fails of whose trajectories a larger share has failed in the last steps."""

@@ -59,6 +59,8 @@ class WorkerManager:
         self._turns.cut_off(worker, "the worker's session moved to a new connection")
         worker.epoch = event.epoch
         worker.introduce(event.capabilities)
+        if noise := event.capabilities.logprob_noise:
+            run.agreement.declare(worker.id, run.plan.mismatch_max + noise)
         self._note_boot(worker)
         if run.leases.offer_again(worker.provider) and run.active:
             run.wait("provision", "market", run.limits.retry_base_ns)
@@ -192,14 +194,19 @@ class WorkerManager:
             self._detach(worker)
 
     def _on_barred(self, event: e.WorkerBarred) -> None:
-        """Move the worker's turns elsewhere. The place of its lease is not leased again in this run."""
+        """Move the worker's turns elsewhere."""
         run = self._run
         worker = run.fleet.workers.get(event.worker)
         if worker is None or worker.state is WorkerState.GONE or event.epoch < worker.epoch:
             return
+        self.bar(worker, EndCause.BARRED, event.cause)
+
+    def bar(self, worker: Worker, cause: EndCause, why: str) -> None:
+        """Give up a worker that is not to be believed; the place of its lease is not leased again in this run."""
+        run = self._run
         if worker.role is WorkerRole.TRAINER:
-            run.fail(f"the trainer's device is not to be believed: {event.cause}")
-        self.give_up(worker.id, EndCause.BARRED)
+            run.fail(f"the trainer's device is not to be believed: {why}")
+        self.give_up(worker.id, cause)
         run.out.append(c.BarLease(lease=worker.lease, provider=worker.provider))
 
     def strike_out(self) -> None:

@@ -15,6 +15,8 @@ from elastic.config import EngineConfig
 from elastic.core.types import Account, Capabilities, FinishReason, SamplingParameters, WeightMode
 from elastic.weights.source import PullReport, RelaySource, WeightsSource
 
+BF16_NOISE = 0.05
+"""`Capabilities.logprob_noise` of engines that compute in bfloat16, or with other kernels than the trainer's."""
 NO_VERSION = -1
 """The `weights_version` of a chunk without tokens, where no weights have had a part in it."""
 

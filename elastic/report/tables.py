@@ -19,7 +19,12 @@ from elastic.runtime.status import CPU_SATURATED_SHARE
 MOST_WORKERS = MOST_REFUSED = 40
 """Most rows of workers in a table. The JSON has all."""
 
-LOSSES = frozenset({EndCause.LOST, EndCause.FENCED, EndCause.BOOT_TIMEOUT, EndCause.BARRED, EndCause.STRUCK_OUT})
+LOSSES = frozenset(
+    {
+        *(EndCause.LOST, EndCause.FENCED, EndCause.BOOT_TIMEOUT),
+        *(EndCause.BARRED, EndCause.STRUCK_OUT, EndCause.MISMATCHED),
+    }
+)
 
 _SPLIT = ("awaited", *PARTS[1:])
 """A pull's parts, where the trainer's time has a column of its own."""

@@ -41,7 +41,7 @@ class Listener:
             wire.Awoke: lambda w, n, _: run.feed(e.WorkerAwoke(worker=w, epoch=n)),
             wire.Notice: self._on_notice,
             wire.Goodbye: self._on_goodbye,
-            wire.Trained: lambda w, n, m: run.feed(e.GroupTrained(worker=w, epoch=n, group=m.group)),
+            wire.Trained: self._on_trained,
             wire.Stepped: self._on_stepped,
             wire.PublishedFrame: lambda w, n, m: scribe.published(m.version, m.changed, m.metrics),
             wire.TrainerFailedFrame: lambda w, n, m: run.feed(e.TrainerFailed(worker=w, epoch=n, error=m.error)),
@@ -119,8 +119,15 @@ class Listener:
         else:
             self._run.feed(e.WeightsApplied(worker=worker, epoch=epoch, version=report.version), report)
 
+    def _on_trained(self, worker: WorkerId, epoch: int, trained: wire.Trained) -> None:
+        checks = tuple(trained.checks)
+        self._run.feed(e.GroupTrained(worker=worker, epoch=epoch, group=trained.group, checks=checks))
+
     def _on_stepped(self, worker: WorkerId, epoch: int, stepped: wire.Stepped) -> None:
-        self._run.feed(e.WeightsPublished(worker=worker, epoch=epoch, version=stepped.version), stepped.metrics)
+        checks = tuple(stepped.checks)
+        self._run.feed(
+            e.WeightsPublished(worker=worker, epoch=epoch, version=stepped.version, checks=checks), stepped.metrics
+        )
         for group, reason in stepped.unusable.items():
             self._scribe.unusable(group, reason)
         self._stepped(stepped.version)

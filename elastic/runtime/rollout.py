@@ -24,7 +24,7 @@ from elastic import wire
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import parse_trajectory, parse_turn, turn_id
-from elastic.core.types import SamplingParameters, TrajectoryId, TurnId
+from elastic.core.types import SamplingParameters, TrajectoryId, TurnId, WorkerId
 from elastic.envs.answers import Answers, BadAnswer
 from elastic.envs.base import Environment
 from elastic.runtime.journal import Sampled, TokenFrame, TrajectoryRow
@@ -61,15 +61,17 @@ class OpenTurn:
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    origins: list[tuple[WorkerId, int]] = field(default_factory=list[tuple[WorkerId, int]])
     ended: str | None = None
     prompt: list[int] = field(default_factory=list[int])
     sampling: SamplingParameters | None = None
     done: asyncio.Future[None] | None = None
 
-    def accept(self, chunk: wire.Chunk) -> None:
+    def accept(self, chunk: wire.Chunk, worker: WorkerId) -> None:
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.versions += [chunk.weights_version] * len(chunk.token_ids)
+        _extend(self.origins, worker, len(chunk.token_ids))
 
     def end(self, cause: str) -> None:
         self.ended = cause
@@ -88,6 +90,8 @@ class RolloutTrajectory:
     trained: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    origins: list[tuple[WorkerId, int]] = field(default_factory=list[tuple[WorkerId, int]])
+    """Whose the sampled tokens are, in their order."""
     turns: int = 0
     tag: str = ""
     reward: float = 0.0
@@ -107,6 +111,8 @@ class RolloutTrajectory:
         self.trained += [1] * len(turn.token_ids)
         self.logprobs += turn.logprobs
         self.versions += turn.versions
+        for worker, count in turn.origins:
+            _extend(self.origins, worker, count)
 
     @property
     def policy_tokens(self) -> int:
@@ -114,7 +120,7 @@ class RolloutTrajectory:
 
     @property
     def sampled(self) -> Sampled:
-        return Sampled(self.trained, self.logprobs, self.versions, self.reward)
+        return Sampled(self.trained, self.logprobs, self.versions, self.reward, self.origins)
 
     @classmethod
     def of(cls, row: TrajectoryRow) -> "RolloutTrajectory":
@@ -125,16 +131,23 @@ class RolloutTrajectory:
             row.started_ns,
             0,
             msgspec.msgpack.decode(row.token_ids, type=list[int]),
-            *(sampled.trained, sampled.logprobs, sampled.versions),
+            *(sampled.trained, sampled.logprobs, sampled.versions, sampled.origins),
             turns=row.turns,
             reward=sampled.reward if row.reward is None else row.reward,
             truncated=row.truncated,
         )
 
     def data(self) -> wire.TrajectoryData:
-        return wire.TrajectoryData(
-            self.trajectory, self.token_ids, self.trained, self.logprobs, self.versions, self.reward
-        )
+        tokens = (self.token_ids, self.trained, self.logprobs, self.versions)
+        return wire.TrajectoryData(self.trajectory, *tokens, self.reward, self.origins)
+
+
+def _extend(origins: list[tuple[WorkerId, int]], worker: WorkerId, count: int) -> None:
+    """The next `count` tokens are the worker's."""
+    if origins and origins[-1][0] == worker:
+        count += origins.pop()[1]
+    if count:
+        origins.append((worker, count))
 
 
 def stable_hash(*parts: int) -> int:
@@ -241,7 +254,9 @@ class Rollouts:
     def saved(self) -> object:
         """The turns of trajectories that run, without what only this process has of them, and who has finished."""
         turns = {
-            trajectory: [OpenTurn(t.id, t.prompt_tokens, t.token_ids, t.logprobs, t.versions, t.ended) for t in of]
+            trajectory: [
+                OpenTurn(t.id, t.prompt_tokens, t.token_ids, t.logprobs, t.versions, t.origins, t.ended) for t in of
+            ]
             for trajectory, of in self._running.items()
         }
         return turns, list(self._finished)
@@ -296,7 +311,7 @@ class Rollouts:
     def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: TokenFrame) -> None:
         for chunk in (payload.chunks[position] for position in chunks):
             if (turn := self._turn(chunk.turn)) is not None:
-                turn.accept(chunk)
+                turn.accept(chunk, event.worker)
 
     def finish_turn(self, turn: TurnId) -> None:
         """Let the turn's loop go on with its tokens."""
@@ -348,10 +363,9 @@ class Rollouts:
             self._finished.pop(trajectory, None)
         return episodes
 
-    def drop(self, trajectories: Sequence[TrajectoryId]) -> int:
-        """Returns how many tokens the policy sampled for those of them that have finished."""
-        finished = [trajectory for trajectory in trajectories if trajectory in self._finished]
-        return sum(episode.policy_tokens for episode in self.take(finished))
+    def drop(self, trajectories: Sequence[TrajectoryId]) -> list[RolloutTrajectory]:
+        """Returns those of them that have finished."""
+        return self.take([trajectory for trajectory in trajectories if trajectory in self._finished])
 
     async def _run(self, trajectory: TrajectoryId) -> None:
         step, group, _ = parse_trajectory(trajectory)

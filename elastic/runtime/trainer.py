@@ -96,7 +96,7 @@ class GatewayTrainer:
     def train(self, order: c.TrainGroup, batch: list[RolloutTrajectory]) -> None:
         self._tell(_train(order, batch))
 
-    def skip(self, order: c.DropGroup, dropped: int) -> None:
+    def skip(self, order: c.DropGroup, dropped: list[RolloutTrajectory]) -> None:
         self._tell(_skip(order, dropped))
 
     def update(self, order: c.UpdateWeights) -> None:
@@ -195,7 +195,7 @@ class GatewayTrainer:
                 return [_train(order, [RolloutTrajectory.of(rows[trajectory]) for trajectory in order.trajectories])]
             case c.DropGroup():
                 rows = self._stored(order.trajectories)
-                return [_skip(order, sum(row.policy_tokens for row in rows.values() if row.reward is not None))]
+                return [_skip(order, [RolloutTrajectory.of(row) for row in rows.values() if row.reward is not None])]
             case c.UpdateWeights():
                 return _update(order)
 
@@ -206,12 +206,17 @@ class GatewayTrainer:
 
 
 def _train(order: c.TrainGroup, batch: Sequence[RolloutTrajectory]) -> wire.TrainGroupFrame:
-    return wire.TrainGroupFrame(order.step, order.group, order.slot, [episode.data() for episode in batch])
+    workers = {worker for episode in batch for worker, _ in episode.origins}
+    bounds = {worker: bound for worker, bound in order.bounds if worker in workers}
+    return wire.TrainGroupFrame(order.step, order.group, order.slot, [episode.data() for episode in batch], bounds)
 
 
-def _skip(order: c.DropGroup, dropped: int) -> wire.SkipGroup:
+def _skip(order: c.DropGroup, dropped: Sequence[RolloutTrajectory]) -> wire.SkipGroup:
     assert order.slot is not None
-    return wire.SkipGroup(order.step, order.group, order.slot, order.reason, dropped)
+    tokens = sum(episode.policy_tokens for episode in dropped)
+    return wire.SkipGroup(
+        order.step, order.group, order.slot, order.reason, tokens, [episode.data() for episode in dropped]
+    )
 
 
 def _update(order: c.UpdateWeights) -> list[wire.FromOrchestrator]:

@@ -8,6 +8,8 @@ A mini-batch's gradient is the mean over the policy's tokens in all its groups. 
 and count in that mean, as in verl and TRL: the fewer groups have signal, the smaller the step. With dynamic sampling
 others take their place, and they count nowhere (DAPO).
 
+Tokens of workers that do not generate with the weights which they name are left out (`elastic.trainer.agreement`).
+
 No data ends a run. A group from which no usable gradient comes is left out whole, and its cause is kept in `unusable`.
 """
 
@@ -15,20 +17,38 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from elastic.config import TrainerConfig
+from elastic.core.types import LogprobCheck
 from elastic.model.qwen3 import Qwen3
 from elastic.parking import Switch
 from elastic.parking.tensors import ParkedTensors, held_bytes
 from elastic.trainer import checkpoint
 from elastic.trainer.accumulator import GradientAccumulator, GradientOverflow
 from elastic.trainer.adamw import AdamW
-from elastic.trainer.batches import Batch, UnusableGroup, check_group, micro_batches, policy_tokens
+from elastic.trainer.agreement import StepAgreement
+from elastic.trainer.batches import (
+    Batch,
+    UnusableGroup,
+    check_group,
+    check_trajectories,
+    micro_batches,
+    policy_tokens,
+    workers_of,
+)
 from elastic.trainer.grpo import ClipSettings, clipped_policy_loss, group_advantages, sampled_distribution
-from elastic.wire import TrainGroupFrame, finite
+from elastic.wire import TrainGroupFrame, TrajectoryData, finite
+
+
+class _Skipped(NamedTuple):
+    """A group that is not trained on."""
+
+    tokens: int
+    trajectories: Sequence[TrajectoryData]
 
 
 class GRPOTrainer:
@@ -60,6 +80,7 @@ class GRPOTrainer:
         self.updates = 0
         self.metrics: dict[str, float] = {}
         self._unusable: dict[str, str] = {}
+        self._checks: list[LogprobCheck] = []
         self._begin_step()
 
     def train_group(self, group: TrainGroupFrame) -> None:
@@ -70,13 +91,19 @@ class GRPOTrainer:
         self._note(group.index, group)
         self._advance()
 
-    def skip_group(self, index: int, tokens: int = 0) -> None:
+    def skip_group(self, index: int, tokens: int = 0, trajectories: Sequence[TrajectoryData] = ()) -> None:
         """The step does without this group; raises `ValueError` for one that is unknown or already here.
 
         `tokens` of the policy count in its mini-batch's mean all the same. It is noted and no more: rollouts may have
-        the device. What waited for it is done with the next group.
+        the device. What waited for it is done with the next group, and then the log-probabilities of its
+        `trajectories` are compared.
         """
-        self._note(index, tokens)
+        self._note(index, _Skipped(tokens, trajectories))
+
+    def take_checks(self) -> list[LogprobCheck]:
+        """How workers' log-probabilities compare with the trainer's, in what was looked at since the last call."""
+        checks, self._checks = [*self._checks, *self._agreement.take()], []
+        return checks
 
     @property
     def unusable(self) -> Mapping[str, str]:
@@ -93,6 +120,7 @@ class GRPOTrainer:
             raise ValueError(f"update: groups neither trained nor skipped: {', '.join(map(str, missing))}")
         self._advance()
         self.metrics = self._metrics()
+        self._checks += self._agreement.take()
         self.version += 1
         self._begin_step()
         return self.metrics
@@ -120,6 +148,7 @@ class GRPOTrainer:
             tensor.copy_(tensors[name])
         self._optimizer.begin_at(counters.updates)
         self.version, self.updates, self.metrics = counters.version, counters.updates, counters.metrics
+        self._begin_step()
 
     def park(self) -> Switch:
         """Take masters, moments and the gradients of the step under way off the device; `save` may still be called."""
@@ -140,7 +169,8 @@ class GRPOTrainer:
 
     def _begin_step(self) -> None:
         self._seen: set[int] = set()
-        self._held: dict[int, TrainGroupFrame | int] = {}
+        self._held: dict[int, TrainGroupFrame | _Skipped] = {}
+        self._agreement = StepAgreement(self.version, self._settings.mismatch_max)
         self._minibatch = 0
         self._outstanding = self._members(0)
         self._minibatch_tokens = 0
@@ -148,13 +178,13 @@ class GRPOTrainer:
         self._tokens_of_mean = 0
         self._statistics: dict[int, _GroupStatistics] = {}
         self._gradient_norms: list[float] = []
+        self._tokens_left_out = 0
 
     def _members(self, minibatch: int) -> set[int]:
         updates = self._settings.updates_per_step
         return {index for index in range(self._groups) if index * updates // self._groups == minibatch}
 
-    def _note(self, index: int, group: TrainGroupFrame | int) -> None:
-        """`group`: to train on, or how many tokens one has that is skipped."""
+    def _note(self, index: int, group: TrainGroupFrame | _Skipped) -> None:
         if not 0 <= index < self._groups:
             raise ValueError(f"group {index}: a step has groups 0 to {self._groups - 1}")
         if index in self._seen:
@@ -169,13 +199,15 @@ class GRPOTrainer:
         while self._minibatch < self._settings.updates_per_step:
             for index in sorted(self._outstanding & self._held.keys()):
                 group = self._held.pop(index)
-                if isinstance(group, int):
-                    self._minibatch_tokens += group
+                if isinstance(group, _Skipped):
+                    self._minibatch_tokens += group.tokens
+                    self._compare(group.trajectories)
                 else:
                     self._train(group)
                 self._outstanding.remove(index)
             if self._outstanding:
                 return
+            self._agreement.updates()
             self._step_optimizer()
             self._minibatch += 1
             self._outstanding = self._members(self._minibatch)
@@ -196,36 +228,68 @@ class GRPOTrainer:
         except OverflowError as error:
             raise UnusableGroup(f"rewards from {min(rewards):g} to {max(rewards):g}: {error}") from error
         if any(advantages):
-            self._accumulator.add(self._gradient(group, advantages, statistics))
-            self._minibatch_has_gradient = True
+            if gradient := self._gradient(group, advantages, statistics):
+                self._accumulator.add(gradient)
+                self._minibatch_has_gradient = True
+        else:
+            self._compare(group.trajectories)
         self._statistics[group.index] = statistics
         self._minibatch_tokens += policy_tokens(group)
 
     def _gradient(
         self, group: TrainGroupFrame, advantages: Sequence[float], statistics: "_GroupStatistics"
     ) -> Sequence[Tensor]:
-        """The gradient of the group's loss, a sum over its tokens."""
+        """The gradient of the group's loss, a sum over its tokens; empty where none of them may be trained on."""
         total: Sequence[Tensor] = ()
+        workers = workers_of(group.trajectories)
         for batch in micro_batches(group.trajectories, advantages, self._settings.micro_batch_tokens):
-            part = self._batch_gradient(batch.to(self._device), statistics)
-            total = [have.add_(more) for have, more in zip(total, part, strict=True)] if total else part
+            part = self._batch_gradient(batch.to(self._device), workers, group.bounds, statistics)
+            if total and part:
+                total = [have.add_(more) for have, more in zip(total, part, strict=True)]
+            else:
+                total = total or part
         return total
 
-    def _batch_gradient(self, batch: Batch, statistics: "_GroupStatistics") -> Sequence[Tensor]:
+    def _batch_gradient(
+        self, batch: Batch, workers: Sequence[str], bounds: Mapping[str, float | None], statistics: "_GroupStatistics"
+    ) -> Sequence[Tensor]:
         logits = self._model(batch.token_ids, batch.lengths)
         now = sampled_distribution(logits, batch.token_ids, batch.trained, self._temperature)
+        logprobs, sampled, advantages, entropy = now.logprobs, batch.logprobs, batch.advantages, now.entropy
         ages = self.version - batch.versions
-        policy = clipped_policy_loss(now.logprobs, batch.logprobs, batch.advantages, ages, self._clip)
+        keep = self._agreement.compare(batch, now.logprobs, workers, bounds)
+        if keep is not None:
+            self._tokens_left_out += int((~keep).sum())
+            if not keep.any():
+                return ()
+            logprobs, sampled, advantages = logprobs[keep], sampled[keep], advantages[keep]
+            ages, entropy = ages[keep], entropy[keep]
+        policy = clipped_policy_loss(logprobs, sampled, advantages, ages, self._clip)
         gradient = torch.autograd.grad(policy.loss, self._parameters)
-        statistics.tokens += len(now.logprobs)
+        statistics.tokens += len(logprobs)
         statistics.loss += policy.loss.item()
-        statistics.entropy += now.entropy.sum().item()
+        statistics.entropy += entropy.sum().item()
         statistics.ratio += policy.ratio.sum().item()
         statistics.ratio_max = max(statistics.ratio_max, policy.ratio.max().item())
         statistics.clipped += int(policy.clipped.sum())
         statistics.truncated += int(policy.truncated.sum())
         statistics.age += int(ages.sum())
         return gradient
+
+    @torch.no_grad()
+    def _compare(self, group: Sequence[TrajectoryData]) -> None:
+        """Compare log-probabilities of a group that gives no gradient, as far as that tells something new."""
+        trajectories = self._agreement.wanting(group)
+        try:
+            check_trajectories(trajectories, self._model.config.vocab_size)
+        except UnusableGroup:
+            return
+        workers = workers_of(trajectories)
+        for batch in micro_batches(trajectories, [0.0] * len(trajectories), self._settings.micro_batch_tokens):
+            there = batch.to(self._device)
+            logits = self._model(there.token_ids, there.lengths)
+            now = sampled_distribution(logits, there.token_ids, there.trained, self._temperature)
+            self._agreement.compare(there, now.logprobs, workers, {})
 
     def _step_optimizer(self) -> None:
         tokens, self._minibatch_tokens = self._minibatch_tokens, 0
@@ -259,6 +323,8 @@ class GRPOTrainer:
             "staleness_mean": sum(group.age for group in groups) / max(1, tokens),
             "entropy": math.fsum(group.entropy for group in groups) / max(1, tokens),
             "tokens": float(tokens),
+            "tokens_left_out": float(self._tokens_left_out),
+            "mismatch_mean": self._agreement.mean,
             "groups": float(len(groups)),
             "groups_with_signal": float(sum(group.tokens > 0 for group in groups)),
             "groups_unusable": float(len(self._unusable)),

@@ -16,7 +16,7 @@ import torch
 
 from elastic import wire
 from elastic.config import Config, EngineConfig, TrainerPacingConfig, WeightsConfig, validate
-from elastic.core.types import WeightMode
+from elastic.core.types import LogprobCheck, WeightMode
 from elastic.engine.base import RolloutEngine
 from elastic.logs import PaceLog
 from elastic.model.checkpoint import load_model
@@ -81,7 +81,12 @@ class PolicyTrainer(Protocol):
 
     def train_group(self, group: wire.TrainGroupFrame) -> None: ...
 
-    def skip_group(self, index: int, tokens: int = 0) -> None: ...
+    def skip_group(self, index: int, tokens: int, trajectories: Sequence[wire.TrajectoryData]) -> None: ...
+
+    def take_checks(self) -> list[LogprobCheck]:
+        """Return how workers' log-probabilities compare with the trainer's, in what it looked at since the last
+        call."""
+        ...
 
     def update(self) -> dict[str, float]:
         """Step to the next version; returns the step's metrics."""
@@ -133,6 +138,8 @@ class TrainerHost:
         self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publishing")
         self._publication: Future[wire.PublishedFrame] = Future()
         self._stepped: wire.Stepped | None = None
+        self._checks: dict[str, list[LogprobCheck]] = {}
+        """By the group of this step with whose answer they were told."""
         self._shares_device = shares_device
         self._parked = shares_device
         self._learning: Parkable | None = None
@@ -212,12 +219,13 @@ class TrainerHost:
                 if not self.has(order):
                     self._given(order.index, order.group)
                     self._trainer.train_group(order)
+                    self._checks[order.group] = self._trainer.take_checks()
                     self._pace(began_s, _tokens_s(self._config.trainer.pacing, order))
-                return wire.Trained(order.group, time.monotonic() - began_s)
+                return wire.Trained(order.group, time.monotonic() - began_s, self._checks[order.group])
             case wire.SkipGroup():
                 if not self.has(order):
                     self._given(order.index)
-                    self._trainer.skip_group(order.index, order.tokens)
+                    self._trainer.skip_group(order.index, order.tokens, order.trajectories)
                 return None
             case wire.UpdateFrame():
                 if self._stepped is None or not self.has(order):
@@ -248,6 +256,7 @@ class TrainerHost:
         tensors = self._tensors()
         self._publication = self._publishing.submit(self._publish, order.version, order.pulled, tensors)
         self._standing = Standing(order.version)
+        self._checks.clear()
         began_s = time.monotonic()
         self._apply(tensors)
         applied_s = time.monotonic()
@@ -257,7 +266,7 @@ class TrainerHost:
         if order.version == self._config.run.steps:
             self._publication.result()  # No rollouts follow, and once they are over the device is given back.
         unusable = {group: wire.clipped(why) for group, why in self._trainer.unusable.items()}
-        return wire.Stepped(order.version, wire.finite(metrics | times), unusable)
+        return wire.Stepped(order.version, wire.finite(metrics | times), unusable, self._trainer.take_checks())
 
     def checkpoint(self) -> None:
         path, stands = self._checkpoint_path, self._standing

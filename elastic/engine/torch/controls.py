@@ -15,7 +15,7 @@ from torch import Tensor
 
 from elastic.config import EngineConfig
 from elastic.core.types import Account, Capabilities, WeightMode
-from elastic.engine.base import ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
+from elastic.engine.base import BF16_NOISE, ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.engine.meter import AccountMeter
 from elastic.engine.torch.requests import RequestTable
 from elastic.engine.torch.runner import Patch, Runner
@@ -84,6 +84,7 @@ class EngineControls:
             tflops=settings.tflops,
             memory_gb_per_s=settings.memory_gb_per_s,
             max_batch=settings.max_batch,
+            logprob_noise=0.0 if device.type == "cpu" else BF16_NOISE,
         )
         self._settings = settings
         self._runner = runner

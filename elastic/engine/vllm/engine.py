@@ -29,6 +29,7 @@ from elastic.config import EngineConfig
 from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
 from elastic.engine import validation
 from elastic.engine.base import (
+    BF16_NOISE,
     NO_VERSION,
     ChunkSink,
     EngineStatistics,
@@ -132,6 +133,7 @@ class VllmEngine:
             tflops=self._config.tflops,
             memory_gb_per_s=self._config.memory_gb_per_s,
             max_batch=self._config.max_batch,
+            logprob_noise=BF16_NOISE,
         )
 
     def start(self, sink: ChunkSink) -> None:

@@ -138,13 +138,14 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
     """Per-token values of a finished trajectory for the trainer or a reward function, besides the tokens.
 
     `trained` marks tokens that the policy sampled; `versions` has the weights version of each. `reward` is the
-    environment's.
+    environment's; `origins` as in `elastic.wire.TrajectoryData`.
     """
 
     trained: list[int]
     logprobs: list[float]
     versions: list[int]
     reward: float
+    origins: list[tuple[WorkerId, int]] = []
 
 
 class GroupRow(JournalRecord, frozen=True):

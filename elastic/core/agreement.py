@@ -1,0 +1,132 @@
+"""What workers' log-probabilities come to beside the trainer's at the same weights version, and who is found wrong.
+
+Source: docs/design.md, invariant 10.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from elastic.core.types import LogprobCheck, WorkerId
+
+FIRST_TOKENS = 1000
+"""Tokens of a version that are looked at of each worker; what comes later counts no more."""
+LEAST_TOKENS = 100
+"""Fewer tokens say nothing of a worker."""
+DISBELIEVED = "none of them was trained on"
+"""How the cause ends for which a run fails that cannot be believed."""
+JUDGED_STEPS = 10
+"""Steps over which a run is judged."""
+
+
+Bounds: TypeAlias = tuple[tuple[WorkerId, float | None], ...]
+
+
+class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker whose tokens are not of the weights that it names: over `tokens` of `version` the mean |log-ratio| was
+    `mean` nats, where `bound` are allowed."""
+
+    worker: WorkerId
+    version: int
+    tokens: int
+    mean: float
+    bound: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.worker} does not generate with the weights of version {self.version}: its log-probabilities are "
+            f"{self.mean:.2g} nats from the trainer's in the mean of {self.tokens} tokens, allowed are {self.bound:.2g}"
+        )
+
+
+@dataclass(slots=True)
+class Compared:
+    """Tokens of a step that were compared, and those of them whose log-probabilities were beyond their bound."""
+
+    tokens: int = 0
+    disagreed: int = 0
+
+
+@dataclass(slots=True)
+class Evidence:
+    """The first tokens of a worker under `version`; of former ones, too, as long as they were too few to judge."""
+
+    version: int
+    tokens: int = 0
+    log_ratio: float = 0.0
+
+
+@dataclass(slots=True)
+class Agreement:
+    """`bounds` are those of workers that have another one than the run's, None for those that were found wrong; `terms`
+    are the same, as orders share them."""
+
+    bounds: dict[WorkerId, float | None] = field(default_factory=dict[WorkerId, float | None])
+    terms: Bounds = ()
+    evidence: dict[WorkerId, Evidence] = field(default_factory=dict[WorkerId, Evidence])
+    mismatches: list[Mismatch] = field(default_factory=list[Mismatch])
+    steps: list[Compared] = field(default_factory=list[Compared])
+    """Of the last steps with any, at most `JUDGED_STEPS`; the last one is that of now."""
+
+    def __bool__(self) -> bool:
+        return self != Agreement()
+
+    def declare(self, worker: WorkerId, bound: float) -> None:
+        """The worker's engine is noisier than others: its bound is another one than the run's."""
+        if self.bounds.get(worker, 0.0) not in (None, bound):
+            self._set(worker, bound)
+
+    def _set(self, worker: WorkerId, bound: float | None) -> None:
+        self.bounds[worker] = bound
+        self.terms = tuple(self.bounds.items())
+
+    def begin_step(self, oldest_version: int) -> None:
+        """No tokens of versions before `oldest_version` are compared any more."""
+        self.evidence = {w: known for w, known in self.evidence.items() if known.version >= oldest_version}
+        if self.steps and self.steps[-1].tokens:
+            self.steps = [*self.steps, Compared()][-JUDGED_STEPS:]
+
+    def note(self, checks: Iterable[LogprobCheck], bound: float) -> list[Mismatch]:
+        """Take what was compared, where `bound` is the run's; returns who is found wrong by it."""
+        found: list[Mismatch] = []
+        for check in checks:
+            allowed = self.bounds.get(check.worker, bound)
+            if allowed is None or not check.tokens:
+                continue
+            if not self.steps:
+                self.steps.append(Compared())
+            self.steps[-1].tokens += check.tokens
+            self.steps[-1].disagreed += check.tokens if check.mean > allowed else 0
+            if (mismatch := self._weigh(check, allowed)) is not None:
+                self._set(check.worker, None)
+                del self.evidence[check.worker]
+                found.append(mismatch)
+        self.mismatches += found
+        return found
+
+    def _weigh(self, check: LogprobCheck, bound: float) -> Mismatch | None:
+        known = self.evidence.get(check.worker)
+        if known is None or (known.version != check.version and known.tokens >= LEAST_TOKENS):
+            known = self.evidence[check.worker] = Evidence(check.version)
+        if known.version == check.version and known.tokens >= FIRST_TOKENS:
+            return None
+        known.version = check.version
+        known.tokens += check.tokens
+        known.log_ratio += check.log_ratio
+        mean = known.log_ratio / known.tokens
+        if known.tokens < LEAST_TOKENS or mean <= bound:
+            return None
+        return Mismatch(worker=check.worker, version=check.version, tokens=known.tokens, mean=mean, bound=bound)
+
+    def failing(self) -> str:
+        """Why the run cannot be believed: half of the tokens of the last steps disagree. Empty where they do not."""
+        tokens = sum(step.tokens for step in self.steps)
+        disagreed = sum(step.disagreed for step in self.steps)
+        if tokens < LEAST_TOKENS or 2 * disagreed < tokens:
+            return ""
+        return (
+            f"{disagreed} of {tokens} tokens that were compared in the last steps have other log-probabilities than "
+            f"the trainer's with the same weights (trainer.mismatch_max); {DISBELIEVED}"
+        )

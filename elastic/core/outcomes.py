@@ -1,0 +1,80 @@
+"""What the trajectories of the last steps came to: how many have failed, and why.
+
+Source: docs/design.md, invariant 11.
+"""
+
+from dataclasses import dataclass, field
+
+from elastic.core.agreement import JUDGED_STEPS
+
+MOST_CAUSES = 100
+"""Different causes that are told apart in a step."""
+OTHERS = "other causes"
+
+
+@dataclass(slots=True)
+class StepOutcomes:
+    """Trajectories that have ended during a step: `finished` with a reward, and the failed ones by their causes."""
+
+    finished: int = 0
+    failed: dict[str, int] = field(default_factory=dict[str, int])
+
+    def note(self, outcome: float | str) -> None:
+        """A trajectory has come to a reward, or has none for this cause."""
+        if not isinstance(outcome, str):
+            self.finished += 1
+            return
+        cause = outcome if outcome in self.failed or len(self.failed) < MOST_CAUSES else OTHERS
+        self.failed[cause] = self.failed.get(cause, 0) + 1
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """Those of the last `JUDGED_STEPS` steps, the last one still under way."""
+
+    steps: list[StepOutcomes] = field(default_factory=lambda: [StepOutcomes()])
+
+    @property
+    def now(self) -> StepOutcomes:
+        return self.steps[-1]
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are as many steps as a run is judged by before its end."""
+        return len(self.steps) == JUDGED_STEPS
+
+    def begin_step(self) -> None:
+        self.steps = [*self.steps, StepOutcomes()][-JUDGED_STEPS:]
+
+    def failing(self, most: float) -> str:
+        """Why the run has failed: a larger share than `most` of its trajectories has. Empty where it has not."""
+        failed = counted(*self.steps)
+        count = sum(failed.values())
+        total = count + sum(step.finished for step in self.steps)
+        if count <= most * total:
+            return ""
+        return (
+            f"{count} of {total} trajectories of the last {_steps(len(self.steps))} have failed, more than "
+            f"rollout.max_failed_share = {most:g} allows; {in_words(failed)}"
+        )
+
+
+def counted(*steps: StepOutcomes) -> dict[str, int]:
+    """How often trajectories failed, by cause, the commonest first."""
+    counts: dict[str, int] = {}
+    for step in steps:
+        for cause, count in step.failed.items():
+            counts[cause] = counts.get(cause, 0) + count
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def in_words(causes: dict[str, int], most: int = 3) -> str:
+    """The commonest causes, each with how often it came."""
+    words = [f"{cause} ({count} times)" if count > 1 else cause for cause, count in list(causes.items())[:most]]
+    if len(causes) > most:
+        words.append(f"and {len(causes) - most} other causes")
+    return "; ".join(words)
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
