@@ -86,7 +86,7 @@ def _touched_by_liars(world: World) -> tuple[set[TrajectoryId], Scheduler]:
 def _check_impostors(world: World, core: Scheduler) -> None:
     """Check that whoever generated with other weights than it named was found, and nobody else, and that from then on
     none of its tokens was trained on."""
-    found = {mismatch.worker: mismatch for mismatch in core.pieces[0].agreement.mismatches}
+    found = {mismatch.worker: mismatch for mismatch in core.agreement.mismatches}
     suspects = {worker for worker in found if not world.witness.has_lied(worker)}
     require(suspects <= world.witness.impostors.keys(), f"found wrong without a cause: {sorted(suspects)}")
     bound = world.config.trainer.mismatch_max

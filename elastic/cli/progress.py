@@ -69,13 +69,18 @@ class ProgressDisplay:
         """A line of its own, above the panel where there is one."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
+    def _say_news(self, status: RunStatus) -> None:
+        for warning in status.warnings:
+            self.say(f"warning: {warning.message}")
+        self._say_what_stopped(status)
+
     def _draw(self, status: RunStatus) -> None:
         assert self._live is not None
-        self._say_what_stopped(status)
+        self._say_news(status)
         self._live.update(render(status, learns=self._learns))
 
     def _print(self, status: RunStatus) -> None:
-        self._say_what_stopped(status)
+        self._say_news(status)
         if status.step != self._last_step and status.last_success_rate is not None:
             self._last_step = status.step
             self._console.print(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from elastic import compose
 from elastic.cli.capacity import vendor_prices
@@ -149,7 +150,7 @@ def conclude(run_dir: Path, *, as_json: bool) -> None:
     """The closing table and the report's path; with `--json` the same as one object."""
     # A run that is taken up is waited for, and has no report to write yet.
     from elastic.report import as_json as report_as_json
-    from elastic.report import closing_table, summarise, write_html
+    from elastic.report import causes, closing_table, summarise, write_html
 
     summary = summarise(RunDirectory(run_dir))
     path = run_dir / "report.html"
@@ -159,6 +160,8 @@ def conclude(run_dir: Path, *, as_json: bool) -> None:
     else:
         shown = console()
         shown.print(closing_table(summary))
+        for cause in causes(summary):
+            shown.print(cause, soft_wrap=isinstance(cause, Text))
         shown.print(f"report: {path}", soft_wrap=True, highlight=False)
 
 

@@ -60,7 +60,6 @@ class RunWarning(msgspec.Struct, frozen=True, kw_only=True):
     """Something that the run's owner is to know at once: its kind in one word, and a sentence."""
 
     kind: str
-    at_ns: Nanoseconds
     message: str
 
 
@@ -110,7 +109,8 @@ class RunState:
         self.agreement = Agreement()
         self.outcomes = Outcomes()
         self.warnings: list[RunWarning] = []
-        """The last ones, at most `WARNINGS_MAX`."""
+        """The last `WARNINGS_MAX` of all that were `warned` of."""
+        self.warned = 0
         self.out: list[Command] = []
 
     @property
@@ -131,7 +131,8 @@ class RunState:
 
     def warn(self, kind: str, message: str) -> None:
         """Have the run's owner told."""
-        self.warnings = [*self.warnings, RunWarning(kind=kind, at_ns=self.now_ns, message=message)][-WARNINGS_MAX:]
+        self.warned += 1
+        self.warnings = [*self.warnings, RunWarning(kind=kind, message=message)][-WARNINGS_MAX:]
 
     def stop(self, why: str) -> None:
         """End the run in good order, to be resumed some time, unless it is ending already."""

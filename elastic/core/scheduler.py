@@ -10,6 +10,7 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.agreement import Agreement
 from elastic.core.allowance import BudgetForecast, budget_forecast
 from elastic.core.balancer import Balancer
 from elastic.core.control_manager import ControlManager
@@ -24,7 +25,7 @@ from elastic.core.patience import Patience
 from elastic.core.policy import Policies, SeedingPlan, StepRecord
 from elastic.core.profiles import BatchProfile
 from elastic.core.reward_manager import RewardManager, Scoring
-from elastic.core.run_state import Phase, RunState, SchedulerPart
+from elastic.core.run_state import Phase, RunState, RunWarning, SchedulerPart
 from elastic.core.step_controller import StepController
 from elastic.core.steps import Step
 from elastic.core.timers import Timers
@@ -194,6 +195,21 @@ class Scheduler:
     def stopped(self) -> str:
         """Why the run was stopped before its end, which is no failure; empty where it was not."""
         return self._run.controls.stopped
+
+    def warnings(self, told: int) -> list[RunWarning]:
+        """Return the last of the warnings, of which the first `told` are known already."""
+        new = self._run.warned - told
+        return self._run.warnings[-new:] if new else []
+
+    @property
+    def warned(self) -> int:
+        """How many warnings there have been."""
+        return self._run.warned
+
+    @property
+    def agreement(self) -> Agreement:
+        """What workers' log-probabilities have come to beside the trainer's."""
+        return self._run.agreement
 
     @property
     def controls(self) -> Controls:

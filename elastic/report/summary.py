@@ -13,8 +13,10 @@ import msgspec
 import numpy as np
 
 from elastic.core import events as e
+from elastic.core.agreement import Mismatch
 from elastic.core.allowance import BudgetForecast
 from elastic.core.types import NS_PER_S, EndCause, Nanoseconds
+from elastic.report.agreement import WorkerAgreement, agreements_of
 from elastic.report.alone import AloneCost, alone_costs
 from elastic.report.batches import TRAINED, Batches, batches_of
 from elastic.report.coserving import CoServingHost, co_serving_of
@@ -34,7 +36,7 @@ from elastic.report.usage import (
     usage_of,
 )
 from elastic.report.weights import WeightUpdates, weights_of
-from elastic.runtime.journal import MoveRow, PullRow, StepRow, StoredRun, TrajectoryRow, TurnRow
+from elastic.runtime.journal import TRACEBACK, MoveRow, PullRow, StepRow, StoredRun, TrajectoryRow, TurnRow
 from elastic.runtime.refusals import RefusalCount
 from elastic.runtime.status import CPU_SATURATED_SHARE, mean_reward, success_rate
 
@@ -173,6 +175,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     joined: list[JoinedUsage] = msgspec.field(default_factory=list[JoinedUsage])
     refused_leases: list[LeaseRefusals] = msgspec.field(default_factory=list[LeaseRefusals])
     remarks: list[Remark] = msgspec.field(default_factory=list[Remark])
+    agreements: list[WorkerAgreement] = msgspec.field(default_factory=list[WorkerAgreement])
+    mismatches: list[Mismatch] = msgspec.field(default_factory=list[Mismatch])
+    """Workers that were found not to generate with the weights which they named."""
+    traceback: str = ""
+    """Of the first environment that raised."""
 
 
 def summarise(run: StoredRun) -> Summary:
@@ -278,6 +285,9 @@ def _summary(history: History) -> Summary:
         joined=joined_usage(history, books),
         refused_leases=refused_leases_of(history),
         remarks=remarks_of(history),
+        agreements=agreements_of(history),
+        mismatches=status.mismatches if status else [],
+        traceback=next(filter(None, (meta.get(TRACEBACK, "") for meta in metas)), ""),
     )
 
 

@@ -16,6 +16,7 @@ from elastic.report.usage import Usage
 from elastic.report.weights import PARTS, WorkerPull, mean, mean_split_s
 from elastic.runtime.status import CPU_SATURATED_SHARE
 
+MOST_CAUSES = 10
 MOST_WORKERS = MOST_REFUSED = 40
 """Most rows of workers in a table. The JSON has all."""
 
@@ -162,6 +163,7 @@ def warnings(summary: Summary) -> list[str]:
             f"CPU use was above {100 * CPU_SATURATED_SHARE:.0f} % in {units.share(summary.cpu_saturated_share)} of "
             "the samples. There pacing did not hold: engines ran below the speed they model."
         )
+    found += [f"{mismatch}. None of its tokens counts from then on." for mismatch in summary.mismatches[:MOST_WORKERS]]
     if summary.ledger_imbalance_ns:
         found.append(
             f"The ledger is out of balance by {summary.ledger_imbalance_ns:,} ns. This is a bug; please report it."
@@ -198,12 +200,14 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _recovery(summary),
         _latency(summary),
         _trajectories(summary),
+        traceback(summary),
         _lease_ends(summary),
         _lost_leases(summary),
         _changed_layers(summary),
         _weights_by_worker(summary),
         _weights_by_version(summary),
         _refused_weights(summary),
+        _agreements(summary),
         _refused(summary),
         _refused_leases(summary),
         _remarks(summary),
@@ -584,6 +588,45 @@ def _refused_weights(summary: Summary) -> Table:
         ],
         note="What did not verify is not served; a pull that begins with a keyframe takes its place."
         + (f" {hidden:,} more are in the JSON." if hidden > 0 else ""),
+    )
+
+
+def _agreements(summary: Summary) -> Table:
+    wrong = {mismatch.worker for mismatch in summary.mismatches}
+    hidden = len(summary.agreements) - MOST_WORKERS
+    return Table(
+        title="Log-probabilities beside the trainer's",
+        header=["worker", "tokens", "mean", "worst version", ""],
+        rows=[
+            [
+                one.worker,
+                units.count(one.tokens),
+                f"{one.mean:.2g}",
+                f"{one.worst:.2g}",
+                "wrong" * (one.worker in wrong),
+            ]
+            for one in summary.agreements[:MOST_WORKERS]
+        ],
+        note="The mean difference between the worker's and the trainer's log-probabilities of the same tokens under the "
+        "same weights, in nats. Whoever is wrong does not generate with the weights that it names, and was fenced."
+        + (f" {hidden} workers that are nearer are not shown." if hidden > 0 else ""),
+    )
+
+
+def causes(summary: Summary) -> Table:
+    """Why trajectories failed, the commonest cause first."""
+    return Table(
+        title="Why trajectories failed",
+        header=["cause", "trajectories"],
+        rows=[[cause, units.count(count)] for cause, count in list(summary.trajectories_failed.items())[:MOST_CAUSES]],
+    )
+
+
+def traceback(summary: Summary) -> Table:
+    return Table(
+        title="The first environment that raised",
+        header=["traceback"],
+        rows=[[line] for line in summary.traceback.splitlines()],
     )
 
 

@@ -76,6 +76,24 @@ def closing_table(summary: Summary) -> RichTable:
     return table
 
 
+def causes(summary: Summary) -> list[RichTable | Text]:
+    """What a failed run's trajectories have failed for, and where the first environment raised; empty for others."""
+    found: list[RichTable | Text] = []
+    if summary.outcome != "failed":
+        return found
+    if rows := tables.causes(summary).rows:
+        table = RichTable(title="why trajectories failed", box=box.SIMPLE_HEAD, title_justify="left", title_style="")
+        table.add_column("cause", header_style="dim", overflow="fold")
+        table.add_column("trajectories", header_style="dim", justify="right")
+        for cause, count in rows:
+            table.add_row(Text(units.printable(cause)), count)
+        found.append(table)
+    if summary.traceback:
+        lines = [units.printable(line) for line in summary.traceback.splitlines()]
+        found.append(Text("\n".join(["the first environment that raised:", *lines])))
+    return found
+
+
 def _title(summary: Summary) -> Text:
     return Text.assemble(
         (units.printable(summary.run), "bold"),

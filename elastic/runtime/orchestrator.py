@@ -27,7 +27,7 @@ from elastic.run_secrets import RunSecrets
 from elastic.runtime import states
 from elastic.runtime.control import CommandManager, ControlSocket
 from elastic.runtime.gateway import Gateway, GatewayError
-from elastic.runtime.journal import JOIN, PUBLISHER, RunDirectory, SqliteJournal, TrajectoryRow
+from elastic.runtime.journal import JOIN, PUBLISHER, TRACEBACK, RunDirectory, SqliteJournal, TrajectoryRow
 from elastic.runtime.listener import Listener
 from elastic.runtime.live import GatewayWorkers, LoopClock, ProviderLeases
 from elastic.runtime.pool_permits import PoolPermits
@@ -49,6 +49,8 @@ from providers.waiting_room import WaitingRoom
 log = structlog.get_logger(__name__)
 
 SAMPLE_INTERVAL_S = 0.5
+TRACEBACK_MAX = 8000
+"""Characters of a traceback that are kept; the last ones say most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +122,7 @@ class Orchestrator:
         self._wiring = wiring
         self._former = former
         self._told = told
-        self._warned = False
+        self._warned = self._traced = False
         self._stopped = dict[str, str]()
         self._clock = LoopClock(clock_ns, former.now_ns if former else 0)
         self._ended = asyncio.Event()
@@ -138,6 +140,7 @@ class Orchestrator:
         self._control = ControlSocket(wiring.kept.path, self.command_manager)
         if former is not None:
             self._run.restore(former.state)
+            self._sampler.warned = scheduler.warned
             self._workers.publisher = former.publisher
             self._scribe.function_usd = max(self._scribe.function_usd, former.functions_usd)
 
@@ -187,6 +190,7 @@ class Orchestrator:
             scoring,
             self._stored,
             run.prompted,
+            self._raised,
         )
         self._permits = None if wiring.pool is None else PoolPermits(wiring.pool, run.feed, self.now_ns)
         pool = self._pool = make_pool(self._called) if make_pool else None
@@ -236,6 +240,12 @@ class Orchestrator:
                     call_nano_usd=math.ceil(call_usd * NANO_USD_PER_USD),
                 )
             )
+
+    def _raised(self, trace: str) -> None:
+        """Keep the traceback of the first environment that raised."""
+        if not self._traced:
+            self._traced = True
+            self._journal.meta(TRACEBACK, trace[-TRACEBACK_MAX:])
 
     def _names(self) -> list[str]:
         """Return the names of the run's providers, without the trainer's device."""

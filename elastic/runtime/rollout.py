@@ -13,6 +13,7 @@ loop, also by `SystemExit` or a `CancelledError` of its own, the core hears of i
 import asyncio
 import contextlib
 import hashlib
+import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,7 +182,8 @@ class Rollouts:
 
     `feed` takes events to the core, `clock_ns` is the run's time. Without `scoring` the environments score. `stored`
     reads what a trajectory came to that finished in an earlier process, `prompted` is told of each turn that a
-    recalled trajectory was at, once its environment is there.
+    recalled trajectory was at, once its environment is there; `raised` gets the traceback of each environment that
+    raised.
     """
 
     def __init__(
@@ -195,6 +197,7 @@ class Rollouts:
         scoring: ScoringSettings | None = None,
         stored: Callable[[TrajectoryId], TrajectoryRow] | None = None,
         prompted: Callable[[TurnId], None] = lambda _: None,
+        raised: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._running: dict[TrajectoryId, list[OpenTurn]] = {}
         """Their turns, the one in progress last."""
@@ -209,6 +212,7 @@ class Rollouts:
         self._scoring = scoring
         self._stored = stored
         self._prompted = prompted
+        self._raised = raised
         self._tasks: dict[TrajectoryId, asyncio.Task[None]] = {}
         self._told_to_end: set[TrajectoryId] = set()
         self._ending = False
@@ -381,6 +385,7 @@ class Rollouts:
         except BaseException as error:
             if self._is_told_to_end(trajectory):
                 raise
+            self._raised("".join(traceback.format_exception(error)))
             self._failed(episode, f"the environment raised {type(error).__name__}: {error}")
         else:
             self._over(episode)

@@ -3,11 +3,15 @@
 from collections import deque
 from collections.abc import Callable
 
+import structlog
+
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds
 from elastic.runtime.journal import SampleRow, SqliteJournal
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.status import RunStatus, run_status, tokens_per_s, total_tokens
+
+log = structlog.get_logger(__name__)
 
 THROUGHPUT_WINDOW = 10
 """Samples over which tokens per second are averaged."""
@@ -33,10 +37,15 @@ class Sampler:
         self._observe = observe
         self._cpu_share = cpu_share
         self._token_marks = deque[tuple[Nanoseconds, int]](maxlen=window)
+        self.warned = 0
+        """How many of the run's warnings have been in a sample."""
 
     def sample(self, now_ns: Nanoseconds) -> None:
         """Journal how the run stands, with the books as they are, and show it."""
         status = self.status(now_ns)
+        status.warnings, self.warned = self._scheduler.warnings(self.warned), self._scheduler.warned
+        for warning in status.warnings:
+            log.warning(warning.message, kind=warning.kind)
         self._journal.append(SampleRow(t_ns=now_ns, status=status))
         self._journal.books(self._scheduler.ledger.books.values())
         self._observe(status)

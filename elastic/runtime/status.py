@@ -5,10 +5,12 @@ from typing import Protocol
 
 import msgspec
 
+from elastic.core.agreement import Mismatch
 from elastic.core.allowance import BudgetForecast, budget_forecast, capped_gpus, gpus_of
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.fleet import Worker
 from elastic.core.ledger import NANO_USD_PER_USD
+from elastic.core.run_state import RunWarning
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerState
 
@@ -68,6 +70,9 @@ class RunStatus(msgspec.Struct, kw_only=True):
     """The most GPUs that may be held, by provider, where that is limited."""
     budget: BudgetForecast | None = None
     conditions: list[RunCondition] = []
+    mismatches: list[Mismatch] = []
+    warnings: list[RunWarning] = []
+    """Those since the sample before."""
 
 
 PROVIDER_STOPPED = "ProviderStopped"
@@ -121,6 +126,7 @@ def run_status(
         caps=dict(scheduler.controls.caps),
         budget=budget_forecast(scheduler.pieces[0], now_ns),
         conditions=conditions(scheduler, now_ns),
+        mismatches=list(scheduler.agreement.mismatches),
     )
 
 

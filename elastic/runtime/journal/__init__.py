@@ -7,6 +7,7 @@ from elastic.runtime.journal.records import (
     JOIN,
     PUBLISHER,
     RELAY,
+    TRACEBACK,
     BookRow,
     CallRow,
     EventRow,

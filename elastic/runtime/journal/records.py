@@ -17,6 +17,8 @@ CONTINUES = "continues"
 """The key under which a journal names the journal that it continues."""
 JOIN, RELAY, PUBLISHER = "join", "relay", "publisher"
 """Keys of a journal's notes: where workers dial and pull weights, and whose weights they believe."""
+TRACEBACK = "traceback"
+"""The key of a journal's note of where an environment raised first."""
 
 
 class NoteRow(JournalRecord, frozen=True, gc=False):
