@@ -64,7 +64,9 @@ def others(scheduler: Scheduler) -> list[Worker]:
 
 def spot(directory: Path, places: str) -> dict[str, Any]:
     trace = directory / "market.csv"
-    trace.write_text("\n".join(["time_s,event,instance_id", *(f"0,add,{place}" for place in places), "86400,remove,a\n"]))
+    trace.write_text(
+        "\n".join(["time_s,event,instance_id", *(f"0,add,{place}" for place in places), "86400,remove,a\n"])
+    )
     return {"trace": str(trace), "max_workers": len(places), "engine": {"kind": "impostor"}}
 
 

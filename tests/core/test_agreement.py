@@ -1,0 +1,133 @@
+"""A worker whose log-probabilities are not the trainer's is named, barred and trusted no more (invariant 10)."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.agreement import FIRST_TOKENS, JUDGED_STEPS, LEAST_TOKENS, Agreement
+from elastic.core.types import EndCause, LogprobCheck
+from tests.core.conftest import CAPABILITIES, CoreHarness
+
+BOUND = 0.2
+
+
+def check(worker: str, tokens: int, mean: float, version: int = 0) -> LogprobCheck:
+    return LogprobCheck(worker, version, tokens, tokens * mean)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 700), st.floats(0, 0.6)), max_size=12))
+def test_a_worker_is_found_wrong_by_its_first_tokens_of_a_version_alone(reports: list[tuple[int, int, float]]) -> None:
+    agreement, found = Agreement(), list[int]()
+    seen: list[tuple[int, float]] = []
+    at = -1
+    for version, tokens, mean in sorted(reports, key=lambda report: report[0]):
+        if version != at and sum(n for n, _ in seen) >= LEAST_TOKENS:
+            seen.clear()
+        if version != at or sum(n for n, _ in seen) < FIRST_TOKENS:
+            seen.append((tokens, tokens * mean))
+        at = version
+        total = sum(n for n, _ in seen)
+        wrong = total >= LEAST_TOKENS and sum(far for _, far in seen) / total > BOUND
+        found += [m.version for m in agreement.note([check("w", tokens, mean, version)], BOUND)]
+        assert bool(found) == wrong
+        if found:
+            assert agreement.terms == (("w", None),)
+            assert agreement.note([check("w", 999, 9.0, version)], BOUND) == []
+            break
+    assert len(agreement.mismatches) == len(found)
+
+
+def test_an_engine_is_allowed_the_noise_that_it_declares() -> None:
+    agreement = Agreement()
+    agreement.declare("noisy", BOUND + 0.1)
+    assert agreement.note([check("noisy", 500, 0.25)], BOUND) == []
+    (found,) = agreement.note([check("other", 500, 0.25)], BOUND)
+    assert (found.worker, found.bound) == ("other", BOUND)
+    (found,) = agreement.note([check("noisy", 500, 0.5)], BOUND)
+    assert found.bound == pytest.approx(0.3)
+    agreement.declare("noisy", BOUND + 0.4)
+    assert dict(agreement.terms) == {"noisy": None, "other": None}, "who was found wrong cannot declare itself right"
+
+
+def test_a_run_is_not_to_be_believed_once_half_of_the_tokens_of_the_last_steps_disagree() -> None:
+    agreement = Agreement()
+    agreement.note([check(f"wrong{n}", 50, 3.0) for n in range(3)] + [check("right", 151, 0.0)], BOUND)
+    assert agreement.failing() == ""
+    agreement.note([check("wrong3", 50, 3.0)], BOUND)
+    assert "200 of 351 tokens" in agreement.failing()
+    for _ in range(JUDGED_STEPS):
+        agreement.begin_step(0)
+        agreement.note([check("right", 30, 0.0)], BOUND)
+    assert agreement.failing() == ""
+
+
+def trained(core: CoreHarness, step: int, *checks: LogprobCheck) -> list[c.Command]:
+    """The step's group of two is trained on, and the trainer tells of these checks."""
+    for member, reward in enumerate((0.0, 1.0)):
+        core.tell(e.TrajectoryFinished(trajectory=f"{step}/0/{member}", reward=reward, tokens=1))
+    core.tell(e.WorkerSlept(worker="trainer", epoch=1))
+    return core.tell(e.GroupTrained(worker="trainer", epoch=1, group=f"{step}/0", checks=checks))
+
+
+def test_who_is_found_wrong_is_barred_at_once_and_named_and_none_of_its_tokens_is_trained_on(make_core) -> None:
+    core = make_core(steps=3, groups=2)
+    core.trainer()
+    worker = core.worker()
+    core.tell(e.TrajectoryFinished(trajectory="0/0/0", reward=0.0, tokens=1))
+    core.tell(e.TrajectoryFinished(trajectory="0/0/1", reward=1.0, tokens=1))
+    core.end_seeding()
+    checks = (check(worker, 300, 2.0), check("trainer", 400, 0.001))
+    out = core.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0", checks=checks))
+    assert c.FenceWorker(worker=worker, reason=EndCause.MISMATCHED) in out
+    assert c.BarLease(lease="spot-1", provider="spot") in out
+    (warning,) = core.scheduler.warnings(0)
+    assert worker in warning.message
+    for member, reward in enumerate((0.0, 1.0)):
+        core.tell(e.TrajectoryFinished(trajectory=f"0/1/{member}", reward=reward, tokens=1))
+    assert core.one(c.TrainGroup).bounds == ((worker, None),)
+    assert core.scheduler.failed == ""
+
+
+def test_what_is_said_of_a_worker_that_is_gone_is_kept_for_its_tokens_that_are_still_to_be_trained_on(
+    make_core,
+) -> None:
+    core = make_core(steps=3)
+    core.trainer()
+    worker = core.worker()
+    core.lease_ended("spot-1")
+    out = trained(core, 0, check(worker, 300, 2.0), check("trainer", 400, 0.001))
+    assert not [command for command in out if isinstance(command, c.FenceWorker | c.BarLease)]
+    assert [mismatch.worker for mismatch in core.scheduler.agreement.mismatches] == [worker]
+
+
+def test_a_trainer_whose_own_engine_disagrees_with_it_ends_the_run(make_core) -> None:
+    core = make_core(steps=3)
+    core.trainer()
+    trained(core, 0, check("trainer", 300, 2.0))
+    assert "the trainer's device is not to be believed" in core.scheduler.failed
+
+
+@pytest.mark.parametrize(("share", "failed"), [(0.4, False), (0.5, True)])
+def test_a_run_of_whose_tokens_half_disagree_ends_as_failed(make_core, share: float, failed: bool) -> None:
+    core = make_core(steps=3)
+    core.trainer()
+    tokens = round(1000 * share)
+    trained(core, 0, check("spot-9/w", tokens, 2.0), check("spot-8/w", 1000 - tokens, 0.0))
+    core.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
+    assert bool(core.scheduler.failed) == failed
+
+
+def test_a_worker_that_joins_declares_its_engines_noise(make_core: Callable[..., CoreHarness]) -> None:
+    core = make_core()
+    core.trainer()
+    acquire = core.offer("spot")[-1]
+    assert isinstance(acquire, c.AcquireLease)
+    core.grant(acquire.lease)
+    noisy = msgspec.structs.replace(CAPABILITIES, logprob_noise=0.1)
+    core.tell(e.WorkerJoined(worker=f"{acquire.lease}/w", epoch=1, capabilities=noisy, weights_version=0))
+    assert core.scheduler.agreement.terms == ((f"{acquire.lease}/w", pytest.approx(0.3)),)
