@@ -6,7 +6,7 @@ in the end count.
 
 import msgspec
 
-from elastic.chaos.models import ModelEnvironment, NoSettings, drawn, scored, turn_tokens
+from elastic.chaos.models import SKIPPED, ModelEnvironment, NoSettings, drawn, scored, turn_tokens
 from elastic.chaos.world import World
 from elastic.compose import replay
 from elastic.core import events as e
@@ -92,14 +92,15 @@ def _check_impostors(world: World, core: Scheduler) -> None:
     bound = world.config.trainer.mismatch_max
     learnt = {group for _, group, _ in world.weights.learnt}
     seen: dict[tuple[WorkerId, int], list[LogprobCheck]] = {}
-    for group in learnt & world.compared.keys():
-        for check in world.compared[group].values():
+    for group, checks in world.compared.items():
+        for check in checks.values() if group in learnt or group.startswith(SKIPPED) else ():
             seen.setdefault((check.worker, check.version), []).append(check)
             kept = check.worker in world.trained_on[group] and check.mean > bound
             require(not kept, f"{group} was trained on tokens of {check.worker}, which are of other weights")
     for (worker, version), checks in seen.items():
         tokens, log_ratio = sum(check.tokens for check in checks), sum(check.log_ratio for check in checks)
-        plain = 2 * LEAST_TOKENS <= tokens <= FIRST_TOKENS and log_ratio > 2 * bound * tokens
+        # Fewer than `LEAST_TOKENS` of former versions may have been counted besides.
+        plain = LEAST_TOKENS <= tokens <= FIRST_TOKENS and log_ratio > bound * (tokens + LEAST_TOKENS)
         require(not plain or worker in found, f"nobody has found {worker}, of {tokens} tokens of version {version}")
     for mismatch in found.values():
         later = [group for step, group, _ in world.weights.learnt if step > mismatch.version]

@@ -55,6 +55,10 @@ def logprob_of(version: int, token: int, place: int) -> float:
     return -3.0 * (drawn(version, token, place) % 1000) / 1000
 
 
+SKIPPED = "skipped"
+"""How all groups of a step together are called that were compared and not trained on."""
+
+
 class Impostor(Enum):
     """What an engine generates with that does not use the weights which it has put in force."""
 
@@ -427,7 +431,9 @@ class ModelTrainer:
         return found
 
     def update(self) -> dict[str, float]:
-        self._checks += self._compare(self._skipped).values()
+        found = self._compare(self._skipped)
+        self._checks += found.values()
+        self._compared(f"{SKIPPED} {self.version}", found)
         self._skipped.clear()
         self._weights.version += 1
         self._stepped(self._weights.copy())

@@ -607,7 +607,7 @@ def _agreements(summary: Summary) -> Table:
             ]
             for one in summary.agreements[:MOST_WORKERS]
         ],
-        note="The mean difference between the worker's and the trainer's log-probabilities of the same tokens under the "
+        note="The mean difference between a worker's and the trainer's log-probabilities of the same tokens with the "
         "same weights, in nats. Whoever is wrong does not generate with the weights that it names, and was fenced."
         + (f" {hidden} workers that are nearer are not shown." if hidden > 0 else ""),
     )

@@ -93,9 +93,7 @@ def test_who_is_found_wrong_is_barred_at_once_and_named_and_none_of_its_tokens_i
     assert core.scheduler.failed == ""
 
 
-def test_what_is_said_of_a_worker_that_is_gone_is_kept_for_its_tokens_that_are_still_to_be_trained_on(
-    make_core,
-) -> None:
+def test_what_is_said_of_a_worker_that_is_gone_counts_for_tokens_that_it_has_left(make_core) -> None:
     core = make_core(steps=3)
     core.trainer()
     worker = core.worker()

@@ -53,9 +53,10 @@ class Gate:
         self._count = count
 
     async def hunt(self, scheduler: Scheduler) -> None:
-        while sum(w.state is WorkerState.READY for w in others(scheduler)) < self._count:
+        while not self.gate.is_set():
             await asyncio.sleep(0.01)
-        self.gate.set()
+            if sum(worker.state is WorkerState.READY for worker in others(scheduler)) >= self._count:
+                self.gate.set()
 
 
 def others(scheduler: Scheduler) -> list[Worker]:
