@@ -282,6 +282,7 @@ GOOD = {
             tflops=1.0,
             memory_gb_per_s=1.0,
             max_batch=1,
+            logprob_noise=0.1,
         ),
         1,
         "",

@@ -136,7 +136,7 @@ class RecordReward(_Command, frozen=True):
     cause: str = ""
 
 
-class TrainGroup(_Command, frozen=True):
+class TrainGroup(_Command, frozen=True, omit_defaults=True):
     """Train step `step` on these members of the group, as its batch's `slot`.
 
     `bounds` says how far workers' log-probabilities may be from the trainer's, where that is not the run's bound: None

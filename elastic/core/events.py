@@ -209,7 +209,7 @@ class RewardFailed(_Event, frozen=True):
     retry_helps: bool
 
 
-class GroupTrained(_Event, frozen=True):
+class GroupTrained(_Event, frozen=True, omit_defaults=True):
     """`worker` says that the group's gradients are accumulated; it counts if `worker` is the trainer's.
 
     `checks` are of tokens that were compared meanwhile, in this group and others.
@@ -221,7 +221,7 @@ class GroupTrained(_Event, frozen=True):
     checks: tuple[LogprobCheck, ...] = ()
 
 
-class WeightsPublished(_Event, frozen=True):
+class WeightsPublished(_Event, frozen=True, omit_defaults=True):
     """The trainer has stepped, and workers may pull `version`: a relay holds what they need, or is being given it.
 
     It counts if `worker` is the trainer's. `checks` as in `GroupTrained`.

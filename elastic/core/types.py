@@ -233,9 +233,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     memory_gb_per_s: Speed | None = None
     max_batch: Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)] | None = None
     """Turns it executes at once; what it holds beyond that waits."""
-    logprob_noise: Annotated[float, msgspec.Meta(ge=0, le=NOISE_MAX)] = 0.0
+    logprob_noise: Annotated[float, msgspec.Meta(ge=0, le=NOISE_MAX)] | msgspec.UnsetType = msgspec.UNSET
     """By how much its log-probabilities may differ from the trainer's for its numerics alone: the mean |log-ratio| of
-    sampled tokens, in nats."""
+    sampled tokens, in nats. Unset where they are the trainer's own."""
 
 
 class LogprobCheck(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -59,7 +59,7 @@ class WorkerManager:
         self._turns.cut_off(worker, "the worker's session moved to a new connection")
         worker.epoch = event.epoch
         worker.introduce(event.capabilities)
-        if noise := event.capabilities.logprob_noise:
+        if noise := event.capabilities.logprob_noise or 0.0:
             run.agreement.declare(worker.id, run.plan.mismatch_max + noise)
         self._note_boot(worker)
         if run.leases.offer_again(worker.provider) and run.active:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import structlog
 import torch
+from msgspec import UNSET
 from torch import Tensor
 
 from elastic.config import EngineConfig
@@ -84,7 +85,7 @@ class EngineControls:
             tflops=settings.tflops,
             memory_gb_per_s=settings.memory_gb_per_s,
             max_batch=settings.max_batch,
-            logprob_noise=0.0 if device.type == "cpu" else BF16_NOISE,
+            logprob_noise=UNSET if device.type == "cpu" else BF16_NOISE,
         )
         self._settings = settings
         self._runner = runner
