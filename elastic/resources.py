@@ -101,7 +101,8 @@ class Condition(_Resource):
 
 
 class ProviderFigures(_Resource):
-    """One provider's part of a run right now. `gpus` are all that it holds or has asked for."""
+    """One provider's part of a run right now. `gpus` are all that it holds or has asked for; `deaths` are
+    leases that ended neither in order nor by a preemption, `replaced` how many of them another followed."""
 
     ready: int = 0
     booting: int = 0
@@ -110,6 +111,8 @@ class ProviderFigures(_Resource):
     capacity_turns: int = 0
     tokens: int = 0
     preemptions: int = 0
+    deaths: int = 0
+    replaced: int = 0
     usd: float = 0.0
     usd_per_hour: float = 0.0
 

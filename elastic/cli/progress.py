@@ -54,6 +54,7 @@ class ProgressDisplay:
         self._console = console
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._last_step = -1
+        self._stage: tuple[object, ...] = ()
         self._marks = deque([(0, 0)], maxlen=2)
         self._stopped = frozenset[str]()
 
@@ -81,11 +82,21 @@ class ProgressDisplay:
 
     def _print(self, status: RunStatus) -> None:
         self._say_news(status)
-        if status.step != self._last_step and status.last_success_rate is not None:
+        if status.last_success_rate is None:
+            self._print_stage(status)
+        elif status.step != self._last_step:
             self._last_step = status.step
             self._console.print(
                 line(status, self._tokens_per_s(status), learns=self._learns), highlight=False, soft_wrap=True
             )
+
+    def _print_stage(self, status: RunStatus) -> None:
+        """What happens before the first step is over: a line whenever somebody is further than before."""
+        there = tuple((name, p.booting > 0, p.ready > 0) for name, p in status.providers.items())
+        stage = (status.phase, status.trainer, there)
+        if stage != self._stage:
+            self._stage = stage
+            self.say(beginning(status))
 
     def _say_what_stopped(self, status: RunStatus) -> None:
         """Say once of each provider that is stopped why, and how it is offered again."""
@@ -101,6 +112,19 @@ class ProgressDisplay:
         return tokens_per_s(self._marks)
 
 
+def beginning(status: RunStatus) -> str:
+    """Where a run is whose first step is not over, in one line."""
+    parts = [f"step {status.step + 1}/{status.steps} begins" if status.phase == "running" else status.phase]
+    if status.phase in ("starting", "running"):
+        parts.append(TRAINER.get(status.trainer, status.trainer))
+    workers = [
+        f"{name}:{p.ready}{f' (and {p.booting} on their way)' if p.booting else ''}"
+        for name, p in status.providers.items()
+    ]
+    parts += [f"workers {' '.join(workers)}"] if workers else []
+    return "  ".join([*parts, f"{status.elapsed_s:.0f} s"])
+
+
 def line(status: RunStatus, rate: float, *, learns: bool = True) -> str:
     """One step in one line, for logs."""
     workers = " ".join(f"{name}:{p.ready}" for name, p in status.providers.items())
@@ -114,6 +138,7 @@ def line(status: RunStatus, rate: float, *, learns: bool = True) -> str:
         f"{rate:,.0f} tokens/s",
         f"workers {workers}" if status.phase == "running" else status.phase,
         f"preemptions {status.preemptions}",
+        *_deaths(status),
         f"${status.usd:.4f}",
         f"{status.elapsed_s:.0f} s",
     ]
@@ -167,6 +192,7 @@ def _table(status: RunStatus) -> Table:
         ("turns", _load(sum(p.running_turns for p in everyone), sum(p.capacity_turns for p in everyone)), 9),
         ("tokens", f"{sum(p.tokens for p in everyone):,}", 11),
         ("preempted", str(status.preemptions), 9),
+        ("died", str(sum(p.deaths for p in everyone)), 4),
         ("cost", f"${status.usd:.4f}", 10),
     ):
         table.add_column(name, total, justify="right", min_width=width, no_wrap=True)
@@ -178,6 +204,7 @@ def _table(status: RunStatus) -> Table:
             _load(p.running_turns, p.capacity_turns),
             f"{p.tokens:,}",
             str(p.preemptions),
+            str(p.deaths),
             f"${p.usd:.4f}",
         )
     return table
@@ -185,6 +212,16 @@ def _table(status: RunStatus) -> Table:
 
 def _load(running: int, capacity: int) -> str:
     return f"{running}/{capacity}"
+
+
+def _deaths(status: RunStatus) -> list[str]:
+    """Who died, and whether another came in its place; nothing where nobody has."""
+    died = {name: p for name, p in status.providers.items() if p.deaths}
+    words = " ".join(
+        f"{name}:{p.deaths} ({'replaced' if p.replaced == p.deaths else f'{p.replaced} replaced'})"
+        for name, p in died.items()
+    )
+    return [f"deaths {words}"] if died else []
 
 
 def _percent(share: float | None) -> str:

@@ -107,7 +107,7 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
         say(f"warning: no report could be written: {error}")
     go_on = f"go on with: {program()} run --resume {run_dir}"
     if outcome.interrupted:
-        say(f"stopped; {go_on}")
+        say(f"interrupted; {go_on.replace('go on', 'goes on', 1)}")
         return EXIT_INTERRUPTED
     if outcome.failed:
         say(f"error: the run failed: {outcome.failed}")

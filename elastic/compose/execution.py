@@ -40,7 +40,7 @@ from elastic.machine import raise_descriptor_limit
 from elastic.pool_client import PoolClient, PoolUnavailable, membership_here
 from elastic.processes import RecordedProcesses, end_left_over, records
 from elastic.run_secrets import RunSecrets
-from elastic.runtime.journal import RELAY, RunDirectory
+from elastic.runtime.journal import INTERRUPTED, RELAY, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.status import RunStatus
 from elastic.ticket_book import TicketBook
@@ -57,7 +57,6 @@ REDIAL_SHARE = 2 / 3
 """Share of the fencing silence after which a worker dials again, early enough to resume its session."""
 WORKER_DRAIN_SHARE = 0.8
 """A worker's share of the drain timeout, so that its goodbye arrives in time."""
-INTERRUPTED = "interrupted"
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -170,6 +170,15 @@ class EndCause(StrEnum):
     """A worker's log-probabilities were not the trainer's with the same weights."""
 
 
+DEATHS = frozenset(
+    {
+        *(EndCause.LOST, EndCause.FENCED, EndCause.BOOT_TIMEOUT),
+        *(EndCause.BARRED, EndCause.STRUCK_OUT, EndCause.MISMATCHED),
+    }
+)
+"""Ends of leases that came neither in order nor because a provider took its capacity back."""
+
+
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """The leases that a provider can give now; `expected_life_s` is None if unknown.
 

@@ -36,7 +36,16 @@ from elastic.report.usage import (
     usage_of,
 )
 from elastic.report.weights import WeightUpdates, weights_of
-from elastic.runtime.journal import TRACEBACK, MoveRow, PullRow, StepRow, StoredRun, TrajectoryRow, TurnRow
+from elastic.runtime.journal import (
+    INTERRUPTED,
+    TRACEBACK,
+    MoveRow,
+    PullRow,
+    StepRow,
+    StoredRun,
+    TrajectoryRow,
+    TurnRow,
+)
 from elastic.runtime.refusals import RefusalCount
 from elastic.runtime.status import CPU_SATURATED_SHARE, mean_reward, success_rate
 
@@ -108,9 +117,10 @@ class Pulls(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A run in numbers; shares lie in [0, 1], times are seconds since the run began.
 
-    `outcome` is finished, failed, stopped (told to end, or out of its budget) or incomplete (it still goes on, or its
-    orchestrator was killed). A run that was resumed has several `segments`; figures are those of all, times leave out
-    what lay between them. `paced` says whether engines modelled a device's speed, None where that is not known.
+    `outcome` is finished, failed, interrupted (by a signal), stopped (told to end, or out of its budget) or incomplete
+    (it still goes on, or its orchestrator was killed). A run that was resumed has several `segments`; figures are those
+    of all, times leave out what lay between them. `paced` says whether engines modelled a device's speed, None where
+    that is not known.
 
     `usd` is the whole bill, of `total` and `functions`, and what a million accepted or trained tokens cost is of it.
     `on_demand_usd` is what that bill would be with all GPU time at the trainer's price, which is on demand; None
@@ -337,7 +347,7 @@ def _outcome(meta: Mapping[str, str], segment: Segment) -> tuple[str, str]:
     if status == "failed" and not cause:
         stops = [event.reason for _, event in segment.events_of("StopRequested") if isinstance(event, e.StopRequested)]
         cause = stops[0] if stops else ""
-    return status, cause
+    return (INTERRUPTED, "") if (status, cause) == ("failed", INTERRUPTED) else (status, cause)
 
 
 def _scored(trajectory: TrajectoryRow) -> bool:

@@ -7,25 +7,19 @@ from datetime import datetime
 import msgspec
 
 from elastic.core.allowance import BudgetForecast
-from elastic.core.types import Account, EndCause
+from elastic.core.types import DEATHS, Account
 from elastic.report import units
 from elastic.report.batches import TRAINED
 from elastic.report.comparison import Comparison
 from elastic.report.summary import Moves, Pulls, Quantiles, StepSummary, Summary
-from elastic.report.usage import Usage
+from elastic.report.usage import LeaseEnd, Usage
 from elastic.report.weights import PARTS, WorkerPull, mean, mean_split_s
+from elastic.runtime.journal import INTERRUPTED
 from elastic.runtime.status import CPU_SATURATED_SHARE
 
 MOST_CAUSES = 10
 MOST_WORKERS = MOST_REFUSED = 40
 """Most rows of workers in a table. The JSON has all."""
-
-LOSSES = frozenset(
-    {
-        *(EndCause.LOST, EndCause.FENCED, EndCause.BOOT_TIMEOUT),
-        *(EndCause.BARRED, EndCause.STRUCK_OUT, EndCause.MISMATCHED),
-    }
-)
 
 _SPLIT = ("awaited", *PARTS[1:])
 """A pull's parts, where the trainer's time has a column of its own."""
@@ -118,12 +112,35 @@ def headline(summary: Summary) -> list[Figure]:
             if moves.turns
             else "no turn was preempted",
         ),
+        *_deaths(summary),
         Figure(
             name="allocation overhead",
             value=units.share(total.overhead_share),
             detail=f"{units.share(total.preempted_share)} by the papers' definition",
         ),
     ]
+
+
+def deaths(summary: Summary) -> list[LeaseEnd]:
+    return [end for end in summary.lease_ends if end.cause in DEATHS]
+
+
+def followed(end: LeaseEnd) -> str:
+    return "not replaced" if end.replaced_s is None else f"replaced after {units.duration(end.replaced_s)}"
+
+
+def _deaths(summary: Summary) -> list[Figure]:
+    died = deaths(summary)
+    if not died:
+        return []
+    said: list[str] = []
+    for provider in dict.fromkeys(end.provider for end in died):
+        own = [end for end in died if end.provider == provider]
+        waits = [end.replaced_s for end in own if end.replaced_s is not None]
+        came = f"{len(waits)} replaced" if len(own) > 1 else followed(own[0])
+        within = f" in {units.duration(max(waits))} at most" if waits[1:] else ""
+        said.append(f"{units.printable(provider)} {len(own)}, {came}{within}")
+    return [Figure(name="deaths", value=units.count(len(died)), detail="; ".join(said))]
 
 
 def _learnt(summary: Summary, steps: str) -> list[Figure]:
@@ -151,6 +168,8 @@ def warnings(summary: Summary) -> list[str]:
         found += [f"{note}." for note in summary.notes]
     if summary.outcome == "failed":
         found.append(f"The run failed: {summary.cause or 'no cause was recorded'}.")
+    if summary.outcome == INTERRUPTED:
+        found.append("The run was interrupted, and goes on with --resume.")
     if summary.outcome == "stopped":
         found.append(f"The run was stopped before its end: {summary.cause}.")
     if summary.outcome == "incomplete":
@@ -512,12 +531,15 @@ def _lease_ends(summary: Summary) -> Table:
 
 
 def _lost_leases(summary: Summary) -> Table:
-    lost = [end for end in summary.lease_ends if end.cause in LOSSES and end.detail]
+    lost = deaths(summary)
     hidden = len(lost) - MOST_REFUSED
     return Table(
         title="Lost leases",
-        header=["lease", "at", "how", "why"],
-        rows=[[x.lease, units.duration(x.at_s), x.cause.replace("_", " "), x.detail] for x in lost[:MOST_REFUSED]],
+        header=["lease", "at", "how", "why", "what followed"],
+        rows=[
+            [x.lease, units.duration(x.at_s), x.cause.replace("_", " "), x.detail, followed(x)]
+            for x in lost[:MOST_REFUSED]
+        ],
         note="Ended neither in order nor because a provider took its capacity back."
         + (f" {hidden:,} more are in the JSON." if hidden > 0 else ""),
     )

@@ -14,7 +14,9 @@ from elastic.report.comparison import Comparison
 from elastic.report.summary import Summary
 
 _MARKDOWN_SPECIAL = re.compile(r"([\\`*_\[\]<>|~])")
-_OUTCOME_STYLES = {"finished": "green", "failed": "red", "stopped": "yellow", "incomplete": "yellow"}
+_OUTCOME_STYLES = {"finished": "green", "failed": "red"} | dict.fromkeys(
+    ("stopped", "interrupted", "incomplete"), "yellow"
+)
 
 
 def as_json(summary: Summary, comparison: Comparison | None = None) -> dict[str, Any]:

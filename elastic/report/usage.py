@@ -11,7 +11,7 @@ import msgspec
 
 from elastic.core import events as e
 from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook, Ledger, overhead_share
-from elastic.core.types import NS_PER_S, SHARED_ACCOUNTS, Account, EndCause, Nanoseconds
+from elastic.core.types import DEATHS, NS_PER_S, SHARED_ACCOUNTS, Account, EndCause, Nanoseconds
 from elastic.report.history import History
 from providers.joined import LABEL_NOTE
 
@@ -55,11 +55,14 @@ class JoinedUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How a lease ended. `replaced_s`: after a death, how long it took until the provider granted the next one."""
+
     at_s: float
     lease: str
     provider: str
     cause: str
     detail: str = ""
+    replaced_s: float | None = None
 
 
 def lease_ends(history: History, books: Sequence[DeviceBook]) -> list[LeaseEnd]:
@@ -75,7 +78,19 @@ def lease_ends(history: History, books: Sequence[DeviceBook]) -> list[LeaseEnd]:
                 cause=event.cause,
                 detail=event.detail,
             )
-    return list(ends.values())
+    granted: dict[str, list[float]] = {}
+    for book in sorted(books, key=lambda book: book.opened_ns):
+        granted.setdefault(book.provider, []).append(book.opened_ns / NS_PER_S)
+    return [_replaced(end, granted[end.provider]) if end.cause in DEATHS else end for end in ends.values()]
+
+
+def _replaced(end: LeaseEnd, granted_s: list[float]) -> LeaseEnd:
+    """The death with the first grant since, which is then no other death's."""
+    at_s = next((at_s for at_s in granted_s if at_s >= end.at_s), None)
+    if at_s is None:
+        return end
+    granted_s.remove(at_s)
+    return msgspec.structs.replace(end, replaced_s=at_s - end.at_s)
 
 
 def usage_of(

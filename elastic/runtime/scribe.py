@@ -12,7 +12,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import group_of, parse_trajectory, provider_of
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import EndCause, LeaseId, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
+from elastic.core.types import DEATHS, EndCause, LeaseId, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
 from elastic.runtime.journal import (
     BookRow,
     CallRow,
@@ -134,7 +134,7 @@ class Scribe:
         self._unpublished: dict[int, StepRow] = {}
         """By version: the step that is done but for putting that on the relay, as it was journaled."""
         self._on_event: dict[type[e.Event], Callable[[Nanoseconds, Any, Any], None]] = {
-            e.LeaseGranted: lambda _, k, __: self._granted.add(k.lease),
+            e.LeaseGranted: self._lease_granted,
             e.LeaseEnded: self._lease_ended,
             e.TurnRequested: self._turn_requested,
             e.WeightsApplied: self._weights_reported,
@@ -223,6 +223,11 @@ class Scribe:
 
     # Events
 
+    def _lease_granted(self, _: Nanoseconds, event: e.LeaseGranted, __: Any) -> None:
+        self._granted.add(event.lease)
+        count = self._count(provider_of(event.lease))
+        count.replaced += count.replaced < count.deaths
+
     def _lease_ended(self, _: Nanoseconds, event: e.LeaseEnded, __: Any) -> None:
         if self._keeps:  # The core may have folded these books before anybody looks at them again.
             self._rows += [BookRow(worker=b.worker, book=b) for b in self._scheduler.ledger.just_closed(event.lease)]
@@ -231,6 +236,7 @@ class Scribe:
             count = self._count(provider_of(event.lease))
             count.leases_ended += 1
             count.preemptions += event.cause is EndCause.PREEMPTED
+            count.deaths += event.cause in DEATHS
 
     def _turn_requested(self, now_ns: Nanoseconds, event: e.TurnRequested, _: Any) -> None:
         trajectory = self._trajectories.get(event.trajectory)

@@ -17,7 +17,8 @@ from elastic.core.types import NS_PER_S, Nanoseconds, WorkerState
 
 class ProviderStatus(msgspec.Struct, kw_only=True):
     """One provider at one moment. `tokens` counts accepted tokens since the run began; `gpus` are all that is asked for
-    or held, what is on its way back included."""
+    or held, what is on its way back included. `deaths` are leases that
+    ended neither in order nor by a preemption, `replaced` how many of them another lease followed."""
 
     ready: int = 0
     booting: int = 0
@@ -28,6 +29,8 @@ class ProviderStatus(msgspec.Struct, kw_only=True):
     tokens: int = 0
     leases_ended: int = 0
     preemptions: int = 0
+    deaths: int = 0
+    replaced: int = 0
     usd: float = 0.0
     usd_per_hour: float = 0.0
 
@@ -86,6 +89,8 @@ class ProviderCounts(Protocol):
     tokens: int
     leases_ended: int
     preemptions: int
+    deaths: int
+    replaced: int
 
 
 def run_status(
@@ -176,7 +181,13 @@ def _provider_statuses(
     scheduler: Scheduler, now_ns: Nanoseconds, counts: Mapping[str, ProviderCounts]
 ) -> dict[str, ProviderStatus]:
     statuses = {
-        name: ProviderStatus(tokens=count.tokens, leases_ended=count.leases_ended, preemptions=count.preemptions)
+        name: ProviderStatus(
+            tokens=count.tokens,
+            leases_ended=count.leases_ended,
+            preemptions=count.preemptions,
+            deaths=count.deaths,
+            replaced=count.replaced,
+        )
         for name, count in counts.items()
     }
     for provider, nano_usd in scheduler.ledger.bill_nano_usd(now_ns).items():

@@ -16,7 +16,9 @@ from elastic.runtime.status import ProviderStatus, RunStatus
 def status(**fields: Any) -> RunStatus:
     providers = {
         "serving": ProviderStatus(ready=2, capacity_turns=32, running_turns=30, tokens=12_345),
-        "spot": ProviderStatus(ready=1, booting=2, capacity_turns=16, running_turns=16, preemptions=3, usd=0.1234),
+        "spot": ProviderStatus(
+            ready=1, booting=2, capacity_turns=16, running_turns=16, preemptions=3, deaths=2, replaced=1, usd=0.1234
+        ),
         "trainer": ProviderStatus(ready=1, tokens=999, usd=0.3),
     }
     body: dict[str, Any] = {
@@ -78,9 +80,9 @@ def test_panel_says_what_a_run_is_at() -> None:
     assert "1:15" in head
     assert "success  42%  mean reward -0.217" in facts
     assert "812 tokens/s" in facts
-    assert columns.split() == ["provider", "ready", "booting", "turns", "tokens", "preempted", "cost"]
+    assert columns.split() == ["provider", "ready", "booting", "turns", "tokens", "preempted", "died", "cost"]
     assert [row.split()[0] for row in rows] == ["serving", "spot", "trainer", "all"]
-    assert rows[-1].split() == ["all", "4", "2", "46/48", "13,344", "3", "$0.4234"]
+    assert rows[-1].split() == ["all", "4", "2", "46/48", "13,344", "3", "2", "$0.4234"]
 
 
 def test_figures_do_not_move_the_panel() -> None:
@@ -104,9 +106,30 @@ def test_a_line_a_step_where_there_is_no_terminal() -> None:
             progress.observe(status(step=step, last_success_rate=0.5 if step else None))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    assert [text.split()[1] for text in lines] == ["1/80", "2/80"]
-    assert "workers serving:2 spot:1 trainer:1" in lines[0]
+    assert [text.split()[1] for text in lines] == ["1/80", "1/80", "2/80"]
+    assert lines[0].startswith("step 1/80 begins  trainer generates  workers serving:2 spot:1 (and 2 on their way)")
+    assert "workers serving:2 spot:1 trainer:1" in lines[1]
+    assert "preemptions 3  deaths spot:2 (1 replaced)" in lines[1]
     assert "pacing does not hold" in line(status(**BUSY), 0.0)
+
+
+def test_what_comes_before_the_first_step_is_said_as_it_comes() -> None:
+    console = Console(width=80, file=io.StringIO())
+    progress = ProgressDisplay(console)
+    none = {"step": 0, "last_success_rate": None, "phase": "starting", "trainer": "absent"}
+    booting = {"trainer": ProviderStatus(booting=1)}
+    for fields in (
+        none | {"providers": {}},
+        *[none | {"providers": booting, "elapsed_s": elapsed_s} for elapsed_s in (1.0, 2.0, 3.0)],
+        none | {"providers": {"trainer": ProviderStatus(ready=1)}, "phase": "running", "trainer": "awake"},
+    ):
+        progress.observe(status(**fields))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "starting  trainer starts  75 s",
+        "starting  trainer starts  workers trainer:0 (and 1 on their way)  1 s",
+        "step 1/80 begins  trainer generates  workers trainer:1  75 s",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -49,5 +49,5 @@ def test_why_leases_were_lost_and_what_providers_remark_is_told(summary_of) -> N
     summary = summary_of(fill)
     assert summary.remarks == [Remark(provider="ec2", words="passed over twice")]
     found = {table.title: table.rows for table in tables.tables(summary)}
-    assert found["Lost leases"] == [["ec2-0", "1 s", "boot timeout", "no worker of i-1 has joined"]]
+    assert found["Lost leases"] == [["ec2-0", "1 s", "boot timeout", "no worker of i-1 has joined", "not replaced"]]
     assert found["Remarks of providers"] == [["ec2", "passed over twice"]]

@@ -38,7 +38,7 @@ def test_meta_names_the_run(summary_of):
     ("status", "outcome", "cause"),
     [
         ("failed: no capacity: nobody came", "failed", "no capacity: nobody came"),
-        ("failed", "failed", "interrupted"),
+        ("failed", "interrupted", ""),
         ("running", "incomplete", ""),
     ],
 )
@@ -355,3 +355,18 @@ def test_a_realistic_run_adds_up(realistic):
     assert realistic.total.usd == pytest.approx(sum(p.usd for p in realistic.providers.values()), abs=1e-8)
     assert realistic.trajectories_finished + sum(realistic.trajectories_failed.values()) == 60 * 16 * 8
     assert realistic.groups_trained + sum(realistic.groups_dropped.values()) == 60 * 16
+
+
+def test_a_death_is_told_with_what_followed(summary_of):
+    def fill(run):
+        for lease, provider, opened_s in (("t0", "trainer", 0.0), ("s0", "spot", 0.0), ("t1", "trainer", 14.0)):
+            run.open(lease, provider, opened_s)
+        run.end("t0", EndCause.LOST, 10.0)
+        run.end("s0", EndCause.FENCED, 12.0)
+        run.end("t1", EndCause.RELEASED, 20.0)
+        run.books()
+
+    summary = summary_of(fill)
+    assert {end.lease: end.replaced_s for end in summary.lease_ends} == {"t0": 4.0, "s0": None, "t1": None}
+    (told,) = [figure for figure in tables.headline(summary) if figure.name == "deaths"]
+    assert (told.value, told.detail) == ("2", "trainer 1, replaced after 4 s; spot 1, not replaced")

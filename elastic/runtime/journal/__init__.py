@@ -4,6 +4,7 @@ from elastic.runtime.journal.frames import TokenFrame, event_row, frame_row, tok
 from elastic.runtime.journal.reader import JournalReader, why_unreadable
 from elastic.runtime.journal.records import (
     CONTINUES,
+    INTERRUPTED,
     JOIN,
     PUBLISHER,
     RELAY,

@@ -308,7 +308,7 @@ function showRun(id) {
     el("div", { className: "tiles", id: "figures" }, ...Object.values(tiles).map((one) => one.node)),
     el("div", { className: "charts" }, rates.figure, speed.figure),
     el("h2", { textContent: "Providers" }),
-    el("table", {}, heads("Provider", "Ready", "Booting", "Running turns", "Preemptions", "Cost", "$/hour"), providers),
+    el("table", {}, heads("Provider", "Ready", "Booting", "Running turns", "Preemptions", "Deaths", "Cost", "$/hour"), providers),
     el("h2", { textContent: "Conditions" }),
     el("table", {}, heads("Condition", "Status", "Reason", "Message"), conditions),
     el("h2", { textContent: "Newest checkpoints" }),
@@ -343,7 +343,7 @@ function showRun(id) {
     const cells = (...texts) => el("tr", {}, ...texts.map((text) => el("td", { className: "wide", textContent: String(text) })));
     providers.replaceChildren(
       ...Object.entries(figures.providers).map(([name, one]) =>
-        cells(name, one.ready, one.booting, one.running_turns, one.preemptions, dollars(one.usd), one.usd_per_hour.toFixed(2)),
+        cells(name, one.ready, one.booting, one.running_turns, one.preemptions, one.deaths ? `${one.deaths}, ${one.replaced} replaced` : 0, dollars(one.usd), one.usd_per_hour.toFixed(2)),
       ),
     );
     conditions.replaceChildren(...run.conditions.map((one) => cells(one.type, one.status, one.reason, one.message)));
