@@ -56,7 +56,9 @@ def modal() -> Any:
     try:
         return importlib.import_module("modal")
     except ModuleNotFoundError as error:
-        raise ModalUnusable("Modal's client is not installed here; pip install 'elastic-rl[modal]'") from error
+        raise ModalUnusable(
+            "Modal's client is not installed here; pip install -e '.[modal]' in a clone of elastic"
+        ) from error
 
 
 @functools.cache

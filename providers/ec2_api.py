@@ -561,7 +561,9 @@ def installed() -> None:
     try:
         importlib.import_module("boto3")
     except ImportError as error:
-        raise ProviderUnavailable("boto3 is not installed here; pip install 'elastic-rl[aws]'") from error
+        raise ProviderUnavailable(
+            "boto3 is not installed here; pip install -e '.[aws]' in a clone of elastic"
+        ) from error
 
 
 def _instance(described: Mapping[str, Any]) -> Instance:

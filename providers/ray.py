@@ -265,7 +265,7 @@ class RayProvider(BaseProvider[RaySettings]):
             await self._call(self._connection.open)
         except ImportError as error:
             raise ProviderUnavailable(
-                f"{self.name}: Ray is not installed here; pip install 'elastic-rl[ray]'"
+                f"{self.name}: Ray is not installed here; pip install -e '.[ray]' in a clone of elastic"
             ) from error
         except (ConnectionError, TimeoutError) as error:
             raise ProviderUnavailable(

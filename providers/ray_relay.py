@@ -160,7 +160,9 @@ class RayRelay:
         try:
             called(ANSWER_TIMEOUT_S, self._connection.open)
         except ImportError as error:
-            raise RelayError(f"{self._url}: Ray is not installed here; pip install 'elastic-rl[ray]'") from error
+            raise RelayError(
+                f"{self._url}: Ray is not installed here; pip install -e '.[ray]' in a clone of elastic"
+            ) from error
         except (ConnectionError, TimeoutError) as error:
             raise RelayUnavailable(
                 f"{self._url}: the Ray cluster does not answer ({told(error)}); is its head up, and its "

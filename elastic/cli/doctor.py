@@ -91,7 +91,7 @@ def _package(name: str) -> Finding:
     try:
         return Finding(name, True, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, False, "not installed", "pip install 'elastic-rl[train]'")
+        return Finding(name, False, "not installed", "pip install -e '.[train]' in a clone of elastic")
 
 
 def _device() -> Finding:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elastic.server.settings import ClaimMapping, OidcSettings
 
 OIDC_SECRET_VARIABLE = "ELASTIC_OIDC_CLIENT_SECRET"
-MISSING = "this needs the server's packages: pip install 'elastic-rl[server]'"
+MISSING = "this needs the server's packages: pip install -e '.[server]' in a clone of elastic"
 
 
 class OidcOptions(NamedTuple):

@@ -43,7 +43,7 @@ def deploy(app: str, packages: Sequence[str] = (), modules: Sequence[str] = (), 
             importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"elastic modal deploy: {error.name} is not installed; pip install 'elastic-rl[modal]'"
+            f"elastic modal deploy: {error.name} is not installed; pip install -e '.[modal]' in a clone of elastic"
         ) from error
     try:
         _deployed(deployed.app, app, environment or None)

@@ -135,7 +135,9 @@ class S3Relay:
         try:
             boto3, config = importlib.import_module("boto3"), importlib.import_module("botocore.config")
         except ImportError as error:
-            raise RelayError(f"relay {self._url}: needs boto3; pip install 'elastic-rl[aws]'") from error
+            raise RelayError(
+                f"relay {self._url}: needs boto3; pip install -e '.[aws]' in a clone of elastic"
+            ) from error
         session = boto3.session.Session(
             profile_name=self._options.get("profile"), region_name=self._options.get("region")
         )

@@ -1,6 +1,6 @@
 """What Elastic deploys to Modal: one app, its image, and the version by which a run knows that it fits.
 
-Modal imports this module where the app is deployed, and once more in every container. It needs `elastic-rl[modal]`.
+Modal imports this module where the app is deployed, and once more in every container. It needs the extra `modal`.
 """
 
 import importlib

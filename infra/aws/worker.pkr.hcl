@@ -4,8 +4,7 @@ variable "region" {
 
 variable "elastic" {
   type        = string
-  description = "What pip installs: a version, or the URL of a wheel."
-  default     = "elastic-rl[vllm,aws]"
+  description = "What pip installs: elastic-rl[vllm,aws] @ URL, of a wheel that `pip wheel --no-deps .` has made."
 }
 
 source "amazon-ebs" "worker" {

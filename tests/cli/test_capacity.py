@@ -43,7 +43,7 @@ def test_a_missing_client_is_named_with_what_installs_it(elastic: Callable[..., 
     ended = elastic("providers", "prices", str(clouds), "--providers", "ec2", "--json")
     (finding,) = json.loads(ended.out)["ec2"]["findings"]
     assert (ended.code, finding["ok"]) == (1, False)
-    assert "elastic-rl[aws]" in finding["mend"]
+    assert "pip install -e '.[aws]'" in finding["mend"]
     found = json.loads(elastic("doctor", str(clouds), "--json").out)["findings"]
     assert any(one["what"] == "ec2: boto3" and not one["ok"] for one in found)
 

@@ -108,7 +108,9 @@ def load_driver() -> Any:
     try:
         driver = import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise VmmUnavailable("cuda-python is not installed; `pip install 'elastic-rl[cuda]'` brings it") from error
+        raise VmmUnavailable(
+            "cuda-python is not installed; `pip install -e '.[cuda]'` in a clone of elastic brings it"
+        ) from error
     try:
         _call(driver.cuInit, 0)
     except RuntimeError as error:  # also what cuda-python raises where there is no driver to load

@@ -220,7 +220,9 @@ def _engine(url: str) -> sa.Engine:
             },
         )
     except (ModuleNotFoundError, NoSuchModuleError) as error:
-        raise StoreError(f"--database: {error}; `pip install elastic-rl[server]` brings what is needed") from None
+        raise StoreError(
+            f"--database: {error}; `pip install -e '.[server]'` in a clone of elastic brings what is needed"
+        ) from None
     _check_idle(engine)
     return engine
 
