@@ -72,7 +72,7 @@ def in_words(causes: dict[str, int], most: int = 3) -> str:
     """The commonest causes, each with how often it came."""
     words = [f"{cause} ({count} times)" if count > 1 else cause for cause, count in list(causes.items())[:most]]
     if len(causes) > most:
-        words.append(f"and {len(causes) - most} other causes")
+        words.append(f"{sum(list(causes.values())[most:])} times for other causes")
     return "; ".join(words)
 
 

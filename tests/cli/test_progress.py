@@ -10,6 +10,7 @@ from rich.console import Console
 
 from elastic.cli.output import console, say
 from elastic.cli.progress import ProgressDisplay, line, render
+from elastic.core.run_state import RunWarning
 from elastic.runtime.status import ProviderStatus, RunStatus
 
 
@@ -164,3 +165,16 @@ def test_a_run_goes_on_when_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> N
             progress.observe(status(step=step))
         progress.say("stopping")
         say("stopped")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_a_run_warns_of_stands_in_a_line_of_its_own_whole(terminal: bool) -> None:
+    """On a terminal, too, above the panel."""
+    shown = Console(width=40, force_terminal=terminal, color_system=None, file=io.StringIO())
+    display = ProgressDisplay(shown)
+    message = "spot-1 does not generate with the weights of version 3: its log-probabilities are 2 nats away"
+    with display.context:
+        display.observe(status(warnings=[RunWarning(kind="Mismatch", message=message)]))
+        display.observe(status())
+    assert isinstance(shown.file, io.StringIO)
+    assert shown.file.getvalue().count(f"warning: {message}") == 1
