@@ -248,7 +248,7 @@ def _check_idle(engine: sa.Engine) -> None:
 
 def _sqlite(path: Path) -> sa.Engine:
     engine = sa.create_engine(
-        "sqlite://",
+        sa.URL.create("sqlite", database=str(path)),
         creator=lambda: open_sqlite(path, "rwc", timeout_s=BUSY_TIMEOUT_S, any_thread=True),
         pool_size=POOL,
         max_overflow=0,
