@@ -6,6 +6,7 @@ do, would take most of their time.
 
 import contextlib
 import functools
+import ipaddress
 import json
 import multiprocessing
 import os
@@ -202,6 +203,7 @@ def _settings(home: Path, database: str, job: Path) -> ServerSettings:
         database=database,
         models=(home / "models",),
         shared_trust=True,
+        webhook_networks=(ipaddress.ip_network("127.0.0.0/8"),),
         command=(sys.executable, "-S", str(job)),
         environment={"PYTHONDONTWRITEBYTECODE": "1"},
     )

@@ -6,6 +6,9 @@ its events. At the end each acknowledged run must be there and finished, begun o
 - `runs_lost`: acknowledged, and not finished; `submissions_lost`: acknowledged, and not in the list.
 - `runs_doubled`: of one submission several runs, or of one run several processes. No run is killed here.
 - `events_lost`: in a run's journal, and not told, not told once, or not in order.
+- `poisoned`: of one project webhooks whose hosts no resolver takes, traces that unpack to much, processes that
+  real-time signals end, receivers that never answer; the processes and loops of the server that these ended, and the
+  longest that another project waited for a message or for the check of a submission.
 - `adopted_s_max`: from a kill until the next runner had adopted every process that lived, without the time that an
   interpreter takes to start.
 """
@@ -19,9 +22,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 from _common import emit, parser
 from _hosted import CONFIG, HostedSite, Part
+from _poisons import poisoned
 
 from elastic.client import ApiError, Client, ClientError
 from elastic.resources import HostedRun, RunPhase
@@ -128,13 +133,15 @@ def main() -> None:
                 for part in parts:
                     site.start(part)
             submitter.over.set()
-            figures = {
+            figures: dict[str, Any] = {
                 "kills": len(kills),
                 **_judged(site, submitter, submitting),
                 "adopted_s_max": _adopted_s(site, kills),
             }
         finally:
             submitter.given_up.set()
+    with HostedSite.up(*JOB_QUICK_S, EVERY_S) as site:
+        figures["poisoned"] = poisoned(site)
     emit(figures, parsed)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from elastic.isolation import LoopFaults
 from elastic.resources import AccessRole
 from elastic.server.api.app import create_app
 from elastic.server.identity.sign_ins import SignInChecks
+from elastic.server.intake import checking
 from elastic.server.intake.upload_files import UploadStorage
 from elastic.server.pools import PoolSupervisors
 from elastic.server.runner import RunnerLoop
@@ -95,6 +97,7 @@ async def serve(
     app = create_app(store, settings, runner.wake if runner else lambda: None, lags, faults)
     provider = app.state.server.provider
     checks = None if provider is None else SignInChecks(store, settings, provider, faults)
+    threading.Thread(target=checking.warm, name="checks", daemon=True).start()
     stopped = _signalled()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(runner.run(), name="runner") if runner else None

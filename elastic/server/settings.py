@@ -58,7 +58,7 @@ class ServerSettings:
     """Directories of the pools that the server supervises and whose jobs it accepts."""
     webhook_networks: tuple[IPv4Network | IPv6Network, ...] = ()
     """Private networks to which webhooks may connect."""
-    webhook_tick_s: float = 1.0
+    webhook_tick_s: float = 0.5
     """How often the server looks for deliveries that are due."""
     tick_s: float = 0.25
     """How often the runner looks at the requests for its runs and at their processes."""

@@ -108,6 +108,25 @@ class CheckProcesses:
             raise RuntimeError(f"a submission could not be checked: {answer}")
         return answer
 
+    def warm(self) -> None:
+        """Start the processes, so that no submission waits for that. Whoever asks meanwhile starts one."""
+        for _ in range(PROCESSES):
+            with self._changed:
+                if self._busy + len(self._free) >= PROCESSES:
+                    return
+                self._busy += 1
+            process = _CheckProcess()
+            try:
+                process.ready()
+            except (EOFError, OSError) as error:
+                log.error("no process that checks submissions", error=str(error))
+                process.end()
+                process = None
+            with self._changed:
+                self._busy -= 1
+                self._free += [] if process is None else [process]
+                self._changed.notify_all()
+
     def end(self) -> None:
         """End the processes that nobody uses."""
         with self._changed:
@@ -166,7 +185,7 @@ class CheckProcesses:
 
 _processes = CheckProcesses()
 atexit.register(_processes.end)
-checked = _processes.checked
+checked, warm = _processes.checked, _processes.warm
 
 
 def _answer(order: _Order) -> object:
