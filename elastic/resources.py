@@ -200,12 +200,15 @@ class WouldAcquire(_Resource):
     provider: str
     max_workers: int
     gpus_per_worker: int
-    usd_per_gpu_hour: float
-    usd_per_hour_max: float
+    usd_per_gpu_hour: float | None
+    usd_per_hour_max: float | None
 
 
 class DryRun(_Resource):
-    """What would be run, and at which price: nothing has been started or kept."""
+    """What would be run, and at which price: nothing has been started or kept.
+
+    A price that only a vendor could say is null; `usd_per_hour_max` is the sum of those that are known.
+    """
 
     object: Literal["dry_run"] = "dry_run"
     config: dict[str, Any]

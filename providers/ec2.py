@@ -18,11 +18,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
 
 import structlog
 
 from elastic.core.events import LeaseNotice
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
+from elastic.endpoint import is_loopback
 from providers.base import (
     REMARK,
     Emit,
@@ -30,6 +32,7 @@ from providers.base import (
     KnownLease,
     LeaseRequest,
     ProviderContext,
+    ProviderSettings,
     ProviderUnavailable,
     worker_environment,
 )
@@ -90,6 +93,12 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     """A provider whose leases have one instance each. An instance is one worker."""
 
     Settings: ClassVar[type[Ec2Settings]] = Ec2Settings
+
+    @classmethod
+    def elsewhere(cls, settings: ProviderSettings) -> bool:
+        """A stand-in for EC2 on this machine has its instances here."""
+        assert isinstance(settings, Ec2Settings)
+        return not is_loopback(urlsplit(settings.endpoint_url).hostname or "")
 
     def __init__(self, name: str, settings: Ec2Settings, context: ProviderContext) -> None:
         self._ec2 = Ec2Market(name, settings)

@@ -13,10 +13,12 @@ import asyncio
 import contextlib
 import hashlib
 import math
+import os
 from collections import deque
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import msgspec
 import structlog
@@ -24,6 +26,7 @@ from pydantic import Field, model_validator
 
 from elastic import compiled, modal_platform
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
+from elastic.endpoint import is_loopback
 from elastic.modal_platform import ModalUnusable, told
 from elastic.processes import RecordedProcesses, records, signal_name
 from providers.base import (
@@ -33,6 +36,7 @@ from providers.base import (
     KnownLease,
     LeaseRequest,
     ProviderContext,
+    ProviderSettings,
     ProviderUnavailable,
     VendorFinding,
     worker_environment,
@@ -146,6 +150,11 @@ class ModalProvider(BaseProvider[Any]):
     """Leases one worker each, of which none outlives `lease_s`."""
 
     Settings: ClassVar[type[ModalSettings]] = ModalSettings
+
+    @classmethod
+    def elsewhere(cls, settings: ProviderSettings) -> bool:
+        """A stand-in for Modal on this machine has its containers here."""
+        return not is_loopback(urlsplit(os.environ.get("MODAL_SERVER_URL", "")).hostname or "")
 
     def __init__(self, name: str, settings: ModalSettings, context: ProviderContext) -> None:
         super().__init__(ServerlessMarket(name, settings), context)

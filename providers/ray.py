@@ -21,11 +21,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import structlog
 from pydantic import Field
 
 from elastic.core.types import EndCause, LeaseId
+from elastic.endpoint import is_loopback
 from providers.base import (
     Emit,
     KnownLease,
@@ -156,6 +158,12 @@ class RayProvider(BaseProvider[RaySettings]):
     """A provider whose leases have one worker each, on any node with room for it."""
 
     Settings: ClassVar[type[RaySettings]] = RaySettings
+
+    @classmethod
+    def elsewhere(cls, settings: ProviderSettings) -> bool:
+        """A cluster whose head is this machine may be this machine."""
+        assert isinstance(settings, RaySettings)
+        return not is_loopback(urlsplit(settings.address).hostname or "")
 
     def __init__(self, name: str, settings: RaySettings, context: ProviderContext) -> None:
         self._ray_market = RayMarket(name, settings)

@@ -6,7 +6,7 @@ import msgspec
 from rich.table import Table
 
 from elastic.cli.output import EXIT_FAILED, console, emit
-from elastic.compose import resolve
+from elastic.compose import asks_a_vendor, resolve
 from elastic.compose.plan import RunPlan
 from elastic.config import Config
 from providers.base import CapacityNow, Examination
@@ -66,7 +66,7 @@ def list_command(plan: RunPlan, *, as_json: bool) -> None:
             max_workers=s.max_workers,
             gpus_per_worker=s.gpus_per_worker,
             usd_per_gpu_hour=s.usd_per_gpu_hour,
-            asks_a_vendor=hasattr(plan.provider_types[name], "examine"),
+            asks_a_vendor=asks_a_vendor(plan, name),
         )
         for name, s in plan.providers.items()
     ]

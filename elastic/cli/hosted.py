@@ -17,6 +17,12 @@ Remote = Annotated[bool, typer.Option("--remote", help="On the server of `elasti
 RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs are kept.")]
 HostedName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id on the server, or `latest`.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Wait for more until the run ends; Ctrl-C detaches.")]
+RunsListen = Annotated[
+    str, typer.Option(metavar="HOST", help="Where runs listen for workers on other machines, on free ports, by TLS.")
+]
+RunsAdvertise = Annotated[
+    str, typer.Option(metavar="HOST", help="How those workers reach this machine, if by another name.")
+]
 FairSharePeriod = Annotated[
     float,
     typer.Option(
@@ -486,6 +492,8 @@ def serve(
         ),
     ] = None,
     fair_share_period_s: FairSharePeriod = 600.0,
+    runs_listen: RunsListen = "",
+    runs_advertise: RunsAdvertise = "",
 ) -> None:
     """Serve the control API: many runs, many people. Runs outlive it; a server that is started again finds them.
 
@@ -517,17 +525,23 @@ def serve(
         ),
         uploads_gb=uploads_gb,
         fair_share_period_s=fair_share_period_s,
+        runs=deferred.serve.RunsPlace(runs_listen, runs_advertise),
     )
 
 
 def runner(
-    home: Home = Path("elastic-server"), database: Database = "", fair_share_period_s: FairSharePeriod = 600.0
+    home: Home = Path("elastic-server"),
+    database: Database = "",
+    fair_share_period_s: FairSharePeriod = 600.0,
+    runs_listen: RunsListen = "",
+    runs_advertise: RunsAdvertise = "",
 ) -> None:
     """Look after a server's runs in a process of its own, beside `elastic serve --no-runner`.
 
     Example: elastic runner --home /var/lib/elastic
     """
-    deferred.serve.runner_command(home, database, fair_share_period_s)
+    runs = deferred.serve.RunsPlace(runs_listen, runs_advertise)
+    deferred.serve.runner_command(home, database, fair_share_period_s, runs)
 
 
 def support_bundle(

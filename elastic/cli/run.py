@@ -65,8 +65,7 @@ def show_plan(
             row.provider,
             str(row.max_workers),
             str(row.gpus_per_worker),
-            f"{row.usd_per_gpu_hour:.2f}",
-            f"{row.usd_per_hour_max:.2f}",
+            *("not known" if usd is None else f"{usd:.2f}" for usd in (row.usd_per_gpu_hour, row.usd_per_hour_max)),
         )
     shown.print(table)
     if calls is not None:

@@ -14,7 +14,7 @@ from elastic import compose
 from elastic.cli.output import bad_input, console, say
 from elastic.cli.pool import prepared_pool
 from elastic.config import ConfigError
-from elastic.endpoint import Address, is_loopback
+from elastic.endpoint import Address, bare_host, is_loopback, is_wildcard
 from elastic.given import read_text
 from elastic.proxies import HttpSettingsError, proxy_for
 from elastic.resources import AccessRole
@@ -40,6 +40,28 @@ class OidcOptions(NamedTuple):
     recheck_s: float
 
 
+class RunsPlace(NamedTuple):
+    """Where the server's runs listen for workers on other machines, as it is told: two hosts, or empty."""
+
+    listen: str
+    advertise: str
+
+    def settings(self) -> dict[str, str]:
+        """The keys of `ServerSettings`. Raises `ConfigError`."""
+        try:
+            listen, advertise = (host and bare_host(host) for host in self)
+        except ValueError as error:
+            raise ConfigError(f"--runs-listen, --runs-advertise: {error}") from None
+        if is_wildcard(listen) and not advertise:
+            raise ConfigError(
+                f"--runs-advertise is missing: nobody can dial --runs-listen {self.listen}; name the address of this "
+                "machine that workers reach"
+            )
+        if advertise and not listen:
+            raise ConfigError("--runs-advertise is for --runs-listen HOST, which is missing")
+        return {"runs_listen": listen, "runs_advertise": advertise and str(Address(advertise, 0)).removesuffix(":0")}
+
+
 @compose.private()
 def serve_command(
     host: str,
@@ -57,6 +79,7 @@ def serve_command(
     oidc: OidcOptions,
     uploads_gb: int,
     fair_share_period_s: float,
+    runs: RunsPlace,
 ) -> None:
     """Serve until a signal comes; runs go on."""
     try:
@@ -79,6 +102,7 @@ def serve_command(
         oidc=_oidc(oidc),
         project_uploads_bytes_max=uploads_gb * 2**30,
         fair_share_period_s=fair_share_period_s,
+        **runs.settings(),
     )
     try:
         listener = listen(host, port)
@@ -179,7 +203,7 @@ def _network(text: str) -> IPv4Network | IPv6Network:
 
 
 @compose.private()
-def runner_command(home: Path, database: str, fair_share_period_s: float) -> None:
+def runner_command(home: Path, database: str, fair_share_period_s: float, runs: RunsPlace) -> None:
     """Look after runs until a signal comes; they go on."""
     try:
         from elastic.server.runner import RunnerBusy
@@ -189,7 +213,7 @@ def runner_command(home: Path, database: str, fair_share_period_s: float) -> Non
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; {MISSING}") from error
 
-    settings = ServerSettings(home=home, database=database, fair_share_period_s=fair_share_period_s)
+    settings = ServerSettings(home=home, database=database, fair_share_period_s=fair_share_period_s, **runs.settings())
     try:
         store = open_store(settings)
         say(f"the runner looks after the runs in {home}")

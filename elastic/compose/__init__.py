@@ -20,6 +20,7 @@ from elastic.compose.plan import (
     RewardCalls,
     RunPlan,
     acquisitions,
+    asks_a_vendor,
     check_live,
     check_policy,
     installed,
@@ -27,6 +28,7 @@ from elastic.compose.plan import (
     read_model_config,
     resolve,
     reward_calls,
+    unpriced,
 )
 from elastic.compose.preparation import Prepared, prepare
 from elastic.compose.processes import run_loop, run_pool_resident, run_serving_host, run_worker

@@ -10,6 +10,7 @@ import msgspec
 from pydantic import BaseModel
 
 from elastic.config import Config, ConfigError, EngineConfig, RewardsConfig, validate
+from elastic.endpoint import is_loopback
 from elastic.engine import resolve_engine
 from elastic.envs.base import Environment
 from elastic.given import read_text
@@ -55,13 +56,14 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Acquisition(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that a run would acquire from one provider, and the most that it would cost."""
+    """The most that a run would acquire from one provider, and the most that it would cost; None where a vendor has
+    not said its price."""
 
     provider: str
     max_workers: int
     gpus_per_worker: int
-    usd_per_gpu_hour: float
-    usd_per_hour_max: float
+    usd_per_gpu_hour: float | None
+    usd_per_hour_max: float | None
 
 
 class RewardCalls(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,15 +161,20 @@ def acquisitions(plan: RunPlan, asked_usd: Mapping[str, float] | None = None) ->
     """
     asked = asked_usd or {}
     trainer = plan.config.trainer
-    rows = [(TRAINER_PROVIDER, 1, trainer.gpus, trainer.usd_per_gpu_hour)]
-    rows += [
-        (
-            name,
-            s.max_workers,
-            s.gpus_per_worker,
-            asked.get(name) or s.usd_per_gpu_hour or s.usd_per_gpu_hour_most or 0.0,
-        )
-        for name, s in plan.providers.items()
+    rows: list[tuple[str, int, int, float | None]] = [
+        (TRAINER_PROVIDER, 1, trainer.gpus, trainer.usd_per_gpu_hour),
+        *(
+            (
+                name,
+                s.max_workers,
+                s.gpus_per_worker,
+                asked.get(name)
+                or s.usd_per_gpu_hour
+                or s.usd_per_gpu_hour_most
+                or (None if asks_a_vendor(plan, name) else 0.0),
+            )
+            for name, s in plan.providers.items()
+        ),
     ]
     return [
         Acquisition(
@@ -175,9 +182,23 @@ def acquisitions(plan: RunPlan, asked_usd: Mapping[str, float] | None = None) ->
             max_workers=workers,
             gpus_per_worker=gpus,
             usd_per_gpu_hour=usd,
-            usd_per_hour_max=workers * gpus * usd,
+            usd_per_hour_max=None if usd is None else workers * gpus * usd,
         )
         for name, workers, gpus, usd in rows
+    ]
+
+
+def asks_a_vendor(plan: RunPlan, provider: str) -> bool:
+    """Whether a vendor says what the provider has, and at which price."""
+    return hasattr(plan.provider_types[provider], "examine")
+
+
+def unpriced(rows: Sequence[Acquisition]) -> list[str]:
+    """A remark on each provider whose price is not known."""
+    return [
+        f"the price of {row.provider} is not known here, and not in the sum; usd_per_gpu_hour_max bounds it"
+        for row in rows
+        if row.usd_per_hour_max is None
     ]
 
 
@@ -224,6 +245,21 @@ def check_live(plan: RunPlan) -> None:
             f"trainer.gpus: found {gpus}, but the trainer is one process on one GPU, and the others would be billed "
             "for nothing; allowed in live runs: 1 (`elastic simulate` takes any number)"
         )
+    _check_reach(plan)
+
+
+def _check_reach(plan: RunPlan) -> None:
+    """Workers on other machines can dial the run: nothing is rented that could never join."""
+    run = plan.config.run
+    if run.beyond_loopback and not (run.advertised_host and is_loopback(run.advertised_host)):
+        return
+    for name, settings in plan.providers.items():
+        if plan.provider_types[name].elsewhere(settings):
+            raise ConfigError(
+                f"providers.{name}: its workers are on other machines, and a run at {run.advertise or run.host} is "
+                "reached from this one alone; have it listen where they reach it (--listen HOST:PORT, and --advertise "
+                "HOST where they know this machine by another name; on a server: elastic serve --runs-listen)"
+            )
 
 
 def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
+from typing import Any
 
 from elastic.resources import AccessRole
 
@@ -86,10 +87,25 @@ class ServerSettings:
     """Longest start of a run's process until it accepts commands. A signal before that would be lost."""
     restart_base_s: float = 1.0
     restart_max_s: float = 30.0
+    runs_listen: str = ""
+    """The host on which runs listen for their workers, each on free ports; beyond loopback by TLS. Else loopback."""
+    runs_advertise: str = ""
+    """The host under which workers elsewhere reach them, if another."""
     command: tuple[str, ...] = ()
     """The command of a run's process; by default `elastic run` of this interpreter."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables of runs' processes, besides those that all processes of runs inherit."""
+
+    @property
+    def runs_place(self) -> dict[str, str]:
+        """Where runs listen, as the keys of their configuration's section `run`."""
+        place = {"host": self.runs_listen, "advertise": self.runs_advertise}
+        return {key: value for key, value in place.items() if value}
+
+    def placed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A run's configuration with the place where it listens here, as far as it is well-formed."""
+        own = config.get("run", {})
+        return {**config, "run": {**own, **self.runs_place}} if isinstance(own, dict) else dict(config)
 
     @property
     def database_url(self) -> str:

@@ -1,6 +1,7 @@
 """Submissions: all faults at once, each with its place; only installed components and the project's own files."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,32 @@ def test_only_what_is_typed_as_a_path_is_one(site: Site, submission: Submission,
     body = submission()
     body["config"]["providers"]["spot"] = section
     raw, project = Body(config=body["config"], providers=["spot"]), site.projects["ours"]
-    kept, _ = submissions.check(site.settings, raw, project)
+    reached = replace(site.settings, runs_listen="0.0.0.0", runs_advertise="gpu.example")
+    kept, _ = submissions.check(reached, raw, project)
     assert kept.config["providers"]["spot"] == section
+
+
+CLOUD = {"kind": "ec2", "image": "ami-0123456789abcdef0", "max_workers": 4}
+
+
+def test_a_run_that_its_workers_cannot_reach_is_refused(shared_site: Site, submission: Submission) -> None:
+    body = submission()
+    body["config"]["providers"]["spot"] = CLOUD
+    assert "--runs-listen" in pointers(shared_site, body)["#/config/providers/spot"]
+
+
+def test_a_price_that_only_a_vendor_knows_is_no_price_of_zero(site: Site, submission: Submission) -> None:
+    body = submission()
+    body["config"]["providers"]["spot"] = CLOUD
+    raw, project = Body(config=body["config"], providers=["spot"]), site.projects["ours"]
+    reached = replace(site.settings, runs_listen="10.0.0.5")
+    _, plan = submissions.check(reached, raw, project)
+    assert (plan.config.run.host, plan.config.run.port) == ("10.0.0.5", 0)
+    shown = submissions.dry_run(plan)
+    trainer, cloud = shown.would_acquire
+    assert cloud.usd_per_gpu_hour is cloud.usd_per_hour_max is None
+    assert shown.usd_per_hour_max == trainer.usd_per_hour_max
+    assert any("price of spot is not known" in warning for warning in shown.warnings)
 
 
 def test_a_projects_own_files(site: Site, submission: Submission, tmp_path: Path) -> None:

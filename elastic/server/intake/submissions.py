@@ -44,7 +44,7 @@ def check(settings: ServerSettings, submission: Submission, project: str) -> tup
     names = [*submission.providers, *(["reserved"] if "reserved" in raw.get("providers", {}) else [])]
     plan: compose.RunPlan | None = None
     try:
-        config = validate(Config, raw, _WHERE)
+        config = validate(Config, settings.placed(raw), _WHERE)
         if not errors:
             plan = compose.resolve(config, submission.providers, _WHERE)
             compose.check_live(plan)
@@ -76,14 +76,13 @@ def check(settings: ServerSettings, submission: Submission, project: str) -> tup
 
 def dry_run(plan: compose.RunPlan) -> DryRun:
     """Return what the run would hold at most, and what that costs."""
-    rows = [WouldAcquire(**msgspec.to_builtins(row)) for row in compose.acquisitions(plan)]
-    calls = compose.reward_calls(plan)
+    acquired, calls = compose.acquisitions(plan), compose.reward_calls(plan)
     return DryRun(
         config=plan.resolved(),
-        would_acquire=rows,
+        would_acquire=[WouldAcquire(**msgspec.to_builtins(row)) for row in acquired],
         would_call=None if calls is None else msgspec.to_builtins(calls),
-        usd_per_hour_max=sum(row.usd_per_hour_max for row in rows),
-        warnings=compose.short_limits(plan.config),
+        usd_per_hour_max=sum(row.usd_per_hour_max or 0.0 for row in acquired),
+        warnings=[*compose.short_limits(plan.config), *compose.unpriced(acquired)],
     )
 
 

@@ -36,7 +36,7 @@ def needs_of(plan: compose.RunPlan) -> RunNeeds:
     billings: list[Billing] = [config.trainer.billing, *(settings.billing for settings in plan.providers.values())]
     stopping_s = config.scheduler.drain_timeout_s + config.scheduler.release_timeout_s
     slice_s = max(SLICE_S, 2 * (max(INCREMENTS_S.get(billing, 0) for billing in billings) + stopping_s))
-    usd = sum(row.usd_per_hour_max for row in compose.acquisitions(plan)) * slice_s / 3600
+    usd = sum(row.usd_per_hour_max or 0.0 for row in compose.acquisitions(plan)) * slice_s / 3600
     if (calls := compose.reward_calls(plan)) is not None:
         usd += calls.concurrency * (calls.usd_per_call + calls.usd_per_s * slice_s)
     return RunNeeds(

@@ -70,6 +70,7 @@ def begin(
     steps = json.loads(run.config).get("run", {}).get("steps")
     limits = run.limits or NO_LIMITS
     given = {"run.steps": steps, "run.budget_usd": limits["budget_usd"]}
+    given |= {f"run.{key}": json.dumps(value) for key, value in settings.runs_place.items()}
     if limits["caps"]:
         given["run.caps"] = "{" + ", ".join(f"{json.dumps(k)} = {n}" for k, n in limits["caps"].items()) + "}"
     if secrets:
