@@ -14,6 +14,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from elastic.outages import Outage
+
 APP = "elastic"
 VERSION_TAG = "elastic-version"
 SOURCES = ("elastic", "functions", "policies", "providers", "traces")
@@ -42,6 +44,10 @@ TOLD_CHARACTERS = 300
 
 class ModalUnusable(Exception):
     """Modal cannot be used as it stands; the message says what was tried, and what would mend it."""
+
+
+class ModalSilent(ModalUnusable, Outage):
+    """Modal does not answer now."""
 
 
 class Life(NamedTuple):
@@ -90,7 +96,7 @@ async def check_deployment(app: str, environment: str, timeout_s: float) -> None
             "MODAL_TOKEN_SECRET"
         ) from error
     except (package.exception.Error, OSError, TimeoutError) as error:
-        raise ModalUnusable(f"{where} could not be asked for ({told(error)}): is Modal reachable from here?") from error
+        raise ModalSilent(f"{where} could not be asked for ({told(error)}): is Modal reachable from here?") from error
     if tags.get(VERSION_TAG) != version():
         raise ModalUnusable(
             f"{where} was deployed by another version of Elastic (found {tags.get(VERSION_TAG, 'none')}, here is "

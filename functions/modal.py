@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from elastic import modal_platform
 from elastic.modal_platform import ModalUnusable, told
+from elastic.outages import Outage
 from functions.base import (
     BadResult,
     Call,
@@ -66,6 +67,10 @@ class ModalPoolSettings(BaseModel):
     memory_mb: int = Field(512, ge=128, le=2**20, description="memory of a container, in MiB")
     batch: int = Field(1, ge=1, le=1000, description="calls that a container takes at once, where so many wait")
     batch_wait_s: float = Field(0.02, ge=0, le=600, description="how long it waits for more of them")
+
+
+class _Silent(FunctionMissing, Outage):
+    """Modal does not answer now."""
 
 
 class _Charged(NamedTuple):
@@ -173,7 +178,8 @@ class ModalFunctionPool(KeyedPool):
         try:
             await modal_platform.check_deployment(settings.app, settings.environment, START_TIMEOUT_S)
         except ModalUnusable as error:
-            raise FunctionMissing(f"{self.function}: {error}") from error
+            kind = _Silent if isinstance(error, Outage) else FunctionMissing
+            raise kind(f"{self.function}: {error}") from error
         name = BATCH if settings.batch > 1 else FUNCTION
         found = modal_platform.modal().Function.from_name(
             settings.app, name, environment_name=settings.environment or None

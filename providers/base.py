@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
 from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, WorkerId
 from elastic.endpoint import Endpoint
+from elastic.outages import Outage
 from providers.waiting_room import WaitingRoom
 
 ProviderEvent: TypeAlias = OfferChanged | LeaseGranted | LeaseRefused | LeaseNotice | LeaseEnded
@@ -205,6 +206,10 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
 class ProviderUnavailable(Exception):
     """The provider cannot give anything. The message names the fault and how to mend it."""
+
+
+class ProviderSilent(ProviderUnavailable, Outage):
+    """The provider does not answer now."""
 
 
 def worker_environment(

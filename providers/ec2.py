@@ -33,6 +33,7 @@ from providers.base import (
     LeaseRequest,
     ProviderContext,
     ProviderSettings,
+    ProviderSilent,
     ProviderUnavailable,
     worker_environment,
 )
@@ -129,6 +130,10 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         """Check credentials, quotas and network access, and list the capacity of now. Blocks."""
         return examine(name, settings)
 
+    def _unavailable(self, error: Ec2Error | TimeoutError) -> ProviderUnavailable:
+        lasting = isinstance(error, Ec2Error) and not error.passing
+        return (ProviderUnavailable if lasting else ProviderSilent)(self._told(error))
+
     # The contract
 
     async def start(self, emit: Emit) -> None:
@@ -141,7 +146,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             await self._call(self._api.make_template)
             self._ec2.priced(await self._call(self._api.prices))
         except (Ec2Error, TimeoutError) as error:
-            raise ProviderUnavailable(self._told(error)) from error
+            raise self._unavailable(error) from error
         self._ec2.scores = await self._call(self._api.scores)
         if not self._ec2.pools():
             raise ProviderUnavailable(f"{self.name}: {self._ec2.why_nothing()}; see providers.{self.name}.zones")
@@ -212,7 +217,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         try:
             there = of_leases(await self._call(self._api.instances))
         except (Ec2Error, TimeoutError) as error:
-            raise ProviderUnavailable(self._told(error)) from error
+            raise self._unavailable(error) from error
         found: dict[LeaseId, Found] = {}
         for lease, instances in there.items():
             wanted = known.get(lease)

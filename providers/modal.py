@@ -28,6 +28,7 @@ from elastic import compiled, modal_platform
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from elastic.endpoint import is_loopback
 from elastic.modal_platform import ModalUnusable, told
+from elastic.outages import Outage
 from elastic.processes import RecordedProcesses, records, signal_name
 from providers.base import (
     CapacityNow,
@@ -37,6 +38,7 @@ from providers.base import (
     LeaseRequest,
     ProviderContext,
     ProviderSettings,
+    ProviderSilent,
     ProviderUnavailable,
     VendorFinding,
     worker_environment,
@@ -520,11 +522,11 @@ class ModalProvider(BaseProvider[Any]):
                 await queue.hydrate.aio()
                 await work.hydrate.aio()
         except ModalUnusable as error:
-            raise ProviderUnavailable(f"{self.name}: {error}") from error
+            kind = ProviderSilent if isinstance(error, Outage) else ProviderUnavailable
+            raise kind(f"{self.name}: {error}") from error
         except Exception as error:
-            raise ProviderUnavailable(
-                f"{self.name}: Modal does not give what {self._where} asks for: {told(error)}"
-            ) from error
+            kind = ProviderSilent if isinstance(error, (OSError, TimeoutError)) else ProviderUnavailable
+            raise kind(f"{self.name}: Modal does not give what {self._where} asks for: {told(error)}") from error
         self._queue, self._work = queue, work
 
     def _options(self, modal: Any) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from providers.base import (
     LeaseRequest,
     ProviderContext,
     ProviderSettings,
+    ProviderSilent,
     ProviderUnavailable,
     WorkerTicket,
     worker_environment,
@@ -276,7 +277,7 @@ class RayProvider(BaseProvider[RaySettings]):
                 f"{self.name}: Ray is not installed here; pip install -e '.[ray]' in a clone of elastic"
             ) from error
         except (ConnectionError, TimeoutError) as error:
-            raise ProviderUnavailable(
+            raise ProviderSilent(
                 f"{where} does not answer ({told(error)}); is its head up, and its client port open to this machine?"
             ) from error
         except RuntimeError as error:

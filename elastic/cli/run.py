@@ -15,6 +15,7 @@ from elastic.cli.progress import ProgressDisplay, bar
 from elastic.config import Config
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.logs import STANDARD_ERROR, log_to
+from elastic.outages import EXIT_OUTAGE, Outage
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.runtime.loop_watch import LoopWatch
@@ -96,6 +97,10 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
     except (GatewayError, ProviderUnavailable, FunctionError, TlsError) as error:
         if not resumed:
             compose.discard_run(run_dir)
+        elif isinstance(error, Outage):
+            say(f"error: {error}")
+            say(f"hint: this may pass, and the run is as it was; go on with: {program()} run --resume {run_dir}")
+            return EXIT_OUTAGE
         bad_input(str(error))
     except JournalError as error:
         say(f"error: the run failed: {error}")

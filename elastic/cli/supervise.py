@@ -11,6 +11,7 @@ from pathlib import Path
 from elastic import compose
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, say
 from elastic.config import Config
+from elastic.outages import EXIT_OUTAGE
 from elastic.processes import signal_name
 from elastic.runtime.journal import RunDirectory
 from elastic.signals import INTERRUPT, handled
@@ -65,6 +66,11 @@ def keep_up(
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
         if not died(status):
             return status
+        if status == EXIT_OUTAGE:
+            say(f"{what} could not begin; again in {delay_s:g} s, which counts as no restart")
+            time.sleep(delay_s)
+            delay_s = min(delay_s * 2, RETRY_MAX_S)
+            continue
         settled = lived_s > settled_s
         if settled:
             delay_s = RETRY_BASE_S
@@ -84,6 +90,8 @@ def _died(run_dir: Path, status: int) -> bool:
     """Whether the process ended without an end of the run."""
     if status in (0, EXIT_BAD_INPUT, EXIT_INTERRUPTED):
         return False
+    if status == EXIT_OUTAGE:
+        return True
     past = compose.past_incarnations(RunDirectory(run_dir))
     return past.status in ("", compose.RUNNING, compose.UNEXPECTED)
 

@@ -25,6 +25,7 @@ from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.saved_state import StateError
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds
+from elastic.outages import Outage
 from elastic.processes import boot_id
 from elastic.runtime import orchestrator, states
 from elastic.runtime.journal import (
@@ -67,6 +68,8 @@ def journaled(journal: SqliteJournal, scheduler: Scheduler) -> Iterator[FinalSta
     ending = FinalStatus()
     try:
         yield ending
+    except Outage:  # It is no end of the run, which another process takes up once that has passed.
+        raise
     except Exception as error:
         ending.status = f"failed: {error}"
         raise

@@ -11,10 +11,10 @@ import structlog
 from elastic.config import Config
 from elastic.endpoint import Address
 from elastic.http_server import BodyLimits, serving
-from elastic.runtime.gateway import GatewayError
+from elastic.runtime.gateway import GatewayError, GatewayOutage, cannot_listen
 from elastic.sockets import address_of, listening_socket
 from elastic.tls import Certificate
-from elastic.weights.errors import RelayError
+from elastic.weights.errors import RelayError, RelayUnavailable
 from elastic.weights.relay import below, open_relay
 from elastic.weights.rights import RelayRights
 from elastic.weights.server import BLOB_BYTES_MAX, relay_app
@@ -77,7 +77,8 @@ async def _elsewhere(url: str) -> AsyncIterator[str]:
         # What is there may be of a trainer that has outlived an earlier process of the run.
         await asyncio.to_thread(relay.list_keys)
     except RelayError as error:
-        raise GatewayError(f"weights.relay: {error}") from error
+        kind = GatewayOutage if isinstance(error, RelayUnavailable) else GatewayError
+        raise kind(f"weights.relay: {error}") from error
 
     def clear() -> None:
         with contextlib.closing(relay):
@@ -102,10 +103,8 @@ async def _served(
     try:
         listener = listening_socket(host, port)
     except OSError as error:
-        raise GatewayError(
-            f"cannot serve weights on {str(Address(host, port)).removesuffix(':0')}: {error.strerror or error}; name "
-            "another run.host or weights.port"
-        ) from error
+        words = f"cannot serve weights on {str(Address(host, port)).removesuffix(':0')}: {error.strerror or error}"
+        raise cannot_listen(error, f"{words}; name another run.host or weights.port") from error
     app = BodyLimits(relay_app(open_relay(str(directory)), rights), BLOB_BYTES_MAX)
     close_timeout_s = config.scheduler.release_timeout_s
     async with serving(app, listener, close_timeout_s=close_timeout_s, certificate=certificate):

@@ -8,12 +8,13 @@ from pathlib import Path
 from elastic.compose.execution import INTERRUPTED as INTERRUPTED_STATUS
 from elastic.compose.incarnations import RUNNING, UNEXPECTED
 from elastic.compose.runs import is_claimed
+from elastic.outages import EXIT_OUTAGE
 from elastic.processes import boot_id, identity, signal_name
 from elastic.runtime.journal import JournalError, RunDirectory
 
 FINISHED, FAILED, STOPPED, INTERRUPTED = "finished", "failed", "stopped", "interrupted"
 """How a process ended, as its journal says."""
-BAD_INPUT, DIED = "bad input", "died"
+BAD_INPUT, DIED, OUTAGE = "bad input", "died", "outage"
 """How one ended without an end of the run in its journal."""
 EXIT_BAD_INPUT = 2
 CAUSE_CHARACTERS = 2_000
@@ -57,6 +58,8 @@ def ending_of(path: Path, log: Path, journals: int, its_world: str, status: int 
         return Ending(how=FAILED, cause=how.removeprefix("failed: ")[:CAUSE_CHARACTERS])
     if status == EXIT_BAD_INPUT and not is_claimed(path):
         return Ending(how=BAD_INPUT, cause=_last_words(path / log))
+    if status == EXIT_OUTAGE:
+        return Ending(how=OUTAGE, cause=_last_words(path / log), with_world=with_world)
     if status == 0 and not how:
         return Ending(how=FINISHED)
     return Ending(how=DIED, cause=_death(status, with_world, path / log), with_world=with_world)

@@ -12,6 +12,7 @@ Everything runs on the event loop's thread, and the listener is called synchrono
 """
 
 import asyncio
+import errno
 import hashlib
 import hmac
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import structlog
 from elastic import wire
 from elastic.core.types import WorkerId
 from elastic.endpoint import Address
+from elastic.outages import Outage
 from elastic.runtime.refusals import STRANGERS, RefusalCount, Refusals
 from elastic.runtime.validation import Claims, bounds_of
 from elastic.sockets import address_of, listening_socket
@@ -44,6 +46,14 @@ LAST_LOOK_S = 0.1
 
 class GatewayError(Exception):
     """The gateway cannot listen; the message says where and why."""
+
+
+class GatewayOutage(GatewayError, Outage):
+    """What the gateway needs is not to be had now: its address is taken, or a relay does not answer."""
+
+
+def cannot_listen(error: OSError, words: str) -> GatewayError:
+    return (GatewayOutage if error.errno == errno.EADDRINUSE else GatewayError)(words)
 
 
 class WorkerListener(Protocol):
@@ -103,10 +113,8 @@ class Gateway:
         try:
             self._server = await self._listen(host, port, certificate)
         except OSError as error:
-            raise GatewayError(
-                f"cannot listen for workers on {Address(host, port)}: {error.strerror or error}; name a free port, or "
-                "0 for any"
-            ) from error
+            words = f"cannot listen for workers on {Address(host, port)}: {error.strerror or error}"
+            raise cannot_listen(error, f"{words}; name a free port, or 0 for any") from error
         return str(address_of(self._server.sockets[0]))
 
     async def _listen(self, host: str, port: int, certificate: Certificate | None) -> "asyncio.Server | TlsServer":

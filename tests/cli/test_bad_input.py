@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from elastic import compose
+from elastic.compose.run_endings import OUTAGE, ending_of, world
 from elastic.config import TrainerConfig, load_config
 from elastic.model.checkpoint import load_model, model_tensors, read_config, write_checkpoint
 from elastic.model.qwen3 import Qwen3
+from elastic.outages import EXIT_OUTAGE
+from elastic.runtime.journal import RunDirectory
 from elastic.trainer.trainer import GRPOTrainer
 
 
@@ -275,6 +278,31 @@ def test_port_in_use(refused, elastic, config: Path) -> None:
         ended = elastic("run", config, "--set", f"run.port={port}")
     refused(ended, f"127.0.0.1:{port}", "in use", "free port, or 0")
     assert not list((config.parent / "runs").iterdir())
+
+
+CLOUDS = {"ec2": ["--set", "providers.ec2.image=ami-0123456789abcdef0"], "modal": [], "ray": []}
+
+
+@pytest.mark.parametrize("kind", CLOUDS)
+@pytest.mark.parametrize("where", [[], ["--dry-run"], ["--listen", "0.0.0.0:0", "--advertise", "127.0.0.1"]])
+def test_nothing_is_rented_that_could_never_join(refused, elastic, config: Path, kind: str, where: list[str]) -> None:
+    own = [*CLOUDS[kind], *(["--set", "providers.ray.address=ray://10.0.0.1:10001"] if kind == "ray" else [])]
+    ended = elastic("run", config, "--providers", kind, *own, *where)
+    refused(ended, f"providers.{kind}", "on other machines", "--listen HOST:PORT", "--runs-listen")
+    assert not (config.parent / "runs").exists()
+
+
+def test_what_may_pass_at_a_restart_ends_no_run(elastic, config: Path) -> None:
+    run_dir = compose.new_run_dir(load_config(config))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = elastic("run", "--resume", run_dir, "--providers", "spot", "--set", f"run.port={port}")
+    assert ended.code == EXIT_OUTAGE
+    assert "this may pass, and the run is as it was" in ended.err
+    (run_dir / "log").write_text(ended.err)
+    ending = ending_of(run_dir, Path("log"), 0, world(), ended.code)
+    assert (ending.how, f"127.0.0.1:{port}" in ending.cause) == (OUTAGE, True)
+    assert compose.past_incarnations(RunDirectory(run_dir)).status in ("", compose.RUNNING, compose.UNEXPECTED)
 
 
 def test_port_in_use_while_weights_are_served(refused, elastic, config: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from elastic import compose
 from elastic.cli import supervise
+from elastic.outages import EXIT_OUTAGE
 from elastic.runtime.journal import RunDirectory
 from tests.cli.test_signals import START_TIMEOUT_S, nothing_left, read, run_dirs, until
 
@@ -72,6 +73,16 @@ def test_what_had_settled_is_replaced_at_once_and_forgiven(
     monkeypatch.setattr(supervise, "RETRY_BASE_S", 3600.0)
     assert supervise.keep_up([], bool, 1, "it", settled_s=0.0, forgives=True) == 0
     assert capsys.readouterr().err.count("again at once (1 of 1)") == 4
+
+
+def test_outages_are_waited_for_and_count_as_no_restart(
+    run_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outage = f"raise SystemExit({EXIT_OUTAGE})"
+    began = processes(monkeypatch, *[outage] * 4, DIES, outage, "")
+    assert supervise.supervise(run_dir, [], 1) == 0
+    assert len(began) == 7
+    assert capsys.readouterr().err.count("which counts as no restart") == 5
 
 
 @pytest.mark.parametrize("status", [0, 2, 130])

@@ -53,6 +53,7 @@ hows = [
     decisions.INTERRUPTED,
     decisions.BAD_INPUT,
     decisions.DIED,
+    decisions.OUTAGE,
 ]
 causes = st.sampled_from(["why", f"{decisions.QUOTA_LOWERED}: why"])
 endings = st.none() | st.builds(Ending, how=st.sampled_from(hows), cause=causes, with_world=st.booleans())
@@ -90,6 +91,19 @@ def test_whatever_happens(run: HostedRunRow, seen: ProcessSeen) -> None:
         assert made.phase in ENDED or (made.phase is RunPhase.RESTARTING and goes_on) or makes_room
         assert not (made.phase is RunPhase.RESTARTING and made.counts and run.restarts >= run.max_restarts)
         assert made.not_before_us <= NOW_US + MAX_S * 1e6
+
+
+@given(run=records, leaves=st.booleans())
+def test_an_outage_is_waited_for_and_does_not_count(run: HostedRunRow, leaves: bool) -> None:
+    """Whatever was done before: a run that is wanted is begun again, and one that is to stop gives back what it has."""
+    begun = replace(run, phase=RunPhase.STARTING)
+    made = next_step(begun, ProcessSeen(alive=False, leaves=leaves, ending=Ending(how=decisions.OUTAGE, cause="EC2")))
+    assert not made.counts
+    goes_on = run.wanted == runs.RUN or (run.wanted == runs.STOP and leaves and not run.force)
+    assert (made.phase is RunPhase.RESTARTING) == goes_on
+    if goes_on:
+        assert made.cause == "EC2"
+        assert NOW_US < made.not_before_us <= NOW_US + MAX_S * 1e6
 
 
 @given(with_world=st.lists(st.booleans(), max_size=12), max_restarts=st.integers(0, 4))

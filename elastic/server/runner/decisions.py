@@ -2,7 +2,7 @@
 
 - A process is started only if no process of the run lives.
 - A process that dies without recording the run's end is replaced up to `max_restarts` times since the run last did a
-  step. A death of the whole machine or container does not count.
+  step. A death of the whole machine or container does not count, and neither does an outage of what a run begins with.
 - A run that is to stop while its process is down is started once more, after its back-off, to give back its resources.
 - A run that stopped for lack of a slice of its project's budget waits for the next slice. A run that made room because
   its project's quota was lowered waits until there is room again.
@@ -11,7 +11,7 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from elastic.compose.run_endings import BAD_INPUT, DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, Ending
+from elastic.compose.run_endings import BAD_INPUT, DIED, FAILED, FINISHED, INTERRUPTED, OUTAGE, STOPPED, Ending
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.resources import ALIVE, RunFigures, RunPhase
@@ -110,7 +110,7 @@ def _gone(run: HostedRunRow, seen: ProcessSeen, now_us: int, base_s: float, max_
         return Decision(step=NextStep.BECOME, phase=RunPhase.FINISHED)
     if ending.how in (FAILED, BAD_INPUT):
         return Decision(step=NextStep.BECOME, phase=RunPhase.FAILED, cause=cause)
-    if run.wanted == runs.STOP and (run.force or ending.how != DIED or not seen.leaves):
+    if run.wanted == runs.STOP and (run.force or ending.how not in (DIED, OUTAGE) or not seen.leaves):
         return Decision(step=NextStep.BECOME, phase=RunPhase.STOPPED)
     if ending.how == STOPPED and cause.startswith(BUDGET_EXHAUSTED) and short_of_slice(run):
         return Decision(step=NextStep.BECOME, phase=RunPhase.PENDING)
@@ -122,6 +122,9 @@ def _gone(run: HostedRunRow, seen: ProcessSeen, now_us: int, base_s: float, max_
         return Decision(
             step=NextStep.BECOME, phase=RunPhase.STOPPED, cause=cause or "interrupted from outside the server"
         )
+    if ending.how == OUTAGE:
+        later_us = now_us + round(max_s * 1e6)
+        return Decision(step=NextStep.BECOME, phase=RunPhase.RESTARTING, cause=cause, not_before_us=later_us)
     if ending.with_world:
         return Decision(step=NextStep.BECOME, phase=RunPhase.RESTARTING, cause=cause)
     if run.restarts >= run.max_restarts and run.wanted == runs.STOP:
