@@ -46,10 +46,10 @@ class RunsPlace(NamedTuple):
     listen: str
     advertise: str
 
-    def settings(self) -> dict[str, str]:
-        """The keys of `ServerSettings`. Raises `ConfigError`."""
+    def checked(self) -> "RunsPlace":
+        """As settings have it. Raises `ConfigError`."""
         try:
-            listen, advertise = (host and bare_host(host) for host in self)
+            listen, advertise = self.listen and bare_host(self.listen), self.advertise and bare_host(self.advertise)
         except ValueError as error:
             raise ConfigError(f"--runs-listen, --runs-advertise: {error}") from None
         if is_wildcard(listen) and not advertise:
@@ -59,7 +59,7 @@ class RunsPlace(NamedTuple):
             )
         if advertise and not listen:
             raise ConfigError("--runs-advertise is for --runs-listen HOST, which is missing")
-        return {"runs_listen": listen, "runs_advertise": advertise and str(Address(advertise, 0)).removesuffix(":0")}
+        return RunsPlace(listen, advertise and str(Address(advertise, 0)).removesuffix(":0"))
 
 
 @compose.private()
@@ -90,6 +90,7 @@ def serve_command(
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; {MISSING}") from error
 
+    place = runs.checked()
     settings = ServerSettings(
         home=home,
         database=database,
@@ -102,7 +103,8 @@ def serve_command(
         oidc=_oidc(oidc),
         project_uploads_bytes_max=uploads_gb * 2**30,
         fair_share_period_s=fair_share_period_s,
-        **runs.settings(),
+        runs_listen=place.listen,
+        runs_advertise=place.advertise,
     )
     try:
         listener = listen(host, port)
@@ -213,7 +215,14 @@ def runner_command(home: Path, database: str, fair_share_period_s: float, runs: 
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; {MISSING}") from error
 
-    settings = ServerSettings(home=home, database=database, fair_share_period_s=fair_share_period_s, **runs.settings())
+    place = runs.checked()
+    settings = ServerSettings(
+        home=home,
+        database=database,
+        fair_share_period_s=fair_share_period_s,
+        runs_listen=place.listen,
+        runs_advertise=place.advertise,
+    )
     try:
         store = open_store(settings)
         say(f"the runner looks after the runs in {home}")
