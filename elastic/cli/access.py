@@ -7,6 +7,7 @@ import typer
 
 from elastic.cli import deferred
 from elastic.cli.hosted import AsJson, ProjectOption, RoleOption
+from elastic.cli.whole_help import WholeHelp
 
 _KEYS_HELP = """Make, list and revoke keys of a server.
 
@@ -21,9 +22,9 @@ _WEBHOOKS_HELP = """URLs that are told what becomes of a project's runs.
 Example: elastic webhooks add https://example.com/elastic --event run.failed
 """
 
-keys = typer.Typer(name="keys", help=_KEYS_HELP, no_args_is_help=True, rich_markup_mode=None)
-secrets = typer.Typer(name="secrets", help=_SECRETS_HELP, no_args_is_help=True, rich_markup_mode=None)
-webhooks = typer.Typer(name="webhooks", help=_WEBHOOKS_HELP, no_args_is_help=True, rich_markup_mode=None)
+keys = typer.Typer(cls=WholeHelp, name="keys", help=_KEYS_HELP, no_args_is_help=True, rich_markup_mode=None)
+secrets = typer.Typer(cls=WholeHelp, name="secrets", help=_SECRETS_HELP, no_args_is_help=True, rich_markup_mode=None)
+webhooks = typer.Typer(cls=WholeHelp, name="webhooks", help=_WEBHOOKS_HELP, no_args_is_help=True, rich_markup_mode=None)
 Mine = Annotated[bool, typer.Option("--mine", help="One's own, as a person: it ends with the membership.")]
 KeyName = Annotated[str, typer.Argument(metavar="KEY", help="A key's id, or its name if no other one has it.")]
 SecretName = Annotated[str, typer.Argument(metavar="NAME", help="The variable, such as HF_TOKEN.")]

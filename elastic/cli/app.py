@@ -1,6 +1,7 @@
 """Every command of `elastic`, with its options and one example each."""
 
 import functools
+import importlib.metadata
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import typer
 
 from elastic.cli import access, deferred, hosted, modal, pooled, quotas
 from elastic.cli.output import EXIT_FAILED, bad_input, prepare_streams, say
+from elastic.cli.whole_help import WholeHelp
 from elastic.config import Config, ConfigError, RunConfig, apply_override, given_path, load_config, validate
 from elastic.endpoint import Address
 from elastic.logs import STANDARD_ERROR, log_to
@@ -19,6 +21,7 @@ from elastic.runtime.journal import JournalError
 
 app = typer.Typer(
     name="elastic",
+    cls=WholeHelp,
     help="Train agentic RL policies on GPUs that come and go.",
     no_args_is_help=True,
     add_completion=False,
@@ -90,6 +93,21 @@ def _origin(error: OSError) -> str:
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     ours = [frame.f_code.co_qualname for frame in frames if frame.f_globals.get("__name__", "").startswith(OURS)]
     return " in ".join([type(error).__name__, *ours[-1:]])
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"elastic {importlib.metadata.version('elastic-rl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def elastic(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train agentic RL policies on GPUs that come and go."""
 
 
 @app.command()

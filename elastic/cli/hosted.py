@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from elastic.cli import deferred
+from elastic.cli.whole_help import WholeHelp
 from elastic.config import ConfigError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
@@ -39,8 +40,8 @@ _API_HELP = """Log in to a server.
 Example: elastic api login http://127.0.0.1:7430
 """
 
-api = typer.Typer(name="api", help=_API_HELP, no_args_is_help=True, rich_markup_mode=None)
-runs = typer.Typer(name="runs", rich_markup_mode=None)
+api = typer.Typer(cls=WholeHelp, name="api", help=_API_HELP, no_args_is_help=True, rich_markup_mode=None)
+runs = typer.Typer(cls=WholeHelp, name="runs", rich_markup_mode=None)
 
 
 @api.command()
@@ -229,8 +230,8 @@ _MEMBERS_HELP = """Who may do what in a project.
 Example: elastic projects members list
 """
 
-projects = typer.Typer(name="projects", help=_PROJECTS_HELP, no_args_is_help=True, rich_markup_mode=None)
-members = typer.Typer(name="members", help=_MEMBERS_HELP, no_args_is_help=True, rich_markup_mode=None)
+projects = typer.Typer(cls=WholeHelp, name="projects", help=_PROJECTS_HELP, no_args_is_help=True, rich_markup_mode=None)
+members = typer.Typer(cls=WholeHelp, name="members", help=_MEMBERS_HELP, no_args_is_help=True, rich_markup_mode=None)
 projects.add_typer(members)
 ProjectOption = Annotated[
     str, typer.Option("--project", metavar="NAME", help="Its name or id; the key's own unless given.")
@@ -328,7 +329,7 @@ _UPLOADS_HELP = """Checkpoints and data in a project's storage on a server.
 Example: elastic uploads put .cache/frozenlake-base
 """
 
-uploads = typer.Typer(name="uploads", help=_UPLOADS_HELP, no_args_is_help=True, rich_markup_mode=None)
+uploads = typer.Typer(cls=WholeHelp, name="uploads", help=_UPLOADS_HELP, no_args_is_help=True, rich_markup_mode=None)
 UploadName = Annotated[str, typer.Argument(metavar="UPLOAD", help="An upload's id.")]
 
 

@@ -83,6 +83,8 @@ def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool,
             said = said._replace(script=_with_phases(said.script, said.phases))
         config, steps, job, plan = None, script.run.steps, script.job, None
         environment = inherited(*script.run.pass_env)
+    if plan is not None:
+        compose.check_policy(plan)
     path = find_pool(pool, directory)
     control = PoolControl(path)
     name = said.name or (config.run.name if config is not None else Path(said.script[0]).name if said.script else "job")
@@ -90,8 +92,7 @@ def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool,
     if dry_run:
         _show_plan(found, path, as_json=as_json)
         return 0
-    if config is not None and plan is not None:
-        compose.check_policy(plan)
+    if config is not None:
         where = compose.new_run_dir(_from_anywhere(config)).resolve()
         name = said.name or where.name
     else:

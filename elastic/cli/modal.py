@@ -6,6 +6,7 @@ import typer
 
 from elastic.cli import deferred
 from elastic.cli.hosted import AsJson
+from elastic.cli.whole_help import WholeHelp
 from elastic.modal_platform import APP
 
 _MODAL_HELP = """Deploy what runs call on Modal.
@@ -13,7 +14,7 @@ _MODAL_HELP = """Deploy what runs call on Modal.
 Example: elastic modal deploy --environment main
 """
 
-modal = typer.Typer(name="modal", help=_MODAL_HELP, no_args_is_help=True, rich_markup_mode=None)
+modal = typer.Typer(cls=WholeHelp, name="modal", help=_MODAL_HELP, no_args_is_help=True, rich_markup_mode=None)
 AppName = Annotated[str, typer.Option("--app", metavar="NAME", help="What the app is called on Modal.")]
 EnvironmentName = Annotated[
     str, typer.Option("--environment", metavar="NAME", help="Modal's environment; else the profile's.")

@@ -219,6 +219,7 @@ def pool_tables(standing: PoolStanding, path: Path) -> Group:
     status = standing.status
     head = Text(
         f"pool {standing.pool} in {path}, up {duration(status['now_s'])}: ${status['usd']:.4f} so far, "
+        f"${status['usd_unbilled']:.4f} of it for idle nodes, which no job pays; "
         f"${status['usd_per_hour']:.2f} an hour for its groups"
     )
     nodes = _table("node", "group", "account", "job", "busy", "idle", "down")

@@ -7,6 +7,7 @@ import typer
 from typer.core import TyperCommand
 
 from elastic.cli import deferred
+from elastic.cli.whole_help import WholeHelp
 from elastic.config import ConfigError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
@@ -37,8 +38,8 @@ _JOBS_HELP = """Submit jobs to a pool and look after them.
 Example: elastic jobs submit examples/jobs/one.toml --slo 1.5
 """
 
-pool = typer.Typer(name="pool", help=_POOL_HELP, no_args_is_help=True, rich_markup_mode=None)
-jobs = typer.Typer(name="jobs", help=_JOBS_HELP, no_args_is_help=True, rich_markup_mode=None)
+pool = typer.Typer(cls=WholeHelp, name="pool", help=_POOL_HELP, no_args_is_help=True, rich_markup_mode=None)
+jobs = typer.Typer(cls=WholeHelp, name="jobs", help=_JOBS_HELP, no_args_is_help=True, rich_markup_mode=None)
 
 SCRIPT = "script"
 

@@ -8,6 +8,7 @@ import typer
 
 from elastic.cli import deferred
 from elastic.cli.hosted import AsJson, projects
+from elastic.cli.whole_help import WholeHelp
 from elastic.config import ConfigError
 
 NONE = "none"
@@ -18,7 +19,7 @@ _PROVIDERS_HELP = """List the kinds of providers on the server, and what its run
 Example: elastic providers
 """
 
-providers = typer.Typer(name="providers", rich_markup_mode=None)
+providers = typer.Typer(cls=WholeHelp, name="providers", rich_markup_mode=None)
 DaysOption = Annotated[str | None, typer.Option(metavar="DAYS", help="Days, or `none`.")]
 ProjectName = Annotated[str, typer.Argument(metavar="PROJECT", help="A project's name or id.")]
 

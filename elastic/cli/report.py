@@ -9,7 +9,7 @@ from elastic import compose
 from elastic.cli.account import run_on_disk
 from elastic.cli.output import EXIT_FAILED, console, emit
 from elastic.report import as_json as report_as_json
-from elastic.report import as_markdown, closing_table, compare, summarise, write_html
+from elastic.report import as_markdown, closing_table, compare, comparison_table, summarise, write_html
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory
 
 
@@ -32,6 +32,8 @@ def report_command(
         write_html(summary, path, comparison)
         shown = console()
         shown.print(closing_table(summary))
+        if comparison is not None:
+            shown.print(comparison_table(summary, comparison))
         shown.print(f"report: {path}", soft_wrap=True, highlight=False)
 
 
@@ -47,7 +49,7 @@ def show_rows(rows: list[dict[str, str]], nothing: str, *, as_json: bool) -> Non
         return
     table = Table(box=None, header_style="dim")
     for column in ("run", "started", "providers", "status"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=column == "run", overflow="fold")
     for row in rows:
         table.add_row(row["run"], row["started_at"], row["providers"] or "–", row["status"])
     console().print(table if rows else nothing)

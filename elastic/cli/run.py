@@ -36,6 +36,7 @@ PREPARED = {
 def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bool) -> None:
     plan = compose.resolve(config, names, where)
     compose.check_live(plan)
+    compose.check_policy(plan)
     asked_usd, unpriced = vendor_prices(plan)
     rows, calls = compose.acquisitions(plan, asked_usd), compose.reward_calls(plan)
     warnings = [*compose.short_limits(config), *unpriced]

@@ -1,5 +1,6 @@
 """`elastic ticket`: mints, lists and revokes the tickets with which machines join a run."""
 
+import socket
 import time
 from pathlib import Path
 
@@ -9,12 +10,13 @@ from rich.table import Table
 
 from elastic import compose
 from elastic.cli.output import bad_input, console, emit, say
-from elastic.endpoint import Endpoint
+from elastic.endpoint import Address, Endpoint
 from elastic.files import write_whole
 from elastic.runtime.journal import RunDirectory
 from elastic.ticket_book import TicketBook
 from elastic.tickets import JoinTicket, TicketRefused, TicketTerms
 
+DIAL_TIMEOUT_S = 3.0
 COLUMNS = ("ticket", "label", "state", "usd_per_gpu_hour")
 
 
@@ -38,8 +40,19 @@ def mint_ticket(
         f"there: elastic worker --ticket-file {output or 'FILE'}",
     ):
         say(line)
+    if endpoint.fingerprint and (why := unreachable(endpoint.address)):
+        say(f"warning: {endpoint.address}, where the ticket's holder will dial, cannot be reached from here: {why}")
     if not endpoint.fingerprint:
         say("only workers on this machine can dial this run; others could with elastic run --listen HOST:PORT")
+
+
+def unreachable(address: str) -> str:
+    """Why nobody answers at `HOST:PORT`, as seen from this machine; empty where somebody does."""
+    try:
+        with socket.create_connection(Address.parse(address), timeout=DIAL_TIMEOUT_S):
+            return ""
+    except (OSError, ValueError) as error:
+        return str(error)
 
 
 def list_tickets(run: RunDirectory, *, as_json: bool) -> None:
@@ -49,7 +62,7 @@ def list_tickets(run: RunDirectory, *, as_json: bool) -> None:
         return
     table = Table(box=None, header_style="dim")
     for column in ("ticket", "label", "state", "usd_per_gpu_hour"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=column == "ticket", overflow="fold")
     for row in rows:
         table.add_row(
             *(str("" if row[key] is None else row[key]) for key in ("ticket", "label", "state", "usd_per_gpu_hour"))

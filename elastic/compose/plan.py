@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import json
+import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,10 @@ class RewardCalls(msgspec.Struct, frozen=True, kw_only=True):
     usd_per_call: float
 
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""How models are named on the Hugging Face Hub: an owner and a name."""
+
+
 def kind_of(sections: Mapping[str, Mapping[str, Any]], name: str) -> str:
     """Which provider a section is: as it says, or as its name does."""
     return str(sections.get(name, {}).get("kind") or TRACE_PLAYERS.get(name, name))
@@ -88,8 +94,11 @@ def installed(group: str) -> dict[str, importlib.metadata.EntryPoint]:
 def _pick(kind: str, name: str, where: str) -> importlib.metadata.EntryPoint:
     points = installed(f"elastic.{kind}s")
     if name not in points:
-        what, there = kind.replace("_", " "), ", ".join(sorted(points)) or "none"
-        raise ConfigError(f"{where}: unknown {what} {name!r}; installed: {there}")
+        short = [name for name, player in TRACE_PLAYERS.items() if player in points] if kind == "provider" else []
+        what, there = kind.replace("_", " "), ", ".join(sorted([*points, *short])) or "none"
+        near = get_close_matches(name, [*points, *short], 1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(f"{where}: unknown {what} {name!r}{meant}; installed: {there}")
     return points[name]
 
 
@@ -221,6 +230,12 @@ def read_model_config(config: Config) -> dict[str, Any]:
     try:
         return json.loads(read_text(path))
     except OSError as error:
+        checkpoint = config.model.checkpoint
+        if not checkpoint.exists() and HUB_ID.fullmatch(str(checkpoint)):
+            raise ConfigError(
+                f"model.checkpoint: found {str(checkpoint)!r}, a name as on the Hugging Face Hub; "
+                f"allowed: a directory, such as the one that `hf download {checkpoint} --local-dir DIR` makes"
+            ) from error
         raise ConfigError(
             f"model.checkpoint: {path} cannot be read ({error.strerror}); "
             "`elastic prepare CONFIG` makes the base policy of the examples"

@@ -11,6 +11,10 @@ RECIPE_FILE = "recipe"
 """Beside a base policy that was made here: the name of what it was made from."""
 
 
+WARMED_UP = "frozenlake"
+"""The environment whose demonstrations a base policy can be made from."""
+
+
 class Prepared(Enum):
     """The result of preparing a base policy."""
 
@@ -24,16 +28,21 @@ def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force
 
     Raises `ConfigError` where it cannot be made or written, or the directory holds something else.
     """
+    checkpoint, environment = plan.config.model.checkpoint, plan.config.environment.name
+    keep = _holds_policy(checkpoint) and not force
+    if environment != WARMED_UP:
+        if keep:
+            return Prepared.THERE
+        raise ConfigError(
+            f"environment.name: found {environment!r}, for which no base policy can be made; allowed: {WARMED_UP!r}, "
+            f"which has a warm-up, or a checkpoint of your own in model.checkpoint = {str(checkpoint)!r}"
+        )
+
     from elastic.model.checkpoint import CheckpointError
     from elastic.model.config import Qwen3Config
     from elastic.trainer.warmup import WarmupSettings, cache_key, warm_up
 
-    checkpoint, model = plan.config.model.checkpoint, Qwen3Config()
-    keep = _holds_policy(checkpoint) and not force
-    if plan.config.environment.name != "frozenlake":
-        if keep:
-            return Prepared.THERE
-        raise ConfigError(f"model.checkpoint: {checkpoint} cannot be made: only frozenlake has a warm-up")
+    model = Qwen3Config()
     settings = WarmupSettings.model_validate({"lake": plan.environment_settings.model_dump()})
     recipe, key = checkpoint / RECIPE_FILE, cache_key(settings, model)
     try:

@@ -3,4 +3,4 @@
 from elastic.report.comparison import Comparison, compare
 from elastic.report.html import as_html, write_html
 from elastic.report.summary import Summary, summarise
-from elastic.report.text import as_json, as_markdown, causes, closing_table
+from elastic.report.text import as_json, as_markdown, causes, closing_table, comparison_table

@@ -212,7 +212,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _accounts(summary),
         _functions(summary),
         _co_serving(summary),
-        _cost(summary, comparison),
+        cost(summary, comparison),
         _alone(summary),
         _fates(summary),
         _staleness(summary),
@@ -363,7 +363,7 @@ def _co_serving(summary: Summary) -> Table:
     )
 
 
-def _cost(summary: Summary, comparison: Comparison | None) -> Table:
+def cost(summary: Summary, comparison: Comparison | None) -> Table:
     per_million = summary.usd_per_million_trained_tokens
     rows = [
         ["cost", units.usd(summary.usd)],

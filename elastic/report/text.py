@@ -96,6 +96,19 @@ def causes(summary: Summary) -> list[RichTable | Text]:
     return found
 
 
+def comparison_table(summary: Summary, comparison: Comparison) -> RichTable:
+    """This run beside another, in the terminal."""
+    said = tables.cost(summary, comparison)
+    table = RichTable(
+        title=said.title, caption=said.note, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left"
+    )
+    table.add_column("", overflow="fold")
+    table.add_column(said.header[1], justify="right", header_style="dim", no_wrap=True)
+    for row in said.rows:
+        table.add_row(*(Text(units.printable(cell)) for cell in row))
+    return table
+
+
 def _title(summary: Summary) -> Text:
     return Text.assemble(
         (units.printable(summary.run), "bold"),

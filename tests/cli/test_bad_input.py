@@ -53,7 +53,7 @@ from elastic.trainer.trainer import GRPOTrainer
         ("providers.serving.load.nosuch=1", ("providers.serving.load.nosuch", "unknown key", "speed")),
         (
             "providers.nosuch.max_workers=1",
-            ("small.toml: providers.nosuch: unknown provider", "serving-replay, spot-replay"),
+            ("small.toml: providers.nosuch: unknown provider", "serving-replay, spot, spot-replay"),
         ),
         ("rewards.name=nosuch", ("small.toml: rewards.name: unknown reward 'nosuch'", "frozenlake")),
         ("providers.spot.trace=nosuch", ("providers.spot.trace", "no trace 'nosuch'", "rlboost-a")),
@@ -89,7 +89,7 @@ def test_a_dry_run_promises_nothing_that_a_run_refuses(refused, elastic, config:
 
 def test_unknown_provider(refused, elastic, config: Path) -> None:
     ended = elastic("run", config, "--providers", "spot,nosuch")
-    refused(ended, "--providers: unknown provider 'nosuch'", "serving-replay, spot-replay")
+    refused(ended, "--providers: unknown provider 'nosuch'", "serving-replay, spot, spot-replay")
 
 
 def test_a_pool_that_has_not_started_the_run(refused, elastic, config: Path) -> None:
@@ -358,3 +358,24 @@ def test_identity_providers(refused, elastic, tmp_path: Path, options: list[str]
         options = ["--oidc-issuer", "https://id.example.com", "--oidc-client-id", "x", *options]
     refused(elastic("serve", "--home", tmp_path / "home", "--port", "0", *options), *words)
     assert not (tmp_path / "home").exists()
+
+
+def test_a_model_of_the_hub_is_no_directory_and_said_so(elastic, refused, config: Path) -> None:
+    wanted = ("--set", "model.checkpoint='Qwen/Qwen3-0.6B'")
+    for asked in (("run", config, *wanted), ("run", config, *wanted, "--dry-run")):
+        refused(elastic(*asked), "found 'Qwen/Qwen3-0.6B', a name as on the Hugging Face Hub", "hf download")
+
+
+def test_a_dry_run_refuses_a_policy_that_a_run_would_refuse(elastic, refused, config: Path, tmp_path: Path) -> None:
+    nothing = ("--set", f"model.checkpoint='{tmp_path / 'nothing'}'")
+    refused(elastic("run", config, "--dry-run", *nothing), "config.json cannot be read", "elastic prepare")
+
+
+def test_a_provider_that_is_nearly_one_is_named(elastic, refused, config: Path) -> None:
+    refused(elastic("run", config, "--providers", "spott"), "did you mean 'spot'?", "serving, serving-replay, spot,")
+
+
+def test_the_version_is_told(elastic) -> None:
+    code, out, err = elastic("--version")
+    assert (code, err) == (0, "")
+    assert out.startswith("elastic ")
