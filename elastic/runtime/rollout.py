@@ -36,6 +36,10 @@ from functions.rewards import FinishedTrajectory
 log = structlog.get_logger(__name__)
 
 
+_ENDS = (asyncio.CancelledError, GeneratorExit)
+"""How a loop ends that is told to."""
+
+
 class TurnFailed(Exception):
     """The turn was given up for a cause that is not the policy's."""
 
@@ -383,7 +387,7 @@ class Rollouts:
             limit_s = self._limits.environment_timeout_s
             self._failed(episode, f"the environment did not answer within {limit_s:g} s")
         except BaseException as error:
-            if self._is_told_to_end(trajectory):
+            if isinstance(error, _ENDS) and self._is_told_to_end(trajectory):
                 raise
             self._raised("".join(traceback.format_exception(error)))
             self._failed(episode, f"the environment raised {type(error).__name__}: {error}")
@@ -402,7 +406,7 @@ class Rollouts:
                 async with asyncio.timeout(self._limits.environment_timeout_s):
                     await environment.aclose()
             except BaseException as error:  # what the episode came to stands
-                if self._is_told_to_end(trajectory):
+                if isinstance(error, _ENDS) and self._is_told_to_end(trajectory):
                     raise
                 log.warning("environment not closed", error=repr(error))
 

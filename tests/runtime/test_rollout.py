@@ -288,6 +288,9 @@ async def test_who_is_told_to_end_says_nothing() -> None:
             begun.set()
             return await asyncio.get_running_loop().create_future()
 
+        async def aclose(self) -> None:
+            raise RuntimeError("it does not like to be told")
+
     for at_once in (False, True):
         begun.clear()
         async with asyncio.TaskGroup() as tasks:
