@@ -1,7 +1,6 @@
 """The production shell under faults: its worlds, how much of its code they go through, and the bugs that they find."""
 
 import importlib.util
-import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 import msgspec
 from _common import ROOT
 from _coverage import Coverage, lines_of
+
+from elastic.cores import cores
 
 PLANTED = ROOT / "tests" / "chaos" / "planted.py"
 
@@ -119,4 +120,4 @@ def planted_bugs(seeds: range | None) -> dict[str, int | None]:
     planted: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(planted)
     worlds = planted.known_worlds() if seeds is None else dict.fromkeys(planted.names(), seeds)
-    return dict(planted.found(worlds, os.cpu_count() or 1))
+    return dict(planted.found(worlds, cores()))

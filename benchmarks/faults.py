@@ -36,6 +36,8 @@ from _shell import (
     shell_lines,
 )
 
+from elastic.cores import cores
+
 BATCH, SHELL_BATCH = 50, 5
 ROUND = 6
 """Batches for each core at a time; after them it is seen whether that is enough."""
@@ -150,12 +152,12 @@ def lived(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, size:
     In forks, which have imported already what this process has.
     """
     seen = WorldsSeen()
-    began_s, cores = time.monotonic(), os.cpu_count() or 1
+    began_s, at_once = time.monotonic(), cores()
     if wanted.seeds:
-        size = max(1, min(size, wanted.seeds // (ROUND * cores)))
-    with multiprocessing.get_context("fork").Pool(cores) as pool:
+        size = max(1, min(size, wanted.seeds // (ROUND * at_once)))
+    with multiprocessing.get_context("fork").Pool(at_once) as pool:
         while not wanted.reached(seen, time.monotonic() - began_s) and len(seen.failed) < FAILURES_MAX:
-            batches = wanted.batches(first + seen.seeds, first, size, ROUND * cores)
+            batches = wanted.batches(first + seen.seeds, first, size, ROUND * at_once)
             for found in pool.imap(live, batches):
                 seen.add(found)
                 for failure in found.failed:
@@ -223,7 +225,7 @@ def mutation(count: int | None, seed: int) -> dict[str, Any]:
     chosen = sample(there_are, count, seed)
     by: Counter[str] = Counter()
     survivors: list[str] = []
-    for number, (mutant, noticed) in enumerate(judge([None, *chosen], os.cpu_count() or 1)):
+    for number, (mutant, noticed) in enumerate(judge([None, *chosen], cores())):
         if mutant is None and noticed is not None:
             raise SystemExit(f"the code as it is does not pass: {noticed}")
         if mutant is not None and noticed is None:

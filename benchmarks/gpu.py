@@ -21,7 +21,6 @@ random, in the shapes of Qwen3. The parts:
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -39,6 +38,7 @@ from _shapes import SHAPES, random_weights
 from elastic.chaos.models import ModelEnvironment, NoSettings
 from elastic.config import EngineConfig, RolloutConfig
 from elastic.core.types import WeightMode
+from elastic.cores import cores
 from elastic.envs.base import Environment, StepResult
 from elastic.weights.source import TensorSource
 
@@ -177,7 +177,7 @@ def _generate(
             "max_batch": batch,
             "kv_blocks": batch * CONTEXT // 16,
             "kv_block_tokens": 16,
-            "threads": os.cpu_count() if device == "cpu" else 1,
+            "threads": cores() if device == "cpu" else 1,
         }
     )
     prompts = [[(7 * number + i) % config.vocab_size for i in range(scale.prompt_tokens)] for number in range(batch)]

@@ -21,7 +21,6 @@ charged.
 """
 
 import multiprocessing
-import os
 from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.pool import Pool
@@ -35,6 +34,7 @@ from _job_variants import QUANTILES, extra_rounds, planned, train_when
 from _optimum import Optimiser
 
 from elastic.cluster.types import JobState
+from elastic.cores import cores
 from elastic.sim.job_plans import NS_PER_H, PhaseShares, PlanWorld
 from elastic.sim.job_workloads import GPUS, H800_NANO_USD, RESTART_S, from_trace, pool_of, production
 from elastic.sim.jobs import Arrival
@@ -284,7 +284,7 @@ def main(quick: bool, proven_max: int, parts: Sequence[str]) -> dict[str, Any]:
     seeds = QUICK_SEEDS if quick else SEEDS
     windows: dict[str, Any] = {}
     spread: dict[str, Any] = {}
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool:
+    with multiprocessing.get_context("spawn").Pool(cores()) as pool:
         if "windows" in parts:
             for window in WINDOWS:
                 windows[window], spread[window] = compared(pool, window, seeds, proven_max)

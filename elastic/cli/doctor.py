@@ -1,7 +1,6 @@
 """`elastic doctor`: what this machine has, and what is missing, with what to do about it."""
 
 import importlib.metadata
-import os
 import platform
 import shutil
 import sys
@@ -16,6 +15,7 @@ from elastic.cli.output import EXIT_FAILED, console, emit
 from elastic.compose import installed, short_limits
 from elastic.compose.modal_deployment import rewards_fault
 from elastic.config import Config
+from elastic.cores import cores
 
 ROOM_GB_MIN = 1.0
 """Room on disk for a short run's journal, checkpoints and weights, several times over."""
@@ -106,7 +106,7 @@ def _device() -> Finding:
 
 def _cores() -> Finding:
     memory_gb = psutil.virtual_memory().available / 1e9
-    found = f"{os.cpu_count()} cores, {memory_gb:.1f} GB memory free"
+    found = f"{cores()} cores, {memory_gb:.1f} GB memory free"
     return Finding("machine", memory_gb >= 3, found, "the example run needs about 3 GB", "low")
 
 

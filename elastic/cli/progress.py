@@ -16,7 +16,7 @@ from elastic.cli.output import console, program
 from elastic.core.types import NS_PER_S
 from elastic.runtime.status import PROVIDER_STOPPED, RunStatus, tokens_per_s, total_tokens
 
-PACING_SLIPS = "pacing does not hold, engines run below the speed they model"
+PACING_SLIPS = "engines may run below the speed they model, as their logs say (`pace`)"
 TRAINER = {
     "absent": "trainer starts",
     "awake": "trainer generates",
@@ -143,7 +143,7 @@ def line(status: RunStatus, rate: float, *, learns: bool = True) -> str:
         f"{status.elapsed_s:.0f} s",
     ]
     if not status.pacing_holds:
-        parts.append(f"(CPU {status.cpu_share:.0%}: pacing does not hold)")
+        parts.append(f"(CPU {status.cpu_share:.0%}: pacing may not hold)")
     return "  ".join(parts)
 
 

@@ -180,7 +180,8 @@ def warnings(summary: Summary) -> list[str]:
     if summary.cpu_saturated_share and summary.paced is not False:
         found.append(
             f"CPU use was above {100 * CPU_SATURATED_SHARE:.0f} % in {units.share(summary.cpu_saturated_share)} of "
-            "the samples. There pacing did not hold: engines ran below the speed they model."
+            "the samples: paced engines may have run below the speed they model; the lines `pace` in the workers' logs "
+            "have how many of their iterations held."
         )
     found += [f"{mismatch}. None of its tokens counts from then on." for mismatch in summary.mismatches[:MOST_WORKERS]]
     if summary.ledger_imbalance_ns:

@@ -4,7 +4,6 @@ What is read is what was written, bit for bit, or it is refused by name.
 """
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from elastic.cores import cores
 from elastic.files import replace_durably, sync
 from elastic.model.checkpoint import CheckpointError
 
@@ -104,7 +104,7 @@ def _check_digests(path: Path, header: Mapping[str, str], tensors: Mapping[str, 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """By name, of the CPU tensors' bytes; on all cores, since hashing releases the interpreter."""
-    with ThreadPoolExecutor(os.cpu_count()) as executor:
+    with ThreadPoolExecutor(cores()) as executor:
         views = (tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors.values())
         return dict(zip(tensors, executor.map(_digest, views), strict=True))
 

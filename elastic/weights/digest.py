@@ -4,12 +4,12 @@ A keyframe is gigabytes, so it is hashed by pieces, each when it has arrived, on
 is that of its pieces' digests.
 """
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
+from elastic.cores import cores
 from elastic.weights.blobs import Buffer
 
 DIGEST_BYTES = 32
@@ -17,7 +17,7 @@ DIGEST_BYTES = 32
 PIECE_BYTES = 4 << 20
 """Of a keyframe. Part of the format: another size gives other digests."""
 
-THREADS = min(4, os.cpu_count() or 1)
+THREADS = min(4, cores())
 """Threads that hash pieces which are in memory already."""
 
 
