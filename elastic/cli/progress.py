@@ -16,7 +16,7 @@ from elastic.cli.output import console, program
 from elastic.core.types import NS_PER_S
 from elastic.runtime.status import PROVIDER_STOPPED, RunStatus, tokens_per_s, total_tokens
 
-PACING_SLIPS = "engines may run below the speed they model, as their logs say (`pace`)"
+PACING_SLIPS = "engines may run below the speed they model (see their logs: pace)"
 TRAINER = {
     "absent": "trainer starts",
     "awake": "trainer generates",
