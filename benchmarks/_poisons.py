@@ -18,12 +18,17 @@ from _hosted import CONFIG, HostedSite
 from elastic.client import ApiError, Client, ClientError
 from elastic.resources import NewWebhook, RunPhase
 from elastic.server.store import Store, webhooks
+from elastic.server.store.database import now_us
+from elastic.server.store.tables import deliveries as deliveries_table
 from elastic.server.store.tables import webhooks as webhooks_table
 
 WEBHOOKS, UPLOADS, ENDS, DEAD, MESSAGES_EACH = 20, 3, 4, 64, 5
 UNPACKED_MB = 100
 LONG_LABEL = "a" * 64
 EVERY_S = 0.25
+WARM_S = 3.0
+"""For the server's start to be over: the processes that check submissions import for a while."""
+DUE_IN_S = 3
 QUIET_S = 1.0
 """Between messages of the other project before anything is poisoned."""
 AFTER_S = 2.0
@@ -41,13 +46,14 @@ def poisoned(site: HostedSite) -> dict[str, Any]:
         bad, good = (client.create_project(name).id for name in ("bad", "good"))
         hook = client.create_webhook(NewWebhook(url=url, project=good)).id
         client.dry_run(CONFIG, ["spot"], project=good)
+        time.sleep(WARM_S)
+        at = f"http://localhost:{dead.getsockname()[1]}"
+        targets = {f"https://{LONG_LABEL}.{number}.example.com/": 1 for number in range(WEBHOOKS)}
+        _keep_webhooks(site, bad, targets | {f"{at}/{number}": MESSAGES_EACH for number in range(DEAD)})
         other = _Other(site, hook, good, heard)
         other.start()
         time.sleep(QUIET_S)
         ended = _ends_by_signal(site, client, bad)
-        at = f"http://localhost:{dead.getsockname()[1]}"
-        targets = {f"https://{LONG_LABEL}.{number}.example.com/": 1 for number in range(WEBHOOKS)}
-        _keep_webhooks(site, bad, targets | {f"{at}/{number}": MESSAGES_EACH for number in range(DEAD)})
         refused = _uploads(site, client, bad)
         time.sleep(AFTER_S)
         delays_s = other.stop()
@@ -118,7 +124,10 @@ def _ends_by_signal(site: HostedSite, client: Client, project: str) -> list[str]
 
 
 def _keep_webhooks(site: HostedSite, project: str, targets: dict[str, int]) -> None:
-    """Put webhooks into the store, each with some messages, as a server that did not check their URLs would have."""
+    """Put webhooks into the store, each with some messages, as a server that did not check their URLs would have.
+
+    The messages are due in a while, for this transaction keeps others from writing.
+    """
     store = Store(site.settings.database_url)
     try:
         with store.writing() as tx:
@@ -127,6 +136,8 @@ def _keep_webhooks(site: HostedSite, project: str, targets: dict[str, int]) -> N
                 row = webhooks.insert(tx, project, url, ["run.failed"], secret)
                 for _ in range(messages):
                     webhooks.enqueue(tx, row["id"], webhooks.TEST, {})
+            poisons = deliveries_table.c.type == webhooks.TEST
+            tx.execute(sa.update(deliveries_table).where(poisons).values(not_before_us=now_us() + DUE_IN_S * 1_000_000))
     finally:
         store.close()
 

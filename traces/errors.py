@@ -17,7 +17,7 @@ class TraceError(ValueError):
 
 
 FOUND_CHARACTERS, LINE_CHARACTERS = 200, 1_000_000
-UNTRUSTED_BYTES = 64 * 2**20
+UNTRUSTED_BYTES = 32 * 2**20
 """Bytes of an unpacked trace that are read of who is not trusted."""
 LINE_BYTES = 32
 """What a line costs, besides its characters."""

@@ -6,6 +6,7 @@ server closes it.
 
 import atexit
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -35,6 +36,7 @@ PROCESSES = 2
 WAITING_PER_PROJECT = 8
 """Checks of one project that wait at once; each holds a thread of the server's."""
 _READY = b"ready"
+NICENESS = 5
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,8 @@ def _answer(order: _Order) -> object:
 
 
 def main(descriptor: int) -> None:
-    """Answer until the server closes the socket of this descriptor."""
+    """Answer until the server closes the socket of this descriptor. The server itself goes first."""
+    os.nice(NICENESS)
     with Connection(descriptor) as line:
         line.send_bytes(_READY)
         with contextlib.suppress(EOFError, OSError):
