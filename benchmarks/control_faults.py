@@ -35,7 +35,7 @@ from elastic.sqlite import open_sqlite
 
 SEED = 18
 KILLS, KILLS_QUICK = 100, 20
-QUICK_S = 15.0
+QUICK_S = 10.0
 """How long kills go on at most with `--quick`."""
 JOB_S, JOB_QUICK_S = (5.0, 40.0), (2.0, 6.0)
 EVERY_S = 0.1
