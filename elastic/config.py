@@ -43,8 +43,12 @@ FAR_RESUME_TIMEOUT_S = 30.0
 
 
 class RunConfig(_Section):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    seed: int = Field(0, ge=0, lt=2**63)
+    name: str = Field(
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="name of the run, with which its directory begins",
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="what all that is drawn is drawn from")
     steps: int = Field(60, ge=1, description="training steps")
     budget_usd: float | None = Field(
         None,
@@ -102,7 +106,7 @@ class ModelConfig(_Section):
 
 
 class EnvironmentConfig(_Section):
-    name: str = "frozenlake"
+    name: str = Field("frozenlake", description="which environment, of those installed")
     step_timeout_s: float = Field(30.0, gt=0, description="an environment that takes longer is given up")
     settings: dict[str, Any] = Field(default_factory=dict, description="the environment's own keys")
 
@@ -110,9 +114,9 @@ class EnvironmentConfig(_Section):
 class RolloutConfig(_Section):
     groups: int = Field(16, ge=1, description="groups a step")
     group_size: int = Field(8, ge=2, description="trajectories a group")
-    max_turns: int = Field(16, ge=1)
-    max_tokens_per_turn: int = Field(16, ge=1)
-    temperature: float = Field(1.0, gt=0)
+    max_turns: int = Field(16, ge=1, description="most turns of a trajectory, which is truncated then")
+    max_tokens_per_turn: int = Field(16, ge=1, description="most tokens that the policy generates in a turn")
+    temperature: float = Field(1.0, gt=0, description="of sampling, and of the log-probabilities that are trained on")
     staleness_bound: int = Field(
         0,
         ge=0,
@@ -136,18 +140,20 @@ class RolloutConfig(_Section):
 class TrainerPacingConfig(_Section):
     """A modelled device for training: a group takes at least its tokens at this speed, prompts included."""
 
-    train_tokens_per_s: float = Field(gt=0)
+    train_tokens_per_s: float = Field(gt=0, description="tokens a second that the modelled device trains on")
     update_s: float = Field(0.0, ge=0, description="seconds that the step to the next version takes at least")
 
 
 class TrainerConfig(_Section):
-    learning_rate: float = Field(2e-4, gt=0)
-    warmup_updates: int = Field(5, ge=0)
+    learning_rate: float = Field(2e-4, gt=0, description="of AdamW, once it is warm")
+    warmup_updates: int = Field(5, ge=0, description="updates over which the learning rate grows to its value")
     updates_per_step: int = Field(2, ge=1, description="optimiser updates a step; groups split in launch order")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
-    adam_epsilon: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    gradient_clip: float = Field(1.0, gt=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.99), description="decay of AdamW's first and second moments"
+    )
+    adam_epsilon: float = Field(1e-8, gt=0, description="added to the denominator of AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW, decoupled")
+    gradient_clip: float = Field(1.0, gt=0, description="largest norm of a gradient; longer ones are scaled to it")
     clip_ratio_low: float = Field(0.2, gt=0, lt=1, description="PPO's clip: importance ratios below 1 - this …")
     clip_ratio_high: float = Field(0.28, gt=0, description="… and above 1 + this give no gradient (DAPO)")
     clip_ratio_c: float = Field(
@@ -165,13 +171,15 @@ class TrainerConfig(_Section):
         description="mean |log-ratio| between a worker's log-probabilities and the trainer's with the same weights, in "
         "nats, beyond which its tokens are not trained on and it is fenced; what its engine declares comes on top",
     )
-    micro_batch_tokens: int = Field(16_384, ge=1)
-    threads: int = Field(1, ge=1)
-    checkpoint_every_steps: int = Field(5, ge=1)
+    micro_batch_tokens: int = Field(
+        16_384, ge=1, description="most tokens in one forward and backward pass, padding included"
+    )
+    threads: int = Field(1, ge=1, description="CPU threads that the trainer computes with")
+    checkpoint_every_steps: int = Field(5, ge=1, description="steps from one checkpoint of the trainer to the next")
     pacing: TrainerPacingConfig | None = Field(
         None, description="a modelled device, as `[engine.pacing]` is for rollouts"
     )
-    usd_per_gpu_hour: float = Field(10.47, ge=0, le=1e6)
+    usd_per_gpu_hour: float = Field(10.47, ge=0, le=1e6, description="price of a GPU of the trainer's device")
     billing: Literal["exact", "second", "minute", "hour"] = Field(
         "exact", description="what is billed of its device: the time as it is, or each begun second, minute or hour"
     )
@@ -194,7 +202,7 @@ class SeedingConfig(_Section):
         "turns on a training node are for training, else adaptive",
     )
     window_s: float = Field(1.0, ge=0, description="the window; with `adaptive` that of the first step")
-    longest_window_s: float = Field(300.0, ge=0)
+    longest_window_s: float = Field(300.0, ge=0, description="longest that a step is seeded on the trainer's device")
     rate: float = Field(4.0, ge=1, description="η: differences in idle time are divided by this")
     memory: bool = Field(True, description="take a window up again when the capacity returns that it was found under")
     bound_workers: bool = Field(
@@ -212,20 +220,27 @@ class SeedingConfig(_Section):
 class RoutingConfig(_Section):
     """Where turns go: `static` pins a trajectory to a worker, `turn_wise` follows load, `affinity` prefixes first."""
 
-    policy: Literal["affinity", "turn_wise", "static"] = "affinity"
+    policy: Literal["affinity", "turn_wise", "static"] = Field(
+        "affinity",
+        description="which worker gets a turn: who has its prefix, anew each turn, or one for a trajectory",
+    )
     hardware: bool = Field(True, description="weigh what devices declare against what tasks need (with `affinity`)")
 
 
 class BalancingConfig(_Section):
     """Moving turns from overloaded to underloaded workers (RLBoost Alg. 2)."""
 
-    policy: Literal["continuous", "none"] = "continuous"
-    interval_s: float = Field(0.25, gt=0)
+    policy: Literal["continuous", "none"] = Field(
+        "continuous", description="whether turns that wait are moved to where they begin sooner"
+    )
+    interval_s: float = Field(0.25, gt=0, description="time between two looks at how turns are spread")
     plateau_share: float = Field(0.9, gt=0, le=1, description="of the best throughput seen, that a batch must bring")
 
 
 class ProvisioningConfig(_Section):
-    policy: Literal["marginal_value", "take_all"] = "marginal_value"
+    policy: Literal["marginal_value", "take_all"] = Field(
+        "marginal_value", description="leases as long as one more is worth its price, or all that providers have"
+    )
     usd_per_hour_saved: float = Field(100.0, ge=0, description="what an hour of the run's time is worth")
     hold: Literal["auto", "run", "rollouts"] = Field(
         "auto",
@@ -244,7 +259,7 @@ class ProvisioningConfig(_Section):
 class PacingConfig(_Section):
     """A modelled device: an iteration takes at least the time given here (real tokens, modelled speed)."""
 
-    prefill_tokens_per_s: float = Field(gt=0)
+    prefill_tokens_per_s: float = Field(gt=0, description="prompt tokens a second of the modelled device")
     decode_step_s: dict[int, float] = Field(
         description="batch size → seconds of one decode iteration; linear between, and beyond the last two"
     )
@@ -268,16 +283,20 @@ class EngineConfig(_Section):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)  # type: ignore[assignment]
 
-    kind: str = "torch"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = Field(1, ge=1)
+    kind: str = Field(
+        "torch", description="which engine, of those installed; its own keys are in the section `engine.KIND`"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="what it computes on; auto takes CUDA where there is some"
+    )
+    threads: int = Field(1, ge=1, description="CPU threads of an engine")
     max_batch: int = Field(16, ge=1, description="turns executed at once")
     max_pending: int = Field(4, ge=0, description="Θ of delayed dispatch: turns sent ahead (RLBoost Alg. 2)")
-    max_context_tokens: int = Field(448, ge=2)
-    kv_block_tokens: int = Field(16, ge=1)
-    kv_blocks: int = Field(1024, ge=1)
-    prefill_chunk_tokens: int = Field(256, ge=1)
-    pacing: PacingConfig | None = None
+    max_context_tokens: int = Field(448, ge=2, description="most tokens of a trajectory, prompts included")
+    kv_block_tokens: int = Field(16, ge=1, description="tokens in a block of the KV cache")
+    kv_blocks: int = Field(1024, ge=1, description="blocks of the KV cache")
+    prefill_chunk_tokens: int = Field(256, ge=1, description="most prompt tokens that one iteration computes")
+    pacing: PacingConfig | None = Field(None, description="a modelled device, which the engine is no faster than")
     tflops: float | None = Field(None, gt=0, description="what the device computes; declared, for affinity")
     memory_gb_per_s: float | None = Field(None, gt=0, description="what its memory gives; declared, for affinity")
 
@@ -297,25 +316,29 @@ class EngineConfig(_Section):
 class SchedulerConfig(_Section):
     """Time limits of the control plane. Whoever waits in it waits for one of these."""
 
-    heartbeat_interval_s: float = Field(0.5, gt=0)
+    heartbeat_interval_s: float = Field(0.5, gt=0, description="time between two heartbeats of a worker")
     heartbeat_timeout_s: float = Field(3.0, gt=0, description="silence after which a worker is fenced")
     stall_timeout_s: float = Field(4.0, gt=0, description="no engine progress while turns execute → fenced")
     turn_stall_timeout_s: float = Field(20.0, gt=0, description="no token of a running turn → routed again")
     handover_timeout_s: float = Field(1.0, gt=0, description="wait for an aborted turn's last tokens")
-    drain_timeout_s: float = Field(5.0, gt=0)
-    acquire_timeout_s: float = Field(60.0, gt=0)
+    drain_timeout_s: float = Field(
+        5.0, gt=0, description="how long a worker that leaves may take to hand its turns over"
+    )
+    acquire_timeout_s: float = Field(
+        60.0, gt=0, description="how long a provider may take to answer a request for a lease"
+    )
     boot_timeout_s: float = Field(300.0, gt=0, description="from a lease's grant to its workers' first words")
     load_timeout_s: float = Field(60.0, gt=0, description="from the order to load weights to their being in force")
     resume_timeout_s: float = Field(
         5.0, gt=0, description="how long a disconnected worker may come back; at least 30 s beyond loopback"
     )
-    release_timeout_s: float = Field(10.0, gt=0)
+    release_timeout_s: float = Field(10.0, gt=0, description="how long a lease may take to be given back")
     queue_timeout_s: float = Field(120.0, gt=0, description="longest a turn waits for any worker; then the run fails")
     reseed_delay_s: float = Field(
         0.25, ge=0, description="how long turns find no worker before the trainer's device takes them back"
     )
     retry_base_s: float = Field(1.0, gt=0, description="first back-off after a refused lease; doubles")
-    retry_max_s: float = Field(30.0, gt=0)
+    retry_max_s: float = Field(30.0, gt=0, description="longest pause before a provider that failed is asked again")
     max_engine_errors: int = Field(3, ge=1, description="engine errors after which a turn is given up")
     collect: Literal["tokens", "responses"] = Field(
         "tokens", description="`responses`: workers send whole turns only, and what a lost one had begun is lost"
@@ -342,9 +365,12 @@ class WeightsConfig(_Section):
         le=65535,
         description="of the relay over HTTP; 0: the one after run.port if that is given, or any",
     )
-    mode: Literal["finish", "recompute", "keep"] = "finish"
+    mode: Literal["finish", "recompute", "keep"] = Field(
+        "finish",
+        description="turns under way finish on the old version, compute their prefix anew, or keep it",
+    )
     pull_timeout_s: float = Field(30.0, gt=0, description="longest a pull takes, of all weights where need be")
-    keep_versions: int = Field(4, ge=2)
+    keep_versions: int = Field(4, ge=2, description="versions that stay on the relay")
     keyframe_every: int = Field(16, ge=1, description="versions between full copies; in between are deltas")
     merge_every: int = Field(4, ge=1, description="versions that a merged delta spans; 1 for none")
     link_gbps: float = Field(0.25, gt=0, description="a worker's share of the slowest link; codecs are chosen for it")
@@ -358,7 +384,7 @@ class RewardsConfig(_Section):
     pool_settings: dict[str, Any] = Field(default_factory=dict, description="the pool's own keys")
     settings: dict[str, Any] = Field(default_factory=dict, description="the function's own keys")
     timeout_s: float = Field(10.0, gt=0, description="longest a call takes, its cold start included; then it is killed")
-    max_retries: int = Field(2, ge=0)
+    max_retries: int = Field(2, ge=0, description="how often a call that failed is made again")
     retry_base_s: float = Field(0.2, gt=0, description="first back-off after a failed call; doubles")
     concurrency: int = Field(4, ge=1, description="most calls, and so processes, at once")
     idle_s: float = Field(5.0, ge=0, description="time without a call after which a process ends")
@@ -395,19 +421,19 @@ class SimulationConfig(_Section):
 class JobPlanConfig(_Section):
     """How long the phases of a step last on the nodes that the job asks for, at its token limit or at a quantile."""
 
-    rollout_s: float = Field(gt=0)
-    train_s: float = Field(gt=0)
+    rollout_s: float = Field(gt=0, description="a rollout phase at its longest")
+    train_s: float = Field(gt=0, description="a training phase at its longest")
     sync_s: float = Field(0.0, ge=0, description="from the end of training to the next rollouts; it holds no node")
     rollout_switch_s: float = Field(0.0, ge=0, description="to resume and to park, together")
-    train_switch_s: float = Field(0.0, ge=0)
+    train_switch_s: float = Field(0.0, ge=0, description="resuming and parking of a training phase")
 
 
 class JobConfig(_Section):
     """What the run asks of a pool that many jobs share; a run that is no pool's does not look at it."""
 
     slo: float = Field(1.5, ge=1, description="largest slowdown that it accepts: a step's time over that alone")
-    rollout_nodes: int = Field(1, ge=1)
-    train_nodes: int = Field(1, ge=1)
+    rollout_nodes: int = Field(1, ge=1, description="rollout nodes that the job asks for")
+    train_nodes: int = Field(1, ge=1, description="training nodes that it asks for")
     rollout_memory_gb: float = Field(1.0, ge=0, description="host memory that its state takes on a rollout node …")
     train_memory_gb: float = Field(1.0, ge=0, description="… and on a training node; what holds more is ended")
     train_efficiency: float = Field(
@@ -441,7 +467,9 @@ class Config(_Section):
     journal: JournalConfig = Field(default_factory=JournalConfig)  # type: ignore[arg-type]
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)  # type: ignore[arg-type]
     job: JobConfig = Field(default_factory=JobConfig)  # type: ignore[arg-type]
-    providers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    providers: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="one section a provider, each of its kind"
+    )
 
     @property
     def resume_timeout_s(self) -> float:

@@ -98,7 +98,7 @@ class ProviderSettings(BaseModel):
         default="exact",
         description="what is billed of a lease: the time as it is, or each begun second, minute, hour",
     )
-    gpus_per_worker: int = Field(1, ge=1)
+    gpus_per_worker: int = Field(1, ge=1, description="GPUs of one worker")
     engine: dict[str, Any] = Field(
         default_factory=dict, description="settings of its workers' engines that differ from [engine]"
     )

@@ -116,7 +116,7 @@ class LoadSettings(_HostSection):
 class DeviceSettings(_HostSection):
     """The modelled device and serving model; the defaults stand for an 8B model on one H100-class GPU."""
 
-    prefill_tokens_per_s: float = Field(12_000, gt=0)
+    prefill_tokens_per_s: float = Field(12_000, gt=0, description="prompt tokens a second")
     decode_base_s: float = Field(0.010, gt=0, description="time of a decode iteration for no request at all …")
     decode_per_request_s: float = Field(0.0002, ge=0, description="… and what each request adds")
     tpot_s: float = Field(0.05, gt=0, description="time between two tokens that serving keeps to while it can")
@@ -148,8 +148,8 @@ class ExecutorSettings(_HostSection):
         None, description="directory of the serving model; without one a small random model"
     )
     model_name: str = Field("serving", min_length=1, description="its name at the OpenAI-compatible endpoint")
-    max_context_tokens: int = Field(512, ge=2)
-    max_batch: int = Field(32, ge=1)
+    max_context_tokens: int = Field(512, ge=2, description="most tokens of a request, its prompt included")
+    max_batch: int = Field(32, ge=1, description="most requests that run at once")
     prefill_chunk_tokens: int | None = Field(
         None, ge=1, description="most prompt tokens of serving in one iteration; a whole prompt unless set"
     )
@@ -174,9 +174,11 @@ class HostSettings(_HostSection):
     host_names: tuple[str, ...] = Field((), description="names under which clients reach the host, beside addresses")
     name: str = "serving-host"
     phase: int = Field(0, ge=0, description="which share of the requests, counted from 0")
-    load: LoadSettings = Field(default_factory=LoadSettings)  # type: ignore[arg-type]
-    device: DeviceSettings = Field(default_factory=DeviceSettings)  # type: ignore[arg-type]
-    lending: LendingSettings = Field(default_factory=LendingSettings)  # type: ignore[arg-type]
+    load: LoadSettings = Field(default_factory=LoadSettings, description="what the hosts serve")  # type: ignore[arg-type]
+    device: DeviceSettings = Field(default_factory=DeviceSettings, description="how fast hosts serve")  # type: ignore[arg-type]
+    lending: LendingSettings = Field(
+        default_factory=LendingSettings, description="when a host is lent, and when taken back"
+    )  # type: ignore[arg-type]
     executor: ExecutorSettings | None = None
     listen_fd: int | None = None
     address: str = "127.0.0.1"
@@ -212,9 +214,11 @@ class ServingSettings(ProviderSettings):
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="environment variable with the token of the hosts at urls",
     )
-    load: LoadSettings = Field(default_factory=LoadSettings)  # type: ignore[arg-type]
-    device: DeviceSettings = Field(default_factory=DeviceSettings)  # type: ignore[arg-type]
-    lending: LendingSettings = Field(default_factory=LendingSettings)  # type: ignore[arg-type]
+    load: LoadSettings = Field(default_factory=LoadSettings, description="what the hosts serve")  # type: ignore[arg-type]
+    device: DeviceSettings = Field(default_factory=DeviceSettings, description="how fast hosts serve")  # type: ignore[arg-type]
+    lending: LendingSettings = Field(
+        default_factory=LendingSettings, description="when a host is lent, and when taken back"
+    )  # type: ignore[arg-type]
     executor: ExecutorSettings | None = Field(None, description="a real serving model on the hosts started here")
     poll_s: float = Field(0.5, gt=0, description="time between two looks at a host")
     kv_window_s: float = Field(30.0, gt=0, description="time over which a host's KV use decides who is borrowed")

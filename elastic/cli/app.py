@@ -59,6 +59,30 @@ app.add_typer(quotas.providers)
 app.add_typer(access.keys)
 app.add_typer(access.secrets)
 app.add_typer(access.webhooks)
+configuration = typer.Typer(
+    cls=WholeHelp,
+    name="config",
+    help="Say what the keys of a configuration mean.\n\nExample: elastic config explain trainer.learning_rate",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@configuration.command("explain")
+def explain(
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="A key, such as rollout.groups, or a section: trainer, providers.ec2.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Explain a key, or all of a section: what it means, its unit, default and bounds.
+
+    Example: elastic config explain trainer.learning_rate
+    """
+    deferred.configuration.explain_command(key, as_json=as_json)
+
+
+app.add_typer(configuration)
 app.add_typer(modal.modal)
 app.add_typer(pooled.pool)
 app.add_typer(pooled.jobs)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from elastic.cli import (  # noqa: F401
         account,
         capacity,
+        configuration,
         control,
         disk_logs,
         doctor,

@@ -1,5 +1,6 @@
 """`elastic run` and `elastic prepare`: display around the composition root."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from elastic import compose
 from elastic.cli.capacity import vendor_prices
 from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.progress import ProgressDisplay, bar
+from elastic.compose.reference import changed
 from elastic.config import Config
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.logs import STANDARD_ERROR, log_to
@@ -58,6 +60,10 @@ def show_plan(
         emit({"config": resolved, "would_acquire": rows, "would_call": calls, "warnings": warnings})
         return
     shown = console()
+    shown.print("what differs from the defaults:", highlight=False)
+    for key, value in changed(resolved).items():
+        shown.print(f"  {key} = {json.dumps(value, ensure_ascii=False)}", soft_wrap=True, highlight=False)
+    shown.print("all of it:", highlight=False)
     shown.print_json(data=resolved)
     table = Table(title="would acquire, at most", title_justify="left", box=None, header_style="dim")
     for column in ("provider", "workers", "GPUs each", "$/GPU-hour", "$/hour"):

@@ -35,7 +35,7 @@ class VllmSettings(EngineSettings):
     max_restarts: int = Field(3, ge=0, description="deaths of its process after which the worker ends as well")
     restart_reset_s: float = Field(600.0, gt=0, description="of running, after which earlier deaths count no more")
     restart_base_s: float = Field(0.5, gt=0, description="first back-off before its process is started again; doubles")
-    restart_max_s: float = Field(30.0, gt=0)
+    restart_max_s: float = Field(30.0, gt=0, description="longest pause before vLLM is started again")
     stop_timeout_s: float = Field(5.0, gt=0, description="for its process to end by itself")
     base: Path | None = Field(None, description="checkpoint that is served; versions are then LoRA adapters to it")
     adapter_rank: Literal[8, 16, 32, 64, 128, 256] = Field(16, description="largest rank of an adapter")

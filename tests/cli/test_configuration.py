@@ -1,0 +1,59 @@
+"""`elastic config explain`, the page of all keys, and what a dry run says differs from the defaults."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic.cli.configuration import reference
+from elastic.compose.reference import changed, key_meanings
+from elastic.config import load_config
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == reference(), "run: python -m elastic.cli.configuration > docs/configuration.md"
+
+
+def test_every_key_has_a_meaning() -> None:
+    assert [one.key for one in key_meanings() if not one.meaning] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("trainer.learning_rate", ("trainer.learning_rate: number > 0; default 0.0002", "AdamW")),
+        ("rollout", ("rollout.groups: whole number", "rollout.temperature")),
+        ("providers.spot", ("providers.NAME.trace (for `kind = 'spot-replay'`)",)),
+        ("providers.ec2.max_workers", ("providers.NAME.max_workers (for `kind = 'ec2'`)",)),
+        ("engine.vllm", ("engine.vllm.restart_max_s",)),
+    ],
+)
+def test_a_key_or_a_section_is_explained(elastic, key: str, words: tuple[str, ...]) -> None:
+    code, out, err = elastic("config", "explain", key)
+    assert (code, err) == (0, "")
+    for each in words:
+        assert each in out
+
+
+def test_an_unknown_key_suggests_near_ones(elastic, refused) -> None:
+    refused(elastic("config", "explain", "trainer.lerning_rate"), "unknown key", "near: trainer.learning_rate")
+    refused(elastic("config", "explain", "providers.nosuch.trace"), "unknown key", "providers.NAME.trace")
+    refused(elastic("config", "explain", "zzz"), "sections: ", "trainer")
+
+
+def test_what_differs_is_what_was_set(config: Path) -> None:
+    resolved = json.loads(load_config(config, ["trainer.learning_rate=1e-3"]).model_dump_json())
+    told = changed(resolved)
+    assert told["trainer.learning_rate"] == 1e-3
+    assert told["rollout.groups"] == 2
+    assert "trainer.betas" not in told
+    assert "rollout.temperature" not in told
+
+
+def test_a_dry_run_begins_with_what_differs(elastic, config: Path) -> None:
+    code, out, err = elastic("run", config, "--dry-run")
+    assert code == 0, err
+    assert out.startswith("what differs from the defaults:\n")
+    assert "  rollout.groups = 2\n" in out
