@@ -38,10 +38,14 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownLease(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease that the run has requested from this provider and does not know to be over; see `Provider.adopt`."""
+    """A lease that the run has requested from this provider and does not know to be over; see `Provider.adopt`.
+
+    `granted_at_ns` is when the run heard of its grant, by the run's clock; None where that is not known.
+    """
 
     request: LeaseRequest
     granted: bool
+    granted_at_ns: Nanoseconds | None = None
     expires_at_ns: Nanoseconds | None = None
 
 

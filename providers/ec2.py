@@ -14,6 +14,7 @@ Sources: RLBoost §3 and §5; EC2 User Guide, "EC2 Fleet", "Spot Instance interr
 import asyncio
 import contextlib
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -50,14 +51,17 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 UNSEEN_S = 60.0
-"""How long a new instance may take to appear in EC2's list."""
+"""How long EC2 may not know a new instance yet, nor list it."""
 SETTLING_S = 20.0
-"""How long an order whose answer was lost may take to show an instance in EC2's list."""
+"""How long an order whose answer was lost may take to show an instance in EC2's list, and how long AWS may not know
+other things that are new, such as templates and secrets."""
 LOOK_AGAIN_S = 0.5
 QUEUE_WAIT_S = 10
 """How long one poll of the queue waits for notices."""
 PUT_BACK_S = 2
 """When another reader of the queue sees a notice that this run has put back."""
+CALLS_AT_ONCE = 16
+"""How many secrets are deleted at once."""
 CAP_NOTICE_S = 30.0
 """Leases get notice so long before the spending cap is reached. Their turns end or move meanwhile."""
 
@@ -78,6 +82,11 @@ class _Leased:
         self.silent = False
         """Whether no worker has come from the instance in time."""
         self._provider = provider
+
+    @property
+    def settled(self) -> bool:
+        """Whether EC2 knows the instance by now if there is one: only then its absence says anything."""
+        return time.monotonic() - self.since_s > UNSEEN_S
 
     async def keep(self) -> LeaseEnding:
         return await asyncio.shield(self.over)
@@ -113,6 +122,9 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         """Orders whose answers were lost. The time (monotonic) is when an instance of theirs must have appeared."""
         self._usd: dict[LeaseId, float] = {}
         """The price of a GPU's hour at which each lease was requested."""
+        self._secrets: dict[LeaseId, float] = {}
+        """When (monotonic) each secret was made that is there, or may be."""
+        self._template_since_s = 0.0
         self._strays: set[str] = set()
         self._bill_running: dict[str, float] = {}
         self._cap_told = False
@@ -143,6 +155,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         try:
             await self._call(self._api.check)
             self._may_be_left = True
+            self._template_since_s = time.monotonic()
             await self._call(self._api.make_template)
             self._ec2.priced(await self._call(self._api.prices))
         except (Ec2Error, TimeoutError) as error:
@@ -182,6 +195,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         self._may_be_left = True
         try:
             if secret:
+                self._secrets[lease] = time.monotonic()
                 await self._call(self._api.put_secret, lease, ticket.token)
             launch = await self._order(lease, pools, script)
         except NoAccess as error:
@@ -197,6 +211,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         for refusal in launch.refusals:
             self._ec2.failed(refusal.pool, refusal.code, refusal.message)
         if launch.instance is None or launch.pool is None:
+            await self._delete_secret(lease)
             told = {f"{r.pool}: {r.code} ({r.message})" for r in launch.refusals}
             tried = "; ".join(sorted({*told, *self._ec2.waits()})) or "EC2 gave no reason"
             raise CapacityUnavailable(f"{self.name}: {self._api.where} launched nothing: {tried}")
@@ -215,7 +230,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         self._used = True
         self._may_be_left = self._may_be_left or bool(known)
         try:
-            there = of_leases(await self._call(self._api.instances))
+            there = await self._listed(known)
         except (Ec2Error, TimeoutError) as error:
             raise self._unavailable(error) from error
         found: dict[LeaseId, Found] = {}
@@ -233,6 +248,21 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 await self._end_strays(living)
         return found
 
+    async def _listed(self, known: Mapping[LeaseId, KnownLease]) -> dict[str, list[Instance]]:
+        """Return the run's instances by lease, once EC2 lists each of a lease that was granted so lately that it may be
+        missing."""
+        while True:
+            there = of_leases(await self._call(self._api.instances))
+            since_ns = self.context.now_ns() - round(UNSEEN_S * NS_PER_S)
+            new = [name for name, lease in known.items() if (lease.granted_at_ns or since_ns) > since_ns]
+            if there.keys() >= set(new):
+                return there
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    @property
+    def closing_s(self) -> float:
+        return max(self.context.release_timeout_s, UNSEEN_S) + SETTLING_S
+
     async def aclose(self) -> None:
         self._api.closed = True
         await super().aclose()
@@ -241,13 +271,12 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         self._used = False
         if not self._may_be_left:
             return
-        timeout_s = max(self.context.release_timeout_s, SETTLING_S)
         try:
-            async with asyncio.timeout(timeout_s + SETTLING_S):
+            async with asyncio.timeout(max(self.context.release_timeout_s, SETTLING_S) + SETTLING_S):
                 await self._sweep()
-                await self._call(self._api.delete_template)
+                await self._delete_template()
                 if self.settings.secret_prefix:
-                    await self._call(self._api.delete_secrets)
+                    await self._delete_secrets()
         except (Ec2Error, TimeoutError) as error:
             log.error(
                 "what is left of this run at EC2 is not known: instances end by themselves",
@@ -262,16 +291,15 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
 
     async def end_instance(self, leased: _Leased) -> Nanoseconds | None:
         """Terminate the instance and return the charged time. Raises EC2's errors, unless the run cannot wait."""
-        began_s = time.monotonic()
+        began_s, patience_s = time.monotonic(), max(self.context.release_timeout_s, UNSEEN_S)
         while True:
             try:
-                await self._call(self._api.terminate, [leased.instance])
                 seen = await self._ended(leased)
                 break
             except (Ec2Error, TimeoutError) as error:
                 if not self._closing:
                     raise
-                if time.monotonic() - began_s > self.context.release_timeout_s:
+                if time.monotonic() - began_s > patience_s:
                     log.error(
                         "an instance could not be ended: it ends by itself, as its worker hears nobody",
                         instance=leased.instance,
@@ -285,9 +313,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         self._held.pop(leased.lease, None)
         self._usd.pop(leased.lease, None)
         self._bill_running.pop(leased.instance, None)
-        if self.settings.secret_prefix:
-            with contextlib.suppress(Ec2Error, TimeoutError):
-                await self._call(self._api.delete_secret, leased.lease)
+        await self._delete_secret(leased.lease)
         if seen is None or seen.ended_s is None:
             return None
         if seen.taken and (held := self._leases.get(leased.lease)) is not None:
@@ -303,12 +329,19 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         return round(usd / per_hour * HOUR_S * NS_PER_S) if per_hour else None
 
     async def _ended(self, leased: _Leased) -> Instance | None:
-        """Return EC2's description of the ended instance; None if EC2 has forgotten the instance."""
+        """Terminate the instance, and return EC2's description of it; None if EC2 has forgotten the instance.
+
+        A new instance that EC2 does not know lives.
+        """
         async with asyncio.timeout(self.context.release_timeout_s):
+            unknown = True
             while True:
+                unknown = unknown and bool(await self._call(self._api.terminate, [leased.instance]))
                 found = [i for i in await self._call(self._api.instances, leased.lease) if i.id == leased.instance]
-                if not found or not found[0].lives:
-                    return found[0] if found else None
+                if found and not found[0].lives:
+                    return found[0]
+                if not found and leased.settled:
+                    return None
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _bill(self, instance: Instance) -> float:
@@ -412,7 +445,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             instance = by_id.get(leased.instance)
             if instance is not None and not instance.lives:
                 leased.ended(self._ending(instance))
-            elif instance is None and time.monotonic() - leased.since_s > UNSEEN_S:
+            elif instance is None and leased.settled:
                 leased.ended(LeaseEnding(EndCause.LOST, f"EC2 knows no instance {leased.instance}"))
         now_s = time.time() + self._api.skew_s
         self._bill_running = {
@@ -531,6 +564,32 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             if not left and not self._unsettled:
                 return
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _delete_template(self) -> None:
+        while not await self._call(self._api.delete_template):
+            if time.monotonic() - self._template_since_s > SETTLING_S:
+                return
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _delete_secret(self, lease: LeaseId) -> None:
+        """Delete the lease's secret. One that cannot be deleted now, or is not known yet, is at the end."""
+        if self.settings.secret_prefix:
+            with contextlib.suppress(Ec2Error, TimeoutError):
+                await self._forget_secret(lease)
+
+    async def _forget_secret(self, lease: LeaseId) -> None:
+        known = await self._call(self._api.delete_secret, lease)
+        if known or time.monotonic() - self._secrets.get(lease, -math.inf) > SETTLING_S:
+            self._secrets.pop(lease, None)
+
+    async def _delete_secrets(self) -> None:
+        """Delete all secrets of this run and provider."""
+        while left := {*await self._call(self._api.secrets), *self._secrets}:
+            names = sorted(left)
+            for first in range(0, len(names), CALLS_AT_ONCE):
+                await asyncio.gather(*map(self._forget_secret, names[first : first + CALLS_AT_ONCE]))
+            if self._secrets:
+                await asyncio.sleep(LOOK_AGAIN_S)
 
     def _remark(self, key: str, text: str) -> None:
         self.context.note(f"{REMARK}{self.name}: {key}", text)

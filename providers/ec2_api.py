@@ -250,19 +250,26 @@ class Ec2Api:
                 return Launch(instance, pool, refusals)
         return Launch(None, None, refusals)
 
-    def terminate(self, instances: Sequence[str]) -> None:
-        """Terminate instances, and return once EC2 has begun and bills no more. Raises `Ec2Error`."""
+    def terminate(self, instances: Sequence[str]) -> frozenset[str]:
+        """Terminate instances, and return those that EC2 does not know: new ones it may not know yet.
+
+        EC2 has begun with the others by then, and bills them no more. Raises `Ec2Error`.
+        """
         try:
             self._call("ec2", "terminate_instances", InstanceIds=list(instances))
         except Ec2Error as error:
             if error.code != "InvalidInstanceID.NotFound":
                 raise
+            # One that is unknown refuses the whole call.
+            alone = len(instances) == 1
+            return frozenset(instances) if alone else frozenset().union(*(self.terminate([one]) for one in instances))
+        return frozenset()
 
     def instances(self, lease: str = "") -> list[Instance]:
         """Return the instances of this run and provider, or of one lease, that EC2 still lists, by launch time."""
         wanted = self._own_tags() | ({LEASE_TAG: lease} if lease else {})
         filters = [{"Name": f"tag:{key}", "Values": [value]} for key, value in wanted.items()]
-        pages = self._pages("describe_instances", Filters=filters)
+        pages = self._pages("ec2", "describe_instances", Filters=filters)
         found = [_instance(i) for page in pages for r in page["Reservations"] for i in r["Instances"]]
         return sorted(found, key=lambda instance: (instance.began_s, instance.id))
 
@@ -294,14 +301,17 @@ class Ec2Api:
             if error.code != "InvalidLaunchTemplateName.AlreadyExistsException":
                 raise
 
-    def delete_template(self) -> None:
+    def delete_template(self) -> bool:
+        """Return whether EC2 knew the run's own launch template, if the run has one. Raises `Ec2Error`."""
         if not self._settings.image:
-            return
+            return True
         try:
             self._call("ec2", "delete_launch_template", LaunchTemplateName=self._template_name)
         except Ec2Error as error:
             if "NotFound" not in error.code:
                 raise
+            return False
+        return True
 
     # Tickets by Secrets Manager
 
@@ -323,21 +333,23 @@ class Ec2Api:
             if error.code != "ResourceExistsException":
                 raise
 
-    def delete_secret(self, lease: str) -> None:
+    def delete_secret(self, lease: str) -> bool:
+        """Return whether Secrets Manager knew the lease's secret. Raises `Ec2Error`."""
         name = self.secret_name(lease)
         try:
             self._call("secretsmanager", "delete_secret", SecretId=name, ForceDeleteWithoutRecovery=True)
         except Ec2Error as error:
             if error.code != "ResourceNotFoundException":
                 raise
+            return False
+        return True
 
-    def delete_secrets(self) -> None:
-        """Delete all secrets of this run and provider."""
-        filters = [{"Key": "tag-value", "Values": [self.run]}]
-        for secret in self._call("secretsmanager", "list_secrets", Filters=filters).get("SecretList", ()):
-            name = secret["Name"]
-            if name.startswith(self.secret_name("")):
-                self._call("secretsmanager", "delete_secret", SecretId=name, ForceDeleteWithoutRecovery=True)
+    def secrets(self) -> list[str]:
+        """Return the leases of this run and provider that have a secret. Raises `Ec2Error`."""
+        prefix, filters = self.secret_name(""), [{"Key": "tag-value", "Values": [self.run]}]
+        pages = self._pages("secretsmanager", "list_secrets", Filters=filters)
+        names = [secret["Name"] for page in pages for secret in page.get("SecretList", ())]
+        return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
     # What could be had
 
@@ -346,6 +358,7 @@ class Ec2Api:
         now = datetime.now(UTC)
         since = now - timedelta(hours=HISTORY_HOURS) if since_s is None else datetime.fromtimestamp(since_s, UTC)
         pages = self._pages(
+            "ec2",
             "describe_spot_price_history",
             InstanceTypes=list(self._settings.instance_types),
             ProductDescriptions=["Linux/UNIX"],
@@ -364,9 +377,10 @@ class Ec2Api:
         try:
             zones = {
                 z["ZoneId"]: z["ZoneName"]
-                for z in self._call("ec2", "describe_availability_zones")["AvailabilityZones"]
+                for page in self._pages("ec2", "describe_availability_zones")
+                for z in page["AvailabilityZones"]
             }
-            answer = self._call(
+            pages = self._pages(
                 "ec2",
                 "get_spot_placement_scores",
                 InstanceTypes=list(s.instance_types),
@@ -374,19 +388,20 @@ class Ec2Api:
                 SingleAvailabilityZone=True,
                 RegionNames=[s.region],
             )
+            scored = [one for page in pages for one in page.get("SpotPlacementScores", ())]
         except Ec2Error:
             return {}
-        scored = answer.get("SpotPlacementScores", ())
         return {zones[o["AvailabilityZoneId"]]: o["Score"] for o in scored if o.get("AvailabilityZoneId") in zones}
 
     def check(self) -> None:
         """Check what every launch needs: credentials, AMI, types, template, queue. Raises `Ec2Error`."""
         s = self._settings
         self._call("sts", "get_caller_identity")
-        if s.image and not self._call("ec2", "describe_images", ImageIds=[s.image]).get("Images"):
+        images = self._pages("ec2", "describe_images", ImageIds=[s.image]) if s.image else ()
+        if s.image and not any(page.get("Images") for page in images):
             raise Ec2Error(self._asked("describe_images"), "InvalidAMIID.NotFound", f"no AMI {s.image}")
-        types = self._call("ec2", "describe_instance_types", InstanceTypes=list(s.instance_types))["InstanceTypes"]
-        for one in types:
+        pages = self._pages("ec2", "describe_instance_types", InstanceTypes=list(s.instance_types))
+        for one in (one for page in pages for one in page["InstanceTypes"]):
             gpus = sum(gpu.get("Count", 0) for gpu in one.get("GpuInfo", {}).get("Gpus", ()))
             if gpus and gpus != s.gpus:
                 raise Ec2Error(
@@ -402,7 +417,8 @@ class Ec2Api:
     def _check_template(self) -> None:
         """Check that an instance of the template terminates when it shuts itself down, as user data needs."""
         asked = "describe_launch_template_versions"
-        (version, *_) = self._call("ec2", asked, **self._template_query())["LaunchTemplateVersions"] or [{}]
+        pages = self._pages("ec2", asked, **self._template_query())
+        (version, *_) = [one for page in pages for one in page["LaunchTemplateVersions"]] or [{}]
         found = version.get("LaunchTemplateData", {}).get("InstanceInitiatedShutdownBehavior", "stop")
         if found != "terminate":
             said = f"InstanceInitiatedShutdownBehavior of {self._settings.launch_template} is {found!r}"
@@ -491,11 +507,12 @@ class Ec2Api:
     def _asked(self, operation: str) -> str:
         return f"{self._provider}: {operation} of {self.where}"
 
-    def _pages(self, operation: str, **arguments: Any) -> Iterator[Mapping[str, Any]]:
+    def _pages(self, service: str, operation: str, **arguments: Any) -> Iterator[Mapping[str, Any]]:
+        """Ask for a list, all pages of it. Everything that lists is asked for through here. Raises `Ec2Error`."""
         token: str | None = None
         while True:
             more = {"NextToken": token} if token else {}
-            page = self._call("ec2", operation, **arguments, **more)
+            page = self._call(service, operation, **arguments, **more)
             yield page
             if not (token := page.get("NextToken")):
                 return

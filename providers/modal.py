@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -54,6 +55,9 @@ CLASS, METHOD = "Rollout", "work"
 CALL = "call"
 """What is kept of a lease: its call, once Modal has told it."""
 LISTEN_S, MESSAGES_MAX = 30.0, 100
+SETTLING_S = 20.0
+"""How long Modal may not know a new call yet, nor list it."""
+LOOK_AGAIN_S = 0.5
 RESTART_S_MIN = 60.0
 """How long a call that starts again is waited for at the least."""
 SITE_VARIABLE = "ELASTIC_SITE"
@@ -113,6 +117,7 @@ class _RolloutCall:
         self.lease = lease
         self.containers: list[str] = []
         self.began = asyncio.Event()
+        self.since_s = time.monotonic()
         self.starts_again = False
         """Modal has taken its container back, the lease is over, and no other has it."""
         self.asks = asyncio.Event()
@@ -176,6 +181,8 @@ class ModalProvider(BaseProvider[Any]):
         self._heard: dict[LeaseId, ContainerSays] = {}
         """What was said of leases that nothing is known of yet."""
         self._spawning = 0
+        self._unsettled_until_s = -math.inf
+        """Until when (monotonic) a call may show whose order had no answer."""
         self._stray_s = 0.0
         """Charged for containers that no lease had, and on no bill yet."""
 
@@ -256,7 +263,8 @@ class ModalProvider(BaseProvider[Any]):
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
         await self._connect()
         pending = {call for call, left in (await self._calls()).items() if left}
-        await self._hear(block=False)
+        while await self._hear(block=False):
+            pass
         recorded = {
             one.name: one for one in RecordedProcesses.found(records(self.context.run_dir), self.context.run, self.name)
         }
@@ -289,9 +297,8 @@ class ModalProvider(BaseProvider[Any]):
                     await self._end_stray(self._spare.popleft())
         await super().aclose()
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(self.context.release_timeout_s):
-                pending = {call for call, left in (await self._calls()).items() if left}
-                await self._cancel_strangers(pending)
+            async with asyncio.timeout(max(self.context.release_timeout_s, SETTLING_S) + SETTLING_S):
+                await self._sweep()
                 await modal_platform.modal().Queue.objects.delete.aio(
                     self._queue_name, allow_missing=True, environment_name=self._modal_settings.environment or None
                 )
@@ -328,7 +335,8 @@ class ModalProvider(BaseProvider[Any]):
             )
 
     async def cancel(self, rollout: _RolloutCall) -> None:
-        """End a call and its containers. Raises what Modal says, unless it knows the call no more."""
+        """End a call and its containers. Raises what Modal says, unless it knows the call no more: a new one it may not
+        know yet."""
         async with asyncio.timeout(self._modal_settings.answer_timeout_s):
             try:
                 await rollout.call.cancel.aio(terminate_containers=True)
@@ -336,6 +344,8 @@ class ModalProvider(BaseProvider[Any]):
                     if container not in rollout.containers:
                         rollout.containers.append(container)
             except modal_platform.modal().exception.NotFoundError as error:
+                if time.monotonic() - rollout.since_s < SETTLING_S:
+                    raise
                 log.warning("Modal knows a call no more", call=rollout.id, error=told(error))
         self._rollouts.pop(rollout.id, None)
 
@@ -406,7 +416,11 @@ class ModalProvider(BaseProvider[Any]):
             rollout = _RolloutCall(call.object_id, call, lease)
             self._rollouts[rollout.id] = rollout
         except modal_platform.modal().exception.Error as error:
+            self._unsettled_until_s = time.monotonic() + SETTLING_S
             raise CapacityUnavailable(f"Modal did not take the call: {told(error)}") from error
+        except BaseException:
+            self._unsettled_until_s = time.monotonic() + SETTLING_S
+            raise
         finally:
             self._spawning -= 1
         if (heard := self._heard.pop(lease, None)) is not None:
@@ -461,9 +475,11 @@ class ModalProvider(BaseProvider[Any]):
                 log.warning("Modal's queue cannot be read", provider=self.name, error=told(error))
                 await asyncio.sleep(RETRY_S)
 
-    async def _hear(self, *, block: bool) -> None:
+    async def _hear(self, *, block: bool) -> bool:
+        """Hear what the run's queue has, and return whether it had anything; it may have more."""
         timeout_s = LISTEN_S if block else None
-        for message in await self._queue.get_many.aio(MESSAGES_MAX, block=block, timeout=timeout_s) or ():
+        messages = await self._queue.get_many.aio(MESSAGES_MAX, block=block, timeout=timeout_s) or ()
+        for message in messages:
             try:
                 says = _decode_says(message)
             except (msgspec.DecodeError, TypeError) as error:
@@ -474,6 +490,7 @@ class ModalProvider(BaseProvider[Any]):
                 self._heard[says.lease] = says
             else:
                 self._hear_of(rollout, says)
+        return bool(messages)
 
     def _hear_of(self, rollout: _RolloutCall, says: ContainerSays) -> None:
         if says.container not in rollout.containers:
@@ -564,6 +581,16 @@ class ModalProvider(BaseProvider[Any]):
                     await self._cancel_strangers(pending)
             except Exception as error:
                 log.warning("Modal cannot be asked for the run's calls", provider=self.name, error=told(error))
+
+    async def _sweep(self) -> None:
+        """Cancel calls until Modal knows of no pending one of this run, and no order can bring one."""
+        while True:
+            settled = time.monotonic() > self._unsettled_until_s
+            pending = {call for call, left in (await self._calls()).items() if left}
+            await self._cancel_strangers(pending)
+            if settled and not pending:
+                return
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _cancel_strangers(self, pending: set[str]) -> None:
         for call_id in sorted(pending - self._rollouts.keys()):

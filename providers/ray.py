@@ -50,6 +50,7 @@ T = TypeVar("T")
 
 LINGER_S = 60.0
 """How long an actor waits after its worker's end for somebody to ask how it ended."""
+LOOK_AGAIN_S = 0.5
 CLOSING_SHARE = 0.5
 """The share of a provider's closing time for ending actors. The rest is for the connection."""
 
@@ -175,8 +176,12 @@ class RayProvider(BaseProvider[RaySettings]):
         """All actors that this run holds or starts, by name."""
         self._standing: set[str] = set()
         """The names of the actors that have been started."""
+        self._unanswered: set[str] = set()
+        """The names of actors that a call is starting, also one that nobody waits for any more."""
         self._questions: dict[str, Any] = {}
         """Open questions to actors. Only `_look` changes them."""
+        self._used = False
+        """Whether the cluster was reached."""
         self._lost_s: float | None = None
         """When the cluster stopped answering; None while it answers."""
 
@@ -201,7 +206,8 @@ class RayProvider(BaseProvider[RaySettings]):
         try:
             for name, ticket in zip(names, request.tickets, strict=True):
                 environment = dict(worker_environment(self.context, ticket))
-                await call(timeout_s, _start, name, self.settings, command, environment, timeout_s)
+                self._unanswered.add(name)
+                await call(timeout_s, self._start, name, command, environment, timeout_s)
         except BaseException as error:
             with contextlib.suppress(Exception):
                 await handle.give_back()
@@ -230,7 +236,12 @@ class RayProvider(BaseProvider[RaySettings]):
     async def aclose(self) -> None:
         try:
             await super().aclose()
+            if self._used:
+                with contextlib.suppress(Exception):
+                    async with asyncio.timeout(self.context.release_timeout_s):
+                        await self._sweep()
         finally:
+            self._used = False
             with contextlib.suppress(Exception):
                 await call(self.context.release_timeout_s * CLOSING_SHARE, self._connection.close)
 
@@ -259,6 +270,22 @@ class RayProvider(BaseProvider[RaySettings]):
         self._ends.pop(name, None)
         self._standing.discard(name)
 
+    def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> None:
+        try:
+            _start(name, self.settings, command, environment, timeout_s)
+        finally:
+            self._unanswered.discard(name)
+
+    async def _sweep(self) -> None:
+        """End this run's actors until there is none, and no call that is under way can start one."""
+        while True:
+            settled = not self._unanswered
+            there = await self._call(_named, self.settings.namespace, self._prefix)
+            await self._end_left_over(there)
+            if settled and not there:
+                return
+            await asyncio.sleep(LOOK_AGAIN_S)
+
     async def _end_left_over(self, there: Set[str]) -> None:
         for name in sorted(there - self._ends.keys()):
             log.warning("an actor of no lease is ended", actor=name)
@@ -272,6 +299,7 @@ class RayProvider(BaseProvider[RaySettings]):
         where = f"{self.name}: the Ray cluster at {self.settings.address}"
         try:
             await self._call(self._connection.open)
+            self._used = True
         except ImportError as error:
             raise ProviderUnavailable(
                 f"{self.name}: Ray is not installed here; pip install -e '.[ray]' in a clone of elastic"

@@ -132,8 +132,14 @@ class ProviderLeases:
                 if worker is None or worker.state is not WorkerState.GONE:
                     self._expect(lease.provider, name, 0 if worker is None else worker.epoch)
             request = LeaseRequest(lease=lease.id, tickets=tickets)
+            opened_ns = [core.ledger.books[name].opened_ns for name in lease.workers]
             known.setdefault(lease.provider, []).append(
-                KnownLease(request=request, granted=lease.live, expires_at_ns=lease.expires_at_ns)
+                KnownLease(
+                    request=request,
+                    granted=lease.live,
+                    granted_at_ns=min(opened_ns, default=None),
+                    expires_at_ns=lease.expires_at_ns,
+                )
             )
         return known
 

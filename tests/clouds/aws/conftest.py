@@ -53,7 +53,7 @@ def aws(request: pytest.FixtureRequest, real: dict[str, Any] | None) -> Iterator
     yield standing
     proxy.faults, proxy.keys, proxy.unseen_s, proxy.hold, proxy.account_scores = Faults(), None, 0.0, None, True
     proxy.denied, proxy.remembered_s, proxy.clock_s = set(), 3600.0, 0.0
-    proxy.unknown, standing.machines.deaf = "AuthFailure", set()
+    proxy.unknown, standing.machines.deaf, proxy.page = "AuthFailure", set(), None
     for one in standing.living():
         standing.take(one.id)
     books.capacity, books.quota = former, 64

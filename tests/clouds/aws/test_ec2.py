@@ -356,6 +356,51 @@ async def test_what_is_not_listed_yet_is_found_by_its_order(house: House) -> Non
     assert house.aws.living() == []
 
 
+@pytest.mark.parametrize("release", [True, False])
+async def test_what_is_not_known_yet_has_not_ended(house: House, *, release: bool) -> None:
+    house.aws.proxy.unseen_s = 3.0
+    provider = await house.started()
+    lease = await house.grant(provider)
+    if release:
+        await provider.release(lease)
+        assert (await house.recorder.ended(lease)).billed_ns
+        assert house.aws.living() == []
+    await provider.aclose()
+    assert house.aws.living() == []
+    assert house.recorder.of(LeaseEnded, lease)
+
+
+async def test_the_next_process_waits_for_what_was_granted_and_is_not_listed_yet(house: House) -> None:
+    house.aws.proxy.unseen_s = 3.0
+    former = await house.started()
+    lease = await house.grant(former)
+    house._providers.clear()
+    for task in tuple(former._background | former._lease_tasks):
+        task.cancel()
+    successor, recorder = house.provider(), Recorder()
+    granted_at_ns = former.context.now_ns()
+    known = KnownLease(request=lease_request(1), granted=True, granted_at_ns=granted_at_ns)
+    assert await successor.adopt([known], recorder.emit) == []
+    await successor.start(recorder.emit)
+    await successor.release(lease)
+    assert (await recorder.ended(lease)).billed_ns
+
+
+async def test_whatever_is_listed_comes_in_pages(house: House) -> None:
+    house.aws.proxy.page = 1
+    provider = await house.started(secret_prefix="elastic/", instance_profile="worker", max_workers=4)
+    assert len(provider._ec2.pools()) == 2
+    for number in range(3):
+        await house.grant(provider, number)
+    assert len(await asyncio.to_thread(provider._api.instances)) == 3
+    for number in range(12):
+        await asyncio.to_thread(provider._api.put_secret, f"of a former process {number}", "token")
+    await provider.aclose()
+    secrets = house.aws.client("secretsmanager")
+    assert (await asyncio.to_thread(secrets.list_secrets))["SecretList"] == []
+    assert house.aws.living() == []
+
+
 async def test_instances_of_no_lease_are_ended_and_those_of_other_runs_are_not(house: House) -> None:
     provider = await house.started(reconcile_s=0.2)
     stray = await house.grant(provider, 1)

@@ -33,6 +33,15 @@ NAMESPACE = "http://ec2.amazonaws.com/doc/2016-11-15/"
 USER_DATA_BYTES = 16_384
 SIGNED_S = 300.0
 """How far a signature's time may be off."""
+LISTS = {
+    "DescribeInstances": "reservationSet",
+    "DescribeInstanceTypes": "instanceTypeSet",
+    "DescribeImages": "imagesSet",
+    "DescribeLaunchTemplateVersions": "launchTemplateVersionSet",
+    "DescribeSpotPriceHistory": "spotPriceHistorySet",
+    "GetSpotPlacementScores": "spotPlacementScoreSet",
+}
+"""Which part of EC2's answers comes in pages."""
 PASSING_HEADERS = ("authorization", "content-type", "x-amz-target", "x-amz-date", "x-amz-security-token", "user-agent")
 
 
@@ -82,7 +91,9 @@ class Proxy:
         self.clock_s = 0.0
         """How much later AWS's clock is than this machine's."""
         self.unseen_s = 0.0
-        """How long an instance is not listed yet."""
+        """How long a new instance is neither known nor listed yet."""
+        self.page: int | None = None
+        """How many items an answer to a list has at the most; None for all."""
         self.remembered_s = 3600.0
         """How long an ended instance still is."""
         self.hold: Callable[[str], Awaitable[None]] | None = None
@@ -179,7 +190,7 @@ class Proxy:
             "GetSpotPlacementScores": self._scores,
         }
         if action in own:
-            return _xml(own[action](form))
+            return self._paged(action, form, web.Response(body=own[action](form).encode(), content_type="text/xml"))
         if action == "GetServiceQuota":
             quota = {"QuotaName": "All Spot Instance Requests", "Value": float(self.books.quota)}
             return web.json_response({"Quota": quota}, content_type="application/x-amz-json-1.1")
@@ -194,10 +205,19 @@ class Proxy:
             for key, name in form.items():
                 if key.startswith("InstanceType.") and name not in USD_ON_DEMAND:
                     raise Refused("InvalidInstanceType", f"These instance types do not exist: [{name}]")
+        if action in LISTS and "NextToken" in form:  # Pages are this side's, not moto's.
+            asked = {key: value for key, value in form.items() if key != "NextToken"}
+            body = urllib.parse.urlencode(asked).encode()
+        else:
+            asked = form
         if action == "DescribeInstances" and (wanted := self._wanted(form)) is not None:
             if not wanted:
                 return _xml(_told("DescribeInstances", "<reservationSet/>"))
-            body = urllib.parse.urlencode(form | {f"InstanceId.{n}": one for n, one in enumerate(wanted, 1)}).encode()
+            body = urllib.parse.urlencode(asked | {f"InstanceId.{n}": one for n, one in enumerate(wanted, 1)}).encode()
+        if action == "TerminateInstances":
+            self._know([value for key, value in form.items() if key.startswith("InstanceId.")])
+        if action == "ListSecrets" and self.page is not None:
+            body = json.dumps({**json.loads(body), "MaxResults": self.page}).encode()
         status, headers, answer = await self._forward(request, body)
         if action == "DescribeInstances" and status == 200:
             answer = self._described(answer)
@@ -205,7 +225,29 @@ class Proxy:
             for key, instance in form.items():
                 if key.startswith("InstanceId."):
                     await self.end(instance, ORDERED)
-        return web.Response(body=answer, status=status, headers=headers)
+        return self._paged(action, form, web.Response(body=answer, status=status, headers=headers))
+
+    def _know(self, instances: list[str]) -> None:
+        """Raise `Refused` for the whole call if one of these instances is not known yet."""
+        new = [one for one in instances if one in self.books.rented and time.time() < self.books.rented[one].visible_s]
+        if new:
+            raise Refused("InvalidInstanceID.NotFound", f"The instance ID '{new[0]}' does not exist")
+
+    def _paged(self, action: str, form: Mapping[str, str], answer: web.Response) -> web.Response:
+        """One page of EC2's answer, from the item on that the last page's token names."""
+        items = LISTS.get(action)
+        if self.page is None or items is None or answer.status != 200 or not isinstance(answer.body, bytes):
+            return answer
+        root = ElementTree.fromstring(re.sub(rb' xmlns="[^"]*"', b"", answer.body, count=1))
+        listed = root.find(items)
+        if listed is not None:
+            first = int(form.get("NextToken") or 0)
+            everything = list(listed)
+            listed[:] = everything[first : first + self.page]
+            if first + self.page < len(everything):
+                _put(root, "nextToken", str(first + self.page))
+        root.set("xmlns", NAMESPACE)
+        return web.Response(body=ElementTree.tostring(root), content_type="text/xml")
 
     async def _forward(self, request: web.Request, body: bytes) -> tuple[int, dict[str, str], bytes]:
         assert self._http is not None

@@ -150,6 +150,16 @@ async def test_what_starts_again_as_the_run_ends_is_cancelled(house: House) -> N
     assert house.containers() == []
 
 
+async def test_a_call_whose_order_had_no_answer_is_cancelled_though_it_is_listed_late(house: House) -> None:
+    provider = await house.started(answer_timeout_s=2.0)
+    house.platform.faults(rpcs=["FunctionMap"], late_s=5.0)
+    await provider.acquire(lease_request(1))
+    assert isinstance(await house.recorder.answered("lease-1"), LeaseRefused)
+    house.platform.faults(unlisted_s=3.0)
+    await provider.aclose()
+    assert house.containers() == []
+
+
 async def test_a_restarted_container_that_nobody_wants_ends(house: House) -> None:
     provider = await house.started(ask_s=1.0)
     lease = await house.grant(provider, 1)

@@ -14,6 +14,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     - `internal_failure`: an input's outcome is a failure of the platform's, whatever it came to.
     - `lost_output`: a result that never arrives.
     - `slow_start_s`: so long a container takes to start.
+    - `unlisted_s`: so long a new call is not listed.
+    - `late_s`: so late an answer to `rpcs` is.
     """
 
     seed: int = 0
@@ -32,6 +34,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     internal_failure: float = 0.0
     lost_output: float = 0.0
     slow_start_s: float = 0.0
+    unlisted_s: float = 0.0
+    late_s: float = 0.0
 
 
 class Chance:

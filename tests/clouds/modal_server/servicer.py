@@ -58,6 +58,8 @@ class Servicer:
         if not in_container and chance.draw("unavailable", name):
             raise GRPCError(Status.UNAVAILABLE, "a fault that was asked for")
         said = await getattr(self, f"do_{name}")(stream, request)
+        if not in_container and chance.faults.late_s and name in chance.faults.rpcs:
+            await asyncio.sleep(chance.faults.late_s)
         if not in_container and chance.draw("torn", name):
             self._answers[key] = said
             if len(self._answers) > REMEMBERED:
@@ -293,7 +295,9 @@ class Servicer:
         )
 
     async def do_FunctionCallList(self, stream: Any, request: Any) -> Any:
-        found = [call for call in self._platform.calls.values() if call.function.id == request.function_id]
+        since_s = time.time() - self._platform.chance.faults.unlisted_s
+        calls = self._platform.calls.values()
+        found = [call for call in calls if call.function.id == request.function_id and call.created_s <= since_s]
         return api_pb2.FunctionCallListResponse(function_calls=[_info(call) for call in found])
 
     # Containers as their owners see them
