@@ -176,9 +176,7 @@ class HostSettings(_HostSection):
     phase: int = Field(0, ge=0, description="which share of the requests, counted from 0")
     load: LoadSettings = Field(default_factory=LoadSettings, description="what the hosts serve")  # type: ignore[arg-type]
     device: DeviceSettings = Field(default_factory=DeviceSettings, description="how fast hosts serve")  # type: ignore[arg-type]
-    lending: LendingSettings = Field(
-        default_factory=LendingSettings, description="when a host is lent, and when taken back"
-    )  # type: ignore[arg-type]
+    lending: LendingSettings = Field(default_factory=LendingSettings, description="when lent")  # type: ignore[arg-type]
     executor: ExecutorSettings | None = None
     listen_fd: int | None = None
     address: str = "127.0.0.1"
@@ -216,9 +214,7 @@ class ServingSettings(ProviderSettings):
     )
     load: LoadSettings = Field(default_factory=LoadSettings, description="what the hosts serve")  # type: ignore[arg-type]
     device: DeviceSettings = Field(default_factory=DeviceSettings, description="how fast hosts serve")  # type: ignore[arg-type]
-    lending: LendingSettings = Field(
-        default_factory=LendingSettings, description="when a host is lent, and when taken back"
-    )  # type: ignore[arg-type]
+    lending: LendingSettings = Field(default_factory=LendingSettings, description="when lent")  # type: ignore[arg-type]
     executor: ExecutorSettings | None = Field(None, description="a real serving model on the hosts started here")
     poll_s: float = Field(0.5, gt=0, description="time between two looks at a host")
     kv_window_s: float = Field(30.0, gt=0, description="time over which a host's KV use decides who is borrowed")
