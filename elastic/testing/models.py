@@ -33,6 +33,14 @@ class TinyModel(NamedTuple):
             found[name] = (bits ^ (torch.rand(bits.shape, generator=generator) < share).short()).view(torch.bfloat16)
         return found
 
+    def drifted(self, tensors: Mapping[str, Tensor], seed: int, share: float = 0.3) -> dict[str, Tensor]:
+        """A later version that says something else: a `share` of the elements of these weights is drawn anew."""
+        generator, drawn = torch.Generator().manual_seed(seed), self.tensors(seed)
+        return {
+            name: torch.where(torch.rand(tensor.shape, generator=generator) < share, drawn[name], tensor)
+            for name, tensor in tensors.items()
+        }
+
     @property
     def _ones(self) -> bool:
         """Whether norms multiply by their weights, not by one more than these."""

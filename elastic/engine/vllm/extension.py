@@ -102,9 +102,12 @@ class RankWeights:
     def _write(self, tensors: Mapping[str, Any]) -> None:
         """Into the live model, by vLLM's own loaders: they fuse, split and pack as they do when it starts.
 
-        Raises `WeightsMismatch`; from then on the model is as it was only if it has had weights before.
+        Raises `WeightsMismatch`, also for whatever the loaders warn of: a layer that goes on computing with former
+        weights is worse than none. From then on the model is as it was only if it has had weights before.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        from elastic.engine.vllm.reload import LoaderWarnings, layers_left_out, pack_again
 
         self._verify(tensors)
         if self._worker.vllm_config.lora_config is not None:
@@ -114,16 +117,22 @@ class RankWeights:
         runner = self._worker.model_runner
         model = runner.get_model()
         wanted = {name for name, _ in model.named_parameters()}
-        with torch.no_grad(), self._worker.vllm_device():
+        with torch.no_grad(), self._worker.vllm_device(), LoaderWarnings() as warnings:
             initialize_layerwise_reload(model)
             try:
                 loaded = model.load_weights(iter(tensors.items()))
             except (KeyError, ValueError, AssertionError, RuntimeError) as error:
                 raise WeightsMismatch(f"vLLM's {type(model).__name__} does not take them: {error!r}") from error
             finally:
+                left_out = layers_left_out(model)
                 finalize_layerwise_reload(model, runner.model_config)
+            pack_again(left_out.tied)
         if loaded is not None and (missing := sorted(wanted - loaded)):
             raise WeightsMismatch(f"tensors for {missing[0]} are missing" + _and_more(missing))
+        if left_out.unloaded:
+            raise WeightsMismatch(f"{left_out.unloaded[0]} took no weights" + _and_more(left_out.unloaded))
+        if unexpected := warnings.beside(left_out):
+            raise WeightsMismatch(f"vLLM's loader warns: {unexpected[0]}" + _and_more(unexpected))
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self._written = tensors
 

@@ -1,7 +1,9 @@
 """Engines on the real vLLM: few, since each takes most of a minute to start. Without vLLM nothing here is run."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from torch import Tensor
@@ -24,15 +26,19 @@ def start() -> Iterator[Callable[..., Recorder]]:
     """Starts an engine for a tiny model; all that were started end with the module."""
     started: list[Recorder] = []
 
-    def starting(architecture: str = "qwen3", **settings: object) -> Recorder:
+    def starting(architecture: str = "qwen3", kernels: str = "", **settings: object) -> Recorder:
         raw = {"kind": "vllm", "vllm": {"start_timeout_s": START_TIMEOUT_S}, **ROOM, **settings}
         config = EngineConfig.model_validate(raw)
-        started.append(Recorder(create_engine(TINY_MODELS[architecture].config, config), timeout_s=START_TIMEOUT_S))
+        os.environ["KERNELS"] = kernels  # A process that is started anew has them, too.
+        engine = create_engine(TINY_MODELS[architecture].config, config)
+        started.append(Recorder(engine, timeout_s=START_TIMEOUT_S))
         return started[-1]
 
-    yield starting
-    for recorder in started:
-        recorder.close()
+    path = os.pathsep.join([str(Path(__file__).parent / "kernels"), os.environ.get("PYTHONPATH", "")])
+    with patch.dict(os.environ, PYTHONPATH=path.rstrip(os.pathsep)):
+        yield starting
+        for recorder in started:
+            recorder.close()
 
 
 class Trainer:
