@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
+import msgspec
 from _live import replay
 from _orchestrated import RUN, OwnWorkers, orchestrator
 
@@ -26,6 +28,8 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import Account, Capabilities, Nanoseconds
 from elastic.envs.base import Environment, StepResult
 from elastic.offload import Lane, lanes
+from elastic.report.history import history_of
+from elastic.report.refusals import refused_of
 from elastic.runtime.journal import GroupRow, JournalRecord, PullRow, RunDirectory, StepRow, TrajectoryRow, TurnRow
 from elastic.sim.lies import KINDS, Liar
 from elastic.weights.source import RelaySource
@@ -128,8 +132,9 @@ class CallingLane(Lane):
 class Honest:
     """Workers that do what they are told, and what their trainer has learnt."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config, run_dir: Path, credit: int = HONEST_CREDIT, token_s: float = TOKEN_S) -> None:
         self.weights = Weights()
+        self._credit, self._token_s = credit, token_s
         self._config = config
         self._run_dir = run_dir
 
@@ -143,7 +148,7 @@ class Honest:
 
     def _build_engine(self, _: wire.Welcome) -> ModelEngine:
         now_ns = time.monotonic_ns
-        return ModelEngine(now_ns, ModelDevice(now_ns), HONEST_CREDIT, 0, TOKEN_S, Unwatched())
+        return ModelEngine(now_ns, ModelDevice(now_ns), self._credit, 0, self._token_s, Unwatched())
 
     def _make_trainer(self, config: Config, device: str) -> ModelTrainer:
         return ModelTrainer(self._stepped, lambda version, bits: None)
@@ -268,6 +273,79 @@ async def play(frames: int, seed: int) -> PlayedRun:
         _read(played, kept, config, run.scheduler)
     played.rows |= {("learnt", group): (step, what) for step, group, what in honest.weights.learnt}
     return played
+
+
+LIMITS_BESIDE = {
+    "heartbeat_interval_s": 0.1,
+    "heartbeat_timeout_s": 1.0,
+    "stall_timeout_s": 1.0,
+    "turn_stall_timeout_s": 0.3,
+    "retry_base_s": 0.05,
+    "retry_max_s": 0.2,
+    "resume_timeout_s": 0.5,
+}
+BESIDE_CREDIT = 3
+"""Turns that the honest worker takes at a time: fewer than there are."""
+
+
+@dataclass
+class RunBeside:
+    """A run of one honest worker, with a liar beside it or alone."""
+
+    steps_per_s: float
+    journal_bytes: int
+    turns_of_liar: int
+    named: list[str]
+    """What the report says of the liar."""
+    honest_fenced: int
+    failed: str
+
+
+async def play_beside(arm: str, steps: int, token_s: float) -> RunBeside:
+    """One run with a liar of this arm, or without any if it is empty."""
+    body = {**CONFIGURATION, "run": {"seed": 7, "steps": steps}}
+    body["scheduler"] = {**cast(dict[str, Any], CONFIGURATION["scheduler"]), **LIMITS_BESIDE}
+    config = Config.model_validate(body)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        kept = RunDirectory(directory / RUN)
+        kept.path.mkdir()
+        honest = Honest(config, kept.path, BESIDE_CREDIT, token_s)
+        providers = [
+            OwnWorkers(compose.TRAINER_PROVIDER, 1, partial(honest.work, trains=True)),
+            OwnWorkers("spot", 1, honest.work),
+            *([OwnWorkers(LIAR, 1, partial(_lone_liar, arm))] if arm else []),
+        ]
+        journal = kept.begin_journal(config.journal)
+        environment = cast(Callable[[], Environment], partial(ModelEnvironment, NoSettings()))
+        run = orchestrator(config, kept, journal, providers, environment, relay=str(directory / "relay"))
+        failed = await run.run()
+        journal.close()
+        turns, fenced = 0, set[str]()
+        for _, _, commands in replay(config, kept.path, run.scheduler):
+            for command in commands:
+                if isinstance(command, c.StartTurn):
+                    turns += command.worker.startswith(LIAR)
+                elif isinstance(command, c.FenceWorker) and command.worker.startswith("spot"):
+                    fenced.add(command.reason)
+        with history_of(kept) as history:
+            ends_ns = [row.t_ns for row in history.rows(StepRow)]
+            named = [str(refused) for refused in refused_of(history) if refused.worker.startswith(LIAR)]
+        size_bytes = sum(path.stat().st_size for path in kept.path.glob("journal*.sqlite*"))
+    steps_per_s = len(ends_ns) / ends_ns[-1] * 1e9 if ends_ns else 0.0
+    blamed = {reason for reason in fenced if not reason.startswith(("its lease", "released"))}
+    return RunBeside(steps_per_s, size_bytes, turns, named, len(blamed), failed)
+
+
+async def _lone_liar(arm: str, ticket: Ticket) -> None:
+    script = Path(__file__).with_name("_lone_liar.py")
+    process = await asyncio.create_subprocess_exec(sys.executable, script, arm, msgspec.json.encode(ticket).decode())
+    try:
+        await process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 COMPARED: dict[type[JournalRecord], tuple[str, ...]] = {

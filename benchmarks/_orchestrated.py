@@ -68,7 +68,7 @@ class OwnWorkers:
             task.cancel()
 
     def bar(self, lease: LeaseId) -> None:
-        pass
+        self._places -= 1
 
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
         return [lease.request.lease for lease in known if not lease.granted]

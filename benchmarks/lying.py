@@ -4,20 +4,47 @@ A live gateway, the whole orchestrator and a journal, behind real sockets on loo
 workers are models whose tokens follow from a turn's seed alone. Each lie is one frame of one of the types that
 workers send, extreme, random or not a message at all, over a fresh session. `kinds` counts the frames by type;
 `wrong_rows` are rows of trajectories, turns, groups, steps and pulls that differ from the run without liars.
+
+Under `beside`, one liar beside one honest worker, by what it does all the time: `speed` of the run's steps and size of
+the `journal`, as shares of those of the honest worker alone; the `turns` that the liar was given; and what the report
+says of it. `hold` says that its turns wait, `trickle` sends chunks without tokens, `badstart` tokens from elsewhere;
+`flap` begins its session anew; the others flood with valid frames, as fast as they can.
 """
 
 from typing import Any
 
 import uvloop
 from _common import Arguments, emit, parse_arguments
-from _liars import play, wrong_rows
+from _liars import play, play_beside, wrong_rows
 from _live import log_faults_only
 
-FRAMES_QUICK, FRAMES = 5_040, 24_000
+FRAMES_QUICK, FRAMES = 2_520, 24_000
+STEPS_QUICK, STEPS = 18, 100
+BESIDE_TOKEN_S = 0.005
+ARMS = ("hold", "trickle", "badstart", "flood_tokens", "flood_reports", "flood_beats", "flap")
 
 
 def main(arguments: Arguments) -> dict[str, Any]:
-    return uvloop.run(measure(FRAMES_QUICK if arguments.quick else FRAMES))
+    figures = uvloop.run(measure(FRAMES_QUICK if arguments.quick else FRAMES))
+    return figures | {"beside": uvloop.run(measure_beside(STEPS_QUICK if arguments.quick else STEPS))}
+
+
+async def measure_beside(steps: int) -> dict[str, Any]:
+    alone = await play_beside("", steps, BESIDE_TOKEN_S)
+    if alone.failed:
+        raise RuntimeError(f"the run without a liar is no measure: {alone.failed}")
+    figures: dict[str, Any] = {"alone_steps_per_s": round(alone.steps_per_s, 2)}
+    for arm in ARMS:
+        run = await play_beside(arm, steps, BESIDE_TOKEN_S)
+        figures[arm] = {
+            "speed": round(run.steps_per_s / alone.steps_per_s, 3),
+            "journal": round(run.journal_bytes / alone.journal_bytes, 3),
+            "turns": run.turns_of_liar,
+            "named": run.named,
+            "honest_fenced": run.honest_fenced,
+            "cause": run.failed,
+        }
+    return figures
 
 
 async def measure(frames: int, seed: int = 1) -> dict[str, Any]:

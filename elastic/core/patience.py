@@ -108,7 +108,7 @@ class Patience:
     def overdue(self, worker: WorkerId, tokens: int, took_ns: Nanoseconds) -> bool:
         """Whether another worker would have finished a turn of so many tokens long ago."""
         pace_ns = next((p.token_ns for p in self._paces if p.worker != worker), None)
-        return pace_ns is not None and took_ns > TIMES_MOST * pace_ns * tokens
+        return pace_ns is not None and took_ns > MARGIN * pace_ns * tokens
 
     def limit_ns(self, what: str, now_ns: Nanoseconds) -> Nanoseconds:
         """How long to wait now for what is called so in `ADAPTIVE`."""

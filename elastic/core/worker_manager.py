@@ -41,7 +41,7 @@ class WorkerManager:
             "load": lambda worker: self.give_up(worker, EndCause.FENCED),
             "heartbeat": lambda worker: self.give_up(worker, EndCause.FENCED),
             "stall": lambda worker: self.give_up(worker, EndCause.FENCED),
-            "resume": lambda worker: self.give_up(worker, EndCause.LOST),
+            "resume": self._resume_due,
             "drain": lambda worker: self.give_up(worker, EndCause.RELEASED),
             "reload": lambda worker: self._ensure_weights(self._run.fleet.workers[worker]),
         }
@@ -208,6 +208,14 @@ class WorkerManager:
             run.fail(f"the trainer's device is not to be believed: {why}")
         self.give_up(worker.id, cause)
         run.out.append(c.BarLease(lease=worker.lease, provider=worker.provider))
+
+    def _resume_due(self, worker_id: WorkerId) -> None:
+        """Who did not come back may be dead; who had come back before, and brought nothing, is of no use."""
+        worker = self._run.fleet.workers[worker_id]
+        if worker.strikes > 1 and self._run.turns.finished - worker.others_finished > 1:
+            self._run.struck_out[worker_id] = None
+        else:
+            self.give_up(worker_id, EndCause.LOST)
 
     def strike_out(self) -> None:
         """Give up the workers whose turns bring nothing while others' do. Their places are not leased again."""

@@ -3,6 +3,7 @@
 - A worker shows its lease's one-time token and gets a session. The session's key buys the connection back, each
   time under the next epoch; whatever an older epoch still has to say is never heard.
 - Several runs share one gateway. A worker says for which it works, and comes in at that run's door.
+- A session is read no faster than its time and its orders can need; one that says ten times as much is over.
 - A frame reaches the listener only if it can be true (`elastic.runtime.validation`). A worker that sends another
   is refused for ever.
 - Strangers are few, before and after they have spoken TLS. The oldest goes when there are too many, and what is
@@ -25,8 +26,9 @@ from elastic import wire
 from elastic.core.types import WorkerId
 from elastic.endpoint import Address
 from elastic.outages import Outage
+from elastic.runtime.allowances import SessionAllowances
 from elastic.runtime.refusals import STRANGERS, RefusalCount, Refusals
-from elastic.runtime.validation import Claims, bounds_of
+from elastic.runtime.validation import Claims, bounds_of, without_figures
 from elastic.sockets import address_of, listening_socket
 from elastic.tickets import TicketRefused
 from elastic.tls import Certificate, TlsServer, oldest_of_crowd
@@ -40,6 +42,9 @@ CLOSE_GRACE_S = 1.0
 """How long a closed connection may still take to deliver its last frame."""
 FENCED_KEPT = 256
 """Fenced workers that are told why they are refused; older ones are refused as unknown, and nothing of them is kept."""
+HELD_S_MAX = 1.0
+"""Longest time for which a session that says too much is not read, before its allowance is looked at again."""
+TOO_MUCH = "more than its time and its orders can need: read no faster"
 LAST_LOOK_S = 0.1
 """Grace after a silence: this process may have been held up, with the worker's messages still unread."""
 
@@ -231,11 +236,13 @@ class Door:
         *,
         trains: bool = False,
         epoch: int = 0,
+        served_bytes: Callable[[], int] | None = None,
     ) -> None:
         """Let `worker` in, once, with `token`; then it comes back with `key`. Its `engine` settings, its `relay` and
         `relay_token` are the welcome's unless they are given.
 
-        It may say what the trainer says if it `trains`. With an `epoch` that it had with an earlier process of this
+        It may say what the trainer says if it `trains`. `served_bytes` says how much the relay has served, if that is
+        known. With an `epoch` that it had with an earlier process of this
         run its token is spent. Raises `ValueError` for a worker that is known already.
         """
         if worker in self._sessions:
@@ -247,8 +254,9 @@ class Door:
             welcome = msgspec.structs.replace(welcome, relay_token=relay_token)
         if relay is not None:
             welcome = msgspec.structs.replace(welcome, relay=relay)
-        claims = Claims(bounds_of(welcome.engine, welcome.model, trains=trains))
-        self._sessions[worker] = _Session(worker, token, key, epoch, welcome, claims, trains=trains)
+        claims = Claims(bounds_of(welcome.engine, welcome.model, trains=trains), served_bytes)
+        allowances = None if trains else SessionAllowances(welcome.heartbeat_interval_s, _now_s())
+        self._sessions[worker] = _Session(worker, token, key, epoch, welcome, claims, allowances)
 
     def expects(self, worker: WorkerId) -> bool:
         return worker in self._sessions
@@ -258,6 +266,8 @@ class Door:
         session = self._sessions.get(worker)
         if session is not None and session.connection is not None and session.epoch == epoch:
             session.connection.send(message)
+            if session.allowances is not None:
+                session.allowances.ordered(message)
 
     def hold(self, held: bool) -> None:
         """Stop reading from all workers while `held`, because their messages cannot be handled fast enough. Writing
@@ -309,9 +319,23 @@ class Door:
     def _admit(self, connection: "_Connection", hello: wire.Hello) -> None:
         """Open or resume the session of a stranger that has said hello. Raises `_NotAdmitted`."""
         session = self._authenticated(hello)
+        self._check_openings(session)
         self._end_epoch(session)
         session = self._authenticated(hello)  # the listener may have fenced it just now
         self._open(session, connection, hello.secret if hello.resume else "")
+
+    def _check_openings(self, session: "_Session") -> None:
+        """Raises `_NotAdmitted` for a session that begins anew too often."""
+        if session.allowances is None:
+            return
+        openings, reason = session.allowances.openings, "begins anew too often"
+        openings.use(1, _now_s())
+        if openings.far_beyond:
+            self._bar(session, reason)
+            raise _NotAdmitted(session.fenced)
+        if openings.wait_s(_now_s()):
+            self._refusals.note(session.worker, reason, _now_s(), "connection")
+            raise _NotAdmitted(reason, retry=True)
 
     def _open(self, session: "_Session", connection: "_Connection", key: str, worker: WorkerId = "") -> None:
         """Begin the session's next epoch; its bearer is told its name where it is a `worker` that has none yet."""
@@ -358,11 +382,29 @@ class Door:
     def _hear(self, session: "_Session", body: memoryview) -> None:
         """Take one frame of a session; one that cannot be meant is its last."""
         try:
+            if session.allowances is not None:
+                session.allowances.said(len(body), _now_s())
+                if session.allowances.far_beyond:
+                    raise wire.WireError("far more than its time and its orders can need")
             message = wire.decode_from_worker(body)
             session.claims.check(message, _now_s())
-            self._receive(session, message, body)
+            if isinstance(message, wire.WeightsReport):
+                message = self._believable(session, message)
+            if message is not None:
+                self._receive(session, message, body)
         except wire.WireError as error:
             self._bar(session, str(error))
+
+    def _believable(self, session: "_Session", report: wire.WeightsReport) -> wire.WeightsReport | None:
+        """What is believed of a report on weights. What cannot be counts against the worker, and is not shown."""
+        allowances, found = session.allowances, session.claims.doubt(report, _now_s())
+        if allowances is not None and not allowances.reported(_now_s()):
+            self._refusals.note(session.worker, "about weights that it was not told to load", _now_s(), "report")
+            return None
+        if found:
+            self._refusals.note(session.worker, found, _now_s(), "report")
+            return without_figures(report)
+        return report
 
     def _bar(self, session: "_Session", cause: str) -> None:
         """Refuse a worker for ever for what it sent, and tell the listener."""
@@ -406,7 +448,11 @@ UNKNOWN = "unknown worker or wrong token"
 
 
 class _NotAdmitted(Exception):
-    """No session for this Hello; the message says why."""
+    """No session for this Hello; the message says why, and `retry` whether it may be said again."""
+
+    def __init__(self, reason: str, *, retry: bool = False) -> None:
+        super().__init__(reason)
+        self.retry = retry
 
 
 def _now_s() -> float:
@@ -428,11 +474,11 @@ class _Session:
         epoch: int,
         welcome: wire.Welcome,
         claims: Claims,
-        *,
-        trains: bool,
+        allowances: SessionAllowances | None,
     ) -> None:
         self.worker = worker
-        self._trains = trains
+        self.allowances = allowances
+        """None for the trainer, who says what he is asked for, and has the run's future."""
         self.welcome = welcome
         self.claims = claims
         self.epoch = epoch
@@ -447,7 +493,7 @@ class _Session:
     @property
     def speaks(self) -> bool:
         """Whether it says all the time that it lives: not while it boots, and a trainer may have no time for that."""
-        return self.ready and not self._trains
+        return self.ready and self.allowances is not None
 
     def check(self, hello: wire.Hello) -> None:
         """Raises `_NotAdmitted` unless `hello` opens or resumes this session.
@@ -500,6 +546,8 @@ class _Connection(asyncio.Protocol):
         self._read_at_s = self._loop.time()
         self._heard_s = self._loop.time()
         self._handshake: asyncio.TimerHandle | None = None
+        self._slowed: asyncio.TimerHandle | None = None
+        """While nothing is read because too much was said."""
         self._left: Callable[[], None] | None = None
         """Of somebody who waits: to be called when it does not any more."""
 
@@ -532,7 +580,22 @@ class _Connection(asyncio.Protocol):
             if self.session is not None:
                 self._door._bar(self.session, str(error))
             else:
-                self._gateway._refuse_stranger(self, str(error))
+                retry = isinstance(error, _NotAdmitted) and error.retry
+                self._gateway._refuse_stranger(self, str(error), retry=retry)
+        self._slow_down()
+
+    def _slow_down(self) -> None:
+        """Read nothing while the session has said more than it may."""
+        session = self.session
+        if not self._open or session is None or session.allowances is None:
+            return
+        wait_s = session.allowances.wait_s(self._loop.time())
+        if wait_s and self._slowed is None:
+            self._door.blame(session.worker, TOO_MUCH, "frame")
+        if self._slowed is not None:
+            self._slowed.cancel()
+        self._slowed = self._loop.call_later(min(wait_s, HELD_S_MAX), self._slow_down) if wait_s else None
+        self.hold(self._door.held)
 
     def send(self, message: wire.FromOrchestrator) -> None:
         """Queue a frame for the single write at the end of this loop iteration."""
@@ -590,6 +653,7 @@ class _Connection(asyncio.Protocol):
 
     def hold(self, held: bool) -> None:
         """Read nothing more of a worker, or go on; strangers have only so long to say hello, and are read."""
+        held = held or self._slowed is not None
         if not self._open or self.session is None or self._transport.is_reading() is not held:
             return
         if held:
@@ -620,6 +684,9 @@ class _Connection(asyncio.Protocol):
         self._open = False
         self._outbox.clear()
         self._cancel_handshake()
+        if self._slowed is not None:
+            self._slowed.cancel()
+            self._slowed = None
 
     def _end(self) -> None:
         """The connection is of no further use: end its epoch, unless a later one has begun."""

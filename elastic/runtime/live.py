@@ -206,7 +206,13 @@ class ProviderLeases:
             self._relays.get(provider),
             trains=trains,
             epoch=epoch,
+            served_bytes=self._served_bytes(provider),
         )
+
+    def _served_bytes(self, provider: str) -> Callable[[], int] | None:
+        """How much the relay has served, where it serves everything that the provider's workers pull."""
+        rights = self._relay_rights
+        return None if rights is None or provider in self._relays else lambda: rights.served_bytes
 
     async def _acquire(self, provider: str, request: LeaseRequest) -> None:
         try:

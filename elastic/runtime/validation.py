@@ -13,6 +13,7 @@ import msgspec
 
 from elastic import wire
 from elastic.core.types import INTEGER_MAX, NS_PER_S, Account
+from elastic.runtime.refusals import REASON_MAX
 
 CLOCK_SLACK_S = 60.0
 """How far a worker's clock may be from ours before what it says of its time is a lie rather than a drift."""
@@ -20,6 +21,8 @@ DRIFT = 1e-3
 """Most by which a worker's clock may run faster than ours: ten times the drift of a bad quartz."""
 BACKWARDS_NS = NS_PER_S
 """Most by which an account may shrink, since one reading is taken from two running threads."""
+LINK_BYTES_PER_S = 100_000_000_000
+"""Faster than any worker's link."""
 TOKENS_PER_S_MAX = 1_000_000
 """More than any one worker decodes."""
 
@@ -59,8 +62,13 @@ class _Reading(NamedTuple):
 class Claims:
     """One worker's frames, in the order in which they come."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, served_bytes: Callable[[], int] | None = None) -> None:
+        """`served_bytes`: how much the relay has served to all workers, if that is known."""
         self._bounds = bounds
+        self._served_bytes = served_bytes
+        self._began_s: float | None = None
+        self._weights_s = 0.0
+        self._weights_bytes = 0
         self._first: _Reading | None = None
         self._accounts_ns: Mapping[Account, int] = {}
         self._checks: dict[type[Any], Callable[[Any, float], None]] = {
@@ -72,11 +80,29 @@ class Claims:
 
     def check(self, message: wire.FromWorker, now_s: float) -> None:
         """Raises `Implausible`, whose message names what is wrong without its value."""
+        if self._began_s is None:
+            self._began_s = now_s
         if isinstance(message, _OF_TRAINER) and not self._bounds.trains:
             raise Implausible(f"{wire.kind_of(message)}, which only the trainer sends")
         check = self._checks.get(type(message))
         if check is not None:
             check(message, now_s)
+
+    def doubt(self, report: wire.WeightsReport, now_s: float) -> str:
+        """What of a report on weights cannot be, with those before; empty if it can. It says little of the weights
+        themselves, so its sender may go on."""
+        passed_s = now_s - (now_s if self._began_s is None else self._began_s)
+        seconds = self._weights_s + max(report.pull_s + report.apply_s, sum(report.split_s.values()))
+        size_bytes = self._weights_bytes + report.pulled_bytes
+        served_bytes = LINK_BYTES_PER_S * (passed_s + CLOCK_SLACK_S)
+        if self._served_bytes is not None:
+            served_bytes = min(served_bytes, self._served_bytes())
+        if seconds > passed_s * (1 + DRIFT) + CLOCK_SLACK_S:
+            return "loaded weights for more time than has passed"
+        if size_bytes > served_bytes:
+            return "pulled more bytes of weights than the relay can have served"
+        self._weights_s, self._weights_bytes = seconds, size_bytes
+        return ""
 
     def _ready(self, ready: wire.Ready, _: float) -> None:
         if self._bounds.trains:
@@ -108,6 +134,11 @@ class Claims:
         if now.decoded_tokens - first.decoded_tokens > passed_s * TOKENS_PER_S_MAX:
             raise Implausible("more tokens than a worker can decode in the time")
         self._accounts_ns = now.accounts_ns
+
+
+def without_figures(report: wire.WeightsReport) -> wire.WeightsReport:
+    """What remains of a report whose figures cannot be."""
+    return wire.WeightsReport(report.version, report.error[:REASON_MAX], 0, 0.0, 0.0)
 
 
 def _total_ns(reading: _Reading) -> int:

@@ -39,6 +39,8 @@ class RelayRights:
             raise ValueError("relay: needs a token; without one anybody could delete the weights")
         self._bearers = {_digest(self.owner): Bearer("owner", owner=True)}
         self._issued: dict[str, bytes] = {}
+        self.served_bytes = 0
+        """That were served to workers, in all."""
 
     def issue(self, worker: str, token: str = "") -> str:
         """Let `worker` read, and ask for keyframes, with `token`, a new one unless it is given; returns that.

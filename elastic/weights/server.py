@@ -51,7 +51,7 @@ def relay_app(relay: Relay, rights: RelayRights, blob_bytes_max: int = BLOB_BYTE
         length = int(wanted[2]) - start + 1 if wanted and wanted[2] else None
         if start > POSITION_MAX:
             return PlainTextResponse(f"{key}: nothing at byte {start}", 416)
-        pieces = _pieces(relay, key, start, length)
+        pieces = _counted(rights, bearer, _pieces(relay, key, start, length))
         first = await run_in_threadpool(next, pieces, b"")
         if wanted and not first:
             return PlainTextResponse(f"{key}: nothing at byte {start}", 416)
@@ -120,6 +120,12 @@ def _pieces(relay: Relay, key: str, start: int, length: int | None) -> Iterator[
             return
         start += wanted
         left = None if left is None else left - wanted
+
+
+def _counted(rights: RelayRights, bearer: Bearer, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    for piece in pieces:
+        rights.served_bytes += 0 if bearer.owner else len(piece)
+        yield piece
 
 
 def _put_file(relay: Relay, key: str, file: IO[bytes]) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from elastic import wire
 from elastic.core.types import Capabilities, WeightMode
+from elastic.runtime.allowances import FAR_BEYOND, OPENINGS_BURST
 from elastic.runtime.gateway import Gateway, GatewayError, GatewayLimits
 from elastic.runtime.refusals import RefusalCount
 
@@ -634,3 +635,66 @@ async def test_a_killed_worker_is_known_to_be_gone_at_once(house: House) -> None
         with contextlib.suppress(ProcessLookupError):
             victim.kill()
         await victim.wait()
+
+
+def beat(progress: int) -> wire.Heartbeat:
+    return wire.Heartbeat(1, 0, 0, progress, {}, 0, 0.0, 0, 0)
+
+
+async def test_a_flood_of_valid_frames_is_read_no_faster_than_it_is_needed(house: House) -> None:
+    """Others are heard meanwhile, and the report names who floods."""
+    liar, _ = await house.ready("liar")
+    honest, _ = await house.ready("honest", "another token")
+    for progress in range(600):
+        liar.say(beat(progress))
+    honest.say(report(1))
+    await house.ear.until("message", "honest", 1, report(1))
+    await house.ear.until("message", "liar", 1, beat(300))
+    liar.say(*(beat(progress) for progress in range(2_000)))
+    await asyncio.sleep(0.2)
+    heard = sum(what[:2] == ("message", "liar") for what in house.ear.heard)
+    assert heard < 1_000
+    (told,) = [told for told in house.door.refusals() if told.worker == "liar"]
+    assert "read no faster" in told.reason
+
+
+async def test_ten_times_as_much_as_is_needed_bars_a_worker(house: House) -> None:
+    liar, _ = await house.ready()
+    with contextlib.suppress(ConnectionError):
+        liar.writer.write(wire.encode(slept()) * 40_000)
+        await liar.writer.drain()
+    await house.ear.until("barred", "w", 1, "far more than its time and its orders can need")
+    assert len(house.ear.heard) < 4_000
+
+
+async def test_a_worker_that_begins_anew_too_often_is_let_in_no_faster(house: House) -> None:
+    _, welcome = await house.ready()
+    answers: list[object] = []
+    for _ in range(OPENINGS_BURST + 4):
+        peer = await house.dial()
+        peer.say(hello("w", welcome.session_key, resume=True))
+        answers.append(await peer.hear())
+    assert wire.RefusedFrame("begins anew too often", retry=True) in answers
+    assert sum(isinstance(answer, wire.Welcome) for answer in answers) <= OPENINGS_BURST + 2
+    for _ in range((FAR_BEYOND + 3) * OPENINGS_BURST):
+        peer = await house.dial()
+        peer.say(hello("w", welcome.session_key, resume=True))
+        answers.append(await peer.hear())
+        await peer.aclose()
+    assert any(what[0] == "barred" for what in house.ear.heard)
+
+
+async def test_a_report_on_weights_that_cannot_be_is_heard_without_its_figures(house: House) -> None:
+    peer, _ = await house.ready()
+    peer.say(wire.WeightsReport(1, "", 2**53 - 1, 86_400.0, 86_400.0, 5))
+    await house.ear.until("message", "w", 1, report(1))
+    believed = wire.WeightsReport(2, "", 1_000, 0.0, 0.0, 5)
+    peer.say(believed)
+    await house.ear.until("message", "w", 1, believed)
+    peer.say(*(report(version) for version in range(100)))
+    peer.say(slept())
+    await house.ear.until("message", "w", 1, slept())
+    assert len(house.ear.heard) < 24
+    told = {told.reason: told.count for told in house.door.refusals()}
+    assert told["loaded weights for more time than has passed"] == 1
+    assert told["about weights that it was not told to load"] > 80

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -222,3 +223,30 @@ async def test_a_worker_comes_and_comes_back_over_tls_and_a_silent_one_is_cut(ce
     listening.cancel()
     connection.abort()
     await gateway.aclose()
+
+
+async def test_of_too_many_handshakes_the_crowded_address_loses_its_own(certificate: Certificate) -> None:
+    """Somebody far away gets in, who needs longer than others take to come a hundred times; no error is logged."""
+    troubles: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: troubles.append(context))
+    refused: asyncio.Queue[str] = asyncio.Queue()
+    async with serving(certificate, most=8, refuse=lambda address, _: refused.put_nowait(address)) as port:
+        distant = socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0))
+        crowd: list[asyncio.StreamWriter] = []
+        for _ in range(100):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            crowd.append(writer)
+            await asyncio.sleep(0)
+        distant.setblocking(False)
+        async with asyncio.timeout(PATIENCE_S):
+            addresses = {await refused.get() for _ in range(90)}
+            reader, writer = await asyncio.open_connection(
+                sock=distant, ssl=tls.pinning_context(), server_hostname="trainer.example"
+            )
+            writer.write(b"let in")
+            assert await reader.readexactly(6) == b"let in"
+        for stranger in [*crowd, writer]:
+            stranger.close()
+        await asyncio.sleep(0.05)
+    assert addresses == {"127.0.0.1"}
+    assert not troubles

@@ -9,6 +9,8 @@ from elastic.core import events as e
 from elastic.core.types import Nanoseconds, Progress, WorkerId
 from elastic.runtime.journal.records import EventRow
 
+NAME_MAX = 256
+"""Characters that are kept of the name of a turn of which nothing was accepted; those of real turns have fewer."""
 FRAME = "frame"
 """Kind of an event that is kept with the frame that it came in."""
 
@@ -76,17 +78,24 @@ def frame_row(
     """The journal's row of a token frame: its event, and the accepted chunks of `body`.
 
     `body` is the frame as it came off the wire. A frame accepted as a whole is stored unchanged; of rejected chunks
-    only the counts are stored, for the core saw no more.
+    only the counts are stored, for the core looked at no more.
     """
     if not accepted:
-        return event_row(event, t_ns)
+        return event_row(msgspec.structs.replace(event, chunks=tuple(map(_refused, event.chunks))), t_ns)
     if len(accepted) == len(event.chunks):
         kept = _encode(_Frame(event.worker, event.epoch, msgspec.Raw(body)))
     else:
         chunks = _decode_message(body).chunks
         message = wire.Tokens([chunks[position] for position in accepted])
-        kept = _encode(_PartialFrame(event.worker, event.epoch, message, event.chunks, tuple(accepted)))
+        seen = tuple(k if at in accepted else _refused(k) for at, k in enumerate(event.chunks))
+        kept = _encode(_PartialFrame(event.worker, event.epoch, message, seen, tuple(accepted)))
     return EventRow(t_ns=t_ns, kind=FRAME, body=kept)
+
+
+def _refused(chunk: Progress) -> Progress:
+    """What the core looks at of a chunk that it does not accept: a turn by this name there never was."""
+    turn = chunk.turn if len(chunk.turn) <= NAME_MAX else f"{chunk.turn[:NAME_MAX]}…"
+    return msgspec.structs.replace(chunk, turn=turn, detail="")
 
 
 def read_frame(body: bytes) -> tuple[e.TokensReceived, Mapping[int, wire.Chunk]]:

@@ -1,0 +1,113 @@
+"""One liar with a valid session: a process of its own, which says nothing but what the protocol allows.
+
+python _lone_liar.py ARM TICKET     (the ticket as JSON)
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+
+import _common  # noqa: F401  (the path)
+import msgspec
+
+from elastic import wire
+from elastic.core.types import INTEGER_MAX, TEXT_MAX, Account, Capabilities, FinishReason
+from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
+
+CREDIT = 6
+CAPABILITIES = Capabilities(
+    engine="model", replayable_sampling=True, max_context_tokens=512, device="none", max_batch=CREDIT
+)
+TICK_S = 0.005
+BEAT_S = 0.1
+UNREAD_BYTES = 1 << 20
+PATIENCE_S = 60.0
+LONG = "x" * TEXT_MAX
+
+
+class LoneLiar:
+    def __init__(self, arm: str, ticket: Ticket) -> None:
+        self._arm, self._ticket = arm, ticket
+        self._turns: dict[str, wire.Generate] = {}
+        self._progress = self._version = 0
+        self._beat_s = 0.0
+
+    async def live(self) -> None:
+        key = ""
+        while True:
+            connection, welcome = await dial(self._ticket, key, PATIENCE_S)
+            key = welcome.session_key or key
+            self._turns.clear()
+            connection.send(wire.Ready(CAPABILITIES, self._version))
+            self._beat(connection)
+            lying = asyncio.create_task(self._lie(connection))
+            with contextlib.suppress(ConnectionLost):
+                await connection.listen(self._hear(connection), PATIENCE_S)
+            lying.cancel()
+            await connection.aclose()
+            if self._arm != "flap":
+                return
+
+    def _hear(self, connection: Connection) -> Callable[[list[wire.FromOrchestrator]], None]:
+        def hear(orders: list[wire.FromOrchestrator]) -> None:
+            for order in orders:
+                if isinstance(order, wire.PullWeights):
+                    self._version = order.version
+                    connection.send(wire.WeightsReport(order.version, "", INTEGER_MAX, 86_400.0, 86_400.0, 1))
+                elif isinstance(order, wire.Generate):
+                    self._turns[order.turn] = order
+                    if self._arm == "badstart":
+                        connection.send(wire.Tokens([self._chunk(order, order.start + 5, [1])]))
+                elif isinstance(order, wire.Abort):
+                    self._turns.pop(order.turn, None)
+
+        return hear
+
+    async def _lie(self, connection: Connection) -> None:
+        loop = asyncio.get_running_loop()
+        if self._arm == "flap":
+            await asyncio.sleep(TICK_S if self._turns else 0)
+            connection.transport.abort()
+            return
+        while True:
+            await asyncio.sleep(TICK_S)
+            if loop.time() > self._beat_s + BEAT_S:
+                self._beat_s = loop.time()
+                self._beat(connection)
+                if self._arm == "trickle" and self._turns:
+                    empty = [self._chunk(order, order.start, []) for order in self._turns.values()]
+                    connection.send(wire.Tokens(empty))
+            while self._arm.startswith("flood") and connection.transport.get_write_buffer_size() < UNREAD_BYTES:
+                self._flood(connection)
+                await asyncio.sleep(0)
+
+    def _flood(self, connection: Connection) -> None:
+        for _ in range(64):
+            if self._arm == "flood_tokens":
+                refused = wire.Chunk("nobody's", 1, 0, [1], [-0.5], 0, FinishReason.STALLED, detail=LONG)
+                connection.send(wire.Tokens([refused]))
+            elif self._arm == "flood_reports":
+                connection.send(wire.WeightsReport(self._version, LONG, INTEGER_MAX, 86_400.0, 86_400.0))
+            else:
+                self._beat(connection)
+
+    def _beat(self, connection: Connection) -> None:
+        self._progress += 1
+        waiting, accounts = len(self._turns), {Account.DECODE: 1}
+        connection.send(wire.Heartbeat(CREDIT, waiting, 1, self._progress, accounts, 0, 0.0, 0, 0))
+
+    def _chunk(self, order: wire.Generate, start: int, tokens: list[int]) -> wire.Chunk:
+        logprobs = [-0.5] * len(tokens)
+        return wire.Chunk(order.turn, order.attempt, start, tokens, logprobs, self._version, prefilled_tokens=1)
+
+
+async def main() -> None:
+    os.nice(10)
+    with contextlib.suppress(ConnectionLost, SessionRefused):
+        await LoneLiar(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Ticket)).live()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
