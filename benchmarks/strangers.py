@@ -9,6 +9,8 @@ own at a lower priority, since strangers would not share these processors. By at
 - workers_locked_out: killed workers whose successors did not join while the attack went on;
 - run_ended: whether the run did.
 
+Under `tls_evictions` a gateway alone, and 1,600 half TLS handshakes a second (`_tls_evictions.py`).
+
     python benchmarks/strangers.py [--quick] [--json]
 """
 
@@ -32,6 +34,7 @@ import psutil
 from _common import emit, parse_arguments
 from _live import write_policy
 from _runs import CommandRun, RunFailed, sets
+from _tls_evictions import tls_evictions
 
 from elastic import wire
 from elastic.machine import raise_descriptor_limit
@@ -280,7 +283,8 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     raise_descriptor_limit()
     with tempfile.TemporaryDirectory() as directory:
-        emit(asyncio.run(measure(arguments.quick, Path(directory))), arguments)
+        figures = asyncio.run(measure(arguments.quick, Path(directory)))
+    emit(figures | {"tls_evictions": tls_evictions(3.0 if arguments.quick else 10.0)}, arguments)
 
 
 if __name__ == "__main__":

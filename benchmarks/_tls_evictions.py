@@ -1,0 +1,123 @@
+"""A crowd of half TLS handshakes from one address, and others from elsewhere, 200 ms a flight away.
+
+`others_answered` is the share of the others that a gateway in a process of its own has answered, `others_p99_s` how
+long that took (their distance included), `log_mb` what it has logged meanwhile.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import _common  # noqa: F401  (the path)
+
+from elastic import tls, wire
+from elastic.endpoint import Address
+from elastic.runtime.gateway import Gateway
+
+CROWD_PER_S = 1_600
+ELSEWHERE = "127.0.0.2"
+FLIGHT_S = 0.2
+EVERY_S = 0.1
+PATIENCE_S = 5.0
+MB = 1 << 20
+
+
+def _serve(directory: str, told: Connection) -> None:
+    log = os.open(f"{directory}/log", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+    async def serve() -> None:
+        certificate = tls.run_certificate(Path(directory), ["127.0.0.1"])
+        told.send(str(await Gateway().start("127.0.0.1", 0, certificate)))
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+def _crowd(port: int) -> None:
+    os.nice(10)
+
+    async def come() -> None:
+        began_s, come = time.monotonic(), 0
+        waiting: list[socket.socket] = []
+        while True:
+            while come < (time.monotonic() - began_s) * CROWD_PER_S:
+                come += 1
+                with contextlib.suppress(OSError):
+                    stranger = socket.socket()
+                    stranger.setblocking(False)
+                    waiting.append(stranger)
+                    stranger.connect_ex(("127.0.0.1", port))
+                if len(waiting) > 400:
+                    waiting.pop(0).close()
+            await asyncio.sleep(0.002)
+
+    asyncio.run(come())
+
+
+async def _ask(port: int) -> float:
+    """How long somebody far away waits for an answer; infinite if there is none."""
+    began_s = time.monotonic()
+    hello = wire.Hello(wire.PROTOCOL_VERSION, "stranger", "token", False, 0, "", "a-run")
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            distant = socket.socket()
+            distant.bind((ELSEWHERE, 0))
+            distant.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(distant, ("127.0.0.1", port))
+            await asyncio.sleep(FLIGHT_S)
+            reader, writer = await asyncio.open_connection(
+                sock=distant, ssl=tls.pinning_context(), server_hostname="gateway"
+            )
+            writer.write(wire.encode(hello))
+            answer = await reader.read(1)
+            writer.close()
+    except (OSError, TimeoutError):
+        answer = b""
+    return time.monotonic() - began_s if answer else float("inf")
+
+
+async def _ask_for(port: int, duration_s: float) -> list[float]:
+    asked: list[asyncio.Task[float]] = []
+    for _ in range(int(duration_s / EVERY_S)):
+        asked.append(asyncio.create_task(_ask(port)))
+        await asyncio.sleep(EVERY_S)
+    return sorted(await asyncio.gather(*asked))
+
+
+def tls_evictions(duration_s: float) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        here, there = context.Pipe()
+        gateway = context.Process(target=_serve, args=(directory, there), daemon=True)
+        gateway.start()
+        port = Address.parse(here.recv()).port
+        crowd = context.Process(target=_crowd, args=(port,), daemon=True)
+        crowd.start()
+        try:
+            time.sleep(1.0)
+            took_s = asyncio.run(_ask_for(port, duration_s))
+        finally:
+            for process in (crowd, gateway):
+                process.kill()
+                process.join()
+        log_mb = Path(directory, "log").stat().st_size / MB
+    answered = [taken_s for taken_s in took_s if taken_s < PATIENCE_S]
+    return {
+        "others_answered": round(len(answered) / len(took_s), 4),
+        "others_p99_s": round(answered[int(0.99 * (len(answered) - 1))], 3) if answered else None,
+        "log_mb": round(log_mb, 3),
+    }
+
+
+if __name__ == "__main__":
+    print(tls_evictions(float(sys.argv[1])))
