@@ -314,7 +314,7 @@ async def play_beside(arm: str, steps: int, token_s: float) -> RunBeside:
         providers = [
             OwnWorkers(compose.TRAINER_PROVIDER, 1, partial(honest.work, trains=True)),
             OwnWorkers("spot", 1, honest.work),
-            *([OwnWorkers(LIAR, 1, partial(_lone_liar, arm))] if arm else []),
+            *([OwnWorkers(LIAR, 1, partial(_lone_liar, arm), loses_barred=True)] if arm else []),
         ]
         journal = kept.begin_journal(config.journal)
         environment = cast(Callable[[], Environment], partial(ModelEnvironment, NoSettings()))

@@ -35,8 +35,10 @@ class OwnWorkers:
     Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
     on_this_machine: ClassVar[bool] = True
 
-    def __init__(self, name: str, places: int, work: Work) -> None:
+    def __init__(self, name: str, places: int, work: Work, *, loses_barred: bool = False) -> None:
+        """With `loses_barred` the place of a barred lease is not leased again."""
         self.name = name
+        self._loses_barred = loses_barred
         self.endpoint = Endpoint("")
         self._places = places
         self._work = work
@@ -68,7 +70,7 @@ class OwnWorkers:
             task.cancel()
 
     def bar(self, lease: LeaseId) -> None:
-        self._places -= 1
+        self._places -= self._loses_barred
 
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
         return [lease.request.lease for lease in known if not lease.granted]
