@@ -1,4 +1,5 @@
-"""Numbers of users' code, made plain where they enter: numpy's and torch's scalars become Python's, once.
+"""Values of users' code, made plain where they enter: numpy's and torch's scalars become Python's, once, and what their
+errors say becomes text that every record and terminal can hold.
 
 Nothing here imports numpy or torch: their scalars are known by the methods of Python's own data model.
 """
@@ -9,6 +10,7 @@ import operator
 from typing import Any
 
 SHOWN_CHARACTERS = 60
+TOLD_CHARACTERS = 2000
 
 
 def whole(value: Any) -> int | None:
@@ -39,7 +41,9 @@ def number(value: Any) -> float | None:
 
 def switch(value: Any) -> bool | None:
     """Return a truth value of Python, numpy or torch as a Python bool; None for anything else."""
-    return bool(value) if is_switch(value) else None
+    with contextlib.suppress(Exception):
+        return bool(value) if is_switch(value) else None
+    return None
 
 
 def is_switch(value: Any) -> bool:
@@ -63,8 +67,27 @@ def shown(value: Any) -> str:
         text = repr(value)
     except Exception as error:
         text = f"a value whose repr raises {type(error).__name__}"
-    text = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
-    return f"{text} ({type(value).__name__})"
+    return f"{_clipped(text, SHOWN_CHARACTERS)} ({printable(type(value).__name__)})"
+
+
+def told(error: BaseException) -> str:
+    """Return what an exception says, its type first, as one line of bounded length. Never raises."""
+    try:
+        text = str(error)
+    except BaseException as another:  # Also `SystemExit`: whoever tells of an error is not ended by its words.
+        text = f"a message whose str raises {type(another).__name__}"
+    said = [printable(type(error).__name__), _clipped(text, TOLD_CHARACTERS)]
+    return ": ".join(part for part in said if part)
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with what no encoding has, or what could steer a terminal, reorder letters or break XML,
+    made visible."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _clipped(text: str, characters: int) -> str:
+    return printable(text if len(text) <= characters else f"{text[:characters]}…")
 
 
 def _dtype(value: Any) -> str:

@@ -16,12 +16,11 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from elastic.plain_values import plain
+from elastic.plain_values import plain, told
 
 HEADER = struct.Struct("!I")
 ANSWER_BYTES_MAX = 2**20
 """A result is a number, or little more; what a function has to say besides belongs in its log."""
-ERROR_CHARACTERS_MAX = 2000
 _ANSWER_OVERHEAD_BYTES = 64
 PR_SET_PDEATHSIG = 1
 
@@ -70,26 +69,21 @@ def call(function: Callable[[Any], Any], payload: Any) -> Answer:
     try:
         result = function(payload)
     except BaseException as error:  # `sys.exit` in a function is a failed call, not the end of its process.
-        return Raised(_shown(error))
+        return Raised(told(error))
     try:
         encoded = msgspec.msgpack.encode(result, enc_hook=plain)
     except Exception as error:
-        return Unsendable(f"{type(result).__name__} cannot be sent: {_shown(error)}")
+        return Unsendable(f"{type(result).__name__} cannot be sent: {told(error)}")
     if len(encoded) + _ANSWER_OVERHEAD_BYTES > ANSWER_BYTES_MAX:
         return Unsendable(f"{type(result).__name__} has {len(encoded)} bytes; at most {ANSWER_BYTES_MAX} can be sent")
     return Returned(msgspec.Raw(encoded))
-
-
-def _shown(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
-    return text if len(text) <= ERROR_CHARACTERS_MAX else f"{text[:ERROR_CHARACTERS_MAX]}…"
 
 
 def serve(function: str, requests: BinaryIO, answers: BinaryIO) -> None:
     try:
         loaded = load(function)
     except BaseException as error:
-        _answer(answers, Missing(_shown(error)))
+        _answer(answers, Missing(told(error)))
         return
     _answer(answers, Loaded())
     while len(header := requests.read(HEADER.size)) == HEADER.size:

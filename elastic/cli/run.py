@@ -98,6 +98,7 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
         compose.check_policy(plan, None if plan.shared else resumed)
     run_dir = resumed or compose.new_run_dir(config)
     progress = ProgressDisplay(console(stderr=True))
+    go_on = f"go on with: {program()} run --resume {run_dir}"
     try:
         with _logging_to(run_dir / "logs" / "orchestrator.log"), progress.context:
             outcome = compose.run_loop(_execute(plan, run_dir, resume=resumed is not None, progress=progress))
@@ -112,11 +113,13 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
     except JournalError as error:
         say(f"error: the run failed: {error}")
         return EXIT_FAILED
+    except SystemExit as ended:
+        say(f"error: the run failed: a task that an environment has started raised SystemExit: {ended.code}; {go_on}")
+        return EXIT_FAILED
     try:
         conclude(run_dir, as_json=as_json)
     except (JournalError, OSError) as error:
         say(f"warning: no report could be written: {error}")
-    go_on = f"go on with: {program()} run --resume {run_dir}"
     if outcome.interrupted:
         say(f"interrupted; {go_on.replace('go on', 'goes on', 1)}")
         return EXIT_INTERRUPTED

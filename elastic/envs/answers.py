@@ -1,6 +1,7 @@
 """What environments answer, checked and made plain where it enters: past this module there are only Python's own
 integers and floats, within their ranges."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,10 @@ class Answers:
 
     def prompt(self, answer: Any) -> list[int]:
         """Return the token ids of `reset`. Raises `BadAnswer`."""
-        return self._ids("reset", answer)
+        found = self._ids("reset", answer)
+        if not found:
+            raise BadAnswer(f"{self._name}.reset: found no token ids; allowed: at least one")
+        return found
 
     def step(self, answer: Any) -> StepResult:
         """Return the result of `step`. Raises `BadAnswer`."""
@@ -46,10 +50,11 @@ class Answers:
 
     def tag(self, answer: Any) -> str:
         """Return the tag of the episode's kind. Raises `BadAnswer`."""
-        if not isinstance(answer, str) or len(answer) > TAG_CHARACTERS:
-            allowed = f"a text of at most {TAG_CHARACTERS} characters"
+        tag = str.__str__(answer) if isinstance(answer, str) else None
+        if tag is None or len(tag) > TAG_CHARACTERS or not tag.isprintable():
+            allowed = f"a text of at most {TAG_CHARACTERS} printable characters"
             raise BadAnswer(f"{self._name}: tag: found {shown(answer)}; allowed: {allowed}")
-        return str(answer)
+        return tag
 
     def _ids(self, method: str, answer: Any) -> list[int]:
         listed = answer if isinstance(answer, Sequence) else _as_list(answer)
@@ -58,7 +63,7 @@ class Answers:
         if len(listed) > TOKENS_MAX:
             raise BadAnswer(f"{self._name}.{method}: found {len(listed)} token ids; allowed: at most {TOKENS_MAX}")
         found: list[int] = []
-        for position, one in enumerate(listed):
+        for position, one in enumerate(itertools.islice(listed, TOKENS_MAX)):  # It may say less than it has.
             token = whole(one)
             if token is None or not 0 <= token < self._vocab_size:
                 allowed = f"integers from 0 to {self._vocab_size - 1}"

@@ -8,6 +8,7 @@ import msgspec
 
 from elastic.core.allowance import BudgetForecast
 from elastic.core.types import DEATHS, Account
+from elastic.plain_values import printable
 from elastic.report import units
 from elastic.report.batches import TRAINED
 from elastic.report.comparison import Comparison
@@ -139,7 +140,7 @@ def _deaths(summary: Summary) -> list[Figure]:
         waits = [end.replaced_s for end in own if end.replaced_s is not None]
         came = f"{len(waits)} replaced" if len(own) > 1 else followed(own[0])
         within = f" in {units.duration(max(waits))} at most" if waits[1:] else ""
-        said.append(f"{units.printable(provider)} {len(own)}, {came}{within}")
+        said.append(f"{printable(provider)} {len(own)}, {came}{within}")
     return [Figure(name="deaths", value=units.count(len(died)), detail="; ".join(said))]
 
 

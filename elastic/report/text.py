@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from elastic.plain_values import printable
 from elastic.report import tables, units
 from elastic.report.comparison import Comparison
 from elastic.report.summary import Summary
@@ -65,7 +66,7 @@ def closing_table(summary: Summary) -> RichTable:
     for bill in tables.bills(summary):
         usage = bill.usage
         cells = (
-            units.shortened(units.printable(bill.name), 12),
+            units.shortened(printable(bill.name), 12),
             units.count(usage and usage.leases),
             units.count(usage and usage.preemptions),
             units.duration(usage and usage.gpu_s),
@@ -88,10 +89,10 @@ def causes(summary: Summary) -> list[RichTable | Text]:
         table.add_column("cause", header_style="dim", overflow="fold")
         table.add_column("trajectories", header_style="dim", justify="right")
         for cause, count in rows:
-            table.add_row(Text(units.printable(cause)), count)
+            table.add_row(Text(printable(cause)), count)
         found.append(table)
     if summary.traceback:
-        lines = [units.printable(line) for line in summary.traceback.splitlines()]
+        lines = [printable(line) for line in summary.traceback.splitlines()]
         found.append(Text("\n".join(["the first environment that raised:", *lines])))
     return found
 
@@ -105,13 +106,13 @@ def comparison_table(summary: Summary, comparison: Comparison) -> RichTable:
     table.add_column("", overflow="fold")
     table.add_column(said.header[1], justify="right", header_style="dim", no_wrap=True)
     for row in said.rows:
-        table.add_row(*(Text(units.printable(cell)) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 
 def _title(summary: Summary) -> Text:
     return Text.assemble(
-        (units.printable(summary.run), "bold"),
+        (printable(summary.run), "bold"),
         " ",
         (summary.outcome, _OUTCOME_STYLES[summary.outcome]),
         f" after {units.duration(summary.wall_s)}",
@@ -126,7 +127,7 @@ def _caption(summary: Summary) -> Text:
             "\nalone: the whole run's cost if this provider alone had made all rollouts, an estimate", style="dim"
         )
     for words in tables.warnings(summary):
-        text.append("\n! " + units.printable(words), style="yellow")
+        text.append("\n! " + printable(words), style="yellow")
     return text
 
 
@@ -141,4 +142,4 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _escaped(words: str) -> str:
-    return _MARKDOWN_SPECIAL.sub(r"\\\1", units.printable(words))
+    return _MARKDOWN_SPECIAL.sub(r"\\\1", printable(words))

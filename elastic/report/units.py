@@ -66,11 +66,6 @@ def shortened(name: str, most: int) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-def printable(text: str) -> str:
-    """`text` on one line, with what could steer a terminal, reorder letters or break XML made visible."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
 def _scaled(value: float, unit: str) -> str:
     for scale, prefix in _SCALES:
         if abs(value) >= 0.9995 * scale:

@@ -87,7 +87,7 @@ class LoopWatch:
                     told = ""
                 continue
             holder = _holder(sys._current_frames().get(self._main))
-            if holder and holder != told and held_s >= self._held_s:
+            if holder and not told and held_s >= self._held_s:
                 self._tell(f"{holder} holds the event loop since {held_s:.0f} s, and with it the whole run")
                 told = holder
             if holder and self._told_to_end_s is not None:

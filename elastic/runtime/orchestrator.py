@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
+import traceback
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -186,7 +187,7 @@ class Orchestrator:
             wiring.make_environment,
             run.feed,
             self.now_ns,
-            self._spawn,
+            self._spawn_apart,
             scoring,
             self._stored,
             run.prompted,
@@ -241,11 +242,12 @@ class Orchestrator:
                 )
             )
 
-    def _raised(self, trace: str) -> None:
+    def _raised(self, error: BaseException) -> None:
         """Keep the traceback of the first environment that raised."""
         if not self._traced:
             self._traced = True
-            self._journal.meta(TRACEBACK, trace[-TRACEBACK_MAX:])
+            trace = "".join(traceback.format_exception(error))[-TRACEBACK_MAX:]
+            self._journal.meta(TRACEBACK, trace.encode(errors="backslashreplace").decode())
 
     def _names(self) -> list[str]:
         """Return the names of the run's providers, without the trainer's device."""
@@ -299,6 +301,20 @@ class Orchestrator:
         assert self._tasks is not None
         task = self._tasks.create_task(work, name=name)
         task.add_done_callback(self._ends_with)
+        return task
+
+    def _spawn_apart(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start a loop in which users' code runs. The run does not wait for its end: `Rollouts.ending` does."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._spawn(fail(error), f"end of {name}")
+
+        async def fail(error: BaseException) -> None:
+            raise error
+
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        task.add_done_callback(ended)
         return task
 
     def _ends_with(self, task: asyncio.Task[None]) -> None:

@@ -13,7 +13,6 @@ loop, also by `SystemExit` or a `CancelledError` of its own, the core hears of i
 import asyncio
 import contextlib
 import hashlib
-import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,7 @@ from elastic.core.ids import parse_trajectory, parse_turn, turn_id
 from elastic.core.types import SamplingParameters, TrajectoryId, TurnId, WorkerId
 from elastic.envs.answers import Answers, BadAnswer
 from elastic.envs.base import Environment
+from elastic.plain_values import told
 from elastic.runtime.journal import Sampled, TokenFrame, TrajectoryRow
 from elastic.runtime.ports import Feed
 from elastic.runtime.tasks import Spawn
@@ -38,6 +38,10 @@ log = structlog.get_logger(__name__)
 
 _ENDS = (asyncio.CancelledError, GeneratorExit)
 """How a loop ends that is told to."""
+STUBBORN_S = 2.0
+"""How long an environment may take to end once it is told to. It may catch what tells it."""
+_TOLD_TIMES = 5
+"""How often the loops that are left at the end are told so, `STUBBORN_S` apart, before they are left behind."""
 
 
 class TurnFailed(Exception):
@@ -46,6 +50,10 @@ class TurnFailed(Exception):
 
 class Diverged(Exception):
     """The environment behaves differently than in the process before this one."""
+
+
+class Unanswered(Exception):
+    """The environment did not answer in time."""
 
 
 class NoRoom(Exception):
@@ -186,8 +194,7 @@ class Rollouts:
 
     `feed` takes events to the core, `clock_ns` is the run's time. Without `scoring` the environments score. `stored`
     reads what a trajectory came to that finished in an earlier process, `prompted` is told of each turn that a
-    recalled trajectory was at, once its environment is there; `raised` gets the traceback of each environment that
-    raised.
+    recalled trajectory was at, once its environment is there; `raised` gets what each environment raised.
     """
 
     def __init__(
@@ -201,7 +208,7 @@ class Rollouts:
         scoring: ScoringSettings | None = None,
         stored: Callable[[TrajectoryId], TrajectoryRow] | None = None,
         prompted: Callable[[TurnId], None] = lambda _: None,
-        raised: Callable[[str], None] = lambda _: None,
+        raised: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         self._running: dict[TrajectoryId, list[OpenTurn]] = {}
         """Their turns, the one in progress last."""
@@ -298,11 +305,21 @@ class Rollouts:
 
     @contextlib.asynccontextmanager
     async def ending(self) -> AsyncIterator[None]:
-        """A context, at whose end all loops end. However that comes, no environment is to blame for it."""
+        """A context, at whose end all loops end. However that comes, no environment is to blame for it.
+
+        Those whose environments catch what tells them to end are told so again, and then left behind.
+        """
         try:
             yield
         finally:
             self.cancel_all()
+            for _ in range(_TOLD_TIMES):
+                if self._tasks:
+                    await asyncio.wait(self._tasks.values(), timeout=STUBBORN_S)
+                    self.cancel_all()
+            for trajectory, task in self._tasks.items():
+                log.warning("environment does not end: left behind", trajectory=trajectory)
+                asyncio.tasks._unregister_task(task)  # Else the end of the event loop would wait for it.
 
     def _is_told_to_end(self, trajectory: TrajectoryId) -> bool:
         """Whether what ends this loop comes from outside of its environment. An environment may raise whatever the
@@ -379,39 +396,38 @@ class Rollouts:
         step, group, _ = parse_trajectory(trajectory)
         episode = RolloutTrajectory(trajectory, self._clock_ns(), stable_hash(self._seed, step, group))
         try:
-            async with self._environment(trajectory) as environment:
+            async with self._environment(episode) as environment:
                 await self._play(episode, environment)
-        except (TurnFailed, Diverged, NoRoom, BadAnswer) as failure:
+        except (TurnFailed, Diverged, NoRoom, BadAnswer, Unanswered) as failure:
             self._failed(episode, str(failure))
-        except TimeoutError:
-            limit_s = self._limits.environment_timeout_s
-            self._failed(episode, f"the environment did not answer within {limit_s:g} s")
         except BaseException as error:
             if isinstance(error, _ENDS) and self._is_told_to_end(trajectory):
                 raise
-            self._raised("".join(traceback.format_exception(error)))
-            self._failed(episode, f"the environment raised {type(error).__name__}: {error}")
+            self._raised(error)
+            self._failed(episode, f"the environment raised {told(error)}")
         else:
             self._over(episode)
         finally:
             self._running.pop(trajectory, None)
 
     @contextlib.asynccontextmanager
-    async def _environment(self, trajectory: TrajectoryId) -> AsyncIterator[Environment]:
+    async def _environment(self, episode: RolloutTrajectory) -> AsyncIterator[Environment]:
         environment = self._make_environment()
         try:
             yield environment
         finally:
             try:
-                async with asyncio.timeout(self._limits.environment_timeout_s):
+                async with self._time_to_answer(episode):
                     await environment.aclose()
             except BaseException as error:  # what the episode came to stands
-                if isinstance(error, _ENDS) and self._is_told_to_end(trajectory):
+                if isinstance(error, _ENDS) and self._is_told_to_end(episode.trajectory):
                     raise
-                log.warning("environment not closed", error=repr(error))
+                log.warning("environment not closed", error=told(error))
 
     def _over(self, episode: RolloutTrajectory) -> None:
         trajectory, tokens = episode.trajectory, episode.policy_tokens
+        if trajectory in self._told_to_end:
+            return
         self._finished[trajectory] = episode
         if self._scoring is not None:
             self._feed(e.RewardRequested(trajectory=trajectory, tokens=tokens), episode)
@@ -419,13 +435,22 @@ class Rollouts:
             self._feed(e.TrajectoryFinished(trajectory=trajectory, reward=episode.reward, tokens=tokens), episode)
 
     def _failed(self, episode: RolloutTrajectory, cause: str) -> None:
-        self._feed(e.TrajectoryFailed(trajectory=episode.trajectory, cause=cause), episode)
+        if episode.trajectory not in self._told_to_end:
+            self._feed(e.TrajectoryFailed(trajectory=episode.trajectory, cause=cause), episode)
+
+    def _give_up(self, episode: RolloutTrajectory) -> None:
+        """Go on without an environment that catches what tells it to end. Its loop is told so again, and unheard."""
+        if self._ending:
+            return
+        self._failed(episode, f"{self._unanswered()}, and does not end")
+        self._running.pop(episode.trajectory, None)
+        self.cancel(episode.trajectory)
 
     async def _play(self, episode: RolloutTrajectory, environment: Environment) -> None:
         limits = self._limits
         step, group, member = parse_trajectory(episode.trajectory)
         answers = Answers(type(environment).__name__, limits.vocab_size)
-        async with self._time_to_answer():
+        async with self._time_to_answer(episode):
             prompt = await environment.reset(episode.seed)
         episode.observe(answers.prompt(prompt))
         episode.tag = answers.tag(getattr(environment, "tag", ""))
@@ -438,7 +463,7 @@ class Rollouts:
             noise_seed = stable_hash(self._seed, step, group, member, episode.turns)
             turn = await self._generate(episode, msgspec.structs.replace(limits.sampling, noise_seed=noise_seed))
             episode.act(turn)
-            async with self._time_to_answer():
+            async with self._time_to_answer(episode):
                 answer = await environment.step(list(turn.token_ids))
             result = answers.step(answer)
             if result.done:
@@ -446,19 +471,32 @@ class Rollouts:
                 return
             episode.observe(result.token_ids)
         episode.truncated = True
-        async with self._time_to_answer():
+        async with self._time_to_answer(episode):
             reward = await environment.truncate()
         episode.reward = answers.reward("truncate", reward)
 
     @contextlib.asynccontextmanager
-    async def _time_to_answer(self) -> AsyncIterator[None]:
-        """A context for one call of an environment. Raises `TimeoutError`, also where the call held the event loop for
+    async def _time_to_answer(self, episode: RolloutTrajectory) -> AsyncIterator[None]:
+        """A context for one call of an environment. Raises `Unanswered`, also where the call held the event loop for
         so long that no timer could end it."""
         limit_s, began_ns = self._limits.environment_timeout_s, self._clock_ns()
-        async with asyncio.timeout(limit_s):
-            yield
+        stubborn = asyncio.get_running_loop().call_later(limit_s + STUBBORN_S, self._give_up, episode)
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                yield
+        except TimeoutError as error:
+            if limit.expired():
+                raise Unanswered(self._unanswered()) from error
+            raise
+        finally:
+            stubborn.cancel()
+        if self._is_told_to_end(episode.trajectory):
+            raise asyncio.CancelledError  # The environment has caught it.
         if self._clock_ns() - began_ns > limit_s * 1e9:
-            raise TimeoutError
+            raise Unanswered(self._unanswered())
+
+    def _unanswered(self) -> str:
+        return f"the environment did not answer within {self._limits.environment_timeout_s:g} s"
 
     def _has_room(self, episode: RolloutTrajectory) -> bool:
         return len(episode.token_ids) + self._limits.sampling.max_new_tokens <= self._limits.max_context_tokens

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.plain_values import printable
 from elastic.report import units
 
 
@@ -50,7 +51,7 @@ def test_dollars(value, words):
 
 @given(st.text())
 def test_printable_text_stays_and_the_rest_shows(text):
-    shown = units.printable(text)
+    shown = printable(text)
     assert shown.isprintable()
     assert len(shown) == len(text)
     if text.isprintable():

@@ -1,6 +1,8 @@
 """Rollout loops: what an environment does wrong ends its trajectory as failed, and what it did right stands."""
 
 import asyncio
+import itertools
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from elastic.core.types import SamplingParameters
 from elastic.envs.base import StepResult
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.rollout import RolloutLimits, Rollouts, RolloutTrajectory
+from tests.standing_clock import StandingClock
 
 LIMITS = RolloutLimits(
     max_turns=4,
@@ -305,3 +308,130 @@ async def test_who_is_told_to_end_says_nothing() -> None:
             else:
                 rollouts.cancel("0/0/0")
     assert heard == []
+
+
+class Unspeakable(Exception):
+    """An error that cannot say what it is."""
+
+    def __init__(self, how: type[BaseException]) -> None:
+        self._how = how
+
+    def __str__(self) -> str:
+        raise self._how("no words")
+
+
+class Stubborn(OneTurn):
+    """An environment whose `reset` catches what tells it to end, so often."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(1.0)
+        self._times = times
+        self.caught = 0
+
+    async def reset(self, seed: int) -> list[int]:
+        while self.caught < self._times:
+            try:
+                await asyncio.sleep(3600.0)
+            except asyncio.CancelledError:
+                self.caught += 1
+        return [1, 2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unspeakable(ValueError),
+        Unspeakable(SystemExit),
+        OSError(2, "none", "a\udcff.json"),
+        ValueError("[/red]\x1b[31m\x00\n" * 10),
+        ValueError("x" * 10_000_000),
+        TimeoutError("its own"),
+    ],
+    ids=["unspeakable", "ends", "surrogate", "controls", "long", "timeout"],
+)
+async def test_whatever_an_error_says_its_cause_is_one_line_that_a_journal_can_hold(error: BaseException) -> None:
+    class Raises(OneTurn):
+        async def reset(self, seed: int) -> list[int]:
+            raise error
+
+    (failed,), _ = await play(Raises(1.0))
+    assert isinstance(failed, e.TrajectoryFailed)
+    assert failed.cause.startswith(f"the environment raised {type(error).__name__}: ")
+    assert failed.cause.isprintable()
+    assert len(failed.cause) < 2100
+    assert failed.cause.encode()
+
+
+@pytest.mark.parametrize("tag", ["a\udcff", "a\x1b[31m", "x" * 201], ids=ascii)
+async def test_a_tag_that_no_journal_or_terminal_can_hold_is_no_answer(tag: str) -> None:
+    class Tagged(OneTurn):
+        pass
+
+    Tagged.tag = tag  # type: ignore[attr-defined]
+    (failed,), _ = await play(Tagged(1.0))
+    assert isinstance(failed, e.TrajectoryFailed)
+    assert "a text of at most 200 printable characters" in failed.cause
+
+
+class Unending(list[int]):
+    """It says that it has three."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.repeat(1)
+
+
+async def test_a_prompt_without_token_ids_is_no_answer() -> None:
+    (failed,), _ = await play(Endless(1.0, prompt_tokens=0))
+    assert isinstance(failed, e.TrajectoryFailed)
+    assert failed.cause == "Endless.reset: found no token ids; allowed: at least one"
+
+
+async def test_ids_that_never_end_are_cut() -> None:
+    class Answers(OneTurn):
+        async def reset(self, seed: int) -> list[int]:
+            return Unending([1, 2, 3])
+
+    (failed,), _ = await play(Answers(1.0))
+    assert isinstance(failed, e.TrajectoryFailed)
+    assert "leaves no room" in failed.cause
+
+
+def stubborn(environment: Any, until_s: float) -> tuple[list[e.Event], float]:
+    """Return what the core is told until the run ends at `until_s`, and how long that end takes, in seconds."""
+    heard: list[e.Event] = []
+
+    async def run() -> float:
+        loop = asyncio.get_running_loop()
+
+        def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+            return loop.create_task(work, name=name)
+
+        def feed(event: e.Event, payload: Any = None) -> None:
+            heard.append(event)
+
+        rollouts = Rollouts(1, LIMITS, lambda: environment, feed, lambda: round(loop.time() * 1e9), spawn)
+        async with rollouts.ending():
+            rollouts.start(c.StartGroup(step=0, group="0/0", index=0, trajectories=("0/0/0",)))
+            await asyncio.sleep(until_s)
+            ended_s = loop.time()
+        return loop.time() - ended_s
+
+    with asyncio.Runner(loop_factory=StandingClock) as runner:
+        return heard, runner.run(run())
+
+
+@pytest.mark.parametrize("times", [2, 10**9])
+def test_an_environment_that_does_not_end_fails_its_trajectory_once(times: int) -> None:
+    heard, _ = stubborn(Stubborn(times), until_s=60.0)
+    (failed,) = heard
+    assert isinstance(failed, e.TrajectoryFailed)
+    assert failed.cause == "the environment did not answer within 5 s, and does not end"
+
+
+@pytest.mark.parametrize(("times", "longest_s"), [(2, 6.0), (10**9, 12.0)])
+def test_an_environment_that_does_not_end_holds_up_no_end(times: int, longest_s: float) -> None:
+    environment = Stubborn(times)
+    heard, took_s = stubborn(environment, until_s=1.0)
+    assert heard == []
+    assert environment.caught >= 2
+    assert took_s <= longest_s

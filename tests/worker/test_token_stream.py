@@ -9,6 +9,7 @@ from elastic import wire
 from elastic.core.types import FinishReason, SamplingParameters
 from elastic.engine.base import NO_VERSION, TokenChunk
 from elastic.worker.token_stream import TokenStream
+from tests.standing_clock import StandingClock
 
 
 def order(turn: str) -> wire.Generate:
@@ -97,20 +98,6 @@ def test_every_turns_tokens_leave_once_and_in_order(iterations, whole_turns) -> 
         starts = [c.start for c in chunks]
         assert starts == [sum(len(c.token_ids) for c in chunks[:n]) for n in range(len(chunks))]
         assert [c.finish is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
-
-
-class StandingClock(asyncio.SelectorEventLoop):
-    """Its time stands still, but for jumps to the next timer when nothing else is to be done."""
-
-    now_s = 0.0
-
-    def time(self) -> float:
-        return self.now_s
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self.now_s = max(self.now_s, self._scheduled[0].when())  # type: ignore[attr-defined]
-        super()._run_once()  # type: ignore[misc]
 
 
 @given(
