@@ -15,13 +15,23 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
+from elastic.core.events import (
+    LeaseEnded,
+    LeaseGranted,
+    LeaseNotice,
+    LeaseRefused,
+    LeaseRepriced,
+    OfferChanged,
+    StraysBilled,
+)
 from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, WorkerId
 from elastic.endpoint import Endpoint
 from elastic.outages import Outage
 from providers.waiting_room import WaitingRoom
 
-ProviderEvent: TypeAlias = OfferChanged | LeaseGranted | LeaseRefused | LeaseNotice | LeaseEnded
+ProviderEvent: TypeAlias = (
+    OfferChanged | LeaseGranted | LeaseRefused | LeaseNotice | LeaseEnded | LeaseRepriced | StraysBilled
+)
 Emit: TypeAlias = Callable[[ProviderEvent], None]
 
 
@@ -58,6 +68,8 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
       besides those that all processes of a run inherit.
     - `now_ns` is the run's clock, for events and markets; it goes on over the run's incarnations.
     - `note` stores a text under a key in the run's journal, for its report; a later text replaces an earlier one.
+    - `spent_usd` returns what a provider's resources that are over have cost, in all processes of the run, by its
+      journal.
     - `secret` returns the token of a host by its name, the same in each incarnation. A host that has not heard from the
       run for `orchestrator_timeout_s` ends.
     - `pool` is the `elastic.pool_client.PoolClient` of a run that is a pool's job.
@@ -71,6 +83,7 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
     pass_env: tuple[str, ...] = ()
     now_ns: Callable[[], Nanoseconds]
     note: Callable[[str, str], None] = lambda key, text: None
+    spent_usd: Callable[[str], float] = lambda provider: 0.0
     secret: Callable[[str], str] = lambda host: secrets.token_urlsafe(32)
     acquire_timeout_s: float
     release_timeout_s: float
@@ -129,7 +142,8 @@ class Provider(Protocol):
     For every `acquire` exactly one of LeaseGranted and LeaseRefused is emitted, and for every granted lease
     exactly one LeaseEnded, after which none of its processes is alive. `release` of an unknown or ended
     lease is a no-op; `release` of a lease that is not granted yet ends in LeaseRefused, or in LeaseGranted
-    followed by LeaseEnded.
+    followed by LeaseEnded. LeaseRepriced may come of a granted lease at any time before its end. What the vendor bills
+    and no lease had comes as StraysBilled.
     """
 
     Settings: ClassVar[type[ProviderSettings]]
@@ -169,6 +183,11 @@ class Provider(Protocol):
 
         Does nothing for a lease that is unknown or has ended.
         """
+        ...
+
+    @property
+    def closing_s(self) -> float:
+        """The longest time that `aclose` may take."""
         ...
 
     async def aclose(self) -> None:

@@ -107,6 +107,13 @@ class BaseProvider(Generic[SettingsT]):
     def withdrawn(self, lease: LeaseId) -> None:
         """Called when the lease is to end, also before it is granted: a long `launch` can break off."""
 
+    async def end_left_over(self) -> None:
+        """Called as the provider closes, once all leases are over: end everything else that is there."""
+
+    @property
+    def closing_s(self) -> float:
+        return self.context.release_timeout_s
+
     @property
     def answer_timeout_s(self) -> float | None:
         """Return the limit of a launch; None if the run itself limits the wait."""
@@ -189,7 +196,10 @@ class BaseProvider(Generic[SettingsT]):
             self.end(lease, LeaseEnding(EndCause.RELEASED, "the provider is closing"))
         if tasks := self._background | self._lease_tasks:
             await asyncio.wait(tasks)
-        self._sink = None
+        try:
+            await self.end_left_over()
+        finally:
+            self._sink = None
 
     # What an adapter can use
 

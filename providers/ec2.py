@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from elastic.core.events import LeaseNotice
+from elastic.core.events import LeaseNotice, LeaseRepriced, StraysBilled
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from elastic.endpoint import is_loopback
 from providers.base import (
@@ -42,7 +42,17 @@ from providers.base_provider import BaseProvider, Found, LeaseHandle
 from providers.ec2_api import Ec2Api, Ec2Error, Instance, Launch, NoAccess, QueueNotice, installed, of_leases
 from providers.ec2_examination import examine
 from providers.ec2_history import Ec2History
-from providers.ec2_market import HOUR_S, NEVER_JOINED, NOTICE_S, Ec2Market, Ec2Settings, SpotPool, bill_usd
+from providers.ec2_market import (
+    ENDING_S,
+    HOUR_S,
+    NEVER_JOINED,
+    NOTICE_S,
+    Ec2Market,
+    Ec2Settings,
+    Running,
+    SpotPool,
+    bill_usd,
+)
 from providers.ec2_user_data import UserDataTooLarge, user_data
 from providers.markets import CapacityUnavailable, LeaseEnding
 from providers.vendor_calls import call
@@ -62,8 +72,8 @@ PUT_BACK_S = 2
 """When another reader of the queue sees a notice that this run has put back."""
 CALLS_AT_ONCE = 16
 """How many secrets are deleted at once."""
-CAP_NOTICE_S = 30.0
-"""Leases get notice so long before the spending cap is reached. Their turns end or move meanwhile."""
+SLACK_S = 2.0
+"""How inexactly AWS's clock is known."""
 
 INTERRUPTION = "EC2 Spot Instance Interruption Warning"
 REBALANCE = "EC2 Instance Rebalance Recommendation"
@@ -79,6 +89,9 @@ class _Leased:
         self.over: asyncio.Future[LeaseEnding] = asyncio.get_running_loop().create_future()
         self.since_s = time.monotonic()
         self.advised = False
+        self.granted = False
+        self.told_usd: float | None = None
+        """What the run was told last that a GPU's hour costs at the most."""
         self.silent = False
         """Whether no worker has come from the instance in time."""
         self._provider = provider
@@ -113,6 +126,8 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     def __init__(self, name: str, settings: Ec2Settings, context: ProviderContext) -> None:
         self._ec2 = Ec2Market(name, settings)
         super().__init__(self._ec2, context)
+        self._ec2.spent_usd = lambda: context.spent_usd(name)
+        self._ec2.now_s = self._now_s
         # Another run of the same name, anywhere, must not end this one's instances.
         tag = f"{context.run}-{hashlib.sha256(context.secret(f'ec2 {name}').encode()).hexdigest()[:8]}"
         self._api = Ec2Api(settings, tag, name)
@@ -125,9 +140,10 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         self._secrets: dict[LeaseId, float] = {}
         """When (monotonic) each secret was made that is there, or may be."""
         self._template_since_s = 0.0
-        self._strays: set[str] = set()
-        self._bill_running: dict[str, float] = {}
-        self._cap_told = False
+        self._most_usd: dict[LeaseId, float] = {}
+        """What an instance's hour may cost at the most, by the offer at which each lease was requested."""
+        self._strays: dict[str, float] = {}
+        """Instances of no lease, until their bill is known, and since when (monotonic) each is being ended."""
         self._used = False
         self._may_be_left = False
         """Whether this process or an earlier one has created or ordered anything."""
@@ -174,6 +190,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     async def acquire(self, request: LeaseRequest) -> None:
         # Whoever asks has read the last offer, and books the lease at its price.
         self._usd[request.lease] = self._offered_usd
+        self._most_usd[request.lease] = self._ec2.offered_most_usd
         await super().acquire(request)
 
     async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
@@ -188,10 +205,11 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         except UserDataTooLarge as error:
             raise CapacityUnavailable(f"{self.name}: {error}") from error
         tuple(self._ec2.advance(self.context.now_ns()))
-        pools = self._ec2.usable()
+        pools = [pool for pool in self._ec2.usable() if self._ec2.usd_now(pool) <= self._most_usd[lease]]
         if not pools:
             raise CapacityUnavailable(f"{self.name}: {self._ec2.why_nothing()}")
         self._ordering.add(lease)
+        self._ec2.running[lease] = Running(max(pools, key=self._ec2.usd_now), self._now_s())
         self._may_be_left = True
         try:
             if secret:
@@ -205,6 +223,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             raise
         except BaseException:  # Cut short: what came of the order shows where EC2 lists instances.
             self._unsettled[lease] = time.monotonic() + SETTLING_S
+            self._ec2.running[f"an order of {lease}"] = self._ec2.running[lease]
             raise
         finally:
             self._ordering.discard(lease)
@@ -241,6 +260,8 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 kept = (living or instances)[0]
                 living = [instance for instance in living if instance is not kept]
                 handle = self._hold(lease, kept.id, kept.pool, kept.usd_per_gpu_hour)
+                handle.granted = wanted.granted
+                self._ec2.running[lease] = Running(kept.pool, kept.began_s)
                 if not kept.lives:
                     handle.ended(self._ending(kept))
                 found[lease] = Found(handle)
@@ -266,10 +287,10 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     async def aclose(self) -> None:
         self._api.closed = True
         await super().aclose()
-        if not self._used:
-            return
-        self._used = False
-        if not self._may_be_left:
+
+    async def end_left_over(self) -> None:
+        used, self._used = self._used, False
+        if not used or not self._may_be_left:
             return
         try:
             async with asyncio.timeout(max(self.context.release_timeout_s, SETTLING_S) + SETTLING_S):
@@ -312,7 +333,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             await asyncio.sleep(LOOK_AGAIN_S)
         self._held.pop(leased.lease, None)
         self._usd.pop(leased.lease, None)
-        self._bill_running.pop(leased.instance, None)
+        self._most_usd.pop(leased.lease, None)
         await self._delete_secret(leased.lease)
         if seen is None or seen.ended_s is None:
             return None
@@ -324,7 +345,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             self._ec2.joined(seen.pool)
         await asyncio.to_thread(self._past.add, seen.pool, held_s, taken=seen.taken)
         usd = await self._bill(seen)
-        self._ec2.spent_usd += usd
+        self._ec2.running[leased.lease] = Running(seen.pool, seen.began_s, usd)
         per_hour = (leased.usd_per_gpu_hour or seen.usd_per_gpu_hour) * self.settings.gpus
         return round(usd / per_hour * HOUR_S * NS_PER_S) if per_hour else None
 
@@ -349,7 +370,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         if not instance.taken:
             with contextlib.suppress(Ec2Error, TimeoutError):
                 self._ec2.priced(await self._call(self._api.prices, instance.began_s))
-        ended_s = time.time() if instance.ended_s is None else instance.ended_s
+        ended_s = self._now_s() if instance.ended_s is None else instance.ended_s
         points = self._ec2.prices.get(instance.pool, ())
         return bill_usd(instance.began_s, ended_s, points, interrupted=instance.taken)
 
@@ -375,7 +396,25 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
 
     def _hold(self, lease: LeaseId, instance: str, pool: SpotPool, usd_per_gpu_hour: float) -> _Leased:
         leased = self._held[lease] = _Leased(self, lease, instance, pool, usd_per_gpu_hour)
+        if (ordered := self._ec2.running.get(lease)) is not None:
+            self._ec2.running[lease] = ordered._replace(pool=pool)
         return leased
+
+    def granted(self, lease: LeaseId) -> None:
+        if (leased := self._held.get(lease)) is not None:
+            leased.granted = True
+            self._tell_price(leased)
+
+    def _tell_price(self, leased: _Leased) -> None:
+        """Tell the run what a granted lease has cost and costs, once that is another than it was told."""
+        running = self._ec2.running.get(leased.lease)
+        if running is None or not leased.granted:
+            return
+        usd_per_gpu_hour = self._ec2.usd_per_hour_most(running) / self.settings.gpus
+        if usd_per_gpu_hour != leased.told_usd:
+            leased.told_usd = usd_per_gpu_hour
+            usd = self._ec2.bill_usd(running, SLACK_S, least_s=0.0)
+            self._emit(LeaseRepriced(lease=leased.lease, usd=usd, usd_per_gpu_hour=usd_per_gpu_hour))
 
     def never_joined(self, lease: LeaseId) -> str:
         leased = self._held.get(lease)
@@ -418,11 +457,12 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                     log.info("EC2 answers again", provider=self.name)
                 self._silent_s, self._ec2.closed = None, ""
                 self._look_at(seen)
-                if time.monotonic() - reconciled_s >= self.settings.reconcile_s:
+                await self._settle_strays(seen)
+                if self._unsettled or time.monotonic() - reconciled_s >= self.settings.reconcile_s:
                     reconciled_s = time.monotonic()
                     with contextlib.suppress(Ec2Error, TimeoutError):  # The next search finds it again.
                         await self._end_strays(self._of_no_lease(seen))
-                self._mind_the_cap(seen)
+                self._mind_the_cap()
             tuple(self._ec2.advance(self.context.now_ns()))
             self._say_what_is_missing()
             self.announce()
@@ -447,26 +487,26 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 leased.ended(self._ending(instance))
             elif instance is None and leased.settled:
                 leased.ended(LeaseEnding(EndCause.LOST, f"EC2 knows no instance {leased.instance}"))
-        now_s = time.time() + self._api.skew_s
-        self._bill_running = {
-            i.id: bill_usd(i.began_s, now_s, self._ec2.prices.get(i.pool, ()), interrupted=False)
-            for i in seen
-            if i.lives
-        }
-        self._ec2.running_usd = sum(self._bill_running.values())
+            elif instance is not None:
+                self._ec2.running[leased.lease] = Running(instance.pool, instance.began_s)
+                self._tell_price(leased)
+        now_s = time.monotonic()
+        for lease in [lease for lease, until_s in self._unsettled.items() if until_s <= now_s]:
+            del self._unsettled[lease]
+            self._ec2.running.pop(f"an order of {lease}", None)
 
-    def _mind_the_cap(self, seen: Sequence[Instance]) -> None:
-        """Give notice to all leases in time, so that the run does not exceed `usd_max`."""
-        per_hour = sum(self._ec2.usd_now(i.pool) for i in seen if i.lives and i.pool in self._ec2.prices)
-        left_s = self._ec2.budget_left_s(per_hour)
-        notice_s = CAP_NOTICE_S + self.settings.poll_s
-        if left_s is None or left_s > notice_s or self._cap_told:
+    def _mind_the_cap(self) -> None:
+        """Give notice to all leases in time, so that the run does not exceed `usd_max`, and lease nothing more then."""
+        left_s = self._ec2.cap_left_s()
+        if left_s is None or left_s > self._ec2.notice_s:
             return
-        self._cap_told = True
+        if not self._ec2.capped:
+            self._ec2.capped = True
+            log.warning("the spending cap ends this provider's leases", provider=self.name, cap=self.settings.usd_max)
         reason = f"usd_max = ${self.settings.usd_max:g} is about to be spent"
-        log.warning("the spending cap ends this provider's leases", provider=self.name, usd_max=self.settings.usd_max)
+        end_s = max(0.0, left_s - self.settings.poll_s - ENDING_S)
         for lease in tuple(self._held):
-            self._expect_end(lease, max(0.0, left_s - self.settings.poll_s), LeaseEnding(EndCause.RELEASED, reason))
+            self._expect_end(lease, end_s, LeaseEnding(EndCause.RELEASED, reason))
 
     def _expect_end(self, lease: LeaseId, left_s: float, ending: LeaseEnding) -> None:
         held = self._leases.get(lease)
@@ -492,11 +532,19 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
 
     async def _follow_prices(self) -> None:
         while True:
-            await asyncio.sleep(self.settings.price_s)
+            await asyncio.sleep(min(self.settings.price_s, self._until_repriced_s()))
             with contextlib.suppress(Ec2Error, TimeoutError):  # The prices known stand until the next look.
                 self._ec2.priced(await self._call(self._api.prices))
+                for leased in tuple(self._held.values()):
+                    self._tell_price(leased)
                 self._ec2.scores = await self._call(self._api.scores)
             self.announce()
+
+    def _until_repriced_s(self) -> float:
+        """Return the time until the next hour of an instance has begun, which has a price of its own."""
+        now_s = self._now_s()
+        hours = (HOUR_S - (now_s - one.began_s) % HOUR_S for one in self._ec2.running.values())
+        return min(hours, default=HOUR_S) + SLACK_S
 
     async def _hear(self) -> None:
         """Read notices from the queue. Put notices of other runs' instances back until they are too old."""
@@ -515,7 +563,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 await asyncio.sleep(self.settings.poll_s)
 
     def _is_old(self, notice: QueueNotice) -> bool:
-        return not notice.kind or time.time() + self._api.skew_s - notice.at_s > NOTICE_S
+        return not notice.kind or self._now_s() - notice.at_s > NOTICE_S
 
     def _on_notice(self, notice: QueueNotice) -> bool:
         """Handle a notice, and return whether it concerns an instance of this run."""
@@ -523,7 +571,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         if leased is None:
             return False
         if notice.kind == INTERRUPTION:
-            left_s = min(NOTICE_S, max(0.0, notice.at_s + NOTICE_S - (time.time() + self._api.skew_s)))
+            left_s = min(NOTICE_S, max(0.0, notice.at_s + NOTICE_S - self._now_s()))
             why = f"EC2 takes {notice.instance} back"
             self._expect_end(leased.lease, left_s, LeaseEnding(EndCause.PREEMPTED, why))
         elif notice.kind == REBALANCE and not leased.advised:
@@ -545,13 +593,27 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             return
         for stray in strays:
             if stray.id not in self._strays:
-                self._strays.add(stray.id)
+                self._strays[stray.id] = time.monotonic()
+                self._ec2.running[stray.id] = Running(stray.pool, stray.began_s)
                 log.warning("an instance of no lease is ended", instance=stray.id, lease=stray.lease)
                 self._remark(stray.id, f"{stray.id}, ordered for {stray.lease}, was of no lease and has been ended")
-                self._ec2.spent_usd += bill_usd(
-                    stray.began_s, time.time(), self._ec2.prices.get(stray.pool, ()), interrupted=False
-                )
         await self._call(self._api.terminate, [stray.id for stray in strays])
+
+    async def _settle_strays(self, seen: Sequence[Instance]) -> None:
+        """Tell the run what instances of no lease have cost, once they are over."""
+        by_id = {instance.id: instance for instance in seen}
+        for stray, since_s in tuple(self._strays.items()):
+            described = by_id.get(stray)
+            if described is not None and not described.lives:
+                usd = await self._bill(described)
+            elif described is None and time.monotonic() - since_s > UNSEEN_S:
+                usd = self._ec2.bill_usd(self._ec2.running[stray], 0.0)
+            else:
+                continue
+            del self._strays[stray]
+            self._ec2.running.pop(stray, None)
+            if usd:
+                self._emit(StraysBilled(provider=self.name, usd=usd))
 
     async def _sweep(self) -> None:
         """End instances until EC2 knows of no living one of this run, and no open order can bring one."""
@@ -559,9 +621,10 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             seen = await self._call(self._api.instances)
             left = self._of_no_lease(seen)
             await self._end_strays(left)
+            await self._settle_strays(seen)
             now_s = time.monotonic()
             self._unsettled = {lease: until_s for lease, until_s in self._unsettled.items() if until_s > now_s}
-            if not left and not self._unsettled:
+            if not left and not self._unsettled and not self._strays:
                 return
             await asyncio.sleep(LOOK_AGAIN_S)
 
@@ -599,6 +662,10 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     def _told(self, error: Exception) -> str:
         """Return the error's message with this provider's name. An `Ec2Error` has the name already."""
         return str(error) if isinstance(error, Ec2Error) else f"{self.name}: {self._api.where}: {error}"
+
+    def _now_s(self) -> float:
+        """AWS's clock, in Unix time."""
+        return time.time() + self._api.skew_s
 
     @property
     def _offered_usd(self) -> float:

@@ -11,19 +11,26 @@ Sources: EC2 User Guide, "Spot Instances" (pricing, billing for interrupted inst
 """
 
 import itertools
+import math
+import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 from pydantic import Field, model_validator
 
-from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds
+from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, Offer
 from providers.base import ProviderSettings
 from providers.markets import CapacityUnavailable, Market, TakenBack
 
 HOUR_S = 3600
 LEAST_BILLED_S = 60
+CAP_NOTICE_S = 30.0
+"""Leases get notice so long before the spending cap is reached. Their turns end or move meanwhile."""
+ENDING_S = 10.0
+"""How long EC2 may go on to bill an instance after its lease's end."""
+CAP_PRECISION_S = 0.5
 NOTICE_S = 120.0
 """The notice that EC2 gives of most interruptions."""
 REBALANCE_PAUSE_S = 600.0
@@ -115,6 +122,15 @@ class PricePoint(NamedTuple):
     usd_per_hour: float
 
 
+class Running(NamedTuple):
+    """An instance, or an order that may have become one, that is billed since `began_s` (Unix time). `usd` is its whole
+    bill once that is known."""
+
+    pool: SpotPool
+    began_s: float
+    usd: float | None = None
+
+
 class PoolHistory(msgspec.Struct):
     """A run's experience of a pool: the time of its instances, and the number of interruptions."""
 
@@ -147,10 +163,14 @@ class Ec2Market(Market[Ec2Settings]):
         """Placement scores by zone, 1 to 10; empty if EC2 does not tell them."""
         self.history: dict[SpotPool, PoolHistory] = {}
         self.failures: dict[SpotPool, Failure] = {}
-        self.spent_usd = 0.0
-        """The cost of ended instances."""
-        self.running_usd = 0.0
-        """The cost of the held instances so far."""
+        self.spent_usd: Callable[[], float] = lambda: 0.0
+        """What is over has cost so much, in all processes of the run."""
+        self.now_s: Callable[[], float] = time.time
+        """AWS's clock."""
+        self.running: dict[str, Running] = {}
+        """What is billed, or may be, by its lease; what no lease has, by its instance."""
+        self.capped = False
+        """Whether leases were told that `usd_max` is about to be spent: nothing is leased any more."""
         self.closed = ""
         """Why the provider can lease nothing at all; empty if it can."""
 
@@ -217,8 +237,11 @@ class Ec2Market(Market[Ec2Settings]):
         """Return why each pool cannot be used now, and when the next one is tried."""
         if self.closed:
             return self.closed
-        if self._over_budget():
-            return f"usd_max = ${self.settings.usd_max:g} is spent: ${self.spent_usd + self.running_usd:.2f}"
+        if self.free_by_cap() == 0:
+            return (
+                f"usd_max = ${self.settings.usd_max:g} pays for no other instance: "
+                f"${self.spent_usd():.2f} are spent, with what is held ${self.committed_usd(0.0):.2f}"
+            )
         if not self.pools():
             s = self.settings
             zones = ", ".join(s.zones) or f"any zone of {s.region}"
@@ -267,9 +290,26 @@ class Ec2Market(Market[Ec2Settings]):
         return self.life_s() if life_s is None else min(life_s, self.life_s())
 
     def free(self) -> int:
-        if self.closed or self._over_budget() or not self.usable():
+        if self.closed or not self.usable():
             return 0
-        return super().free()
+        by_cap = self.free_by_cap()
+        return super().free() if by_cap is None else min(super().free(), by_cap)
+
+    def offer(self) -> Offer:
+        pools = self.usable() or self.pools()
+        most_usd = max(map(self.usd_now, pools)) / self.settings.gpus if pools else msgspec.UNSET
+        least_ns = LEAST_BILLED_S * NS_PER_S
+        return msgspec.structs.replace(super().offer(), least_billed_ns=least_ns, usd_per_gpu_hour_most=most_usd)
+
+    @property
+    def offered_most_usd(self) -> float:
+        """What an instance's hour may cost at the most by the last offer."""
+        usd = (self._offered or self.offer()).usd_per_gpu_hour_most
+        return math.inf if usd is msgspec.UNSET else usd * self.settings.gpus
+
+    def forget(self, lease: LeaseId, *, barred: bool = False) -> None:
+        super().forget(lease, barred=barred)
+        self.running.pop(lease, None)
 
     def pick(self, lease: LeaseId) -> str:
         if self.free() <= 0:
@@ -278,20 +318,56 @@ class Ec2Market(Market[Ec2Settings]):
             )
         return ""
 
-    def budget_left_s(self, usd_per_hour: float) -> float | None:
-        """Return how long the held instances can run at this hourly price within `usd_max`; None without a cap."""
-        limit = self.settings.usd_max
-        if limit is None or usd_per_hour <= 0:
-            return None
-        return max(0.0, (limit - self.spent_usd - self.running_usd) * HOUR_S / usd_per_hour)
+    # What may be spent
 
-    def _over_budget(self) -> bool:
-        """Whether `usd_max` does not allow another instance, whose least cost is one minute's."""
+    @property
+    def notice_s(self) -> float:
+        """How long before `usd_max` is spent leases get notice, at the least."""
+        return CAP_NOTICE_S + self.settings.poll_s + ENDING_S
+
+    def bill_usd(self, one: Running, after_s: float, least_s: float = LEAST_BILLED_S) -> float:
+        """Return the bill of what runs if it ends `after_s` from now, at the prices that are known now."""
+        if one.usd is not None:
+            return one.usd
+        end_s = self.now_s() + after_s
+        return bill_usd(one.began_s, end_s, self.prices.get(one.pool, ()), interrupted=False, least_s=least_s)
+
+    def usd_per_hour_most(self, one: Running) -> float:
+        """Return what its hour costs from now on at the most: at the price of its running hour, or of now."""
+        points = self.prices.get(one.pool, ())
+        hours = max(0.0, self.now_s() - one.began_s) // HOUR_S
+        return max(usd_at(points, one.began_s + hours * HOUR_S), usd_at(points, self.now_s()))
+
+    def committed_usd(self, after_s: float) -> float:
+        """Return what the run's instances will have cost in all if everything ends `after_s` from now."""
+        return self.spent_usd() + sum(self.bill_usd(one, after_s) for one in self.running.values())
+
+    def cap_left_s(self) -> float | None:
+        """Return how long what runs can go on within `usd_max`; None where that is longer than notice needs."""
+        limit, most_s = self.settings.usd_max, 2 * self.notice_s
+        if limit is None or self.committed_usd(most_s) <= limit:
+            return None
+        least_s = 0.0
+        while most_s - least_s > CAP_PRECISION_S:
+            middle_s = (least_s + most_s) / 2
+            if self.committed_usd(middle_s) <= limit:
+                least_s = middle_s
+            else:
+                most_s = middle_s
+        return least_s
+
+    def free_by_cap(self) -> int | None:
+        """Return how many more instances `usd_max` pays for until they could get notice; None without a cap."""
         limit = self.settings.usd_max
         if limit is None:
-            return False
-        dearest = max((self.usd_now(pool) for pool in self.pools()), default=0.0)
-        return self.spent_usd + self.running_usd + dearest * LEAST_BILLED_S / HOUR_S > limit
+            return None
+        dearest = max((self.usd_now(pool) for pool in self.pools() if self._fits(pool)), default=0.0)
+        if self.capped or not dearest:
+            return 0
+        one = dearest * max(LEAST_BILLED_S, self.settings.boot_s + self.notice_s) / HOUR_S
+        asked = len(self._held - self.running.keys())
+        left = limit - self.committed_usd(self.notice_s) - asked * one
+        return max(0, math.floor(left / one))
 
     def _fits(self, pool: SpotPool) -> bool:
         limit = self.settings.usd_per_gpu_hour_max
@@ -312,12 +388,19 @@ class Ec2Market(Market[Ec2Settings]):
         return usd * life_s / max(life_s - boot_s, 0.1 * life_s) if life_s else usd
 
 
-def bill_usd(began_s: float, ended_s: float, prices: Iterable[PricePoint], *, interrupted: bool) -> float:
+def bill_usd(
+    began_s: float,
+    ended_s: float,
+    prices: Iterable[PricePoint],
+    *,
+    interrupted: bool,
+    least_s: float = LEAST_BILLED_S,
+) -> float:
     """Return EC2's bill for an instance between these times. `interrupted` means that EC2 has ended it."""
     duration_s = max(0.0, ended_s - began_s)
     if interrupted and duration_s < HOUR_S:
         return 0.0
-    billed_s = max(LEAST_BILLED_S, duration_s)
+    billed_s = max(least_s, duration_s)
     points = sorted(prices)
     usd = 0.0
     for hour in itertools.count():

@@ -26,6 +26,7 @@ import structlog
 from pydantic import Field, model_validator
 
 from elastic import compiled, modal_platform
+from elastic.core.events import StraysBilled
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from elastic.endpoint import is_loopback
 from elastic.modal_platform import ModalUnusable, told
@@ -150,7 +151,8 @@ class _CallHandle:
             await self._provider.cancel(self._rollout)
         charged_s = await self._provider.charged_s(self.containers)
         await self._recorded.end()
-        return round((charged_s + self._provider.settle(self)) * NS_PER_S)
+        self._provider.settle(self)
+        return round(charged_s * NS_PER_S)
 
 
 class ModalProvider(BaseProvider[Any]):
@@ -177,14 +179,11 @@ class ModalProvider(BaseProvider[Any]):
         self._handles: dict[LeaseId, _CallHandle] = {}
         self._spare: deque[_RolloutCall] = deque()
         """Calls that Modal starts again, and that no lease has: their containers ask for a ticket, or will."""
-        self._closing = False
         self._heard: dict[LeaseId, ContainerSays] = {}
         """What was said of leases that nothing is known of yet."""
         self._spawning = 0
         self._unsettled_until_s = -math.inf
         """Until when (monotonic) a call may show whose order had no answer."""
-        self._stray_s = 0.0
-        """Charged for containers that no lease had, and on no bill yet."""
 
     @classmethod
     def examine(cls, name: str, settings: ModalSettings) -> Examination:
@@ -286,18 +285,13 @@ class ModalProvider(BaseProvider[Any]):
         await self._cancel_strangers(pending)
         return found
 
-    async def aclose(self) -> None:
-        self._closing = True
+    async def end_left_over(self) -> None:
         if self._work is None:
-            await super().aclose()
             return
-        with contextlib.suppress(Exception):  # First, so that it is on the bill of a lease that ends now.
-            async with asyncio.timeout(self.context.release_timeout_s / 2):
-                while self._spare:
-                    await self._end_stray(self._spare.popleft())
-        await super().aclose()
         with contextlib.suppress(Exception):
             async with asyncio.timeout(max(self.context.release_timeout_s, SETTLING_S) + SETTLING_S):
+                while self._spare:
+                    await self._end_stray(self._spare.popleft())
                 await self._sweep()
                 await modal_platform.modal().Queue.objects.delete.aio(
                     self._queue_name, allow_missing=True, environment_name=self._modal_settings.environment or None
@@ -385,16 +379,17 @@ class ModalProvider(BaseProvider[Any]):
             charged_s += max(0.0, life.finished_s - life.started_s) if life.started_s else 0.0
         return charged_s
 
-    def settle(self, handle: _CallHandle) -> float:
-        """Its lease is over. Returns what was charged for containers that no lease had: that goes on its bill, too."""
+    def settle(self, handle: _CallHandle) -> None:
+        """Its lease is over."""
         self._handles = {lease: one for lease, one in self._handles.items() if one is not handle}
-        stray_s, self._stray_s = self._stray_s, 0.0
-        return stray_s
 
     async def _end_stray(self, rollout: _RolloutCall) -> None:
-        """End a call that is no lease's, and keep what Modal charges for it."""
+        """End a call that is no lease's, and tell the run what Modal charges for it."""
         await self.cancel(rollout)
-        self._stray_s += await self.charged_s(rollout.containers)
+        settings, charged_s = self._modal_settings, await self.charged_s(rollout.containers)
+        if charged_s:
+            usd = charged_s / 3600 * settings.usd_per_gpu_hour * settings.gpus_per_worker
+            self._emit(StraysBilled(provider=self.name, usd=usd))
 
     # Calls
 

@@ -233,15 +233,14 @@ class RayProvider(BaseProvider[RaySettings]):
         await self._end_left_over(there)
         return found
 
-    async def aclose(self) -> None:
+    async def end_left_over(self) -> None:
+        used, self._used = self._used, False
         try:
-            await super().aclose()
-            if self._used:
+            if used:
                 with contextlib.suppress(Exception):
                     async with asyncio.timeout(self.context.release_timeout_s):
                         await self._sweep()
         finally:
-            self._used = False
             with contextlib.suppress(Exception):
                 await call(self.context.release_timeout_s * CLOSING_SHARE, self._connection.close)
 

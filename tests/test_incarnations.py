@@ -509,6 +509,7 @@ class TestCommands:
         assert commands == [e.BudgetSet(command="budget", usd=5.0), self.CAP, undone]
         assert isinstance(carried, e.CostCarried)
         assert carried.nano_usd >= bill > 0
+        assert sum(carried.of_providers.values()) == carried.nano_usd
         assert last == e.BudgetSet(command="run.budget_usd of process 2", usd=5.0)
 
     @pytest.mark.parametrize("charged_s", [0, 60])

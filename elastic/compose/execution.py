@@ -109,6 +109,7 @@ async def execute(
                         now_ns,
                         secrets=secrets,
                         note=journal.meta,
+                        spent_usd=scheduler.spent_usd,
                         waiting_room=waiting_room,
                         pool=pool,
                     ),
@@ -162,11 +163,12 @@ def make_providers(
     *,
     secrets: RunSecrets,
     note: Callable[[str, str], None] = lambda key, text: None,
+    spent_usd: Callable[[str], float] = lambda provider: 0.0,
     waiting_room: WaitingRoom | None = None,
     pool: PoolClient | None = None,
 ) -> Mapping[str, Provider]:
     """The trainer's device and every chosen provider, ready to start; `note` keeps what they have to say for the
-    run's report."""
+    run's report, and `spent_usd` is as in `ProviderContext`."""
     from providers.pool import PoolTrainerProvider
     from providers.reserved import TrainerProvider
 
@@ -180,6 +182,7 @@ def make_providers(
             pass_env=plan.config.run.pass_env,
             now_ns=now_ns,
             note=note,
+            spent_usd=spent_usd,
             acquire_timeout_s=plan.config.scheduler.acquire_timeout_s,
             release_timeout_s=plan.config.scheduler.release_timeout_s,
             secret=secrets.host_token,

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -272,10 +273,12 @@ def what_holds(journals: Sequence[JournalReader], config: Config) -> tuple[e.Eve
                     pass
     if config.run.budget_usd != configured:
         budget_usd = config.run.budget_usd
-    if not told and budget_usd is None:
+    costs = _costs_nano_usd(journals, config)
+    if not told and budget_usd is None and not any(costs.values()):
         return ()
+    of_providers = {name: nano_usd for name, nano_usd in costs.items() if name != OF_FUNCTIONS}
     last = e.BudgetSet(command=f"{BUDGET_KEY} of process {len(journals) + 1}", usd=budget_usd)
-    return (*told, e.CostCarried(nano_usd=_cost_nano_usd(journals, config)), last)
+    return (*told, e.CostCarried(nano_usd=sum(costs.values()), of_providers=of_providers), last)
 
 
 def cost_nano_usd(run: RunDirectory) -> int:
@@ -286,21 +289,33 @@ def cost_nano_usd(run: RunDirectory) -> int:
     if not run.journal_paths():
         return 0
     with run.journals() as journals:
-        return _cost_nano_usd(journals, None)
+        return sum(_costs_nano_usd(journals, None).values())
 
 
-def _cost_nano_usd(journals: Sequence[JournalReader], config: Config | None) -> int:
-    costs: dict[tuple[str, int], int] = {}
+OF_FUNCTIONS = ""
+"""What stands for functions among providers, which have names."""
+
+
+def _costs_nano_usd(journals: Sequence[JournalReader], config: Config | None) -> dict[str, int]:
+    """The most that each provider has cost, and functions."""
+    of_books: dict[tuple[str, int], tuple[str, int]] = {}
     functions_usd = 0.0
+    costs = Counter[str]()
     for journal in journals:
         meta = journal.meta()
         said = validate(Config, json.loads(meta["config"]), str(journal.path)) if "config" in meta else config
         outlives_s = 0.0 if said is None else said.run.orchestrator_timeout_s
         outlived_ns = journal.last_ns() + round(outlives_s * NS_PER_S)
         for book in journal.books():
-            costs[book.worker, book.opened_ns] = book.most_nano_usd(outlived_ns)
+            of_books[book.worker, book.opened_ns] = book.provider, book.most_nano_usd(outlived_ns)
+        for _, event in journal.events_of("StraysBilled"):
+            if isinstance(event, e.StraysBilled):
+                costs[event.provider] += math.ceil(event.usd * NANO_USD_PER_USD)
         functions_usd += sum(call.usd for call in journal.rows(CallRow))
-    return sum(costs.values()) + math.ceil(functions_usd * NANO_USD_PER_USD)
+    for provider, nano_usd in of_books.values():
+        costs[provider] += nano_usd
+    costs[OF_FUNCTIONS] += math.ceil(functions_usd * NANO_USD_PER_USD)
+    return costs
 
 
 def _notes(run: RunDirectory, chain: Sequence[JournalReader]) -> dict[str, str]:

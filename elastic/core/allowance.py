@@ -3,11 +3,12 @@
 The promise: cost so far, plus the billing increments that what is held is committed to, plus the time that stopping
 takes of all that is held, never exceed the budget. Pure functions of the run's state; `ControlManager` acts on them.
 
-A provider bills a lease from when it grants it to when it has the GPUs back, rounded up to its increment. Requests that
-are out count as if they were granted now, for they may be at any moment.
+A provider bills a lease from when it grants it to when it has the GPUs back, rounded up to its increment, and for its
+least time; where it has said what a lease costs by its own account, that counts. Requests that are out count as if they
+were granted now, for they may be at any moment, at the highest price that they may come to.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -35,8 +36,8 @@ class BudgetForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Billed:
-    """Devices that are billed alike since the same time."""
+class _Asked:
+    """Devices of one request, which may be billed since then."""
 
     price: Price
     workers: int
@@ -78,13 +79,14 @@ def _cap_room(run: RunState, offer: Offer) -> int | None:
 
 
 def _budget_room(run: RunState, offer: Offer) -> int | None:
-    """A lease is worth asking for only if the run can go on until it has booted, and its first increment is over."""
+    """A lease is worth asking for only if the run can go on until it has booted, and what is billed at the least is
+    over."""
     budget = budget_nano_usd(run)
     if budget is None:
         return None
-    price = Price.of(offer)
-    end_ns = run.now_ns + stopping_ns(run) + max(offer.boot_ns, price.increment_ns)
-    one = _Billed(price, offer.workers_per_lease, run.now_ns).nano_usd(end_ns)
+    price = Price.most_of(offer)
+    end_ns = run.now_ns + stopping_ns(run) + max(offer.boot_ns, price.increment_ns, price.least_ns)
+    one = _Asked(price, offer.workers_per_lease, run.now_ns).nano_usd(end_ns)
     left = budget - committed_nano_usd(run, end_ns)
     return None if not one and left >= 0 else max(0, left) // max(1, one)
 
@@ -96,7 +98,12 @@ def budget_nano_usd(run: RunState) -> int | None:
 
 def committed_nano_usd(run: RunState, end_ns: Nanoseconds) -> int:
     """The run's cost if everything is given back at `end_ns`, at the most."""
-    return _fixed_nano_usd(run) + sum(billed.nano_usd(end_ns) for billed in _held(run))
+    return _fixed_nano_usd(run) + sum(cost(end_ns) for cost in _held(run))
+
+
+def spent_nano_usd(run: RunState, provider: str) -> int:
+    """The most that the provider's resources have cost which are over, in all incarnations of the run."""
+    return run.ledger.closed_nano_usd(provider) + run.controls.carried_of.get(provider, 0)
 
 
 def last_end_ns(run: RunState) -> Nanoseconds | None:
@@ -107,11 +114,11 @@ def last_end_ns(run: RunState) -> Nanoseconds | None:
         return None
     left, held = budget - _fixed_nano_usd(run), list(_held(run))
     first_ns, last_ns = run.now_ns - 1, run.now_ns + FOREVER_NS
-    if sum(billed.nano_usd(last_ns) for billed in held) <= left:
+    if sum(cost(last_ns) for cost in held) <= left:
         return None
     while last_ns - first_ns > 1:
         middle_ns = (first_ns + last_ns) // 2
-        if sum(billed.nano_usd(middle_ns) for billed in held) <= left:
+        if sum(cost(middle_ns) for cost in held) <= left:
             first_ns = middle_ns
         else:
             last_ns = middle_ns
@@ -143,12 +150,12 @@ def _fixed_nano_usd(run: RunState) -> int:
     return run.ledger.closed_nano_usd_max + told.carried_nano_usd + told.functions_nano_usd + calls
 
 
-def _held(run: RunState) -> Iterable[_Billed]:
+def _held(run: RunState) -> Iterable[Callable[[Nanoseconds], int]]:
+    """What each that is held or asked for has cost by a time, at the most."""
     books = run.ledger.books
     for lease in run.leases.leases.values():
         if lease.state is LeaseState.REQUESTED:
             since_ns = run.controls.unheard_since_ns.get(lease.id, run.now_ns)
-            yield _Billed(Price.of(lease.offer), lease.offer.workers_per_lease, since_ns)
+            yield _Asked(Price.most_of(lease.offer), lease.offer.workers_per_lease, since_ns).nano_usd
         else:
-            for book in (books[worker] for worker in lease.workers):
-                yield _Billed(book.price, 1, book.opened_ns + book.unpriced_ns)
+            yield from (books[worker].most_nano_usd for worker in lease.workers)

@@ -60,7 +60,10 @@ class ControlManager:
             self._leases.provision()
 
     def _on_carried(self, event: e.CostCarried) -> None:
-        self._run.controls.carried_nano_usd += event.nano_usd
+        told = self._run.controls
+        told.carried_nano_usd += event.nano_usd
+        for provider, nano_usd in event.of_providers.items():
+            told.carried_of[provider] = told.carried_of.get(provider, 0) + nano_usd
         self._run.count_budget()
 
     def _on_functions(self, event: e.FunctionsBilled) -> None:

@@ -41,6 +41,7 @@ LEFT_OUT: Mapping[str, str] = {
 """Attributes that follow from others, or hold no state: `Class.attribute`, or an attribute of any class."""
 
 WHILE_EMPTY: Mapping[str, str] = {
+    "Ledger.strays_nano_usd": "as `folded`: runs that are billed for leases alone",
     "Ledger.folded": "runs of few leases have the digests that they had before books could be folded",
     "Ledger._folded_aliens": "as `folded`",
     "LeaseTable.failed_starts": "runs whose workers start have the digests that they had before this was kept",

@@ -76,6 +76,23 @@ class LeaseEnded(_Event, frozen=True):
     billed_ns: Nanoseconds | msgspec.UnsetType = msgspec.UNSET
 
 
+class LeaseRepriced(_Event, frozen=True):
+    """The provider's own account of a granted lease, where its price is not the offer's for its whole life: each of its
+    workers has cost `usd` so far, the provider's minimum aside, and costs `usd_per_gpu_hour` at the most from now
+    on."""
+
+    lease: LeaseId
+    usd: float
+    usd_per_gpu_hour: float
+
+
+class StraysBilled(_Event, frozen=True):
+    """The provider bills `usd` for what no lease had, such as an instance whose order was given up."""
+
+    provider: str
+    usd: float
+
+
 class WorkerJoined(_Event, frozen=True):
     """A worker opened its session, or resumed it under a new epoch."""
 
@@ -312,9 +329,10 @@ class BudgetExhausted(_Event, frozen=True):
 
 
 class CostCarried(_Event, frozen=True):
-    """Incarnations that this one does not go on from have cost so much."""
+    """Incarnations that this one does not go on from have cost so much; `of_providers` is each provider's part."""
 
     nano_usd: int
+    of_providers: dict[str, int] = msgspec.field(default_factory=dict[str, int])
 
 
 class FunctionsBilled(_Event, frozen=True):
@@ -342,6 +360,8 @@ Event: TypeAlias = (
     | LeaseRefused
     | LeaseNotice
     | LeaseEnded
+    | LeaseRepriced
+    | StraysBilled
     | WorkerJoined
     | WorkerReported
     | WorkerSlept

@@ -3,6 +3,7 @@
 Source: docs/design.md, "A lease".
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from elastic.core import events as e
 from elastic.core.allowance import capped_gpus, gpus_of, room
 from elastic.core.departures import Departures
 from elastic.core.leases import Lease
-from elastic.core.ledger import Price
+from elastic.core.ledger import NANO_USD_PER_USD, Price
 from elastic.core.market import LeaseMarket
 from elastic.core.policy import HoldingPolicy
 from elastic.core.run_state import RunState
@@ -42,6 +43,8 @@ class LeaseManager:
             e.LeaseRefused: self._on_refused,
             e.LeaseNotice: self._on_notice,
             e.LeaseEnded: self._on_ended,
+            e.LeaseRepriced: self._on_repriced,
+            e.StraysBilled: self._on_strays,
         }
         self.due: Mapping[str, Callable[[str], None]] = {
             "grant": lambda lease: self._withdraw(self._run.leases.leases[lease], "not granted in time"),
@@ -137,7 +140,7 @@ class LeaseManager:
         run.count_budget()
         unheard_since_ns = run.controls.unheard_since_ns.pop(lease.id, run.now_ns)
         if unheard_since_ns < run.now_ns:
-            cost = Price.of(offer).most_nano_usd(run.now_ns - unheard_since_ns)
+            cost = Price.most_of(offer).most_nano_usd(run.now_ns - unheard_since_ns)
             run.controls.carried_nano_usd += len(lease.workers) * cost
         catches_up = offer.role is WorkerRole.TRAINER and run.version is not None
         boot_ns = offer.boot_ns + catches_up * run.limits.catch_up_timeout_ns
@@ -154,11 +157,22 @@ class LeaseManager:
                 run.now_ns,
                 offer.billing_ns,
                 parks=offer.by_permit,
+                least_ns=offer.least_billed_ns,
             )
             run.wait("boot", worker, boot_ns + run.patience.limit_ns("boot", run.now_ns))
         if event.expires_at_ns is not None:
             lease.expires_at_ns = event.expires_at_ns
             self._wait_expiry(lease, event.expires_at_ns - run.patience.leaving_most_ns)
+
+    def _on_repriced(self, event: e.LeaseRepriced) -> None:
+        run, lease = self._run, self._run.leases.leases.get(event.lease)
+        for worker in () if lease is None else lease.workers:
+            run.ledger.reprice(worker, math.ceil(event.usd * NANO_USD_PER_USD), event.usd_per_gpu_hour, run.now_ns)
+        run.count_budget()
+
+    def _on_strays(self, event: e.StraysBilled) -> None:
+        self._run.ledger.bill_strays(event.provider, math.ceil(event.usd * NANO_USD_PER_USD))
+        self._run.count_budget()
 
     def _give_back_unknown(self, lease: LeaseId) -> None:
         """A lease that counted as refused or ended is granted after all: release it, so that nothing is left behind."""

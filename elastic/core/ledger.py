@@ -39,18 +39,23 @@ journal."""
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The price of one device: nano-dollars per hour, and the billing increment, 0 for none."""
+    """The price of one device: nano-dollars per hour, the billing increment, and the least time that is billed, 0 for
+    none."""
 
     nano_usd_per_hour: int
     increment_ns: Nanoseconds = 0
+    least_ns: Nanoseconds = 0
 
     @classmethod
-    def of(cls, offer: Offer) -> Self:
-        per_gpu = round(offer.usd_per_gpu_hour * NANO_USD_PER_USD)
-        return cls(per_gpu * offer.gpus_per_worker, offer.billing_ns or 0)
+    def most_of(cls, offer: Offer) -> Self:
+        """The highest price that a lease of the offer may have."""
+        usd = offer.usd_per_gpu_hour_most
+        per_gpu = round((offer.usd_per_gpu_hour if usd is UNSET else usd) * NANO_USD_PER_USD)
+        return cls(per_gpu * offer.gpus_per_worker, offer.billing_ns or 0, offer.least_billed_ns or 0)
 
     def billed_ns(self, duration_ns: Nanoseconds) -> Nanoseconds:
         """The time that is paid for: begun increments count whole."""
+        duration_ns = max(duration_ns, self.least_ns)
         if not self.increment_ns:
             return duration_ns
         return -(-duration_ns // self.increment_ns) * self.increment_ns
@@ -61,10 +66,25 @@ class Price:
         return -(-self.billed_ns(duration_ns + skew_ns) * self.nano_usd_per_hour // NS_PER_HOUR)
 
 
+@dataclass(frozen=True, slots=True)
+class Repriced:
+    """What a device had cost `after_ns` after its grant, by its provider's own account, and its hour's price since."""
+
+    after_ns: Nanoseconds
+    nano_usd: int
+    nano_usd_per_hour: int
+
+    def nano_usd_for(self, duration_ns: Nanoseconds, least_ns: Nanoseconds) -> int:
+        since_ns = max(0, duration_ns - self.after_ns)
+        least_nano_usd = -(-least_ns * self.nano_usd_per_hour // NS_PER_HOUR)
+        return max(least_nano_usd, self.nano_usd - (-since_ns * self.nano_usd_per_hour // NS_PER_HOUR))
+
+
 @dataclass(slots=True)
 class DeviceBook:
     """One worker's share of a lease: `gpus` GPUs from `opened_ns` to `closed_ns`, billed by `billing_ns` if it is
-    set. `charged_ns` is what the provider charges for by its own account, if it has said so.
+    set, and for `least_ns` at the least. `charged_ns` is what the provider charges for by its own account, if it has
+    said so; before that, `repriced` is what it says of the price, if that is not the offer's.
 
     A device that is had by permit `parks` in between. No other worker is believed to park.
     """
@@ -84,10 +104,14 @@ class DeviceBook:
     billing_ns: Nanoseconds | UnsetType = UNSET
     charged_ns: Nanoseconds | UnsetType = UNSET
     parks: bool | UnsetType = UNSET
+    least_ns: Nanoseconds | UnsetType = UNSET
+    repriced: Repriced | UnsetType = UNSET
 
     @property
     def price(self) -> Price:
-        return Price(self.gpus * self.nano_usd_per_gpu_hour, self.billing_ns or 0)
+        """Its price, which has no minimum any more once the provider has said what it charges."""
+        least_ns = (self.least_ns or 0) if self.charged_ns is UNSET else 0
+        return Price(self.gpus * self.nano_usd_per_gpu_hour, self.billing_ns or 0, least_ns)
 
     def add(self, account: Account, duration_ns: int) -> None:
         self.accounts_ns[account] = self.accounts_ns.get(account, 0) + duration_ns
@@ -109,12 +133,16 @@ class DeviceBook:
     def cost_nano_usd(self, now_ns: Nanoseconds) -> int:
         end_ns = now_ns if self.closed_ns is None else self.closed_ns
         price = self.price
+        if self.repriced is not UNSET and self.charged_ns is UNSET:
+            return self.repriced.nano_usd_for(end_ns - self.opened_ns, price.least_ns)
         return price.billed_ns(self._charged_ns(end_ns)) * price.nano_usd_per_hour // NS_PER_HOUR
 
     def most_nano_usd(self, now_ns: Nanoseconds) -> int:
         """Return the most that the device can have cost."""
         end_ns = now_ns if self.closed_ns is None else self.closed_ns
-        return self.price.most_nano_usd(self._charged_ns(end_ns))
+        if self.repriced is not UNSET and self.charged_ns is UNSET:
+            return self.repriced.nano_usd_for(end_ns - self.opened_ns, self.price.least_ns)
+        return self.price.most_nano_usd(max(0, self._charged_ns(end_ns)))
 
     def _charged_ns(self, end_ns: Nanoseconds) -> Nanoseconds:
         return end_ns - self.opened_ns - self.unpriced_ns if self.charged_ns is UNSET else self.charged_ns
@@ -144,12 +172,14 @@ class Ledger:
     """All books of a run. A book's accounts always sum to its cursor minus its opening.
 
     The last `CLOSED_KEPT` closed ones are kept; older ones are `folded`, by provider, so that what a run holds does not
-    grow with the leases that it has had. `closed_nano_usd_max` is what all closed ones have cost at the most.
+    grow with the leases that it has had. `strays_nano_usd` is what each provider has billed for what no lease had, and
+    `closed_nano_usd_max` what that and all closed books have cost at the most.
     """
 
     def __init__(self) -> None:
         self.books: dict[WorkerId, DeviceBook] = {}
         self.folded: dict[str, FoldedBooks] = {}
+        self.strays_nano_usd: dict[str, int] = {}
         self.closed_nano_usd_max = 0
         self._closed: deque[WorkerId] = deque()
         self._folded_aliens: dict[WorkerId, None] = {}
@@ -165,13 +195,42 @@ class Ledger:
         now_ns: Nanoseconds,
         billing_ns: Nanoseconds | UnsetType = UNSET,
         parks: bool | UnsetType = UNSET,
+        least_ns: Nanoseconds | UnsetType = UNSET,
     ) -> None:
         while len(self._closed) > CLOSED_KEPT:
             self._fold(self._closed.popleft())
         price = round(usd_per_gpu_hour * NANO_USD_PER_USD)
         self.books[worker] = DeviceBook(
-            lease, worker, provider, gpus, price, now_ns, now_ns, billing_ns=billing_ns, parks=parks
+            lease,
+            worker,
+            provider,
+            gpus,
+            price,
+            now_ns,
+            now_ns,
+            billing_ns=billing_ns,
+            parks=parks,
+            least_ns=least_ns,
         )
+
+    def reprice(self, worker: WorkerId, nano_usd: int, usd_per_gpu_hour: float, now_ns: Nanoseconds) -> None:
+        """The provider says what the device has cost so far, its minimum aside, and what it costs from now on."""
+        book = self.books.get(worker)
+        if book is not None and book.closed_ns is None:
+            per_hour = book.gpus * round(usd_per_gpu_hour * NANO_USD_PER_USD)
+            book.repriced = Repriced(now_ns - book.opened_ns, nano_usd, per_hour)
+
+    def bill_strays(self, provider: str, nano_usd: int) -> None:
+        self.strays_nano_usd[provider] = self.strays_nano_usd.get(provider, 0) + nano_usd
+        self.closed_nano_usd_max += nano_usd
+
+    def closed_nano_usd(self, provider: str) -> int:
+        """Return the most that the provider's closed books, and what no lease had, have cost."""
+        past = self.strays_nano_usd.get(provider, 0)
+        if (folded := self.folded.get(provider)) is not None:
+            past += folded.most_nano_usd
+        closed = (book for book in self.books.values() if book.provider == provider and book.closed_ns is not None)
+        return past + sum(book.most_nano_usd(0) for book in closed)
 
     def knows(self, worker: WorkerId) -> bool:
         """Whether there was a book of this worker. Leases are never named twice, nor are workers named after them."""
@@ -246,7 +305,9 @@ class Ledger:
 
     def bill_nano_usd(self, now_ns: Nanoseconds) -> dict[str, int]:
         """Cost so far by provider."""
-        bill = {provider: folded.nano_usd for provider, folded in self.folded.items()}
+        bill = dict(self.strays_nano_usd)
+        for provider, folded in self.folded.items():
+            bill[provider] = bill.get(provider, 0) + folded.nano_usd
         for book in self.books.values():
             bill[book.provider] = bill.get(book.provider, 0) + book.cost_nano_usd(now_ns)
         return bill

@@ -11,7 +11,7 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.agreement import Agreement
-from elastic.core.allowance import BudgetForecast, budget_forecast
+from elastic.core.allowance import BudgetForecast, budget_forecast, spent_nano_usd
 from elastic.core.balancer import Balancer
 from elastic.core.control_manager import ControlManager
 from elastic.core.controls import Controls
@@ -20,7 +20,7 @@ from elastic.core.fleet import Fleet, Worker
 from elastic.core.group_manager import GroupManager
 from elastic.core.lease_manager import LeaseManager
 from elastic.core.leases import LeaseTable
-from elastic.core.ledger import Ledger
+from elastic.core.ledger import NANO_USD_PER_USD, Ledger
 from elastic.core.patience import Patience
 from elastic.core.policy import Policies, SeedingPlan, StepRecord
 from elastic.core.profiles import BatchProfile
@@ -220,6 +220,10 @@ class Scheduler:
     def budget(self) -> BudgetForecast | None:
         """How the run's budget stands, and when it ends; None for a run without one."""
         return budget_forecast(self._run, self._run.now_ns)
+
+    def spent_usd(self, provider: str) -> float:
+        """Return the most that the provider's resources have cost which are over, in all incarnations of the run."""
+        return spent_nano_usd(self._run, provider) / NANO_USD_PER_USD
 
     @property
     def version(self) -> int | None:

@@ -196,6 +196,10 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     replacements: int = msgspec.field(default=0, name="successors")
     billing_ns: Nanoseconds | msgspec.UnsetType = msgspec.UNSET
     """The billing increment; begun increments count whole. Unset if leases are billed to the nanosecond."""
+    least_billed_ns: Nanoseconds | msgspec.UnsetType = msgspec.UNSET
+    """What is billed of a lease at the least, however short it is."""
+    usd_per_gpu_hour_most: float | msgspec.UnsetType = msgspec.UNSET
+    """What a lease of this offer may cost at the most, where that is known only once it is granted."""
     grant_within_s: float | msgspec.UnsetType = msgspec.UNSET
     """How long a request may wait for its grant, where it is a turn on a shared pool; so may the trainer for a
     permit."""

@@ -32,6 +32,7 @@ from elastic.report.usage import (
     joined_usage,
     lease_ends,
     ledger_of,
+    strays_usd_of,
     unattributed_share,
     usage_of,
 )
@@ -216,9 +217,17 @@ def _summary(history: History) -> Summary:
     status = samples[-1][1] if samples else None
     tokens = {name: p.tokens for name, p in status.providers.items()} if status else {}
     shown = timeline(samples, [step.at_s for step in steps])
-    names = {book.provider for book in books} | shown.providers.keys()
+    strays_usd = strays_usd_of(history)
+    names = {book.provider for book in books} | shown.providers.keys() | strays_usd.keys()
     by_provider = {
-        name: usage_of([b for b in books if b.provider == name], ends, replacing, end_ns, tokens.get(name, 0))
+        name: usage_of(
+            [b for b in books if b.provider == name],
+            ends,
+            replacing,
+            end_ns,
+            tokens.get(name, 0),
+            strays_usd.get(name, 0.0),
+        )
         for name in sorted(names, key=lambda name: (name != TRAINER, name))
     }
     preempted = {end.lease for end in ends if end.cause == EndCause.PREEMPTED}
@@ -229,7 +238,7 @@ def _summary(history: History) -> Summary:
         _since_request((turn, turn.first_token_ns) for turn in turns),
     )
     outcome, cause = _outcome(meta, history.segments[-1])
-    total = usage_of(books, ends, replacing, end_ns, sum(tokens.values()))
+    total = usage_of(books, ends, replacing, end_ns, sum(tokens.values()), sum(strays_usd.values()))
     batches, functions = batches_of(history), functions_of(history)
     groups = {fate.fate: fate.groups for fate in batches.fates}
     functions_usd = sum(usage.usd for usage in functions)

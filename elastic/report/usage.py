@@ -5,7 +5,7 @@ for is unattributed.
 """
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -99,8 +99,10 @@ def usage_of(
     replacements: Container[str],
     end_ns: Nanoseconds,
     tokens: int,
+    strays_usd: float = 0.0,
 ) -> Usage:
-    """What the devices of `books` came to by `end_ns`, with the tokens accepted from them.
+    """What the devices of `books` came to by `end_ns`, with the tokens accepted from them, and with what was billed for
+    what no lease had.
 
     `replacements` has the workers that came in place of lost ones.
     """
@@ -108,7 +110,7 @@ def usage_of(
     causes = dict(Counter(end.cause for end in ends if end.lease in leases).most_common())
     accounts_ns = _accounts_ns(books, end_ns)
     gpu_ns = sum(accounts_ns.values())
-    usd = sum(ledger_of(books).bill_nano_usd(end_ns).values()) / NANO_USD_PER_USD
+    usd = sum(ledger_of(books).bill_nano_usd(end_ns).values()) / NANO_USD_PER_USD + strays_usd
     return Usage(
         gpu_s=gpu_ns / NS_PER_S,
         accounts_s={account.value: ns / NS_PER_S for account, ns in accounts_ns.items()},
@@ -123,6 +125,15 @@ def usage_of(
         lease_ends=causes,
         preemptions=causes.get(EndCause.PREEMPTED, 0),
     )
+
+
+def strays_usd_of(history: History) -> Mapping[str, float]:
+    """What each provider has billed for what no lease had."""
+    usd: dict[str, float] = {}
+    for _, event in history.events_of("StraysBilled"):
+        if isinstance(event, e.StraysBilled):
+            usd[event.provider] = usd.get(event.provider, 0.0) + event.usd
+    return usd
 
 
 def joined_usage(history: History, books: Sequence[DeviceBook]) -> list[JoinedUsage]:

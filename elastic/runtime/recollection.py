@@ -20,7 +20,15 @@ Entry: TypeAlias = tuple[Nanoseconds, e.Event, Mapping[int, wire.Chunk]]
 
 _AFTER_A_STOP = (
     *(e.CapSet, e.BudgetSet, e.StopCommanded, e.FunctionsBilled),
-    *(e.LeaseGranted, e.LeaseRefused, e.LeaseEnded, e.WorkerReported, e.WorkerDisconnected),
+    *(
+        e.LeaseGranted,
+        e.LeaseRefused,
+        e.LeaseEnded,
+        e.LeaseRepriced,
+        e.StraysBilled,
+        e.WorkerReported,
+        e.WorkerDisconnected,
+    ),
 )
 
 

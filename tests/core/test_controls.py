@@ -219,6 +219,55 @@ def test_functions_and_former_incarnations_count(budgeted) -> None:
     assert exhausted(core, 200) == pytest.approx(100 - owed - STOPPING_S, abs=1)
 
 
+def committed_usd(core) -> float:
+    forecast = budget_forecast(core.scheduler.pieces[0], round(core.now_s * NS_PER_S))
+    assert forecast is not None
+    return forecast.committed_usd
+
+
+def test_what_is_billed_at_the_least_counts_from_the_beginning(budgeted) -> None:
+    core = budgeted(1000)
+    before = committed_usd(core)
+    (lease,) = offer(core, "far", 1, least_billed_ns=60 * NS_PER_S)
+    assert committed_usd(core) - before == pytest.approx(60, abs=1)
+    core.grant(lease)
+    assert committed_usd(core) - before == pytest.approx(60, abs=1)
+    core.tell(e.LeaseEnded(lease=lease, cause=EndCause.RELEASED))
+    assert committed_usd(core) - before == pytest.approx(60, abs=1)
+    (lease,) = offer(core, "far", 1, least_billed_ns=60 * NS_PER_S)
+    core.grant(lease)
+    core.tell(e.LeaseEnded(lease=lease, cause=EndCause.RELEASED, billed_ns=0))
+    assert committed_usd(core) - before == pytest.approx(60, abs=1)
+
+
+def test_a_price_that_changes_counts_from_then_on(budgeted) -> None:
+    core = budgeted(1000)
+    start, before = core.now_s, committed_usd(core)
+    (lease,) = offer(core, "far", 1, usd_per_gpu_hour_most=3 * USD_PER_S * HOUR_S)
+    assert committed_usd(core) - before == pytest.approx(3 * STOPPING_S, abs=1)
+    core.grant(lease)
+    assert committed_usd(core) - before == pytest.approx(STOPPING_S, abs=1)
+    core.now_s += 100
+    core.tell(e.LeaseRepriced(lease=lease, usd=110.0, usd_per_gpu_hour=2 * USD_PER_S * HOUR_S))
+    core.now_s += 50
+    trained = core.now_s - start
+    assert committed_usd(core) - before - trained == pytest.approx(110 + 2 * (50 + STOPPING_S), abs=1)
+    core.tell(e.LeaseEnded(lease=lease, cause=EndCause.RELEASED, billed_ns=200 * NS_PER_S))
+    assert committed_usd(core) - before - trained == pytest.approx(200, abs=1)
+    assert core.scheduler.spent_usd("far") == pytest.approx(200)
+
+
+def test_what_no_lease_had_is_paid_for_too(budgeted) -> None:
+    core = budgeted(1000)
+    before = committed_usd(core)
+    core.tell(e.StraysBilled(provider="far", usd=25.0))
+    core.tell(e.StraysBilled(provider="far", usd=5.0))
+    core.tell(e.CostCarried(nano_usd=10 * 10**9, of_providers={"far": 7 * 10**9}))
+    assert committed_usd(core) - before == pytest.approx(40)
+    assert core.scheduler.spent_usd("far") == pytest.approx(37)
+    assert core.scheduler.ledger.bill_nano_usd(0)["far"] == 30 * 10**9
+
+
 def test_a_run_that_cannot_afford_its_trainer_ends(make_core) -> None:
     core = make_core()
     core.tell(e.BudgetSet(command="b", usd=STOPPING_S / 2))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from elastic.core.types import NS_PER_S
-from providers.ec2_market import NEVER_JOINED, Ec2Market, Ec2Settings, PricePoint, SpotPool, bill_usd
+from providers.ec2_market import NEVER_JOINED, Ec2Market, Ec2Settings, PricePoint, Running, SpotPool, bill_usd
 from providers.ec2_user_data import LIMIT_BYTES, UserDataTooLarge, user_data
 from providers.markets import CapacityUnavailable
 
@@ -102,13 +102,54 @@ def test_pools_whose_instances_are_taken_back_soon_are_dearer() -> None:
 
 
 def test_nothing_is_offered_that_the_cap_does_not_pay_for() -> None:
-    made = market(usd_max=1.0, usd_per_gpu_hour_max=1.0)
+    made = market(usd_max=1.0, usd_per_gpu_hour_max=1.0, boot_s=0.0)
     assert made.free() == 4
-    made.spent_usd = 0.995
+    made.spent_usd = lambda: 0.999
     assert made.free() == 0
-    assert "usd_max = $1 is spent" in made.why_nothing()
-    made.spent_usd = 0.5
-    assert made.budget_left_s(1.0) == pytest.approx(1800.0)
+    assert "usd_max = $1 pays for no other instance: $1.00 are spent" in made.why_nothing()
+    made.spent_usd = lambda: 0.98
+    assert made.free() == 2
+    made.take("asked")
+    assert made.free() == 1
+    made.capped = True
+    assert made.free() == 0
+
+
+@given(
+    usd_max=st.floats(0.05, 3.0),
+    spent=st.floats(0.0, 1.0),
+    began=st.lists(st.tuples(st.sampled_from([A, B, DEAR]), st.floats(0.0, 20_000.0)), max_size=4),
+    risen=st.floats(0.5, 3.0),
+    risen_at_s=st.floats(0.0, 20_000.0),
+)
+def test_whoever_gets_notice_when_the_market_says_so_costs_no_more_than_the_cap(
+    usd_max: float, spent: float, began: list[tuple[SpotPool, float]], risen: float, risen_at_s: float
+) -> None:
+    """Whatever runs for whatever time when the cap comes near, hours at other prices included; new ones, too."""
+    now_s = 20_000.0
+    made = market(usd_max=usd_max, poll_s=5.0, boot_s=0.0, max_workers=10)
+    made.priced({pool: [PricePoint(risen_at_s, usd * risen)] for pool, usd in USD.items()})
+    made.now_s, made.spent_usd = (lambda: now_s), (lambda: spent)
+    made.running = {f"{n}": Running(pool, at_s) for n, (pool, at_s) in enumerate(began)}
+    left_s = made.cap_left_s()
+    if left_s is None:
+        assert made.committed_usd(made.notice_s + 5.0) <= usd_max
+    elif made.committed_usd(0.0) <= usd_max:
+        assert made.committed_usd(left_s) <= usd_max
+    for number in range(made.free()):
+        made.running[f"new {number}"] = Running(max(USD, key=made.usd_now), now_s)
+        assert made.committed_usd(made.notice_s) <= usd_max
+
+
+def test_an_hour_costs_what_it_cost_at_its_beginning_or_costs_now() -> None:
+    made = market()
+    made.priced({A: [PricePoint(5000.0, 0.9)]})
+    for now_s, usd in ((4000.0, 0.4), (5100.0, 0.9), (9000.0, 0.9)):
+        made.now_s = lambda now_s=now_s: now_s
+        assert made.usd_per_hour_most(Running(A, 1000.0)) == usd
+    made.now_s = lambda: 8200.0
+    assert made.bill_usd(Running(A, 1000.0), 3600.0) == pytest.approx(0.4 + 0.4 + 0.9)
+    assert made.offer().usd_per_gpu_hour_most == 3.0
 
 
 @given(

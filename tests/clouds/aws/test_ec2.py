@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
+from elastic.core.events import (
+    LeaseEnded,
+    LeaseGranted,
+    LeaseNotice,
+    LeaseRefused,
+    LeaseRepriced,
+    OfferChanged,
+    StraysBilled,
+)
 from elastic.core.types import EndCause
 from providers.base import KnownLease, ProviderContext, ProviderUnavailable
 from providers.ec2 import Ec2Provider
@@ -35,6 +43,11 @@ def usd_of(house: "House") -> float:
     return usd
 
 
+def usd_by_the_books(house: "House", instance: str) -> float:
+    books = house.aws.books
+    return Books(books.prices, {}, rented={instance: books.rented[instance]}).usd()
+
+
 class House:
     """A run's provider on the stand-in, and what it emits."""
 
@@ -47,12 +60,13 @@ class House:
         self.calls_before = aws.proxy.calls.copy()
         self._providers: list[Ec2Provider] = []
 
-    def provider(self, worker: str = "", **settings: Any) -> Ec2Provider:
+    def provider(self, worker: str = "", spent_usd: float = 0.0, **settings: Any) -> Ec2Provider:
         context = context_of(f"run-{os.getpid()}-{self._run_dir.name}", self._run_dir, self.began_ns)
         context = ProviderContext(
             **{
                 **{field: getattr(context, field) for field in context.__struct_fields__},
                 "note": self.notes.__setitem__,
+                "spent_usd": lambda provider: spent_usd,
             }
         )
         given = self.aws.settings(**{"max_workers": 3, **settings})
@@ -414,11 +428,46 @@ async def test_instances_of_no_lease_are_ended_and_those_of_other_runs_are_not(h
 
 
 async def test_the_cap_ends_leases_in_time(house: House) -> None:
-    provider = await house.started(usd_max=0.0125, poll_s=0.1)
-    lease = await house.grant(provider)
-    await house.recorder.until(lambda r: r.of(LeaseNotice, lease))
-    assert "usd_max = $0.0125" in house.recorder.of(LeaseNotice, lease)[0].reason
+    usd_max = 0.16
+    provider = await house.started(usd_max=usd_max, poll_s=0.1, max_workers=4)
+    leases = [await house.grant(provider, number) for number in (1, 2)]
+    left_s = (usd_max / 2 / usd_of(house)) * 3600 - 50
+    for lease in leases:
+        house.aws.age(house.instance(lease), left_s)
+    await house.recorder.until(lambda r: all(r.of(LeaseNotice, lease) for lease in leases))
+    assert "usd_max = $0.16" in house.recorder.of(LeaseNotice, leases[0])[0].reason
     assert house.recorder.available == 0
+    assert "usd_max = $0.16" in await house.refusal(provider, 3)
+
+
+async def test_a_restart_spends_what_the_cap_has_left(house: House) -> None:
+    provider = house.provider(usd_max=0.5, spent_usd=0.495)
+    await provider.adopt([], house.recorder.emit)
+    await provider.start(house.recorder.emit)
+    assert house.recorder.available == 0
+    assert "$0.49" in await house.refusal(provider) or "$0.50" in await house.refusal(provider, 2)
+
+
+async def test_the_run_hears_what_a_lease_costs_by_ec2s_own_account(house: House) -> None:
+    provider = await house.started(poll_s=0.1, price_s=0.3)
+    lease = await house.grant(provider)
+    first_usd = house.recorder.of(LeaseRepriced, lease)[0].usd_per_gpu_hour
+    house.aws.age(house.instance(lease), 3590.0)
+    house.aws.books.prices.change(2.0)
+    await house.recorder.until(lambda r: r.of(LeaseRepriced, lease)[-1].usd_per_gpu_hour > 1.9 * first_usd)
+    told = house.recorder.of(LeaseRepriced, lease)[-1]
+    assert told.usd >= usd_by_the_books(house, house.instance(lease)) - 1e-3
+    house.aws.books.prices.change(0.5)
+
+
+async def test_what_no_lease_had_is_billed_to_the_run(house: House) -> None:
+    provider = await house.started(reconcile_s=0.2, poll_s=0.1)
+    lease = await house.grant(provider)
+    instance = house.instance(lease)
+    provider._held.pop(lease)
+    await house.recorder.until(lambda r: r.of(StraysBilled))
+    (event,) = house.recorder.of(StraysBilled)
+    assert event.usd == pytest.approx(usd_by_the_books(house, instance), rel=1e-3)
 
 
 async def test_while_ec2_cannot_be_asked_nothing_is_offered_and_nothing_is_lost(house: House) -> None:

@@ -92,6 +92,11 @@ class Cloud:
         self.books.rented[instance].action_s = time.time() + notice_s
         self._event("EC2 Spot Instance Interruption Warning", {"instance-id": instance, "instance-action": "terminate"})
 
+    def age(self, instance: str, seconds: float) -> None:
+        """As if the instance had begun so much earlier."""
+        with self.books.lock:
+            self.books.rented[instance].began_s -= round(seconds)
+
     def advise(self, instance: str) -> None:
         """To rebalance: no end is named."""
         self.books.rented[instance].advised_s = time.time()

@@ -69,6 +69,12 @@ class Prices:
         shares = [(at_s, floor + (ceiling - floor) * (1 - count / peak)) for at_s, count in counts]
         self._steps = [(self.began_s, floor), *((self.began_s + at_s, share) for at_s, share in shares)]
 
+    def change(self, times: float) -> None:
+        """Let all prices be so many times what they are, from now on."""
+        now_s = time.time()
+        past = [step for step in self._steps if step[0] <= now_s]
+        self._steps = [*past, (now_s, past[-1][1] * times)]
+
     def history(self, instance_type: str, zone: str) -> list[tuple[float, float]]:
         """(Unix time, dollars an hour), oldest first. A zone's prices differ by a little."""
         usd = USD_ON_DEMAND[instance_type] * (1 + 0.01 * (ord(zone[-1]) - ord("a")))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused
+from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged, StraysBilled
 from elastic.core.types import NS_PER_S, EndCause
 from elastic.modal_platform import VERSION_TAG, version
 from providers.base import KnownLease, ProviderContext, ProviderUnavailable
@@ -71,10 +71,12 @@ class House:
         )
 
     def charged_s(self) -> float:
-        """What ends of leases have said that Modal charges."""
+        """What the run was told that Modal charges, for leases and for what none had."""
         ends = [end.billed_ns for end in self.recorder.of(LeaseEnded)]
         assert not any(ns is msgspec.UNSET for ns in ends)
-        return sum(ns for ns in ends if ns is not msgspec.UNSET) / NS_PER_S
+        strays_usd = sum(event.usd for event in self.recorder.of(StraysBilled))
+        (usd_per_gpu_hour,) = {event.offer.usd_per_gpu_hour for event in self.recorder.of(OfferChanged)}
+        return sum(ns for ns in ends if ns is not msgspec.UNSET) / NS_PER_S + strays_usd / usd_per_gpu_hour * 3600
 
     def die(self, provider: ModalProvider) -> None:
         """As if its process had died."""
