@@ -36,8 +36,8 @@ def show_no_locals() -> None:
     structlog.configure(processors=[*processors, renderer])
 
 
-def log_to(descriptor: int) -> None:
-    """Structured logs of this process go to an open file from now on."""
+def log_to(descriptor: int, level: int = logging.INFO) -> None:
+    """Structured logs of this process, from `level` up, go to an open file from now on."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -46,15 +46,15 @@ def log_to(descriptor: int) -> None:
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=lambda *_: _LogFile(descriptor),
         cache_logger_on_first_use=False,
     )
 
 
 class PaceLog:
-    """Tells the log now and then how many paced pieces of work have taken no longer than modelled, of how many since
-    it was told last. Used by one thread."""
+    """Tells the log, at level debug, now and then how many paced pieces of work have taken no longer than modelled, of
+    how many since it was told last. Used by one thread."""
 
     EVERY_S = 2.0
 
@@ -68,5 +68,5 @@ class PaceLog:
         self._of += 1
         now_s = time.monotonic()
         if now_s - self._told_s >= self.EVERY_S:
-            structlog.get_logger(__name__).info("pace", what=self._what, held=self._held, of=self._of)
+            structlog.get_logger(__name__).debug("pace", what=self._what, held=self._held, of=self._of)
             self._held, self._of, self._told_s = 0, 0, now_s

@@ -134,7 +134,7 @@ class TestNextLife:
             "journal.3.sqlite": "third",
         }
         assert compose.load_run_config(run.path).run.steps == 7
-        assert kept_in(run) == {"config.json", *journals(run)}
+        assert kept_in(run) == {"config.json", "start", *journals(run)}
 
     @pytest.mark.parametrize("came_to", ["journal.2.sqlite", "journal.2.sqlite-wal", ""])
     def test_leaves_no_trace_if_it_cannot_begin(
@@ -150,7 +150,7 @@ class TestNextLife:
             refused()
         assert journals(run) == {"journal.sqlite": "first"}
         assert compose.load_run_config(run.path) == config
-        assert kept_in(run) == {"config.json", "journal.sqlite"}
+        assert kept_in(run) == {"config.json", "start", "journal.sqlite"}
 
     def test_is_kept_once_it_has_begun(self, run: RunDirectory, changed: Config) -> None:
         begun = scheduler(changed)
@@ -182,7 +182,7 @@ class TestNextLife:
         with pytest.raises(ConfigError, match="No space left"):
             resume()
         assert compose.load_run_config(run.path) == config
-        assert kept_in(run) == {"config.json", "journal.sqlite"}
+        assert kept_in(run) == {"config.json", "start", "journal.sqlite"}
 
 
 class TestJournalsOfARun:

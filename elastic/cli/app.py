@@ -539,6 +539,9 @@ def worker(
         Path | None, typer.Option(metavar="FILE", help="A ticket of `elastic ticket`; else ELASTIC_TICKET holds one.")
     ] = None,
     trainer: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Be the run's trainer.", hidden=True)] = None,
+    pace: Annotated[
+        bool, typer.Option("--pace", help="Of a ticket: log, too, how an engine holds the speed that it models.")
+    ] = False,
     resume: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve rollout turns to a run: dial its orchestrator and generate until the lease ends.
@@ -555,7 +558,7 @@ def worker(
 
     Example: elastic worker --join trainer.example:7433 --ticket-file FILE
     """
-    deferred.worker.worker_command(join, ticket_file, trainer, resume=resume)
+    deferred.worker.worker_command(join, ticket_file, trainer, resume=resume, pace=pace)
 
 
 @app.command()

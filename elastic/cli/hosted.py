@@ -16,7 +16,7 @@ from elastic.config import ConfigError
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Remote = Annotated[bool, typer.Option("--remote", help="On the server of `elastic api login`.")]
 RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs are kept.")]
-HostedName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id on the server, or `latest`.")]
+HostedName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id on the server, or `latest` there.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Wait for more until the run ends; Ctrl-C detaches.")]
 RunsListen = Annotated[
     str, typer.Option(metavar="HOST", help="Where runs listen for workers on other machines, on free ports, by TLS.")
@@ -110,12 +110,20 @@ def list_hosted_runs(
 
 
 @runs.command()
-def show(name: HostedName = "latest", as_json: AsJson = False) -> None:
-    """Show a run on the server: its phase, figures and conditions.
+def show(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or path, its id, or `latest`.")] = "latest",
+    remote: Remote = False,
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> None:
+    """Show how a run stands: its status and figures; on a server its conditions, too.
 
     Example: elastic runs show latest
     """
-    deferred.remote.show_command(name, as_json=as_json)
+    if remote or deferred.remote.is_hosted(name):
+        deferred.remote.show_command(name, as_json=as_json)
+    else:
+        deferred.report.show_run_command(name, directory, as_json=as_json)
 
 
 @runs.command()

@@ -225,7 +225,7 @@ def list_command(pool: str, directory: Path, *, everything: bool, as_json: bool)
     if as_json:
         emit({"pool": path.name, "jobs": rows})
     else:
-        console().print(jobs_table(rows) if rows else f"no jobs in pool {path.name}")
+        console().print(jobs_table(rows) if rows else f"no jobs in pool {path.name}", crop=False)
     return 0
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from elastic import compose
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
 from elastic.cli.supervise import keep_up
+from elastic.cli.tables import listing
 from elastic.config import ConfigError, given_path
 from elastic.control import CommandRefused, ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.log_files import LogFollower
@@ -211,7 +212,7 @@ def _show(standing: PoolStanding, path: Path, *, as_json: bool) -> None:
     if as_json:
         emit({"pool": standing.pool, "directory": str(path), "pid": standing.pid, **standing.status})
     else:
-        console().print(pool_tables(standing, path))
+        console().print(pool_tables(standing, path), crop=False)
 
 
 def pool_tables(standing: PoolStanding, path: Path) -> Group:
@@ -222,30 +223,20 @@ def pool_tables(standing: PoolStanding, path: Path) -> Group:
         f"${status['usd_unbilled']:.4f} of it for idle nodes, which no job pays; "
         f"${status['usd_per_hour']:.2f} an hour for its groups"
     )
-    nodes = _table("node", "group", "account", "job", "busy", "idle", "down")
-    for node in status["nodes"]:
-        accounts = node["accounts_s"]
-        whole_s = sum(accounts.values()) or 1.0
-        busy = accounts.get("slice", 0.0) + accounts.get("switching", 0.0)
-        nodes.add_row(
-            node["name"],
-            node["group"] or "–",
-            node["account"],
-            node["job"] or "–",
-            *(f"{part / whole_s:.0%}" for part in (busy, accounts.get("idle", 0.0), accounts.get("down", 0.0))),
-        )
-    groups = _table("group", "cycle", "bears", "$/h", "members, in their order")
-    for group in status["groups"]:
-        groups.add_row(
+    nodes = listing(("node", "group", "account", "job", "busy", "idle", "down"), map(_node_row, status["nodes"]))
+    groups = [
+        (
             group["name"],
             f"{group['cycle_s']:.1f} s",
             f"{group['limit_s']:.1f} s",
             f"{group['usd_per_hour']:.2f}",
             ", ".join(group["members"]),
         )
+        for group in status["groups"]
+    ]
     parts: list[Any] = [head, nodes]
-    if status["groups"]:
-        parts += [Text(), groups]
+    if groups:
+        parts += [Text(), listing(("group", "cycle", "bears", "$/h", "members, in their order"), groups)]
     going_on = [job for job in status["jobs"] if not job["over"]]
     parts += [Text(), jobs_table(going_on) if going_on else Text("no job goes on")]
     if left_out := status.get("jobs_left_out", 0):
@@ -255,21 +246,31 @@ def pool_tables(standing: PoolStanding, path: Path) -> Group:
     return Group(*parts)
 
 
+def _node_row(node: dict[str, Any]) -> Sequence[str]:
+    accounts = node["accounts_s"]
+    whole_s = sum(accounts.values()) or 1.0
+    busy = accounts.get("slice", 0.0) + accounts.get("switching", 0.0)
+    parts = (busy, accounts.get("idle", 0.0), accounts.get("down", 0.0))
+    names = (node["name"], node["group"] or "–", node["account"], node["job"] or "–")
+    return (*names, *(f"{part / whole_s:.0%}" for part in parts))
+
+
 def jobs_table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = _table("job", "state", "group", "now", "steps", "SLO", "planned", "$")
-    for job in rows:
-        slowdown = job["planned_slowdown"]
-        table.add_row(
-            job["name"],
-            job["state"],
-            job["group"] or "–",
-            doing(job),
-            f"{job['steps_done']}/{job['steps']}",
-            f"{job['slo']:.2f}",
-            f"{slowdown:.2f} ×" if slowdown else "–",
-            f"{job['usd']:.4f}",
-        )
-    return table
+    return listing(("job", "state", "group", "now", "steps", "SLO", "planned", "$"), map(_job_row, rows))
+
+
+def _job_row(job: dict[str, Any]) -> Sequence[str]:
+    slowdown = job["planned_slowdown"]
+    return (
+        job["name"],
+        job["state"],
+        job["group"] or "–",
+        doing(job),
+        f"{job['steps_done']}/{job['steps']}",
+        f"{job['slo']:.2f}",
+        f"{slowdown:.2f} ×" if slowdown else "–",
+        f"{job['usd']:.4f}",
+    )
 
 
 def doing(job: dict[str, Any]) -> str:
@@ -279,13 +280,6 @@ def doing(job: dict[str, Any]) -> str:
     if job["asked"] is not None:
         return f"waits for {job['asked']}"
     return "between phases" if job["state"] == "running" else job["reason"]
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, header_style="dim")
-    for column in columns:
-        table.add_column(column)
-    return table
 
 
 def stop_command(name: str, directory: Path, wait_s: float, command_id: str, *, now: bool, as_json: bool) -> int:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from elastic.cli.output import console, duration, emit
 from elastic.cli.remote import server
+from elastic.cli.tables import show_listing
 from elastic.resources import ProjectQuota, ProviderChange, QuotaChange, RetentionChange
 
 
@@ -28,12 +29,7 @@ def _show(
     if as_json:
         emit({"data": [one.model_dump(mode="json", exclude={"settings"}) for one in objects]})
         return
-    table = Table(box=None, header_style="dim")
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*row)
-    console().print(table)
+    show_listing(columns, rows)
 
 
 def quota_command(project: str, changes: Mapping[str, Any], gpus: Mapping[str, int | None], *, as_json: bool) -> None:

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import typer
-from rich.table import Table
 
 from elastic import compose
 from elastic.cli.account import run_on_disk
 from elastic.cli.output import EXIT_FAILED, console, emit
+from elastic.cli.tables import show_listing
 from elastic.report import as_json as report_as_json
 from elastic.report import as_markdown, closing_table, compare, comparison_table, summarise, write_html
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory
@@ -47,12 +47,28 @@ def show_rows(rows: list[dict[str, str]], nothing: str, *, as_json: bool) -> Non
     if as_json:
         emit({"runs": rows})
         return
-    table = Table(box=None, header_style="dim")
-    for column in ("run", "started", "providers", "status"):
-        table.add_column(column, no_wrap=column == "run", overflow="fold")
-    for row in rows:
-        table.add_row(row["run"], row["started_at"], row["providers"] or "–", row["status"])
-    console().print(table if rows else nothing)
+    if not rows:
+        console().print(nothing)
+        return
+    cells = [(row["run"], row["started_at"], row["providers"] or "–", row["status"]) for row in rows]
+    show_listing(("run", "started", "providers", "status"), cells)
+
+
+def show_run_command(name: str, directory: Path, *, as_json: bool) -> None:
+    """How a run on disk stands. Raises `JournalError` where it has not begun."""
+    run = run_on_disk(directory, name)
+    row, summary = _row(run), summarise(run)
+    if as_json:
+        emit(row | {"directory": str(run.path), "report": report_as_json(summary, None)})
+        return
+    shown = console()
+    shown.print(f"{run.name}  {row['status']}  in {run.path}", soft_wrap=True, highlight=False)
+    shown.print(
+        f"step {len(summary.steps)}/{summary.steps_planned or '–'}  ${summary.usd:.4f}  "
+        f"preemptions {summary.total.preemptions}",
+        highlight=False,
+    )
+    shown.print(closing_table(summary))
 
 
 def _row(run: RunDirectory) -> dict[str, str]:

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from rich.table import Table
 
-from elastic.cli.output import bad_input, console, emit, say, tell
+from elastic.cli.output import bad_input, emit, say, tell
 from elastic.cli.remote import server
+from elastic.cli.tables import show_listing
 from elastic.client import Client
 from elastic.resources import AccessRole, ProjectChange
 
@@ -99,10 +99,7 @@ def show_objects(found: Iterable[BaseModel], columns: Sequence[str], *, as_json:
     if as_json:
         emit(rows)
         return
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(_cell(row[column]) for column in columns))
-    console().print(table)
+    show_listing(columns, [[_cell(row[column]) for column in columns] for row in rows])
 
 
 def _cell(value: Any) -> str:

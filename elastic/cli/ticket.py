@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 import typer
-from rich.table import Table
 
 from elastic import compose
 from elastic.cli.output import bad_input, console, emit, say
+from elastic.cli.tables import show_listing
 from elastic.endpoint import Address, Endpoint
 from elastic.files import write_whole
 from elastic.runtime.journal import RunDirectory
@@ -60,14 +60,11 @@ def list_tickets(run: RunDirectory, *, as_json: bool) -> None:
     if as_json:
         emit({"tickets": rows})
         return
-    table = Table(box=None, header_style="dim")
-    for column in ("ticket", "label", "state", "usd_per_gpu_hour"):
-        table.add_column(column, no_wrap=column == "ticket", overflow="fold")
-    for row in rows:
-        table.add_row(
-            *(str("" if row[key] is None else row[key]) for key in ("ticket", "label", "state", "usd_per_gpu_hour"))
-        )
-    console().print(table if rows else f"{run.name} has no tickets")
+    if not rows:
+        console().print(f"{run.name} has no tickets")
+        return
+    columns = ("ticket", "label", "state", "usd_per_gpu_hour")
+    show_listing(columns, [[str("" if row[key] is None else row[key]) for key in columns] for row in rows])
 
 
 def revoke_ticket(run: RunDirectory, ticket: str, *, as_json: bool) -> None:

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from rich.table import Table
-
 from elastic.cli.output import bad_input, console, emit, say
 from elastic.cli.remote import server
+from elastic.cli.tables import show_listing
 from elastic.resources import NAME
 
 
@@ -31,10 +30,8 @@ def list_command(*, as_json: bool) -> None:
     if as_json:
         emit([one.model_dump(mode="json") for one in found])
         return
-    table = Table("id", "name", "state", "files", "bytes", "created_at", box=None, pad_edge=False)
-    for one in found:
-        table.add_row(one.id, one.name, one.state, str(len(one.files)), str(one.bytes), one.created_at)
-    console().print(table)
+    rows = [(one.id, one.name, one.state, str(len(one.files)), str(one.bytes), one.created_at) for one in found]
+    show_listing(("id", "name", "state", "files", "bytes", "created_at"), rows)
 
 
 def get_command(upload: str, target: Path) -> None:

@@ -6,8 +6,8 @@ from typing import NoReturn
 from elastic import compose
 
 
-def worker_command(join: str, ticket_file: Path | None, trainer: Path | None, *, resume: bool) -> NoReturn:
-    compose.run_worker(join or None, ticket_file, trainer, resume=resume)
+def worker_command(join: str, ticket_file: Path | None, trainer: Path | None, *, resume: bool, pace: bool) -> NoReturn:
+    compose.run_worker(join or None, ticket_file, trainer, resume=resume, pace=pace)
 
 
 def serving_host_command() -> int:

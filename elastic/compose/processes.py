@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import time
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from elastic.compose.runs import load_run_config
 from elastic.config import ConfigError
 from elastic.endpoint import Address, Endpoint
+from elastic.logs import STANDARD_ERROR, log_to
 from elastic.machine import collect_between_decisions, defer_full_collections, quietly
 from elastic.pool_wire import KEEPER_VARIABLE, QUIET_VARIABLE
 from elastic.processes import end_own_kin
@@ -30,12 +32,19 @@ FINGERPRINT_VARIABLE = "ELASTIC_JOIN_FINGERPRINT"
 ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_RUN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN")
 
 
-def run_worker(join: str | None, ticket_file: Path | None, trainer_run_dir: Path | None, *, resume: bool) -> NoReturn:
+def run_worker(
+    join: str | None, ticket_file: Path | None, trainer_run_dir: Path | None, *, resume: bool, pace: bool
+) -> NoReturn:
     """Be a worker (or, with `trainer_run_dir`, the trainer of that run) until the lease ends. A trainer with a
-    keeper uses its device when the keeper says so (`elastic.pool_wire.KEEPER_VARIABLE`)."""
+    keeper uses its device when the keeper says so (`elastic.pool_wire.KEEPER_VARIABLE`).
+
+    A worker with a ticket logs to somebody's terminal: how its pace holds only with `pace`."""
     from elastic.worker.agent import leave_process, run_agent
 
-    ticket = joining_ticket(join, ticket_file) or worker_ticket(join)
+    joining = joining_ticket(join, ticket_file)
+    ticket = joining or worker_ticket(join)
+    if pace or joining is None:
+        _log_pace()
     if trainer_run_dir is None:
         leave_process(run_loop(run_agent(ticket)))
     _load(lambda: import_module("elastic.worker.trainer_host"))
@@ -44,6 +53,11 @@ def run_worker(join: str | None, ticket_file: Path | None, trainer_run_dir: Path
 
     config, permit = load_run_config(trainer_run_dir), DevicePermit(keeper_socket())
     leave_process(run_loop(run_trainer_host(ticket, config, trainer_run_dir, resume, permit)))
+
+
+def _log_pace() -> None:
+    """What models a device's speed logs now and then how that holds, at level debug."""
+    log_to(STANDARD_ERROR, logging.DEBUG)
 
 
 def run_serving_host() -> int:
@@ -63,6 +77,7 @@ def run_serving_host() -> int:
             raise RuntimeError(end.reason)
 
     settings = serving_host.parse_settings(os.environ.get(serving_host.HOST_VARIABLE, ""))
+    _log_pace()
     # Before anything is offered: from the order to lend on, every second of it would be the run's.
     warm_up()
     try:
@@ -79,6 +94,7 @@ def run_pool_resident() -> NoReturn:
     keeper = keeper_socket()
     if keeper is None:
         raise ConfigError(f"elastic pool-resident: {KEEPER_VARIABLE} not set, which a pool's keeper hands to residents")
+    _log_pace()
     _load(_load_resident)
     from elastic.worker.agent import leave_process, on_termination
     from elastic.worker.rollout_resident import RolloutResident

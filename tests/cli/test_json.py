@@ -95,6 +95,24 @@ def test_no_runs_yet(elastic, tmp_path: Path) -> None:
     assert parsed(out) == {"runs": []}
 
 
+def test_the_latest_run_is_one_run_in_every_command(elastic, config: Path) -> None:
+    settings = load_config(config)
+    for number in range(2):
+        run = RunDirectory(compose.new_run_dir(settings))
+        journal = run.begin_journal(settings.journal)
+        journal.meta("status", f"stopped: {number}")
+        journal.close()
+        (run.path / "logs").mkdir(exist_ok=True)
+        (run.path / "logs" / "orchestrator.log").write_text(f"{run.name}\n")
+    where = ("--directory", settings.run.directory)
+    shown = parsed(elastic("runs", "show", "latest", *where, "--json").out)
+    assert shown["status"] == "stopped: 1"
+    assert shown["run"] == parsed(elastic("runs", *where, "--json").out)["runs"][-1]["run"]
+    assert elastic("logs", "latest", *where).out.split() == [shown["run"]]
+    assert parsed(elastic("report", "latest", *where, "--json").out)["run"] == shown["run"]
+    assert elastic("runs", "show", *where).out.startswith(f"{shown['run']}  stopped: 1  in ")
+
+
 def test_a_run_whose_process_was_killed_runs_no_more(elastic, config: Path) -> None:
     run = compose.new_run_dir(load_config(config))
     journal = RunDirectory(run).begin_journal(load_config(config).journal)

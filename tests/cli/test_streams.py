@@ -17,6 +17,7 @@ from typer.main import get_command
 from elastic.cli import main
 from elastic.cli.app import app
 from elastic.cli.output import console, emit
+from elastic.cli.tables import show_listing
 from elastic.config import ConfigError, load_config
 from elastic.job_simulation import load_workload
 from elastic.model.stored import CheckpointError, read_config
@@ -91,6 +92,32 @@ def test_tables_in_pipes_have_names_whole(elastic, tmp_path: Path, monkeypatch: 
     code, out, _ = elastic("runs", "--directory", tmp_path)
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[1:]] == names
+
+
+@pytest.mark.parametrize("columns", ["", "80", "40"])
+def test_what_is_copied_from_tables_is_whole(columns: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
+    keys = [f"key_01JD3K5T7WQ8M2N4P6R8S0V2X{number}" for number in range(3)]
+    mails = [f"somebody.with.a.long.name.{number}@research.example.com" for number in range(3)]
+    said = "a job that several people wait for, and which is told at length" * 2
+    show_listing(("id", "label", "email"), [(key, said, mail) for key, mail in zip(keys, mails, strict=True)])
+    out = capsys.readouterr().out
+    assert all(key in out and mail in out for key, mail in zip(keys, mails, strict=True))
+
+
+def test_lists_of_objects_are_made_in_one_place() -> None:
+    """Elsewhere a table is of figures: it lists nothing that has an id."""
+    made = {path.name for path in (ROOT / "elastic" / "cli").glob("*.py") if re.search(r"\bTable\(", path.read_text())}
+    assert made == {
+        "capacity.py",
+        "doctor.py",
+        "jobs.py",
+        "progress.py",
+        "remote.py",
+        "remote_quotas.py",
+        "run.py",
+        "tables.py",
+    }
 
 
 def test_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
