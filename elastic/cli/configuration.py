@@ -12,7 +12,8 @@ from elastic.compose.reference import KeyMeaning, explained, key_meanings
 HEAD = """# Configuration
 
 Every key of a run's TOML file, with its unit and default, as the models of settings say: those of all runs first, then
-those of the providers, engines, environments and pools of functions that come with Elastic. `elastic config explain
+those of the providers, engines, environments and pools of functions that come with Elastic, then those of a pool of
+nodes that jobs share (POOL.toml; what a job asks of it is in the run's own `[job]`). `elastic config explain
 KEY` prints the same of one key or section, also of what others have installed, and `elastic run CONFIG --dry-run` what
 a configuration changes. `--set KEY=VALUE` overrides any of them.
 

@@ -1,4 +1,4 @@
-"""Every key of a run's configuration: what it means, its unit, default and bounds, as the models of settings say."""
+"""Every key of a run's configuration, and of a pool's: meaning, unit, default and bounds, by the models of settings."""
 
 import importlib.metadata
 import json
@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from elastic.compose.plan import TRACE_PLAYERS
 from elastic.config import Config, ConfigError
+from elastic.pool.config import PoolConfig
 
 UNITS = {
     "usd_per_gpu_hour": "$/GPU-hour",
@@ -43,7 +44,8 @@ _INSTALLED = (
 
 
 class KeyMeaning(msgspec.Struct, frozen=True, kw_only=True):
-    """`applies` says for which provider, engine, environment or pool the key is; empty for a key of all runs."""
+    """`applies` says for which provider, engine, environment or pool of functions the key is, or that it is a pool's;
+    empty for a key of all runs."""
 
     key: str
     section: str
@@ -68,7 +70,7 @@ def key_meanings() -> list[KeyMeaning]:
             if isinstance(settings, type) and issubclass(settings, BaseModel):
                 section = f"{place}.{point.name}" if place == "engine" else place
                 found += _of(settings, section, applies.format(kind=point.name))
-    return found
+    return [*found, *_of(PoolConfig, "", "in POOL.toml")]
 
 
 def explained(asked: str) -> list[KeyMeaning]:
@@ -94,7 +96,11 @@ def explained(asked: str) -> list[KeyMeaning]:
     known = list(dict.fromkeys([*(one.key for one in meanings), *(one.section for one in meanings)]))
     same = [key for key in known if key.rpartition(".")[2] == parts[-1]]
     near = list(dict.fromkeys([*same, *get_close_matches(asked, known, 5, 0.6)]))[:5]
-    allowed = f"near: {', '.join(near)}" if near else f"sections: {', '.join(sorted(Config.model_fields))}"
+    allowed = (
+        f"near: {', '.join(near)}"
+        if near
+        else f"sections: {', '.join(sorted({*Config.model_fields, *PoolConfig.model_fields}))}"
+    )
     raise ConfigError(f"elastic config explain: unknown key {asked!r}; {allowed}")
 
 

@@ -25,9 +25,9 @@ class _PoolPart(BaseModel):
 class PoolNodesConfig(_PoolPart):
     """Nodes of one kind. A GPU's price has no default, since bills depend on it."""
 
-    nodes: int = Field(ge=1, le=4096)
-    gpus: int = Field(1, ge=1)
-    usd_per_gpu_hour: float = Field(ge=0)
+    nodes: int = Field(ge=1, le=4096, description="how many there are; with `spot`, at most")
+    gpus: int = Field(1, ge=1, description="GPUs of each node")
+    usd_per_gpu_hour: float = Field(ge=0, description="what a GPU costs")
     memory_gb: float = Field(ge=0, description="host memory of a node that jobs' states may take")
 
     def kind(self) -> NodeKind:
@@ -41,7 +41,7 @@ class PoolNodesConfig(_PoolPart):
 class PoolRolloutConfig(PoolNodesConfig):
     """Nodes for rollouts. With `spot` they are instances of a spot market, at most `nodes` at a time."""
 
-    spot: SpotTraceSettings | None = None
+    spot: SpotTraceSettings | None = Field(None, description="the market whose instances these nodes are")
 
     def market(self) -> SpotMarket | None:
         if self.spot is None:
@@ -51,7 +51,9 @@ class PoolRolloutConfig(PoolNodesConfig):
 
 
 class PoolSection(_PoolPart):
-    name: str = Field("pool", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: str = Field(
+        "pool", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="what commands and its directory call it"
+    )
     directory: GivenPath = Field(Path("pools"), description="where pools keep their journals and logs, each in its own")
     policy: str = Field("ours", description="who goes where, and who pays what: policies/clusters.py")
     host: str = Field(

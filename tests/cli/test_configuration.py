@@ -27,6 +27,12 @@ def test_every_key_has_a_meaning() -> None:
         ("rollout", ("rollout.groups: whole number", "rollout.temperature")),
         ("providers.spot", ("providers.NAME.trace (for `kind = 'spot-replay'`)",)),
         ("providers.ec2.max_workers", ("providers.NAME.max_workers (for `kind = 'ec2'`)",)),
+        (
+            "pool",
+            ("pool.policy (in POOL.toml)", "pool.rollout.memory_gb (in POOL.toml): number ≥ 0, in GB", "spot.trace"),
+        ),
+        ("limits.silence_s", ("default 10.0", "keeper that says nothing")),
+        ("job", ("job.slo: ", "job.plan.rollout_s: ")),
         ("engine.vllm", ("engine.vllm.restart_max_s",)),
     ],
 )

@@ -159,7 +159,13 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [("api", "info"), ("api", "logout"), ("run", "--remote", "{config}"), ("runs", "show"), ("stop", "run_1")],
+    [
+        ("api", "info"),
+        ("api", "logout"),
+        ("run", "--remote", "{config}"),
+        ("runs", "show", "--remote"),
+        ("stop", "run_1"),
+    ],
     ids=" ".join,
 )
 def test_without_a_home_nobody_is_logged_in(homeless: None, refused, elastic, config: Path, command) -> None:
