@@ -114,7 +114,7 @@ class EnvironmentConfig(_Section):
 class RolloutConfig(_Section):
     groups: int = Field(16, ge=1, description="groups a step")
     group_size: int = Field(8, ge=2, description="trajectories a group")
-    max_turns: int = Field(16, ge=1, description="most turns of a trajectory, which is truncated then")
+    max_turns: int = Field(16, ge=1, description="turns after which a trajectory is truncated")
     max_tokens_per_turn: int = Field(16, ge=1, description="most tokens that the policy generates in a turn")
     temperature: float = Field(1.0, gt=0, description="of sampling, and of the log-probabilities that are trained on")
     staleness_bound: int = Field(
@@ -175,7 +175,9 @@ class TrainerConfig(_Section):
         16_384, ge=1, description="most tokens in one forward and backward pass, padding included"
     )
     threads: int = Field(1, ge=1, description="CPU threads that the trainer computes with")
-    checkpoint_every_steps: int = Field(5, ge=1, description="steps from one checkpoint of the trainer to the next")
+    checkpoint_every_steps: int = Field(
+        5, ge=1, description="steps from one checkpoint to the next; the last has one, too"
+    )
     pacing: TrainerPacingConfig | None = Field(
         None, description="a modelled device, as `[engine.pacing]` is for rollouts"
     )
@@ -202,7 +204,7 @@ class SeedingConfig(_Section):
         "turns on a training node are for training, else adaptive",
     )
     window_s: float = Field(1.0, ge=0, description="the window; with `adaptive` that of the first step")
-    longest_window_s: float = Field(300.0, ge=0, description="longest that a step is seeded on the trainer's device")
+    longest_window_s: float = Field(300.0, ge=0, description="upper end of the window, with `adaptive`")
     rate: float = Field(4.0, ge=1, description="η: differences in idle time are divided by this")
     memory: bool = Field(True, description="take a window up again when the capacity returns that it was found under")
     bound_workers: bool = Field(
@@ -222,7 +224,8 @@ class RoutingConfig(_Section):
 
     policy: Literal["affinity", "turn_wise", "static"] = Field(
         "affinity",
-        description="which worker gets a turn: who has its prefix, anew each turn, or one for a trajectory",
+        description="affinity: the worker that has the turn's prefix, unless it would wait there and not elsewhere; "
+        "turn_wise: the least loaded one; static: where the trajectory's first turn was",
     )
     hardware: bool = Field(True, description="weigh what devices declare against what tasks need (with `affinity`)")
 
@@ -231,17 +234,27 @@ class BalancingConfig(_Section):
     """Moving turns from overloaded to underloaded workers (RLBoost Alg. 2)."""
 
     policy: Literal["continuous", "none"] = Field(
-        "continuous", description="whether turns that wait are moved to where they begin sooner"
+        "continuous",
+        description="continuous: turns that wait move to workers that can begin them at once, and where none waits, "
+        "turns under way from workers with more than `plateau_share` needs to ones with fewer; none: neither",
     )
-    interval_s: float = Field(0.25, gt=0, description="time between two looks at how turns are spread")
-    plateau_share: float = Field(0.9, gt=0, le=1, description="of the best throughput seen, that a batch must bring")
+    interval_s: float = Field(
+        0.25, gt=0, description="time between two looks at how turns are spread, while there are any"
+    )
+    plateau_share: float = Field(
+        0.9, gt=0, le=1, description="share of the best throughput seen at which a batch counts as large enough"
+    )
 
 
 class ProvisioningConfig(_Section):
     policy: Literal["marginal_value", "take_all"] = Field(
-        "marginal_value", description="leases as long as one more is worth its price, or all that providers have"
+        "marginal_value",
+        description="marginal_value: the cheapest leases first, as long as one more costs less than the rollouts that "
+        "it shortens, at `usd_per_hour_saved`; take_all: all that providers offer",
     )
-    usd_per_hour_saved: float = Field(100.0, ge=0, description="what an hour of the run's time is worth")
+    usd_per_hour_saved: float = Field(
+        100.0, ge=0, description="what an hour of the run's time is worth, beside its bill"
+    )
     hold: Literal["auto", "run", "rollouts"] = Field(
         "auto",
         description="run: leases are held for the whole run; rollouts: while there are rollouts to do, and given back "
@@ -294,7 +307,9 @@ class EngineConfig(_Section):
     max_pending: int = Field(4, ge=0, description="Θ of delayed dispatch: turns sent ahead (RLBoost Alg. 2)")
     max_context_tokens: int = Field(448, ge=2, description="most tokens of a trajectory, prompts included")
     kv_block_tokens: int = Field(16, ge=1, description="tokens in a block of the KV cache")
-    kv_blocks: int = Field(1024, ge=1, description="blocks of the KV cache")
+    kv_blocks: int = Field(
+        1024, ge=1, description="blocks of the KV cache; a pool of pages, and vLLM by its memory, size their own"
+    )
     prefill_chunk_tokens: int = Field(256, ge=1, description="most prompt tokens that one iteration computes")
     pacing: PacingConfig | None = Field(None, description="a modelled device, which the engine is no faster than")
     tflops: float | None = Field(None, gt=0, description="what the device computes; declared, for affinity")
@@ -322,7 +337,10 @@ class SchedulerConfig(_Section):
     turn_stall_timeout_s: float = Field(20.0, gt=0, description="no token of a running turn → routed again")
     handover_timeout_s: float = Field(1.0, gt=0, description="wait for an aborted turn's last tokens")
     drain_timeout_s: float = Field(
-        5.0, gt=0, description="how long a worker that leaves may take to hand its turns over"
+        5.0,
+        gt=0,
+        description="how long a worker that leaves may take to hand its turns over; before a lease ends by time, how "
+        "long its turns may go on, which grows with what turns take",
     )
     acquire_timeout_s: float = Field(
         60.0, gt=0, description="how long a provider may take to answer a request for a lease"
@@ -338,7 +356,7 @@ class SchedulerConfig(_Section):
         0.25, ge=0, description="how long turns find no worker before the trainer's device takes them back"
     )
     retry_base_s: float = Field(1.0, gt=0, description="first back-off after a refused lease; doubles")
-    retry_max_s: float = Field(30.0, gt=0, description="longest pause before a provider that failed is asked again")
+    retry_max_s: float = Field(30.0, gt=0, description="longest back-off, of failed calls of a reward function, too")
     max_engine_errors: int = Field(3, ge=1, description="engine errors after which a turn is given up")
     collect: Literal["tokens", "responses"] = Field(
         "tokens", description="`responses`: workers send whole turns only, and what a lost one had begun is lost"
@@ -367,10 +385,14 @@ class WeightsConfig(_Section):
     )
     mode: Literal["finish", "recompute", "keep"] = Field(
         "finish",
-        description="turns under way finish on the old version, compute their prefix anew, or keep it",
+        description="what a worker does with turns under way when a version comes. finish: it ends them with the old "
+        "one first; recompute: they go on with the new one at once, their prefix computed anew; keep: so, too, but "
+        "with the prefix as the old one left it",
     )
     pull_timeout_s: float = Field(30.0, gt=0, description="longest a pull takes, of all weights where need be")
-    keep_versions: int = Field(4, ge=2, description="versions that stay on the relay")
+    keep_versions: int = Field(
+        4, ge=2, description="newest versions that stay on the relay; others while they are pulled"
+    )
     keyframe_every: int = Field(16, ge=1, description="versions between full copies; in between are deltas")
     merge_every: int = Field(4, ge=1, description="versions that a merged delta spans; 1 for none")
     link_gbps: float = Field(0.25, gt=0, description="a worker's share of the slowest link; codecs are chosen for it")
