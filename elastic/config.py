@@ -308,7 +308,9 @@ class EngineConfig(_Section):
     max_context_tokens: int = Field(448, ge=2, description="most tokens of a trajectory, prompts included")
     kv_block_tokens: int = Field(16, ge=1, description="tokens in a block of the KV cache")
     kv_blocks: int = Field(
-        1024, ge=1, description="blocks of the KV cache; a pool of pages, and vLLM by its memory, size their own"
+        1024,
+        ge=1,
+        description="blocks of the KV cache; not with `engine.vllm.gpu_memory_utilization`, or on a shared device",
     )
     prefill_chunk_tokens: int = Field(256, ge=1, description="most prompt tokens that one iteration computes")
     pacing: PacingConfig | None = Field(None, description="a modelled device, which the engine is no faster than")
