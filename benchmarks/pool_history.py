@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from elastic import pool_wire as w
 from elastic.cluster import JobRequest, PhasePlan
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.control import ControlError
+from elastic.isolation import Attempt
 from elastic.pool.config import POOL_CONFIG, load_pool, save_pool
 from elastic.pool.journal import JOURNAL, PoolJournal
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
@@ -74,6 +76,9 @@ class Surroundings:
         forgotten: Sequence[ForgottenJob] = (),
     ) -> None:
         self._journal.append(record, entry, command, forgotten)
+
+    def attempting(self, item: str) -> AbstractContextManager[Attempt]:
+        return nullcontext(Attempt())
 
     def settled(self) -> None:
         assert self.shell is not None
