@@ -17,6 +17,8 @@ from _live import write_policy
 from _runs import EXAMPLE, POLL_S, elastic, sets
 
 from elastic.core.events import LeaseGranted, TokensReceived
+from elastic.core.ids import tagged
+from elastic.run_secrets import RunSecrets
 from elastic.runtime.journal import JournalError, JournalReader, RunDirectory
 
 LEASES, CONTAINER_KILLS, ORCHESTRATOR_KILLS = 50, 15, 5
@@ -76,13 +78,15 @@ def _run(
     policy = write_policy(directory / "policy")
     settings = [*SETTINGS, f"model.checkpoint={policy}", f"providers.modal.lease_s={lease_s}"]
     run = CrashingRun(directory / "runs", [str(EXAMPLE), "--providers", "modal", *sets(settings)])
-    name = f"{run.run_dir.name}/{PROVIDER}"
     chance = random.Random(7)
     kills = [chance.choice(KILLS) for _ in range(container_kills)] + ["orchestrator"] * orchestrator_kills
     chance.shuffle(kills)
     left, done, followed = deque(kills), 0, _Followed(run)
     with contextlib.ExitStack() as undo:
         undo.callback(run.discard)
+        run.until("the run has gone on", run.has_gone_on, TOKENS_TIMEOUT_S)
+        secret = RunSecrets.of(run.run_dir).host_token(f"modal {PROVIDER}")
+        name = f"{tagged(run.run_dir.name, secret)}/{PROVIDER}"
         while left or len(followed.leases) < leases:
             followed.more_tokens()
             if not left:

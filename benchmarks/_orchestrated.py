@@ -75,12 +75,16 @@ class OwnWorkers:
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
         return [lease.request.lease for lease in known if not lease.granted]
 
-    async def aclose(self) -> None:
+    closing_s: ClassVar[float] = 10.0
+    waits_for: ClassVar[str] = ""
+
+    async def aclose(self) -> str:
         self._places = 0
         tasks = list(self._workers.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        return ""
 
 
 def orchestrator(

@@ -9,6 +9,7 @@ import secrets
 from base64 import urlsafe_b64encode
 from pathlib import Path
 
+from elastic.core.ids import tagged
 from elastic.files import write_whole
 
 FILE = "secret"
@@ -54,6 +55,10 @@ class RunSecrets:
     def host_token(self, host: str) -> str:
         """Return the token that a serving host of the run expects."""
         return self._derived("host", host)
+
+    def tag(self, run: str) -> str:
+        """Return the run's name with a hash of its secret: what bears it is this run's, whoever else has the name."""
+        return tagged(run, self._derived("tag", ""))
 
     def _derived(self, purpose: str, name: str) -> str:
         message = f"{purpose}\0{name}".encode()

@@ -24,6 +24,7 @@ from elastic.core.events import (
     OfferChanged,
     StraysBilled,
 )
+from elastic.core.ids import tagged
 from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, WorkerId
 from elastic.endpoint import Endpoint
 from elastic.outages import Outage
@@ -90,6 +91,10 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
     orchestrator_timeout_s: float = 60.0
     waiting_room: WaitingRoom | None = None
     pool: object = None
+
+    def tag(self, provider: str) -> str:
+        """Return the name of this run's resources at a provider, which no other run has, whatever it is called."""
+        return tagged(self.run, self.secret(provider))
 
 
 Billing: TypeAlias = Literal["exact", "second", "minute", "hour"]
@@ -190,8 +195,16 @@ class Provider(Protocol):
         """The longest time that `aclose` may take."""
         ...
 
-    async def aclose(self) -> None:
-        """End every lease and stop reporting. Safe to call twice."""
+    @property
+    def waits_for(self) -> str:
+        """What `aclose` waits for at the moment, in words."""
+        ...
+
+    async def aclose(self) -> str:
+        """End every lease and stop reporting. Safe to call twice.
+
+        Returns what is not proven to be gone, with where to look for it; empty if nothing can be left.
+        """
         ...
 
 

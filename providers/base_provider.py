@@ -107,8 +107,14 @@ class BaseProvider(Generic[SettingsT]):
     def withdrawn(self, lease: LeaseId) -> None:
         """Called when the lease is to end, also before it is granted: a long `launch` can break off."""
 
-    async def end_left_over(self) -> None:
-        """Called as the provider closes, once all leases are over: end everything else that is there."""
+    async def end_left_over(self) -> str:
+        """Called as the provider closes, once all leases are over: end everything else that is there, and return what
+        is not proven to be gone."""
+        return ""
+
+    @property
+    def waits_for(self) -> str:
+        return f"the end of {', '.join(sorted(self._leases))}" if self._leases else "its search for what is left"
 
     @property
     def closing_s(self) -> float:
@@ -188,7 +194,7 @@ class BaseProvider(Generic[SettingsT]):
         except OSError as error:
             log.error("a bar is not known to the run's next process", lease=lease, error=str(error))
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> str:
         self._closing = True
         for task in self._background:
             task.cancel()
@@ -197,7 +203,7 @@ class BaseProvider(Generic[SettingsT]):
         if tasks := self._background | self._lease_tasks:
             await asyncio.wait(tasks)
         try:
-            await self.end_left_over()
+            return await self.end_left_over()
         finally:
             self._sink = None
 

@@ -13,7 +13,6 @@ Sources: RLBoost §3 and §5; EC2 User Guide, "EC2 Fleet", "Spot Instance interr
 
 import asyncio
 import contextlib
-import hashlib
 import math
 import time
 from collections import Counter
@@ -47,6 +46,7 @@ from providers.ec2_market import (
     HOUR_S,
     NEVER_JOINED,
     NOTICE_S,
+    UNSEEN_S,
     Ec2Market,
     Ec2Settings,
     Running,
@@ -55,13 +55,11 @@ from providers.ec2_market import (
 )
 from providers.ec2_user_data import UserDataTooLarge, user_data
 from providers.markets import CapacityUnavailable, LeaseEnding
-from providers.vendor_calls import call
+from providers.vendor_calls import call, told
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-UNSEEN_S = 60.0
-"""How long EC2 may not know a new instance yet, nor list it."""
 SETTLING_S = 20.0
 """How long an order whose answer was lost may take to show an instance in EC2's list, and how long AWS may not know
 other things that are new, such as templates and secrets."""
@@ -128,9 +126,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         super().__init__(self._ec2, context)
         self._ec2.spent_usd = lambda: context.spent_usd(name)
         self._ec2.now_s = self._now_s
-        # Another run of the same name, anywhere, must not end this one's instances.
-        tag = f"{context.run}-{hashlib.sha256(context.secret(f'ec2 {name}').encode()).hexdigest()[:8]}"
-        self._api = Ec2Api(settings, tag, name)
+        self._api = Ec2Api(settings, context.tag(f"ec2 {name}"), name)
         self._held: dict[LeaseId, _Leased] = {}
         self._ordering: set[LeaseId] = set()
         self._unsettled: dict[LeaseId, float] = {}
@@ -247,11 +243,11 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
         installed()
         self._used = True
-        self._may_be_left = self._may_be_left or bool(known)
         try:
             there = await self._listed(known)
         except (Ec2Error, TimeoutError) as error:
             raise self._unavailable(error) from error
+        self._may_be_left = True
         found: dict[LeaseId, Found] = {}
         for lease, instances in there.items():
             wanted = known.get(lease)
@@ -282,18 +278,30 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
 
     @property
     def closing_s(self) -> float:
-        return max(self.context.release_timeout_s, UNSEEN_S) + SETTLING_S
+        leases_s = max(self.context.release_timeout_s, UNSEEN_S) + self.context.release_timeout_s
+        return leases_s + self._search_s + self.settings.answer_timeout_s
 
-    async def aclose(self) -> None:
+    @property
+    def _search_s(self) -> float:
+        return max(self.context.release_timeout_s, SETTLING_S) + SETTLING_S
+
+    @property
+    def waits_for(self) -> str:
+        now_s = time.monotonic()
+        orders = sorted(lease for lease, until_s in self._unsettled.items() if until_s > now_s)
+        waits = [*self._leases, *self._strays, *(f"what came of the order of {lease}" for lease in orders)]
+        return ", ".join(waits) or super().waits_for
+
+    async def aclose(self) -> str:
         self._api.closed = True
-        await super().aclose()
+        return await super().aclose()
 
-    async def end_left_over(self) -> None:
+    async def end_left_over(self) -> str:
         used, self._used = self._used, False
         if not used or not self._may_be_left:
-            return
+            return ""
         try:
-            async with asyncio.timeout(max(self.context.release_timeout_s, SETTLING_S) + SETTLING_S):
+            async with asyncio.timeout(self._search_s):
                 await self._sweep()
                 await self._delete_template()
                 if self.settings.secret_prefix:
@@ -307,6 +315,10 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 look=self._look_command(),
                 error=str(error),
             )
+            return (
+                f"what is left of it at EC2 is not known ({told(error)}); `{self._look_command()}` shows its instances"
+            )
+        return ""
 
     # An instance
 

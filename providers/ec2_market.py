@@ -12,7 +12,6 @@ Sources: EC2 User Guide, "Spot Instances" (pricing, billing for interrupted inst
 
 import itertools
 import math
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -28,6 +27,8 @@ HOUR_S = 3600
 LEAST_BILLED_S = 60
 CAP_NOTICE_S = 30.0
 """Leases get notice so long before the spending cap is reached. Their turns end or move meanwhile."""
+UNSEEN_S = 60.0
+"""How long EC2 may not know a new instance yet, nor list it."""
 ENDING_S = 10.0
 """How long EC2 may go on to bill an instance after its lease's end."""
 CAP_PRECISION_S = 0.5
@@ -165,7 +166,7 @@ class Ec2Market(Market[Ec2Settings]):
         self.failures: dict[SpotPool, Failure] = {}
         self.spent_usd: Callable[[], float] = lambda: 0.0
         """What is over has cost so much, in all processes of the run."""
-        self.now_s: Callable[[], float] = time.time
+        self.now_s: Callable[[], float] = lambda: 0.0
         """AWS's clock."""
         self.running: dict[str, Running] = {}
         """What is billed, or may be, by its lease; what no lease has, by its instance."""
@@ -299,7 +300,9 @@ class Ec2Market(Market[Ec2Settings]):
         pools = self.usable() or self.pools()
         most_usd = max(map(self.usd_now, pools)) / self.settings.gpus if pools else msgspec.UNSET
         least_ns = LEAST_BILLED_S * NS_PER_S
-        return msgspec.structs.replace(super().offer(), least_billed_ns=least_ns, usd_per_gpu_hour_most=most_usd)
+        return msgspec.structs.replace(
+            super().offer(), least_billed_ns=least_ns, usd_per_gpu_hour_most=most_usd, ending_s=UNSEEN_S + ENDING_S
+        )
 
     @property
     def offered_most_usd(self) -> float:

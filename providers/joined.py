@@ -49,9 +49,9 @@ class JoinedProvider(BaseProvider[JoinedSettings]):
         """Workers that were let in come back to their sessions; who waited comes again."""
         return {lease_id: Found(_Worker()) for lease_id, lease in known.items() if lease.granted}
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> str:
         self._room.close()
-        await super().aclose()
+        return await super().aclose()
 
     def _follow(self) -> None:
         usd = self.settings.usd_per_gpu_hour

@@ -169,9 +169,8 @@ class ModalProvider(BaseProvider[Any]):
         super().__init__(ServerlessMarket(name, settings), context)
         self._modal_settings = settings
         self._where = f"providers.{name}"
-        digest = hashlib.blake2b(f"{context.run}/{name}".encode(), digest_size=12).hexdigest()
-        self._queue_name = f"elastic-{digest}"
-        self._run_name = f"{context.run}/{name}"
+        self._run_name = f"{context.tag(f'modal {name}')}/{name}"
+        self._queue_name = f"elastic-{hashlib.blake2b(self._run_name.encode(), digest_size=12).hexdigest()}"
         self._queue: Any = None
         self._work: Any = None
         self._rollouts: dict[str, _RolloutCall] = {}
@@ -285,18 +284,34 @@ class ModalProvider(BaseProvider[Any]):
         await self._cancel_strangers(pending)
         return found
 
-    async def end_left_over(self) -> None:
+    @property
+    def closing_s(self) -> float:
+        return self.context.release_timeout_s + SETTLING_S + self._search_s
+
+    @property
+    def _search_s(self) -> float:
+        return max(self.context.release_timeout_s, SETTLING_S) + SETTLING_S
+
+    async def end_left_over(self) -> str:
         if self._work is None:
-            return
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(max(self.context.release_timeout_s, SETTLING_S) + SETTLING_S):
+            return ""
+        left = ""
+        try:
+            async with asyncio.timeout(self._search_s):
                 while self._spare:
                     await self._end_stray(self._spare.popleft())
                 await self._sweep()
                 await modal_platform.modal().Queue.objects.delete.aio(
                     self._queue_name, allow_missing=True, environment_name=self._modal_settings.environment or None
                 )
+        except Exception as error:
+            left = (
+                f"what it has left on Modal is not known ({told(error)}); its calls end after "
+                f"{self._modal_settings.lease_s:g} s; `modal container list` shows their containers"
+            )
+            log.error("what is left of this run on Modal is not known", provider=self.name, error=told(error))
         self._work = None
+        return left
 
     # What a lease's handle asks for
 

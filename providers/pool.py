@@ -224,11 +224,12 @@ class PoolProvider(BaseProvider[PoolSettings]):
             if resident.lease == lease and lent is not None and lent.returning:
                 resident.end()
 
-    async def aclose(self) -> None:
-        await super().aclose()
+    async def aclose(self) -> str:
+        left = await super().aclose()
         if self._begun:
             self._asked_again.clear()
             self._follow()
+        return left
 
     async def _have_pool(self) -> None:
         if self._open:

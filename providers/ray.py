@@ -171,7 +171,7 @@ class RayProvider(BaseProvider[RaySettings]):
         self._ray_market = RayMarket(name, settings)
         super().__init__(self._ray_market, context)
         self._connection = RayConnection(settings.address)
-        self._prefix = f"elastic/{context.run}/{name}/"
+        self._prefix = f"elastic/{context.tag(f'ray {name}')}/{name}/"
         self._ends: dict[str, asyncio.Future[LeaseEnding]] = {}
         """All actors that this run holds or starts, by name."""
         self._standing: set[str] = set()
@@ -233,16 +233,25 @@ class RayProvider(BaseProvider[RaySettings]):
         await self._end_left_over(there)
         return found
 
-    async def end_left_over(self) -> None:
+    @property
+    def closing_s(self) -> float:
+        return 3 * self.context.release_timeout_s
+
+    async def end_left_over(self) -> str:
         used, self._used = self._used, False
         try:
             if used:
-                with contextlib.suppress(Exception):
-                    async with asyncio.timeout(self.context.release_timeout_s):
-                        await self._sweep()
+                async with asyncio.timeout(self.context.release_timeout_s):
+                    await self._sweep()
+        except Exception as error:
+            return (
+                f"what is left of it on the Ray cluster at {self.settings.address} is not known ({told(error)}); "
+                f"`ray list actors` shows actors, of which its own are called {self._prefix}…"
+            )
         finally:
             with contextlib.suppress(Exception):
                 await call(self.context.release_timeout_s * CLOSING_SHARE, self._connection.close)
+        return ""
 
     def watch_for_end(self, name: str) -> "asyncio.Future[LeaseEnding]":
         return self._ends.setdefault(name, asyncio.get_running_loop().create_future())

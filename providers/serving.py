@@ -254,11 +254,12 @@ class ServingProvider(BaseProvider[ServingSettings]):
             raise
         return loan
 
-    async def aclose(self) -> None:
-        await super().aclose()
+    async def aclose(self) -> str:
+        left = await super().aclose()
         hosts = list(self._hosts.values())
         self._hosts.clear()
         await asyncio.gather(*(host.aclose() for host in hosts))
+        return left
 
     @property
     def _host_names(self) -> list[str]:

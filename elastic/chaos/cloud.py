@@ -201,7 +201,16 @@ class CloudProvider:
     def bar(self, lease: LeaseId) -> None:
         self._cloud.bar(lease)
 
-    async def aclose(self) -> None:
+    @property
+    def closing_s(self) -> float:
+        return self._context.release_timeout_s
+
+    @property
+    def waits_for(self) -> str:
+        return ""
+
+    async def aclose(self) -> str:
         for lease in list(self._cloud.leases):
             self._cloud.drop(lease)
         self._cloud.listener = None
+        return ""

@@ -1,5 +1,6 @@
 """`elastic doctor`: what this machine has, and what is missing, with what to do about it."""
 
+import asyncio
 import importlib.metadata
 import platform
 import shutil
@@ -12,10 +13,13 @@ from rich.table import Table
 
 from elastic.cli.capacity import examined, plan_of
 from elastic.cli.output import EXIT_FAILED, console, emit
-from elastic.compose import installed, short_limits
+from elastic.compose import end_left_behind, installed, short_limits
 from elastic.compose.modal_deployment import rewards_fault
-from elastic.config import Config
+from elastic.config import Config, ConfigError
 from elastic.cores import cores
+from elastic.runtime.journal import DirectoryStore
+from elastic.runtime.left_behind import left_behind
+from providers.base import ProviderUnavailable
 
 ROOM_GB_MIN = 1.0
 """Room on disk for a short run's journal, checkpoints and weights, several times over."""
@@ -53,7 +57,9 @@ def doctor_command(config: Config | None, *, as_json: bool) -> int:
 def findings_of(config: Config | None) -> list[Finding]:
     """Return the findings about this machine."""
     findings = [_python(), *_packages(), _device(), _cores(), _room(), *_entry_points()]
-    return findings + ([*_limits(config), *_clouds(config), *_rewards(config)] if config is not None else [])
+    return findings + (
+        [*_limits(config), *_clouds(config), *_rewards(config), *_left_behind(config)] if config is not None else []
+    )
 
 
 def _clouds(config: Config) -> list[Finding]:
@@ -68,6 +74,22 @@ def _limits(config: Config) -> list[Finding]:
     if not warnings:
         return [Finding("limits", True, "longer than the longest turn")]
     return [Finding("limit", True, warning, fault="short", warns=True) for warning in warnings]
+
+
+def _left_behind(config: Config) -> list[Finding]:
+    """What runs have left at their providers, which is looked for now, and ended."""
+    found: list[Finding] = []
+    for run in DirectoryStore(config.run.directory).runs():
+        if not (former := left_behind(run.path)):
+            continue
+        try:
+            left = asyncio.run(end_left_behind(run.path))
+        except (ConfigError, ProviderUnavailable) as error:
+            left = {name: f"{words} ({error})" for name, words in former.items()}
+        for name, hint in former.items():
+            told = left.get(name, "nothing is left any more")
+            found.append(Finding(f"{run.name}: {name}", name not in left, told, hint, "left"))
+    return found
 
 
 def _rewards(config: Config) -> list[Finding]:

@@ -31,7 +31,7 @@ from elastic.compose.plan import (
     resolve,
 )
 from elastic.compose.relay import weights_relay
-from elastic.compose.runs import claimed
+from elastic.compose.runs import claimed, load_run_config
 from elastic.compose.scheduling import limits, policies, run_plan, short_limits
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
@@ -41,6 +41,7 @@ from elastic.pool_client import PoolClient, PoolUnavailable, membership_here
 from elastic.processes import RecordedProcesses, end_left_over, records
 from elastic.run_secrets import RunSecrets
 from elastic.runtime.journal import INTERRUPTED, RELAY, RunDirectory
+from elastic.runtime.left_behind import left_behind, write_down
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.status import RunStatus
 from elastic.ticket_book import TicketBook
@@ -95,7 +96,8 @@ async def execute(
         secrets = RunSecrets.of(run_dir)
         pool = await claims.enter_async_context(_pool(plan))
         with journaled(journal, scheduler) as ending:
-            await _end_former(plan, run_dir, [name for name in past.providers if name not in plan.providers])
+            former_names = dict.fromkeys((*past.providers, *left_behind(run_dir)))
+            await _end_former(plan, run_dir, [name for name in former_names if name not in plan.providers])
             rights = RelayRights(secrets.relay_owner())
             certificate = _certificate(config, run_dir)
             async with weights_relay(config, run_dir, former.relay, rights, certificate) as relay:
@@ -245,7 +247,18 @@ async def _end_former(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> Non
     await end_left_over(RecordedProcesses.found(records(run_dir), run_dir.name, FUNCTIONS), timeout_s)
     for name in names:
         await providers[name].adopt([], lambda _: None)
-        await providers[name].aclose()
+        write_down(run_dir, {name: await providers[name].aclose()})
+
+
+async def end_left_behind(run_dir: Path) -> dict[str, str]:
+    """End what a run that is over has left at its providers. Returns what is not proven to be gone, by provider.
+
+    Raises `ConfigError` while a process is at the run, and `ProviderUnavailable`.
+    """
+    with claimed(run_dir):
+        names = [name for name in left_behind(run_dir) if name != TRAINER_PROVIDER]
+        await _end_former(resolve(load_run_config(run_dir), names, str(run_dir)), run_dir, names)
+    return left_behind(run_dir)
 
 
 def notes_of(plan: RunPlan, run_dir: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ import structlog
 from elastic.config import Config
 from elastic.endpoint import Address
 from elastic.http_server import BodyLimits, serving
+from elastic.run_secrets import RunSecrets
 from elastic.runtime.gateway import GatewayError, GatewayOutage, cannot_listen
 from elastic.sockets import address_of, listening_socket
 from elastic.tls import Certificate
@@ -43,10 +44,10 @@ async def weights_relay(
     """Serves the run's weights: as its directory to this machine, and over HTTPS to others, if there is a certificate.
 
     An earlier process of the run may have served them at an `address` (host:port), where they are still looked for, and
-    given `rights`. While the run lasts its blobs are in shared memory. A relay elsewhere has them below the run's name.
+    given `rights`. While the run lasts its blobs are in shared memory. A relay elsewhere has them below the run's tag.
     """
     if "://" in config.weights.relay:
-        async with _elsewhere(below(config.weights.relay, run_dir.name)) as url:
+        async with _elsewhere(below(config.weights.relay, RunSecrets.of(run_dir).tag(run_dir.name))) as url:
             yield RunRelay(url, url, None)
         return
     directory = (run_dir / "weights").resolve()

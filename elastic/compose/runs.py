@@ -7,11 +7,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from secrets import token_hex
 
 from elastic.config import Config, ConfigError, load_config
 from elastic.files import replace_durably, write_whole
 from elastic.runtime.journal import CONFIG, DirectoryStore, RunDirectory
 
+NAME_BYTES = 3
+"""Random bytes in the name of a run."""
 _CLAIM_WAIT_S = 1.0
 """For so long a claim may be held without a run: by `is_claimed`, or by a child that a dead process was starting."""
 
@@ -27,10 +30,13 @@ def private() -> Iterator[None]:
 
 
 def new_run_dir(config: Config) -> Path:
-    """Create a directory for a new run, named after the run and the time, for its user only."""
+    """Create a directory for a new run, named after the run, the time and chance, for its user only.
+
+    Machines that know nothing of each other name their runs differently.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
-        path = config.run.directory / f"{config.run.name}-{stamp}{suffix}"
+    for _ in range(1000):
+        path = config.run.directory / f"{config.run.name}-{stamp}-{token_hex(NAME_BYTES)}"
         try:
             path.mkdir(mode=0o700, parents=True)
         except FileExistsError:

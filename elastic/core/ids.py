@@ -7,6 +7,7 @@ trajectory  2/5/0           its first member
 turn        2/5/0/4         the fifth turn of that
 """
 
+import hashlib
 from typing import NamedTuple
 
 from elastic.core.types import LeaseId, TrajectoryId, TurnId, WorkerId
@@ -73,3 +74,8 @@ def parse_turn(turn: TurnId) -> tuple[TrajectoryId, int]:
     """The trajectory of a turn and the turn's number in it, counted from 0. Raises `ValueError` for what is no turn."""
     trajectory, _, number = turn.rpartition("/")
     return trajectory, int(number)
+
+
+def tagged(run: str, secret: str) -> str:
+    """Return the run's name with a hash of a secret that no other run has."""
+    return f"{run}-{hashlib.sha256(secret.encode()).hexdigest()[:8]}"

@@ -138,7 +138,8 @@ class Scheduler:
         self._balancer.stop()
         self._driver.abandon("the run is over")
         self._lease_manager.give_back_all("the run is over")
-        run.wait("stop", "run", run.limits.drain_timeout_ns + 3 * run.limits.release_timeout_ns)
+        proof_ns = max((lease.offer.ending_ns for lease in run.leases.leases.values()), default=0)
+        run.wait("stop", "run", run.limits.drain_timeout_ns + max(3 * run.limits.release_timeout_ns, proof_ns))
 
     def _end(self) -> None:
         run = self._run

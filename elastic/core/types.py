@@ -200,6 +200,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """What is billed of a lease at the least, however short it is."""
     usd_per_gpu_hour_most: float | msgspec.UnsetType = msgspec.UNSET
     """What a lease of this offer may cost at the most, where that is known only once it is granted."""
+    ending_s: float | msgspec.UnsetType = msgspec.UNSET
+    """How long the provider may take to prove a lease's end, where that is longer than a release may take."""
     grant_within_s: float | msgspec.UnsetType = msgspec.UNSET
     """How long a request may wait for its grant, where it is a turn on a shared pool; so may the trainer for a
     permit."""
@@ -210,6 +212,10 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     def boot_ns(self) -> Nanoseconds:
         """The provider's declared time from the grant to the worker's process."""
         return round(self.boot_s * NS_PER_S)
+
+    @property
+    def ending_ns(self) -> Nanoseconds:
+        return round((self.ending_s or 0.0) * NS_PER_S)
 
     @property
     def grant_within_ns(self) -> Nanoseconds:

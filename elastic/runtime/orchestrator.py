@@ -29,6 +29,7 @@ from elastic.runtime import states
 from elastic.runtime.control import CommandManager, ControlSocket
 from elastic.runtime.gateway import Gateway, GatewayError
 from elastic.runtime.journal import JOIN, PUBLISHER, TRACEBACK, RunDirectory, SqliteJournal, TrajectoryRow
+from elastic.runtime.left_behind import write_down
 from elastic.runtime.listener import Listener
 from elastic.runtime.live import GatewayWorkers, LoopClock, ProviderLeases
 from elastic.runtime.pool_permits import PoolPermits
@@ -50,6 +51,9 @@ from providers.waiting_room import WaitingRoom
 log = structlog.get_logger(__name__)
 
 SAMPLE_INTERVAL_S = 0.5
+CLOSING_SHOWN_S = 5.0
+"""How often the end of a run says what it waits for."""
+CLOSING_SLACK_S = 5.0
 TRACEBACK_MAX = 8000
 """Characters of a traceback that are kept; the last ones say most."""
 
@@ -397,13 +401,20 @@ class Orchestrator:
     async def _close(self) -> None:
         """Give back what is left, whatever happened before."""
         await self._control.aclose()
-        timeout_s = self._config.scheduler.release_timeout_s
-        closing = {name: asyncio.wait_for(p.aclose(), timeout_s) for name, p in self._leases.providers.items()}
-        closing["functions"] = self._close_rewards()
-        results = await asyncio.gather(*closing.values(), return_exceptions=True)
-        for name, result in zip(closing, results, strict=True):
-            if isinstance(result, BaseException):
-                log.error("did not close", what=name, error=repr(result))
+        providers = self._leases.providers
+        left, functions = await asyncio.gather(
+            asyncio.gather(*(_closed(provider) for provider in providers.values())),
+            self._close_rewards(),
+            return_exceptions=True,
+        )
+        if isinstance(functions, BaseException):
+            log.error("did not close", what="functions", error=repr(functions))
+        if isinstance(left, BaseException):
+            raise left
+        try:
+            write_down(self._wiring.kept.path, dict(zip(providers, left, strict=True)))
+        except OSError as error:
+            log.error("what is left is not written down", left=left, error=str(error))
         await self._gateway.aclose()
 
     async def _sample_forever(self) -> None:
@@ -443,6 +454,22 @@ class Orchestrator:
                 log.warning("a provider is asked for nothing more", provider=provider, cause=fault)
                 self._journal.meta(f"{REMARK}{provider}: start", f"its workers could not start: {fault}")
         self._stopped = stopped
+
+
+async def _closed(provider: Provider) -> str:
+    """Close a provider in the time that it asks for, and return what is not proven to be gone. A long wait is shown."""
+    closing = asyncio.create_task(provider.aclose(), name=f"close {provider.name}")
+    try:
+        async with asyncio.timeout(provider.closing_s + CLOSING_SLACK_S):
+            while not (await asyncio.wait({closing}, timeout=CLOSING_SHOWN_S))[0]:
+                log.info("the run's end waits", provider=provider.name, waits_for=provider.waits_for)
+            return closing.result()
+    except Exception as error:
+        log.error("did not close", what=provider.name, error=repr(error))
+        return f"it did not close ({error!r}) while it waited for {provider.waits_for}"
+    finally:
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
 
 
 def _on_this_loop(call: Callable[[], None]) -> Callable[[], None]:

@@ -55,6 +55,7 @@ class House:
         self.aws, self._run_dir = aws, directory / (name or directory.name)
         self._run_dir.mkdir()
         self.recorder = Recorder()
+        self.loop = asyncio.get_running_loop()
         self.began_ns = time.monotonic_ns()
         self.notes: dict[str, str] = {}
         self.calls_before = aws.proxy.calls.copy()
@@ -382,6 +383,33 @@ async def test_what_is_not_known_yet_has_not_ended(house: House, *, release: boo
     await provider.aclose()
     assert house.aws.living() == []
     assert house.recorder.of(LeaseEnded, lease)
+
+
+async def test_an_end_waits_for_what_came_of_a_lost_order_and_says_so(house: House) -> None:
+    provider = await house.started(answer_timeout_s=2.0)
+    ordered, answered = asyncio.Event(), asyncio.Event()
+
+    async def lose(action: str) -> None:
+        if action == "CreateFleet":
+            house.loop.call_soon_threadsafe(ordered.set)
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered.wait(), house.loop))
+
+    house.aws.proxy.hold, house.aws.proxy.unseen_s = lose, 4.0
+    await provider.acquire(lease_request(1))
+    await ordered.wait()
+    closing = asyncio.create_task(provider.aclose())
+    await house.until(lambda: "the order of lease-1" in provider.waits_for)
+    assert provider.closing_s > 60
+    answered.set()
+    assert await closing == ""
+    assert house.aws.living() == []
+
+
+async def test_what_is_not_proven_gone_is_told(house: House) -> None:
+    provider = await house.started()
+    house.aws.proxy.faults = Faults(torn_before=1.0)
+    left = await provider.aclose()
+    assert "describe-instances" in left
 
 
 async def test_the_next_process_waits_for_what_was_granted_and_is_not_listed_yet(house: House) -> None:

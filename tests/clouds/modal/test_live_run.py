@@ -15,10 +15,11 @@ import pytest
 
 from elastic.compose import replay
 from elastic.core.events import LeaseEnded, LeaseGranted, RewardScored, TokensReceived, WeightsApplied
-from elastic.core.ids import lease_of
+from elastic.core.ids import lease_of, tagged
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.types import EndCause
 from elastic.report import summarise
+from elastic.run_secrets import RunSecrets
 from elastic.runtime.journal import JournalError, RunDirectory
 from providers.modal import CALL
 from tests.cli.conftest import CONFIG
@@ -70,7 +71,11 @@ class OnModal:
         config.write_text(text)
         arguments = [str(config), "--providers", "modal", *self._runs.sets([*SETTINGS, *own])]
         self.run = module("_crashes").CrashingRun(directory / "runs", arguments)
-        self.name = f"{self.run.run_dir.name}/modal"
+
+    @property
+    def name(self) -> str:
+        run_dir = self.run.run_dir
+        return f"{tagged(run_dir.name, RunSecrets.of(run_dir).host_token('modal modal'))}/modal"
 
     def events(self) -> list[Any]:
         with contextlib.suppress(JournalError, ValueError), RunDirectory(self.run.run_dir).journals() as journals:

@@ -39,7 +39,7 @@ async def leased(
         (found,) = [
             one
             for one in platform.app(APP)["variants"]
-            if one["of"] == "Rollout.*" and one["parameters"]["run"] == f"{context.run}/provider"
+            if one["of"] == "Rollout.*" and one["parameters"]["run"] == f"{context.tag('modal provider')}/provider"
         ]
         return found["options"]
 

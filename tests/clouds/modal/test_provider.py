@@ -39,6 +39,7 @@ class House:
     def __init__(self, platform: Bench, context: ProviderContext, recorder: Recorder) -> None:
         self.platform, self.context, self.recorder = platform, context, recorder
         self._providers: list[ModalProvider] = []
+        self.run_name = f"{context.tag('modal provider')}/provider"
 
     def provider(self, **settings: Any) -> ModalProvider:
         self._providers.append(modal_provider(self.context, **settings))
@@ -61,13 +62,13 @@ class House:
         return (self.context.run_dir / "spent" / f"secret-{number}").exists()
 
     def containers(self) -> list[dict[str, Any]]:
-        return self.platform.running(f"{self.context.run}/provider")
+        return self.platform.running(self.run_name)
 
     def billed_s(self) -> float:
         return sum(
             one["finished_s"] - one["started_s"]
             for one in self.platform.record()["containers"]
-            if one["run"] == f"{self.context.run}/provider" and one["started_s"]
+            if one["run"] == self.run_name and one["started_s"]
         )
 
     def charged_s(self) -> float:
