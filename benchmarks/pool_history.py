@@ -25,7 +25,7 @@ import msgspec
 from _common import emit, parse_arguments
 
 from elastic import pool_wire as w
-from elastic.cluster import JobRequest, PhasePlan
+from elastic.cluster import Cluster, ClusterPolicies, JobRequest, PhasePlan
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.control import ControlError
 from elastic.isolation import Attempt
@@ -79,6 +79,9 @@ class Surroundings:
 
     def attempting(self, item: str) -> AbstractContextManager[Attempt]:
         return nullcontext(Attempt())
+
+    def replayed(self, policies: ClusterPolicies) -> Cluster:
+        return self._journal.replayed(policies)[0]
 
     def settled(self) -> None:
         assert self.shell is not None

@@ -103,10 +103,17 @@ class Cluster:
         self._out.clear()
         return out
 
-    def take_over(self, state: ClusterState, waits: Sequence[Wait], changed: Sequence[GroupName]) -> None:
-        """Put a new cluster into the state of another one, as it was between two events."""
+    def take_over(
+        self, now_ns: Nanoseconds, state: ClusterState, waits: Sequence[Wait], changed: Sequence[GroupName]
+    ) -> None:
+        """Put the cluster into the state of another one, as it was between two events."""
+        self.now_ns = now_ns
         for name in ClusterState.__struct_fields__:
             setattr(self.state, name, getattr(state, name))
+        self._out.clear()
+        self._left.clear()
+        for wait in self.waits:
+            self.timers.clear(wait.what, wait.key)
         for wait in waits:
             self.timers.set(wait.what, wait.key, wait.since_ns, wait.until_ns - wait.since_ns)
         self._changed[:] = changed

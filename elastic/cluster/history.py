@@ -97,5 +97,5 @@ def restore(saved: bytes, policies: ClusterPolicies) -> Cluster:
     """Return a cluster in the saved state. Raises `ValueError` for bytes that `save` has not made."""
     found = msgspec.convert(json.loads(saved), SavedCluster, str_keys=True)
     cluster = Cluster(found.spec, policies, found.limits, found.now_ns)
-    cluster.take_over(found.state, found.waits, found.changed)
+    cluster.take_over(found.now_ns, found.state, found.waits, found.changed)
     return cluster

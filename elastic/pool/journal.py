@@ -1,4 +1,5 @@
-"""A pool's journal: the cluster's events, each durable before it has an effect, and the records beside them.
+"""A pool's journal: the events that the cluster has taken, each durable before it has an effect, and the records beside
+them.
 
 The journal is one SQLite file in the pool's directory. A restarted process begins at the last snapshot of the cluster's
 state and replays the events since. It compares digests that were noted on the way, so that a program that would decide
@@ -97,6 +98,10 @@ class PoolJournal:
             self.set_note("policy", policy)
             self.append(encode(ClusterOpening(0, spec, limits)))
             return Cluster(spec, policies, limits, 0), 0
+        return self.replayed(policies)
+
+    def replayed(self, policies: ClusterPolicies) -> tuple[Cluster, Nanoseconds]:
+        """Return a new cluster as it was after the last event, and the time of that event. Raises as `open_pool`."""
         try:
             first, cluster = self._last_snapshot(policies)
             last_ns = cluster.now_ns

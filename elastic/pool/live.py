@@ -10,6 +10,7 @@ import msgspec
 import structlog
 
 from elastic import pool_wire as w
+from elastic.cluster import Cluster, ClusterPolicies
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePlan
 from elastic.control import ControlError, RunControl
 from elastic.isolation import Attempt, IsolatedLoop
@@ -110,6 +111,15 @@ class LivePorts:
         except BaseException as error:
             self.fail(error)
             raise
+
+    def replayed(self, policies: ClusterPolicies) -> Cluster:
+        try:
+            cluster, _ = self._journal.replayed(policies)
+            self._journal.note_state(cluster, at_once=True)  # So that the next time costs little.
+        except BaseException as error:
+            self.fail(error)
+            raise
+        return cluster
 
     def died(self, node: NodeId, job: JobId, what: str) -> None:
         try:

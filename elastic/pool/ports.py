@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from elastic import pool_wire as w
+from elastic.cluster import Cluster, ClusterPolicies
 from elastic.cluster.state import JobRecord
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.isolation import Attempt
@@ -90,6 +91,10 @@ class PoolPorts(Protocol):
     ) -> None:
         """Makes an entry of the journal durable before it returns: with its submission or command, or with the jobs
         that leave the cluster by it."""
+        ...
+
+    def replayed(self, policies: ClusterPolicies) -> Cluster:
+        """Returns a new cluster as it was after the journal's last entry."""
         ...
 
     def died(self, node: NodeId, job: JobId, what: str) -> None:

@@ -85,10 +85,11 @@ class NodeResidents:
         if entry.script:
             if record.stopping or self._pool.timers.waiting("restart", job) or live.process is not None:
                 return
-            live.process = record.placement
         elif ticket is not None and not ticket.token:
             return  # It went on under an earlier process, whose ticket is not known here; `gone` clears it.
         frame = self._pool.ports.resident(entry, record.placement, name, node.phase, ticket)
+        if entry.script:
+            live.process = record.placement
         permit = node.given if record.permit == node.given else 0
         worker = ticket.worker if ticket else ""
         node.residents[job] = Resident(placement=record.placement, worker=worker, permit=permit)

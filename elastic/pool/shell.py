@@ -1,5 +1,5 @@
-"""The pool's shell: turns what happens into events, makes them durable, gives them to the cluster, and carries out the
-results through ports.
+"""The pool's shell: turns what happens into events, gives them to the cluster, makes those that it takes durable, and
+carries out the results through ports.
 
 - The shell never assumes that something was carried out. After every event it compares residents, devices and processes
   with the cluster's state, so that a pool's process that is killed after any event can go on.
@@ -191,7 +191,6 @@ class PoolShell:
         self._drain()
 
     def submit(self, request: e.JobRequest, entry: JobEntry, command: DoneCommand | None = None) -> None:
-        self._pool.entries[entry.job] = entry
         self._pool.feed(e.JobSubmitted(request=request), entry, command)
         self._drain()
 
@@ -202,8 +201,6 @@ class PoolShell:
     def resubmit(self, job: JobId, command: DoneCommand | None = None, forgotten: ForgottenJob | None = None) -> None:
         """Have a failed job go on. `forgotten` is what the journal has of it if it has left the cluster."""
         entry = None if forgotten is None else forgotten.entry
-        if entry is not None:
-            self._pool.entries[job] = entry
         event = e.ResubmitRequested(job=job)
         if forgotten is not None:
             event = e.ResubmitRequested.of_forgotten(forgotten.record)
@@ -332,7 +329,10 @@ class PoolShell:
         self._drain()
 
     def _drain(self) -> None:
-        """Give all pending events to the cluster, and bring the world to the new state."""
+        """Give all pending events to the cluster, and bring the world to the new state.
+
+        An event that the cluster cannot take has no effect and is not in the journal; what was unexpected is raised.
+        """
         if self._at_work:
             return
         self._at_work = True
@@ -343,8 +343,10 @@ class PoolShell:
                     now_ns = self._pool.ports.now_ns()
                     leaving = event.jobs if isinstance(event, e.JobsForgotten) else ()
                     forgotten = [self._pool.last_of(job) for job in leaving]
+                    commands = self._take(event, now_ns)
                     self._pool.ports.append(encode(ClusterEntry(now_ns, event)), entry, command, forgotten)
-                    commands = self._pool.cluster.handle(event, now_ns)
+                    if entry is not None:
+                        self._pool.entries[entry.job] = entry
                     for job in leaving:
                         self._pool.forget(job)
                         self._at_rest.discard(job)
@@ -360,6 +362,16 @@ class PoolShell:
         finally:
             self._at_work = False
         self._pool.ports.settled()
+
+    def _take(self, event: e.ClusterEvent, now_ns: Nanoseconds) -> list[c.ClusterCommand]:
+        """Give one event to the cluster, which is as it was before if it raises."""
+        cluster = self._pool.cluster
+        try:
+            return cluster.handle(event, now_ns)
+        except Exception:
+            before = self._pool.ports.replayed(cluster.policies)
+            cluster.take_over(before.now_ns, before.state, before.waits, before.changed)
+            raise
 
     def _forget(self) -> None:
         """Have the oldest jobs that are over leave the cluster, so that no event costs more for those that there

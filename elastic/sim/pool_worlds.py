@@ -2,18 +2,18 @@
 keepers, residents and jobs.
 
 Messages travel in order on a connection and are lost with it. Connections break; keepers, residents, jobs and the
-pool's own process die at any point: that one also right before and after an event became durable, and in the middle
-of what follows from it. Phases hang, residents do not park, everything may be said twice. In some worlds rollout
-nodes are spot instances, which come and go by a recorded trace. Some jobs are scripts, which compute in their own
-process, and some train with the nodes of both pools. After every event all invariants of the cluster are checked, and
-at every device that one job has it, under a permit that is newer than all before.
+pool's own process die at any point: that one also right before and after an event became durable, and in the middle of
+what follows from it. Phases hang, residents do not park, everything may be said twice. In some worlds rollout nodes are
+spot instances, which come and go by a recorded trace. Some jobs are scripts, which compute in their own process, and
+some train with the nodes of both pools. In some worlds there is a job that code fails at in a way that nobody expects:
+the policy as it places the job, or what starts its residents. After every event all invariants of the cluster are
+checked, and at every device that one job has it, under a permit that is newer than all before.
 """
 
 import argparse
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 
 import msgspec
@@ -25,9 +25,10 @@ from elastic.cluster import events as e
 from elastic.cluster.cluster import NO_ROOM
 from elastic.cluster.history import ClusterOpening, cluster_digest, encode, replay, restore, save
 from elastic.cluster.invariants import check
+from elastic.cluster.policy import PlacementChoice, PlacementPolicy, PoolView
 from elastic.cluster.state import JobRecord
 from elastic.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
-from elastic.isolation import Attempt
+from elastic.isolation import Attempt, words_of
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.sim.loop import EventLoop
@@ -59,6 +60,10 @@ class PoolWorldFailed(AssertionError):
     """Something that must hold did not; the message begins with the seed."""
 
 
+class Unexpected(Exception):
+    """What code raises for a poisoned job."""
+
+
 class _PoolDies(BaseException):
     """The pool's process is killed here: nothing that would have followed does."""
 
@@ -71,6 +76,20 @@ class PoolFaults(msgspec.Struct, frozen=True, kw_only=True):
     dies: float = 0.002
     repeats: float = 0.03
     until_ns: Nanoseconds = 3600 * S
+
+
+class PoisonedPlacement:
+    """A placement policy that fails at one job as long as `fails` says so."""
+
+    def __init__(self, placement: PlacementPolicy, job: JobId, fails: Callable[[], bool]) -> None:
+        self._placement, self._job, self._fails = placement, job, fails
+        self.cycle = placement.cycle
+        self.refusals, self.relocations = placement.refusals, placement.relocations
+
+    def place(self, request: JobRequest, pool: PoolView) -> PlacementChoice | None:
+        if request.id == self._job and self._fails():
+            raise Unexpected(f"placing {request.id}")
+        return self._placement.place(request, pool)
 
 
 class PoolWorld:
@@ -116,7 +135,22 @@ class PoolWorld:
         self._market: SpotMarket | None = None
         for number in range(rng.randrange(1, 6)):
             self._draw_job(number, spec)
+        self._unstartable = self._poison()
+        """A job whose residents cannot be started before faults end."""
         self._begin(Cluster(spec, self._policies, self.limits, 0))
+
+    def _poison(self) -> JobId | None:
+        """In every fourth world there is a poisoned job. Returns the one whose residents cannot be started."""
+        rng = Random(5_000_011 * self.seed)
+        jobs = [name for name, job in self.jobs.items() if job.request.plan is not None]
+        if self.faults.until_ns == 0 or not jobs or rng.random() >= 0.25:
+            return None
+        job = rng.choice(jobs)
+        if rng.random() < 0.5:
+            return job
+        placement = PoisonedPlacement(self._policies.placement, job, lambda: self.faulty)
+        self._policies = msgspec.structs.replace(self._policies, placement=placement)
+        return None
 
     def _drawn_spot(self, nodes: int) -> SpotSettings | None:
         """In every fifth world rollout nodes are spot instances. All of them are there once faults end."""
@@ -161,11 +195,25 @@ class PoolWorld:
             if self.shell is None:
                 self.loop.after(5 * S, submit)
             elif request.id not in self.entries:
-                self.within(lambda: self.shell and self.shell.submit(request, entry))
+                self._submit(self.shell, request, entry)
                 if request.id not in self.entries:
-                    self.loop.after(5 * S, submit)
+                    self.loop.after(60 * S, submit)
 
         self.loop.after(rng.randrange(1800 * S), submit)
+
+    def _was_unstartable(self, record: JobRecord) -> bool:
+        """Whether the job was placed for the last time while its residents could not be started."""
+        placed_ns = max((chapter.at_ns for chapter in record.story if chapter.state is JobState.PLACED), default=0)
+        return record.request.id == self._unstartable and placed_ns < self.faults.until_ns
+
+    def _submit(self, shell: PoolShell, request: JobRequest, entry: JobEntry) -> None:
+        """Submit a job. If the cluster cannot take it, that has left nothing behind."""
+        try:
+            self.within(lambda: shell.submit(request, entry))
+        except Unexpected:
+            self.faults_seen["unexpected"] += 1
+            if cluster_digest(shell.cluster) != cluster_digest(self.replayed(self._policies)):
+                self.fail("an event that the cluster could not take has changed it")
 
     # The pool's process.
 
@@ -312,6 +360,9 @@ class PoolWorld:
             self.loop.after(self.rng.randrange(30 * S), self._strike)
         self._perhaps_die()
 
+    def replayed(self, policies: ClusterPolicies) -> Cluster:
+        return replay(self.journal, policies)
+
     def died(self, node: NodeId, job: JobId, what: str) -> None:
         self.died_of.append((node, job, what))
 
@@ -351,6 +402,9 @@ class PoolWorld:
     def resident(
         self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
     ) -> w.StartResidentFrame:
+        if entry.job == self._unstartable and self.faulty:
+            self.faults_seen["unexpected"] += 1
+            raise Unexpected(f"starting {entry.job}")
         environment = {} if ticket is None else {"ELASTIC_WORKER": ticket.worker}
         return w.StartResidentFrame(entry.job, placement, phase, ("x",), environment, "", "", bool(entry.script))
 
@@ -358,8 +412,13 @@ class PoolWorld:
         self._acts()
         self.jobs[entry.job].start(placement, restarts)
 
-    def attempting(self, item: str) -> AbstractContextManager[Attempt]:
-        return contextlib.nullcontext(Attempt())  # What goes wrong ends the world.
+    @contextlib.contextmanager
+    def attempting(self, item: str) -> Iterator[Attempt]:
+        attempt = Attempt()
+        try:
+            yield attempt
+        except Unexpected as error:  # Anything else ends the world.
+            attempt.fault = words_of(error)
 
     def stop_job(self, job: JobId, reason: str) -> None:
         one = self.jobs[job]
@@ -453,6 +512,13 @@ class PoolWorld:
 
     def run(self) -> None:
         """Until all jobs have ended. Raises `PoolWorldFailed`."""
+        try:
+            self._live()
+        except Unexpected as error:
+            self.fail(f"what is wrong with one job ends the loop of all: {error}")
+        self._judge()
+
+    def _live(self) -> None:
         for _ in range(LOOP_MAX):
             if self._is_over():
                 break
@@ -468,7 +534,6 @@ class PoolWorld:
                 self.loop.step()
             else:
                 break
-        self._judge()
 
     def _is_over(self) -> bool:
         shell = self.shell
@@ -497,7 +562,8 @@ class PoolWorld:
         for job, record in self.records().items():
             if record.state is JobState.FINISHED and self.jobs[job].steps < record.request.steps:
                 self.fail(f"{job} is finished after {self.jobs[job].steps} of its steps")
-            if record.state is JobState.FAILED and not (self.jobs[job].deaths or record.reason.startswith(NO_ROOM)):
+            befallen = self.jobs[job].deaths or self._was_unstartable(record) or record.reason.startswith(NO_ROOM)
+            if record.state is JobState.FAILED and not befallen:
                 self.fail(f"{job} has failed, and nothing has happened to it: {record.reason}")
             if record.state is JobState.CANCELLED and job not in self.cancelled:
                 self.fail(f"{job} is cancelled, and nobody wanted that")

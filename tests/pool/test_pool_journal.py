@@ -1,16 +1,20 @@
 """A pool's journal: a start goes on from a snapshot to the same state, and jobs that are over are found in it."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.cluster import Cluster, ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.cluster import events as e
 from elastic.cluster.history import ClusterEntry, cluster_digest, encode
 from elastic.pool.journal import SNAPSHOT_EVERY, PoolJournal, PoolJournalError
-from elastic.pool.ports import ForgottenJob, JobEntry
+from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
+from elastic.sim.pool_worlds import PoisonedPlacement, PoolFaults, PoolWorld, Unexpected
 from policies.clusters import CLUSTER_POLICIES
 
 S = 1_000_000_000
@@ -43,7 +47,7 @@ class Pool:
         self.tell(e.CancelRequested(job=job))
 
 
-def is_new(event: e.ClusterEvent) -> bool:
+def is_new(event: e.ClusterEvent) -> TypeGuard[e.JobSubmitted]:
     return isinstance(event, e.JobSubmitted)
 
 
@@ -122,3 +126,49 @@ def test_a_failed_job_comes_back_with_what_it_owed(tmp_path: Path) -> None:
     again = Pool(tmp_path)
     assert cluster_digest(again.cluster) == digest
     again.journal.close()
+
+
+class _Unplaceable(PoolWorld):
+    """A pool whose placement policy fails at one job, with a journal on disk."""
+
+    def __init__(self, directory: Path) -> None:
+        self.on_disk = PoolJournal(directory)
+        placement = PoisonedPlacement(POLICIES.placement, "poisoned", lambda: True)
+        self.poisoned = msgspec.structs.replace(POLICIES, placement=placement)
+        super().__init__({"ours": self.poisoned}, 0, PoolFaults(until_ns=0))
+        assert self.shell is not None
+        self.on_disk.open_pool(self.shell.cluster.spec, self.limits, self.poisoned, "ours")
+
+    def append(
+        self,
+        record: bytes,
+        entry: JobEntry | None = None,
+        command: DoneCommand | None = None,
+        forgotten: Sequence[ForgottenJob] = (),
+    ) -> None:
+        super().append(record, entry, command, forgotten)
+        self.on_disk.append(record, entry, command, forgotten)
+
+    def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None: ...
+
+    def replayed(self, policies: ClusterPolicies) -> Cluster:
+        return self.on_disk.replayed(policies)[0]
+
+
+def test_an_event_that_the_cluster_cannot_take_leaves_nothing_behind_and_the_pool_starts_again(tmp_path: Path) -> None:
+    pool = _Unplaceable(tmp_path)
+    shell = pool.shell
+    assert shell is not None
+    shell.submit(request("one"), JobEntry(job="one", directory="/jobs/one"))
+    before = cluster_digest(shell.cluster)
+    with pytest.raises(Unexpected, match="poisoned"):
+        shell.submit(request("poisoned"), JobEntry(job="poisoned", directory="/jobs/poisoned"))
+    assert cluster_digest(shell.cluster) == before
+    assert {*shell.entries} == {*shell.cluster.jobs} == {"one"}
+    shell.submit(request("two"), JobEntry(job="two", directory="/jobs/two"))
+    digest = cluster_digest(shell.cluster)
+    assert {*shell.cluster.jobs} == {"one", "two"}
+    pool.on_disk.close()
+    again = PoolJournal(tmp_path)
+    assert cluster_digest(again.replayed(pool.poisoned)[0]) == digest
+    again.close()
