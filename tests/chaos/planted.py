@@ -118,7 +118,7 @@ def _replace_functions(path: str, patch: Path) -> None:
         copy = Path(directory, path)
         copy.parent.mkdir(parents=True)
         copy.write_text((ROOT / path).read_text())
-        subprocess.run(["git", "apply", "-p1", str(patch)], cwd=directory, check=True)
+        subprocess.run(["git", "apply", "-p1", f"--include={path}", str(patch)], cwd=directory, check=True)
         source = copy.read_text()
     changed = {code.co_qualname: code for code in _codes(compile(source, str(ROOT / path), "exec"))}
     module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
