@@ -107,7 +107,7 @@ class RankWeights:
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        from elastic.engine.vllm.reload import LoaderWarnings, layers_left_out, pack_again
+        from elastic.engine.vllm.reload import LoaderWarnings, layers_left_out, make_kernels_anew, pack_again
 
         self._verify(tensors)
         if self._worker.vllm_config.lora_config is not None:
@@ -118,6 +118,7 @@ class RankWeights:
         model = runner.get_model()
         wanted = {name for name, _ in model.named_parameters()}
         with torch.no_grad(), self._worker.vllm_device(), LoaderWarnings() as warnings:
+            make_kernels_anew(model)
             initialize_layerwise_reload(model)
             try:
                 loaded = model.load_weights(iter(tensors.items()))

@@ -4,6 +4,9 @@ A reload processes each layer that takes weights: what a kernel computes with ma
 A layer that is tied to another one takes none, is not processed, and goes on computing with a copy of the former
 weights (`vllm.model_executor.model_loader.reload`, limitation 2): on CPUs with AMX, AVX-512 and bfloat16, or zentorch
 that is the head of every tied model. So it is processed once more, after the layer that it shares its weights with.
+
+On a CPU the kernel of a layer of experts packs weights when it is made, and not again when they change
+(`UnquantizedFusedMoEMethod._setup_kernel`): it would read new weights as if they were packed. So it is made anew.
 """
 
 # pyright: reportMissingImports=false
@@ -54,6 +57,18 @@ def layers_left_out(model: Any) -> LeftOut:
         else:
             found.unloaded.append(name)
     return found
+
+
+def make_kernels_anew(model: Any) -> None:
+    """Have kernels that pack weights only when they are made be made anew by the reload that follows."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return  # Elsewhere kernels read parameters in place, and graphs have captured their addresses.
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def pack_again(layers: list[Any]) -> None:
