@@ -25,7 +25,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from elastic.http_clients import sync_client
-from elastic.proxies import through
+from elastic.proxies import HttpSettingsError, through
 from elastic.resources import (
     AccessRole,
     ApiKey,
@@ -135,6 +135,8 @@ class Client:
         on_wait: Callable[[str], None] = lambda _: None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
+        if not (key.isascii() and key.isprintable()):
+            raise HttpSettingsError("API key: found characters that no key has; allowed: printable ASCII")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         self.url = url.rstrip("/")

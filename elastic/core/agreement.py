@@ -60,8 +60,11 @@ class Evidence:
 
 @dataclass(slots=True)
 class Agreement:
-    """`bounds` are those of workers that have another one than the run's, None for those that were found wrong; `terms`
-    are the same, as orders share them."""
+    """Whether each worker generates with the weights that it names, as far as the trainer has told.
+
+    `bounds` has the workers to which another bound than the run's applies, and None for those that were found wrong.
+    `terms` is the same as a tuple, which the orders to the trainer hold.
+    """
 
     bounds: dict[WorkerId, float | None] = field(default_factory=dict[WorkerId, float | None])
     terms: Bounds = ()
@@ -74,7 +77,7 @@ class Agreement:
         return self != Agreement()
 
     def declare(self, worker: WorkerId, bound: float) -> None:
-        """The worker's engine is noisier than others: its bound is another one than the run's."""
+        """Give a worker whose engine declares noise a bound of its own, unless it was found wrong."""
         if self.bounds.get(worker, 0.0) not in (None, bound):
             self._set(worker, bound)
 

@@ -20,7 +20,7 @@ class StepOutcomes:
     failed: dict[str, int] = field(default_factory=dict[str, int])
 
     def note(self, outcome: float | str) -> None:
-        """A trajectory has come to a reward, or has none for this cause."""
+        """Count a trajectory that has ended: `outcome` is its reward, or the cause for which it has none."""
         if not isinstance(outcome, str):
             self.finished += 1
             return
@@ -30,7 +30,7 @@ class StepOutcomes:
 
 @dataclass(slots=True)
 class Outcomes:
-    """Those of the last `JUDGED_STEPS` steps, the last one still under way."""
+    """What became of the trajectories of the last `JUDGED_STEPS` steps, the last of which is still under way."""
 
     steps: list[StepOutcomes] = field(default_factory=lambda: [StepOutcomes()])
 

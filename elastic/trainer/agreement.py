@@ -27,7 +27,10 @@ class _Sum:
 
 
 class StepAgreement:
-    """What one step's tokens of version `version` come to. `bound` is the run's."""
+    """Compares what workers sampled in one step, of weights version `version`, with the trainer's log-probabilities.
+
+    `bound` is the run's `trainer.mismatch_max`, for workers that declare no noise of their own.
+    """
 
     def __init__(self, version: int, bound: float) -> None:
         self._version = version
@@ -38,12 +41,13 @@ class StepAgreement:
         """Who does over the whole first mini-batch, once that is complete."""
 
     def updates(self) -> None:
-        """The weights change: nothing is compared in this step any more."""
+        """Note that the trainer is about to change its weights: nothing in this step can be compared any more."""
         if self._disagree is None:
             self._disagree = frozenset(w for w, of in self._sums.items() if of.log_ratio > of.bound * of.tokens)
 
     def wanting(self, trajectories: Iterable[TrajectoryData]) -> list[TrajectoryData]:
-        """Those that tell something new: they have tokens of workers of which few were compared."""
+        """Return the trajectories that are worth computing for a comparison alone: each has tokens of a worker of which
+        fewer than `FIRST_TOKENS` were compared in this step."""
         if self._disagree is not None:
             return []
         return [

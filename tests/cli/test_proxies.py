@@ -173,3 +173,10 @@ def test_clients_are_made_in_one_place() -> None:
     }
     # What Elastic is compared with has a client of its own.
     assert found == {"elastic/http_clients.py", "benchmarks/token_plane.py"}
+
+
+@pytest.mark.parametrize("key", ["ключ", "a\nb", "a\udcff"], ids=ascii)
+def test_a_key_that_no_header_can_hold_is_one_message(key: str) -> None:
+    with pytest.raises(HttpSettingsError, match="API key: found characters that no key has") as found:
+        Client("http://127.0.0.1:9", key)
+    assert key not in str(found.value)
