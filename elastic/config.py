@@ -442,20 +442,26 @@ class SimulationConfig(_Section):
     turns_from: str = Field("", description="as --turns-from")
 
 
+PHASE_S_MIN, PHASE_S_MAX = 1e-6, 1e7
+"""What a plan may say of a phase: no less than a microsecond, and no more than some four months."""
+
+
 class JobPlanConfig(_Section):
     """How long the phases of a step last on the nodes that the job asks for, at its token limit or at a quantile."""
 
-    rollout_s: float = Field(gt=0, description="a rollout phase at its longest")
-    train_s: float = Field(gt=0, description="a training phase at its longest")
-    sync_s: float = Field(0.0, ge=0, description="from the end of training to the next rollouts; it holds no node")
-    rollout_switch_s: float = Field(0.0, ge=0, description="to resume and to park, together")
-    train_switch_s: float = Field(0.0, ge=0, description="resuming and parking of a training phase")
+    rollout_s: float = Field(ge=PHASE_S_MIN, le=PHASE_S_MAX, description="a rollout phase at its longest")
+    train_s: float = Field(ge=PHASE_S_MIN, le=PHASE_S_MAX, description="a training phase at its longest")
+    sync_s: float = Field(
+        0.0, ge=0, le=PHASE_S_MAX, description="from the end of training to the next rollouts; it holds no node"
+    )
+    rollout_switch_s: float = Field(0.0, ge=0, le=PHASE_S_MAX, description="to resume and to park, together")
+    train_switch_s: float = Field(0.0, ge=0, le=PHASE_S_MAX, description="resuming and parking of a training phase")
 
 
 class JobConfig(_Section):
     """What the run asks of a pool that many jobs share; a run that is no pool's does not look at it."""
 
-    slo: float = Field(1.5, ge=1, description="largest slowdown that it accepts: a step's time over that alone")
+    slo: float = Field(1.5, ge=1, le=1e6, description="largest slowdown that it accepts: a step's time over that alone")
     rollout_nodes: int = Field(1, ge=1, description="rollout nodes that the job asks for")
     train_nodes: int = Field(1, ge=1, description="training nodes that it asks for")
     rollout_memory_gb: float = Field(1.0, ge=0, description="host memory that its state takes on a rollout node …")
@@ -463,7 +469,7 @@ class JobConfig(_Section):
     train_efficiency: float = Field(
         1.0, ge=0, le=1, description="share of each further training node that makes training faster"
     )
-    restart_s: float = Field(0.0, ge=0, description="what it takes to move it elsewhere")
+    restart_s: float = Field(0.0, ge=0, le=PHASE_S_MAX, description="what it takes to move it elsewhere")
     max_resubmissions: int = Field(0, ge=0, description="how often it is submitted again once it has failed")
     max_restarts: int = Field(3, ge=0, description="deaths of its process in one placement before it has failed")
     plan: JobPlanConfig | None = Field(None, description="its phases; without it a few steps are timed first")

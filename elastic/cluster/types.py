@@ -48,6 +48,14 @@ class DeviceAccount(StrEnum):
     DOWN = "down"
 
 
+WHOLE_MAX = 2**60
+"""The largest whole number of a request: a journal and the messages to nodes hold it, and sums of a few."""
+
+
+def _range(value: int, least: int) -> str:
+    return f"at least {least}" if value < least else f"at most {WHOLE_MAX}"
+
+
 class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
     """How long a job's phases last on the nodes that it asks for, as planned: at its token limit, or at a quantile.
 
@@ -64,8 +72,8 @@ class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             least = 1 if name in ("rollout_ns", "train_ns") else 0
-            if value < least:
-                raise ClusterError(f"a phase plan's {name}: found {value}; allowed: at least {least}")
+            if not least <= value <= WHOLE_MAX:
+                raise ClusterError(f"a phase plan's {name}: found {value}; allowed: {_range(value, least)}")
 
     @property
     def solo_ns(self) -> Nanoseconds:
@@ -98,13 +106,16 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
                 f"job {self.id}: slo: found {self.slo}; allowed: at least 1, a step's time over that alone"
             )
         for name in ("steps", "rollout_nodes", "train_nodes"):
-            if getattr(self, name) < 1:
-                raise ClusterError(f"job {self.id}: {name}: found {getattr(self, name)}; allowed: at least 1")
+            self._check(name, 1)
         for name in ("rollout_bytes", "train_bytes", "restart_ns", "max_resubmissions"):
-            if getattr(self, name) < 0:
-                raise ClusterError(f"job {self.id}: {name}: found {getattr(self, name)}; allowed: at least 0")
+            self._check(name, 0)
         if not 0.0 <= self.train_efficiency <= 1.0:
             raise ClusterError(f"job {self.id}: train_efficiency: found {self.train_efficiency}; allowed: from 0 to 1")
+
+    def _check(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not least <= value <= WHOLE_MAX:
+            raise ClusterError(f"job {self.id}: {name}: found {value}; allowed: {_range(value, least)}")
 
     def train_ns(self, nodes: int) -> Nanoseconds:
         """Return the length of a training phase on `nodes` nodes. Fewer nodes than requested lengthen it in

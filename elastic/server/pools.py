@@ -104,26 +104,40 @@ def as_pool(settings: ServerSettings, standing: PoolStanding, name: str, project
 
 
 def settle_jobs(store: Store, settings: ServerSettings, project: str | None = None) -> None:
-    """Note what became of the jobs, of one project or all, that are not known to be over. Raises `ApiProblem` where a
-    pool does not answer."""
-    with store.reading() as connection:
-        rows = jobs.living(connection, project)
-    for pool in dict.fromkeys(row["pool"] for row in rows):
-        its = [row for row in rows if row["pool"] == pool]
-        there = any(path.name == pool for path in settings.pools)
-        told: dict[str, Mapping[str, Any]] = {}
-        for first in range(0, len(its) if there else 0, JOBS_PAGE):
-            names = [row["id"] for row in its[first : first + JOBS_PAGE]]
-            told |= {job["name"]: job for job in asked(control_of(settings, pool).jobs(names=names)).jobs}
+    """Note what became of the jobs of one project or all: which go on, also again, and what they cost. Raises
+    `ApiProblem` where a pool does not answer.
+
+    Jobs of a pool that the server was not started with stay as they were: nobody knows what becomes of them.
+    """
+    within = "" if project is None else str((settings.pooled / project).resolve())
+    for path in settings.pools:
+        with store.reading() as connection:
+            if not jobs.any_in(connection, path.name, project):
+                continue
+            living = {row["id"]: row for row in jobs.living(connection, path.name, project)}
+        control = control_of(settings, path.name)
+        told = {job["name"]: job for job in asked(control.all_jobs(within=within, going_on=True))}
+        told = {name: job for name, job in told.items() if project_of_job(settings, job) is not None}
+        others = [name for name in living if name not in told]
+        for first in range(0, len(others), JOBS_PAGE):
+            names = others[first : first + JOBS_PAGE]
+            told |= {job["name"]: job for job in asked(control.jobs(names=names)).jobs}
+        changed = [job for name, job in told.items() if _has_changed(living.get(name), job)]
+        # The request that submitted one of these has died before its pool heard of it.
+        unheard = [
+            row for name, row in living.items() if name not in told and now_us() - row["created_us"] > ARRIVES_US
+        ]
+        if not changed and not unheard:
+            continue
         with store.writing() as tx:
-            for row in its:
-                job = told.get(row["id"])
-                if job is not None:
-                    jobs.settle(tx, row["id"], usd=job["usd"], over=job["over"])
-                elif not there:
-                    jobs.settle(tx, row["id"], usd=row["usd"], over=True)
-                elif now_us() - row["created_us"] > ARRIVES_US:
-                    jobs.remove(tx, row["id"])  # The request that submitted it has died before its pool heard of it.
+            for job in changed:
+                jobs.settle(tx, job["name"], usd=job["usd"], over=job["over"])
+            for row in unheard:
+                jobs.remove(tx, row["id"], row["created_us"])
+
+
+def _has_changed(row: Mapping[Any, Any] | None, job: Mapping[str, Any]) -> bool:
+    return row is None or job["over"] or row["usd"] != job["usd"]
 
 
 class PoolSupervisors:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import sqlalchemy as sa
 from pydantic import BaseModel
@@ -21,6 +22,7 @@ from elastic.cluster.types import PhaseKind
 from elastic.config import Config
 from elastic.resources import AccessRole
 from elastic.server.api.app import create_app
+from elastic.server.pools import settle_jobs
 from elastic.server.store import people, uploads
 from elastic.server.store.tables import metadata
 from tests.pool.stand_in import POOL, StandIn
@@ -265,11 +267,7 @@ def other_values(model: BaseModel, at: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 def test_what_a_job_names_stays_until_it_is_over(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
     client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
-    content = b"time_s,event,instance_id\n0,add,a\n9,remove,a\n"
-    upload = announce(client, market_csv=content)["id"]
-    assert send(client, upload, content).status_code == 200
-    job["config"]["providers"]["spot"]["trace"] = f"upload:{upload}/market.csv"
-    name = client.post(JOBS, json=job).json()["id"]
+    upload, name = market_job(client, job)
     refused = client.delete(f"/v1/uploads/{upload}")
     assert (refused.status_code, refused.json()["type"], refused.json()["run"]) == (
         409,
@@ -369,3 +367,66 @@ def everything(site: Site) -> tuple[dict[Path, bytes], dict[str, list[str]]]:
     with site.store.reading() as connection:
         rows = {name: sorted(map(str, connection.execute(sa.select(table)))) for name, table in metadata.tables.items()}
     return files_in(site), rows
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"restart_s": 1e15}, "job/restart_s"),
+        ({"plan": {"rollout_s": 1e-12, "train_s": 10}}, "job/plan/rollout_s"),
+        ({"plan": {"rollout_s": 10, "train_s": 10, "sync_s": 1e15}}, "job/plan/sync_s"),
+        ({"max_resubmissions": 2**62}, "max_resubmissions"),
+    ],
+)
+def test_a_number_that_no_journal_holds_is_refused_by_name(
+    pooled: Site, pool: StandIn, job: dict[str, Any], change: dict[str, Any], words: str
+) -> None:
+    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    job["config"]["job"] = JOB | change
+    for path in (f"{JOBS}/dry-run", JOBS):
+        answer = client.post(path, json=job)
+        assert (answer.status_code, answer.json()["type"]) == (400, "/problems/invalid-configuration"), answer.text
+        assert words in answer.text
+    assert not pool.commands
+
+
+def test_a_server_without_its_pool_lets_nothing_go_that_the_pool_s_jobs_name(
+    pooled: Site, pool: StandIn, job: dict[str, Any]
+) -> None:
+    key = pooled.key("ours", AccessRole.RUNNER)
+    upload, name = market_job(pooled.client(key), job)
+    alone = dataclasses.replace(pooled.settings, pools=())
+    without = dataclasses.replace(pooled, settings=alone, app=create_app(pooled.store, alone)).client(key)
+    for client in (without, pooled.client(key)):
+        refused = client.delete(f"/v1/uploads/{upload}")
+        assert (refused.status_code, refused.json().get("run")) == (409, name)
+
+
+def test_a_job_that_was_resubmitted_elsewhere_counts_again(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    """`elastic jobs resubmit` goes to the pool and not to the server."""
+    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    where = f"/v1/projects/{pooled.projects['ours']}/quota"
+    assert pooled.client().patch(where, json={"runs": 1}, headers={"if-match": "*"}).status_code == 200
+    upload, name = market_job(client, job)
+    pool.tell(e.JobFailed(job=name, cause="killed"))
+    settle_jobs(pooled.store, pooled.settings)
+    pool.tell(e.ResubmitRequested(job=name))
+    assert client.delete(f"/v1/uploads/{upload}").status_code == 409
+    assert client.post(JOBS, json=job).json()["type"] == "/problems/quota-exceeded"
+
+
+def test_what_is_known_of_jobs_is_not_written_again(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    for _ in range(3):
+        assert pooled.client().post(JOBS, json=job).status_code == 201
+    settle_jobs(pooled.store, pooled.settings)
+    with pooled.store.writing():  # Nobody else could write now.
+        settle_jobs(pooled.store, pooled.settings)
+
+
+def market_job(client: httpx.Client, job: dict[str, Any]) -> tuple[str, str]:
+    """Upload a market, and submit a job that names it; returns the ids of both."""
+    content = b"time_s,event,instance_id\n0,add,a\n9,remove,a\n"
+    upload = announce(client, market_csv=content)["id"]
+    assert send(client, upload, content).status_code == 200
+    job["config"]["providers"]["spot"]["trace"] = f"upload:{upload}/market.csv"
+    return upload, client.post(JOBS, json=job).json()["id"]

@@ -32,13 +32,28 @@ def find(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
     return connection.execute(sa.select(jobs).where(jobs.c.id == id_)).mappings().first()
 
 
-def remove(tx: sa.Connection, id_: str) -> None:
-    tx.execute(sa.delete(jobs).where(jobs.c.id == id_))
+def note_again(tx: sa.Connection, id_: str) -> None:
+    """Note that the job is submitted once more: its pool may hear of it from now on."""
+    tx.execute(sa.update(jobs).where(jobs.c.id == id_).values(created_us=now_us()))
 
 
-def living(connection: sa.Connection, project: str | None) -> list[sa.RowMapping]:
-    """Return the jobs, of one project or all, that are not known to be over."""
-    wanted = sa.select(jobs).where(jobs.c.ended_us.is_(None)).order_by(jobs.c.id)
+def remove(tx: sa.Connection, id_: str, noted_us: int | None = None) -> None:
+    """Forget a job; with `noted_us` only if it was not noted again since then."""
+    unwanted = sa.delete(jobs).where(jobs.c.id == id_)
+    tx.execute(unwanted if noted_us is None else unwanted.where(jobs.c.created_us == noted_us))
+
+
+def any_in(connection: sa.Connection, pool: str, project: str | None) -> bool:
+    """Return whether the pool has had a job of the project, or of any."""
+    wanted = sa.select(jobs.c.id).where(jobs.c.pool == pool)
+    if project is not None:
+        wanted = wanted.where(jobs.c.project == project)
+    return connection.execute(wanted.limit(1)).first() is not None
+
+
+def living(connection: sa.Connection, pool: str, project: str | None) -> list[sa.RowMapping]:
+    """Return the pool's jobs, of one project or all, that are not known to be over."""
+    wanted = sa.select(jobs).where(jobs.c.pool == pool, jobs.c.ended_us.is_(None)).order_by(jobs.c.id)
     if project is not None:
         wanted = wanted.where(jobs.c.project == project)
     return list(connection.execute(wanted).mappings())

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from elastic import compose
+from elastic.cluster import JobRequest
 from elastic.config import Config, ConfigError, validate
 from elastic.control import new_command_id
 from elastic.pool.config import job_request
@@ -28,7 +29,7 @@ from elastic.server.pools import as_job, as_pool, asked, control_of, project_of_
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.quotas.needs import RunNeeds
 from elastic.server.settings import ServerSettings
-from elastic.server.store import jobs, people
+from elastic.server.store import jobs, people, quotas
 from elastic.server.store.pages import LIMIT, LIMIT_MAX
 
 router = APIRouter(prefix="/v1/pools", tags=["pools"], route_class=ModelRoute)
@@ -107,9 +108,9 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     project, config, needs = _checked(state, body, write.caller)
     command = _command_id(write)
     job = ids.new_id(ids.JOB) if not write.key else f"{ids.JOB}_{command[:26]}"
-    request = job_request(job, config.job, config.run.steps)
+    request = _request(job, config)
     asked(control.plan(request))
-    settle_jobs(state.store, settings, project)
+    _settle_for_quota(state, project)
     gpus, fingerprint = train_gpus(settings, pool, config.job.train_nodes), write.fingerprint(body)
     with state.store.writing() as tx:
         row = jobs.find(tx, job)
@@ -118,6 +119,8 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
         if row is None:
             refuse_beyond(tx, project, needs, gpus)
             jobs.insert(tx, job, project, pool, fingerprint, config.model_dump_json(), gpus)
+        else:
+            jobs.note_again(tx, job)
     path = (settings.pooled / project / job).resolve()
     settings.storage(project).mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -150,10 +153,10 @@ def dry_run_job(pool: PoolId, body: JobSubmission, caller: CallerDep, state: Sta
     """Say where a job would go now, at what marginal cost and planned slowdown, and for each group why not."""
     control = control_of(state.settings, pool)
     project, config, needs = _checked(state, body, caller)
-    settle_jobs(state.store, state.settings, project)
+    _settle_for_quota(state, project)
     with state.store.reading() as connection:
         refuse_beyond(connection, project, needs, train_gpus(state.settings, pool, config.job.train_nodes))
-    plan = asked(control.plan(job_request("job", config.job, config.run.steps)))
+    plan = asked(control.plan(_request("job", config)))
     placement = plan["placement"]
     if placement is not None and caller.project is not None:
         placement = {key: value for key, value in placement.items() if key != "members"}
@@ -182,7 +185,7 @@ def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
     state, found = write.state, _job(write.state.settings, pool, job, write.caller)
     if found.project is None:
         return _told(pool, job, write, PoolControl.resubmit)
-    settle_jobs(state.store, state.settings, found.project)
+    _settle_for_quota(state, found.project)
     with state.store.writing() as tx:
         row = jobs.find(tx, job)
         if row is not None:
@@ -194,6 +197,22 @@ def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
         if problem.kind != "pool-away":
             settle_jobs(state.store, state.settings, found.project)
         raise
+
+
+def _request(job: str, config: Config) -> JobRequest:
+    """Raises `ApiProblem`."""
+    try:
+        return job_request(job, config.job, config.run.steps)
+    except ConfigError as error:
+        raise ApiProblem("invalid-configuration", str(error)) from error
+
+
+def _settle_for_quota(state: ServerState, project: str) -> None:
+    """Ask what became of the project's jobs, where a quota counts them. Raises `ApiProblem`."""
+    with state.store.reading() as connection:
+        counted = quotas.quota(connection, project).version
+    if counted:
+        settle_jobs(state.store, state.settings, project)
 
 
 def _told(pool: str, job: str, write: WriteRequest, tell: Any) -> Response:
