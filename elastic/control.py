@@ -12,13 +12,17 @@ import contextlib
 import os
 import pwd
 import secrets
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 SOCKET = "control.sock"
+_PEER = struct.Struct("3i")
+"""What the kernel says of who listens: process, user, group."""
 REQUEST_BYTES_MAX = 16 * 1024
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
 ADDRESS_BYTES_MAX = 100
@@ -127,11 +131,21 @@ def new_command_id() -> str:
     return secrets.token_hex(16)
 
 
+class ExpectedPeer(NamedTuple):
+    """Who must listen at a socket in a directory that others can change. What is None does not matter."""
+
+    uid: int | None
+    pid: int | None
+
+
+ANYBODY = ExpectedPeer(None, None)
+
+
 class RunControl:
     """Asks the process that is at a run. Every call raises `ControlError`, and takes at most `timeout_s`."""
 
-    def __init__(self, run_dir: Path, timeout_s: float = 10.0) -> None:
-        self._line = ControlLine("run", run_dir, timeout_s)
+    def __init__(self, run_dir: Path, timeout_s: float = 10.0, peer: ExpectedPeer = ANYBODY) -> None:
+        self._line = ControlLine("run", run_dir, timeout_s, peer)
 
     async def stop(self, reason: str, command: str = "") -> Acknowledged:
         """Returns once the run is bound to stop, before it has."""
@@ -156,8 +170,9 @@ class RunControl:
 class ControlLine:
     """Asks whatever listens at the socket in a directory: one request, one answer. `what` it is stands in messages."""
 
-    def __init__(self, what: str, directory: Path, timeout_s: float) -> None:
+    def __init__(self, what: str, directory: Path, timeout_s: float, peer: ExpectedPeer = ANYBODY) -> None:
         self._what = what
+        self._peer = peer
         self._directory = directory
         self._timeout_s = timeout_s
 
@@ -186,6 +201,7 @@ class ControlLine:
     async def _exchange(self, line: bytes) -> bytes:
         reader, writer = await self._connect()
         try:
+            self._check(writer.get_extra_info("socket"))
             writer.write(line)
             await writer.drain()
             return await reader.readline()
@@ -195,6 +211,12 @@ class ControlLine:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
+
+    def _check(self, connected: socket.socket) -> None:
+        """Raises `RunOfAnotherUser` if somebody else listens than should."""
+        pid, uid, _ = _PEER.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        if self._peer.uid not in (None, uid) or self._peer.pid not in (None, pid):
+            raise RunOfAnotherUser(f"{self._name}: process {pid} of user {uid} listens at its socket")
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:

@@ -1,8 +1,9 @@
 """Log files that are read while they grow: whole lines, each with the place behind it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from elastic.resources import LogLine
 
@@ -21,11 +22,12 @@ def log_files(directory: Path) -> list[str]:
 
 
 class LogFollower:
-    """Reads a file from a place on; one that is not there yet is empty."""
+    """Reads the file that `open_file` opens from a place on; one that is not there yet (`FileNotFoundError`) is
+    empty."""
 
-    def __init__(self, name: str, path: Path) -> None:
+    def __init__(self, name: str, open_file: Callable[[], BinaryIO]) -> None:
         self._name = name
-        self._path = path
+        self._open = open_file
         self._offset = 0
 
     def seek(self, after: str, tail: int | None) -> None:
@@ -45,7 +47,7 @@ class LogFollower:
     def read(self) -> list[LogLine]:
         """Lines that are there now, up to a bound; of the last one only when it has its end, or is too long."""
         try:
-            with self._path.open("rb") as file:
+            with self._open() as file:
                 file.seek(self._offset)
                 data = file.read(READ_BYTES)
         except FileNotFoundError:
@@ -66,7 +68,8 @@ class LogFollower:
 
     def _size(self) -> int:
         try:
-            return os.stat(self._path).st_size
+            with self._open() as file:
+                return os.fstat(file.fileno()).st_size
         except FileNotFoundError:
             return 0
 
@@ -75,7 +78,7 @@ class LogFollower:
         if not size or not lines:
             return size
         found, end = 0, size
-        with self._path.open("rb") as file:
+        with self._open() as file:
             while end > 0:
                 begin = max(0, end - READ_BYTES)
                 file.seek(begin)

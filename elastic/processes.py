@@ -259,12 +259,24 @@ def _kill(record: _Record, pid: int) -> None:
             os.close(descriptor)
 
 
-def marked(variable: str, value: str) -> Identity | None:
-    """A living process of ours that was started with this environment variable."""
+def marked(variable: str, value: str, uid: int) -> Identity | None:
+    """Return a living process of this user that was started with this environment variable."""
     for pid in _pids():
-        if f"{variable}={value}".encode() in _environment(pid) and _lives(pid):
-            return identity(pid)
+        # First the identity: what is asked of the id afterwards is of that process, if it still has it in the end.
+        found = identity(pid)
+        if f"{variable}={value}".encode() in _environment(pid) and _lives(pid) and _user(pid) == uid:
+            return found if identity(pid) == found else None
     return None
+
+
+def _user(pid: int) -> int | None:
+    """Return the user of a process; None if it is gone, or has rights of several."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    (uids,) = (line.split()[1:] for line in lines if line.startswith("Uid:"))
+    return int(uids[0]) if len(set(uids)) == 1 else None
 
 
 def _survivors(record: _Record) -> list[int]:

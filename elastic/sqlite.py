@@ -1,6 +1,8 @@
 """SQLite files, opened by path: the one place, for a path that is pasted into a URI means another file."""
 
+import contextlib
 import sqlite3
+import stat
 from pathlib import Path
 from typing import Literal
 
@@ -16,5 +18,8 @@ def open_sqlite(
 ) -> sqlite3.Connection:
     """Open a database: `ro` to read only, `rw` only if it is there, `rwc` also to create it. Nothing begins a
     transaction but BEGIN. A foreign lock is waited for `timeout_s`. Raises `sqlite3.Error`."""
+    with contextlib.suppress(OSError):
+        if not stat.S_ISREG(path.stat().st_mode):  # To open a pipe would wait for its other end.
+            raise sqlite3.OperationalError(f"{path.name} is no regular file")
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     return sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=not any_thread)

@@ -19,7 +19,7 @@ def disk_logs_command(name: str, directory: Path, source: str, tail: int | None,
     if not path.is_file():
         there = ", ".join(log_files(path.parent)) or "none"
         bad_input(f"--source: run {run.name} has no log {source!r}; there are: {there}")
-    follower = LogFollower(source, path)
+    follower = LogFollower(source, lambda: path.open("rb"))
     follower.seek("", tail)
     while True:
         goes_on = follow and compose.is_claimed(run.path)

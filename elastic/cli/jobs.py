@@ -282,7 +282,7 @@ def logs_command(name: str, pool: str, directory: Path, source: str, tail: int |
         bad_input(
             f"--source: job {job['name']} has no log {source!r}; there are: {', '.join(log_files(logs)) or 'none'}"
         )
-    follower = LogFollower(source, path)
+    follower = LogFollower(source, lambda: path.open("rb"))
     follower.seek("", tail)
     looked_s, over = time.monotonic(), not follow
     try:

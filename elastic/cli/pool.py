@@ -156,7 +156,7 @@ def _up(directory: Path, supervisor: "subprocess.Popen[bytes]", wait_s: float) -
 
 
 def _show_end_of(log: Path) -> None:
-    follower = LogFollower("supervisor", log)
+    follower = LogFollower("supervisor", lambda: log.open("rb"))
     follower.seek("", 5)
     for one in follower.read():
         say(one.line)

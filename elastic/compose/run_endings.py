@@ -11,6 +11,7 @@ from elastic.compose.runs import is_claimed
 from elastic.outages import EXIT_OUTAGE
 from elastic.processes import boot_id, identity, signal_name
 from elastic.runtime.journal import JournalError, RunDirectory
+from elastic.tenant_files import opened
 
 FINISHED, FAILED, STOPPED, INTERRUPTED = "finished", "failed", "stopped", "interrupted"
 """How a process ended, as its journal says."""
@@ -57,28 +58,28 @@ def ending_of(path: Path, log: Path, journals: int, its_world: str, status: int 
     if how and how not in (RUNNING, UNEXPECTED):
         return Ending(how=FAILED, cause=how.removeprefix("failed: ")[:CAUSE_CHARACTERS])
     if status == EXIT_BAD_INPUT and not is_claimed(path):
-        return Ending(how=BAD_INPUT, cause=_last_words(path / log))
+        return Ending(how=BAD_INPUT, cause=_last_words(path, log))
     if status == EXIT_OUTAGE:
-        return Ending(how=OUTAGE, cause=_last_words(path / log), with_world=with_world)
+        return Ending(how=OUTAGE, cause=_last_words(path, log), with_world=with_world)
     if status == 0 and not how:
         return Ending(how=FINISHED)
-    return Ending(how=DIED, cause=_death(status, with_world, path / log), with_world=with_world)
+    return Ending(how=DIED, cause=_death(status, with_world, path, log), with_world=with_world)
 
 
-def _death(status: int | None, with_world: bool, log_path: Path) -> str:
+def _death(status: int | None, with_world: bool, path: Path, log: Path) -> str:
     if with_world:
         return "its machine or container went down"
     if status is None:
         return "its process died"
     if status < 0:
         return f"its process was killed by {signal_name(-status)}"
-    words = _last_words(log_path)
+    words = _last_words(path, log)
     return f"its process exited with status {status}{f': {words}' if words else ''}"
 
 
-def _last_words(log_path: Path) -> str:
+def _last_words(path: Path, log_path: Path) -> str:
     """Return the last message of the process on its failure."""
-    with contextlib.suppress(OSError), log_path.open("rb") as log:
+    with contextlib.suppress(OSError), opened(path, str(log_path)) as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
         lines = log.read().decode(errors="replace").splitlines()
         begins = [number for number, line in enumerate(lines) if line.startswith("error: ")]

@@ -12,6 +12,7 @@ from secrets import token_hex
 from elastic.config import Config, ConfigError, load_config
 from elastic.files import replace_durably, write_whole
 from elastic.runtime.journal import CONFIG, DirectoryStore, RunDirectory
+from elastic.tenant_files import opened
 
 NAME_BYTES = 3
 """Random bytes in the name of a run."""
@@ -112,7 +113,7 @@ def claimed(run_dir: Path) -> Iterator[None]:
 
 def is_claimed(run_dir: Path) -> bool:
     """Whether a process is at the run now."""
-    with contextlib.suppress(FileNotFoundError), (run_dir / "lock").open() as lock:
+    with contextlib.suppress(FileNotFoundError), opened(run_dir, "lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

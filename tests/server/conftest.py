@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import os
+import re
 import socket
+import sys
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
@@ -15,6 +18,8 @@ from fastapi.testclient import TestClient
 
 from benchmarks._postgres import PostgresCluster
 from benchmarks._postgres import cluster as postgresql_cluster
+from elastic import server as server_package
+from elastic import tenant_files
 from elastic.http_server import serving
 from elastic.resources import AccessRole
 from elastic.server.api.app import create_app
@@ -92,6 +97,50 @@ def served(app: Any) -> Iterator[str]:
         thread.join(30)
         loop.close()
         listener.close()
+
+
+_TOUCHES = {
+    "open",
+    "os.listdir",
+    "os.scandir",
+    "os.mkdir",
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.chmod",
+    "os.chown",
+}
+_TOUCHES |= {"os.link", "os.symlink", "os.truncate", "os.utime", "shutil.rmtree", "sqlite3.connect"}
+_RUN_FILE = re.compile(r"/server/runs/[^/]+")
+_SERVER = str(Path(server_package.__file__).parent)
+_strayed: list[str] = []
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note where the server touches by itself what is in a run's directory. The directory lies in one of its own."""
+    if event not in _TOUCHES or not arguments or not isinstance(arguments[0], str | bytes | Path):
+        return
+    path = os.fsdecode(arguments[0])
+    found = _RUN_FILE.search(path)
+    if found is None or tenant_files.is_within() or (event in ("open", "os.mkdir") and found.end() == len(path)):
+        return
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_SERVER):
+            _strayed.append(f"{event} {path} by {frame.f_code.co_filename}:{frame.f_lineno}")
+            return
+        frame = frame.f_back
+
+
+sys.addaudithook(_watch)
+
+
+@pytest.fixture(autouse=True)
+def files_of_tenants_are_opened_in_one_place() -> Iterator[None]:
+    """Holds, for every test of the server, that only `elastic.tenant_files` touches what is in a run's directory."""
+    _strayed.clear()
+    yield
+    assert _strayed == []
 
 
 @pytest.fixture(scope="session")

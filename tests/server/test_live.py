@@ -150,7 +150,7 @@ def processes(run: str) -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("ELASTIC_SERVED") == run:
+            if process.environ().get("ELASTIC_SERVED", "").startswith(f"{run}:"):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

@@ -197,7 +197,7 @@ async def test_a_full_disk_is_waited_for(
     """However long: no restart counts, and the run begins once there is room."""
     attempts = list[str]()
 
-    def full(settings: ServerSettings, run: HostedRunRow) -> None:
+    def full(settings: ServerSettings, run: HostedRunRow, user: str | None) -> None:
         attempts.append(run.id)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

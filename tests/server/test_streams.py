@@ -182,16 +182,16 @@ def test_logs_over_http(site: Site, ended_run: str) -> None:
 def test_lines_of_a_log(tmp_path_factory: pytest.TempPathFactory, lines: list[str], tail: int, resumed: int) -> None:
     path = tmp_path_factory.mktemp("log") / "x.log"
     path.write_text("".join(f"{line}\n" for line in lines) + "unfinished", encoding="utf-8", newline="")
-    follower = LogFollower("x", path)
+    follower = LogFollower("x", lambda: path.open("rb"))
     told = follower.read()
     assert [one.line for one in told] == lines
     assert follower.read() == []
     if resumed < len(told):
-        again = LogFollower("x", path)
+        again = LogFollower("x", lambda: path.open("rb"))
         again.seek(told[resumed].id, None)
         assert [one.line for one in again.read()] == lines[resumed + 1 :]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="")
-    last = LogFollower("x", path)
+    last = LogFollower("x", lambda: path.open("rb"))
     last.seek("", tail)
     assert [one.line for one in last.read()] == (lines[-tail:] if tail else [])
     with pytest.raises(LogGone):

@@ -16,6 +16,7 @@ from elastic.core import events as e
 from elastic.core.types import NS_PER_S
 from elastic.resources import RunEvent
 from elastic.runtime.journal import JournalReader, RunDirectory
+from elastic.tenant_files import as_owner
 
 INCARNATION = "incarnation"
 """The note under which a journal stores its own name."""
@@ -48,6 +49,7 @@ class EventLog:
     journals grows and never shrinks."""
 
     def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
         self._directory = RunDirectory(run_dir)
         self._journals: list[tuple[str, Path]] = []
         self._lock = threading.Lock()
@@ -65,7 +67,7 @@ class EventLog:
 
     def refresh(self) -> None:
         """Look for new journals. Raises `JournalError`."""
-        with self._lock:
+        with self._lock, as_owner(self._run_dir):
             known = {name for name, _ in self._journals}
             for path in self._directory.journal_paths():
                 with JournalReader(path) as journal:
@@ -79,7 +81,7 @@ class EventLog:
         if not self._journals:
             return Position(0, 0)
         name, path = self._journals[-1]
-        with JournalReader(path) as journal:
+        with as_owner(self._run_dir), JournalReader(path) as journal:
             last = journal.last_event() if _name(journal) == name else 0
         return Position(len(self._journals) - 1, last)
 
@@ -92,10 +94,11 @@ class EventLog:
             return EventBatch([], position, True)
         name, path = self._journals[place]
         scanned: list[tuple[int, int, e.Event | None]] = []
-        if path.exists():
-            with JournalReader(path) as journal:
-                if _name(journal) == name:
-                    scanned = list(journal.scan(number, SCANNED_AT_ONCE, UNREAD))
+        with as_owner(self._run_dir):
+            if path.exists():
+                with JournalReader(path) as journal:
+                    if _name(journal) == name:
+                        scanned = list(journal.scan(number, SCANNED_AT_ONCE, UNREAD))
         found = [
             (Position(place, seq), _told(name, seq, t_ns, event)) for seq, t_ns, event in scanned if event is not None
         ]

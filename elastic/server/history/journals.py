@@ -32,8 +32,9 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.status import RunStatus
 from elastic.server.clock import rfc3339
+from elastic.tenant_files import as_owner, files
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, SAFETENSORS = "checkpoints", ".safetensors"
 WRITTEN = ("", "-wal")
 """Suffixes of the files that SQLite writes for a journal."""
 SETTLED_S = 0.1
@@ -46,13 +47,20 @@ Version = tuple[tuple[str, int, int], ...]
 def version_of(run_dir: Path) -> Version | None:
     """Return a value that changes with every write to the run's journals; None while a write is too recent to tell."""
     found: list[tuple[str, int, int]] = []
-    for path in RunDirectory(run_dir).journal_paths():
-        for suffix in WRITTEN:
-            with contextlib.suppress(FileNotFoundError):
-                stat = path.with_name(path.name + suffix).stat()
-                found.append((path.name + suffix, stat.st_size, stat.st_mtime_ns))
+    with as_owner(run_dir):
+        for path in RunDirectory(run_dir).journal_paths():
+            for suffix in WRITTEN:
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.with_name(path.name + suffix).stat()
+                    found.append((path.name + suffix, stat.st_size, stat.st_mtime_ns))
     newest_ns = max((mtime_ns for *_, mtime_ns in found), default=0)
     return None if time.time_ns() - newest_ns < SETTLED_S * NS_PER_S else tuple(found)
+
+
+def count_journals(run_dir: Path) -> int:
+    """Return the number of the run's journals."""
+    with as_owner(run_dir):
+        return len(RunDirectory(run_dir).journal_paths())
 
 
 def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
@@ -60,6 +68,11 @@ def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
 
     Cost and tokens include what the run had when it was resumed from a checkpoint.
     """
+    with as_owner(run_dir):
+        return _figures_of(run_dir, former)
+
+
+def _figures_of(run_dir: Path, former: int) -> RunFigures | None:
     paths = RunDirectory(run_dir).journal_paths()
     newest: RunFigures | None = None
     continued = False
@@ -77,7 +90,7 @@ def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
 
 def cost_nano_usd(run_dir: Path) -> int:
     """Return the most that a run can have cost according to all of its journals; 0 if they cannot be read."""
-    with contextlib.suppress(JournalError, ConfigError, OSError):
+    with contextlib.suppress(JournalError, ConfigError, OSError), as_owner(run_dir):
         return compose.cost_nano_usd(RunDirectory(run_dir))
     return 0
 
@@ -175,17 +188,11 @@ def _lease(lease: str, books: Sequence[DeviceBook], cause: str, end_ns: int) -> 
 def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
     """Return the trainer's checkpoints, newest first."""
     found: list[Checkpoint] = []
-    for path in sorted((run_dir / CHECKPOINTS).glob("*.safetensors"), reverse=True):
-        with contextlib.suppress(OSError, ValueError):  # It is replaced by a newer one meanwhile.
-            stat = path.stat()
-            found.append(
-                Checkpoint(
-                    id=path.stem,
-                    version=int(path.stem),
-                    bytes=stat.st_size,
-                    created_at=rfc3339(stat.st_mtime_ns // 1_000) or "",
-                )
-            )
+    for name, stat in reversed(files(run_dir, CHECKPOINTS, SAFETENSORS)):
+        id_ = name.removesuffix(SAFETENSORS)
+        if id_.isdecimal():
+            created_at = rfc3339(stat.st_mtime_ns // 1_000) or ""
+            found.append(Checkpoint(id=id_, version=int(id_), bytes=stat.st_size, created_at=created_at))
     return found
 
 
@@ -198,8 +205,9 @@ def environment_of(config: str) -> str:
 def history_in(run_dir: Path) -> Iterator[History]:
     """Return the run's history; empty before the run has a journal. Raises `JournalError`."""
     directory = RunDirectory(run_dir)
-    if not directory.journal_paths():
-        yield History(directory.name, [])
-        return
-    with history_of(directory) as history:
-        yield history
+    with as_owner(run_dir):
+        if not directory.journal_paths():
+            yield History(directory.name, [])
+            return
+        with history_of(directory) as history:
+            yield history

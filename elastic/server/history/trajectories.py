@@ -19,6 +19,7 @@ from elastic.runtime.journal import (
     TrajectoryRow,
 )
 from elastic.server.history.journals import history_in
+from elastic.tenant_files import as_owner
 
 LAST_ROW = 2**63 - 1
 
@@ -96,7 +97,8 @@ def _retold(row: TrajectoryRow, segment: Segment) -> TrajectoryRow:
 
 def trajectory_of(run_dir: Path, name: str, environment: str) -> HostedTrajectoryDetail | None:
     """Return one trajectory with its tokens. Raises `JournalError`."""
-    row = RunDirectory(run_dir).trajectories([name]).get(name)
+    with as_owner(run_dir):
+        row = RunDirectory(run_dir).trajectories([name]).get(name)
     if row is None:
         return None
     token_ids = msgspec.msgpack.decode(row.token_ids, type=list[int]) if row.token_ids else []

@@ -6,12 +6,12 @@
 """
 
 import contextlib
-import shutil
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic import tenant_files
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.journal.frames import FRAME
 from elastic.server.quotas.budgets import US_PER_DAY
@@ -79,30 +79,22 @@ def needed_by(run: HostedRunRow, going: Iterable[HostedRunRow]) -> str | None:
 def bytes_of(run_dir: Path, parts: Sequence[str]) -> int:
     """Return about how many bytes the removal of these parts would free."""
     if RUN in parts:
-        return _size(run_dir)
-    found = sum(_size(run_dir / name) for part in parts for name in _DIRECTORIES.get(part, ()))
+        return tenant_files.size_bytes(run_dir)
+    found = sum(tenant_files.size_bytes(run_dir, name) for part in parts for name in _DIRECTORIES.get(part, ()))
     if TRAJECTORIES in parts:
-        found += sum(_said_bytes(path) for path in RunDirectory(run_dir).journal_paths())
+        with tenant_files.as_owner(run_dir):
+            found += sum(_said_bytes(path) for path in RunDirectory(run_dir).journal_paths())
     return found
 
 
 def remove(run_dir: Path, part: str) -> None:
     """Remove a part; what is gone already is left. Raises `OSError` where something cannot be removed."""
     for name in _DIRECTORIES.get(part, ()):
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(run_dir / name)
+        tenant_files.remove(run_dir, name)
     if part == TRAJECTORIES:
-        for path in RunDirectory(run_dir).journal_paths():
-            _forget_what_was_said(path)
-
-
-def _size(path: Path) -> int:
-    total = 0
-    for found in path.rglob("*"):
-        with contextlib.suppress(OSError):
-            if found.is_file() and not found.is_symlink():
-                total += found.stat().st_size
-    return total
+        with tenant_files.as_owner(run_dir):
+            for path in RunDirectory(run_dir).journal_paths():
+                _forget_what_was_said(path)
 
 
 def _said_bytes(journal: Path) -> int:

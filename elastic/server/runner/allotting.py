@@ -12,12 +12,13 @@ from typing import Any
 import sqlalchemy as sa
 import structlog
 
-from elastic.control import ControlError, RunControl
+from elastic.control import ControlError
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.isolation import IsolatedLoop
 from elastic.resources import ALIVE
 from elastic.server.quotas import budgets
 from elastic.server.runner.allotment import ProjectStanding, RunAllotment, allot
+from elastic.server.runner.launching import control_of
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, quotas, runs, webhooks
 from elastic.server.store.database import now_us
@@ -52,7 +53,7 @@ async def _held(
     async def ask(run: HostedRunRow) -> tuple[str, dict[str, int]]:
         held: dict[str, int] = {}
         with isolated.attempt(f"{run.id}: GPUs held"), contextlib.suppress(ControlError):
-            standing = await RunControl(settings.run_dir(run.id), STATUS_TIMEOUT_S).status()
+            standing = await control_of(settings, run, STATUS_TIMEOUT_S).status()
             held = {name: int(one.get("gpus", 0)) for name, one in standing.status["providers"].items()}
         return run.id, held
 

@@ -3,30 +3,28 @@
 A command's id is made of the run and the number of the request: every repetition, by any runner, is carried out once.
 """
 
-from pathlib import Path
-from typing import Any
-
 import structlog
 
-from elastic.control import CommandRefused, ControlError, RunControl
+from elastic.control import CommandRefused, ControlError
 from elastic.server.runner.decisions import QUOTA_LOWERED
+from elastic.server.runner.launching import NO_LIMITS, control_of
+from elastic.server.settings import ServerSettings
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
 
 log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 5.0
-NO_LIMITS: dict[str, Any] = {"caps": {}, "budget_usd": None}
 STOPPED_BY_SERVER = "stopped through the server"
 
 
-async def told_to_stop(run_dir: Path, run: HostedRunRow) -> bool:
+async def told_to_stop(settings: ServerSettings, run: HostedRunRow) -> bool:
     """Tell the run's process to stop; returns whether its journal has the command."""
     reason, command = STOPPED_BY_SERVER, f"{run.id}:{run.generation}:stop"
     if run.wanted == runs.RUN:
         reason, command = f"{QUOTA_LOWERED}: {(run.waits or {}).get('message', '')}", f"{run.id}:{run.attempt}:pause"
     try:
-        await RunControl(run_dir, TIMEOUT_S).stop(reason, command)
+        await control_of(settings, run, TIMEOUT_S).stop(reason, command)
     except CommandRefused:
         return True  # It is ending already.
     except ControlError as error:
@@ -35,10 +33,10 @@ async def told_to_stop(run_dir: Path, run: HostedRunRow) -> bool:
     return True
 
 
-async def told_its_limits(run_dir: Path, run: HostedRunRow) -> bool:
+async def told_its_limits(settings: ServerSettings, run: HostedRunRow) -> bool:
     """Tell the run's process its caps and budget; returns whether its journal has them. Limits that it has are not
     repeated, and unknown ones are omitted."""
-    control, prefix = RunControl(run_dir, TIMEOUT_S), f"{run.id}:limits:{run.limits_number}"
+    control, prefix = control_of(settings, run, TIMEOUT_S), f"{run.id}:limits:{run.limits_number}"
     limits, told = run.limits or NO_LIMITS, run.told
     try:
         for provider in run.providers:

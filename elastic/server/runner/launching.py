@@ -12,19 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic import compose
+from elastic import compose, tenant_files
 from elastic.compose.run_endings import ending_of, world
 from elastic.config import Config, validate
+from elastic.control import ExpectedPeer, RunControl
 from elastic.processes import Adopted, Identity, identity, inherited, marked
-from elastic.runtime.journal import CONFIG, RunDirectory
-from elastic.server.runner.control import NO_LIMITS
+from elastic.runtime.journal import CONFIG
+from elastic.server.history.journals import count_journals
 from elastic.server.runner.decisions import Ending
 from elastic.server.settings import ServerSettings
 from elastic.server.store.runs import HostedRunRow
+from elastic.server.store.vault import Vault
 
 SERVED_VARIABLE = "ELASTIC_SERVED"
-"""Environment variable with the hosted run, for its process only and not for that process's children."""
+"""Environment variable with the hosted run and its proof, for its process only and not for that process's children."""
 LOG = Path("logs") / "process.log"
+NO_LIMITS: dict[str, Any] = {"caps": {}, "budget_usd": None}
 
 
 @dataclass
@@ -49,13 +52,20 @@ class HeldProcess:
         return None if self.child is None else self.child.wait()
 
 
-def prepare(settings: ServerSettings, run: HostedRunRow) -> None:
-    """Create the run's directory, its configuration and its project's storage if missing. Raises `OSError`."""
+def prepare(settings: ServerSettings, run: HostedRunRow, user: str | None) -> None:
+    """Create the run's directory, its configuration and its project's storage if missing; they are the user's.
+
+    Raises `OSError`.
+    """
     path, storage = settings.run_dir(run.id), settings.storage(run.project)
-    for directory in (storage, path, path / LOG.parent):
+    for directory in (storage, path):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not (path / CONFIG).exists():
-        compose.save_run_config(path, validate(Config, json.loads(run.config), "the submission"))
+        if user is not None:
+            account = pwd.getpwnam(user)
+            tenant_files.hand_over(directory, account.pw_uid, account.pw_gid)
+    if not tenant_files.is_file(path, CONFIG):
+        with tenant_files.as_owner(path):
+            compose.save_run_config(path, validate(Config, json.loads(run.config), "the submission"))
 
 
 def begin(
@@ -66,7 +76,7 @@ def begin(
     The process, its workers and its reward functions get the project's `secrets` as variables.
     """
     path, storage = settings.run_dir(run.id).resolve(), settings.storage(run.project).resolve()
-    journals = len(RunDirectory(path).journal_paths())
+    journals = count_journals(path)
     steps = json.loads(run.config).get("run", {}).get("steps")
     limits = run.limits or NO_LIMITS
     given = {"run.steps": steps, "run.budget_usd": limits["budget_usd"]}
@@ -80,16 +90,16 @@ def begin(
     for key, value in given.items():
         command += ["--set", f"{key}={value}"] if value is not None else []
     # The project's files are no place to import from.
-    environment = {**secrets, **inherited(), **settings.environment, SERVED_VARIABLE: run.id, "PYTHONSAFEPATH": "1"}
+    environment = {**secrets, **inherited(), **settings.environment, "PYTHONSAFEPATH": "1"}
+    environment[SERVED_VARIABLE] = proof_of(settings, run.id)
     uid: int | None = None
     gid: int | None = None
     if user is not None:
         account = pwd.getpwnam(user)
         environment |= {"HOME": account.pw_dir, "USER": user, "LOGNAME": user}
         uid, gid = account.pw_uid, account.pw_gid
-        _hand_over((path, storage), uid, gid)
         _lend(settings.uploads(run.project), gid)
-    with (path / LOG).open("ab") as log:
+    with tenant_files.appended(path, str(LOG)) as log:
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -115,18 +125,43 @@ def kept(process: Identity, journals: int) -> dict[str, Any]:
     }
 
 
-def living(run: HostedRunRow) -> Identity | None:
-    """Return the run's process if it lives, whichever server started it."""
+def proof_of(settings: ServerSettings, run: str) -> str:
+    """Return what only the run's own process, and its user, have in their environment. Raises `VaultError`."""
+    return f"{run}:{Vault(settings.home).mark(f'{SERVED_VARIABLE} {run}')}"
+
+
+def living(settings: ServerSettings, run: HostedRunRow) -> Identity | None:
+    """Return the run's process if it lives, whichever server started it. Raises `VaultError`.
+
+    One that the store does not know yet shows the run's proof, and is a process of the directory's owner.
+    """
     known = run.identity
     if known is not None and identity(known.pid) == known:
         return known
-    return marked(SERVED_VARIABLE, run.id)
+    uid = user_of(settings, run)
+    return None if uid is None else marked(SERVED_VARIABLE, proof_of(settings, run.id), uid)
+
+
+def user_of(settings: ServerSettings, run: HostedRunRow) -> int | None:
+    """Return the id of the user whose processes the run's are; None before it has a directory."""
+    try:
+        return settings.run_dir(run.id).stat().st_uid
+    except FileNotFoundError:
+        return None
+
+
+def control_of(settings: ServerSettings, run: HostedRunRow, timeout_s: float) -> RunControl:
+    """Return the line to the run's process; whoever else answers at its socket is told nothing."""
+    known = run.identity
+    peer = ExpectedPeer(user_of(settings, run), None if known is None else known.pid)
+    return RunControl(settings.run_dir(run.id), timeout_s, peer)
 
 
 def ending(settings: ServerSettings, run: HostedRunRow, status: int | None) -> Ending:
     """Return how the run's last process ended: from the journal that it wrote, else from its exit status."""
     process = run.process or {"world": world(), "journals": 0}
-    return ending_of(settings.run_dir(run.id), LOG, process["journals"], process["world"], status)
+    with tenant_files.as_owner(settings.run_dir(run.id)):
+        return ending_of(settings.run_dir(run.id), LOG, process["journals"], process["world"], status)
 
 
 def _lend(uploads: Path, gid: int) -> None:
@@ -136,11 +171,3 @@ def _lend(uploads: Path, gid: int) -> None:
             for path in (*upload.rglob("*"), upload):  # The directory last: by its group one sees that all is done.
                 os.chown(path, -1, gid, follow_symlinks=False)
                 path.chmod(0o750 if path.is_dir() else 0o640)
-
-
-def _hand_over(paths: tuple[Path, ...], uid: int, gid: int) -> None:
-    """Give directories that the server has just made to the project's user."""
-    for top in paths:
-        if top.stat().st_uid != uid:
-            for path in (top, *top.rglob("*")):
-                os.chown(path, uid, gid, follow_symlinks=False)

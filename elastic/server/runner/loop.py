@@ -13,7 +13,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,11 +20,11 @@ from pathlib import Path
 
 import structlog
 
+from elastic import tenant_files
 from elastic.config import ConfigError
 from elastic.isolation import IsolatedLoop, LoopFaults
 from elastic.resources import ALIVE, ENDED, RunFigures, RunPhase
-from elastic.runtime.journal import RunDirectory
-from elastic.server.history.journals import cost_nano_usd, figures_of
+from elastic.server.history.journals import cost_nano_usd, count_journals, figures_of
 from elastic.server.quotas.budgets import day_of
 from elastic.server.runner import conditions, decisions, launching
 from elastic.server.runner.allotting import allotted
@@ -183,7 +182,7 @@ class RunnerLoop:
         held = self._held.get(run.id)
         began = run.phase in ALIVE
         if held is None:
-            found = await asyncio.to_thread(launching.living, run) if began or run.attempt else None
+            found = await asyncio.to_thread(launching.living, self._settings, run) if began or run.attempt else None
             if found is not None:
                 held = self._held[run.id] = HeldProcess(launching.Adopted(found))
                 log.info("adopted", run=run.id, pid=found.pid)
@@ -195,7 +194,7 @@ class RunnerLoop:
             status = await asyncio.to_thread(lambda: held.status)
             held.watched.close()
             del self._held[run.id]
-        leaves = bool(RunDirectory(self._settings.run_dir(run.id)).journal_paths())
+        leaves = await asyncio.to_thread(count_journals, self._settings.run_dir(run.id)) > 0
         if not began:
             return ProcessSeen(alive=False, leaves=leaves)
         ending = await asyncio.to_thread(launching.ending, self._settings, run, status)
@@ -262,7 +261,7 @@ class RunnerLoop:
     def _begin(self, run: HostedRunRow, user: str | None, sealed: dict[str, bytes]):
         vault = Vault(self._settings.home)
         opened = {name: vault.opened(value) for name, value in sealed.items()}
-        launching.prepare(self._settings, run)
+        launching.prepare(self._settings, run, user)
         return launching.begin(self._settings, run, user, opened)
 
     async def _wait(self, run: HostedRunRow) -> None:
@@ -273,7 +272,7 @@ class RunnerLoop:
 
     async def _stop(self, run: HostedRunRow, step: NextStep) -> None:
         held = self._held[run.id]
-        if step is NextStep.STOP and await told_to_stop(self._settings.run_dir(run.id), run):
+        if step is NextStep.STOP and await told_to_stop(self._settings, run):
             held.stopped = True
         elif step is NextStep.KILL or time.monotonic() - held.since_s >= self._settings.stop_patience_s:
             held.stop()
@@ -291,7 +290,7 @@ class RunnerLoop:
         self._observed_s[run.id] = now_s
         former = run.process["journals"] if run.process else 0
         figures = await asyncio.to_thread(figures_of, self._settings.run_dir(run.id), former)
-        if run.told != run.limits and await told_its_limits(self._settings.run_dir(run.id), run):
+        if run.told != run.limits and await told_its_limits(self._settings, run):
             run = replace(run, told=run.limits)
             await asyncio.to_thread(self._write, run.id, told=run.told)
         if run.observed_generation != run.generation and run.told == run.limits:
@@ -343,8 +342,7 @@ class RunnerLoop:
             runs.settle(tx, run.id, run.generation)
 
     def _remove(self, run: HostedRunRow) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._settings.run_dir(run.id))
+        tenant_files.remove(self._settings.run_dir(run.id))
         cost = run.seen_nano_usd
         with self._store.writing() as tx:
             quotas.deleted(tx, run.project, cost, cost - run.base_nano_usd(day_of(now_us())))

@@ -12,15 +12,16 @@ import platform
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import psutil
 import sqlalchemy as sa
 
+from elastic import tenant_files
 from elastic.http_clients import sync_client
-from elastic.log_files import log_files
 from elastic.proxies import HttpSettingsError, through
 from elastic.server.clock import rfc3339
 from elastic.server.settings import ServerSettings
@@ -84,14 +85,14 @@ def _parts(
         yield "store.json", _json(read)
         yield "runs.json", _json(newest)
     for path in logs:
-        if (text := _attempt(str(path), lambda path=path: _end_of(path), missing)) is not None:
+        if (text := _attempt(str(path), partial(_end_of, partial(path.open, "rb")), missing)) is not None:
             yield f"logs/{path.name}", text
     for run in newest[:LOGGED_RUNS]:
-        directory = settings.run_dir(run["id"]) / "logs"
-        for source in log_files(directory):
-            path = directory / f"{source}.log"
-            if (text := _attempt(str(path), lambda path=path: _end_of(path), missing)) is not None:
-                yield f"runs/{run['id']}/{source}.log", text
+        directory = settings.run_dir(run["id"])
+        for name, _ in tenant_files.files(directory, "logs", ".log"):
+            opened = partial(tenant_files.opened, directory, f"logs/{name}")
+            if (text := _attempt(f"{directory}/logs/{name}", partial(_end_of, opened), missing)) is not None:
+                yield f"runs/{run['id']}/{name}", text
 
 
 def _attempt(what: str, read: Callable[[], Any], missing: list[str]) -> Any:
@@ -205,8 +206,8 @@ def _run(row: sa.RowMapping) -> dict[str, Any]:
     return {**{name: row[name] for name in (*told, *further)}, **times}
 
 
-def _end_of(path: Path) -> str:
-    with path.open("rb") as file:
+def _end_of(opened: Callable[[], BinaryIO]) -> str:
+    with opened() as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - LOG_BYTES))
         content = file.read()

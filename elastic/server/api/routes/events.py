@@ -1,16 +1,17 @@
 """Streams: what happens in a run, and what its processes write. Each can be taken up again where it was left."""
 
 import asyncio
+import functools
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from elastic.log_files import LogFollower, LogGone, log_files
+from elastic import tenant_files
+from elastic.log_files import LogFollower, LogGone
 from elastic.resources import RunEvent
 from elastic.runtime.journal import JournalError
 from elastic.server.api.auth import credentials_of
@@ -26,6 +27,7 @@ from elastic.server.store.runs import HostedRunRow
 
 router = APIRouter(prefix="/v1/runs", tags=["streams"], route_class=ModelRoute)
 
+LOGS, LOG = "logs", ".log"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 LastEventId = Annotated[str | None, Header(max_length=200, description="the id of the last event that was received")]
 After = Annotated[str | None, Query(max_length=200, description="as Last-Event-ID, for who cannot send headers")]
@@ -171,11 +173,11 @@ async def logs(
 
     A `log.ended` event without an id ends the log of a run that is over.
     """
-    path = state.settings.run_dir(run) / "logs" / f"{source}.log"
-    if source != "process" and not path.is_file():
+    run_dir, name = state.settings.run_dir(run), f"{LOGS}/{source}{LOG}"
+    if source != "process" and not await asyncio.to_thread(tenant_files.is_file, run_dir, name):
         raise not_found("log", source)
     begin = last_event_id or after or ""
-    follower = LogFollower(source, path)
+    follower = LogFollower(source, functools.partial(tenant_files.opened, run_dir, name))
     try:
         await asyncio.to_thread(follower.seek, begin, tail)
     except LogGone:
@@ -212,4 +214,5 @@ async def _lines(state: ServerState, run: str, follower: LogFollower, *, follow:
 @router.get("/{run}/log-sources", **_with_example(["orchestrator", "process"], rules(Action.RUNS_READ, "not-found")))
 def log_sources(run: Annotated[str, Path(max_length=64)], found: RunDep, state: StateDep) -> list[str]:
     """Name the logs that a run has: of its process, its orchestrator, its trainer and its workers."""
-    return log_files(FilePath(state.settings.run_dir(run)) / "logs")
+    found_files = tenant_files.files(state.settings.run_dir(run), LOGS, LOG)
+    return [name.removesuffix(LOG) for name, _ in found_files]

@@ -1,14 +1,16 @@
 """What a run has come to: metrics, trajectories, checkpoints, workers, leases, reports."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, BinaryIO, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
-from elastic import report
+from elastic import report, tenant_files
 from elastic.resources import (
     Checkpoint,
     HostedLease,
@@ -137,10 +139,27 @@ def checkpoints(run: RunId, request: Request, found: RunDep, state: StateDep, pa
 )
 def checkpoint(run: RunId, checkpoint: CheckpointId, found: RunDep, state: StateDep) -> FileResponse:
     """Download a checkpoint."""
-    path = state.settings.run_dir(run) / journals.CHECKPOINTS / f"{checkpoint}.safetensors"
-    if not path.is_file():
-        raise not_found("checkpoint", checkpoint)
-    return FileResponse(path, media_type="application/octet-stream", filename=f"{run}-{path.name}")
+    name = f"{checkpoint}{journals.SAFETENSORS}"
+    try:
+        file = tenant_files.opened(state.settings.run_dir(run), f"{journals.CHECKPOINTS}/{name}")
+    except FileNotFoundError:
+        raise not_found("checkpoint", checkpoint) from None
+    return OpenFileResponse(file, f"{run}-{name}")
+
+
+class OpenFileResponse(FileResponse):
+    """Answers with a file that has been opened, and closes it."""
+
+    def __init__(self, file: BinaryIO, filename: str) -> None:
+        self._file = file
+        path, status = f"/proc/self/fd/{file.fileno()}", os.fstat(file.fileno())
+        super().__init__(path, media_type="application/octet-stream", filename=filename, stat_result=status)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._file.close()
 
 
 _REPORT = rules(Action.RUNS_READ, "not-found")
@@ -162,11 +181,12 @@ def show_report(
 ) -> Response:
     """Report on a run: what it cost, what it gained, where every GPU-second went."""
     directory = RunDirectory(state.settings.run_dir(run))
-    if not directory.journal_paths():
+    if not journals.count_journals(directory.path):
         raise ApiProblem("not-found", f"{run} has no report yet: its process has not begun")
 
     def make() -> Entries:
-        summary = report.summarise(directory)
+        with tenant_files.as_owner(directory.path):
+            summary = report.summarise(directory)
         if as_ == "json":
             return [("", bytes(JSONResponse(report.as_json(summary)).body))]
         return [("", (report.as_html(summary) if as_ == "html" else report.as_markdown(summary)).encode())]
