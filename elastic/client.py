@@ -30,6 +30,7 @@ from elastic.resources import (
     AccessRole,
     ApiKey,
     AuditEntry,
+    AwsCredentials,
     Checkpoint,
     CreatedKey,
     CreatedWebhook,
@@ -49,6 +50,7 @@ from elastic.resources import (
     Me,
     MemberChange,
     Metrics,
+    ModalCredentials,
     NewKey,
     NewMember,
     NewOwnKey,
@@ -58,6 +60,7 @@ from elastic.resources import (
     Problem,
     Project,
     ProjectChange,
+    ProjectCredentials,
     ProjectMember,
     ProjectQuota,
     ProjectSecret,
@@ -80,6 +83,7 @@ from elastic.resources import (
     Webhook,
     WebhookChange,
     WebhookDelivery,
+    revealed,
 )
 
 R = TypeVar("R", bound=BaseModel)
@@ -435,6 +439,18 @@ class Client:
 
     def delete_secret(self, project: str, name: str) -> None:
         self._request("DELETE", f"/v1/projects/{_part(project)}/secrets/{_part(name)}")
+
+    def credentials(self, project: str) -> list[ProjectCredentials]:
+        """Without their fields."""
+        return self._get(f"/v1/projects/{_part(project)}/credentials", Listed[ProjectCredentials]).data
+
+    def put_credentials(self, project: str, credentials: AwsCredentials | ModalCredentials) -> ProjectCredentials:
+        vendor = "aws" if isinstance(credentials, AwsCredentials) else "modal"
+        path = f"/v1/projects/{_part(project)}/credentials/{vendor}"
+        return _read(ProjectCredentials, self._request("PUT", path, revealed(credentials)))
+
+    def delete_credentials(self, project: str, vendor: str) -> None:
+        self._request("DELETE", f"/v1/projects/{_part(project)}/credentials/{_part(vendor)}")
 
     def webhooks(self) -> Iterator[Webhook]:
         return self._pages("/v1/webhooks", Webhook, {})

@@ -4,6 +4,8 @@ Money is in dollars, times are RFC 3339 in UTC, durations are in seconds. The cl
 older one reads what a newer server sends.
 """
 
+import json
+import re
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -666,6 +668,54 @@ class ProjectSecret(_Resource):
 
 class SecretValue(_RequestBody):
     value: SecretStr = Field(min_length=1, max_length=32_768)
+
+
+class ProjectCredentials(_Resource):
+    """A project's credentials for a vendor, without their fields: its `id` is the vendor."""
+
+    id: Literal["aws", "modal"]
+    object: Literal["credentials"] = "credentials"
+    project: str
+    updated_at: str
+
+
+def _fits(pattern: str) -> AfterValidator:
+    """Make a check that the whole text of a secret fits the pattern."""
+
+    def check(secret: SecretStr) -> SecretStr:
+        if re.fullmatch(pattern, secret.get_secret_value()) is None:
+            raise ValueError(f"does not fit {pattern}")
+        return secret
+
+    return AfterValidator(check)
+
+
+class AwsCredentials(_RequestBody):
+    """What AWS gives for an access key; `session_token` for a temporary one."""
+
+    access_key_id: Annotated[str, Field(pattern=r"^[A-Z0-9]{16,128}$")]
+    secret_access_key: Annotated[SecretStr, _fits("[A-Za-z0-9/+=]{16,128}")]
+    session_token: Annotated[SecretStr, _fits("[A-Za-z0-9/+=]{16,8192}")] | None = None
+    region: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,32}$")] | None = Field(
+        default=None, description="where no configuration names one"
+    )
+
+
+class ModalCredentials(_RequestBody):
+    """What `modal token new` makes."""
+
+    token_id: Annotated[str, Field(pattern=r"^ak-[A-Za-z0-9]{1,64}$")]
+    token_secret: Annotated[SecretStr, _fits("as-[A-Za-z0-9]{1,64}")]
+    environment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
+
+
+VENDORS: dict[str, type[AwsCredentials] | type[ModalCredentials]] = {"aws": AwsCredentials, "modal": ModalCredentials}
+
+
+def revealed(credentials: AwsCredentials | ModalCredentials) -> str:
+    """Return credentials as JSON with their secrets."""
+    values = credentials.model_dump(exclude_none=True).items()
+    return json.dumps({key: one.get_secret_value() if isinstance(one, SecretStr) else one for key, one in values})
 
 
 UploadPath = Annotated[

@@ -27,7 +27,10 @@ secrets = typer.Typer(cls=WholeHelp, name="secrets", help=_SECRETS_HELP, no_args
 webhooks = typer.Typer(cls=WholeHelp, name="webhooks", help=_WEBHOOKS_HELP, no_args_is_help=True, rich_markup_mode=None)
 Mine = Annotated[bool, typer.Option("--mine", help="One's own, as a person: it ends with the membership.")]
 KeyName = Annotated[str, typer.Argument(metavar="KEY", help="A key's id, or its name if no other one has it.")]
-SecretName = Annotated[str, typer.Argument(metavar="NAME", help="The variable, such as HF_TOKEN.")]
+SecretName = Annotated[
+    str, typer.Argument(metavar="NAME", help="The variable: SECRET_ and what you like, or a known one as HF_TOKEN.")
+]
+VendorName = Annotated[str, typer.Argument(metavar="VENDOR", help="aws or modal.")]
 WebhookName = Annotated[str, typer.Argument(metavar="WEBHOOK", help="A webhook's id.")]
 
 
@@ -102,6 +105,42 @@ def delete_secret(name: SecretName, project: ProjectOption = "") -> None:
     Example: elastic secrets delete HF_TOKEN
     """
     deferred.remote_access.delete_secret_command(name, project)
+
+
+@secrets.command("set-vendor")
+def set_credentials(
+    vendor: VendorName,
+    from_file: Annotated[
+        Path | None, typer.Option("--from-file", metavar="FILE", help="Has the fields as JSON; else they are piped.")
+    ] = None,
+    project: ProjectOption = "",
+) -> None:
+    """Keep a project's credentials for a vendor, which its runs' processes use.
+
+    They are a JSON object: for aws access_key_id, secret_access_key, and if need be session_token and region; for modal
+    token_id, token_secret, and if need be environment.
+
+    Example: elastic secrets set-vendor modal --from-file modal.json
+    """
+    deferred.remote_access.set_credentials_command(vendor, from_file, project)
+
+
+@secrets.command("list-vendors")
+def list_credentials(project: ProjectOption = "", as_json: AsJson = False) -> None:
+    """Name the vendors that a project has credentials for.
+
+    Example: elastic secrets list-vendors
+    """
+    deferred.remote_access.credentials_command(project, as_json=as_json)
+
+
+@secrets.command("delete-vendor")
+def delete_credentials(vendor: VendorName, project: ProjectOption = "") -> None:
+    """Remove a project's credentials for a vendor. Processes that have them keep them until they end.
+
+    Example: elastic secrets delete-vendor aws
+    """
+    deferred.remote_access.delete_credentials_command(vendor, project)
 
 
 @webhooks.command("add")

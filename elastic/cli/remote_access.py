@@ -14,7 +14,7 @@ from elastic.cli.remote import server
 from elastic.cli.tenancy import own_project, role_of, show_objects
 from elastic.client import Client
 from elastic.given import read_text
-from elastic.resources import NewKey, NewOwnKey, NewWebhook, SecretValue, WebhookChange
+from elastic.resources import VENDORS, NewKey, NewOwnKey, NewWebhook, SecretValue, WebhookChange
 
 _DAY_S = 86_400
 
@@ -110,6 +110,34 @@ def delete_secret_command(name: str, project: str) -> None:
     with server() as client:
         client.delete_secret(own_project(client, project), name)
     say(f"removed {name}")
+
+
+def set_credentials_command(vendor: str, source: Path | None, project: str) -> None:
+    if vendor not in VENDORS:
+        bad_input(f"VENDOR: found {vendor!r}; allowed: {', '.join(VENDORS)}")
+    try:
+        text = read_text(source) if source is not None else sys.stdin.read()
+    except (OSError, ValueError) as error:
+        bad_input(f"--from-file: {source} cannot be read ({error})")
+    try:
+        credentials = VENDORS[vendor].model_validate_json(text)
+    except ValidationError as error:
+        _not_allowed(error)
+    with server() as client:
+        client.put_credentials(own_project(client, project), credentials)
+    say(f"kept the credentials for {vendor}; runs that begin or resume from now on use them")
+
+
+def credentials_command(project: str, *, as_json: bool) -> None:
+    with server() as client:
+        found = client.credentials(own_project(client, project))
+    show_objects(found, ("id", "updated_at"), as_json=as_json)
+
+
+def delete_credentials_command(vendor: str, project: str) -> None:
+    with server() as client:
+        client.delete_credentials(own_project(client, project), vendor)
+    say(f"removed the credentials for {vendor}")
 
 
 def add_webhook_command(url: str, events: list[str], project: str, *, as_json: bool) -> None:

@@ -66,7 +66,7 @@ def test_no_secret_is_in_it(
     client = site.client()
     body = submission(labels={"note": PLANTED["label"]}, project="ours")
     run = client.post("/v1/runs", json=body).json()["id"]
-    place = f"/v1/projects/{site.projects['ours']}/secrets/HUB"
+    place = f"/v1/projects/{site.projects['ours']}/secrets/SECRET_HUB"
     assert client.put(place, json={"value": PLANTED["secret"]}).status_code == 200
     hook = {"url": f"https://example.com/{PLANTED['url']}", "events": ["run.failed"], "project": "ours"}
     signing = client.post("/v1/webhooks", json=hook).json()["secret"]

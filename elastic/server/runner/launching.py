@@ -23,6 +23,7 @@ from elastic.server.runner.decisions import Ending
 from elastic.server.settings import ServerSettings
 from elastic.server.store.runs import HostedRunRow
 from elastic.server.store.vault import Vault
+from elastic.server.vendors import environment_of
 
 SERVED_VARIABLE = "ELASTIC_SERVED"
 """Environment variable with the hosted run and its proof, for its process only and not for that process's children."""
@@ -73,7 +74,8 @@ def begin(
 ) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
     """Start a process that continues the run; returns it and its record for the store. Raises `OSError`.
 
-    The process, its workers and its reward functions get the project's `secrets` as variables.
+    The process, its workers and its reward functions get the project's `secrets` as variables; its credentials for
+    vendors the process alone.
     """
     path, storage = settings.run_dir(run.id).resolve(), settings.storage(run.project).resolve()
     journals = count_journals(path)
@@ -83,14 +85,15 @@ def begin(
     given |= {f"run.{key}": json.dumps(value) for key, value in settings.runs_place.items()}
     if limits["caps"]:
         given["run.caps"] = "{" + ", ".join(f"{json.dumps(k)} = {n}" for k, n in limits["caps"].items()) + "}"
-    if secrets:
-        given["run.pass_env"] = json.dumps(sorted(secrets))
+    variables, passed_on = environment_of(secrets, user)
+    if passed_on:
+        given["run.pass_env"] = json.dumps(passed_on)
     command = [*(settings.command or (sys.executable, "-P", "-m", "elastic.cli", "run")), "--resume", str(path)]
     command += ["--providers", ",".join(run.providers)]
     for key, value in given.items():
         command += ["--set", f"{key}={value}"] if value is not None else []
     # The project's files are no place to import from.
-    environment = {**secrets, **inherited(), **settings.environment, "PYTHONSAFEPATH": "1"}
+    environment = {**inherited(), **settings.environment, **variables, "PYTHONSAFEPATH": "1"}
     environment[SERVED_VARIABLE] = proof_of(settings, run.id)
     uid: int | None = None
     gid: int | None = None

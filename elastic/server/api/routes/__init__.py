@@ -4,6 +4,7 @@ from starlette.routing import BaseRoute
 
 from elastic.server.api.routes import (
     audit,
+    credentials,
     events,
     figures,
     health,
@@ -40,6 +41,7 @@ _MODULES = (
     quotas,
     retention,
     secrets,
+    credentials,
     uploads,
     keys,
     providers,

@@ -1,6 +1,6 @@
 """Shared parts of routes: callers, pages, problems, ETags."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import sqlalchemy as sa
@@ -16,6 +16,7 @@ from elastic.server.problems import MEDIA_TYPE, TYPES, ApiProblem, not_found
 from elastic.server.store import people, runs
 from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor, page
 from elastic.server.store.runs import HostedRunRow
+from elastic.server.vendors import profiles_in
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -131,6 +132,14 @@ def project_of(connection: sa.Connection, caller: Caller, wanted: str | None) ->
     if found is None or not caller.sees(found["id"]):
         raise not_found("project", wanted)
     return found["id"]
+
+
+def refuse_profiles(connection: sa.Connection, project: str, config: Mapping[str, Any]) -> None:
+    """Raise `ApiProblem` where a run of the server's own user would have its credentials from that user's files."""
+    found = people.project(connection, project)
+    errors = list(profiles_in(config)) if found is None or found["unix_user"] is None else []
+    if errors:
+        raise ApiProblem("invalid-configuration", "; ".join(f"{one.pointer}: {one.detail}" for one in errors), errors)
 
 
 def check_etag(if_match: str | None, etag: str) -> None:

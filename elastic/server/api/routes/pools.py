@@ -19,7 +19,7 @@ from elastic.resources import HostedJob, HostedPool, JobPlacement, JobSubmission
 from elastic.server import ids
 from elastic.server.api.auth import Caller
 from elastic.server.api.job_limits import refuse_beyond, train_gpus
-from elastic.server.api.routes.common import CallerDep, StateDep, project_of, rules
+from elastic.server.api.routes.common import CallerDep, StateDep, project_of, refuse_profiles, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
 from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult
@@ -235,6 +235,7 @@ def _checked(state: ServerState, body: JobSubmission, caller: Caller) -> tuple[s
     with state.store.reading() as connection:
         project = project_of(connection, caller, body.project)
         row = people.project(connection, project)
+        refuse_profiles(connection, project, body.config)
     if row is not None and row["unix_user"] is not None:
         raise ApiProblem(
             "untrusted-neighbours",

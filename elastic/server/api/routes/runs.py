@@ -31,6 +31,7 @@ from elastic.server.api.routes.common import (
     etag_of,
     listing,
     project_of,
+    refuse_profiles,
     rules,
     run_of,
 )
@@ -61,6 +62,7 @@ def submit(body: Submission, write: WriteDep) -> Response:
     """Submit a run. Once this is answered, the run is never lost; the runner starts it soon after."""
     with write.state.store.reading() as connection:
         project = project_of(connection, write.caller, body.project)
+        refuse_profiles(connection, project, body.config)
     new = checked(write.state.settings, body, project).new
 
     def work(tx: sa.Connection) -> WriteResult:
@@ -83,6 +85,7 @@ def dry_run(body: Submission, caller: CallerDep, state: StateDep) -> DryRun:
     """Check a submission and say what it would hold and cost at most; nothing is started or kept."""
     with state.store.reading() as connection:
         project = project_of(connection, caller, body.project)
+        refuse_profiles(connection, project, body.config)
     found = checked(state.settings, body, project)
     with state.store.reading() as connection:
         submissions.refuse_beyond(quotas.quota(connection, project), found.new.needs)

@@ -3,13 +3,11 @@
 Each is a variable in the environment of the runs that the project's people begin or resume from then on.
 """
 
-import fnmatch
 from typing import Annotated
 
 import sqlalchemy as sa
 from fastapi import APIRouter, Path, Request, Response
 
-from elastic.processes import INHERITED
 from elastic.resources import Listed, ProblemError, ProjectSecret, SecretValue
 from elastic.server.api.routes.common import CallerDep, StateDep, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
@@ -18,31 +16,11 @@ from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store import secrets
 from elastic.server.store.vault import Vault
+from elastic.server.vendors import ALLOWED, may_name
 
 router = APIRouter(prefix="/v1/projects/{project}/secrets", tags=["secrets"], route_class=ModelRoute)
 SecretName = Annotated[str, Path(pattern=r"^[A-Z][A-Z0-9_]{0,63}$")]
 PER_PROJECT = 64
-_SYSTEMS_OWN = (
-    *INHERITED,
-    *(
-        "LD_*",
-        "DYLD_*",
-        "ELASTIC*",
-        "GLIBC_*",
-        "MALLOC_*",
-        "BASH*",
-        "ENV",
-        "IFS",
-        "PWD",
-        "OLDPWD",
-        "CDPATH",
-        "GCONV_PATH",
-    ),
-    *("TMP", "TEMP", "TERM*", "NLSPATH", "LOCPATH", "HOSTALIASES", "RES_OPTIONS", "LOCALDOMAIN", "*PROXY", "*_PRELOAD"),
-    *("*CA_BUNDLE", "SSL_*", "OPENSSL_*", "XDG_*", "DBUS_*", "SUDO_*", "NOTIFY_SOCKET", "GIT_*", "CC", "CXX", "RAY_*"),
-    *("VLLM_*", "HF_HOME", "HF_*CACHE", "PIP_*"),
-)
-"""Variables by which programs find their code, their files or their way, and patterns of such."""
 
 
 @router.put(
@@ -52,9 +30,9 @@ _SYSTEMS_OWN = (
 )
 def put(project: str, secret: SecretName, body: SecretValue, write: WriteDep) -> Response:
     """Keep a secret, or give it another value. Processes of runs that begin from now on have it as a variable."""
-    if any(fnmatch.fnmatchcase(secret, pattern) for pattern in _SYSTEMS_OWN):
-        errors = [ProblemError(pointer="path/secret", detail="is a variable of the system's own")]
-        raise ApiProblem("invalid-request", f"{secret}: is a variable of the system's own; choose another", errors)
+    if not may_name(secret):
+        errors = [ProblemError(pointer="path/secret", detail=f"is no name of a secret; allowed: {ALLOWED}")]
+        raise ApiProblem("invalid-request", f"{secret}: is no name of a secret; allowed: {ALLOWED}", errors)
     value = body.value.get_secret_value()
     if "\0" in value:
         errors = [ProblemError(pointer="#/value", detail="has a zero byte, which no variable can have")]
