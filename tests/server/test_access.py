@@ -17,6 +17,8 @@ BODIES = {
     "/v1/projects": {"name": "new"},
     "/v1/keys": {"name": "new", "role": "viewer"},
     "/v1/projects/{project}/secrets/{secret}": {"value": "shh"},
+    "/v1/projects/{project}/credentials/aws": {"access_key_id": "A" * 16, "secret_access_key": "s" * 40},
+    "/v1/projects/{project}/credentials/modal": {"token_id": "ak-1", "token_secret": "as-1"},
     "/v1/webhooks": {"url": "https://example.com/hook"},
     "/v1/webhooks/{webhook}": {"enabled": False},
     "/v1/runs/{run}": {"labels": {"a": "b"}},

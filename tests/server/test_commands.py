@@ -77,6 +77,17 @@ def test_secrets_and_webhooks(elastic: Elastic, tmp_path: Path) -> None:
     assert "path" in elastic("secrets", "set", "PATH", "--from-file", tmp_path / "token", "--project", "ours", code=2)
     elastic("secrets", "delete", "HF_TOKEN", "--project", "ours")
     assert json.loads(elastic("secrets", "list", "--project", "ours", "--json")) == []
+    fields = {"token_id": "ak-1", "token_secret": "as-s3cr3t"}
+    (tmp_path / "modal.json").write_text(json.dumps(fields))
+    elastic("secrets", "set-vendor", "modal", "--from-file", tmp_path / "modal.json", "--project", "ours")
+    assert "as-s3cr3t" not in (kept := elastic("secrets", "list-vendors", "--project", "ours", "--json"))
+    assert [one["id"] for one in json.loads(kept)] == ["modal"]
+    assert "allowed: aws, modal" in elastic("secrets", "set-vendor", "gcp", "--from-file", tmp_path / "token", code=2)
+    (tmp_path / "modal.json").write_text(json.dumps({**fields, "profile": "x"}))
+    refused = elastic("secrets", "set-vendor", "modal", "--from-file", tmp_path / "modal.json", code=2)
+    assert "profile" in refused
+    assert "as-s3cr3t" not in refused
+    elastic("secrets", "delete-vendor", "modal", "--project", "ours")
     url = "https://example.com/elastic"
     made = json.loads(elastic("webhooks", "add", url, "--event", "run.failed", "--project", "ours", "--json"))
     assert made["secret"].startswith("whsec_")

@@ -116,10 +116,8 @@ def test_vendors_credentials_are_kept_and_not_told(shared_site: Site) -> None:
         assert (answer.status_code, answer.json()["id"]) == (200, vendor)
     listed = client.get(credentials(shared_site, "").rstrip("/"))
     assert [one["id"] for one in listed.json()["data"]] == ["aws", "modal"]
-    assert {one["id"] for one in client.get(place(shared_site, "").rstrip("/")).json()["data"]} & {
-        "aws",
-        "modal",
-    } == set()
+    secret_names = {one["id"] for one in client.get(place(shared_site, "").rstrip("/")).json()["data"]}
+    assert not secret_names & {"aws", "modal"}
     assert not any(value in listed.text for value in (*AWS.values(), *MODAL.values()))
     assert client.delete(credentials(shared_site, "aws")).status_code == 204
     assert client.delete(credentials(shared_site, "aws")).status_code == 404
@@ -172,5 +170,5 @@ def test_a_profile_of_the_servers_user_is_refused(shared_site: Site, submission:
     body["config"]["providers"]["ec2"] = {"profile": "production"}
     for route in ("/v1/runs", "/v1/runs/dry-run"):
         answer = shared_site.client().post(route, json=body)
-        assert answer.status_code == 422
+        assert answer.status_code == 400
         assert answer.json()["errors"][0]["pointer"] == "#/config/providers/ec2/profile"
