@@ -4,12 +4,12 @@ The processes of its runs have them as the variables that the vendors' clients r
 not.
 """
 
-from typing import Literal
+from typing import Annotated
 
 import sqlalchemy as sa
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 
-from elastic.resources import AwsCredentials, Listed, ModalCredentials, ProjectCredentials, revealed
+from elastic.resources import VENDORS, AwsCredentials, Listed, ModalCredentials, ProjectCredentials, revealed
 from elastic.server.api.routes.common import CallerDep, StateDep, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult
@@ -19,7 +19,7 @@ from elastic.server.store import secrets
 from elastic.server.store.vault import Vault
 
 router = APIRouter(prefix="/v1/projects/{project}/credentials", tags=["secrets"], route_class=ModelRoute)
-Vendor = Literal["aws", "modal"]
+Vendor = Annotated[str, Path(max_length=64)]
 
 
 @router.put("/aws", response_model=ProjectCredentials, **rules(Action.SECRETS_WRITE, "not-found"))
@@ -60,7 +60,7 @@ def delete(project: str, vendor: Vendor, write: WriteDep) -> Response:
 
     def work(tx: sa.Connection) -> WriteResult:
         found = project_of(tx, write.caller, project)
-        if not secrets.remove(tx, found, vendor):
+        if vendor not in VENDORS or not secrets.remove(tx, found, vendor):
             raise not_found("credentials", vendor)
         return WriteResult(204, project=found)
 
