@@ -141,7 +141,7 @@ def hand_over(top: Path, uid: int, gid: int) -> None:
         for parent, entry, status in _tree(place):
             if status.st_uid == former:
                 os.chown(entry, uid, gid, dir_fd=parent, follow_symlinks=False)
-    os.chown(top, uid, gid, follow_symlinks=False)
+        os.chown(top, uid, gid, follow_symlinks=False)
 
 
 def _tree(place: int) -> Iterator[tuple[int, str, os.stat_result]]:
