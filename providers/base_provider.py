@@ -19,6 +19,8 @@ from providers.markets import CapacityUnavailable, LeaseEnding, Market, Settings
 
 log = structlog.get_logger(__name__)
 
+LOOK_S = 1.0
+"""How often a lease's deadline is compared with the run's clock."""
 RETRY_S = 1.0
 """Pause between two attempts to give something back."""
 
@@ -314,7 +316,11 @@ class BaseProvider(Generic[SettingsT]):
             return
         if lease.deadline is not None:
             lease.deadline.cancel()
-        lease.deadline = asyncio.get_running_loop().call_later(left_s, self.end, lease.request.lease, ending)
+        loop = asyncio.get_running_loop()
+        if left_s > LOOK_S:  # The loop's own time stands still while the machine is suspended.
+            lease.deadline = loop.call_later(LOOK_S, self._end_at, lease, deadline_ns, ending)
+        else:
+            lease.deadline = loop.call_later(left_s, self.end, lease.request.lease, ending)
 
     async def _take(self, lease: _LeaseTask) -> LeaseHandle:
         if self._closing:

@@ -89,7 +89,9 @@ class _Leased:
         self.advised = False
         self.granted = False
         self.told_usd: float | None = None
-        """What the run was told last that a GPU's hour costs at the most."""
+        """What the run was told last that a GPU's hour costs at the most …"""
+        self.told_since_s = 0.0
+        """… of an instance that began then (Unix time)."""
         self.silent = False
         """Whether no worker has come from the instance in time."""
         self._provider = provider
@@ -423,8 +425,8 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         if running is None or not leased.granted:
             return
         usd_per_gpu_hour = self._ec2.usd_per_hour_most(running) / self.settings.gpus
-        if usd_per_gpu_hour != leased.told_usd:
-            leased.told_usd = usd_per_gpu_hour
+        if usd_per_gpu_hour != leased.told_usd or running.began_s < leased.told_since_s - SLACK_S:
+            leased.told_usd, leased.told_since_s = usd_per_gpu_hour, running.began_s
             usd = self._ec2.bill_usd(running, SLACK_S, least_s=0.0)
             self._emit(LeaseRepriced(lease=leased.lease, usd=usd, usd_per_gpu_hour=usd_per_gpu_hour))
 

@@ -27,7 +27,7 @@ from elastic.core.saved_state import StateError
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds
 from elastic.outages import Outage
-from elastic.processes import boot_id
+from elastic.processes import boot_id, boottime_ns
 from elastic.runtime import orchestrator, states
 from elastic.runtime.journal import (
     CONTINUES,
@@ -130,16 +130,16 @@ class Began(msgspec.Struct, frozen=True):
     """When a run's time began: by the clock of this boot, which knows of no leaps, and by the calendar."""
 
     boot: str
-    monotonic_ns: int
+    boottime_ns: int = msgspec.field(name="monotonic_ns")
     unix_ns: int
 
     @classmethod
     def now(cls) -> "Began":
-        return cls(boot_id(), time.monotonic_ns(), time.time_ns())
+        return cls(boot_id(), boottime_ns(), time.time_ns())
 
     def since_ns(self) -> int:
         now = Began.now()
-        return now.monotonic_ns - self.monotonic_ns if now.boot == self.boot else now.unix_ns - self.unix_ns
+        return now.boottime_ns - self.boottime_ns if now.boot == self.boot else now.unix_ns - self.unix_ns
 
 
 RESUMED, BEGAN = "resumed", "began"

@@ -257,7 +257,7 @@ def _began(journal: PoolJournal, last_ns: int) -> tuple[Began, bool]:
     if noted and not stopped:
         return msgspec.json.decode(noted, type=Began), False
     now, past_ns = Began.now(), max(int(stopped or "0"), last_ns)
-    began = Began(now.boot, now.monotonic_ns - past_ns, now.unix_ns - past_ns)
+    began = Began(now.boot, now.boottime_ns - past_ns, now.unix_ns - past_ns)
     journal.set_note(BEGAN, msgspec.json.encode(began).decode())
     journal.set_note(STOPPED_NS, "")
     return began, True

@@ -1,7 +1,6 @@
 """The ports of a live run: orders become frames to workers and calls of providers."""
 
 import asyncio
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from elastic.core import events as e
 from elastic.core.ids import worker_id
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, WeightMode, WorkerId, WorkerState
+from elastic.processes import boottime_ns
 from elastic.run_secrets import RunSecrets
 from elastic.runtime.gateway import Door
 from elastic.runtime.ports import Feed, WorkerOrder
@@ -26,11 +26,17 @@ from providers.base import KnownLease, LeaseRequest, Provider, WorkerTicket
 
 log = structlog.get_logger(__name__)
 
+LOOK_S = 1.0
+"""How often a timer looks at the run's clock."""
+
 
 class LoopClock:
-    """Nanoseconds since the run began, `begun_ns` ago, and the timers of the running event loop."""
+    """Nanoseconds since the run began, `begun_ns` ago, and timers by that time.
 
-    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns, begun_ns: Nanoseconds = 0) -> None:
+    The event loop's own time stands still while the machine is suspended, so it is set for `LOOK_S` at the most.
+    """
+
+    def __init__(self, clock_ns: Callable[[], int] = boottime_ns, begun_ns: Nanoseconds = 0) -> None:
         self._clock_ns = clock_ns
         self._start_ns = clock_ns() - begun_ns
 
@@ -38,7 +44,11 @@ class LoopClock:
         return self._clock_ns() - self._start_ns
 
     def at(self, when_ns: Nanoseconds, action: Callable[[], None]) -> None:
-        asyncio.get_running_loop().call_later(max(0.0, (when_ns - self.now_ns()) / 1e9), action)
+        left_s = (when_ns - self.now_ns()) / 1e9
+        if left_s > LOOK_S:
+            asyncio.get_running_loop().call_later(LOOK_S, self.at, when_ns, action)
+        else:
+            asyncio.get_running_loop().call_later(max(0.0, left_s), action)
 
 
 class GatewayWorkers:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import math
-import time
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ from elastic.endpoint import Address, Endpoint
 from elastic.envs.base import Environment
 from elastic.machine import CpuSampler
 from elastic.pool_client import PoolClient
+from elastic.processes import boottime_ns
 from elastic.run_secrets import RunSecrets
 from elastic.runtime import states
 from elastic.runtime.control import CommandManager, ControlSocket
@@ -119,7 +119,7 @@ class Orchestrator:
         *,
         told: Sequence[e.Event] = (),
         observe: Callable[[RunStatus], None] = lambda _: None,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
+        clock_ns: Callable[[], int] = boottime_ns,
     ) -> None:
         self.scheduler = scheduler
         self._config = config

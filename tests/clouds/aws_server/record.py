@@ -69,9 +69,9 @@ class Prices:
         shares = [(at_s, floor + (ceiling - floor) * (1 - count / peak)) for at_s, count in counts]
         self._steps = [(self.began_s, floor), *((self.began_s + at_s, share) for at_s, share in shares)]
 
-    def change(self, times: float) -> None:
-        """Let all prices be so many times what they are, from now on."""
-        now_s = time.time()
+    def change(self, times: float, since_s: float = 0.0) -> None:
+        """Let all prices be so many times what they are, since so long."""
+        now_s = time.time() - since_s
         past = [step for step in self._steps if step[0] <= now_s]
         self._steps = [*past, (now_s, past[-1][1] * times)]
 
