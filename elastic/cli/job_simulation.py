@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.cli.output import EXIT_FAILED, emit, say
+from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, emit, say
 from elastic.config import ConfigError
 from elastic.job_simulation import load_workload, simulate_jobs
 from elastic.report.jobs import as_page, as_text
@@ -18,6 +18,9 @@ def simulate_jobs_command(workload: Path, policy: str, page: Path | None, *, as_
     except JobsWorldFailed as error:
         say(f"error: the simulation failed: {error}")
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        say("interrupted; a simulation of jobs has no report before its end")
+        return EXIT_INTERRUPTED
     if page is not None:
         try:
             page.write_text(as_page(report, slices), encoding="utf-8")

@@ -59,6 +59,8 @@ def simulate_command(
     elif outcome.stopped:
         say(f"stopped: {outcome.stopped}")
         return EXIT_STOPPED
+    elif outcome.interrupted:
+        say("interrupted; the figures are of what had been simulated by then")
     return EXIT_INTERRUPTED if outcome.interrupted else EXIT_FAILED if outcome.failed else 0
 
 

@@ -120,6 +120,21 @@ def test_lists_of_objects_are_made_in_one_place() -> None:
     }
 
 
+def test_ctrl_c_while_modules_are_imported_is_one_line() -> None:
+    impatient = """
+import sys
+from elastic.cli import main
+class Impatient:
+    def find_spec(self, name, path, target=None):
+        if name == "elastic.cli.app":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Impatient())
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", impatient], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
 def test_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     console().print("report: /runs/[bold]/[/x]", highlight=False)
     assert capsys.readouterr().out == "report: /runs/[bold]/[/x]\n"
