@@ -10,6 +10,8 @@ import pytest
 from elastic.resources import AccessRole
 from elastic.resources import Submission as Body
 from elastic.server.intake import submissions
+from elastic.server.problems import ApiProblem
+from elastic.server.store.quotas import QuotaRow
 from tests.server.conftest import Site
 
 Submission = Callable[..., dict[str, Any]]
@@ -123,6 +125,22 @@ def test_a_price_that_only_a_vendor_knows_is_no_price_of_zero(site: Site, submis
     assert cloud.usd_per_gpu_hour is cloud.usd_per_hour_max is None
     assert shown.usd_per_hour_max == trainer.usd_per_hour_max
     assert any("price of spot is not known" in warning for warning in shown.warnings)
+
+
+@pytest.mark.parametrize("limits", [{"budget_usd": 5.0}, {"usd_per_day": 5.0}])
+def test_no_budget_holds_without_a_price(site: Site, submission: Submission, limits: dict[str, float]) -> None:
+    reached = replace(site.settings, runs_listen="10.0.0.5")
+    project = site.projects["ours"]
+    for bound, fits in (({}, False), ({"usd_per_gpu_hour_max": 3.0}, True)):
+        body = submission()
+        body["config"]["providers"]["spot"] = CLOUD | bound
+        run, _ = submissions.check(reached, Body(config=body["config"], providers=["spot"]), project)
+        submissions.refuse_beyond(QuotaRow(project=project), run.needs)
+        if fits:
+            submissions.refuse_beyond(QuotaRow(project=project, **limits), run.needs)
+            continue
+        with pytest.raises(ApiProblem, match="usd_per_gpu_hour_max bounds it"):
+            submissions.refuse_beyond(QuotaRow(project=project, **limits), run.needs)
 
 
 def test_a_projects_own_files(site: Site, submission: Submission, tmp_path: Path) -> None:

@@ -106,6 +106,9 @@ def refuse_beyond(quota: QuotaRow, needs: RunNeeds) -> None:
         if one.gpus > 0 and allowed < one.unit:
             words = f"a lease has {one.unit} GPUs of {one.kind}; the project may have {allowed}"
             faults.append(ProblemError(pointer=f"#/config/providers/{name}", detail=words))
+        if quota.spending and one.gpus > 0 and not one.priced:
+            words = f"{name}: its price is not known here, and the project has a budget; usd_per_gpu_hour_max bounds it"
+            faults.append(ProblemError(pointer=f"#/config/providers/{name}/usd_per_gpu_hour_max", detail=words))
     if faults:
         raise ApiProblem("quota-exceeded", "; ".join(one.detail for one in faults), faults)
 

@@ -14,12 +14,13 @@ SLICE_S = 900.0
 
 
 class ProviderNeeds(msgspec.Struct, frozen=True):
-    """The needs of one provider section: the provider's kind, the most GPUs that it may hold, and the GPUs of a
-    lease."""
+    """The needs of one provider section: the provider's kind, the most GPUs that it may hold, the GPUs of a lease, and
+    whether the most that it costs is known."""
 
     kind: str
     gpus: int
     unit: int
+    priced: bool = True
 
 
 class RunNeeds(msgspec.Struct, frozen=True):
@@ -36,7 +37,8 @@ def needs_of(plan: compose.RunPlan) -> RunNeeds:
     billings: list[Billing] = [config.trainer.billing, *(settings.billing for settings in plan.providers.values())]
     stopping_s = config.scheduler.drain_timeout_s + config.scheduler.release_timeout_s
     slice_s = max(SLICE_S, 2 * (max(INCREMENTS_S.get(billing, 0) for billing in billings) + stopping_s))
-    usd = sum(row.usd_per_hour_max or 0.0 for row in compose.acquisitions(plan)) * slice_s / 3600
+    acquired = {row.provider: row for row in compose.acquisitions(plan)}
+    usd = sum(row.usd_per_hour_max or 0.0 for row in acquired.values()) * slice_s / 3600
     if (calls := compose.reward_calls(plan)) is not None:
         usd += calls.concurrency * (calls.usd_per_call + calls.usd_per_s * slice_s)
     return RunNeeds(
@@ -47,6 +49,7 @@ def needs_of(plan: compose.RunPlan) -> RunNeeds:
                 compose.kind_of(config.providers, name),
                 settings.max_workers * settings.gpus_per_worker,
                 settings.gpus_per_worker,
+                acquired[name].usd_per_hour_max is not None,
             )
             for name, settings in plan.providers.items()
         },
