@@ -250,3 +250,28 @@ async def test_a_stream_ends_with_what_its_caller_may(
             assert ended_s - changed_s < 1.0
             assert not going_on.done()
             going_on.cancel()
+
+
+@pytest.mark.parametrize("revoked", [True, False])
+async def test_a_download_ends_with_what_its_caller_may(
+    site: Site, submission: Callable[..., dict[str, Any]], *, revoked: bool
+) -> None:
+    run = site.client().post("/v1/runs", json=submission(project="ours")).json()["id"]
+    checkpoint = site.settings.run_dir(run) / "checkpoints" / "3.safetensors"
+    checkpoint.parent.mkdir(parents=True)
+    length = 64 << 20
+    with checkpoint.open("wb") as file:
+        file.truncate(length)
+    headers, got = {"authorization": f"Bearer {site.key('ours', AccessRole.VIEWER)}"}, 0
+    with served(site.app) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                async with client.stream("GET", f"/v1/runs/{run}/checkpoints/3", headers=headers) as answer:
+                    assert (answer.status_code, answer.headers["content-length"]) == (200, str(length))
+                    async for chunk in answer.aiter_raw():
+                        if revoked and not got:
+                            with site.store.writing() as tx:
+                                tx.execute(sa.update(keys).where(keys.c.name == "ours-viewer").values(revoked_us=1))
+                            await asyncio.sleep(1.0)  # As docs/server.md promises.
+                        got += len(chunk)
+    assert (got < length) is revoked

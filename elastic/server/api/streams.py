@@ -1,15 +1,17 @@
-"""Open streams of callers: each ends soon after its caller may not have it any more."""
+"""Open streams and downloads of callers: each ends soon after its caller may not have it any more."""
 
 import asyncio
 import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import sqlalchemy as sa
 import structlog
-from fastapi import Request
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
 
 from elastic.isolation import IsolatedLoop, LoopFaults
 from elastic.server.permissions import Action
@@ -34,6 +36,32 @@ Admits = Callable[[sa.Connection, Request, Action, str], bool]
 """Says whether a request's caller may do this in this project now."""
 
 
+def _claimed(credentials: str, action: Action, project: str) -> _Claim:
+    return _Claim(hashlib.sha256(credentials.encode()).digest(), action, project)
+
+
+class WatchedDownload(Response):
+    """A response that is sent only while a watch holds: the connection is closed where it does not."""
+
+    def __init__(self, whole: Response, watched: Callable[[], AbstractContextManager[asyncio.Event]]) -> None:
+        super().__init__()
+        self._whole, self._watched = whole, watched
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._watched() as lost:
+            losing = asyncio.ensure_future(lost.wait())
+            sending = asyncio.ensure_future(self._whole(scope, receive, send))
+            try:
+                await asyncio.wait((losing, sending), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                losing.cancel()
+                if not sending.done():
+                    sending.cancel()
+                await asyncio.wait({sending})
+            if not sending.cancelled():
+                sending.result()
+
+
 class OpenStreams:
     """Looks again and again whether the callers of open streams may still have them: once for all streams of a caller.
 
@@ -52,8 +80,7 @@ class OpenStreams:
         self, request: Request, credentials: str, action: Action, project: str, body: AsyncIterator[bytes]
     ) -> AsyncIterator[bytes]:
         """Yield what `body` does, until the caller may not have it any more."""
-        claim = _Claim(hashlib.sha256(credentials.encode()).digest(), action, project)
-        with self._watched(claim, request) as lost:
+        with self._watched(_claimed(credentials, action, project), request) as lost:
             losing = asyncio.ensure_future(lost.wait())
             following: asyncio.Future[bytes] | None = None
             try:
@@ -74,6 +101,12 @@ class OpenStreams:
                     await asyncio.wait({following})
                 with contextlib.suppress(RuntimeError):
                     await body.aclose()  # type: ignore[attr-defined]
+
+    def download(
+        self, request: Request, credentials: str, action: Action, project: str, whole: Response
+    ) -> "WatchedDownload":
+        """Return the response `whole`, which is cut off once the caller may not have it any more."""
+        return WatchedDownload(whole, lambda: self._watched(_claimed(credentials, action, project), request))
 
     @contextlib.contextmanager
     def _watched(self, claim: _Claim, request: Request) -> Iterator[asyncio.Event]:

@@ -21,6 +21,7 @@ from elastic.resources import (
     Metrics,
 )
 from elastic.runtime.journal import JournalError, RunDirectory, TrajectoryFilter
+from elastic.server.api.auth import credentials_of
 from elastic.server.api.routes.common import RunDep, StateDep, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.routes.runs import RunId
@@ -137,14 +138,15 @@ def checkpoints(run: RunId, request: Request, found: RunDep, state: StateDep, pa
     response_class=FileResponse,
     **rules(Action.RUNS_READ, "not-found"),
 )
-def checkpoint(run: RunId, checkpoint: CheckpointId, found: RunDep, state: StateDep) -> FileResponse:
+def checkpoint(run: RunId, checkpoint: CheckpointId, request: Request, found: RunDep, state: StateDep) -> Response:
     """Download a checkpoint."""
     name = f"{checkpoint}{journals.SAFETENSORS}"
     try:
         file = tenant_files.opened(state.settings.run_dir(run), f"{journals.CHECKPOINTS}/{name}")
     except FileNotFoundError:
         raise not_found("checkpoint", checkpoint) from None
-    return OpenFileResponse(file, f"{run}-{name}")
+    whole = OpenFileResponse(file, f"{run}-{name}")
+    return state.streams.download(request, credentials_of(request), Action.RUNS_READ, found.project, whole)
 
 
 class OpenFileResponse(FileResponse):

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from elastic.resources import Listed, NewUpload, ProblemError, Upload, UploadFile
 from elastic.server import ids
-from elastic.server.api.auth import Caller
+from elastic.server.api.auth import Caller, credentials_of
 from elastic.server.api.routes.common import (
     CallerDep,
     Cursor,
@@ -124,13 +124,14 @@ _FETCHES["responses"][200] = {"description": "the file", "content": _BINARY}
 
 
 @router.get("/{upload}/files/{digest}", response_class=FileResponse, **_FETCHES)
-def fetch(upload: UploadId, digest: Digest, caller: CallerDep, state: StateDep) -> Response:
+def fetch(upload: UploadId, digest: Digest, request: Request, caller: CallerDep, state: StateDep) -> Response:
     """Fetch a file of an upload that is ready. `Range` is understood."""
     row, file = _file_of(state, caller, upload, digest)
     path = UploadStorage(state.settings).place(row["project"], upload) / file.path
     if not path.is_file():
         raise not_found("file", digest)
-    return FileResponse(path, media_type="application/octet-stream", filename=file.path.rpartition("/")[2])
+    whole = FileResponse(path, media_type="application/octet-stream", filename=file.path.rpartition("/")[2])
+    return state.streams.download(request, credentials_of(request), Action.UPLOADS_READ, row["project"], whole)
 
 
 @router.delete("/{upload}", status_code=204, **rules(Action.UPLOADS_WRITE, "not-found", "upload-in-use"))
