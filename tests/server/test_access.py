@@ -34,6 +34,8 @@ BODIES = {
     "/v1/pools/{pool}/jobs/dry-run": {"config": {}},
 }
 OPEN = {"/healthz", "/readyz", "/v1"}
+MISSING = ("{trajectory}", "{checkpoint}", "{vendor}", "report")
+"""What these name is not there."""
 SIGN_IN = {"/v1/session/oidc", "/v1/session/oidc/callback"}
 """Open as well, where there is an identity provider."""
 
@@ -91,7 +93,9 @@ def test_roles_and_owners(shared_site: Site, submission: Callable[..., dict[str,
                 assert answer.status_code < 500, where
                 # It has no pool; tests/server/test_pools.py has one.
                 if "{" in path and "{provider}" not in path and "{pool}" not in path:
-                    assert answer.status_code != 404 or path.endswith(("{trajectory}", "{checkpoint}", "report")), where
+                    assert answer.status_code != 404 or path.endswith(
+                        ("{trajectory}", "{checkpoint}", "{vendor}", "report")
+                    ), where
 
 
 def test_lists_have_only_ones_own(shared_site: Site, submission: Callable[..., dict[str, Any]]) -> None:

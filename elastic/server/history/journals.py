@@ -48,7 +48,7 @@ def version_of(run_dir: Path) -> Version | None:
     """Return a value that changes with every write to the run's journals; None while a write is too recent to tell."""
     found: list[tuple[str, int, int]] = []
     with as_owner(run_dir):
-        for path in RunDirectory(run_dir).journal_paths():
+        for path in _journal_paths(run_dir):
             for suffix in WRITTEN:
                 with contextlib.suppress(FileNotFoundError):
                     stat = path.with_name(path.name + suffix).stat()
@@ -60,7 +60,15 @@ def version_of(run_dir: Path) -> Version | None:
 def count_journals(run_dir: Path) -> int:
     """Return the number of the run's journals."""
     with as_owner(run_dir):
-        return len(RunDirectory(run_dir).journal_paths())
+        return len(_journal_paths(run_dir))
+
+
+def _journal_paths(run_dir: Path) -> list[Path]:
+    """Return the paths of the run's journals; none where its owner may not go."""
+    try:
+        return list(RunDirectory(run_dir).journal_paths())
+    except OSError:
+        return []
 
 
 def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
@@ -73,7 +81,7 @@ def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
 
 
 def _figures_of(run_dir: Path, former: int) -> RunFigures | None:
-    paths = RunDirectory(run_dir).journal_paths()
+    paths = _journal_paths(run_dir)
     newest: RunFigures | None = None
     continued = False
     for number in reversed(range(len(paths))):
