@@ -2,18 +2,23 @@
 
 - A request's head is whole within `head_timeout_s` and has at most `HEAD_BYTES_MAX` bytes (else 400).
 - A body has at most `body_bytes_max` bytes (else 413) and keeps a least pace (else 408).
-- Connections are at most `connections_max`. Of those with no request in work, the oldest goes first.
+- Connections are at most `connections_max`. Of those with no request in work, the oldest goes first of the address that
+  has the most. An address that dials more often than `dials_per_s` is hung up on.
+- Requests in work, streams included, are at most so many for one bearer of a token and for one address (`CallerLimits`:
+  429). Some places are kept for who has few.
 - An answer that its peer does not read is dropped after `unread_timeout_s`.
 """
 
 import asyncio
 import contextlib
 import functools
+import hashlib
 import ipaddress
 import socket
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from ipaddress import IPv4Network, IPv6Network
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -22,18 +27,23 @@ import uvicorn
 from h11 import SEND_BODY
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from elastic.sockets import address_of
-from elastic.tls import Certificate, TlsServer
+from elastic.tls import Certificate, TlsServer, oldest_of_crowd
 
 HOSTS_KEPT = 64
 """Names that clients call a server by, of which it is known whether they are its own."""
 HEAD_BYTES_MAX = 16 * 1024
 """No client of ours sends a tenth of this; what is larger waits in memory before anybody may see it."""
 GATHERED_BYTES_MAX = 64 * 1024
+ACCEPTED_AT_ONCE = 64
+"""Connections that are accepted before those that stand get their turn."""
+ACCEPT_PAUSE_S = 0.1
+ADDRESSES_KEPT = 10_000
+IPV6_PREFIX = 64
 GRACEFUL_SHUTDOWN_S = 2
 """For requests in work when the server ends."""
 
@@ -44,6 +54,16 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
     connections_max: int = 256
     head_timeout_s: float = 5.0
     unread_timeout_s: float = 30.0
+    dials_per_s: float = 300.0
+    """Of one address, on average; `connections_max` at once."""
+    bearer_share: float = 0.5
+    """The part of all places that one bearer of a token may have in work."""
+    address_share: float = 0.75
+    """The part of all places that one address may have in work."""
+    kept_share: float = 0.1
+    """The part of all places that is kept for bearers and addresses that have none in work."""
+    proxies: tuple[IPv4Network | IPv6Network, ...] = ()
+    """Whose `x-forwarded-for` counts: for these there are no bounds per address."""
     linger_timeout_s: float = 2.0
     """For the rest of a body that nobody wants, so that its sender gets to read the answer."""
 
@@ -108,6 +128,73 @@ def _check_size(size_bytes: int, bytes_max: int) -> None:
         raise HTTPException(413, f"the body has {size_bytes} bytes or more; at most {bytes_max} are read")
 
 
+class CallerLimits:
+    """ASGI middleware: bounds the requests in work of one bearer of a token, and of one address, before they are read.
+
+    Requests for a path of `health` are always let in. `refuse` makes the answer (429) to what is beyond the bounds.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        refuse: Callable[[int, str], Response],
+        limits: PeerLimits | None = None,
+        health: Collection[str] = (),
+    ) -> None:
+        self._app = app
+        self._refuse = refuse
+        self._limits = limits = limits or PeerLimits()
+        self._health = frozenset(health)
+        self._most_of_bearer = max(1, int(limits.connections_max * limits.bearer_share))
+        self._most_of_address = max(1, int(limits.connections_max * limits.address_share))
+        self._open_to_all = max(1, int(limits.connections_max * (1 - limits.kept_share)))
+        self._in_work: Counter[bytes] = Counter()
+        self._all = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._health:
+            await self._app(scope, receive, send)
+            return
+        callers = self._callers(scope)
+        crowded = self._all >= self._open_to_all
+        for caller, most in callers.items():
+            if (has := self._in_work.get(caller, 0)) < (1 if crowded else most):
+                continue
+            answer = self._refuse(429, f"{has} requests of this caller are in work, streams included")
+            answer.headers["retry-after"] = "1"
+            await answer(scope, receive, send)
+            return
+        self._all += 1
+        self._in_work.update(callers.keys())
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._all -= 1
+            for caller in callers:
+                self._in_work[caller] -= 1
+                if not self._in_work[caller]:
+                    del self._in_work[caller]
+
+    def _callers(self, scope: Scope) -> dict[bytes, int]:
+        """Return what the request counts for, each with its bound: its bearer's token, if it shows any, and its
+        address."""
+        headers = Headers(scope=scope)
+        peer = scope.get("client")
+        address = peer[0] if peer else ""
+        if _is_in(address, self._limits.proxies):
+            address = headers.get("x-forwarded-for", "").rpartition(",")[2].strip()
+        token = headers.get("authorization") or headers.get("x-api-key") or headers.get("cookie") or ""
+        callers = {network_of(address).encode(): self._most_of_address}
+        if token:
+            callers[hashlib.sha256(token.encode()).digest()] = self._most_of_bearer
+        return callers
+
+
+def too_many(status: int, detail: str) -> Response:
+    """Refuse a request in plain text."""
+    return PlainTextResponse(detail, status)
+
+
 class HostCheck:
     """ASGI middleware: answers only requests for a name that is this server's, so that no page in a browser can
     reach it under a name of its own (DNS rebinding). Addresses are no names, and always allowed; `refuse` makes the
@@ -139,7 +226,7 @@ class HostCheck:
 
 def server_config(app: ASGIApp, limits: PeerLimits | None = None, **options: Any) -> uvicorn.Config:
     """A uvicorn configuration with these limits; `options` are uvicorn's other ones."""
-    protocol = functools.partial(_BoundedProtocol, limits=limits or PeerLimits(), peers=OrderedDict())
+    protocol = functools.partial(_BoundedProtocol, limits=limits or PeerLimits(), peers={})
     return uvicorn.Config(
         app,
         # uvicorn calls this as it would a class; httptools bounds no head.
@@ -166,19 +253,21 @@ async def serving(
     With a `certificate` by HTTPS.
     """
     limits = limits or PeerLimits()
-    server = _EmbeddedServer(server_config(app, limits))
+    server = EmbeddedServer(server_config(app, limits))
     address = address_of(listener)
-    task = asyncio.create_task(server.serve(sockets=[listener] if certificate is None else []), name="http server")
-    encrypted: TlsServer | None = None
+    task = asyncio.create_task(server.serve(sockets=[]), name="http server")
+    door: TlsServer | Door | None = None
     try:
+        await server.up
         if certificate is not None:
-            await server.up
             most, timeout_s = limits.connections_max, limits.head_timeout_s
-            encrypted = TlsServer(listener, certificate, server.protocol, most, timeout_s)
+            door = TlsServer(listener, certificate, server.protocol, most, timeout_s)
+        else:
+            door = Door(listener, server.protocol, limits)
         yield f"{'http' if certificate is None else 'https'}://{address}"
     finally:
-        if encrypted is not None:
-            encrypted.close()
+        if door is not None:
+            door.close()
         server.should_exit = True
         await asyncio.wait({task}, timeout=close_timeout_s)
         task.cancel()
@@ -193,7 +282,7 @@ class UnsignalledServer(uvicorn.Server):
         yield
 
 
-class _EmbeddedServer(UnsignalledServer):
+class EmbeddedServer(UnsignalledServer):
     """`up` is done once it serves. What has been accepted elsewhere gets a `protocol` of it."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -208,6 +297,74 @@ class _EmbeddedServer(UnsignalledServer):
         config = self.config
         make = cast(Callable[..., asyncio.Protocol], config.http_protocol_class)
         return make(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+
+
+class Door:
+    """Accepts connections on a socket that listens, from now on; each gets a protocol.
+
+    An address that dials too often is hung up on at once, which costs little; it waits for its turn as others do not.
+    """
+
+    def __init__(
+        self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol], limits: PeerLimits
+    ) -> None:
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._left: dict[str, tuple[float, float]] = {}
+        """The dials that an address has left, and at which time it had them; the latest last."""
+        self._opening: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        listener.setblocking(False)
+        self._loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        """Stop listening; connections that stand go on."""
+        self._closed = True
+        self._loop.remove_reader(self._listener)
+        for task in self._opening:
+            task.cancel()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, peer = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:  # No descriptor is left.
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
+                return
+            if not self._may_dial(peer[0]):
+                connection.close()
+                continue
+            connection.setblocking(False)
+            task = self._loop.create_task(self._open(connection))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    def _resume(self) -> None:
+        if not self._closed:
+            self._loop.add_reader(self._listener, self._accept)
+
+    async def _open(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        except OSError:
+            connection.close()
+
+    def _may_dial(self, address: str) -> bool:
+        if _is_in(address, self._limits.proxies):
+            return True
+        address, now_s, most = network_of(address), self._loop.time(), float(self._limits.connections_max)
+        left, at_s = self._left.pop(address, (most, now_s))
+        left = min(most, left + (now_s - at_s) * self._limits.dials_per_s)
+        self._left[address] = (left - 1 if left >= 1 else left, now_s)
+        if len(self._left) > ADDRESSES_KEPT:
+            del self._left[next(iter(self._left))]
+        return left >= 1
 
 
 class _GatheringTransport:
@@ -247,9 +404,10 @@ class _GatheringTransport:
 
 
 class _BoundedProtocol(H11Protocol):
-    """One connection. `peers` has the server's connections that have no request in work, the oldest first."""
+    """One connection. `peers` has the server's connections that have no request in work, the oldest first, each with
+    its address."""
 
-    def __init__(self, *, limits: PeerLimits, peers: "OrderedDict[_BoundedProtocol, None]", **options: Any) -> None:
+    def __init__(self, *, limits: PeerLimits, peers: "dict[_BoundedProtocol, str]", **options: Any) -> None:
         super().__init__(**options)
         self._limits = limits
         self._idle = peers
@@ -260,10 +418,12 @@ class _BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         _send_at_once(transport)
         super().connection_made(cast(asyncio.Transport, _GatheringTransport(transport, self.loop)))
-        self._idle[self] = None
+        self._address = network_of(self.client[0] if self.client else "")
+        self._idle[self] = self._address
         self._owe(self._limits.head_timeout_s)
         if len(self.connections) > self._limits.connections_max:
-            oldest, _ = self._idle.popitem(last=False)
+            oldest = oldest_of_crowd(self._idle.items())
+            del self._idle[oldest]
             oldest._cut()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -287,7 +447,7 @@ class _BoundedProtocol(H11Protocol):
         super().on_response_complete()
         if self.transport.is_closing() or self._in_work:
             return
-        self._idle[self] = None
+        self._idle[self] = self._address
         if self.conn.their_state is SEND_BODY:
             self._owe(self._limits.linger_timeout_s)
 
@@ -330,6 +490,26 @@ def _send_at_once(transport: asyncio.Transport) -> None:
     peer = transport.get_extra_info("socket")
     if peer is not None and peer.family in (socket.AF_INET, socket.AF_INET6):
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def network_of(address: str) -> str:
+    """Return what counts as one address: of IPv6 the network that one subscriber has."""
+    if ":" not in address:
+        return address
+    try:
+        return str(ipaddress.ip_network((address.partition("%")[0], IPV6_PREFIX), strict=False))
+    except ValueError:
+        return address
+
+
+def _is_in(address: str, networks: Collection[IPv4Network | IPv6Network]) -> bool:
+    if not networks:
+        return False
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return any(found in network for network in networks)
 
 
 def _is_address(name: str) -> bool:

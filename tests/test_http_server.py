@@ -6,16 +6,20 @@ import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Callable
+from ipaddress import ip_address, ip_network
 
 import httpx
+import msgspec
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from elastic.http_server import HEAD_BYTES_MAX, BodyLimits, PeerLimits, serving
+from elastic.http_server import HEAD_BYTES_MAX, BodyLimits, CallerLimits, PeerLimits, network_of, serving, too_many
 from elastic.machine import CpuSampler, raise_descriptor_limit
 
 PATIENCE_S = 20.0
@@ -245,3 +249,101 @@ def test_a_look_at_the_processors_survives_without_descriptors() -> None:
         assert sampler.share() == last
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+FEW = PeerLimits(connections_max=8, bearer_share=0.25, address_share=0.5)
+"""Two requests in work for one bearer, four for one address."""
+
+
+@contextlib.asynccontextmanager
+async def waiting_rooms(limits: PeerLimits) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """A server whose answers wait, but for the one on its health."""
+    released = asyncio.Event()
+
+    async def slow(_: Request) -> Response:
+        await released.wait()
+        return PlainTextResponse("at last")
+
+    async def health(_: Request) -> Response:
+        return PlainTextResponse("well")
+
+    app = Starlette(routes=[Route("/slow", slow), Route("/health", health)])
+    bounded = CallerLimits(app, too_many, limits, health=["/health"])
+    async with serving(bounded, socket.create_server(("127.0.0.1", 0)), limits) as url:
+        yield url, released
+
+
+def _from(address: str, proxied: str = "") -> httpx.AsyncClient:
+    headers = {"x-forwarded-for": proxied} if proxied else {}
+    return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(local_address=address), headers=headers, timeout=30)
+
+
+async def _ask(client: httpx.AsyncClient, url: str, token: str) -> int:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return (await client.get(f"{url}/slow", headers=headers)).status_code
+
+
+async def _until_done(answers: list[asyncio.Task[int]], count: int) -> None:
+    for _, done in zip(range(count), asyncio.as_completed(answers), strict=False):
+        await done
+
+
+async def test_one_bearer_and_one_address_have_so_many_requests_in_work() -> None:
+    """And others have theirs, and health is told, whatever is in work."""
+    async with waiting_rooms(FEW) as (url, released), _from("127.0.0.2") as one, _from("127.0.0.3") as other:
+        asked = [(one, "a"), (one, "a"), (one, "a"), (one, "b"), (one, "b"), (one, "c"), (other, "a"), (other, "c")]
+        answers = [asyncio.create_task(_ask(client, url, token)) for client, token in asked]
+        await _until_done(answers, 3)
+        assert (await one.get(f"{url}/health")).text == "well"
+        released.set()
+        found = await asyncio.gather(*answers)
+        assert sorted(found) == [200] * 5 + [429] * 3
+        assert found[7] == 200, "another bearer elsewhere has its place"
+        assert await _ask(one, url, "a") == 200, "what is answered counts no more"
+
+
+async def test_behind_a_trusted_proxy_the_header_counts() -> None:
+    trusting = msgspec.structs.replace(FEW, proxies=(ip_network("127.0.0.2/32"),))
+    for limits, refused in ((FEW, 1), (trusting, 0)):
+        async with waiting_rooms(limits) as (url, released), contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(_from("127.0.0.2", f"10.0.0.{n}")) for n in range(5)]
+            answers = [asyncio.create_task(_ask(client, url, "")) for client in clients]
+            await _until_done(answers, refused)
+            released.set()
+            assert sorted(await asyncio.gather(*answers)) == [200] * (5 - refused) + [429] * refused
+
+
+async def test_who_dials_without_end_keeps_nobody_else_out() -> None:
+    """The crowded address loses: whether it keeps what it has, or dials again as it is hung up on."""
+    limits = PeerLimits(connections_max=8, dials_per_s=50.0)
+    async with waiting_rooms(limits) as (url, released), _from("127.0.0.3") as other:
+        released.set()
+        port, over, dials = int(url.rpartition(":")[2]), False, 0
+
+        async def redial() -> None:
+            nonlocal dials
+            while not over:
+                with contextlib.suppress(OSError):
+                    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+                    dials += 1
+                    try:
+                        await reader.read()
+                    finally:
+                        writer.transport.abort()
+
+        crowd = [asyncio.create_task(redial()) for _ in range(24)]
+        for _ in range(10):
+            assert await _ask(other, url, "x") == 200
+            await other.get(f"{url}/health", headers={"connection": "close"})
+        over = True
+        for one in crowd:
+            one.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+        assert dials > 24
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_one_subscribers_addresses_count_as_one(host: int) -> None:
+    found = network_of(str(ip_address((0x2001_0DB8 << 96) + host)))
+    assert found == "2001:db8::/64" != network_of("2001:db8:0:1::1")
+    assert network_of("1.2.3.4") == "1.2.3.4"

@@ -454,6 +454,10 @@ def serve(
     host_name: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A name, besides addresses, that this server goes by.")
     ] = None,
+    trusted_proxies: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NETWORK", help="Proxies in front, whose x-forwarded-for says who asks; may be repeated."),
+    ] = None,
     runner: Annotated[bool, typer.Option(help="Look after the runs too, or leave it to `elastic runner`.")] = True,
     shared_trust: Annotated[
         bool, typer.Option("--shared-trust", help="Let several projects' runs be processes of one Unix user.")
@@ -521,6 +525,7 @@ def serve(
         shared_trust=shared_trust,
         pools=pool or [],
         webhook_networks=webhook_network or [],
+        trusted_proxies=trusted_proxies or [],
         prices=price or [],
         oidc=deferred.serve.OidcOptions(
             oidc_issuer,

@@ -75,6 +75,7 @@ def serve_command(
     shared_trust: bool,
     pools: list[Path],
     webhook_networks: list[str],
+    trusted_proxies: list[str],
     prices: list[str],
     oidc: OidcOptions,
     uploads_gb: int,
@@ -99,6 +100,7 @@ def serve_command(
         shared_trust=shared_trust,
         pools=tuple(prepared_pool(path) for path in pools),
         webhook_networks=tuple(_network(text) for text in webhook_networks),
+        trusted_proxies=tuple(_network(text, "--trusted-proxies") for text in trusted_proxies),
         prices=dict(_price(text) for text in prices),
         oidc=_oidc(oidc),
         project_uploads_bytes_max=uploads_gb * 2**30,
@@ -197,11 +199,11 @@ def _price(text: str) -> tuple[str, float]:
     return kind, price
 
 
-def _network(text: str) -> IPv4Network | IPv6Network:
+def _network(text: str, option: str = "--webhook-network") -> IPv4Network | IPv6Network:
     try:
         return ip_network(text)
     except ValueError as error:
-        bad_input(f"--webhook-network: {error}; allowed: such as 10.1.0.0/16")
+        bad_input(f"{option}: {error}; allowed: such as 10.1.0.0/16")
 
 
 @compose.private()

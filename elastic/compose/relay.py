@@ -10,7 +10,7 @@ import structlog
 
 from elastic.config import Config
 from elastic.endpoint import Address
-from elastic.http_server import BodyLimits, serving
+from elastic.http_server import BodyLimits, CallerLimits, serving, too_many
 from elastic.run_secrets import RunSecrets
 from elastic.runtime.gateway import GatewayError, GatewayOutage, cannot_listen
 from elastic.sockets import address_of, listening_socket
@@ -106,7 +106,8 @@ async def _served(
     except OSError as error:
         words = f"cannot serve weights on {str(Address(host, port)).removesuffix(':0')}: {error.strerror or error}"
         raise cannot_listen(error, f"{words}; name another run.host or weights.port") from error
-    app = BodyLimits(relay_app(open_relay(str(directory)), rights), BLOB_BYTES_MAX)
+    bounded = BodyLimits(relay_app(open_relay(str(directory)), rights), BLOB_BYTES_MAX)
+    app = CallerLimits(bounded, too_many)
     close_timeout_s = config.scheduler.release_timeout_s
     async with serving(app, listener, close_timeout_s=close_timeout_s, certificate=certificate):
         yield address_of(listener)

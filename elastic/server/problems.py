@@ -56,6 +56,9 @@ TYPES: Mapping[str, ProblemType] = {
     "run-retired": ProblemType(
         409, "What the run would need is kept no longer", "Submit it anew; its report and figures are still there."
     ),
+    "too-many-requests": ProblemType(
+        429, "Too many requests of this caller are in work", "Wait for answers, or close streams, before asking again."
+    ),
     "quota-exceeded": ProblemType(
         409, "The project's quota never allows this", "Ask for less, or ask an admin of the server for more."
     ),

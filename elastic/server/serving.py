@@ -11,8 +11,9 @@ import structlog
 
 from elastic.http_server import serving
 from elastic.isolation import LoopFaults
+from elastic.machine import raise_descriptor_limit
 from elastic.resources import AccessRole
-from elastic.server.api.app import create_app
+from elastic.server.api.app import create_app, peer_limits
 from elastic.server.identity.sign_ins import SignInChecks
 from elastic.server.intake import checking
 from elastic.server.intake.upload_files import UploadStorage
@@ -91,6 +92,7 @@ async def serve(
             return []
         return [f"the runner has not looked at its runs for {time.monotonic() - runner.ticked_s:.0f} s"]
 
+    raise_descriptor_limit()
     with store.reading() as connection:
         UploadStorage(settings).sweep(uploads.all_of(connection))
     deliveries = DeliveryLoop(store, settings, faults)
@@ -105,7 +107,7 @@ async def serve(
         supervisors = PoolSupervisors(store, settings, faults)
         keeping = tasks.create_task(supervisors.run(settings.restart_base_s, settings.restart_max_s), name="pools")
         telling = tasks.create_task(deliveries.run(), name="webhooks")
-        async with serving(app, listener) as url:
+        async with serving(app, listener, peer_limits(settings)) as url:
             on_ready(url)
             waiting = tasks.create_task(stopped.wait(), name="signals")
             await asyncio.wait([waiting, *([running] if running else [])], return_when=asyncio.FIRST_COMPLETED)

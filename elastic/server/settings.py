@@ -57,6 +57,8 @@ class ServerSettings:
     shared_trust: bool = False
     pools: tuple[Path, ...] = ()
     """Directories of the pools that the server supervises and whose jobs it accepts."""
+    trusted_proxies: tuple[IPv4Network | IPv6Network, ...] = ()
+    """Proxies whose `x-forwarded-for` says where requests come from."""
     webhook_networks: tuple[IPv4Network | IPv6Network, ...] = ()
     """Private networks to which webhooks may connect."""
     webhook_tick_s: float = 0.5

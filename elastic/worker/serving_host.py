@@ -32,7 +32,7 @@ from elastic.config import ConfigError
 from elastic.endpoint import Address
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.engine.coserving.front import ERROR_HANDLERS, ServingFront, openai_error
-from elastic.http_server import BodyLimits, HostCheck, UnsignalledServer, server_config
+from elastic.http_server import BodyLimits, CallerLimits, Door, EmbeddedServer, HostCheck, PeerLimits, server_config
 from elastic.machine import raise_descriptor_limit
 from elastic.processes import end_own_kin
 from elastic.signals import TERMINATION, act_on
@@ -77,6 +77,7 @@ OrderT = TypeVar("OrderT", LendOrder, ReturnOrder)
 MAX_ORDER_BYTES = 16_384
 END_TIMEOUT_S = 20.0
 """Longest time that an abandoned host takes to end, its worker included."""
+LIMITS = PeerLimits(connections_max=512)
 
 
 class HostError(Exception):
@@ -196,6 +197,7 @@ def create_app(
             *(front.routes() if front is not None else ()),
         ],
         middleware=[
+            Middleware(CallerLimits, openai_error, LIMITS),
             Middleware(HostCheck, host_names, openai_error),
             Middleware(BodyLimits, MAX_ORDER_BYTES if front is None else front.body_bytes_max),
         ],
@@ -236,14 +238,27 @@ async def _serve(
     listener = _listen(settings)
     log.info("serving host ready", name=settings.name, address=listener.getsockname())
     raise_descriptor_limit()
-    server = UnsignalledServer(server_config(app))
+    server = EmbeddedServer(server_config(app, LIMITS))
     heed_no_more = act_on(TERMINATION, lambda: setattr(server, "should_exit", True))
     waiting = asyncio.create_task(_stop_unheard(server, host, settings.orchestrator_timeout_s), name="unheard")
+    opening = asyncio.create_task(_open_door(server, listener), name="door")
     try:
-        await server.serve(sockets=[listener])
+        await server.serve(sockets=[])
     finally:
+        opening.cancel()
+        await asyncio.wait({opening})
         heed_no_more()
         waiting.cancel()
+
+
+async def _open_door(server: EmbeddedServer, listener: socket.socket) -> None:
+    """Let peers in once the server is up, until cancelled."""
+    await server.up
+    door = Door(listener, server.protocol, LIMITS)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        door.close()
 
 
 async def _stop_unheard(server: uvicorn.Server, host: ServingHost, timeout_s: float | None) -> None:

@@ -185,3 +185,29 @@ def filled(path: str, names: dict[str, str]) -> str:
     for name, value in known.items():
         path = path.replace(f"{{{name}}}", value)
     return path
+
+
+async def test_who_is_nobody_is_told_so_before_anything_is_read(shared_site: Site) -> None:
+    """However slowly a body comes: without a key it is not waited for."""
+    for method, path, operation in operations(shared_site):
+        if "requestBody" not in operation or path in SIGN_IN:
+            continue
+        said: list[Any] = []
+
+        async def receive() -> Any:
+            raise AssertionError("the body was asked for")
+
+        async def send(message: Any, said: list[Any] = said) -> None:
+            said.append(message)
+
+        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json"), (b"content-length", b"100")]
+        scope = {
+            "type": "http",
+            "method": method.upper(),
+            "path": filled(path, {}),
+            "raw_path": b"",
+            "query_string": b"",
+        }
+        scope |= {"headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "scheme": "http"}
+        await shared_site.app({**scope, "http_version": "1.1", "root_path": "", "state": {}}, receive, send)
+        assert said[0]["status"] == 401, path

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from elastic.http_server import BodyLimits, HostCheck
+from elastic.http_server import BodyLimits, CallerLimits, HostCheck, PeerLimits
 from elastic.isolation import LoopFaults
 from elastic.server import problems
 from elastic.server.api import openapi, routes
@@ -23,6 +23,7 @@ from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable
 from elastic.server.store.tables import server as server_table
 
+CONNECTIONS_MAX = 512
 _FILE_OF_UPLOAD = re.compile(r"/v1/uploads/[^/]+/files/[^/]+")
 
 
@@ -68,9 +69,16 @@ def create_app(
     problems.install(app)
     openapi.install(app)
     app.add_middleware(BodyLimits, bytes_max=settings.body_bytes_max, bytes_max_of=_upload_limit(settings))
+    limits = peer_limits(settings)
+    app.add_middleware(CallerLimits, refuse=_too_many, limits=limits, health=("/healthz", "/readyz"))
     app.add_middleware(HostCheck, names=settings.host_names, refuse=_misdirected)
     app.add_middleware(RequestLog, figures=requests)
     return app
+
+
+def peer_limits(settings: ServerSettings) -> PeerLimits:
+    """Return what one server's callers may hold."""
+    return PeerLimits(connections_max=CONNECTIONS_MAX, proxies=settings.trusted_proxies)
 
 
 def _upload_limit(settings: ServerSettings) -> Callable[[str, str], int | None]:
@@ -80,6 +88,10 @@ def _upload_limit(settings: ServerSettings) -> Callable[[str, str], int | None]:
         return settings.project_uploads_bytes_max if method == "PUT" and _FILE_OF_UPLOAD.fullmatch(path) else None
 
     return bytes_max
+
+
+def _too_many(_: int, detail: str) -> Response:
+    return problems.early_response("too-many-requests", detail)
 
 
 def _misdirected(_: int, detail: str) -> Response:

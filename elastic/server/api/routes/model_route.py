@@ -5,20 +5,42 @@ were validated as they were made; what a route declares is there for the API's d
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from inspect import iscoroutinefunction
 from typing import Any
 
+from fastapi import Request
+from fastapi.dependencies.models import Dependant
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+from elastic.server.api.auth import asking, judged
+
 
 class ModelRoute(APIRoute):
-    """A route whose endpoint returns a model, or anything else that FastAPI knows how to answer with."""
+    """A route whose endpoint returns a model, or anything else that FastAPI knows how to answer with.
+
+    Where it asks who the caller is, that is judged before anything of the body is read.
+    """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, _answering(endpoint, options.get("status_code") or 200), **options)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if not _asks(self.dependant):
+            return handle
+
+        async def handle_known(request: Request) -> Response:
+            request.state.requester = await judged(request)
+            return await handle(request)
+
+        return handle_known
+
+
+def _asks(dependant: Dependant) -> bool:
+    return dependant.call is asking or any(_asks(one) for one in dependant.dependencies)
 
 
 def _answering(endpoint: Callable[..., Any], status: int) -> Callable[..., Any]:
