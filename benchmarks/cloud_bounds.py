@@ -53,7 +53,7 @@ DOUBLED_AGO_S = 20.0
 """Since when the price is twice as high, as it is doubled: before the runs' second hours begin."""
 
 
-class Run:
+class BoundedRun:
     """A run's ledger, and the provider of its process that is there now."""
 
     def __init__(self, aws: Any, directory: Path, name: str, **settings: Any) -> None:
@@ -195,7 +195,7 @@ async def until(condition: Callable[[], object], beside: Callable[[], Awaitable[
             await asyncio.sleep(POLL_S / 2)
 
 
-async def capped(run: Run, doubled: asyncio.Event, *, hold: bool) -> None:
+async def capped(run: BoundedRun, doubled: asyncio.Event, *, hold: bool) -> None:
     """Four leases come to the cap in their second hour. They are held to their deadline, or given back at notice."""
     await run.start()
     for _ in range(LEASES):
@@ -232,7 +232,7 @@ async def capped(run: Run, doubled: asyncio.Event, *, hold: bool) -> None:
     run.count()
 
 
-async def ending(run: Run, aws: Any, secrets: int) -> None:
+async def ending(run: BoundedRun, aws: Any, secrets: int) -> None:
     """The answer to an order is lost, and the run ends right after the next grant."""
     ordered, answered = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -269,8 +269,8 @@ async def measure(quick: bool) -> dict[str, Any]:
         aws.machines.deaf.add(pool)
         aws.proxy.page, aws.proxy.unseen_s = 1, UNSEEN_S
         usd_max = CAP * LEASES * aws.books.prices.at(*pool, time.time())
-        secrets = Run(aws, directory, "ending", secret_prefix="elastic/", instance_profile="worker")
-        runs = [Run(aws, directory, name, usd_max=usd_max) for name in ("capped", "restarted")]
+        secrets = BoundedRun(aws, directory, "ending", secret_prefix="elastic/", instance_profile="worker")
+        runs = [BoundedRun(aws, directory, name, usd_max=usd_max) for name in ("capped", "restarted")]
         runs[1].restarts = True
         doubled = asyncio.Event()
 

@@ -28,7 +28,7 @@ from elastic import pool_wire as w
 from elastic.cluster import Cluster, ClusterPolicies, JobRequest, PhasePlan
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.control import ControlError
-from elastic.isolation import Attempt
+from elastic.isolation import ItemAttempt
 from elastic.pool.config import POOL_CONFIG, load_pool, save_pool
 from elastic.pool.journal import JOURNAL, PoolJournal
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
@@ -77,8 +77,8 @@ class Surroundings:
     ) -> None:
         self._journal.append(record, entry, command, forgotten)
 
-    def attempting(self, item: str) -> AbstractContextManager[Attempt]:
-        return nullcontext(Attempt())
+    def attempting(self, item: str) -> AbstractContextManager[ItemAttempt]:
+        return nullcontext(ItemAttempt())
 
     def replayed(self, policies: ClusterPolicies) -> Cluster:
         return self._journal.replayed(policies)[0]

@@ -60,7 +60,7 @@ class LoopFaults:
 
 
 @dataclass
-class Attempt:
+class ItemAttempt:
     """One attempt at an item. `fault` says what went wrong unexpectedly, once the attempt is over."""
 
     fault: str = ""
@@ -95,9 +95,9 @@ class IsolatedLoop:
         return item in self._failed
 
     @contextlib.contextmanager
-    def attempt(self, item: str = "") -> Iterator[Attempt]:
+    def attempt(self, item: str = "") -> Iterator[ItemAttempt]:
         """A context for work on an item: an unexpected exception ends only this context."""
-        made = Attempt()
+        made = ItemAttempt()
         try:
             yield made
         except self._passes:

@@ -509,7 +509,7 @@ def decode_from_worker(body: bytes | memoryview) -> FromWorker:
 class UnreadableOrder(WireError):
     """An order to generate that cannot be read and names its attempt. `answer` gives the attempt back."""
 
-    def __init__(self, named: "_Order", cause: str) -> None:
+    def __init__(self, named: "_NamedAttempt", cause: str) -> None:
         super().__init__(f"not an orchestrator's message: {cause}")
         self._named = named
 
@@ -536,7 +536,7 @@ class _Tagged(msgspec.Struct, array_like=True):
     kind: str
 
 
-class _Order(msgspec.Struct, array_like=True):
+class _NamedAttempt(msgspec.Struct, array_like=True):
     """What of an order to generate tells which attempt it is of."""
 
     kind: str
@@ -547,7 +547,7 @@ class _Order(msgspec.Struct, array_like=True):
 
 
 _tag = msgspec.msgpack.Decoder(_Tagged)
-_order = msgspec.msgpack.Decoder(_Order)
+_order = msgspec.msgpack.Decoder(_NamedAttempt)
 _PLAIN = {
     ("logprobs", "Expected `float` <="): "log-probability above 0",
     ("logprobs", "Expected `float` >="): "log-probability that is no number, or lower than a sampled token's can be",

@@ -36,7 +36,7 @@ class BudgetForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _AskedFor:
     """Devices of one request, which may be billed since then."""
 
     price: Price
@@ -86,7 +86,7 @@ def _budget_room(run: RunState, offer: Offer) -> int | None:
         return None
     price = Price.most_of(offer)
     end_ns = run.now_ns + stopping_ns(run) + max(offer.boot_ns, price.increment_ns, price.least_ns)
-    one = _Asked(price, offer.workers_per_lease, run.now_ns).nano_usd(end_ns)
+    one = _AskedFor(price, offer.workers_per_lease, run.now_ns).nano_usd(end_ns)
     left = budget - committed_nano_usd(run, end_ns)
     return None if not one and left >= 0 else max(0, left) // max(1, one)
 
@@ -156,6 +156,6 @@ def _held(run: RunState) -> Iterable[Callable[[Nanoseconds], int]]:
     for lease in run.leases.leases.values():
         if lease.state is LeaseState.REQUESTED:
             since_ns = run.controls.unheard_since_ns.get(lease.id, run.now_ns)
-            yield _Asked(Price.most_of(lease.offer), lease.offer.workers_per_lease, since_ns).nano_usd
+            yield _AskedFor(Price.most_of(lease.offer), lease.offer.workers_per_lease, since_ns).nano_usd
         else:
             yield from (books[worker].most_nano_usd for worker in lease.workers)

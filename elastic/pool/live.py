@@ -13,7 +13,7 @@ from elastic import pool_wire as w
 from elastic.cluster import Cluster, ClusterPolicies
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePlan
 from elastic.control import ControlError, RunControl
-from elastic.isolation import Attempt, IsolatedLoop
+from elastic.isolation import IsolatedLoop, ItemAttempt
 from elastic.pool.gateway import PoolGateway
 from elastic.pool.job_processes import DetachedProcesses
 from elastic.pool.journal import NotedDeath, PoolJournal
@@ -129,7 +129,7 @@ class LivePorts:
             raise
 
     @contextlib.contextmanager
-    def attempting(self, item: str) -> Iterator[Attempt]:
+    def attempting(self, item: str) -> Iterator[ItemAttempt]:
         with self._isolated.attempt(item) as attempt:
             yield attempt
         if self._failed is not None:

@@ -10,7 +10,7 @@ from elastic import pool_wire as w
 from elastic.cluster import Cluster, ClusterPolicies
 from elastic.cluster.state import JobRecord
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
-from elastic.isolation import Attempt
+from elastic.isolation import ItemAttempt
 
 HowEnded = Literal["finished", "stopped", "failed", "died"]
 
@@ -101,7 +101,7 @@ class PoolPorts(Protocol):
         """Notes for the report that a keeper, a job's process or, without either, the pool's own process has died."""
         ...
 
-    def attempting(self, item: str) -> AbstractContextManager[Attempt]:
+    def attempting(self, item: str) -> AbstractContextManager[ItemAttempt]:
         """Returns a context for work on one job, node or wait: an unexpected exception may end only this work."""
         ...
 

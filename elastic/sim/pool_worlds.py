@@ -28,7 +28,7 @@ from elastic.cluster.invariants import check
 from elastic.cluster.policy import PlacementChoice, PlacementPolicy, PoolView
 from elastic.cluster.state import JobRecord
 from elastic.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
-from elastic.isolation import Attempt, words_of
+from elastic.isolation import ItemAttempt, words_of
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.sim.loop import EventLoop
@@ -413,8 +413,8 @@ class PoolWorld:
         self.jobs[entry.job].start(placement, restarts)
 
     @contextlib.contextmanager
-    def attempting(self, item: str) -> Iterator[Attempt]:
-        attempt = Attempt()
+    def attempting(self, item: str) -> Iterator[ItemAttempt]:
+        attempt = ItemAttempt()
         try:
             yield attempt
         except Unexpected as error:  # Anything else ends the world.

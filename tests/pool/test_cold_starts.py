@@ -82,8 +82,7 @@ def test_a_neighbour_goes_on_as_if_alone_while_a_resident_starts_and_as_planned_
         world = Neighbours(seed, start_s * S, in_slice=in_slice)
         world.run()
         assert world.shell is not None
-        cluster = world.shell.cluster
-        assert {record.state for record in cluster.jobs.values()} == {JobState.FINISHED}
+        assert {record.state for record in world.records().values()} == {JobState.FINISHED}
         assert world.killed_ns
         up_ns = world.killed_ns + min(start_s * S, int(4.0 * PLAN.solo_ns))
         assert world.longest_step_ns("job-0", world.killed_ns, up_ns) <= PLAN.solo_ns + LATE_NS, seed

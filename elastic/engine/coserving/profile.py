@@ -13,7 +13,7 @@ import msgspec
 
 from elastic.core.types import Nanoseconds
 from elastic.files import write_whole
-from elastic.given import read_text
+from elastic.given import OtherEncoding, read_text
 
 FORMAT = 1
 
@@ -149,7 +149,7 @@ def read_profile(path: Path, model: str, device: str, reach: ProfileRange) -> Co
         profile = msgspec.json.decode(read_text(path), type=CostProfile)
     except OSError as error:
         raise CostProfileError(f"{path}: cannot be read ({error.strerror})") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, OtherEncoding) as error:
         raise CostProfileError(f"{path}: not a cost profile ({error})") from error
     for what, found, wanted in (
         ("format", profile.format, FORMAT),

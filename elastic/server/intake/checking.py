@@ -40,7 +40,7 @@ NICENESS = 5
 
 
 @dataclass(frozen=True)
-class _Order:
+class _CheckOrder:
     settings: ServerSettings
     submission: Submission
     project: str
@@ -77,7 +77,7 @@ class _CheckProcess:
             raise TimeoutError
         self._line.recv_bytes()
 
-    def ask(self, order: _Order) -> object:
+    def ask(self, order: _CheckOrder) -> object:
         """Return its answer. Raises `EOFError`, `OSError`, `TimeoutError`."""
         self._line.send(order)
         if not self._line.poll(CHECK_TIMEOUT_S):
@@ -103,7 +103,7 @@ class CheckProcesses:
     def checked(self, settings: ServerSettings, submission: Submission, project: str) -> CheckedSubmission:
         """Return the run that is asked for. Raises `ApiProblem` with all faults that can be told at once."""
         with self._process(project) as process:
-            answer = process.ask(_Order(settings, submission, project))
+            answer = process.ask(_CheckOrder(settings, submission, project))
         if isinstance(answer, ApiProblem):
             raise answer
         if not isinstance(answer, CheckedSubmission):
@@ -190,7 +190,7 @@ atexit.register(_processes.end)
 checked, warm = _processes.checked, _processes.warm
 
 
-def _answer(order: _Order) -> object:
+def _answer(order: _CheckOrder) -> object:
     with untrusted():
         try:
             new, plan = submissions.check(order.settings, order.submission, order.project)
