@@ -92,9 +92,10 @@ class LinkedProvider(ReservedProvider):
         self.context = msgspec.structs.replace(self.context, endpoint=Endpoint(await self._link.start()))
         await super().start(emit)
 
-    async def aclose(self) -> None:
-        await super().aclose()
+    async def aclose(self) -> str:
+        left = await super().aclose()
         await self._link.aclose()
+        return left
 
 
 @dataclass(frozen=True)

@@ -481,8 +481,9 @@ class Rollouts:
         so long that no timer could end it."""
         limit_s, began_ns = self._limits.environment_timeout_s, self._clock_ns()
         stubborn = asyncio.get_running_loop().call_later(limit_s + STUBBORN_S, self._give_up, episode)
+        limit = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s) as limit:
+            async with limit:
                 yield
         except TimeoutError as error:
             if limit.expired():
