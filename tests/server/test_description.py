@@ -26,7 +26,9 @@ def test_routes_are_built_before_the_first_request(shared_site: Site) -> None:
 def test_examples_are_what_their_models_allow() -> None:
     for name, example in EXAMPLES.items():
         model = getattr(elastic.resources, name)
-        assert model.model_validate_json(json.dumps(example)).model_dump(mode="json", exclude_unset=True) == example
+        shown = model.model_validate_json(json.dumps(example)).model_dump(mode="json", exclude_unset=True)
+        hidden = dict.fromkeys([key for key, value in shown.items() if value == "**********"], "**********")
+        assert shown == {**example, **hidden}
 
 
 def test_every_body_has_an_example(shared_site: Site) -> None:
