@@ -79,12 +79,12 @@ def identity(pid: int) -> Identity | None:
     return Identity(pid, int(text.rpartition(")")[2].split()[19]), boot_id())
 
 
-@functools.cache
 def boottime_ns() -> int:
     """Return the time since the machine's boot. It goes on while the machine is suspended, as bills and leases do."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
+@functools.cache
 def boot_id() -> str:
     """Return the id of the machine's present boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -66,6 +66,9 @@ def test_what_a_run_asks_of_a_pool(tmp_path: Path) -> None:
     path.write_text('[model]\ncheckpoint = "base"\n[job]\nslo = 1.2\nplan = { rollout_s = 4, train_s = 2 }\n')
     job = load_config(path).job
     assert (job.slo, job.plan and job.plan.rollout_s, job.rollout_nodes) == (1.2, 4.0, 1)
-    for override, words in (("job.slo=0.9", "job.slo: .* 1 .found 0.9"), ("job.plan.rollout_s=0", "greater than 0")):
+    for override, words in (
+        ("job.slo=0.9", "job.slo: .* 1 .found 0.9"),
+        ("job.plan.rollout_s=0", "greater than or equal to 0.000001"),
+    ):
         with pytest.raises(ConfigError, match=words):
             load_config(path, [override])

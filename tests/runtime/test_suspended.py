@@ -8,6 +8,7 @@ import msgspec
 
 from elastic.core.events import LeaseEnded, LeaseGranted
 from elastic.core.types import EndCause, Nanoseconds
+from elastic.processes import boottime_ns
 from elastic.runtime.live import LoopClock
 from providers.base_provider import BaseProvider
 from providers.markets import LeaseEnding
@@ -47,3 +48,10 @@ async def test_a_lease_ends_by_the_runs_clock(tmp_path: Path) -> None:
     clock.suspended_ns = 3600 * 10**9
     assert (await recorder.ended("lease-1")).cause is EndCause.EXPIRED
     await provider.aclose()
+
+
+def test_the_clock_of_a_boot_goes_on() -> None:
+    first = boottime_ns()
+    while boottime_ns() == first:
+        pass
+    assert boottime_ns() > first

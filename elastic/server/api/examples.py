@@ -362,7 +362,10 @@ EXAMPLES: Mapping[str, Any] = {
     "ProjectSecret": {"id": "HF_TOKEN", "object": "secret", "project": PROJECT_ID, "updated_at": _AT},
     "SecretValue": {"value": "**********"},
     "ProjectCredentials": {"id": "aws", "object": "credentials", "project": PROJECT_ID, "updated_at": _AT},
-    "AwsCredentials": {"access_key_id": "AKIAIOSFODNN7EXAMPLE", "secret_access_key": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"},
+    "AwsCredentials": {
+        "access_key_id": "AKIAIOSFODNN7EXAMPLE",
+        "secret_access_key": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
+    },
     "ModalCredentials": {"token_id": "ak-abc123", "token_secret": "as-EXAMPLE"},
     "Upload": {
         "id": "upl_01JD3K5T7WQ8M2N4P6R8S0V2X4",
