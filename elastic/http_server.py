@@ -256,14 +256,14 @@ async def serving(
     server = EmbeddedServer(server_config(app, limits))
     address = address_of(listener)
     task = asyncio.create_task(server.serve(sockets=[]), name="http server")
-    door: TlsServer | Door | None = None
+    door: TlsServer | DialLimit | None = None
     try:
         await server.up
         if certificate is not None:
             most, timeout_s = limits.connections_max, limits.head_timeout_s
             door = TlsServer(listener, certificate, server.protocol, most, timeout_s)
         else:
-            door = Door(listener, server.protocol, limits)
+            door = DialLimit(listener, server.protocol, limits)
         yield f"{'http' if certificate is None else 'https'}://{address}"
     finally:
         if door is not None:
@@ -299,7 +299,7 @@ class EmbeddedServer(UnsignalledServer):
         return make(config=config, server_state=self.server_state, app_state=self.lifespan.state)
 
 
-class Door:
+class DialLimit:
     """Accepts connections on a socket that listens, from now on; each gets a protocol.
 
     An address that dials too often is hung up on at once, which costs little; it waits for its turn as others do not.
