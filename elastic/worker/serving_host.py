@@ -32,7 +32,15 @@ from elastic.config import ConfigError
 from elastic.endpoint import Address
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.engine.coserving.front import ERROR_HANDLERS, ServingFront, openai_error
-from elastic.http_server import BodyLimits, CallerLimits, Door, EmbeddedServer, HostCheck, PeerLimits, server_config
+from elastic.http_server import (
+    BodyLimits,
+    CallerLimits,
+    DialLimit,
+    EmbeddedServer,
+    HostCheck,
+    PeerLimits,
+    server_config,
+)
 from elastic.machine import raise_descriptor_limit
 from elastic.processes import end_own_kin
 from elastic.signals import TERMINATION, act_on
@@ -254,7 +262,7 @@ async def _serve(
 async def _open_door(server: EmbeddedServer, listener: socket.socket) -> None:
     """Let peers in once the server is up, until cancelled."""
     await server.up
-    door = Door(listener, server.protocol, LIMITS)
+    door = DialLimit(listener, server.protocol, LIMITS)
     try:
         await asyncio.Event().wait()
     finally:
