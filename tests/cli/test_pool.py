@@ -91,7 +91,7 @@ def test_a_dry_run_says_where_and_in_numbers_why_not_elsewhere(elastic, pool: St
         (("--slo", "1.01"), ("cannot keep its slo of 1.01 even alone", "it could keep 1.05")),
         (("--set", "job.rollout_memory_gb=3"), ("fits no rollout node", "needed 3000000000", "largest: 2000000000")),
         (("--set", "job.train_nodes=2"), ("needed 2 train nodes", "largest: 1")),
-        (("--set", "job.plan.train_s=0"), ("job.plan.train_s", "greater than 0")),
+        (("--set", "job.plan.train_s=0"), ("job.plan.train_s", "greater than or equal to 0.000001")),
         (("--set", "job.memory=1"), ("job.memory: unknown key", "rollout_memory_gb")),
         (("--providers", "nosuch"), ("unknown provider 'nosuch'",)),
         (("--set", "trainer.gpus=2"), ("trainer.gpus: found 2",)),
