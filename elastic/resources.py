@@ -147,6 +147,7 @@ class RunFigures(_Resource):
     trainer: str = ""
     phase: str = ""
     cpu_share: float = 0.0
+    late_share: float | None = None
     pacing_holds: bool = True
     providers: dict[str, ProviderFigures] = {}
     budget: BudgetFigures | None = None

@@ -130,7 +130,8 @@ class Heartbeat(_Message, frozen=True):
     """Engine progress and the accounts of the worker's device, in ns: they add up to its process's age.
 
     The first one follows `Ready` at once and announces the worker's credit, `capacity_turns`. `load_progress`
-    grows with every byte pulled and every piece of weights applied.
+    grows with every byte pulled and every piece of weights applied. Of `paced_iterations`, which had a modelled time,
+    `late_iterations` took longer than that.
     """
 
     capacity_turns: Count
@@ -144,6 +145,8 @@ class Heartbeat(_Message, frozen=True):
     prompt_tokens: Count
     loading: LoadPhase = LoadPhase.NONE
     load_progress: Count = 0
+    paced_iterations: Count = 0
+    late_iterations: Count = 0
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):

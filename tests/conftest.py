@@ -1,5 +1,6 @@
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,10 @@ from hypothesis import settings
 settings.register_profile("elastic", deadline=None, max_examples=25)
 settings.load_profile("elastic")
 
+
+# Whoever starts the tests in the background may have switched these off, and what a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = Path(__file__).parents[1]
 

@@ -16,7 +16,6 @@ from elastic.cli.output import console, program
 from elastic.core.types import NS_PER_S
 from elastic.runtime.status import PROVIDER_STOPPED, RunStatus, tokens_per_s, total_tokens
 
-PACING_SLIPS = "engines may run below the speed they model (see their logs: pace)"
 TRAINER = {
     "absent": "trainer starts",
     "awake": "trainer generates",
@@ -142,15 +141,24 @@ def line(status: RunStatus, rate: float, *, learns: bool = True) -> str:
         f"${status.usd:.4f}",
         f"{status.elapsed_s:.0f} s",
     ]
-    if not status.pacing_holds:
-        parts.append(f"(CPU {status.cpu_share:.0%}: pacing may not hold)")
+    if slips := pacing_slips(status):
+        parts.append(f"({slips})")
     return "  ".join(parts)
 
 
 def render(status: RunStatus, *, learns: bool = True) -> Group:
     """The live panel: fits 80 columns, and nothing in it moves while figures change."""
-    warning = "" if status.pacing_holds else f"CPU {status.cpu_share:.0%} busy: {PACING_SLIPS}"
-    return Group(_head(status), _facts(status, learns=learns), _table(status), Text(warning, style="yellow"))
+    warning = Text(pacing_slips(status), style="yellow")
+    return Group(_head(status), _facts(status, learns=learns), _table(status), warning)
+
+
+def pacing_slips(status: RunStatus) -> str:
+    """How far engines run below the speed that they model; empty where they keep it."""
+    if status.pacing_holds or status.late_share is None:
+        return ""
+    return (
+        f"{status.late_share:.0%} of paced iterations took longer than modelled, with the CPU at {status.cpu_share:.0%}"
+    )
 
 
 def _head(status: RunStatus) -> Table:

@@ -108,7 +108,8 @@ class WorkerReported(_Event, frozen=True):
     `capacity_turns` is the worker's credit: how many turns it can hold at once right now.
     `progress` counts engine iterations; a heartbeat whose progress stands still while turns execute is
     that of a hung engine. `loading` and `load_progress`, which grows with every piece of weights that is pulled or
-    applied, are those of the weights that it was told to load.
+    applied, are those of the weights that it was told to load. `paced_iterations` of the engine had a modelled time,
+    and `late_iterations` of them took longer.
     """
 
     worker: WorkerId
@@ -124,6 +125,8 @@ class WorkerReported(_Event, frozen=True):
     prompt_tokens: int = 0
     loading: LoadPhase = LoadPhase.NONE
     load_progress: int = 0
+    paced_iterations: int = 0
+    late_iterations: int = 0
 
 
 class WorkerSlept(_Event, frozen=True):

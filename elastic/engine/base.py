@@ -58,7 +58,8 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A consistent snapshot. `accounts_ns` sums exactly to the engine's age; `progress` counts iterations.
 
     `waits_to_apply`: new weights are not applied before running turns have ended. `received_bytes` grows with what
-    comes off relays, `load_progress` with every piece of weights that is applied.
+    comes off relays, `load_progress` with every piece of weights that is applied. `paced_iterations` are those whose
+    time was modelled; `late_iterations` of them took longer than that.
     """
 
     pending: int
@@ -76,6 +77,8 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     waits_to_apply: bool = False
     load_progress: int = 0
     received_bytes: int = 0
+    paced_iterations: int = 0
+    late_iterations: int = 0
 
 
 ChunkSink = Callable[[Sequence[TokenChunk]], None]

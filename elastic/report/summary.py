@@ -169,6 +169,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     first_token: Histogram
     pulls: Pulls
     weights: WeightUpdates
+    late_share: float | None
+    """The share of the engines' paced iterations that took longer than modelled, as the engines measured."""
     cpu_saturated_share: float | None
     timeline: Timeline
     batches: Batches
@@ -292,6 +294,7 @@ def _summary(history: History) -> Summary:
         weights=weights_of(history),
         caps=status.caps if status else {},
         budget=status.budget if status else None,
+        late_share=status.late_share if status else None,
         cpu_saturated_share=_share(status.cpu_share > CPU_SATURATED_SHARE for _, status in samples),
         timeline=shown,
         batches=batches,

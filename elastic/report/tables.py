@@ -16,7 +16,7 @@ from elastic.report.summary import Moves, Pulls, Quantiles, StepSummary, Summary
 from elastic.report.usage import LeaseEnd, Usage
 from elastic.report.weights import PARTS, WorkerPull, mean, mean_split_s
 from elastic.runtime.journal import INTERRUPTED
-from elastic.runtime.status import CPU_SATURATED_SHARE
+from elastic.runtime.status import CPU_SATURATED_SHARE, LATE_SHARE_MAX
 
 MOST_CAUSES = 10
 MOST_WORKERS = MOST_REFUSED = 40
@@ -178,11 +178,10 @@ def warnings(summary: Summary) -> list[str]:
     if (budget := summary.budget) is not None:
         found.append(_budget_words(budget, goes_on=summary.outcome == "incomplete"))
     found += [f"{provider} is capped at {gpus} GPUs." for provider, gpus in summary.caps.items()]
-    if summary.cpu_saturated_share and summary.paced is not False:
+    if summary.late_share is not None and summary.late_share > LATE_SHARE_MAX:
         found.append(
-            f"CPU use was above {100 * CPU_SATURATED_SHARE:.0f} % in {units.share(summary.cpu_saturated_share)} of "
-            "the samples: paced engines may have run below the speed they model; the lines `pace` in the workers' logs "
-            "have how many of their iterations held."
+            f"{units.share(summary.late_share)} of the paced iterations took longer than modelled: engines ran below "
+            "the speed they model."
         )
     found += [f"{mismatch}. None of its tokens counts from then on." for mismatch in summary.mismatches[:MOST_WORKERS]]
     if summary.ledger_imbalance_ns:
@@ -711,6 +710,7 @@ def _integrity(summary: Summary) -> Table:
         rows=[
             ["ledger imbalance", f"{summary.ledger_imbalance_ns:,} ns"],
             ["unattributed time of leases that ended in order", units.share(summary.unattributed_share)],
+            ["paced iterations that took longer than modelled", units.share(summary.late_share)],
             [
                 f"samples with the CPU above {100 * CPU_SATURATED_SHARE:.0f} %",
                 units.share(summary.cpu_saturated_share),

@@ -89,6 +89,8 @@ class Listener:
                 prompt_tokens=beat.prompt_tokens,
                 loading=beat.loading,
                 load_progress=beat.load_progress,
+                paced_iterations=beat.paced_iterations,
+                late_iterations=min(beat.late_iterations, beat.paced_iterations),
             )
         )
 

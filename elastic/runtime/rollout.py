@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -187,6 +188,47 @@ class ScoringSettings:
 
     environment: dict[str, Any]
     reward: dict[str, Any]
+
+
+class _TimeToAnswer:
+    """The context of one call of an environment. Raises `Unanswered`, also where the call held the event loop for so
+    long that no timer could end it. `give_up` is called if what tells the call to end does not end it.
+
+    A class, as a call may be left behind with its loop, which ends no generator in order.
+    """
+
+    def __init__(
+        self, limit_s: float, clock_ns: Callable[[], int], give_up: Callable[[], None], told_to_end: Callable[[], bool]
+    ) -> None:
+        self._limit_s, self._clock_ns = limit_s, clock_ns
+        self._give_up, self._told_to_end = give_up, told_to_end
+        self._limit = asyncio.timeout(limit_s)
+
+    async def __aenter__(self) -> None:
+        self._began_ns = self._clock_ns()
+        self._stubborn = asyncio.get_running_loop().call_later(self._limit_s + STUBBORN_S, self._give_up)
+        await self._limit.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stubborn.cancel()
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            raise Unanswered(unanswered(self._limit_s)) from late
+        if isinstance(error, TimeoutError) and self._limit.expired():
+            raise Unanswered(unanswered(self._limit_s)) from error
+        if error is not None:
+            return
+        if self._told_to_end():
+            raise asyncio.CancelledError  # The environment has caught it.
+        if self._clock_ns() - self._began_ns > self._limit_s * 1e9:
+            raise Unanswered(unanswered(self._limit_s))
+
+
+def unanswered(limit_s: float) -> str:
+    return f"the environment did not answer within {limit_s:g} s"
 
 
 class Rollouts:
@@ -396,8 +438,11 @@ class Rollouts:
         step, group, _ = parse_trajectory(trajectory)
         episode = RolloutTrajectory(trajectory, self._clock_ns(), stable_hash(self._seed, step, group))
         try:
-            async with self._environment(episode) as environment:
+            environment = self._make_environment()
+            try:
                 await self._play(episode, environment)
+            finally:
+                await self._close(episode, environment)
         except (TurnFailed, Diverged, NoRoom, BadAnswer, Unanswered) as failure:
             self._failed(episode, str(failure))
         except BaseException as error:
@@ -410,19 +455,14 @@ class Rollouts:
         finally:
             self._running.pop(trajectory, None)
 
-    @contextlib.asynccontextmanager
-    async def _environment(self, episode: RolloutTrajectory) -> AsyncIterator[Environment]:
-        environment = self._make_environment()
+    async def _close(self, episode: RolloutTrajectory, environment: Environment) -> None:
         try:
-            yield environment
-        finally:
-            try:
-                async with self._time_to_answer(episode):
-                    await environment.aclose()
-            except BaseException as error:  # what the episode came to stands
-                if isinstance(error, _ENDS) and self._is_told_to_end(episode.trajectory):
-                    raise
-                log.warning("environment not closed", error=told(error))
+            async with self._time_to_answer(episode):
+                await environment.aclose()
+        except BaseException as error:  # what the episode came to stands
+            if isinstance(error, _ENDS) and self._is_told_to_end(episode.trajectory):
+                raise
+            log.warning("environment not closed", error=told(error))
 
     def _over(self, episode: RolloutTrajectory) -> None:
         trajectory, tokens = episode.trajectory, episode.policy_tokens
@@ -442,7 +482,7 @@ class Rollouts:
         """Go on without an environment that catches what tells it to end. Its loop is told so again, and unheard."""
         if self._ending:
             return
-        self._failed(episode, f"{self._unanswered()}, and does not end")
+        self._failed(episode, f"{unanswered(self._limits.environment_timeout_s)}, and does not end")
         self._running.pop(episode.trajectory, None)
         self.cancel(episode.trajectory)
 
@@ -475,29 +515,13 @@ class Rollouts:
             reward = await environment.truncate()
         episode.reward = answers.reward("truncate", reward)
 
-    @contextlib.asynccontextmanager
-    async def _time_to_answer(self, episode: RolloutTrajectory) -> AsyncIterator[None]:
-        """A context for one call of an environment. Raises `Unanswered`, also where the call held the event loop for
-        so long that no timer could end it."""
-        limit_s, began_ns = self._limits.environment_timeout_s, self._clock_ns()
-        stubborn = asyncio.get_running_loop().call_later(limit_s + STUBBORN_S, self._give_up, episode)
-        limit = asyncio.timeout(limit_s)
-        try:
-            async with limit:
-                yield
-        except TimeoutError as error:
-            if limit.expired():
-                raise Unanswered(self._unanswered()) from error
-            raise
-        finally:
-            stubborn.cancel()
-        if self._is_told_to_end(episode.trajectory):
-            raise asyncio.CancelledError  # The environment has caught it.
-        if self._clock_ns() - began_ns > limit_s * 1e9:
-            raise Unanswered(self._unanswered())
-
-    def _unanswered(self) -> str:
-        return f"the environment did not answer within {self._limits.environment_timeout_s:g} s"
+    def _time_to_answer(self, episode: RolloutTrajectory) -> "_TimeToAnswer":
+        return _TimeToAnswer(
+            self._limits.environment_timeout_s,
+            self._clock_ns,
+            give_up=lambda: self._give_up(episode),
+            told_to_end=lambda: self._is_told_to_end(episode.trajectory),
+        )
 
     def _has_room(self, episode: RolloutTrajectory) -> bool:
         return len(episode.token_ids) + self._limits.sampling.max_new_tokens <= self._limits.max_context_tokens

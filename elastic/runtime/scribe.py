@@ -10,7 +10,7 @@ import msgspec
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.ids import group_of, parse_trajectory, provider_of
+from elastic.core.ids import group_of, lease_of, parse_trajectory, provider_of
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import DEATHS, EndCause, LeaseId, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
 from elastic.runtime.journal import (
@@ -34,7 +34,7 @@ from functions.base import Call
 
 REMEMBERED = (
     *("counts", "rewards", "last_success_rate", "last_mean_reward", "function_usd", "events"),
-    *("_trajectories", "_turns", "_unscored", "_granted", "_members", "_steps", "_trained", "_unpublished"),
+    *("_trajectories", "_turns", "_unscored", "_granted", "_members", "_steps", "_trained", "_unpublished", "_paced"),
 )
 """Attributes of a scribe that the next incarnation's goes on with."""
 
@@ -127,6 +127,8 @@ class Scribe:
         self._unscored: dict[TrajectoryId, TrajectoryRow] = {}
         """As they were written when they ended."""
         self._granted: set[LeaseId] = set()
+        self._paced: dict[WorkerId, tuple[int, int]] = {}
+        """How many of a worker's iterations were paced, and how many of these were late, when it reported last."""
         self._members: dict[str, tuple[TrajectoryId, ...]] = {}
         self._steps = len(scheduler.history)
         self._trained: dict[str, GroupRow] = {}
@@ -136,6 +138,7 @@ class Scribe:
         self._on_event: dict[type[e.Event], Callable[[Nanoseconds, Any, Any], None]] = {
             e.LeaseGranted: self._lease_granted,
             e.LeaseEnded: self._lease_ended,
+            e.WorkerReported: self._worker_reported,
             e.TurnRequested: self._turn_requested,
             e.WeightsApplied: self._weights_reported,
             e.WeightsFailed: self._weights_reported,
@@ -154,8 +157,8 @@ class Scribe:
             c.DropGroup: lambda t, k: self._group_over(t, k, k.reason),
         }
         if not self._keeps:  # Nobody reads rows: only what the status shows is kept.
-            leases = (e.LeaseGranted, e.LeaseEnded)
-            self._on_event = {kind: note for kind, note in self._on_event.items() if kind in leases}
+            shown = (e.LeaseGranted, e.LeaseEnded, e.WorkerReported)
+            self._on_event = {kind: note for kind, note in self._on_event.items() if kind in shown}
             self._on_command = {}
 
     def record(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
@@ -237,6 +240,16 @@ class Scribe:
             count.leases_ended += 1
             count.preemptions += event.cause is EndCause.PREEMPTED
             count.deaths += event.cause in DEATHS
+        self._paced = {worker: paced for worker, paced in self._paced.items() if lease_of(worker) != event.lease}
+
+    def _worker_reported(self, _: Nanoseconds, event: e.WorkerReported, __: Any) -> None:
+        if not event.paced_iterations:
+            return
+        paced, late = self._paced.get(event.worker, (0, 0))
+        self._paced[event.worker] = event.paced_iterations, event.late_iterations
+        count = self._count(provider_of(event.worker))
+        count.paced_iterations += max(0, event.paced_iterations - paced)
+        count.late_iterations += max(0, event.late_iterations - late)
 
     def _turn_requested(self, now_ns: Nanoseconds, event: e.TurnRequested, _: Any) -> None:
         trajectory = self._trajectories.get(event.trajectory)

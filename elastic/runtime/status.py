@@ -31,6 +31,10 @@ class ProviderStatus(msgspec.Struct, kw_only=True):
     preemptions: int = 0
     deaths: int = 0
     replaced: int = 0
+    paced_iterations: int = 0
+    """Of its workers' engines: those whose time was modelled."""
+    late_iterations: int = 0
+    """Those of them that took longer than modelled."""
     usd: float = 0.0
     usd_per_hour: float = 0.0
 
@@ -47,8 +51,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     """The run at one moment. Success rates are shares of scored trajectories with a reward above 0; mean rewards are of
     the same trajectories.
 
-    `cpu_share` is that of the whole machine; where it passes `CPU_SATURATED_SHARE`, paced engines no longer
-    keep their modelled speed and `pacing_holds` is false.
+    `cpu_share` is that of the whole machine. `late_share` is that of the paced iterations which took longer than
+    modelled, None where nothing is paced; where it passes `LATE_SHARE_MAX`, `pacing_holds` is false.
     """
 
     run: str
@@ -66,6 +70,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     preemptions: int
     usd: float
     cpu_share: float
+    late_share: float | None = None
     pacing_holds: bool
     trainer: str
     providers: dict[str, ProviderStatus]
@@ -79,8 +84,10 @@ class RunStatus(msgspec.Struct, kw_only=True):
 
 
 PROVIDER_STOPPED = "ProviderStopped"
+LATE_SHARE_MAX = 0.05
+"""Above this share of late iterations, paced engines run below the speed that they model."""
 CPU_SATURATED_SHARE = 0.85
-"""Above this, several paced engines on one machine compete for it and stop adding up as separate devices would."""
+"""Above this, several engines on one machine compete for it and stop adding up as separate devices would."""
 
 
 class ProviderCounts(Protocol):
@@ -91,6 +98,8 @@ class ProviderCounts(Protocol):
     preemptions: int
     deaths: int
     replaced: int
+    paced_iterations: int
+    late_iterations: int
 
 
 def run_status(
@@ -108,6 +117,7 @@ def run_status(
 ) -> RunStatus:
     """The state of a run's core, with what its shell has counted. `rewards` are those of this step so far."""
     providers = _provider_statuses(scheduler, now_ns, counts)
+    late = late_share(counts.values())
     step = scheduler.step
     return RunStatus(
         run=run,
@@ -125,7 +135,8 @@ def run_status(
         preemptions=sum(provider.preemptions for provider in providers.values()),
         usd=sum(provider.usd for provider in providers.values()) + function_usd,
         cpu_share=cpu_share,
-        pacing_holds=cpu_share < CPU_SATURATED_SHARE,
+        late_share=late,
+        pacing_holds=late is None or late <= LATE_SHARE_MAX,
         trainer=scheduler.trainer_mode,
         providers=providers,
         caps=dict(scheduler.controls.caps),
@@ -167,6 +178,15 @@ def mean_reward(rewards: Sequence[float]) -> float | None:
     return sum(rewards) / len(rewards) if rewards else None
 
 
+def late_share(counts: Iterable[ProviderCounts]) -> float | None:
+    """The share of the paced iterations that took longer than modelled; None where nothing is paced."""
+    paced = late = 0
+    for count in counts:
+        paced += count.paced_iterations
+        late += count.late_iterations
+    return late / paced if paced else None
+
+
 def tokens_per_s(marks: Sequence[tuple[Nanoseconds, int]]) -> float:
     """The mean rate from the first to the last of `marks`: times, and tokens counted until then."""
     (first_ns, first), (last_ns, last) = marks[0], marks[-1]
@@ -187,6 +207,8 @@ def _provider_statuses(
             preemptions=count.preemptions,
             deaths=count.deaths,
             replaced=count.replaced,
+            paced_iterations=count.paced_iterations,
+            late_iterations=count.late_iterations,
         )
         for name, count in counts.items()
     }

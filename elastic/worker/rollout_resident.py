@@ -115,6 +115,8 @@ class LentEngine:
             decoded_tokens=now.decoded_tokens - before.decoded_tokens,
             prompt_tokens=now.prompt_tokens - before.prompt_tokens,
             prefix_hit_tokens=now.prefix_hit_tokens - before.prefix_hit_tokens,
+            paced_iterations=now.paced_iterations - before.paced_iterations,
+            late_iterations=now.late_iterations - before.late_iterations,
         )
 
     def close(self) -> None:

@@ -278,6 +278,8 @@ class Service:
                 prompt_tokens=now.prompt_tokens,
                 loading=self._loading_at(now),
                 load_progress=now.received_bytes + now.load_progress,
+                paced_iterations=now.paced_iterations,
+                late_iterations=now.late_iterations,
             )
         )
 

@@ -75,6 +75,10 @@ class EngineControls:
         self.closed = False
         self.idle_account = Account.IDLE
         self.iterations = 0
+        self.paced_iterations = 0
+        """Those whose time was modelled."""
+        self.late_iterations = 0
+        """Those of them that took longer."""
         self.pieces_applied = 0
         self.capabilities = Capabilities(
             engine="torch",
@@ -187,6 +191,8 @@ class EngineControls:
                 waits_to_apply=bool(self.orders) and not self.may_apply,
                 load_progress=self.pieces_applied,
                 received_bytes=self.weights.received_bytes,
+                paced_iterations=self.paced_iterations,
+                late_iterations=self.late_iterations,
             )
 
     def end(self) -> None:

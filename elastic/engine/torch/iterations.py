@@ -96,6 +96,8 @@ class IterationRunner:
         controls = self._controls
         left_s = modelled_s - (time.monotonic_ns() - started_ns) / NS_PER_S
         self._paces.took(held=left_s >= 0)
-        if left_s > 0:
-            with controls.changed:
+        with controls.changed:
+            controls.paced_iterations += 1
+            controls.late_iterations += left_s < 0
+            if left_s > 0:
                 controls.changed.wait_for(lambda: controls.closed or controls.rests, left_s)

@@ -35,6 +35,7 @@ _FIGURES: dict[str, Any] = {
     "trainer": "asleep",
     "phase": "running",
     "cpu_share": 0.7,
+    "late_share": 0.01,
     "pacing_holds": True,
     "providers": {
         "spot": {

@@ -85,3 +85,13 @@ def test_starts_once(make_torch_engine):
     recorder = make_torch_engine()
     with pytest.raises(RuntimeError, match="started before"):
         recorder.engine.start(lambda chunks: None)
+
+
+@pytest.mark.parametrize(("decode_s", "late"), [(1e-7, True), (0.2, False)])
+def test_it_counts_the_iterations_that_took_longer_than_modelled(make_torch_engine, turn, decode_s, late):
+    pacing = {"prefill_tokens_per_s": 1e9, "decode_step_s": {1: decode_s}}
+    recorder = make_torch_engine(max_batch=1, pacing=pacing)
+    recorder.run(turn("a", max_new_tokens=4))
+    found = recorder.engine.statistics()
+    assert found.paced_iterations == found.progress > 0
+    assert (found.late_iterations > 0) == late
