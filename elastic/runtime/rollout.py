@@ -13,6 +13,7 @@ loop, also by `SystemExit` or a `CancelledError` of its own, the core hears of i
 import asyncio
 import contextlib
 import hashlib
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -456,6 +457,8 @@ class Rollouts:
             self._running.pop(trajectory, None)
 
     async def _close(self, episode: RolloutTrajectory, environment: Environment) -> None:
+        if isinstance(sys.exception(), GeneratorExit):
+            return  # It was left behind with its loop: nothing can be awaited any more.
         try:
             async with self._time_to_answer(episode):
                 await environment.aclose()

@@ -13,10 +13,10 @@ from elastic.chaos.shrink import shrunk
 from elastic.chaos.simulate import WorldFailed, simulate
 from elastic.runtime.rollout import OpenTurn
 
-FIXED = range(16)
+FIXED = range(8)
 """Seeds that every change is tried with."""
 BATCH = 4
-FRESH = 4
+FRESH = 2
 PLANTED = ("outbox_not_emptied", "relay_not_waited_for", "turn_ends_unheard", "pool_yields_before_devices_are_free")
 """Of the bugs: `benchmarks/faults.py` tries all."""
 
@@ -39,15 +39,15 @@ def test_nobody_is_fenced_for_the_orchestrators_own_silence(seed: int) -> None:
 
 
 def test_one_seed_gives_one_history_whatever_the_hashes() -> None:
-    """In another process, where others were lived through before."""
-    program = "from elastic.chaos.simulate import simulate; print(*[simulate(seed).history for seed in (9, 3)])"
+    """In this process others were lived through before."""
+    program = "from elastic.chaos.simulate import simulate; print(simulate(3).history)"
     told = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PYTHONHASHSEED": "2"},
         capture_output=True,
         check=True,
     ).stdout
-    assert told.decode().split()[::-1] == [simulate(seed).history for seed in (3, 9)]
+    assert told.decode().strip() == simulate(3).history
 
 
 def test_a_failure_names_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,7 @@ async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_
         await finished(pool, "one", "two")
 
 
+@pytest.mark.nightly
 async def test_a_job_that_nothing_can_be_done_for_ends_neither_the_pool_nor_others(tmp_path: Path):
     async with running(tmp_path) as pool:
         await pool.control.submit(pool.submit(POISONED))
@@ -290,6 +291,7 @@ async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):
         assert [mark.at_s for mark in report.marks] == sorted(mark.at_s for mark in report.marks)
 
 
+@pytest.mark.nightly
 async def test_rollout_nodes_come_and_go_with_the_instances_of_a_spot_market(tmp_path: Path):
     path = tmp_path / "spot.csv"
     events = [(0, "add", "a"), (0, "add", "b"), (5, "remove", "a"), (10, "remove", "b"), (13, "add", "c")]
@@ -323,6 +325,7 @@ async def test_rollout_nodes_come_and_go_with_the_instances_of_a_spot_market(tmp
         assert there.isdisjoint({"rollout-1", "rollout-2"}), "the last instance has a node of its own"
 
 
+@pytest.mark.nightly
 async def test_who_does_not_give_way_or_park_is_killed_and_the_cycle_goes_on(tmp_path: Path):
     async with running(tmp_path) as pool:
         await pool.control.submit(pool.submit("hangs", steps=2, plan_s=5, hangs_at=0))
@@ -331,6 +334,7 @@ async def test_who_does_not_give_way_or_park_is_killed_and_the_cycle_goes_on(tmp
         assert (pool.jobs["hangs"] / "hung").exists()
 
 
+@pytest.mark.nightly
 async def test_a_job_whose_process_dies_too_often_has_failed_and_may_come_again(tmp_path: Path):
     async with running(tmp_path) as pool:
         await pool.control.submit(pool.submit("frail", steps=50, max_restarts=0))
@@ -360,6 +364,7 @@ async def test_a_pool_that_was_stopped_goes_on_with_its_jobs_where_they_were(tmp
         assert (await pool.job("long"))["state"] == "finished"
 
 
+@pytest.mark.nightly
 async def test_a_script_takes_turns_with_a_run_and_comes_again_after_its_death(tmp_path: Path):
     async with running(tmp_path) as pool:
         await pool.control.submit(pool.submit("run", steps=3))
@@ -375,6 +380,7 @@ async def test_a_script_takes_turns_with_a_run_and_comes_again_after_its_death(t
         assert not pool.residents("train-1", "script")
 
 
+@pytest.mark.nightly
 async def test_a_phase_that_needs_both_pools_has_both_at_once_beside_a_run(tmp_path: Path):
     async with running(tmp_path) as pool:
         phases = ("rollout", "both", "train")

@@ -74,9 +74,15 @@ class RunWriter:
     def books(self) -> None:
         self.journal.books(self.ledger.books.values())
 
-    def sample(self, at_s: float, providers: Mapping[str, ProviderStatus], cpu_share: float = 0.5) -> None:
+    def sample(
+        self,
+        at_s: float,
+        providers: Mapping[str, ProviderStatus],
+        cpu_share: float = 0.5,
+        late_share: float | None = None,
+    ) -> None:
         """A sample of the run with the books as they are."""
-        own = {"elapsed_s": at_s, "cpu_share": cpu_share, "providers": dict(providers)}
+        own = {"elapsed_s": at_s, "cpu_share": cpu_share, "late_share": late_share, "providers": dict(providers)}
         status = run_status(run="sampled", steps=60, **own)
         self.journal.append(SampleRow(t_ns=_ns(at_s), status=status))
         self.books()
