@@ -203,7 +203,7 @@ class TestSavedState:
         for path in self.states(run):
             path.write_bytes(how(path.read_bytes()))
 
-    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("seed", range(6))
     def test_that_is_damaged_anywhere(self, run: RunDirectory, config: Config, whole: str, seed: int) -> None:
         rng = random.Random(seed)
 
@@ -283,7 +283,7 @@ class TestJournal:
         with pytest.raises(ConfigError, match=r"journal\.sqlite: it makes no sense: KeyError.*moved away"):
             previous_incarnation(run, config)
 
-    @pytest.mark.parametrize("seed", range(12))
+    @pytest.mark.parametrize("seed", range(4))
     def test_whose_tail_is_torn_leads_to_what_is_whole(
         self, died: Path, tmp_path: Path, config: Config, seed: int
     ) -> None:

@@ -45,6 +45,7 @@ def test_the_command_replays_a_world(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "seed=4" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_planted_bugs_of_a_job_s_side_are_found() -> None:
     planted = [sys.executable, str(Path(__file__).with_name("planted.py")), "--known", *PLANTED]
     assert subprocess.run(planted, check=False).returncode == 0

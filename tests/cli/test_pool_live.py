@@ -81,6 +81,7 @@ def test_a_pool_that_cannot_be_is_not_waited_for(start, tmp_path: Path, monkeypa
     assert "Traceback" not in err
 
 
+@pytest.mark.nightly
 async def test_the_report_of_a_live_pool_and_of_its_jobs(tmp_path: Path, elastic) -> None:
     async with running(tmp_path) as pool:
         for job in ("one", "two"):

@@ -405,6 +405,7 @@ async def test_a_phase_that_needs_both_pools_has_both_at_once_beside_a_run(tmp_p
         assert pool.replayed_digest() == status["digest"]
 
 
+@pytest.mark.nightly
 async def test_a_script_outlives_the_pool_s_process_and_how_it_ended_meanwhile_is_known(tmp_path: Path):
     async with running(tmp_path) as pool:
         await pool.control.submit(pool.submit("stays", steps=3, script=True, rollout_s=0.6))
@@ -438,6 +439,7 @@ async def test_a_script_that_cannot_be_run_as_it_is_has_failed_at_once(tmp_path:
         assert "status 2" in job["reason"]
 
 
+@pytest.mark.nightly
 async def test_a_script_that_hangs_is_killed_at_its_deadline_and_a_cancelled_one_leaves_nothing(tmp_path: Path):
     async with running(tmp_path) as pool:
         await pool.control.submit(pool.submit("script", steps=2, plan_s=2, script=True, hangs_at=0))

@@ -43,6 +43,7 @@ def member(pool: Pool, job: str) -> PoolClient:
     return PoolClient(PoolMembership(endpoint=Endpoint(address), job=job, placement=placed, token=token))
 
 
+@pytest.mark.nightly
 async def test_a_tail_moves_by_the_provider_s_notice_and_the_next_job_begins_on_the_rest(tmp_path: Path):
     async with running(tmp_path) as pool:
         await pool.control.submit(heavy(pool.submit("tail", rollout_nodes=2, led=True)))

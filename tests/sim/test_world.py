@@ -34,8 +34,8 @@ from elastic.sim.trainer import SimulatedTrainer
 from elastic.sim.worker import SimulatedWorker
 from elastic.sim.world import LARGE_EVERY, SimulatedOutcome, SimulatedWorldFailed, simulate
 
-CI_SEEDS = 20
-BATCH = 10
+CI_SEEDS = 10
+BATCH = 5
 NIGHTLY_SEEDS = 25_000
 NIGHTLY_BATCH = 250
 
@@ -56,13 +56,14 @@ def test_ten_million_events(first: int) -> None:
     live_through(range(first, first + NIGHTLY_BATCH))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_same_seed_gives_the_same_history(seed: int) -> None:
     one, two = simulate(seed), simulate(seed)
     assert (one.history, one.state) == (two.history, two.state)
     assert one.history != simulate(seed + 100).history
 
 
+@pytest.mark.nightly
 def test_worlds_are_small_but_for_one_in_a_hundred() -> None:
     def workers(settings: WorldSettings) -> int:
         return 1 + sum((p.leases + p.overlap) * p.workers_per_lease for p in settings.providers)
@@ -79,7 +80,7 @@ def test_worlds_are_small_but_for_one_in_a_hundred() -> None:
     assert len(simulate(LARGE_EVERY - 1).settings.providers) == 2
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_replayed_events_lead_to_the_same_state_after_each(seed: int) -> None:
     outcome = simulate(seed, digests=True)
     for journal in outcome.journals:
@@ -207,6 +208,7 @@ def test_what_did_nothing_is_no_fault() -> None:
 
 
 @pytest.mark.parametrize("fault", FaultRates.__struct_fields__)
+@pytest.mark.nightly
 def test_epidemic_of_one_fault(fault: str) -> None:
     faults = FaultPlan(end_ns=60 * NS_PER_S, faults=(), fault_rates=FaultRates(**{fault: 0.3}))
     settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=fault.startswith("reward"))
@@ -276,9 +278,8 @@ def crash_at(
     return FaultPlan(end_ns=at_ns, faults=(), fault_rates=FaultRates(), crashes=(crash,))
 
 
-@pytest.mark.parametrize(
-    ("bound", "checkpoint_every", "trainer_dies"), [pytest.param(0, 1, False, marks=pytest.mark.nightly), (2, 3, True)]
-)
+@pytest.mark.parametrize(("bound", "checkpoint_every", "trainer_dies"), [(0, 1, False), (2, 3, True)])
+@pytest.mark.nightly
 def test_crashed_run_goes_on_from_its_journal(bound: int, checkpoint_every: int, trainer_dies: bool) -> None:
     """Whenever the orchestrator dies, the next incarnation begins with what the journal has, and keeps all of it."""
     plan = Plan(steps=4, groups=2, group_size=3, staleness_bound=bound)
@@ -320,7 +321,8 @@ def test_what_outlives_a_long_absence() -> None:
     assert [event.epoch for event in later if event.worker in lasting] == [2]
 
 
-@pytest.mark.parametrize("checkpoint_every", [pytest.param(1, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("checkpoint_every", [1, 3])
+@pytest.mark.nightly
 def test_run_without_its_journal_begins_at_the_checkpoint(checkpoint_every: int) -> None:
     """As `elastic run --resume` does: a core that knows nothing, and whatever is still leased is given back."""
     plan = Plan(steps=4, groups=2, group_size=3)

@@ -230,6 +230,7 @@ async def test_training_with_parks_anywhere_gives_the_same_weights(tmp_path: Pat
         assert await trained("shared", keeper) == await trained("alone", None)
 
 
+@pytest.mark.nightly
 async def test_after_hundreds_of_turns_nothing_has_grown(shared: Shared, keeper: Keeper) -> None:
     await keeper.give()
     await shared.first(wire.Ready)
