@@ -53,7 +53,10 @@ class Cloud:
         self.listener: Callable[[ProviderEvent], object] | None = None
         self.run_now_ns: Callable[[], Nanoseconds] = lambda: 0
         """The clock of the run that asks."""
+        self.stillborn: Callable[[], bool] = lambda: False
+        """Whether workers cannot start now."""
         self._barred = 0
+        self._begun = 0
         self._ended: dict[LeaseId, EndCause] = {}
         self._chance = chance
         self._after = after
@@ -94,7 +97,12 @@ class Cloud:
         self.offer()
 
     def _begin(self, lease: _Lease, ticket: WorkerTicket) -> None:
-        if self.leases.get(lease.request.lease) is lease:
+        if self.leases.get(lease.request.lease) is not lease:
+            return
+        self._begun += 1
+        if self.stillborn():
+            self.end(lease.request.lease, EndCause.LOST, f"its process {self._begun} could not load its libraries")
+        else:
             self._boot(lease.endpoint, ticket, self.role is WorkerRole.TRAINER)
 
     def give_back(self, name: LeaseId) -> None:
@@ -108,8 +116,8 @@ class Cloud:
 
         self._after(self._chance.uniform(0.001, 0.1), act)
 
-    def end(self, name: LeaseId, cause: EndCause) -> None:
-        """End a lease and kill its workers."""
+    def end(self, name: LeaseId, cause: EndCause, fault: str = "") -> None:
+        """End a lease and kill its workers. `fault` says why they could not start."""
         lease = self.leases.get(name)
         if lease is None or not lease.granted:
             return
@@ -117,7 +125,7 @@ class Cloud:
         for worker in lease.alive:
             self._end_process(worker)
         self._ended[name] = cause
-        self.tell(LeaseEnded(lease=name, cause=cause))
+        self.tell(LeaseEnded(lease=name, cause=cause, fault=fault))
         self.offer()
 
     def drop(self, name: LeaseId) -> None:

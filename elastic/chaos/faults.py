@@ -66,6 +66,8 @@ class FaultKind(StrEnum):
     """A user commands the run, and the orchestrator is killed about when it answers."""
     IMPOSTOR = "impostor"
     """An engine generates with other weights than those that it has put in force: the former ones, zeros, or noise."""
+    STILLBORN = "stillborn"
+    """Someone of the cloud, or the trainer, is replaced, and for a while all end before their first word, all alike."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +129,9 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join(parts)
 
 
+OFTEN = tuple(kind for kind in FaultKind if kind is not FaultKind.STILLBORN)
+STILLBORN_SHARE = 1 / 8
+"""Share of worlds with workers that cannot start, besides their other faults."""
 SPAN_S = 30.0
 LONG_SHARE = 1 / 50
 """Share of worlds whose turns take hours."""
@@ -138,10 +143,14 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
     long = rng.random() < LONG_SHARE and not only
     among = 2 / 3 if only else rng.choice((1 / 8, 1 / 3, 2 / 3))
     drawn = Random(f"{seed}/kinds")
-    kinds = [kind for kind in only or FaultKind if drawn.random() < among] or list(only)
+    kinds = [kind for kind in only or OFTEN if drawn.random() < among] or list(only)
     span_s = 3600.0 if long else rng.uniform(2, SPAN_S)
     count = rng.choice((2, 4, 8, 16) if only else (0, 4, 16, 32, 64, 96, 128, 160)) if kinds else 0
     faults = sorted((_draw(rng, rng.choice(kinds), span_s) for _ in range(count)), key=lambda fault: fault.at_s)
+    starts = Random(f"{seed}/starts")
+    if not only and not long and starts.random() < STILLBORN_SHARE:
+        more = [_draw(starts, FaultKind.STILLBORN, span_s) for _ in range(2)]
+        faults = sorted((*faults, *more), key=lambda fault: fault.at_s)
     calm = Fault(kind=FaultKind.WEATHER, at_s=span_s)
     one_slot = rng.random() < 1 / 10
     plan = WorldPlan(

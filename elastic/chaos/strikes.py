@@ -15,7 +15,7 @@ from elastic.chaos.strangers import flood
 from elastic.chaos.world import ELASTIC, ORCHESTRATOR_TIMEOUT_S, STOPPED, World
 from elastic.compose import TRAINER_PROVIDER
 from elastic.control import CapProvider, SetBudget, StopRun
-from elastic.core.types import NS_PER_S, EndCause
+from elastic.core.types import NS_PER_S, EndCause, WorkerRole
 from elastic.sim.lies import KINDS, Liar
 
 CALLBACKS_MAX = 60
@@ -29,6 +29,8 @@ STRANGERS_MIN, STRANGERS_MAX = 270, 3000
 """More connections than may wait to be let in; seldom many more."""
 SLOWNESS_MAX = 10.0
 SLOW_COMMIT_S = 0.5
+STILLBORN_S = 4.0
+"""Shortest time in which nobody can start: enough for two starts."""
 FOR_EVER_S = 1e6
 """Duration of weather that no other weather ends, in worlds with only some of the drawn faults."""
 
@@ -278,6 +280,17 @@ def _tamper(world: World, fault: Fault) -> None:
     world.relay.ails(OF_THE_BYTES[int(fault.chance * len(OF_THE_BYTES))], fault.duration_s)
 
 
+def _stillborn(world: World, fault: Fault) -> None:
+    """Replace the trainer or a worker of the cloud; nobody starts there before the fault is over."""
+    cloud = world.clouds[TRAINER_PROVIDER if fault.target < 1 / 3 else ELASTIC]
+    until_ns = world.until_ns(STILLBORN_S + fault.duration_s)
+    cloud.stillborn = lambda: world.clock.now_ns < until_ns
+    if cloud.role is WorkerRole.TRAINER:
+        world.witness.weights_ail(STILLBORN_S + fault.duration_s)
+    for lease in [*cloud.leases][:1]:
+        cloud.end(lease, EndCause.PREEMPTED)
+
+
 def _calendar(world: World, fault: Fault) -> None:
     world.machine.ahead_ns += round((fault.chance - 1 / 2) * LEAP_S * NS_PER_S)
 
@@ -334,6 +347,7 @@ _OF_ALL: Mapping[FaultKind, Callable[[World, Fault], None]] = {
     FaultKind.DESCRIPTORS: _descriptors,
     FaultKind.RELAY: _relay,
     FaultKind.TAMPER: _tamper,
+    FaultKind.STILLBORN: _stillborn,
     FaultKind.CALENDAR: _calendar,
     FaultKind.SLOW_DISK: _slow_disk,
     FaultKind.FULL_DISK: _full_disk,

@@ -18,15 +18,19 @@ from random import Random
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.ids import parse_lease
 from elastic.core.invariants import check
 from elastic.core.scheduler import Scheduler
 from elastic.core.turns import Turn
-from elastic.core.types import NS_PER_S, EndCause, Nanoseconds, TurnId, TurnState, WorkerId, WorkerState
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, TurnId, TurnState, WorkerId, WorkerState
 from elastic.worker.service import AgentExit
 
 CHECKED = 1 / 24
 """Share of events after which the whole state is checked."""
 NEVER_NS: Nanoseconds = 2**62
+CANNOT_START = "the trainer's device cannot start: "
+"""How the reason of a run begins whose trainer could not start twice in a row."""
+STARTS_MAX = 2
 AFTERMATH_S = 8.0
 """How long after a fault its victim's acts may still be due to it."""
 LOAD_S = 12.0
@@ -91,6 +95,10 @@ class Witness:
         self._failed_loads: dict[tuple[WorkerId, int, int], Nanoseconds] = {}
         """By worker, epoch and version. Of a report that arrives twice the first time counts. Who comes back is ordered
         at once what it lacks."""
+        self._unstarted: dict[str, int] = {}
+        """By provider, starts in a row that have failed for the one cause that worlds have."""
+        self._asked_since: dict[str, set[LeaseId]] = {}
+        """Leases that were asked for since the last start failed."""
         self._sent: dict[TurnId, WorkerId] = {}
         self._lost_ns: dict[WorkerId, Nanoseconds] = {}
         """When the core last heard that a worker's connection is gone."""
@@ -99,10 +107,14 @@ class Witness:
         self._pulls: dict[object, list[_Pull]] = {}
         self._dials: dict[object, deque[Nanoseconds]] = {}
 
+    def cannot_start(self, provider: str) -> bool:
+        """Return whether the last two starts of a provider, one asked for after the other, have failed alike."""
+        return self._unstarted.get(provider, 0) >= STARTS_MAX
+
     def follow(self, core: Scheduler) -> None:
         """Watch the core of another incarnation, which need not know the last events of the one before."""
         self.core = core
-        for known in (self._refused_ns, self._failed_loads, self._sent):
+        for known in (self._refused_ns, self._failed_loads, self._sent, self._unstarted, self._asked_since):
             known.clear()
 
     @contextlib.contextmanager
@@ -220,6 +232,15 @@ class Witness:
                 _require(not well, Act.RETRY, f"{event.worker}: {event.reason}")
             case e.WorkerDisconnected():
                 self._disconnected(core, event)
+            case e.LeaseEnded():
+                self._lease_ended(core, event)
+            case e.WorkerJoined():
+                if (worker := core.fleet.workers.get(event.worker)) is not None:
+                    self._unstarted.pop(worker.provider, None)
+            case e.CapSet():
+                self._unstarted.pop(event.provider, None)
+            case e.Resumed():
+                self._unstarted.clear()
             case _:
                 pass
         for command in commands:
@@ -285,7 +306,21 @@ class Witness:
         late_enough = failed_ns is None or core.now_ns - failed_ns >= core.limits.retry_base_ns
         _require(late_enough, Act.RETRY, f"{command.worker} loads {command.version} again without a back-off")
 
+    def _lease_ended(self, core: Scheduler, event: e.LeaseEnded) -> None:
+        """Check that a provider is given up for starts that have failed alike, and for nothing else."""
+        provider = parse_lease(event.lease)[0]
+        if event.fault:
+            times, asked = self._unstarted.get(provider, 0), self._asked_since.get(provider, set())
+            if not times or event.lease in asked:
+                self._unstarted[provider] = times + 1
+                self._asked_since[provider] = set()
+        given_up = provider in core.leases.stopped or CANNOT_START in core.failed
+        _require(self.cannot_start(provider) or not given_up, Act.FENCE, f"{provider} is given up: {event.fault}")
+
     def _acquires(self, core: Scheduler, command: c.AcquireLease) -> None:
+        self._asked_since.setdefault(command.provider, set()).add(command.lease)
+        again = f"{command.provider} is asked again, whose workers cannot start"
+        _require(not self.cannot_start(command.provider), Act.RETRY, again)
         refused_ns = self._refused_ns.pop(command.provider, None)
         late_enough = refused_ns is None or core.now_ns - refused_ns >= core.limits.retry_base_ns
         _require(late_enough, Act.RETRY, f"{command.provider} is asked again without a back-off")

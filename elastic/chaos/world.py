@@ -37,7 +37,7 @@ from elastic.chaos.network import Network, NetworkLoop
 from elastic.chaos.process import Process
 from elastic.chaos.relay import RelayStore
 from elastic.chaos.threads import loop_here
-from elastic.chaos.witness import Witness
+from elastic.chaos.witness import CANNOT_START, Witness
 from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
 from elastic.compose.plan import POOL_KIND
 from elastic.config import Config, validate
@@ -90,7 +90,7 @@ NEVER_S = 1e9
 NO_DESCRIPTORS = "no file descriptor was left"
 """The reason of a run that cannot read its journal for lack of descriptors."""
 BEGIN_AGAIN_S = 1.0
-"""Time after which a user resumes a run that ended for lack of disk or descriptors."""
+"""Time after which a user resumes a run that ended for lack of disk or descriptors, or of a trainer."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -645,7 +645,9 @@ class World:
         # Where the disk has forgotten orders, the trainer that has carried them out is refused, and the run ends.
         refused = self.disk.forgot and OUT_OF_STEP in result
         wants = isinstance(error, JournalError | OSError) or NO_DESCRIPTORS in result
-        if wants or refused or result == STOPPED:
+        # A user mends what kept the trainer from starting, and resumes the run.
+        unable = CANNOT_START in result and self.witness.cannot_start(compose.TRAINER_PROVIDER)
+        if wants or refused or unable or result == STOPPED:
             self._begin_again(BEGIN_AGAIN_S)
         else:
             self.result = process.main.result()
