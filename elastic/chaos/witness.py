@@ -308,13 +308,14 @@ class Witness:
 
     def _lease_ended(self, core: Scheduler, event: e.LeaseEnded) -> None:
         """Check that a provider is given up for starts that have failed alike, and for nothing else."""
+        if not event.fault:
+            return
         provider = parse_lease(event.lease)[0]
-        if event.fault:
-            times, asked = self._unstarted.get(provider, 0), self._asked_since.get(provider, set())
-            if not times or event.lease in asked:
-                self._unstarted[provider] = times + 1
-                self._asked_since[provider] = set()
-        given_up = provider in core.leases.stopped or CANNOT_START in core.failed
+        times, asked = self._unstarted.get(provider, 0), self._asked_since.get(provider, set())
+        if not times or event.lease in asked:
+            self._unstarted[provider] = times + 1
+            self._asked_since[provider] = set()
+        given_up = provider in core.leases.stopped
         _require(self.cannot_start(provider) or not given_up, Act.FENCE, f"{provider} is given up: {event.fault}")
 
     def _acquires(self, core: Scheduler, command: c.AcquireLease) -> None:
