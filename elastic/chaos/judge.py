@@ -1,7 +1,7 @@
 """Judges a finished run against the result that follows from its seed.
 
-If a disk has lost synced data, the run may have gone on from an earlier moment. Then the weights that the trainer has
-in the end count.
+If a disk has lost synced data, or a user has resumed a run that had failed, the run may have gone on from an earlier
+moment. Then the weights that the trainer has in the end count.
 """
 
 import msgspec
@@ -31,14 +31,15 @@ def judge(world: World) -> None:
     touched, core = _touched_by_liars(world)
     _check_impostors(world, core)
     lost = set(world.acknowledged) - core.controls.commands.keys()
+    earlier = forgot or world.began_anew
     require(forgot or not lost, f"commands were acknowledged and are not known: {sorted(lost)}")
     with history_of(world.run) as history:
-        require(forgot or len(history.segments) == 1, f"{len(history.segments)} segments")
+        require(earlier or len(history.segments) == 1, f"{len(history.segments)} segments")
         steps = [row.step for row in history.rows(StepRow)]
         groups = {row.group: row for row in history.rows(GroupRow)}
         rows = {row.trajectory: row for row in history.rows(TrajectoryRow)}
         nothing_left = not history.segments[-1].rows(StepRow)
-    if forgot:
+    if earlier:
         require(steps == sorted(set(steps)), f"steps {steps}")
         # The last checkpoint may have outlived what the journal said of the step before it.
         require(steps[-1:] == [plan.steps - 1] or nothing_left, f"steps {steps}")
@@ -47,7 +48,7 @@ def judge(world: World) -> None:
     require(world.weights.version == plan.steps, f"weights of version {world.weights.version}")
     learnt = [(step, group) for step, group, _ in world.weights.learnt]
     require(len(set(learnt)) == len(learnt), "a group is trained twice")
-    if forgot:
+    if earlier:
         return
     for row in rows.values():
         if not row.cause and row.trajectory not in touched:

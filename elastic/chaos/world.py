@@ -200,6 +200,8 @@ class World:
         """What runs in the orchestrator's process."""
         self.acknowledged: list[str] = []
         """Commands that were said to be durable, by their ids."""
+        self.began_anew = False
+        """Whether a user has resumed a run that had failed. It goes on from the trainer's checkpoint."""
         self.address = ""
         self.relay = RelayStore(Random(f"{plan.seed}/relay"), lambda: self.clock.now_ns)
         self.relay.asked = lambda url: self.witness.asks(loop_here(), url)
@@ -401,6 +403,7 @@ class World:
 
     def _begin_again(self, down_s: float) -> None:
         self.witness.all_ail(down_s)
+        self.began_anew |= self.shell is not None and CANNOT_START in self.shell.scheduler.failed
         self.orchestrator = self.shell = None
         self.address = self.relay.url = ""
         for cloud in self.clouds.values():
