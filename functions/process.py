@@ -1,7 +1,8 @@
 """The process that a local pool's function runs in: `python -m functions.process PARENT_PID FUNCTION`.
 
 Frames are a length (4 bytes, big-endian) and msgpack: payloads come on standard input, answers go to what was
-standard output, which from then on is standard error to the function. The first answer says whether it could be
+standard output, which from then on is standard error to the function. Where that is a file, it is added to until it has
+`LOG_BYTES_MAX` at the end of a call; what the function says later is lost. The first answer says whether it could be
 loaded. An answer has at most `ANSWER_BYTES_MAX` bytes. The process dies with the pool's, and ends when its input does.
 """
 
@@ -9,6 +10,7 @@ import ctypes
 import importlib
 import os
 import signal
+import stat
 import struct
 import sys
 from collections.abc import Callable
@@ -21,6 +23,8 @@ from elastic.plain_values import plain, told
 HEADER = struct.Struct("!I")
 ANSWER_BYTES_MAX = 2**20
 """A result is a number, or little more; what a function has to say besides belongs in its log."""
+STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
+LOG_BYTES_MAX = 16 * 2**20
 _ANSWER_OVERHEAD_BYTES = 64
 PR_SET_PDEATHSIG = 1
 
@@ -85,10 +89,24 @@ def serve(function: str, requests: BinaryIO, answers: BinaryIO) -> None:
     except BaseException as error:
         _answer(answers, Missing(told(error)))
         return
+    _bound_log()
     _answer(answers, Loaded())
     while len(header := requests.read(HEADER.size)) == HEADER.size:
         payload = msgspec.msgpack.decode(requests.read(HEADER.unpack(header)[0]))
-        _answer(answers, call(loaded, payload))
+        answer = call(loaded, payload)
+        _bound_log()
+        _answer(answers, answer)
+
+
+def _bound_log() -> None:
+    """Have what is said from now on lead nowhere, if the log is full."""
+    log = os.fstat(STANDARD_ERROR)
+    if stat.S_ISREG(log.st_mode) and log.st_size >= LOG_BYTES_MAX:
+        os.write(STANDARD_ERROR, b"\nthis log is full: what the function says from now on is lost\n")
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, STANDARD_OUTPUT)
+        os.dup2(nowhere, STANDARD_ERROR)
+        os.close(nowhere)
 
 
 def _answer(answers: BinaryIO, answer: Answer) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from elastic.cli import access, deferred, hosted, modal, pooled, quotas
-from elastic.cli.output import EXIT_FAILED, bad_input, prepare_streams, say
+from elastic.cli.output import EXIT_FAILED, bad_input, prepare_streams, say, whole_output
 from elastic.cli.whole_help import WholeHelp
 from elastic.config import Config, ConfigError, RunConfig, apply_override, given_path, load_config, validate
 from elastic.endpoint import Address
@@ -101,7 +101,8 @@ def main() -> None:
     prepare_streams()
     log_to(STANDARD_ERROR)
     try:
-        app(prog_name="elastic")
+        with whole_output():
+            app(prog_name="elastic")
     except (ConfigError, JournalError, HttpSettingsError) as error:
         bad_input(str(error))
     except BrokenPipeError:

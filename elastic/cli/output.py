@@ -1,8 +1,10 @@
 """What a command tells its caller: lines, one JSON object, an exit code.
 
-Terminals are closed and the readers of pipes leave while a run goes on: what is said then is lost, and nothing else.
+Terminals are closed, disks fill and the readers of pipes leave while a run goes on: what is said then is lost, and
+nothing else. A program whose standard output was lost says so at its end, in its exit code, too.
 """
 
+import errno
 import io
 import json
 import os
@@ -25,6 +27,8 @@ EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 3
 EXIT_INTERRUPTED = 130
 UNCUT_COLUMNS = 10_000
+_lost: list[OSError] = []
+"""Why standard output could not be written, each time since `prepare_streams`."""
 
 
 def say(text: str) -> None:
@@ -39,6 +43,7 @@ def prepare_streams() -> None:
     A closed one leads nowhere: what opens files later would get its number, and libraries abort. What a terminal has no
     characters for is a question mark.
     """
+    _lost.clear()
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -48,6 +53,25 @@ def prepare_streams() -> None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - it stays open
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
+        told = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors, "line_buffering": True}
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(_StandardOutput(1, "w", closefd=False)), **told)
+
+
+@contextmanager
+def whole_output() -> Iterator[None]:
+    """Around a program: where standard output could not be written, it says so and ends with another code than 0. To
+    readers of a pipe who have left nothing is said."""
+    try:
+        yield
+    except (SystemExit, OSError) as ended:
+        with _unfailing(sys.stdout):
+            sys.stdout.flush()
+        if not _lost:
+            raise
+        if _lost[0].errno != errno.EPIPE:
+            say(f"error: standard output: {_lost[0].strerror}")
+        raise SystemExit((ended.code if isinstance(ended, SystemExit) else 0) or EXIT_FAILED) from ended
 
 
 def emit(body: Any) -> None:
@@ -85,6 +109,17 @@ def console(*, stderr: bool = False) -> Console:
 def _width(stream: TextIO) -> int | None:
     """What a program reads is not cut; for people a line has as many columns as their terminal."""
     return None if stream.isatty() or "COLUMNS" in os.environ else UNCUT_COLUMNS
+
+
+class _StandardOutput(io.FileIO):
+    """What cannot be written is noted."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            _lost.append(error)
+            raise
 
 
 class _Unfailing:

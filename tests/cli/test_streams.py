@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from typer.main import get_command
@@ -133,6 +133,25 @@ main()
 """
     ended = subprocess.run([sys.executable, "-c", impatient], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "command", [("--version",), ("config", "explain", "trainer"), ("runs",), ("runs", "--json"), ("run", "--help")]
+)
+def test_output_that_cannot_be_written_is_a_failure(command: tuple[str, ...], tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        ended = elastic_with(command, tmp_path, full)
+    assert (ended.returncode, ended.stderr) == (1, "error: standard output: No space left on device\n")
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as left:
+        ended = elastic_with(command, tmp_path, left)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def elastic_with(command: tuple[str, ...], cwd: Path, stdout: IO[str]) -> "subprocess.CompletedProcess[str]":
+    words = [sys.executable, "-m", "elastic.cli", *command]
+    return subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, cwd=cwd, check=False)
 
 
 def test_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,3 +130,7 @@ def hang_once(path: str) -> str:
         Path(path).touch()
         time.sleep(600)
     return "went on"
+
+
+def print_mib(mib: int) -> None:
+    print("x" * (mib * 2**20), flush=True)

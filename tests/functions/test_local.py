@@ -11,7 +11,7 @@ import pytest
 from elastic.processes import RecordedProcesses
 from functions.base import BadResult, Call, FunctionRaised, FunctionUnavailable
 from functions.local import FUNCTIONS
-from functions.process import ANSWER_BYTES_MAX
+from functions.process import ANSWER_BYTES_MAX, LOG_BYTES_MAX
 from tests.functions.conftest import TIMEOUT_S, MakePool, eventually, function_processes
 
 
@@ -155,3 +155,15 @@ async def test_a_cold_start_that_is_cut_short_leaves_nothing(make_pool: MakePool
     assert function_processes() == []
     await asyncio.wait({running})
     assert isinstance(running.exception(), FunctionUnavailable) or running.result() == 2
+
+
+async def test_what_functions_print_does_not_fill_the_disk(make_pool: MakePool, tmp_path: Path) -> None:
+    log, most = tmp_path / "functions.log", 2 * LOG_BYTES_MAX
+    pool = make_pool("print_mib", concurrency=1, idle_s=0.05)
+    for number in range(5):
+        await pool.invoke(f"key-{number}", LOG_BYTES_MAX // 2**20, TIMEOUT_S)
+    assert LOG_BYTES_MAX <= log.stat().st_size < most
+    await eventually(lambda: not function_processes())
+    await pool.invoke("of another process", 16, TIMEOUT_S)
+    assert log.stat().st_size < most
+    assert log.read_bytes().endswith(b"this log is full: what the function says from now on is lost\n")
