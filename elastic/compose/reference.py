@@ -74,26 +74,27 @@ def key_meanings() -> list[KeyMeaning]:
 
 
 def explained(asked: str) -> list[KeyMeaning]:
-    """The meanings of a key, or of all keys of a section. A provider's section may be called by its name.
+    """The meanings of a key, or of all keys of a section. A provider's section may be called by its kind, or by
+    the name that a configuration gives to a provider of any kind.
 
     Raises `ConfigError` for a key that there is not, with those that are nearly it.
     """
     meanings = key_meanings()
     wanted = [asked]
     parts = asked.split(".")
-    if parts[0] == "providers" and len(parts) > 1:
+    if parts[0] == "providers" and len(parts) > 1 and parts[1]:
         kind = f"for `kind = {TRACE_PLAYERS.get(parts[1], parts[1])!r}`"
-        if own := [one for one in meanings if one.applies == kind]:
-            meanings = own
-            wanted.append(".".join(["providers", "NAME", *parts[2:]]))
-    for name in wanted:
+        meanings = [one for one in meanings if one.applies == kind] or meanings
+        wanted.append(".".join(["providers", "NAME", *parts[2:]]))
+    for name in wanted if asked else ():
         found = [one for one in meanings if one.key == name] or [
             one for one in meanings if one.section == name or one.section.startswith(f"{name}.")
         ]
         if found:
             return found
     meanings = key_meanings()
-    known = list(dict.fromkeys([*(one.key for one in meanings), *(one.section for one in meanings)]))
+    named = [*(one.key for one in meanings), *(one.section for one in meanings if one.section)]
+    known = list(dict.fromkeys(named))
     same = [key for key in known if key.rpartition(".")[2] == parts[-1]]
     near = list(dict.fromkeys([*same, *get_close_matches(asked, known, 5, 0.6)]))[:5]
     allowed = (

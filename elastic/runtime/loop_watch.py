@@ -21,6 +21,8 @@ from types import FrameType
 
 import structlog
 
+import elastic
+from elastic.envs import answers
 from elastic.runtime import rollout
 from elastic.signals import handled
 
@@ -34,7 +36,10 @@ _WAKE = signal.SIGURG
 """The signal by which the thread reaches the main thread: ignored by default, and by everybody else."""
 
 
-_NOT_USERS = (os.path.dirname(asyncio.__file__), os.path.dirname(rollout.__file__))
+_ELASTIC = os.path.dirname(elastic.__file__) + os.sep
+_ENVIRONMENTS = os.path.join(_ELASTIC, "envs", "")
+_MAKE_ENVIRONMENTS = os.path.join(_ELASTIC, "compose", "")
+_NOT_USERS = (os.path.dirname(asyncio.__file__), os.path.dirname(structlog.__file__))
 
 
 class Interrupted(BaseException):
@@ -86,7 +91,7 @@ class LoopWatch:
                     self._tell(f"the event loop goes on: {told} held it")
                     told = ""
                 continue
-            holder = _holder(sys._current_frames().get(self._main))
+            holder = holder_of(sys._current_frames().get(self._main))
             if holder and not told and held_s >= self._held_s:
                 self._tell(f"{holder} holds the event loop since {held_s:.0f} s, and with it the whole run")
                 told = holder
@@ -101,12 +106,13 @@ class LoopWatch:
         self._say(f"warning: {words}")
 
     def _interrupt(self, _: int, frame: FrameType | None) -> None:
-        if _holder(frame):
+        if holder_of(frame):
             raise Interrupted("the process was told to end while this held the event loop")
 
 
-def _holder(innermost: FrameType | None) -> str:
-    """Return whose code runs below a rollout loop, and where it stands; empty if it is nobody's."""
+def holder_of(innermost: FrameType | None) -> str:
+    """Return which environment's code runs below a rollout loop, and where it stands; empty if none does: what else a
+    loop calls is Elastic's own."""
     frames: list[FrameType] = []
     frame = innermost
     while frame is not None and frame.f_code.co_filename != rollout.__file__:
@@ -115,10 +121,14 @@ def _holder(innermost: FrameType | None) -> str:
     if frame is None or not frames:
         return ""
     inner = [one for one in frames if one.f_code.co_filename != contextlib.__file__]
+    while inner and inner[-1].f_code.co_filename.startswith(_MAKE_ENVIRONMENTS):
+        inner.pop()
     if not inner:
         return ""
     entry, at = inner[-1].f_code, inner[0]
-    if os.path.dirname(entry.co_filename) in _NOT_USERS:
+    file = entry.co_filename
+    ours = file.startswith(_ELASTIC) and (not file.startswith(_ENVIRONMENTS) or file == answers.__file__)
+    if ours or os.path.dirname(file) in _NOT_USERS:
         return ""
     place = f"{at.f_code.co_filename}:{at.f_lineno}"
     within = "" if at is inner[-1] else f" in {at.f_code.co_qualname}"

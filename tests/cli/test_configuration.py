@@ -26,6 +26,8 @@ def test_every_key_has_a_meaning() -> None:
         ("trainer.learning_rate", ("trainer.learning_rate: number > 0; default 0.0002", "AdamW")),
         ("rollout", ("rollout.groups: whole number", "rollout.temperature")),
         ("providers.spot", ("providers.NAME.trace (for `kind = 'spot-replay'`)",)),
+        ("providers.mine.trace", ("providers.NAME.trace (for `kind = 'spot-replay'`)",)),
+        ("providers.mine.lending.stall_s", ("providers.NAME.lending.stall_s",)),
         ("providers.ec2.max_workers", ("providers.NAME.max_workers (for `kind = 'ec2'`)",)),
         (
             "pool",
@@ -45,7 +47,9 @@ def test_a_key_or_a_section_is_explained(elastic, key: str, words: tuple[str, ..
 
 def test_an_unknown_key_suggests_near_ones(elastic, refused) -> None:
     refused(elastic("config", "explain", "trainer.lerning_rate"), "unknown key", "near: trainer.learning_rate")
-    refused(elastic("config", "explain", "providers.nosuch.trace"), "unknown key", "providers.NAME.trace")
+    refused(elastic("config", "explain", "providers.nosuch.trade"), "unknown key", "providers.NAME.trace")
+    refused(elastic("config", "explain", ""), "unknown key ''", "sections: ", "trainer")
+    refused(elastic("config", "explain", "trainer."), "unknown key 'trainer.'", "near: trainer, ")
     refused(elastic("config", "explain", "zzz"), "sections: ", "trainer")
 
 

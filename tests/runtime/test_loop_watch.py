@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -10,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import uvloop
 
+from elastic import wire
+from elastic.compose import execution
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import SamplingParameters
+from elastic.envs import answers, frozenlake
 from elastic.envs.base import StepResult
-from elastic.runtime.loop_watch import LoopWatch
+from elastic.runtime import rollout, scribe
+from elastic.runtime.loop_watch import LoopWatch, holder_of
 from elastic.runtime.rollout import RolloutLimits, Rollouts
 from elastic.signals import TERMINATION, act_on
 
@@ -119,6 +125,32 @@ def test_who_holds_the_loop_is_named_and_its_trajectory_fails_once_the_loop_is_b
     (failed,) = found["told"]
     assert "did not answer within 0.4 s" in failed
     assert not found["stopped"]
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["/home/me/game.py"], "environment called_0 (/home/me/game.py:1)"),
+        (["/home/me/game.py", json.__file__], f"environment called_0 ({json.__file__}:1 in called_1)"),
+        ([execution.__file__, "/home/me/game.py"], "environment called_1 (/home/me/game.py:1)"),
+        ([frozenlake.__file__], f"environment called_0 ({frozenlake.__file__}:1)"),
+        ([answers.__file__, wire.__file__], ""),
+        ([scribe.__file__, sqlite3.__file__], ""),
+        ([wire.__file__], ""),
+        ([structlog.stdlib.__file__], ""),
+        ([], ""),
+    ],
+)
+def test_only_code_of_environments_is_blamed(files: list[str], named: str) -> None:
+    """What a rollout loop calls stands in these files, each called by the one before."""
+    innermost: Any = sys._getframe
+    for number, file in reversed([*enumerate(files)]):
+        scope = {"inner": innermost}
+        exec(compile(f"def called_{number}(): return inner()", file, "exec"), scope)
+        innermost = scope[f"called_{number}"]
+    scope = {"inner": innermost}
+    exec(compile("def play(): return inner()", rollout.__file__, "exec"), scope)
+    assert holder_of(scope["play"]()) == named
 
 
 if __name__ == "__main__":
