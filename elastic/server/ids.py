@@ -19,9 +19,14 @@ def new_id(prefix: str, unix_ms: int | None = None) -> str:
     return f"{prefix}_{_base32(ms, _TIME_CHARACTERS)}{_base32(random, _RANDOM_CHARACTERS)}"
 
 
+def pattern(prefix: str) -> str:
+    """Return a regular expression of what could be an identifier of this kind."""
+    return rf"{prefix}_[{_ALPHABET}]{{{_TIME_CHARACTERS + _RANDOM_CHARACTERS}}}"
+
+
 def is_id(text: str, prefix: str) -> bool:
     """Whether `text` could be an identifier of this kind."""
-    return re.fullmatch(rf"{prefix}_[{_ALPHABET}]{{{_TIME_CHARACTERS + _RANDOM_CHARACTERS}}}", text) is not None
+    return re.fullmatch(pattern(prefix), text) is not None
 
 
 def _base32(number: int, characters: int) -> str:

@@ -20,10 +20,12 @@ from elastic.client import ApiError, Client
 from elastic.cluster import events as e
 from elastic.cluster.types import PhaseKind
 from elastic.config import Config
-from elastic.resources import AccessRole
+from elastic.resources import AccessRole, RunPhase
 from elastic.server.api.app import create_app
 from elastic.server.pools import settle_jobs
-from elastic.server.store import people, uploads
+from elastic.server.retention import records as retention
+from elastic.server.store import people, runs, tables, uploads
+from elastic.server.store.database import now_us
 from elastic.server.store.tables import metadata
 from tests.pool.stand_in import POOL, StandIn
 from tests.server.conftest import CONFIG, Site, served
@@ -278,6 +280,32 @@ def test_what_a_job_names_stays_until_it_is_over(pooled: Site, pool: StandIn, jo
         assert uploads.user_of(connection, pooled.projects["ours"], upload) == name
     client.post(f"{JOBS}/{name}/cancel")
     assert client.delete(f"/v1/uploads/{upload}").status_code == 204
+
+
+def test_what_goes_before_a_job_has_its_row_is_missed(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    upload, _ = market_job(client, job)
+    with pooled.store.writing() as tx:
+        uploads.remove(tx, upload)
+    refused = client.post(JOBS, json=job)
+    assert (refused.status_code, refused.json()["detail"]) == (400, f"upload {upload} was deleted meanwhile")
+
+
+def test_retention_leaves_what_a_job_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    name = client.post(JOBS, json=job).json()["id"]
+    run = client.post("/v1/runs", json={"config": job["config"], "providers": job["providers"]}).json()["id"]
+    with pooled.store.writing() as tx:
+        runs.observe(tx, run, phase=RunPhase.STOPPED.value, managed=False, ended_us=1)
+        config = json.dumps({"model": {"checkpoint": str(pooled.settings.run_dir(run))}})
+        tx.execute(sa.update(tables.jobs).where(tables.jobs.c.id == name).values(config=config))
+        retention.change(tx, retention.SERVER, {"runs_days": 1})
+    with pooled.store.reading() as connection:
+        assert [*retention.over(connection, None, now_us())] == []
+    client.post(f"{JOBS}/{name}/cancel")
+    settle_jobs(pooled.store, pooled.settings, pooled.projects["ours"])
+    with pooled.store.reading() as connection:
+        assert [one.id for one, _ in retention.over(connection, None, now_us())] == [run]
 
 
 def test_jobs_that_come_at_once_are_within_the_quota(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:

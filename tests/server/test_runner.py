@@ -17,9 +17,11 @@ import pytest
 import sqlalchemy as sa
 
 from elastic import compose
+from elastic.isolation import IsolatedLoop, LoopFaults
 from elastic.processes import identity
 from elastic.resources import AccessRole, RunPhase
-from elastic.server.runner import RunnerBusy, RunnerLoop, launching
+from elastic.server.retention import records
+from elastic.server.runner import RunnerBusy, RunnerLoop, launching, retiring
 from elastic.server.settings import ServerSettings
 from elastic.server.store import people, runs, tables
 from elastic.server.store.runs import HostedRunRow
@@ -395,3 +397,34 @@ async def test_a_run_that_cannot_be_looked_at_ends_no_others(
         await process_of(site, quick, poisoned)
         await until(lambda: not told())
     assert row(site, poisoned).restarts == 0
+
+
+async def test_a_row_that_cannot_be_read_ends_no_others(
+    site: Site, quick: ServerSettings, submitted: Callable[..., str]
+) -> None:
+    """It is counted, and read again later. Retention goes on, too, and removes nothing that the run names."""
+    poisoned, other, ended = submitted(), submitted(), submitted()
+
+    def figures(steps: object) -> None:
+        with site.store.writing() as tx:
+            tx.execute(sa.update(tables.runs).where(tables.runs.c.id == poisoned).values(figures={"steps": steps}))
+
+    with site.store.writing() as tx:
+        runs.observe(tx, ended, phase=RunPhase.STOPPED.value, managed=False, ended_us=1)
+        config = row(site, poisoned).config.replace("{", f'{{"of": "{ended}", ', 1)
+        tx.execute(sa.update(tables.runs).where(tables.runs.c.id == poisoned).values(config=config))
+        records.change(tx, records.SERVER, {"runs_days": 1})
+    figures("many")
+    faults = LoopFaults()
+    retiring.retire(site.store, site.settings, IsolatedLoop("retention", faults))
+    assert row(site, ended).wanted != runs.DELETE
+    with site.store.reading() as connection:
+        found = runs.managed(connection, attempting=IsolatedLoop("runs", faults).attempt)
+    assert [run.id for run in found] == [other]
+    assert f"runs, {poisoned}: its row" in faults.last
+    with site.store.writing() as tx:
+        tx.execute(sa.update(tables.runs).where(tables.runs.c.id == poisoned).values(config=row(site, other).config))
+    async with running(site, quick):
+        await process_of(site, quick, other)
+        figures(3)
+        await process_of(site, quick, poisoned)

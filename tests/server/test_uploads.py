@@ -17,6 +17,7 @@ from elastic.resources import AccessRole, RunPhase
 from elastic.server import ids
 from elastic.server.api.app import create_app
 from elastic.server.intake.upload_files import SETTLED_S, UploadStorage, named
+from elastic.server.store import uploads
 from tests.server.conftest import Site
 from tests.server.test_client import url
 
@@ -220,6 +221,20 @@ def test_what_a_run_needs_stays(site: Site, submission: Submission) -> None:
     assert client.delete(f"/v1/uploads/{upload}").status_code == 204
     assert left(site) == []
     assert client.post("/v1/runs/dry-run", json=body).status_code == 400
+
+
+def test_what_goes_between_a_submission_s_check_and_its_row_is_missed(site: Site, submission: Submission) -> None:
+    """Retention removes an upload's row first: its files are still there for the check."""
+    client = site.client(site.key("ours", AccessRole.ADMIN))
+    upload = announce(client, a=TRACE)["id"]
+    send(client, upload, TRACE)
+    body = submission()
+    body["config"]["providers"]["spot"]["trace"] = f"upload:{upload}/a"
+    with site.store.writing() as tx:
+        uploads.remove(tx, upload)
+    refused = client.post("/v1/runs", json=body)
+    assert (refused.status_code, refused.json()["detail"]) == (400, f"upload {upload} was deleted meanwhile")
+    assert client.get("/v1/runs").json()["data"] == []
 
 
 def test_what_belongs_to_nothing_is_swept(site: Site) -> None:

@@ -1,16 +1,17 @@
 """Retention in the store: the policies, and the runs of which something is over."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import sqlalchemy as sa
 
 from elastic.resources import ENDED
 from elastic.server.intake.upload_files import UploadStanding
-from elastic.server.retention.rules import REMOVING, RetentionRow, due, needed_by, upload_is_over
-from elastic.server.store import runs, uploads
+from elastic.server.retention.rules import REMOVING, RetentionRow, due, upload_is_over
+from elastic.server.store import jobs, runs, uploads
 from elastic.server.store.database import now_us
-from elastic.server.store.runs import HostedRunRow
+from elastic.server.store.runs import Attempting, HostedRunRow
 from elastic.server.store.tables import retention
 from elastic.server.store.tables import runs as runs_table
 from elastic.server.store.tables import uploads as uploads_table
@@ -33,12 +34,21 @@ def change(tx: sa.Connection, scope: str, changes: Mapping[str, Any]) -> None:
         tx.execute(sa.insert(retention).values(scope=scope, version=1, **changes))
 
 
-def over(connection: sa.Connection, project: str | None, at_us: int) -> Iterator[tuple[HostedRunRow, list[str]]]:
-    """The runs, of one project or all, of which something is kept no longer, and what; the oldest first."""
+def needed_by(connection: sa.Connection, run: HostedRunRow) -> str | None:
+    """Return a run or job that goes on and whose configuration names something of this run's; None where there is
+    none."""
+    return runs.naming(connection, run.id) or jobs.naming(connection, run.project, run.id)
+
+
+def over(
+    connection: sa.Connection, project: str | None, at_us: int, attempting: Attempting = nullcontext
+) -> Iterator[tuple[HostedRunRow, list[str]]]:
+    """The runs, of one project or all, of which something is kept no longer, and what; the oldest first. For
+    unreadable ones see `runs.read`."""
     policies = {row["scope"]: RetentionRow(**row) for row in connection.execute(sa.select(retention)).mappings()}
     if not policies:
         return
-    server, going = policies.get(SERVER, RetentionRow(scope=SERVER)), runs.managed(connection)
+    server = policies.get(SERVER, RetentionRow(scope=SERVER))
     ended = (
         sa.select(runs_table)
         .where(~runs_table.c.managed, runs_table.c.phase.in_([phase.value for phase in ENDED]))
@@ -46,10 +56,9 @@ def over(connection: sa.Connection, project: str | None, at_us: int) -> Iterator
     )
     if project is not None:
         ended = ended.where(runs_table.c.project == project)
-    for row in connection.execute(ended).mappings():
-        run = runs.as_record(row)
+    for run in runs.read(connection, ended, attempting):
         parts = due(run, policies.get(run.project, RetentionRow(scope=run.project)), server, at_us)
-        if parts and needed_by(run, going) is None:
+        if parts and needed_by(connection, run) is None:
             yield run, parts
 
 
@@ -82,7 +91,7 @@ def uploads_over(
                 yield row, found, last_us
 
 
-def half_removed(connection: sa.Connection) -> list[HostedRunRow]:
+def half_removed(connection: sa.Connection, attempting: Attempting = nullcontext) -> list[HostedRunRow]:
     """Runs of which the removal of something has begun."""
     begun = sa.select(runs_table).where(sa.cast(runs_table.c.retired, sa.Text).like(f"%{REMOVING}%"))
-    return [runs.as_record(row) for row in connection.execute(begun).mappings()]
+    return runs.read(connection, begun, attempting)

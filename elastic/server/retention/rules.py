@@ -7,7 +7,7 @@
 
 import contextlib
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,11 +69,6 @@ def upload_is_over(
     kept = server.uploads_days if own.uploads_days is None else own.uploads_days
     days = kept if ready else open_days
     return days is not None and now_us - last_us >= days * US_PER_DAY
-
-
-def needed_by(run: HostedRunRow, going: Iterable[HostedRunRow]) -> str | None:
-    """The run that goes on and whose configuration names something of this one's; None where there is none."""
-    return next((other.id for other in going if other.id != run.id and run.id in other.config), None)
 
 
 def bytes_of(run_dir: Path, parts: Sequence[str]) -> int:

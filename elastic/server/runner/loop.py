@@ -361,7 +361,7 @@ class RunnerLoop:
 
     def _managed(self) -> list[HostedRunRow]:
         with self._store.reading() as connection:
-            return runs.managed(connection)
+            return runs.managed(connection, attempting=self._isolated.attempt)
 
     def _write(self, id_: str, **seen: object) -> None:
         with self._store.writing() as tx:

@@ -8,7 +8,7 @@ from elastic.server import ids
 from elastic.server.intake.upload_files import UploadStorage
 from elastic.server.permissions import Action
 from elastic.server.retention import records
-from elastic.server.retention.rules import REMOVED, REMOVING, RUN, due, needed_by, remove
+from elastic.server.retention.rules import REMOVED, REMOVING, RUN, due, remove
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, audit, runs, uploads
 from elastic.server.store.database import now_us
@@ -27,12 +27,12 @@ def retire(store: Store, settings: ServerSettings, isolated: IsolatedLoop) -> bo
     What cannot be removed waits in `isolated`.
     """
     with store.reading() as connection:
-        begun = records.half_removed(connection)
+        begun = records.half_removed(connection, isolated.attempt)
     for run in begun:
         with isolated.attempt(f"{run.id}: {RETENTION}"):
             _finish(store, settings, run)
     with store.reading() as connection:
-        found = [run.id for run, _ in records.over(connection, None, now_us())]
+        found = [run.id for run, _ in records.over(connection, None, now_us(), isolated.attempt)]
     for id_ in found[:AT_ONCE]:
         with isolated.attempt(f"{id_}: {RETENTION}"):
             run = _begin(store, id_)
@@ -81,7 +81,7 @@ def _begin(store: Store, id_: str) -> HostedRunRow | None:
             return None
         own, server = records.policy(tx, run.project), records.policy(tx, records.SERVER)
         parts = due(run, own, server, now_us())
-        if not parts or needed_by(run, runs.managed(tx)) is not None:
+        if not parts or records.needed_by(tx, run) is not None:
             return None
         audit.write(
             tx,

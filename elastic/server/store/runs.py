@@ -1,7 +1,8 @@
 """Hosted runs in the store: the requests for each run, and what its runner has seen of it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,8 @@ from elastic.server.store.tables import idempotency, runs
 
 RUN, STOP, DELETE = "run", "stop", "delete"
 """The requests for a run."""
+Attempting = Callable[[str], AbstractContextManager[object]]
+"""Gives the context in which an item of many is read; the default one lets its exception end all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,13 +149,37 @@ def find(connection: sa.Connection, id_: str) -> HostedRunRow | None:
     return None if row is None else as_record(row)
 
 
-def managed(connection: sa.Connection, project: str | None = None) -> list[HostedRunRow]:
-    """Return the runs that the runner attends to, of one project or all, oldest first."""
+def read(connection: sa.Connection, wanted: sa.Select[Any], attempting: Attempting = nullcontext) -> list[HostedRunRow]:
+    """Return runs from a query of all columns of their rows. A row that cannot be read is an attempt that failed, and
+    the others are returned."""
+    try:
+        return [as_record(row) for row in connection.execute(wanted).mappings()]
+    except sa.exc.SQLAlchemyError:
+        raise
+    except Exception:
+        found: list[HostedRunRow] = []
+        for id_ in connection.execute(wanted.with_only_columns(runs.c.id)).scalars().all():
+            with attempting(f"{id_}: its row"):
+                found += [as_record(row) for row in connection.execute(wanted.where(runs.c.id == id_)).mappings()]
+        return found
+
+
+def naming(connection: sa.Connection, id_: str) -> str | None:
+    """Return a run that the runner attends to and whose configuration names something of another run; None where there
+    is none."""
+    wanted = sa.select(runs.c.id).where(runs.c.managed, runs.c.id != id_, runs.c.config.contains(id_, autoescape=True))
+    return connection.execute(wanted.limit(1)).scalar()
+
+
+def managed(
+    connection: sa.Connection, project: str | None = None, attempting: Attempting = nullcontext
+) -> list[HostedRunRow]:
+    """Return the runs that the runner attends to, of one project or all, oldest first. For unreadable ones see
+    `read`."""
     wanted = sa.select(runs).where(runs.c.managed).order_by(runs.c.id)
     if project is not None:
         wanted = wanted.where(runs.c.project == project)
-    rows = connection.execute(wanted).mappings()
-    return [as_record(row) for row in rows]
+    return read(connection, wanted, attempting)
 
 
 def want(tx: sa.Connection, id_: str, **changes: Any) -> None:

@@ -1,5 +1,7 @@
 """Uploads in the store: whose each is, and which files it is to have."""
 
+import re
+
 import sqlalchemy as sa
 
 from elastic.resources import Upload, UploadFile
@@ -55,6 +57,15 @@ def user_of(connection: sa.Connection, project: str, id_: str) -> str | None:
         runs.c.config.contains(id_, autoescape=True),
     )
     return connection.execute(naming.limit(1)).scalar() or jobs.naming(connection, project, id_)
+
+
+def gone(connection: sa.Connection, project: str, config: str) -> str | None:
+    """Return an upload in whose place this configuration names something, and which the project does not have (any
+    more)."""
+    named = sorted(set(re.findall(rf"/({ids.pattern(ids.UPLOAD)})(?=[/\"])", config)))
+    there = sa.select(uploads.c.id).where(uploads.c.project == project, uploads.c.id.in_(named))
+    known = set(connection.execute(there).scalars()) if named else set[str]()
+    return next((id_ for id_ in named if id_ not in known), None)
 
 
 def last_use_us(connection: sa.Connection, project: str, id_: str) -> int:

@@ -13,7 +13,7 @@ from elastic.server.api.auth import Caller, CallerDep, RequesterDep, requires
 from elastic.server.api.state import ServerState, state_of
 from elastic.server.permissions import Action
 from elastic.server.problems import MEDIA_TYPE, TYPES, ApiProblem, not_found
-from elastic.server.store import people, runs
+from elastic.server.store import people, runs, uploads
 from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor, page
 from elastic.server.store.runs import HostedRunRow
 from elastic.server.vendors import profiles_in
@@ -140,6 +140,13 @@ def refuse_profiles(connection: sa.Connection, project: str, config: Mapping[str
     errors = list(profiles_in(config)) if found is None or found["unix_user"] is None else []
     if errors:
         raise ApiProblem("invalid-configuration", "; ".join(f"{one.pointer}: {one.detail}" for one in errors), errors)
+
+
+def refuse_gone(tx: sa.Connection, project: str, config: str) -> None:
+    """Raise `ApiProblem` where an upload that a checked configuration names is there no more. Once its row is in the
+    store, the upload stays."""
+    if (upload := uploads.gone(tx, project, config)) is not None:
+        raise ApiProblem("invalid-configuration", f"upload {upload} was deleted meanwhile")
 
 
 def check_etag(if_match: str | None, etag: str) -> None:

@@ -19,7 +19,7 @@ from elastic.resources import HostedJob, HostedPool, JobPlacement, JobSubmission
 from elastic.server import ids
 from elastic.server.api.auth import Caller
 from elastic.server.api.job_limits import refuse_beyond, train_gpus
-from elastic.server.api.routes.common import CallerDep, StateDep, project_of, refuse_profiles, rules
+from elastic.server.api.routes.common import CallerDep, StateDep, project_of, refuse_gone, refuse_profiles, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
 from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult
@@ -118,6 +118,7 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
             raise ApiProblem("idempotency-mismatch", f"Idempotency-Key {write.key!r} came with another request before")
         if row is None:
             refuse_beyond(tx, project, needs, gpus)
+            refuse_gone(tx, project, config.model_dump_json())
             jobs.insert(tx, job, project, pool, fingerprint, config.model_dump_json(), gpus)
         else:
             jobs.note_again(tx, job)

@@ -31,6 +31,7 @@ from elastic.server.api.routes.common import (
     etag_of,
     listing,
     project_of,
+    refuse_gone,
     refuse_profiles,
     rules,
     run_of,
@@ -69,6 +70,7 @@ def submit(body: Submission, write: WriteDep) -> Response:
         submissions.refuse_beyond(quotas.quota(tx, project), new.needs)
         first = conditions.updated([], [conditions.SUBMITTED], now_us(), 1)
         run = runs.insert(tx, new, write.caller.actor, first)
+        refuse_gone(tx, project, run.config)
         place = f"{router.prefix}/{run.id}"
         headers = {"location": place, "etag": etag_of(run.generation)}
         return WriteResult(201, runs.as_run(run), headers, resource=place, project=project)
