@@ -576,7 +576,9 @@ class Cluster:
 
     def _look_for_moves(self, group: GroupName) -> None:
         """Schedule a search for moves at the next wake-up. A search never delays an arrival."""
-        if group not in self._changed:
+        if group not in self.state.groups:
+            self._changed[:] = [name for name in self._changed if name != group]
+        elif group not in self._changed:
             self._changed.append(group)
         self.timers.set("regroup", "", self.now_ns, 1)
 
