@@ -13,10 +13,11 @@ from rich.table import Table
 
 from elastic.cli.capacity import examined, plan_of
 from elastic.cli.output import EXIT_FAILED, console, emit
-from elastic.compose import end_left_behind, installed, short_limits
+from elastic.compose import end_left_behind, short_limits
 from elastic.compose.modal_deployment import rewards_fault
 from elastic.config import Config, ConfigError
 from elastic.cores import cores
+from elastic.installed import installed
 from elastic.runtime.journal import DirectoryStore
 from elastic.runtime.left_behind import left_behind
 from providers.base import ProviderUnavailable

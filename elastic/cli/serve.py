@@ -16,6 +16,7 @@ from elastic.cli.pool import prepared_pool
 from elastic.config import ConfigError
 from elastic.endpoint import Address, bare_host, is_loopback, is_wildcard
 from elastic.given import read_text
+from elastic.installed import installed
 from elastic.proxies import HttpSettingsError, proxy_for
 from elastic.resources import AccessRole
 from providers.base import USD_MAX
@@ -191,7 +192,7 @@ def _price(text: str) -> tuple[str, float]:
         price = float(usd)
     except ValueError:
         price = -1.0
-    kinds = [compose.TRAINER_PROVIDER, *sorted(compose.installed("elastic.providers"))]
+    kinds = [compose.TRAINER_PROVIDER, *sorted(installed("elastic.providers"))]
     if kind not in kinds or not 0 <= price <= USD_MAX:
         bad_input(
             f"--price: found {text!r}; allowed: KIND=USD with USD from 0 to {USD_MAX:g}; kinds: {', '.join(kinds)}"

@@ -23,7 +23,6 @@ from elastic.compose.plan import (
     asks_a_vendor,
     check_live,
     check_policy,
-    installed,
     kind_of,
     read_model_config,
     resolve,

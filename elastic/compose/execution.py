@@ -25,7 +25,6 @@ from elastic.compose.plan import (
     POOL_KIND,
     TRAINER_PROVIDER,
     RunPlan,
-    installed,
     kind_of,
     read_model_config,
     resolve,
@@ -36,6 +35,7 @@ from elastic.compose.scheduling import limits, policies, run_plan, short_limits
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
 from elastic.endpoint import Endpoint, is_wildcard
+from elastic.installed import installed
 from elastic.machine import raise_descriptor_limit
 from elastic.pool_client import PoolClient, PoolUnavailable, membership_here
 from elastic.processes import RecordedProcesses, end_left_over, records

@@ -16,6 +16,7 @@ from elastic.endpoint import is_loopback
 from elastic.engine import resolve_engine
 from elastic.envs.base import Environment
 from elastic.given import read_text
+from elastic.installed import installed
 from elastic.pool_client import NOT_A_JOB, PoolUnavailable, membership_here
 from elastic.runtime.states import CHECKPOINTS
 from providers.base import Provider, ProviderSettings
@@ -84,11 +85,6 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 def kind_of(sections: Mapping[str, Mapping[str, Any]], name: str) -> str:
     """Which provider a section is: as it says, or as its name does."""
     return str(sections.get(name, {}).get("kind") or TRACE_PLAYERS.get(name, name))
-
-
-def installed(group: str) -> dict[str, importlib.metadata.EntryPoint]:
-    """Entry points of one kind by name: ours and third parties' alike."""
-    return {point.name: point for point in importlib.metadata.entry_points(group=group)}
 
 
 def _pick(kind: str, name: str, where: str) -> importlib.metadata.EntryPoint:

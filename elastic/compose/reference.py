@@ -1,6 +1,5 @@
 """Every key of a run's configuration, and of a pool's: meaning, unit, default and bounds, by the models of settings."""
 
-import importlib.metadata
 import json
 import types
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from elastic.compose.plan import TRACE_PLAYERS
 from elastic.config import Config, ConfigError
+from elastic.installed import installed
 from elastic.pool.config import PoolConfig
 
 UNITS = {
@@ -65,7 +65,7 @@ def key_meanings() -> list[KeyMeaning]:
     """All keys, those of what is installed included, in the order of the models."""
     found = list(_of(Config, "", ""))
     for place, group, applies in _INSTALLED:
-        for point in sorted(importlib.metadata.entry_points(group=group), key=lambda point: point.name):
+        for _, point in sorted(installed(group).items()):
             settings = getattr(point.load(), "Settings", None)
             if isinstance(settings, type) and issubclass(settings, BaseModel):
                 section = f"{place}.{point.name}" if place == "engine" else place

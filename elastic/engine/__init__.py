@@ -1,11 +1,11 @@
 """Rollout engines behind one protocol. An engine's own imports (torch, vLLM) happen only when it is created."""
 
-import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
 from elastic.config import ConfigError, EngineConfig, validate
 from elastic.engine.base import DeviceShare, EngineKind, EngineSettings, RolloutEngine
+from elastic.installed import installed
 
 ENTRY_POINTS = "elastic.engines"
 
@@ -30,15 +30,15 @@ def resolve_engine(
     Kinds come from the entry-point group "elastic.engines"; each names an `EngineKind`.
     Raises `ConfigError` for a kind or a section that is not installed, and for settings that are not its own.
     """
-    installed = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
-    names = ", ".join(sorted(installed)) or "none"
-    if config.kind not in installed:
+    known = installed(ENTRY_POINTS)
+    names = ", ".join(sorted(known)) or "none"
+    if config.kind not in known:
         raise ConfigError(f"{where}: {section}.kind: unknown engine {config.kind!r}; installed: {names}")
     for name in config.sections:
-        if name not in installed:
+        if name not in known:
             keys = ", ".join(sorted(EngineConfig.model_fields))
             raise ConfigError(f"{where}: {section}.{name}: unknown key; allowed: {keys}, and sections of: {names}")
-    kinds: dict[str, type[EngineKind]] = {name: installed[name].load() for name in {config.kind, *config.sections}}
+    kinds: dict[str, type[EngineKind]] = {name: known[name].load() for name in {config.kind, *config.sections}}
     settings = {
         name: validate(kind.Settings, config.sections.get(name, {}), where, f"{section}.{name}")
         for name, kind in kinds.items()

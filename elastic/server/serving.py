@@ -96,7 +96,13 @@ async def serve(
     with store.reading() as connection:
         UploadStorage(settings).sweep(uploads.all_of(connection))
     deliveries = DeliveryLoop(store, settings, faults)
-    app = create_app(store, settings, runner.wake if runner else lambda: None, lags, faults)
+
+    def wake() -> None:
+        deliveries.wake()
+        if runner is not None:
+            runner.wake()
+
+    app = create_app(store, settings, wake, lags, faults)
     provider = app.state.server.provider
     checks = None if provider is None else SignInChecks(store, settings, provider, faults)
     threading.Thread(target=checking.warm, name="checks", daemon=True).start()

@@ -15,7 +15,6 @@ A third party's engine, once its entry point is installed, passes the suite from
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from elastic.config import EngineConfig
 from elastic.core.types import SamplingParameters
 from elastic.engine import ENTRY_POINTS, create_engine
 from elastic.engine.base import GenerateRequest, RolloutEngine
+from elastic.installed import installed
 from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
@@ -85,7 +85,7 @@ class EngineUnderTest:
 
 def installed_engines() -> list[str]:
     """The kinds of all engines that this environment has, third parties' included."""
-    return sorted(entry.name for entry in entry_points(group=ENTRY_POINTS))
+    return sorted(installed(ENTRY_POINTS))
 
 
 class KeptEngines:

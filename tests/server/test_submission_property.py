@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic import compose
 from elastic.config import Config
+from elastic.installed import installed
 from elastic.resources import Submission
 from elastic.server import ids
 from elastic.server.intake import submissions
@@ -55,7 +55,7 @@ def places(schema: dict[str, Any], whole: dict[str, Any], at: Place = (), depth:
 def all_places() -> list[Place]:
     schema = Config.model_json_schema()
     found = set(places(schema, schema))
-    for kind, point in compose.installed("elastic.providers").items():
+    for kind, point in installed("elastic.providers").items():
         try:
             inner = point.load().Settings.model_json_schema()
         except ImportError:

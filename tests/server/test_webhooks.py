@@ -44,6 +44,7 @@ class Receiver:
     url: str
     statuses: list[int] = field(default_factory=lambda: [200])
     got: list[tuple[dict[str, str], bytes]] = field(default_factory=list[tuple[dict[str, str], bytes]])
+    arrived: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
 
 @pytest.fixture
@@ -52,6 +53,7 @@ def receiver() -> Iterator[Receiver]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             made.got.append(({name.lower(): value for name, value in self.headers.items()}, body))
+            made.arrived.release()
             self.send_response(made.statuses.pop(0) if len(made.statuses) > 1 else made.statuses[0])
             self.send_header("location", made.url)
             self.send_header("content-length", "0")
@@ -111,6 +113,23 @@ async def test_told_once_and_signed(site: Site, hooked: tuple[str, str, str], re
     assert (told["type"], told["data"]["run"], told["data"]["phase"]) == ("run.failed", run, "failed")
     (delivery,) = deliveries_of(site, hook)
     assert (delivery["id"], delivery["state"], delivery["answer"]) == (headers["webhook-id"], "delivered", "status 200")
+
+
+async def test_what_a_request_has_to_tell_is_told_at_once(
+    site: Site, hooked: tuple[str, str, str], receiver: Receiver
+) -> None:
+    """However rarely the loop looks by itself."""
+    loop = DeliveryLoop(site.store, replace(site.settings, webhook_networks=LOOPBACK, webhook_tick_s=600.0))
+    site.app.state.server.wake = loop.wake
+    running = asyncio.create_task(loop.run())
+    try:
+        for _ in range(2):
+            answer = await asyncio.to_thread(site.client().post, f"/v1/webhooks/{hooked[1]}/test")
+            assert answer.is_success, answer.text
+            assert await asyncio.to_thread(receiver.arrived.acquire, timeout=10)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_repeated_with_growing_waits_by_whichever_server_lives(

@@ -1,4 +1,4 @@
-"""Shared state of requests: the store, the settings, the wake-up of the runner, the feeds of events."""
+"""Shared state of requests: the store, the settings, the wake-up of loops, the feeds of events."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from elastic.server.store import Store
 
 @dataclass
 class ServerState:
-    """The state of one application. `wake` tells the runner, if it is in this process, that a request has changed."""
+    """The state of one application. `wake` tells the loops of this process that a request has changed something."""
 
     store: Store
     settings: ServerSettings

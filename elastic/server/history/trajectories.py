@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from elastic import compose
 from elastic.core.types import NS_PER_S
+from elastic.installed import installed
 from elastic.report.history import Segment
 from elastic.resources import HostedTrajectory, HostedTrajectoryDetail
 from elastic.runtime.journal import (
@@ -115,7 +115,7 @@ def trajectory_of(run_dir: Path, name: str, environment: str) -> HostedTrajector
 
 def _text(token_ids: Sequence[int], environment: str) -> str | None:
     """Return the tokens as text of the environment; None if its vocabulary is unknown."""
-    point = compose.installed("elastic.environments").get(environment)
+    point = installed("elastic.environments").get(environment)
     if point is None:
         return None
     words: Sequence[str] = point.load().vocabulary

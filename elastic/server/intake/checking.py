@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 
 import structlog
 
+from elastic.installed import installed
 from elastic.processes import inherited
 from elastic.resources import DryRun, Submission
 from elastic.server.intake import submissions
@@ -36,6 +37,7 @@ PROCESSES = 2
 WAITING_PER_PROJECT = 8
 """Checks of one project that wait at once; each holds a thread of the server's."""
 _READY = b"ready"
+_LOOKED_AT = ("elastic.providers", "elastic.engines", "elastic.environments", "elastic.function_pools")
 NICENESS = 5
 
 
@@ -203,8 +205,15 @@ def _answer(order: _CheckOrder) -> object:
 
 
 def main(descriptor: int) -> None:
-    """Answer until the server closes the socket of this descriptor. The server itself goes first."""
+    """Answer until the server closes the socket of this descriptor. The server itself goes first.
+
+    What checks look at is imported before the first, whose project would wait for it.
+    """
     os.nice(NICENESS)
+    for group in _LOOKED_AT:
+        for point in installed(group).values():
+            with contextlib.suppress(Exception):  # A submission that names it is told why.
+                point.load()
     with Connection(descriptor) as line:
         line.send_bytes(_READY)
         with contextlib.suppress(EOFError, OSError):

@@ -9,6 +9,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 
 from elastic import compose
 from elastic.config import Config, EngineConfig
+from elastic.installed import installed
 
 Place = tuple[str, ...]
 Schema = Mapping[str, Any]
@@ -39,7 +40,7 @@ def _settings_at(raw: Mapping[str, Any], place: Place) -> tuple[type[BaseModel] 
 
 def settings_of(group: str, name: object) -> type[BaseModel] | None:
     """Return the settings of what is installed under this name; None if there are none."""
-    point = compose.installed(group).get(str(name))
+    point = installed(group).get(str(name))
     try:
         return None if point is None else getattr(point.load(), "Settings", None)
     except ImportError:  # What it needs is not installed here, and the plan says so.

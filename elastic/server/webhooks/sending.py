@@ -48,20 +48,28 @@ class DeliveryLoop:
         self._isolated = IsolatedLoop("webhooks", faults or LoopFaults(), passes=(StoreUnavailable,))
         self._on_the_way: Counter[str] = Counter()
         """Deliveries that are being sent, by project."""
-        self._freed = asyncio.Event()
+        self._woken = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._names = ThreadPoolExecutor(NAMES_AT_ONCE, "names")
+
+    def wake(self) -> None:
+        """Look for messages now, because a request may have made one. Any thread may call this."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # The loop has been closed: whoever comes next will look.
+                self._loop.call_soon_threadsafe(self._woken.set)
 
     async def run(self) -> None:
         """Go on until cancelled. What was being sent then is sent again."""
+        self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             while True:
-                self._freed.clear()
+                self._woken.clear()
                 for row in await self._claimed():
                     tasks.create_task(self._deliver(row), name=f"webhook {row['id']}")
                 await asyncio.sleep(self._isolated.wait_s())
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._settings.webhook_tick_s):
-                        await self._freed.wait()
+                        await self._woken.wait()
 
     async def tick(self) -> int:
         """Send what is due now, one delivery for each webhook; returns how many."""
@@ -107,7 +115,7 @@ class DeliveryLoop:
         finally:
             self._on_the_way[row["project"]] -= 1
             self._on_the_way += Counter()  # Without projects that have nothing on the way.
-            self._freed.set()
+            self._woken.set()
 
     def _settle(self, row: sa.RowMapping, status: int, answer: str) -> None:
         with self._store.writing() as tx:

@@ -7,6 +7,7 @@ import sqlalchemy as sa
 from fastapi import APIRouter, Request, Response
 
 from elastic import compose
+from elastic.installed import installed
 from elastic.resources import ENDED, Listed, ProviderChange, ProviderFigures, ProviderKind, RunFigures
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
@@ -61,7 +62,7 @@ def _kinds(caller: CallerDep, state: StateDep) -> list[ProviderKind]:
     with state.store.reading() as connection:
         rows = list(connection.execute(living))
         shared = quotas.all_capacities(connection)
-    points = sorted(compose.installed("elastic.providers").items())
+    points = sorted(installed("elastic.providers").items())
     held: dict[str, list[ProviderFigures]] = {}
     for config, figures in rows:
         sections = _providers(config)

@@ -3,8 +3,8 @@
 import sqlalchemy as sa
 from fastapi import APIRouter, Response
 
-from elastic import compose
 from elastic.core.ledger import NANO_USD_PER_USD
+from elastic.installed import installed
 from elastic.resources import ProblemError, ProjectQuota, QuotaChange, QuotaUse
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
@@ -36,7 +36,7 @@ def show(project: str, caller: CallerDep, state: StateDep, response: Response) -
 )
 def change(project: str, body: QuotaChange, write: WriteDep, if_match: IfMatch = None) -> Response:
     """Set what a project may have at once and may spend. Runs that go on hear of it at once: what is beyond drains."""
-    allowed = (TRAINER, *sorted(compose.installed("elastic.providers")))
+    allowed = (TRAINER, *sorted(installed("elastic.providers")))
     if unknown := sorted((body.gpus or {}).keys() - set(allowed)):
         detail = f"{unknown[0]!r} is no kind of provider; allowed: {', '.join(allowed)}"
         raise ApiProblem("invalid-request", detail, [ProblemError(pointer=f"#/gpus/{unknown[0]}", detail=detail)])
