@@ -31,7 +31,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from elastic.sockets import address_of
+from elastic.sockets import DIALS_PER_S, DialRates, address_of, network_of
 from elastic.tls import Certificate, TlsServer, oldest_of_crowd
 
 HOSTS_KEPT = 64
@@ -42,8 +42,6 @@ GATHERED_BYTES_MAX = 64 * 1024
 ACCEPTED_AT_ONCE = 64
 """Connections that are accepted before those that stand get their turn."""
 ACCEPT_PAUSE_S = 0.1
-ADDRESSES_KEPT = 10_000
-IPV6_PREFIX = 64
 GRACEFUL_SHUTDOWN_S = 2
 """For requests in work when the server ends."""
 
@@ -54,7 +52,7 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
     connections_max: int = 256
     head_timeout_s: float = 5.0
     unread_timeout_s: float = 30.0
-    dials_per_s: float = 300.0
+    dials_per_s: float = DIALS_PER_S
     """Of one address, on average; `connections_max` at once."""
     bearer_share: float = 0.5
     """The part of all places that one bearer of a token may have in work."""
@@ -312,8 +310,7 @@ class DialLimit:
         self._make_protocol = make_protocol
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._left: dict[str, tuple[float, float]] = {}
-        """The dials that an address has left, and at which time it had them; the latest last."""
+        self._rates = DialRates(limits.connections_max, limits.dials_per_s)
         self._opening: set[asyncio.Task[Any]] = set()
         self._closed = False
         listener.setblocking(False)
@@ -356,15 +353,7 @@ class DialLimit:
             connection.close()
 
     def _may_dial(self, address: str) -> bool:
-        if _is_in(address, self._limits.proxies):
-            return True
-        address, now_s, most = network_of(address), self._loop.time(), float(self._limits.connections_max)
-        left, at_s = self._left.pop(address, (most, now_s))
-        left = min(most, left + (now_s - at_s) * self._limits.dials_per_s)
-        self._left[address] = (left - 1 if left >= 1 else left, now_s)
-        if len(self._left) > ADDRESSES_KEPT:
-            del self._left[next(iter(self._left))]
-        return left >= 1
+        return _is_in(address, self._limits.proxies) or self._rates.admits(address, self._loop.time())
 
 
 class _GatheringTransport:
@@ -490,16 +479,6 @@ def _send_at_once(transport: asyncio.Transport) -> None:
     peer = transport.get_extra_info("socket")
     if peer is not None and peer.family in (socket.AF_INET, socket.AF_INET6):
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def network_of(address: str) -> str:
-    """Return what counts as one address: of IPv6 the network that one subscriber has."""
-    if ":" not in address:
-        return address
-    try:
-        return str(ipaddress.ip_network((address.partition("%")[0], IPV6_PREFIX), strict=False))
-    except ValueError:
-        return address
 
 
 def _is_in(address: str, networks: Collection[IPv4Network | IPv6Network]) -> bool:

@@ -20,6 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from elastic.files import write_whole
+from elastic.sockets import DIALS_PER_S, DialRates, network_of
 
 DIRECTORY = "tls"
 """Of a run: its authority and its certificate."""
@@ -202,7 +203,8 @@ class TlsServer:
     """Accepts TLS connections on a socket that listens, from now on; each gets a protocol once it is encrypted.
 
     Strangers cost little: of more than `most` handshakes at once the oldest ends of the address that has the most, and
-    each ends after `timeout_s`.
+    each ends after `timeout_s`. An address that dials more often than `dials_per_s`, beyond twice `most` at once, is
+    hung up on before a handshake has begun.
     """
 
     def __init__(
@@ -213,6 +215,7 @@ class TlsServer:
         most: int,
         timeout_s: float,
         refuse: Refuse = lambda address, reason: None,
+        dials_per_s: float = DIALS_PER_S,
     ) -> None:
         self.sockets = [listener]
         self._listener = listener
@@ -221,6 +224,7 @@ class TlsServer:
         self._most = most
         self._timeout_s = timeout_s
         self._refuse = refuse
+        self._rates = DialRates(2 * most, dials_per_s)
         self._handshakes: dict[asyncio.Task[None], str] = {}
         """The oldest first, with the addresses."""
         listener.setblocking(False)
@@ -240,8 +244,14 @@ class TlsServer:
             except OSError:  # no descriptor is left, or the peer is gone already
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
-            task = asyncio.create_task(self._shake_hands(connection, str(peer[0])), name="TLS handshake")
-            self._handshakes[task] = str(peer[0])
+            address = network_of(str(peer[0]))
+            if not self._rates.admits(address, loop.time()):
+                connection.close()
+                self._refuse(address, "it dials too often")
+                await asyncio.sleep(0)  # What waits to be accepted is accepted without a pause.
+                continue
+            task = asyncio.create_task(self._shake_hands(connection, address), name="TLS handshake")
+            self._handshakes[task] = address
             task.add_done_callback(lambda task: self._handshakes.pop(task, None))
             if len(self._handshakes) > self._most:
                 crowded = oldest_of_crowd(self._handshakes.items())
