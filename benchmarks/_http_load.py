@@ -101,24 +101,35 @@ class ReadPool:
 class EventStream(asyncio.Protocol):
     """A stream of server-sent events: each event's data is told as soon as it is there."""
 
-    def __init__(self, request: bytes, told: Callable[[bytes], None]) -> None:
+    def __init__(self, request: bytes, told: Callable[[bytes], None], may_be_refused: bool = False) -> None:
         self._request = request
         self._told = told
+        self._may_be_refused = may_be_refused
+        self._transport: asyncio.Transport | None = None
+        self.refused = False
+        """Answered with 429; raises `ConnectionError` unless it may be."""
         self._received = bytearray()
         self._events = bytearray()
         self._headed = False
         self.over = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(self._request)
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
+        if self.refused:
+            return
         self._received += data
         if not self._headed:
             end = self._received.find(b"\r\n\r\n")
             if end < 0:
                 return
             status, headers = _head(bytes(self._received[:end]))
+            if status == 429 and self._may_be_refused and self._transport is not None:
+                self.refused = True
+                self._transport.abort()
+                return
             if status != 200 or headers.get(b"transfer-encoding") != b"chunked":
                 raise ConnectionError(f"the stream is answered with {status}")
             del self._received[: end + 4]

@@ -17,23 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import _common  # noqa: F401  (the path)
+from _crowds import ELSEWHERE, PATIENCE_S, asked_for, figures, log_here
 
 from elastic import tls, wire
 from elastic.endpoint import Address
 from elastic.runtime.gateway import Gateway
 
 CROWD_PER_S = 1_600
-ELSEWHERE = "127.0.0.2"
 FLIGHT_S = 0.2
-EVERY_S = 0.1
-PATIENCE_S = 5.0
-MB = 1 << 20
 
 
 def _serve(directory: str, told: Connection) -> None:
-    log = os.open(f"{directory}/log", os.O_WRONLY | os.O_CREAT, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    log_here(directory)
 
     async def serve() -> None:
         certificate = tls.run_certificate(Path(directory), ["127.0.0.1"])
@@ -86,14 +81,6 @@ async def _ask(port: int) -> float:
     return time.monotonic() - began_s if answer else float("inf")
 
 
-async def _ask_for(port: int, duration_s: float) -> list[float]:
-    asked: list[asyncio.Task[float]] = []
-    for _ in range(int(duration_s / EVERY_S)):
-        asked.append(asyncio.create_task(_ask(port)))
-        await asyncio.sleep(EVERY_S)
-    return sorted(await asyncio.gather(*asked))
-
-
 def tls_evictions(duration_s: float) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
@@ -105,18 +92,12 @@ def tls_evictions(duration_s: float) -> dict[str, Any]:
         crowd.start()
         try:
             time.sleep(1.0)
-            took_s = asyncio.run(_ask_for(port, duration_s))
+            took_s = asyncio.run(asked_for([lambda: _ask(port)], duration_s))
         finally:
             for process in (crowd, gateway):
                 process.kill()
                 process.join()
-        log_mb = Path(directory, "log").stat().st_size / MB
-    answered = [taken_s for taken_s in took_s if taken_s < PATIENCE_S]
-    return {
-        "others_answered": round(len(answered) / len(took_s), 4),
-        "others_p99_s": round(answered[int(0.99 * (len(answered) - 1))], 3) if answered else None,
-        "log_mb": round(log_mb, 3),
-    }
+        return figures(took_s, Path(directory, "log").stat().st_size)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,13 @@ counts as slow, too.
 - `p50_ms`, `p99_ms`: until a read is answered whole; `late_ms_p99` of that is the load's own, from due to sent.
 - `event_delay_ms_p99`: from the moment at which a job made an event until a client has read it.
 - `server_cores`, `load_cores`: processors that the server, and the load itself, kept busy on average.
+- `viewer_streams`, `viewer_refused`, `others_p99_ms`: of `VIEWER_STREAMS` streams that one viewer opens, those that stand
+  and those that are refused, and until a read of others is answered meanwhile.
 - `rss_mb_warm`, `rss_mb_end`: the server's memory after the first part of the load, and at its end.
 """
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
@@ -55,6 +58,8 @@ READS_PER_S = 200.0
 CONNECTIONS = 40
 LOAD_S, LOAD_QUICK_S = 600.0, 10.0
 """For each database; the quick one's two together take 20 s."""
+VIEWER_STREAMS, VIEWER_ADDRESS = 1_000, "127.0.0.2"
+VIEWER_S, VIEWER_QUICK_S = 60.0, 4.0
 WARM_SHARE = 0.25
 """The part of the load before `rss_mb_warm`, in which the server uses everything for the first time."""
 READ_TIMEOUT_S = 30.0
@@ -78,6 +83,9 @@ class LoadMeasured:
     server_cpu_s: float = 0.0
     load_cpu_s: float = 0.0
     streams_lost: int = 0
+    others_ms: list[float] = field(default_factory=list[float])
+    viewer_streams: int = 0
+    viewer_refused: int = 0
 
 
 class ToldEvent(msgspec.Struct):
@@ -107,7 +115,9 @@ def measure(database: str, load_s: float) -> dict[str, Any]:
         long_run = fill(site)
         with sync_client(site.url, by_proxy=False, base_url=site.url, headers=_headers(site), timeout=UP_S) as client:
             jobs = [_begun(client) for _ in range(JOBS)]
-            measured = compose.run_loop(load(site, jobs, long_run, load_s))
+            new_key = {"name": "viewer", "role": "viewer", "server_wide": True}
+            viewer = client.post("/v1/keys", json=new_key).raise_for_status().json()["secret"]
+            measured = compose.run_loop(load(site, jobs, long_run, load_s, viewer))
             listed = sum(1 for _ in _listed(client))
     answers, late, delays = (np.array(one) for one in (measured.answers_ms, measured.late_ms, measured.delays_ms))
     return {
@@ -121,6 +131,9 @@ def measure(database: str, load_s: float) -> dict[str, Any]:
         "sse_clients": SSE_CLIENTS - measured.streams_lost,
         "events": len(delays),
         "event_delay_ms_p99": float(np.percentile(delays, 99)) if len(delays) else None,
+        "viewer_streams": measured.viewer_streams,
+        "viewer_refused": measured.viewer_refused,
+        "others_p99_ms": float(np.percentile(measured.others_ms, 99)),
         "runs_listed": listed,
         "rss_mb_warm": measured.rss_mb_warm,
         "rss_mb_end": measured.rss_mb_end,
@@ -259,7 +272,7 @@ def _paths(jobs: list[str], long_run: str) -> list[str]:
     return [*whole, *whole, *histories, *(f"/v1/runs/{run}/{part}" for run in some for part in ("workers", "metrics"))]
 
 
-async def load(site: HostedSite, jobs: list[str], long_run: str, load_s: float) -> LoadMeasured:
+async def load(site: HostedSite, jobs: list[str], long_run: str, load_s: float, viewer: str) -> LoadMeasured:
     """Streams and reads, for a while."""
     measured, server = LoadMeasured(), psutil.Process(site.processes["api"].pid)
     host, loop = f"{HOST}:{site.port}", asyncio.get_running_loop()
@@ -290,10 +303,40 @@ async def load(site: HostedSite, jobs: list[str], long_run: str, load_s: float) 
             measured.load_s = time.monotonic() - began_s
             measured.server_cpu_s, measured.load_cpu_s = _cpu_s(server) - used_s, time.process_time() - own_s
             measured.rss_mb_warm, measured.rss_mb_end = measured.rss_mb_end, server.memory_info().rss / 2**20
-    measured.streams_lost = sum(stream.over for _, stream in streams)
-    for transport, _ in streams:
-        transport.abort()
+        measured.streams_lost = sum(stream.over for _, stream in streams)
+        for transport, _ in streams:
+            transport.abort()
+        await _beside_a_viewer(site, jobs[0], viewer, pool, reads, measured, load_s)
     return measured
+
+
+async def _beside_a_viewer(
+    site: HostedSite,
+    job: str,
+    viewer: str,
+    pool: ReadPool,
+    reads: list[bytes],
+    measured: LoadMeasured,
+    load_s: float,
+) -> None:
+    """Read while one viewer has as many streams as it is given."""
+    loop, asked = asyncio.get_running_loop(), request(f"/v1/runs/{job}/events", f"{HOST}:{site.port}", viewer)
+
+    def follower() -> EventStream:
+        return EventStream(asked, lambda _: None, may_be_refused=True)
+
+    opened: list[tuple[asyncio.Transport, EventStream]] = []
+    for _ in range(VIEWER_STREAMS):
+        with contextlib.suppress(OSError):
+            opened.append(await loop.create_connection(follower, HOST, site.port, local_addr=(VIEWER_ADDRESS, 0)))
+    others = LoadMeasured()
+    await _read_openly(pool, reads, others, VIEWER_S if load_s > VIEWER_S else VIEWER_QUICK_S)
+    measured.others_ms = others.answers_ms
+    measured.failures += others.failures
+    measured.viewer_streams = sum(not stream.over and not stream.refused for _, stream in opened)
+    measured.viewer_refused = VIEWER_STREAMS - measured.viewer_streams
+    for transport, _ in opened:
+        transport.abort()
 
 
 def _cpu_s(process: psutil.Process) -> float:

@@ -9,6 +9,8 @@ own at a lower priority, since strangers would not share these processors. By at
 - workers_locked_out: killed workers whose successors did not join while the attack went on;
 - run_ended: whether the run did.
 
+Then crowds from one address, while others ask from elsewhere (`_crowds.py`): slow bodies and streams at the API,
+slow bodies at a relay, and 1,500 idle connections that dial again at once, at the API, the run's relay and its host.
 Under `tls_evictions` a gateway alone, and 1,600 half TLS handshakes a second (`_tls_evictions.py`).
 
     python benchmarks/strangers.py [--quick] [--json]
@@ -32,6 +34,7 @@ from typing import Any
 
 import psutil
 from _common import emit, parse_arguments
+from _crowds import Door, crowds
 from _live import write_policy
 from _runs import CommandRun, RunFailed, sets
 from _tls_evictions import tls_evictions
@@ -46,6 +49,9 @@ JOIN_TIMEOUT_S = 30.0
 """Boots and all, while strangers take their share of two cores."""
 PROBE_INTERVAL_S, PROBE_TIMEOUT_S = 0.05, 10.0
 MB = 1 << 20
+QUICK_S = 3.0
+"""Of each crowd."""
+ASKED = b"GET /load HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 SETTINGS = (
     "run.steps=100000",
@@ -142,7 +148,7 @@ def _hello() -> bytes:
 
 async def _probe(target: Target, stalls: list[float]) -> None:
     """Ask again and again, and note how long each answer took; one that never came took `PROBE_TIMEOUT_S`."""
-    sending = _hello() if target.name == "orchestrator" else b"GET /load HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    sending = _hello() if target.name == "orchestrator" else ASKED
     while True:
         started_s = time.monotonic()
         answered = b""
@@ -274,6 +280,8 @@ async def measure(quick: bool, directory: Path) -> dict[str, Any]:
             rounds = [targets] if quick else [[target] for target in targets]
             found = [await _measure(run, attack, group, 1.0 if quick else 10.0) for group in rounds]
             figures[attack] = {key: max(one[key] for one in found) for key in found[0]}
+        doors = [Door(one.port, ASKED, run.log) for one in targets if one.name != "orchestrator"]
+        figures |= await asyncio.to_thread(crowds, QUICK_S if quick else 10.0, doors)
     finally:
         run.discard()
     return figures
@@ -284,7 +292,7 @@ def main() -> None:
     raise_descriptor_limit()
     with tempfile.TemporaryDirectory() as directory:
         figures = asyncio.run(measure(arguments.quick, Path(directory)))
-    emit(figures | {"tls_evictions": tls_evictions(3.0 if arguments.quick else 10.0)}, arguments)
+    emit(figures | {"tls_evictions": tls_evictions(QUICK_S if arguments.quick else 10.0)}, arguments)
 
 
 if __name__ == "__main__":
