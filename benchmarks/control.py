@@ -9,8 +9,8 @@ counts as slow, too.
 - `p50_ms`, `p99_ms`: until a read is answered whole; `late_ms_p99` of that is the load's own, from due to sent.
 - `event_delay_ms_p99`: from the moment at which a job made an event until a client has read it.
 - `server_cores`, `load_cores`: processors that the server, and the load itself, kept busy on average.
-- `viewer_streams`, `viewer_refused`, `others_p99_ms`: of `VIEWER_STREAMS` streams that one viewer opens, those that stand
-  and those that are refused, and until a read of others is answered meanwhile.
+- `viewer_streams`, `viewer_refused`, `others_p99_ms`: of `VIEWER_STREAMS` streams that one viewer opens, those that
+  stand and those that are refused, and until a read of others is answered meanwhile.
 - `rss_mb_warm`, `rss_mb_end`: the server's memory after the first part of the load, and at its end.
 """
 
