@@ -10,7 +10,7 @@ from elastic.chaos.models import SKIPPED, ModelEnvironment, NoSettings, drawn, s
 from elastic.chaos.world import World
 from elastic.compose import replay
 from elastic.core import events as e
-from elastic.core.agreement import DISBELIEVED, FIRST_TOKENS, LEAST_TOKENS
+from elastic.core.agreement import DISBELIEVED, LAST_TOKENS, LEAST_TOKENS
 from elastic.core.ids import parse_trajectory
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import LogprobCheck, TrajectoryId, WorkerId
@@ -100,8 +100,10 @@ def _check_impostors(world: World, core: Scheduler) -> None:
             require(not kept, f"{group} was trained on tokens of {check.worker}, which are of other weights")
     for (worker, version), checks in seen.items():
         tokens, log_ratio = sum(check.tokens for check in checks), sum(check.log_ratio for check in checks)
-        # Fewer than `LEAST_TOKENS` of former versions may have been counted besides.
-        plain = LEAST_TOKENS <= tokens <= FIRST_TOKENS and log_ratio > bound * (tokens + LEAST_TOKENS)
+        # Fewer than `LEAST_TOKENS` of former versions may have been counted besides. A mean that runs on over the last
+        # tokens can hide as many that are wrong.
+        besides = LEAST_TOKENS + (LAST_TOKENS if tokens > LAST_TOKENS else 0)
+        plain = tokens >= LEAST_TOKENS and log_ratio > bound * (tokens + besides)
         require(not plain or worker in found, f"nobody has found {worker}, of {tokens} tokens of version {version}")
     for mismatch in found.values():
         later = [group for step, group, _ in world.weights.learnt if step > mismatch.version]

@@ -11,8 +11,8 @@ import msgspec
 
 from elastic.core.types import LogprobCheck, WorkerId
 
-FIRST_TOKENS = 1000
-"""Tokens of a version that are looked at of each worker; what comes later counts no more."""
+LAST_TOKENS = 1000
+"""Tokens of a version that are looked at of each worker: the first so many, and then the mean runs on over as many."""
 LEAST_TOKENS = 100
 """Fewer tokens say nothing of a worker."""
 DISBELIEVED = "none of them was trained on"
@@ -51,7 +51,7 @@ class Compared:
 
 @dataclass(slots=True)
 class Evidence:
-    """The first tokens of a worker under `version`; of former ones, too, as long as they were too few to judge."""
+    """The last tokens of a worker under `version`; of former ones, too, as long as they were too few to judge."""
 
     version: int
     tokens: int = 0
@@ -113,15 +113,15 @@ class Agreement:
         known = self.evidence.get(check.worker)
         if known is None or (known.version != check.version and known.tokens >= LEAST_TOKENS):
             known = self.evidence[check.worker] = Evidence(check.version)
-        if known.version == check.version and known.tokens >= FIRST_TOKENS:
-            return None
         known.version = check.version
         known.tokens += check.tokens
         known.log_ratio += check.log_ratio
-        mean = known.log_ratio / known.tokens
-        if known.tokens < LEAST_TOKENS or mean <= bound:
+        tokens, mean = known.tokens, known.log_ratio / known.tokens
+        if tokens > LAST_TOKENS:
+            known.tokens, known.log_ratio = LAST_TOKENS, mean * LAST_TOKENS
+        if tokens < LEAST_TOKENS or mean <= bound:
             return None
-        return Mismatch(worker=check.worker, version=check.version, tokens=known.tokens, mean=mean, bound=bound)
+        return Mismatch(worker=check.worker, version=check.version, tokens=tokens, mean=mean, bound=bound)
 
     def failing(self) -> str:
         """Why the run cannot be believed: half of the tokens of the last steps disagree. Empty where they do not."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from elastic.core.agreement import FIRST_TOKENS
+from elastic.core.agreement import LAST_TOKENS
 from elastic.core.types import LogprobCheck
 from elastic.trainer.batches import Batch
 from elastic.trainer.grpo import LOG_RATIO_MAX
@@ -47,14 +47,14 @@ class StepAgreement:
 
     def wanting(self, trajectories: Iterable[TrajectoryData]) -> list[TrajectoryData]:
         """Return the trajectories that are worth computing for a comparison alone: each has tokens of a worker of which
-        fewer than `FIRST_TOKENS` were compared in this step."""
+        fewer than `LAST_TOKENS` were compared in this step."""
         if self._disagree is not None:
             return []
         return [
             trajectory
             for trajectory in trajectories
             if self._version in trajectory.versions
-            and any(w not in self._sums or self._sums[w].tokens < FIRST_TOKENS for w, _ in trajectory.origins)
+            and any(w not in self._sums or self._sums[w].tokens < LAST_TOKENS for w, _ in trajectory.origins)
         ]
 
     def compare(

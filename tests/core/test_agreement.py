@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.agreement import FIRST_TOKENS, JUDGED_STEPS, LEAST_TOKENS, Agreement
+from elastic.core.agreement import JUDGED_STEPS, LAST_TOKENS, LEAST_TOKENS, Agreement
 from elastic.core.types import EndCause, LogprobCheck
 from tests.core.conftest import CAPABILITIES, CoreHarness
 
@@ -21,25 +21,36 @@ def check(worker: str, tokens: int, mean: float, version: int = 0) -> LogprobChe
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 700), st.floats(0, 0.6)), max_size=12))
-def test_a_worker_is_found_wrong_by_its_first_tokens_of_a_version_alone(reports: list[tuple[int, int, float]]) -> None:
+def test_a_worker_is_found_wrong_by_the_mean_of_its_last_tokens_of_a_version(
+    reports: list[tuple[int, int, float]],
+) -> None:
     agreement, found = Agreement(), list[int]()
-    seen: list[tuple[int, float]] = []
-    at = -1
-    for version, tokens, mean in sorted(reports, key=lambda report: report[0]):
-        if version != at and sum(n for n, _ in seen) >= LEAST_TOKENS:
-            seen.clear()
-        if version != at or sum(n for n, _ in seen) < FIRST_TOKENS:
-            seen.append((tokens, tokens * mean))
+    tokens, far, at = 0, 0.0, -1
+    for version, more, mean in sorted(reports, key=lambda report: report[0]):
+        if version != at and tokens >= LEAST_TOKENS:
+            tokens, far = 0, 0.0
         at = version
-        total = sum(n for n, _ in seen)
-        wrong = total >= LEAST_TOKENS and sum(far for _, far in seen) / total > BOUND
-        found += [m.version for m in agreement.note([check("w", tokens, mean, version)], BOUND)]
+        tokens, far = tokens + more, far + more * mean
+        wrong = tokens >= LEAST_TOKENS and far / tokens > BOUND
+        tokens, far = min(tokens, LAST_TOKENS), far * min(1, LAST_TOKENS / tokens)
+        found += [m.version for m in agreement.note([check("w", more, mean, version)], BOUND)]
         assert bool(found) == wrong
         if found:
             assert agreement.terms == (("w", None),)
             assert agreement.note([check("w", 999, 9.0, version)], BOUND) == []
             break
     assert len(agreement.mismatches) == len(found)
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=40), st.floats(0.0, 0.1), st.floats(1.0, 8.0))
+def test_whoever_serves_garbage_is_found_however_long_it_was_sound(sound: list[int], near: float, far: float) -> None:
+    agreement = Agreement()
+    for tokens in sound:
+        assert agreement.note([check("w", tokens, near)], BOUND) == []
+    garbage = 0
+    while not agreement.note([check("w", 50, far)], BOUND):
+        garbage += 50
+        assert garbage <= LAST_TOKENS
 
 
 def test_an_engine_is_allowed_the_noise_that_it_declares() -> None:
