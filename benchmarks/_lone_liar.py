@@ -22,6 +22,8 @@ CAPABILITIES = Capabilities(
 )
 TICK_S = 0.005
 BEAT_S = 0.1
+DRIP_S = 0.25
+"""Between two tokens of a turn: just less than it may take."""
 UNREAD_BYTES = 1 << 20
 PATIENCE_S = 60.0
 LONG = "x" * TEXT_MAX
@@ -31,8 +33,9 @@ class LoneLiar:
     def __init__(self, arm: str, ticket: Ticket) -> None:
         self._arm, self._ticket = arm, ticket
         self._turns: dict[str, wire.Generate] = {}
+        self._dripped: dict[tuple[str, int], int] = {}
         self._progress = self._version = 0
-        self._beat_s = 0.0
+        self._beat_s = self._drip_s = 0.0
 
     async def live(self) -> None:
         key = ""
@@ -79,9 +82,22 @@ class LoneLiar:
                 if self._arm == "trickle" and self._turns:
                     empty = [self._chunk(order, order.start, []) for order in self._turns.values()]
                     connection.send(wire.Tokens(empty))
+            if self._arm == "drip" and loop.time() > self._drip_s + DRIP_S:
+                self._drip_s = loop.time()
+                self._drip(connection)
             while self._arm.startswith("flood") and connection.transport.get_write_buffer_size() < UNREAD_BYTES:
                 self._flood(connection)
                 await asyncio.sleep(0)
+
+    def _drip(self, connection: Connection) -> None:
+        chunks: list[wire.Chunk] = []
+        for turn, order in list(self._turns.items()):
+            at = order.start + self._dripped.get((turn, order.attempt), 0)
+            self._dripped[turn, order.attempt] = at + 1 - order.start
+            chunks.append(self._chunk(order, at, [1]))
+            if at + 1 == order.sampling.max_new_tokens:
+                del self._turns[turn]
+        connection.send(wire.Tokens(chunks))
 
     def _flood(self, connection: Connection) -> None:
         for _ in range(64):

@@ -5,10 +5,11 @@ workers are models whose tokens follow from a turn's seed alone. Each lie is one
 workers send, extreme, random or not a message at all, over a fresh session. `kinds` counts the frames by type;
 `wrong_rows` are rows of trajectories, turns, groups, steps and pulls that differ from the run without liars.
 
-Under `beside`, one liar beside one honest worker, by what it does all the time: `speed` of the run's steps and size of
-the `journal`, as shares of those of the honest worker alone; the `turns` that the liar was given; and what the report
-says of it. `hold` says that its turns wait, `trickle` sends chunks without tokens, `badstart` tokens from elsewhere;
-`flap` begins its session anew; the others flood with valid frames, as fast as they can.
+Under `beside`, one liar beside one honest worker, by what it does all the time: `speed` of the run's steps and size
+of the `journal`, as shares of those of the honest worker alone; the `turns` that the liar was given; and what the
+report says of it. `hold` says that its turns wait, `trickle` sends chunks without tokens, `drip` a token just before
+it would be late, `badstart` tokens from elsewhere; `flap` begins its session anew; the others flood with valid
+frames, as fast as they can.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ from _live import log_faults_only
 FRAMES_QUICK, FRAMES = 2_520, 24_000
 STEPS_QUICK, STEPS = 18, 100
 BESIDE_TOKEN_S = 0.005
-ARMS = ("hold", "trickle", "badstart", "flood_tokens", "flood_reports", "flood_beats", "flap")
+ARMS = ("hold", "trickle", "drip", "badstart", "flood_tokens", "flood_reports", "flood_beats", "flap")
 
 
 def main(arguments: Arguments) -> dict[str, Any]:

@@ -199,6 +199,7 @@ class ModelEngine:
         for request in requests:
             if request.request_id not in self._requests:
                 tokens = turn_tokens(request.sampling.noise_seed, request.sampling.max_new_tokens)
+                tokens += [STOP] * (request.start + 1 - len(tokens))  # A liar may have gone on beyond the turn's end.
                 self._requests[request.request_id] = (request, tokens, request.start)
                 self._fresh.add(request.request_id)
         self._go_on()

@@ -251,6 +251,11 @@ class Fleet:
             del self.struck[worker.id]
             self.reindex(worker)
 
+    def bring_late(self, worker: Worker) -> None:
+        """The worker has finished a turn far later than others would have: it is of some use, and gets turns last."""
+        if worker.strikes > 1:
+            worker.strikes = 1
+
     def rested(self, worker: Worker) -> None:
         worker.resting = False
         self.reindex(worker)

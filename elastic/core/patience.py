@@ -5,15 +5,23 @@
 - What did not come teaches nothing: hosts that hang do not earn themselves patience.
 - A whole turn has so long as its tokens could take at the slowest pace of other workers' turns: nobody who is slow on
   purpose earns himself patience, either.
+- A turn is late that has taken a multiple of what the others' turns take in the mean, whatever its limit.
 """
 
 from dataclasses import dataclass
 
+from elastic.core.demand import LEARNING_SHARE
 from elastic.core.types import NS_PER_S, Limits, Nanoseconds, WorkerId
 
 TIMES_MOST = 10
 MARGIN = 3
 """Factor on the longest known duration. The next duration has the same distribution, and may exceed all known ones."""
+FAR = 10
+"""Times the mean of others' turns beyond which a worker is held to be of little use: no two kinds of devices that serve
+one model differ as much."""
+COMPARED_TURNS = 4
+"""Turns that others have ended before anybody is compared with them."""
+COMPARED_WORKERS = 8
 REMEMBERED_NS = 600 * NS_PER_S
 """Durations younger than this count; durations older than twice this do not."""
 
@@ -63,6 +71,21 @@ class _Pace:
     at_ns: Nanoseconds
 
 
+@dataclass(slots=True)
+class _Usual:
+    """What a worker's turns take in the mean, the last ones most."""
+
+    turns: int = 0
+    tokens: float = 0.0
+    duration_ns: float = 0.0
+
+    def note(self, tokens: int, duration_ns: Nanoseconds) -> None:
+        self.turns += 1
+        share = max(LEARNING_SHARE, 1 / self.turns)
+        self.tokens += share * (tokens - self.tokens)
+        self.duration_ns += share * (duration_ns - self.duration_ns)
+
+
 class Patience:
     """The limits as they are now. What a wait was for has come: `note` says after how long."""
 
@@ -75,6 +98,8 @@ class Patience:
         self._turns = Longest(0)
         self._paces: list[_Pace] = []
         """The slowest of late, of two workers at most; the slowest first."""
+        self._usual: dict[WorkerId, _Usual] = {}
+        """Of the workers that have ended turns last, that of the last one at the end."""
 
     def note(self, what: str, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
         longest = self._longest.get(what)
@@ -87,6 +112,11 @@ class Patience:
     def note_turn(self, worker: WorkerId, tokens: int, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
         """A turn has ended, so long after its worker began it, and with as many tokens of this worker."""
         self._turns.note(duration_ns, now_ns)
+        usual = self._usual.pop(worker, None) or _Usual()
+        usual.note(tokens, duration_ns)
+        self._usual[worker] = usual
+        if len(self._usual) > COMPARED_WORKERS:
+            del self._usual[next(iter(self._usual))]
         pace = _Pace(worker, duration_ns // max(1, tokens), now_ns)
         known = [p for p in self._paces if p.at_ns > now_ns - REMEMBERED_NS]
         if any(p.worker == worker and p.token_ns >= pace.token_ns for p in known):
@@ -105,10 +135,17 @@ class Patience:
         pace_ns = next((p.token_ns for p in self._paces if p.worker != worker), None)
         return token_ns + tokens * (token_ns if pace_ns is None else min(token_ns, TIMES_MOST * pace_ns))
 
-    def overdue(self, worker: WorkerId, tokens: int, took_ns: Nanoseconds) -> bool:
-        """Whether another worker would have finished a turn of so many tokens long ago."""
-        pace_ns = next((p.token_ns for p in self._paces if p.worker != worker), None)
-        return pace_ns is not None and took_ns > MARGIN * pace_ns * tokens
+    def late(self, worker: WorkerId, tokens: float, took_ns: Nanoseconds, times: float = FAR) -> bool:
+        """Whether a turn of so many tokens has taken so many times as long as other workers' turns do in the mean, and
+        as so many tokens of theirs do."""
+        others = [usual for other, usual in self._usual.items() if other != worker]
+        if sum(usual.turns for usual in others) < COMPARED_TURNS:
+            return False
+        duration_ns = sum(usual.duration_ns for usual in others) / len(others)
+        if took_ns <= times * duration_ns:
+            return False
+        mean_tokens = sum(usual.tokens for usual in others) / len(others)
+        return took_ns > times * duration_ns * tokens / max(1.0, mean_tokens)
 
     def limit_ns(self, what: str, now_ns: Nanoseconds) -> Nanoseconds:
         """How long to wait now for what is called so in `ADAPTIVE`."""

@@ -11,12 +11,14 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import STRUCK_OUT, RemainingFleet, Worker
 from elastic.core.leaving import Leaving
+from elastic.core.patience import MARGIN
 from elastic.core.run_state import RunState
 from elastic.core.turns import Turn
 from elastic.core.types import FinishReason, Nanoseconds, Progress, TrajectoryId, TurnState, WorkerId, WorkerRole
 
 QUEUE_WAITS = ("capacity", "place")
 """Waits of the queue: for a worker that could ever take a turn (capacity), and for room on one (place)."""
+LATE = "others would have ended its turn long ago"
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -62,8 +64,10 @@ class TurnManager:
             return
         for worker in list(run.fleet.struck.values()):
             for turn in self._of(worker):
-                overdue = run.patience.overdue(worker.id, turn.due_tokens, run.now_ns - turn.sent_ns)
-                if turn.state is not TurnState.RUNNING or (turn.accepted > turn.start and not overdue):
+                brought = turn.accepted - turn.start
+                tokens, times = (max(turn.due_tokens, brought), MARGIN) if brought else (0, 1)
+                overdue = run.patience.late(worker.id, tokens, run.now_ns - turn.sent_ns, times)
+                if turn.state is not TurnState.RUNNING or (brought and not overdue):
                     continue
                 other = run.policies.routing.route(turn, RemainingFleet(run.fleet, (worker.id,)))
                 if other is None or other in run.fleet.struck or not run.fleet.workers[other].has_place:
@@ -71,7 +75,7 @@ class TurnManager:
                 turn.destination = other
                 self._abort(turn)
                 if overdue:
-                    self._strike(worker, turn.sent_ns, "others would have finished it long ago")
+                    self._strike(worker, turn.sent_ns, LATE)
                 self._requeue_unheard(turn, f"{other} has a place")
                 return
 
@@ -227,8 +231,13 @@ class TurnManager:
                 run.expect("token", turn.id, max(0, turn.ends_ns - run.now_ns))
         if finish in _ENDS or turn.accepted == turn.max_new_tokens:
             run.turns.served(turn, worker.id)
-            run.fleet.redeem(worker)
             tokens = turn.accepted - turn.start
+            if run.patience.late(worker.id, tokens, run.now_ns - turn.started_ns):
+                run.fleet.bring_late(worker)
+                if not worker.strikes:
+                    self._strike(worker, turn.sent_ns, LATE)
+            else:
+                run.fleet.redeem(worker)
             run.patience.note_turn(worker.id, tokens, run.now_ns - turn.started_ns, run.now_ns)
             self._close(turn, TurnState.FINISHED, finish or FinishReason.LENGTH)
             run.out.append(c.FinishTurn(turn=turn.id))
@@ -289,6 +298,18 @@ class TurnManager:
             turn.started_ns = run.now_ns
             if excused and turn.state is TurnState.RUNNING:
                 self._expect_whole(turn)
+
+    def look_at_oldest(self, worker: Worker) -> None:
+        """Hold it against the worker if others would have ended the turn long ago that it has had longest.
+
+        While it loads weights, turns may stand still.
+        """
+        run = self._run
+        turn = run.turns.live.get(next(iter(worker.turns), ""))
+        if turn is None or turn.state is not TurnState.RUNNING or worker.loading_version is not None:
+            return
+        if run.patience.late(worker.id, turn.accepted - turn.start, run.now_ns - turn.started_ns):
+            self._strike(worker, turn.sent_ns, LATE)
 
     def _expect_whole(self, turn: Turn) -> None:
         """Wait for the turn's first token, and for the end of the attempt."""

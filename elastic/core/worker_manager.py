@@ -123,6 +123,7 @@ class WorkerManager:
             run.fleet.reindex(worker)
         self._follow_load(worker, event)
         self._turns.note_waiting(worker, event.pending, excused=self._gets_on(worker, event))
+        self._turns.look_at_oldest(worker)
         worker.brought = False
         if event.progress != worker.progress or event.executing == 0:
             worker.progress = event.progress

@@ -20,6 +20,10 @@ REPORTS_BURST = 16
 REPORTS_PER_S = 0.1
 """Reports on weights that nobody ordered: a worker that finds its own to be wrong pulls them again."""
 ORDER_REPORTS = 2
+BEATS_BURST = 32
+"""Heartbeats at once, as of a device that is lent and taken back; of those beyond, the last one tells as much."""
+HELD_SHARE = 0.25
+"""Of the time for which a worker may be silent: a session that was held for so long in all is over."""
 SAVED_S = 300.0
 SAVED_ORDERS = 256
 """What a session has not said it may say later: as much as in so much time, and as after so many orders."""
@@ -30,10 +34,12 @@ OPENINGS_PER_S = 1.0
 
 
 class Allowance:
-    """Of one kind of thing: `burst` at once, and `per_s` besides; more is granted for orders."""
+    """Of one kind of thing: `burst` at once, and `per_s` besides, of which `saved_s` are kept; more is granted for
+    orders."""
 
-    def __init__(self, burst: float, per_s: float, now_s: float) -> None:
+    def __init__(self, burst: float, per_s: float, now_s: float, saved_s: float = SAVED_S) -> None:
         self._burst = burst
+        self._saved_s = saved_s
         self._per_s = per_s
         self._at_s = now_s
         self._left = burst
@@ -66,19 +72,22 @@ class Allowance:
 
     def _put(self, more: float) -> None:
         self.allowed += more
-        most = self._burst + SAVED_S * self._per_s + SAVED_ORDERS * self._most_granted
+        most = self._burst + self._saved_s * self._per_s + SAVED_ORDERS * self._most_granted
         self._left = min(most, self._left + more)
 
 
 class SessionAllowances:
-    """What one session may say, and how often it may begin anew."""
+    """What one session may say, and how often it may begin anew. It may be silent for `silence_s`."""
 
-    def __init__(self, heartbeat_interval_s: float, now_s: float) -> None:
+    def __init__(self, heartbeat_interval_s: float, silence_s: float, now_s: float) -> None:
         per_s = SLACK * BEATS_PER_INTERVAL / heartbeat_interval_s
         burst = SLACK * BURST_MESSAGES
         self.messages = Allowance(burst, per_s, now_s)
         self.bytes = Allowance(burst * MESSAGE_BYTES, per_s * MESSAGE_BYTES, now_s)
         self.reports = Allowance(REPORTS_BURST, REPORTS_PER_S, now_s)
+        self.beats = Allowance(BEATS_BURST, BEATS_PER_INTERVAL / heartbeat_interval_s, now_s, saved_s=0.0)
+        self._held_most_s = HELD_SHARE * silence_s
+        self._held_s = self._held_until_s = 0.0
         self.openings = Allowance(OPENINGS_BURST, OPENINGS_PER_S, now_s)
 
     def ordered(self, order: wire.FromOrchestrator) -> None:
@@ -107,9 +116,22 @@ class SessionAllowances:
         self.reports.use(1, now_s)
         return not self.reports.wait_s(now_s)
 
+    def beaten(self, now_s: float) -> float:
+        """How long one more heartbeat is to wait for those before it; 0 if it counts now."""
+        wait_s = self.beats.wait_s(now_s)
+        if not wait_s:
+            self.beats.use(1, now_s)
+        return wait_s
+
+    def held(self, wait_s: float, now_s: float) -> None:
+        """Nothing is read from the session for so long."""
+        until_s = now_s + wait_s
+        self._held_s += max(0.0, until_s - max(now_s, self._held_until_s))
+        self._held_until_s = max(until_s, self._held_until_s)
+
     @property
     def far_beyond(self) -> bool:
-        return self.messages.far_beyond or self.bytes.far_beyond
+        return self._held_s > self._held_most_s or self.messages.far_beyond or self.bytes.far_beyond
 
     def wait_s(self, now_s: float) -> float:
         """How long nothing is to be read from the session."""

@@ -44,6 +44,7 @@ FENCED_KEPT = 256
 """Fenced workers that are told why they are refused; older ones are refused as unknown, and nothing of them is kept."""
 HELD_S_MAX = 1.0
 """Longest time for which a session that says too much is not read, before its allowance is looked at again."""
+FAR_TOO_MUCH = "far more than its time and its orders can need"
 TOO_MUCH = "more than its time and its orders can need: read no faster"
 LAST_LOOK_S = 0.1
 """Grace after a silence: this process may have been held up, with the worker's messages still unread."""
@@ -255,7 +256,9 @@ class Door:
         if relay is not None:
             welcome = msgspec.structs.replace(welcome, relay=relay)
         claims = Claims(bounds_of(welcome.engine, welcome.model, trains=trains), served_bytes)
-        allowances = None if trains else SessionAllowances(welcome.heartbeat_interval_s, _now_s())
+        allowances = None
+        if not trains:
+            allowances = SessionAllowances(welcome.heartbeat_interval_s, welcome.silence_timeout_s, _now_s())
         self._sessions[worker] = _Session(worker, token, key, epoch, welcome, claims, allowances)
 
     def expects(self, worker: WorkerId) -> bool:
@@ -385,11 +388,13 @@ class Door:
             if session.allowances is not None:
                 session.allowances.said(len(body), _now_s())
                 if session.allowances.far_beyond:
-                    raise wire.WireError("far more than its time and its orders can need")
+                    raise wire.WireError(FAR_TOO_MUCH)
             message = wire.decode_from_worker(body)
             session.claims.check(message, _now_s())
             if isinstance(message, wire.WeightsReport):
                 message = self._believable(session, message)
+            if isinstance(message, wire.Heartbeat) and session.ready:
+                message = self._in_time(session, message)
             if message is not None:
                 self._receive(session, message, body)
         except wire.WireError as error:
@@ -405,6 +410,23 @@ class Door:
             self._refusals.note(session.worker, found, _now_s(), "report")
             return without_figures(report)
         return report
+
+    def _in_time(self, session: "_Session", beat: wire.Heartbeat) -> wire.Heartbeat | None:
+        """The heartbeat, or None if it comes too soon after others: then the last one of those is heard later."""
+        wait_s = 0.0 if session.allowances is None else session.allowances.beaten(_now_s())
+        if not wait_s:
+            session.forget_beat()
+            return beat
+        if session.beat_timer is None:
+            session.beat_timer = self._loop.call_later(wait_s, self._hear_beat, session)
+        session.late_beat = beat
+        return None
+
+    def _hear_beat(self, session: "_Session") -> None:
+        beat = session.late_beat
+        session.forget_beat()
+        if beat is not None and not session.said_goodbye and (late := self._in_time(session, beat)) is not None:
+            self._listener.on_message(session.worker, session.epoch, late)
 
     def _bar(self, session: "_Session", cause: str) -> None:
         """Refuse a worker for ever for what it sent, and tell the listener."""
@@ -486,6 +508,9 @@ class _Session:
         self.ready = False
         self.said_goodbye = False
         self.fenced = ""
+        self.late_beat: wire.Heartbeat | None = None
+        """The last one of those that came too soon after others."""
+        self.beat_timer: asyncio.TimerHandle | None = None
         self._token = _digest(token)
         self._key = _digest(key)
         self._untold_key = "" if epoch else key
@@ -516,9 +541,16 @@ class _Session:
         self.connection = connection
         return key
 
+    def forget_beat(self) -> None:
+        self.late_beat = None
+        if self.beat_timer is not None:
+            self.beat_timer.cancel()
+            self.beat_timer = None
+
     def cut(self, last: wire.RefusedFrame | None = None) -> None:
         """End the connection without a word to the listener."""
         connection, self.connection = self.connection, None
+        self.forget_beat()
         self.ready = self.said_goodbye = False
         if connection is not None:
             connection.close(last)
@@ -594,6 +626,10 @@ class _Connection(asyncio.Protocol):
             self._door.blame(session.worker, TOO_MUCH, "frame")
         if self._slowed is not None:
             self._slowed.cancel()
+        session.allowances.held(wait_s, self._loop.time())
+        if session.allowances.far_beyond:
+            self._door._bar(session, FAR_TOO_MUCH)
+            return
         self._slowed = self._loop.call_later(min(wait_s, HELD_S_MAX), self._slow_down) if wait_s else None
         self.hold(self._door.held)
 

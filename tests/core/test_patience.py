@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from elastic.core import commands as c
 from elastic.core.digest import digest
-from elastic.core.patience import ADAPTIVE, MARGIN, REMEMBERED_NS, TIMES_MOST, Patience
+from elastic.core.patience import ADAPTIVE, COMPARED_TURNS, FAR, MARGIN, REMEMBERED_NS, TIMES_MOST, Patience
 from elastic.core.types import NS_PER_S, FinishReason
 from elastic.sim.settings import SMALL_LIMITS
 
@@ -81,3 +81,19 @@ def test_patience_is_part_of_the_state(make_core) -> None:
         core.wait(5.5 - pause_s, beating=("trainer", start.worker))
     limits = [core.scheduler.patience.limit_ns("token", core.scheduler.now_ns) for core in (one, two)]
     assert limits[0] > limits[1]
+
+
+@given(st.integers(1, 4000), st.integers(1, 4000), st.floats(0.001, 1), st.floats(1, FAR))
+def test_a_turn_is_late_that_takes_many_times_as_long_as_those_of_others(
+    tokens: int, usual_tokens: int, token_s: float, slower: float
+) -> None:
+    """Neither is a long turn at a pace like theirs, nor any turn before there is somebody to compare with."""
+    patience, token_ns = Patience(SMALL_LIMITS), round(token_s * NS_PER_S)
+    took_ns = tokens * round(token_ns * slower)
+    for _ in range(COMPARED_TURNS):
+        assert not patience.late("slow", tokens, 1000 * took_ns)
+        patience.note_turn("slow", tokens, took_ns, 0)
+        patience.note_turn("fast", usual_tokens, usual_tokens * token_ns, 0)
+    assert not patience.late("slow", tokens, round(0.99 * took_ns))
+    assert patience.late("slow", tokens, round(1.01 * FAR * token_ns * max(tokens, usual_tokens)))
+    assert not patience.late("fast", usual_tokens, usual_tokens * token_ns // 2)

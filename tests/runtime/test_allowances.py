@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from elastic import wire
 from elastic.core.types import SamplingParameters, WeightMode
-from elastic.runtime.allowances import FAR_BEYOND, SessionAllowances
+from elastic.runtime.allowances import BEATS_BURST, BEATS_PER_INTERVAL, FAR_BEYOND, HELD_SHARE, SessionAllowances
 
-INTERVAL_S, FLUSH_S = 0.5, 0.03
+INTERVAL_S, FLUSH_S, SILENCE_S = 0.5, 0.03, 5.0
 
 
 def turn(tokens: int) -> wire.Generate:
@@ -17,7 +17,7 @@ def turn(tokens: int) -> wire.Generate:
 @given(st.lists(st.tuples(st.integers(1, 64), st.floats(0, 3)), max_size=60), st.floats(0, 60))
 def test_honest_sessions_are_never_held(turns: list[tuple[int, float]], late_s: float) -> None:
     """Even where every token comes in a frame of its own, every frame comes twice, and all of them come late."""
-    allowed, now_s = SessionAllowances(INTERVAL_S, 0.0), 0.0
+    allowed, now_s = SessionAllowances(INTERVAL_S, SILENCE_S, 0.0), 0.0
     waiting = 0
     for tokens, passed_s in turns:
         now_s += passed_s
@@ -34,7 +34,7 @@ def test_honest_sessions_are_never_held(turns: list[tuple[int, float]], late_s: 
 @settings(max_examples=10)
 @given(st.integers(200, 4 << 20), st.integers(0, 2))
 def test_a_flood_is_held_and_ten_times_as_much_is_the_end(size_bytes: int, turns: int) -> None:
-    allowed = SessionAllowances(INTERVAL_S, 0.0)
+    allowed = SessionAllowances(INTERVAL_S, SILENCE_S, 0.0)
     for _ in range(turns):
         allowed.ordered(turn(64))
     before = allowed.messages.allowed, allowed.bytes.allowed
@@ -50,7 +50,28 @@ def test_a_flood_is_held_and_ten_times_as_much_is_the_end(size_bytes: int, turns
 
 
 def test_what_was_not_said_in_a_day_cannot_be_said_at_once() -> None:
-    allowed = SessionAllowances(INTERVAL_S, 0.0)
+    allowed = SessionAllowances(INTERVAL_S, SILENCE_S, 0.0)
     for _ in range(50_000):
         allowed.said(100, 86_400.0)
     assert allowed.wait_s(86_400.0)
+
+
+def test_who_is_held_for_long_is_out_however_slowly_it_is_read() -> None:
+    """What it says beyond its allowance waits on its side, and never comes to ten times as much."""
+    allowed, now_s = SessionAllowances(INTERVAL_S, SILENCE_S, 0.0), 0.0
+    while not allowed.far_beyond:
+        allowed.said(2000, now_s)
+        wait_s = allowed.wait_s(now_s)
+        allowed.held(wait_s, now_s)
+        now_s += wait_s
+    assert HELD_SHARE * SILENCE_S <= now_s < 2 * HELD_SHARE * SILENCE_S
+
+
+@given(st.lists(st.floats(0, 2 * INTERVAL_S), min_size=200, max_size=400))
+def test_heartbeats_count_as_often_as_they_tell_something(pauses: list[float]) -> None:
+    allowed, now_s, counted = SessionAllowances(INTERVAL_S, SILENCE_S, 0.0), 0.0, 0
+    for pause_s in pauses:
+        now_s += pause_s
+        counted += not allowed.beaten(now_s)
+    assert counted <= BEATS_BURST + 1 + BEATS_PER_INTERVAL * now_s / INTERVAL_S
+    assert counted >= min(len(pauses), now_s / INTERVAL_S - 1)
