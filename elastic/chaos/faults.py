@@ -64,10 +64,26 @@ class FaultKind(StrEnum):
     FUNCTIONS = "functions"
     KILL_COMMANDED = "kill_commanded"
     """A user commands the run, and the orchestrator is killed about when it answers."""
+    HOLD = "hold"
+    """From now on a worker says that all its turns wait, and brings nothing."""
+    TRICKLE = "trickle"
+    """From now on a worker brings each token just before that would be late."""
+    BADSTART = "badstart"
+    """From now on a worker's tokens begin elsewhere than they should."""
+    SPAM = "spam"
+    """From now on a worker sends valid frames as fast as it can."""
+    FLAP = "flap"
+    """From now on a worker loses its connection as soon as it has one."""
     IMPOSTOR = "impostor"
     """An engine generates with other weights than those that it has put in force: the former ones, zeros, or noise."""
     STILLBORN = "stillborn"
     """Someone of the cloud, or the trainer, is replaced, and for a while all end before their first word, all alike."""
+
+
+LASTING = (FaultKind.HOLD, FaultKind.TRICKLE, FaultKind.BADSTART, FaultKind.SPAM, FaultKind.FLAP)
+"""Lies that a worker tells for as long as it lives, in frames of which each is valid."""
+LASTING_SHARE = 1 / 4
+"""Share of worlds of all kinds of faults with such a liar."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +145,7 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join(parts)
 
 
-OFTEN = tuple(kind for kind in FaultKind if kind is not FaultKind.STILLBORN)
+OFTEN = tuple(kind for kind in FaultKind if kind is not FaultKind.STILLBORN and kind not in LASTING)
 STILLBORN_SHARE = 1 / 8
 """Share of worlds with workers that cannot start, besides their other faults."""
 SPAN_S = 30.0
@@ -146,11 +162,13 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
     kinds = [kind for kind in only or OFTEN if drawn.random() < among] or list(only)
     span_s = 3600.0 if long else rng.uniform(2, SPAN_S)
     count = rng.choice((2, 4, 8, 16) if only else (0, 4, 16, 32, 64, 96, 128, 160)) if kinds else 0
-    faults = sorted((_draw(rng, rng.choice(kinds), span_s) for _ in range(count)), key=lambda fault: fault.at_s)
-    starts = Random(f"{seed}/starts")
+    faults = [_draw(rng, rng.choice(kinds), span_s) for _ in range(count)]
+    starts, lasting = Random(f"{seed}/starts"), Random(f"{seed}/lasting")
     if not only and not long and starts.random() < STILLBORN_SHARE:
-        more = [_draw(starts, FaultKind.STILLBORN, span_s) for _ in range(2)]
-        faults = sorted((*faults, *more), key=lambda fault: fault.at_s)
+        faults += [_draw(starts, FaultKind.STILLBORN, span_s) for _ in range(2)]
+    if not only and not long and lasting.random() < LASTING_SHARE:
+        faults.append(_draw(lasting, lasting.choice(LASTING), span_s))
+    faults.sort(key=lambda fault: fault.at_s)
     calm = Fault(kind=FaultKind.WEATHER, at_s=span_s)
     one_slot = rng.random() < 1 / 10
     plan = WorldPlan(

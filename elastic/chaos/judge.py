@@ -6,6 +6,7 @@ moment. Then the weights that the trainer has in the end count.
 
 import msgspec
 
+from elastic.chaos.faults import LASTING, FaultKind
 from elastic.chaos.models import SKIPPED, ModelEnvironment, NoSettings, drawn, scored, turn_tokens
 from elastic.chaos.world import World
 from elastic.compose import replay
@@ -13,10 +14,17 @@ from elastic.core import events as e
 from elastic.core.agreement import DISBELIEVED, LAST_TOKENS, LEAST_TOKENS
 from elastic.core.ids import parse_trajectory
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import LogprobCheck, TrajectoryId, WorkerId
+from elastic.core.types import NS_PER_S, LogprobCheck, TrajectoryId, WorkerId
 from elastic.report.history import history_of
+from elastic.report.refusals import refused_of
 from elastic.runtime.journal import GroupRow, StepRow, TrajectoryRow
 from elastic.runtime.rollout import stable_hash
+
+EVENTS_MAX, EVENTS_PER_INTERVAL = 200, 4
+"""Events of one worker that lies and lies: its turns', and heartbeats."""
+KNOWN_AFTER, KNOWN_AFTER_TURNS = 1.05, 4
+"""When a liar is known for one: how many times the limit of a token it was heard since it was given its first turn, and
+how many turns others have finished since."""
 
 
 def judge(world: World) -> None:
@@ -30,6 +38,7 @@ def judge(world: World) -> None:
     require(not any(cloud.leases for cloud in world.clouds.values()), "a lease is left")
     touched, core = _touched_by_liars(world)
     _check_impostors(world, core)
+    _check_lasting(world)
     lost = set(world.acknowledged) - core.controls.commands.keys()
     earlier = forgot or world.began_anew
     require(forgot or not lost, f"commands were acknowledged and are not known: {sorted(lost)}")
@@ -82,6 +91,23 @@ def _touched_by_liars(world: World) -> tuple[set[TrajectoryId], Scheduler]:
     scheduler = replay(world.run, tell)
     require(scheduler.ledger.imbalance_ns() == 0, f"out by {scheduler.ledger.imbalance_ns()} ns")
     return touched, scheduler
+
+
+def _check_lasting(world: World) -> None:
+    """Check that who lies for as long as it lives fills no journal, and that the report names it once it has had turns
+    for long enough while others finished theirs. Other faults may be the cause of what it does."""
+    scheduler = world.config.scheduler
+    alone = all(fault.kind in LASTING or fault.kind is FaultKind.WEATHER for fault in world.plan.faults)
+    with history_of(world.run) as history:
+        named = {refused.worker for refused in refused_of(history) if refused.what != "report"}
+    for worker, liar in world.witness.lasting.items():
+        lied_s = (world.clock.now_ns - liar.since_ns) / NS_PER_S
+        events_max = EVENTS_MAX + EVENTS_PER_INTERVAL * lied_s / scheduler.heartbeat_interval_s
+        require(liar.events <= events_max, f"{liar.events} events of {worker}, which lies and lies")
+        served_s = (liar.heard_ns - liar.given_ns) / NS_PER_S
+        known = served_s > KNOWN_AFTER * scheduler.turn_stall_timeout_s and liar.others_finished >= KNOWN_AFTER_TURNS
+        unnamed = alone and known and worker not in named
+        require(not unnamed, f"nobody has named {worker}, which lies and lies and was given {liar.turns} turns")
 
 
 def _check_impostors(world: World, core: Scheduler) -> None:

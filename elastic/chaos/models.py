@@ -80,6 +80,11 @@ class ModelDevice:
     slowness: float = 1.0
     serves: Impostor | None = None
     """What it generates with in place of its weights."""
+    holds: bool = False
+    """Whether its engine says that all turns wait, and gets on with none."""
+    begins_elsewhere: bool = False
+    brings_every: int = 1
+    """How many of its iterations bring one token."""
     held_until_ns: Nanoseconds = 0
     fails: type[Exception] | None = None
     """The error that the next load of weights raises, after a while."""
@@ -147,6 +152,7 @@ class LoadWatch(Protocol):
         ...
 
 
+ELSEWHERE = 5
 LOADS_MAX = 8
 """Loads under way or just finished in one worker."""
 
@@ -273,7 +279,7 @@ class ModelEngine:
 
     def statistics(self) -> EngineStatistics:
         self._meter()
-        executing = 0 if self._asleep else min(self._max_batch, len(self._requests))
+        executing = 0 if self._asleep or self._device.holds else min(self._max_batch, len(self._requests))
         return EngineStatistics(
             pending=len(self._requests) - executing,
             executing=executing,
@@ -316,6 +322,9 @@ class ModelEngine:
             self._go_on()
             return
         self._iterations += 1
+        if self._device.holds or self._iterations % self._device.brings_every:
+            self._go_on()
+            return
         chunks: list[TokenChunk] = []
         for name, (request, tokens, at) in list(self._requests.items())[: self._max_batch]:
             token, fresh = tokens[at], name in self._fresh
@@ -331,6 +340,7 @@ class ModelEngine:
             self._prompt += prefilled
             place = len(request.token_ids) - request.start + at
             logprob = self._device.logprob(self._version, token, place)
+            at += ELSEWHERE if self._device.begins_elsewhere else 0
             chunks.append(TokenChunk(name, at, [token], [logprob], self._version, finish, 0, prefilled))
         self._sink(chunks)
         self._go_on()

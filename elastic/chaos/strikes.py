@@ -6,7 +6,8 @@ from functools import partial
 
 import msgspec
 
-from elastic.chaos.faults import Fault, FaultKind
+from elastic import wire
+from elastic.chaos.faults import LASTING, Fault, FaultKind
 from elastic.chaos.loops import Machine
 from elastic.chaos.models import Impostor
 from elastic.chaos.process import Process
@@ -31,6 +32,10 @@ SLOWNESS_MAX = 10.0
 SLOW_COMMIT_S = 0.5
 STILLBORN_S = 4.0
 """Shortest time in which nobody can start: enough for two starts."""
+NEARLY_LATE = 0.8
+"""Of the time that a token may take."""
+SPAM, SPAM_S = 20, 0.05
+FLAP_S = 0.3
 FOR_EVER_S = 1e6
 """Duration of weather that no other weather ends, in worlds with only some of the drawn faults."""
 
@@ -178,6 +183,42 @@ def _impersonate(world: World, worker: Process, fault: Fault) -> bool:
     worker.device.serves = list(Impostor)[int(fault.chance * len(Impostor))]
     world.witness.impostor(worker.name)
     return True
+
+
+def _last(world: World, worker: Process, fault: Fault) -> bool:
+    """Let the worker lie from now on, beside one that does not."""
+    others = [other for other in world.workers() if other is not worker and not _trains(other)]
+    if world.witness.lasting or not others:
+        return False
+    match fault.kind:
+        case FaultKind.HOLD:
+            worker.device.holds = True
+        case FaultKind.BADSTART:
+            worker.device.begins_elsewhere = True
+        case FaultKind.TRICKLE:
+            token_s = NEARLY_LATE * world.config.scheduler.turn_stall_timeout_s
+            worker.device.brings_every = round(token_s / world.plan.token_s)
+        case FaultKind.SPAM:
+            worker.loop.call_soon(_spam, worker)
+        case _:
+            worker.loop.call_soon(_flap, worker)
+    world.witness.lies_on(worker.name)
+    return True
+
+
+def _spam(worker: Process) -> None:
+    for transport in list(worker.loop.transports):
+        for progress in range(SPAM):
+            transport.write(wire.encode(wire.Heartbeat(1, 0, 0, progress, {}, 0, 0.0, 0, 0)))
+    if not worker.main.done():
+        worker.loop.call_later(SPAM_S, _spam, worker)
+
+
+def _flap(worker: Process) -> None:
+    for transport in list(worker.loop.transports):
+        transport.abort()
+    if not worker.main.done():
+        worker.loop.call_later(FLAP_S, _flap, worker)
 
 
 def _kill_orchestrator(world: World, orchestrator: Process, fault: Fault) -> None:
@@ -329,6 +370,7 @@ _OF_ONE: Mapping[FaultKind, Callable[[World, Process, Fault], bool]] = {
     FaultKind.TERMINATE: _terminate,
     FaultKind.DECLINE: _decline,
     FaultKind.LIE: _lie,
+    **dict.fromkeys(LASTING, _last),
     FaultKind.IMPOSTOR: _impersonate,
 }
 _OF_THE_RUN: Mapping[FaultKind, Callable[[World, Process, Fault], bool | None]] = {

@@ -75,6 +75,19 @@ class _Pull:
     asked: set[str] = field(default_factory=set[str])
 
 
+@dataclass
+class Lasting:
+    """What has come of a worker since it began to lie on and on: its events, the turns that it was given, and how many
+    others have finished since it got the first of these, at `given_ns`. It was last heard at `heard_ns`."""
+
+    since_ns: Nanoseconds
+    events: int = 0
+    turns: int = 0
+    given_ns: Nanoseconds = NEVER_NS
+    heard_ns: Nanoseconds = 0
+    others_finished: int = 0
+
+
 class Witness:
     """Watches one `core` at a time. Violations are collected in `found`, even if the process that caused them dies."""
 
@@ -90,6 +103,8 @@ class Witness:
         self._connections_ailing_ns: Nanoseconds = 0
         self._weights_ailing_ns: Nanoseconds = 0
         self._liars: dict[WorkerId, None] = {}
+        self.lasting: dict[WorkerId, Lasting] = {}
+        """Those that lie for as long as they live."""
         self.impostors: dict[WorkerId, None] = {}
         self._refused_ns: dict[str, Nanoseconds] = {}
         self._failed_loads: dict[tuple[WorkerId, int, int], Nanoseconds] = {}
@@ -160,6 +175,11 @@ class Witness:
     def lies(self, worker: WorkerId) -> None:
         self._liars[worker] = None
 
+    def lies_on(self, worker: WorkerId) -> None:
+        """Note that from now on the worker lies, and does not stop."""
+        self.lies(worker)
+        self.lasting.setdefault(worker, Lasting(self._now_ns()))
+
     def impostor(self, worker: WorkerId) -> None:
         """Note that from now on the worker's tokens are not of the weights that it names."""
         self.impostors[worker] = None
@@ -221,6 +241,8 @@ class Witness:
 
     def _hear(self, core: Scheduler, event: e.Event, commands: Sequence[c.Command]) -> None:
         self.events += 1
+        if self.lasting:
+            self._follow_lasting(event, commands)
         match event:
             case e.LeaseRefused():
                 if (lease := core.leases.leases.get(event.lease)) is not None:
@@ -257,6 +279,23 @@ class Witness:
                     pass
         if self._chance.random() < CHECKED:
             check(core)
+
+    def _follow_lasting(self, event: e.Event, commands: Sequence[c.Command]) -> None:
+        liar = self.lasting.get(getattr(event, "worker", ""))
+        if liar is not None:
+            liar.events += 1
+            liar.heard_ns = self._now_ns()
+        for command in commands:
+            match command:
+                case c.StartTurn() if command.worker in self.lasting:
+                    liar = self.lasting[command.worker]
+                    liar.turns += 1
+                    liar.given_ns = min(liar.given_ns, self._now_ns())
+                case c.FinishTurn():
+                    for other in self.lasting.values():
+                        other.others_finished += other.turns > 0
+                case _:
+                    pass
 
     def _load_told(self, event: e.WeightsFailed) -> None:
         """Check a report of a failed load. An epoch's connection is closed before the next one begins, so a load

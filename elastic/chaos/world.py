@@ -572,6 +572,8 @@ class World:
         self.witness.ails(worker, SINCE_BEFORE_S)
         if self.witness.has_lied(ticket):
             self.witness.lies(worker)
+        if ticket in self.witness.lasting:
+            self.witness.lies_on(worker)
         if ticket in self.witness.impostors:
             self.witness.impostor(worker)
 

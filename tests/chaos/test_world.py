@@ -17,7 +17,15 @@ FIXED = range(8)
 """Seeds that every change is tried with."""
 BATCH = 4
 FRESH = 2
-PLANTED = ("outbox_not_emptied", "relay_not_waited_for", "turn_ends_unheard", "pool_yields_before_devices_are_free")
+LASTING_SEEDS = {"hold": 5, "trickle": 5, "badstart": 4, "spam": 3, "flap": 3}
+"""Seeds of worlds with one worker that lies for as long as it lives."""
+PLANTED = (
+    "every_heartbeat_heard",
+    "outbox_not_emptied",
+    "relay_not_waited_for",
+    "turn_ends_unheard",
+    "pool_yields_before_devices_are_free",
+)
 """Of the bugs: `benchmarks/faults.py` tries all."""
 
 
@@ -36,6 +44,12 @@ def test_fresh_seeds_do_too() -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_nobody_is_fenced_for_the_orchestrators_own_silence(seed: int) -> None:
     simulate(seed, draw_plan(seed, [FaultKind.HOLD_UP]))
+
+
+@pytest.mark.parametrize("lie", LASTING_SEEDS)
+def test_a_worker_that_lies_on_and_on_is_named_and_holds_nobody_up(lie: str) -> None:
+    seed, kind = LASTING_SEEDS[lie], FaultKind(lie)
+    assert simulate(seed, draw_plan(seed, [kind])).faults
 
 
 def test_one_seed_gives_one_history_whatever_the_hashes() -> None:
