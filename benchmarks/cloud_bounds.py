@@ -130,6 +130,11 @@ class BoundedRun:
         living = {one.tags["elastic:lease"]: one for one in self.rented() if one.lives}
         return all(name in running and running[name].began_s <= living[name].began_s + 1 for name in living)
 
+    def knows_price(self) -> bool:
+        """Whether the provider has heard of the price of now."""
+        market = self.provider._ec2
+        return all(market.usd_now(pool) >= self.aws.books.prices.at(*pool, time.time()) for pool in market.pools())
+
     def rented(self) -> list[Any]:
         return [one for one in self.aws.books.rented.values() if one.tags.get("elastic:run") == self.provider._api.run]
 
@@ -210,6 +215,7 @@ async def capped(run: BoundedRun, doubled: asyncio.Event, *, hold: bool) -> None
         await run.restart()
     else:
         run.age(FIRST_HOUR_S)
+        await until(lambda: doubled.is_set() and run.knows_price() and run.seen(), run.count)
 
     async def take() -> None:
         run.count()
