@@ -146,6 +146,11 @@ class EventStream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.over = True
 
+    @property
+    def answered(self) -> bool:
+        """Whether it is known to stand, or not to."""
+        return self._headed or self.refused or self.over
+
     def _chunks(self) -> list[bytes]:
         found: deque[bytes] = deque()
         while (end := self._received.find(b"\r\n")) >= 0:

@@ -10,7 +10,8 @@ counts as slow, too.
 - `event_delay_ms_p99`: from the moment at which a job made an event until a client has read it.
 - `server_cores`, `load_cores`: processors that the server, and the load itself, kept busy on average.
 - `viewer_streams`, `viewer_refused`, `others_p99_ms`: of `VIEWER_STREAMS` streams that one viewer opens, those that
-  stand and those that are refused, and until a read of others is answered meanwhile.
+  stand and those that are refused, and until a read of others is answered once all of these are answered;
+  `viewer_opened_s`: until they were.
 - `rss_mb_warm`, `rss_mb_end`: the server's memory after the first part of the load, and at its end.
 """
 
@@ -86,6 +87,7 @@ class LoadMeasured:
     others_ms: list[float] = field(default_factory=list[float])
     viewer_streams: int = 0
     viewer_refused: int = 0
+    viewer_opened_s: float = 0.0
 
 
 class ToldEvent(msgspec.Struct):
@@ -133,6 +135,7 @@ def measure(database: str, load_s: float) -> dict[str, Any]:
         "event_delay_ms_p99": float(np.percentile(delays, 99)) if len(delays) else None,
         "viewer_streams": measured.viewer_streams,
         "viewer_refused": measured.viewer_refused,
+        "viewer_opened_s": measured.viewer_opened_s,
         "others_p99_ms": float(np.percentile(measured.others_ms, 99)),
         "runs_listed": listed,
         "rss_mb_warm": measured.rss_mb_warm,
@@ -325,10 +328,15 @@ async def _beside_a_viewer(
     def follower() -> EventStream:
         return EventStream(asked, lambda _: None, may_be_refused=True)
 
+    began_s = time.monotonic()
     opened: list[tuple[asyncio.Transport, EventStream]] = []
     for _ in range(VIEWER_STREAMS):
         with contextlib.suppress(OSError):
             opened.append(await loop.create_connection(follower, HOST, site.port, local_addr=(VIEWER_ADDRESS, 0)))
+    async with asyncio.timeout(UP_S):
+        while not all(stream.answered for _, stream in opened):
+            await asyncio.sleep(0.05)
+    measured.viewer_opened_s = time.monotonic() - began_s
     others = LoadMeasured()
     await _read_openly(pool, reads, others, VIEWER_S if load_s > VIEWER_S else VIEWER_QUICK_S)
     measured.others_ms = others.answers_ms
