@@ -112,6 +112,8 @@ class EventStream(asyncio.Protocol):
         self._events = bytearray()
         self._headed = False
         self.over = False
+        self.answered = asyncio.Event()
+        """Set once it is known to stand, or not to."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -134,6 +136,7 @@ class EventStream(asyncio.Protocol):
                 raise ConnectionError(f"the stream is answered with {status}")
             del self._received[: end + 4]
             self._headed = True
+            self.answered.set()
         for chunk in self._chunks():
             self._events += chunk
         *events, rest = self._events.split(b"\n\n")
@@ -145,11 +148,7 @@ class EventStream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.over = True
-
-    @property
-    def answered(self) -> bool:
-        """Whether it is known to stand, or not to."""
-        return self._headed or self.refused or self.over
+        self.answered.set()
 
     def _chunks(self) -> list[bytes]:
         found: deque[bytes] = deque()

@@ -334,8 +334,8 @@ async def _beside_a_viewer(
         with contextlib.suppress(OSError):
             opened.append(await loop.create_connection(follower, HOST, site.port, local_addr=(VIEWER_ADDRESS, 0)))
     async with asyncio.timeout(UP_S):
-        while not all(stream.answered for _, stream in opened):
-            await asyncio.sleep(0.05)
+        for _, stream in opened:
+            await stream.answered.wait()
     measured.viewer_opened_s = time.monotonic() - began_s
     others = LoadMeasured()
     await _read_openly(pool, reads, others, VIEWER_S if load_s > VIEWER_S else VIEWER_QUICK_S)
