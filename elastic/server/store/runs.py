@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
 
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.processes import Identity
@@ -154,7 +155,7 @@ def read(connection: sa.Connection, wanted: sa.Select[Any], attempting: Attempti
     the others are returned."""
     try:
         return [as_record(row) for row in connection.execute(wanted).mappings()]
-    except sa.exc.SQLAlchemyError:
+    except SQLAlchemyError:
         raise
     except Exception:
         found: list[HostedRunRow] = []
