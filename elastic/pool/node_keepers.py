@@ -1,16 +1,50 @@
 """Keepers of nodes as the pool's process knows them: started, expected back, given up for lost, replaced."""
 
 from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
 
 from elastic import pool_wire as w
 from elastic.cluster import events as e
 from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
+from elastic.core.types import Offer
 from elastic.pool.holdings import NS_PER_S, LiveJob, PoolHoldings, PoolNode, Resident
 from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
-from providers.markets import CapacityUnavailable, SpotMarket
+
+
+class LostInstance(Protocol):
+    """An instance that is gone, by the name of the node that was on it."""
+
+    @property
+    def lease(self) -> NodeId: ...
+
+
+class NodeMarket(Protocol):
+    """Instances for rollout nodes, which come and go by themselves."""
+
+    @property
+    def next_ns(self) -> Nanoseconds | None:
+        """When the next one comes or goes; None for never."""
+        ...
+
+    def advance(self, now_ns: Nanoseconds) -> Iterator[LostInstance]:
+        """Go on until now; yields the instances that were taken from nodes."""
+        ...
+
+    def offer(self) -> Offer:
+        """Return how many instances can be had now."""
+        ...
+
+    def take(self, lease: NodeId) -> str:
+        """Place a node on an instance that can be had."""
+        ...
+
+    def forget(self, lease: NodeId) -> None:
+        """Give a node's instance back."""
+        ...
 
 
 class NodeKeepers:
@@ -27,7 +61,7 @@ class NodeKeepers:
         slices: PoolSlices,
         residents: NodeResidents,
         scripts: PoolScripts,
-        market: SpotMarket | None = None,
+        market: NodeMarket | None = None,
     ) -> None:
         self._pool, self._workers, self._slices = pool, workers, slices
         self._residents, self._scripts = residents, scripts
@@ -210,10 +244,9 @@ class NodeKeepers:
         """Whether the node has an instance; one that has none takes the instance that has been free the longest."""
         if self._market is None or phase is not PhaseKind.ROLLOUT:
             return True
-        try:
-            self._market.take(name)
-        except CapacityUnavailable:
+        if not self._market.offer().available:
             return False
+        self._market.take(name)
         return True
 
     def _give_back(self, name: NodeId) -> None:

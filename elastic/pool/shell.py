@@ -22,13 +22,12 @@ from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePl
 from elastic.pool.holdings import HOLDING, NS_PER_S, LiveJob, PoolHoldings, PoolNode, nanoseconds
 from elastic.pool.job_lives import JobLives
 from elastic.pool.job_profiles import JobProfiles
-from elastic.pool.node_keepers import NodeKeepers
+from elastic.pool.node_keepers import NodeKeepers, NodeMarket
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolPorts, PoolTimes
 from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
-from providers.markets import SpotMarket
 
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 OVER_KEPT = 100
@@ -48,7 +47,7 @@ class PoolShell:
         times: PoolTimes,
         entries: Iterable[JobEntry] = (),
         after: Callable[[e.ClusterEvent], None] = lambda event: None,
-        market: SpotMarket | None = None,
+        market: NodeMarket | None = None,
         over_kept: int = OVER_KEPT,
     ) -> None:
         pool = self._pool = PoolHoldings(cluster, ports, times, entries)
