@@ -18,7 +18,7 @@ from _runs import EXAMPLE, POLL_S, elastic, sets
 
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.core.ids import tagged
-from elastic.run_secrets import RunSecrets
+from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import JournalError, JournalReader, RunDirectory
 
 LEASES, CONTAINER_KILLS, ORCHESTRATOR_KILLS = 50, 15, 5

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 from _optimum import Optimiser, fewest_nodes
 
-from elastic.cluster import JobRequest, PoolSpec
-from elastic.cluster.policy import ClusterPolicies
-from elastic.cluster.types import JobId
-from elastic.sim.job_plans import NS_PER_H, PhaseShares, PlanWorld
-from elastic.sim.jobs import Arrival
+from elastic.core.cluster import JobRequest, PoolSpec
+from elastic.core.cluster.policy import ClusterPolicies
+from elastic.core.cluster.types import JobId
+from elastic.simulation.jobs.plans import NS_PER_H, PhaseShares, PlanWorld
+from elastic.simulation.jobs.phases import Arrival
 from policies.charging import IdleAsAlone
 from policies.drift import NoDrift, SloAtStake
 from policies.placement import PLACEMENTS

@@ -26,7 +26,7 @@ import psutil
 from _common import HERE, ROOT
 
 from elastic.server.settings import ServerSettings
-from elastic.sqlite import open_sqlite
+from elastic.system.sqlite import open_sqlite
 
 Part: TypeAlias = Literal["api", "runner"]
 
@@ -47,7 +47,7 @@ max_workers = 1
 JOB = """
 import fcntl, os, random, shutil, signal, sys, time
 from pathlib import Path
-from elastic.sqlite import open_sqlite
+from elastic.system.sqlite import open_sqlite
 
 run = Path(sys.argv[sys.argv.index("--resume") + 1])
 with (run / "begun").open("a") as begun:
@@ -213,13 +213,13 @@ def _settings(home: Path, database: str, job: Path) -> ServerSettings:
 def _forks() -> ForkServerContext:
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{HERE}"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["elastic.logs", "elastic.server.serving", "alembic.command", "psycopg"])
+    context.set_forkserver_preload(["elastic.system.logs", "elastic.server.serving", "alembic.command", "psycopg"])
     return context
 
 
 def _main(part: Part, home: Path, database: str, port: int, job: Path, log: Path) -> None:
     from elastic import compose
-    from elastic.logs import STANDARD_ERROR, log_to
+    from elastic.system.logs import STANDARD_ERROR, log_to
     from elastic.server.serving import listen, open_store, run_runner, serve
 
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), STANDARD_ERROR)

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from elastic.cluster import PoolSpec
-from elastic.cluster.cycle import CycleMember, cycle_ns, load_ns
-from elastic.cluster.groups import CycleModel
-from elastic.cluster.policy import ClusterPolicies
-from elastic.cluster.types import JobState
-from elastic.sim.job_plans import NS_PER_H, PlanWorld
-from elastic.sim.jobs import Arrival, JobsWorld
+from elastic.core.cluster import PoolSpec
+from elastic.core.cluster.cycle import CycleMember, cycle_ns, load_ns
+from elastic.core.cluster.groups import CycleModel
+from elastic.core.cluster.policy import ClusterPolicies
+from elastic.core.cluster.types import JobState
+from elastic.simulation.jobs.plans import NS_PER_H, PlanWorld
+from elastic.simulation.jobs.phases import Arrival, JobsWorld
 from policies.charging import IdleAsAlone
 from policies.clusters import CLUSTER_POLICIES
 from policies.drift import NoDrift

@@ -107,7 +107,7 @@ def _verdict(mutant: Mutant | None) -> int:
 
 def of_many_jobs(mutant: Mutant | None) -> bool:
     return mutant is not None and (
-        mutant.module.startswith("elastic.cluster.") or mutant.module in {f"policies.{name}" for name in JOBS_POLICIES}
+        mutant.module.startswith("elastic.core.cluster.") or mutant.module in {f"policies.{name}" for name in JOBS_POLICIES}
     )
 
 
@@ -128,7 +128,7 @@ def nearest_tests(mutant: Mutant | None) -> list[str]:
 def _goes_wrong(seeds: range, mutant: Mutant | None) -> bool:
     if of_many_jobs(mutant):
         return _goes_wrong_with_jobs(seeds)
-    from elastic.sim.world import SimulatedWorldFailed, simulate
+    from elastic.testing.faults.core.world import SimulatedWorldFailed, simulate
 
     for seed in seeds:
         _allow_cpu(WORLD_CPU_S)
@@ -140,7 +140,7 @@ def _goes_wrong(seeds: range, mutant: Mutant | None) -> bool:
 
 
 def _goes_wrong_with_jobs(seeds: range) -> bool:
-    from elastic.sim.jobs import JobsWorldFailed, worlds_of_jobs
+    from elastic.simulation.jobs.phases import JobsWorldFailed, worlds_of_jobs
     from policies.clusters import CLUSTER_POLICIES
 
     for seed in seeds:

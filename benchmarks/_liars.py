@@ -19,19 +19,20 @@ import msgspec
 from _live import replay
 from _orchestrated import RUN, OwnWorkers, orchestrator
 
-from elastic import compose, wire
-from elastic.chaos.models import ModelDevice, ModelEngine, ModelEnvironment, ModelTrainer, NoSettings, Weights
+from elastic import compose
+from elastic.protocol import wire
+from elastic.testing.faults.shell.models import ModelDevice, ModelEngine, ModelEnvironment, ModelTrainer, NoSettings, Weights
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Account, Capabilities, Nanoseconds
-from elastic.envs.base import Environment, StepResult
-from elastic.offload import Lane, lanes
+from elastic.environments.base import Environment, StepResult
+from elastic.system.thread_lane import Lane, lanes
 from elastic.report.history import history_of
 from elastic.report.refusals import refused_of
 from elastic.runtime.journal import GroupRow, JournalRecord, PullRow, RunDirectory, StepRow, TrajectoryRow, TurnRow
-from elastic.sim.lies import KINDS, Liar
+from elastic.testing.faults.core.lies import KINDS, Liar
 from elastic.weights.source import RelaySource
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.agent import run_agent
@@ -158,7 +159,7 @@ class Honest:
 
 
 class Unwatched:
-    """`elastic.chaos.models.LoadWatch` of nobody."""
+    """`elastic.testing.faults.shell.models.LoadWatch` of nobody."""
 
     def pulls(self, source: RelaySource) -> AbstractContextManager[None]:
         return nullcontext()

@@ -20,10 +20,10 @@ from elastic.core.events import Event
 from elastic.core.fleet import Worker
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds, WorkerState
-from elastic.envs.base import Environment
+from elastic.environments.base import Environment
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
-from elastic.signals import TERMINATION, act_on
+from elastic.system.signals import TERMINATION, act_on
 from providers.base import Provider, ProviderSettings
 from providers.reserved import ReservedProvider
 
@@ -45,9 +45,9 @@ def write_policy(directory: Path) -> Path:
     """A policy of the examples' size, untrained: what it says does not matter here, what it costs is the same."""
     import torch
 
-    from elastic.model.checkpoint import model_tensors, write_checkpoint
-    from elastic.model.config import Qwen3Config
-    from elastic.model.qwen3 import Qwen3
+    from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
+    from elastic.engine.model.config import Qwen3Config
+    from elastic.engine.model.qwen3 import Qwen3
 
     torch.manual_seed(0)
     config = Qwen3Config()

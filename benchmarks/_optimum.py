@@ -10,8 +10,8 @@ import highspy
 import msgspec
 import numpy as np
 
-from elastic.cluster import JobRequest, PoolSpec
-from elastic.cluster.types import JobId
+from elastic.core.cluster import JobRequest, PoolSpec
+from elastic.core.cluster.types import JobId
 
 
 class Optimum(msgspec.Struct, frozen=True):

@@ -8,17 +8,18 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias, cast
 
-from elastic import compose, wire
+from elastic import compose
+from elastic.protocol import wire
 from elastic.config import Config
 from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import EndCause, LeaseId, Offer, WorkerRole
-from elastic.endpoint import Endpoint
-from elastic.envs.base import Environment
-from elastic.run_secrets import RunSecrets
+from elastic.protocol.endpoint import Endpoint
+from elastic.environments.base import Environment
+from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import RunDirectory, SqliteJournal
 from elastic.runtime.orchestrator import Orchestrator, Wiring
-from elastic.tls import Certificate
+from elastic.protocol.tls import Certificate
 from elastic.worker.connection import Ticket
 from providers.base import Emit, KnownLease, LeaseRequest, Provider, ProviderSettings
 

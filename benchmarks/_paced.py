@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from elastic.config import Config
 from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S, EndCause, WorkerRole
-from elastic.envs.base import StepResult
+from elastic.environments.base import StepResult
 from elastic.runtime.journal import RunDirectory, TrajectoryRow
 from providers import markets
 from providers.base import Provider, ProviderContext, ProviderSettings

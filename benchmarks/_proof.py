@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from elastic import compose, wire
+from elastic import compose
+from elastic.protocol import wire
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.digest import digest

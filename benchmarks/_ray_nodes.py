@@ -18,7 +18,7 @@ from _runs import processes_of
 
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
-from elastic.sockets import listening_socket
+from elastic.protocol.sockets import listening_socket
 from providers.base import Provider
 from providers.ray import RayProvider, RaySettings
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elastic import compose, wire
+from elastic import compose
+from elastic.protocol import wire
 from elastic.compose.incarnations import BEGAN, Began
 from elastic.config import Config
 from elastic.core import commands as c

@@ -49,9 +49,9 @@ def random_weights(shape: str, device: str) -> dict[str, Any]:
     """Bfloat16 tensors on the host, made on the device: billions of random numbers take minutes on a core."""
     import torch
 
-    from elastic.model.checkpoint import model_tensors
-    from elastic.model.config import Qwen3Config
-    from elastic.model.qwen3 import Qwen3
+    from elastic.engine.model.checkpoint import model_tensors
+    from elastic.engine.model.config import Qwen3Config
+    from elastic.engine.model.qwen3 import Qwen3
 
     torch.manual_seed(0)
     with torch.device(device):

@@ -31,9 +31,9 @@ from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.backends import open_backend
 from elastic.engine.kv.layout import common_page_bytes
 from elastic.engine.torch.runner import Runner, dtype_on
-from elastic.http_server import serving
-from elastic.model.checkpoint import read_tensors, write_checkpoint
-from elastic.model.config import Qwen3Config
+from elastic.protocol.http_server import serving
+from elastic.engine.model.checkpoint import read_tensors, write_checkpoint
+from elastic.engine.model.config import Qwen3Config
 from elastic.weights.source import TensorSource
 from policies.admission import NoAdmission
 from policies.kvmemory import PreemptiveMemory

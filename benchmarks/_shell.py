@@ -10,7 +10,7 @@ import msgspec
 from _common import ROOT
 from _coverage import Coverage, lines_of
 
-from elastic.cores import cores
+from elastic.system.cores import cores
 
 PLANTED = ROOT / "tests" / "chaos" / "planted.py"
 
@@ -36,10 +36,10 @@ class WorldsSeen(msgspec.Struct):
 
 def import_shell() -> None:
     """Once, before processes are forked that live through its worlds."""
-    import elastic.chaos.simulate
+    import elastic.testing.faults.shell.simulate
     from elastic.weights import codecs
 
-    assert elastic.chaos.simulate
+    assert elastic.testing.faults.shell.simulate
     codecs.warm_up()
 
 
@@ -65,8 +65,8 @@ def live_through_shell_watched(seeds: Iterable[int]) -> WorldsSeen:
 
 
 def live_through_shell(seeds: Iterable[int]) -> WorldsSeen:
-    from elastic.chaos.simulate import WorldFailed, simulate
-    from elastic.chaos.witness import Needless
+    from elastic.testing.faults.shell.simulate import WorldFailed, simulate
+    from elastic.testing.faults.shell.witness import Needless
 
     seen = WorldsSeen()
     for seed in seeds:
@@ -86,8 +86,11 @@ def live_through_shell(seeds: Iterable[int]) -> WorldsSeen:
 def is_production_shell() -> bool:
     """Whether a world's run, gateway, journal, rollout loops, workers, trainer's host and relay client are of the
     classes that a live run has."""
-    from elastic.chaos import models, relay, simulate, world
-    from elastic.chaos.faults import draw_plan
+    from elastic.testing.faults.shell import models
+    from elastic.testing.faults.shell import relay
+    from elastic.testing.faults.shell import simulate
+    from elastic.testing.faults.shell import world
+    from elastic.testing.faults.shell.faults import draw_plan
     from elastic.compose import execution
     from elastic.runtime import gateway, journal, orchestrator, rollout, run
     from elastic.weights import client, http

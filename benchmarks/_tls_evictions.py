@@ -19,8 +19,9 @@ from typing import Any
 import _common  # noqa: F401  (the path)
 from _crowds import ELSEWHERE, PATIENCE_S, asked_for, figures, log_here
 
-from elastic import tls, wire
-from elastic.endpoint import Address
+from elastic.protocol import tls
+from elastic.protocol import wire
+from elastic.protocol.endpoint import Address
 from elastic.runtime.gateway import Gateway
 
 CROWD_PER_S = 1_600

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
+from elastic.engine.model.config import Qwen3Config
+from elastic.engine.model.qwen3 import Qwen3
 from elastic.weights.codecs.base import Bits
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "benchmarks"

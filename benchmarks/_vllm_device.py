@@ -34,9 +34,9 @@ from elastic.engine import create_engine
 from elastic.engine.base import ChunkSink, TokenChunk
 from elastic.engine.coserving.front import ModelCard, ServingFront
 from elastic.engine.vllm.engine import VllmEngine
-from elastic.http_server import serving
-from elastic.model.checkpoint import write_checkpoint
-from elastic.model.config import Qwen3Config
+from elastic.protocol.http_server import serving
+from elastic.engine.model.checkpoint import write_checkpoint
+from elastic.engine.model.config import Qwen3Config
 from traces.serving import ServingRequest
 
 SHAPE = "tiny-serving"

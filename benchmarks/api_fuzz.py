@@ -30,7 +30,7 @@ from typing import Any
 from _common import ROOT, emit, parser
 from _hosted import CONFIG, HostedSite
 
-from elastic.http_clients import sync_client
+from elastic.protocol.http_clients import sync_client
 
 FUZZER = ROOT / ".cache" / "fuzz" / "bin" / "schemathesis"
 REQUESTS = 20_000

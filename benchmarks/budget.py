@@ -14,13 +14,14 @@ from typing import Any
 
 from _common import emit, parse_arguments
 
-from elastic import compose, simulation
+from elastic import compose
+from elastic.simulation import run as simulation
 from elastic.config import Config
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import NullJournal
-from elastic.sim.performance.run import SimulatedRun
+from elastic.simulation.performance.run import SimulatedRun
 
 INCREMENT_S = {"second": 1, "minute": 60, "hour": 3600}
 SEEDS, QUICK_SEEDS = 20, 2

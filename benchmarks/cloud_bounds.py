@@ -32,7 +32,7 @@ from _common import emit, parse_arguments
 from elastic.core import events as e
 from elastic.core.ledger import NANO_USD_PER_USD, Ledger
 from elastic.core.types import NS_PER_S, LeaseId, Offer
-from elastic.endpoint import Endpoint
+from elastic.protocol.endpoint import Endpoint
 from providers.base import KnownLease, LeaseRequest, ProviderContext, ProviderEvent, WorkerTicket
 from providers.ec2 import Ec2Provider
 from providers.ec2_market import HOUR_S, Ec2Settings

@@ -28,10 +28,10 @@ from _common import emit, parser
 from _hosted import CONFIG, HostedSite, Part
 from _poisons import poisoned
 
-from elastic.client import ApiError, Client, ClientError
-from elastic.resources import HostedRun, RunPhase
+from elastic.protocol.api_client import ApiError, Client, ClientError
+from elastic.protocol.api import HostedRun, RunPhase
 from elastic.server.runner.loop import LOCK
-from elastic.sqlite import open_sqlite
+from elastic.system.sqlite import open_sqlite
 
 SEED = 18
 KILLS, KILLS_QUICK = 100, 20

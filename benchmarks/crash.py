@@ -31,7 +31,8 @@ from _proof import judge, same_episode, same_weights, trajectories
 from _retold import retell
 from _runs import EXAMPLE, prepare, sets
 
-from elastic import compose, simulation
+from elastic import compose
+from elastic.simulation import run as simulation
 from elastic.compose.incarnations import previous_incarnation
 from elastic.config import load_config
 from elastic.runtime.journal import RunDirectory

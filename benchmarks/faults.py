@@ -1,8 +1,8 @@
 """Worlds full of faults by the thousand, and whether they and the unit tests notice code that is wrong.
 
-Five kinds of worlds: `elastic.sim`'s, cheap, of the core and its `Run`; those of many jobs on one pool, under `jobs`,
+Five kinds of worlds: `elastic.simulation`'s, cheap, of the core and its `Run`; those of many jobs on one pool, under `jobs`,
 and there under `pool_shell` those of a pool's production shell and under `runs_in_pools` those of such a pool with
-production runs in it; and `elastic.chaos`'s, of the production shell, whose keys begin with `shell_`. There
+production runs in it; and `elastic.testing.faults.shell`'s, of the production shell, whose keys begin with `shell_`. There
 `needless` counts acts without a cause in the world, `shell_coverage` is the share of the shell's lines that its first
 worlds go through (sixteen in the quick run, at most a hundred in others), and `shell_bugs` are planted one at a time.
 
@@ -36,7 +36,7 @@ from _shell import (
     shell_lines,
 )
 
-from elastic.cores import cores
+from elastic.system.cores import cores
 
 BATCH, SHELL_BATCH = 50, 5
 ROUND = 6
@@ -100,7 +100,7 @@ def each(seeds: range, live: Callable[[int], tuple[int, int]], failed: type[Exce
 
 def live_through(seeds: range) -> WorldsSeen:
     """The cheap worlds of these seeds."""
-    from elastic.sim.world import SimulatedWorldFailed, simulate
+    from elastic.testing.faults.core.world import SimulatedWorldFailed, simulate
 
     def live(seed: int) -> tuple[int, int]:
         outcome = simulate(seed)
@@ -111,7 +111,7 @@ def live_through(seeds: range) -> WorldsSeen:
 
 def live_through_jobs(seeds: range) -> WorldsSeen:
     """The worlds of many jobs of these seeds."""
-    from elastic.sim.jobs import JobsWorldFailed, worlds_of_jobs
+    from elastic.simulation.jobs.phases import JobsWorldFailed, worlds_of_jobs
     from policies.clusters import CLUSTER_POLICIES
 
     def live(seed: int) -> tuple[int, int]:
@@ -124,7 +124,7 @@ def live_through_jobs(seeds: range) -> WorldsSeen:
 
 def live_through_pools(seeds: range) -> WorldsSeen:
     """The worlds of a pool's production shell of these seeds."""
-    from elastic.sim.pool_worlds import PoolWorld, PoolWorldFailed
+    from elastic.testing.faults.pool.pool_worlds import PoolWorld, PoolWorldFailed
     from policies.clusters import CLUSTER_POLICIES
 
     def live(seed: int) -> tuple[int, int]:
@@ -137,7 +137,7 @@ def live_through_pools(seeds: range) -> WorldsSeen:
 
 def live_through_runs_in_pools(seeds: range) -> WorldsSeen:
     """The worlds of jobs in a pool of these seeds: pool, keepers, residents and orchestrators as production code."""
-    from elastic.chaos.pooled.world import PooledWorldFailed, simulate_pooled
+    from elastic.testing.faults.shell.pooled.world import PooledWorldFailed, simulate_pooled
 
     def live(seed: int) -> tuple[int, int]:
         outcome = simulate_pooled(seed)

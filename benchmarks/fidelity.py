@@ -15,12 +15,13 @@ from typing import Any
 from _common import Arguments, emit, parse_arguments
 from _runs import EXAMPLE, prepare, run
 
-from elastic import compose, simulation
-from elastic.calibration import profile_run
+from elastic import compose
+from elastic.simulation import run as simulation
+from elastic.simulation.calibration import profile_run
 from elastic.config import load_config
 from elastic.report import as_json, summarise
 from elastic.runtime.journal import RunDirectory
-from elastic.sim.performance import load_profile
+from elastic.simulation.performance import load_profile
 
 CALIBRATION_SEED = 100
 SEEDS = (7, 8, 9)

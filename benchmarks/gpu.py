@@ -35,11 +35,11 @@ from _common import emit, parser
 from _episodes import EpisodePlayer, PlayedEpisode, episode
 from _shapes import SHAPES, random_weights
 
-from elastic.chaos.models import ModelEnvironment, NoSettings
+from elastic.testing.faults.shell.models import ModelEnvironment, NoSettings
 from elastic.config import EngineConfig, RolloutConfig
 from elastic.core.types import WeightMode
-from elastic.cores import cores
-from elastic.envs.base import Environment, StepResult
+from elastic.system.cores import cores
+from elastic.environments.base import Environment, StepResult
 from elastic.weights.source import TensorSource
 
 REPETITIONS = 5
@@ -166,7 +166,7 @@ def _generate(
 ) -> tuple[list[list[int]], float]:
     """Greedy answers; how long they took, after a first round that is not timed."""
     from elastic.engine.torch.engine import TorchEngine
-    from elastic.model.config import Qwen3Config
+    from elastic.engine.model.config import Qwen3Config
 
     config = Qwen3Config(**SHAPES[scale.small])
     settings = EngineConfig.model_validate(
@@ -328,10 +328,10 @@ def trainer(scale: GpuExtent) -> dict[str, Any]:
     import torch
 
     from elastic.config import TrainerConfig
-    from elastic.model.config import Qwen3Config
-    from elastic.model.qwen3 import Qwen3
-    from elastic.trainer.trainer import GRPOTrainer
-    from elastic.wire import TrainGroupFrame, TrajectoryData
+    from elastic.engine.model.config import Qwen3Config
+    from elastic.engine.model.qwen3 import Qwen3
+    from elastic.worker.trainer.trainer import GRPOTrainer
+    from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 
     config = Qwen3Config(**SHAPES[scale.small])
     torch.manual_seed(0)
@@ -371,7 +371,7 @@ def activation(scale: GpuExtent) -> dict[str, Any]:
     import torch
 
     from elastic.engine.torch.runner import Runner
-    from elastic.model.config import Qwen3Config
+    from elastic.engine.model.config import Qwen3Config
 
     config = Qwen3Config(**SHAPES[scale.large])
     pinned = scale.device == "cuda"

@@ -19,7 +19,7 @@ from _live import live_run, run_to_end, write_policy
 from elastic.config import Config
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.core.types import NS_PER_S
-from elastic.envs.frozenlake import FrozenLake, FrozenLakeSettings
+from elastic.environments.frozenlake import FrozenLake, FrozenLakeSettings
 from elastic.runtime.journal import JournalReader, RunDirectory
 from providers.base import Provider
 from providers.markets import ServerlessSettings

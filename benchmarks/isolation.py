@@ -50,9 +50,9 @@ from _pools import LivePool, Moment, example, left_over, live_pool, moments
 from _proof import same_episode, trajectories
 from _runs import elastic, sets
 
-from elastic.cluster import commands as c
-from elastic.cluster import events as e
-from elastic.cluster.types import PhaseKind
+from elastic.core.cluster import commands as c
+from elastic.core.cluster import events as e
+from elastic.core.cluster.types import PhaseKind
 from elastic.runtime.journal import RunDirectory, TrajectoryRow
 
 VICTIM, OTHER, THIRD = "victim", "other", "third"

@@ -31,17 +31,18 @@ from typing import Any
 import msgspec
 from _common import emit, parse_arguments
 
-from elastic import compose, simulation
-from elastic.cluster import ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
-from elastic.cluster.types import PhaseKind
+from elastic import compose
+from elastic.simulation import run as simulation
+from elastic.core.cluster import ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.core.cluster.types import PhaseKind
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import NullJournal
-from elastic.sim.loop import EventLoop
-from elastic.sim.performance.pool import ModelledCluster, PoolMember, SwitchTimes
-from elastic.sim.performance.profile import Device, Profile, load_profile
-from elastic.sim.performance.run import POOL, SharedPool, SimulatedRun, rare_collections
+from elastic.simulation.loop import EventLoop
+from elastic.simulation.performance.pool import ModelledCluster, PoolMember, SwitchTimes
+from elastic.simulation.performance.profile import Device, Profile, load_profile
+from elastic.simulation.performance.run import POOL, SharedPool, SimulatedRun, rare_collections
 from policies.clusters import CLUSTER_POLICIES
 from policies.drift import NoDrift
 from policies.tails import NoTails

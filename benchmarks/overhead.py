@@ -43,11 +43,11 @@ from _live import live_run, run_to_end, write_policy
 from _paced import FixedTask, TaskSettings
 from pydantic import BaseModel
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.config import Config
 from elastic.core.types import WeightMode
-from elastic.envs.base import Environment, StepResult
-from elastic.envs.frozenlake import FrozenLake, FrozenLakeSettings
+from elastic.environments.base import Environment, StepResult
+from elastic.environments.frozenlake import FrozenLake, FrozenLakeSettings
 from elastic.runtime.journal import RunDirectory, TrajectoryRow, TurnRow
 from elastic.runtime.rollout import stable_hash
 from elastic.weights.source import TensorSource
@@ -190,8 +190,8 @@ class InProcess:
 
     def __init__(self, config: Config, case: OverheadCase) -> None:
         from elastic.engine import create_engine
-        from elastic.model.checkpoint import load_model, read_config
-        from elastic.trainer.trainer import GRPOTrainer
+        from elastic.engine.model.checkpoint import load_model, read_config
+        from elastic.worker.trainer.trainer import GRPOTrainer
 
         self._case, rollout, checkpoint = case, config.rollout, config.model.checkpoint
         self._engine = create_engine(read_config(checkpoint).to_dict(), config.engine)

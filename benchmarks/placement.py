@@ -14,11 +14,11 @@ from typing import Any
 from _common import emit, parse_arguments
 from _optimum import Optimiser
 
-from elastic.cluster import Cluster, WaitLimits
-from elastic.cluster import commands as c
-from elastic.cluster import events as e
-from elastic.cluster.types import JobState
-from elastic.sim.job_workloads import from_trace, pool_of
+from elastic.core.cluster import Cluster, WaitLimits
+from elastic.core.cluster import commands as c
+from elastic.core.cluster import events as e
+from elastic.core.cluster.types import JobState
+from elastic.simulation.jobs.workloads import from_trace, pool_of
 from policies.clusters import CLUSTER_POLICIES
 from traces.jobs import TracedJob
 

@@ -23,7 +23,7 @@ from _runs import prepare, run
 from elastic import compose
 from elastic.core.types import WeightMode
 from elastic.engine import create_engine
-from elastic.model.checkpoint import read_config, read_tensors
+from elastic.engine.model.checkpoint import read_config, read_tensors
 from elastic.runtime.journal import RunDirectory
 from elastic.weights.puller import Puller
 from elastic.weights.relay import open_relay

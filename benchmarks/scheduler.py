@@ -33,7 +33,7 @@ from elastic.core.types import (
     WorkerRole,
     WorkerState,
 )
-from elastic.machine import YOUNG_COLLECTION_INTERVAL_S, collect_young, defer_full_collections
+from elastic.system.machine import YOUNG_COLLECTION_INTERVAL_S, collect_young, defer_full_collections
 
 TURNS = 10_000
 WORKERS = 1_000

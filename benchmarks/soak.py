@@ -19,7 +19,7 @@ from _common import Arguments, emit, parse_arguments
 from _live import LiveRun, live_run, reserved, run_to_end, write_policy
 
 from elastic.config import Config, validate
-from elastic.envs.frozenlake import FrozenLake, FrozenLakeSettings
+from elastic.environments.frozenlake import FrozenLake, FrozenLakeSettings
 
 WORKERS = 2
 KILL_EVERY_S = 4.0

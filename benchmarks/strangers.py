@@ -39,8 +39,8 @@ from _live import write_policy
 from _runs import CommandRun, RunFailed, sets
 from _tls_evictions import tls_evictions
 
-from elastic import wire
-from elastic.machine import raise_descriptor_limit
+from elastic.protocol import wire
+from elastic.system.machine import raise_descriptor_limit
 from elastic.runtime.journal import RunDirectory
 
 DESCRIPTORS = 1024

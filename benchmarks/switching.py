@@ -146,9 +146,9 @@ def _rollout(model: str, directory: Path, times: int) -> None:
     from elastic.core.types import SamplingParameters, WeightMode
     from elastic.engine.base import GenerateRequest
     from elastic.engine.torch.engine import TorchEngine
-    from elastic.model.checkpoint import model_tensors
-    from elastic.model.config import Qwen3Config
-    from elastic.model.qwen3 import Qwen3
+    from elastic.engine.model.checkpoint import model_tensors
+    from elastic.engine.model.config import Qwen3Config
+    from elastic.engine.model.qwen3 import Qwen3
     from elastic.weights.directory import DirectoryRelay
     from elastic.weights.publisher import publish_keyframe
     from elastic.weights.signing import SigningKey
@@ -189,11 +189,11 @@ def _train(model: str, directory: Path, times: int) -> None:
     import torch
 
     from elastic.config import TrainerConfig
-    from elastic.model.checkpoint import load_model, model_tensors, write_checkpoint
-    from elastic.model.config import Qwen3Config
-    from elastic.model.qwen3 import Qwen3
-    from elastic.trainer.trainer import GRPOTrainer
-    from elastic.wire import TrainGroupFrame, TrajectoryData
+    from elastic.engine.model.checkpoint import load_model, model_tensors, write_checkpoint
+    from elastic.engine.model.config import Qwen3Config
+    from elastic.engine.model.qwen3 import Qwen3
+    from elastic.worker.trainer.trainer import GRPOTrainer
+    from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 
     torch.set_num_threads(1)
     imported_s = time.monotonic()

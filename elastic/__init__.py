@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic.phases import (
+    from elastic.pool.phases import (
         PhaseError,
         give_way,
         on_consolidate,
@@ -22,4 +22,4 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     # Never `from elastic import phases` here: what is asked for may be the submodule's own import.
-    return getattr(importlib.import_module("elastic.phases"), name)
+    return getattr(importlib.import_module("elastic.pool.phases"), name)

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from elastic.endpoint import Address, bare_host, is_loopback, is_wildcard
-from elastic.given import expanded, read_text
+from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
+from elastic.system.given import expanded, read_text
 
 T = TypeVar("T", bound=BaseModel)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from elastic.envs.frozenlake import FrozenLakeSettings, Lake, decode
+from elastic.environments.frozenlake import FrozenLakeSettings, Lake, decode
 from functions.rewards import finished_trajectory
 
 

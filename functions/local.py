@@ -2,7 +2,7 @@
 
 A process takes one call at a time. Its start is measured and billed, as a platform bills it; waiting for a free
 place is not. A call that runs out of time, a process that dies under a call, and an answer that is too large or makes
-no sense take the process with them, and whatever it has started. Processes inherit what `elastic.processes` names, and
+no sense take the process with them, and whatever it has started. Processes inherit what `elastic.system.processes` names, and
 are recorded, so that none outlives the run.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import structlog
 
-from elastic.processes import RecordedProcesses, inherited
+from elastic.system.processes import RecordedProcesses, inherited
 from functions.base import (
     BadResult,
     Call,

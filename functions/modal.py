@@ -20,9 +20,9 @@ import msgspec
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
-from elastic import modal_platform
-from elastic.modal_platform import ModalUnusable, told
-from elastic.outages import Outage
+from elastic.system import modal as modal_platform
+from elastic.system.modal import ModalUnusable, told
+from elastic.system.outages import Outage
 from functions.base import (
     BadResult,
     Call,

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from elastic.plain_values import plain, told
+from elastic.system.plain_values import plain, told
 
 HEADER = struct.Struct("!I")
 ANSWER_BYTES_MAX = 2**20

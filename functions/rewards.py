@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from elastic.plain_values import number, shown
+from elastic.system.plain_values import number, shown
 from functions.base import BadResult
 
 ENTRY_POINTS = "elastic.rewards"

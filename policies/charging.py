@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic.cluster.policy import BillShare
-from elastic.cluster.types import JobId
+from elastic.core.cluster.policy import BillShare
+from elastic.core.cluster.types import JobId
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from elastic.cluster.policy import ClusterPolicies
+from elastic.core.cluster.policy import ClusterPolicies
 from policies.charging import IdleAsAlone
 from policies.drift import NoDrift, SloAtStake
 from policies.placement import PLACEMENTS

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elastic.cluster.cycle import cycle_ns
-from elastic.cluster.groups import JobGroup, PlannedMember
-from elastic.cluster.types import JobId, Nanoseconds
+from elastic.core.cluster.cycle import cycle_ns
+from elastic.core.cluster.groups import JobGroup, PlannedMember
+from elastic.core.cluster.types import JobId, Nanoseconds
 
 
 @dataclass(frozen=True, slots=True)

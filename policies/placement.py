@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from elastic.cluster.cycle import cycle_ns, whole_jobs_ns
-from elastic.cluster.groups import CycleModel, JobGroup, PlannedMember, planned
-from elastic.cluster.policy import PlacementChoice, PlacementRefusal, PoolView, Relocation
-from elastic.cluster.types import GroupName, JobRequest, Nanoseconds, NodeId
+from elastic.core.cluster.cycle import cycle_ns, whole_jobs_ns
+from elastic.core.cluster.groups import CycleModel, JobGroup, PlannedMember, planned
+from elastic.core.cluster.policy import PlacementChoice, PlacementRefusal, PoolView, Relocation
+from elastic.core.cluster.types import GroupName, JobRequest, Nanoseconds, NodeId
 from elastic.core.types import NS_PER_S
 from policies.regrouping import GrowingView, Newcomer, brought_together
 from policies.repartitioning import formed_anew

@@ -8,9 +8,9 @@ up for the restart within its SLO.
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from elastic.cluster.groups import CycleModel, JobGroup, PlannedMember, planned
-from elastic.cluster.policy import PlacementChoice, PoolView, Relocation
-from elastic.cluster.types import GroupName, JobRequest, Nanoseconds, NodeId, PoolSpec
+from elastic.core.cluster.groups import CycleModel, JobGroup, PlannedMember, planned
+from elastic.core.cluster.policy import PlacementChoice, PoolView, Relocation
+from elastic.core.cluster.types import GroupName, JobRequest, Nanoseconds, NodeId, PoolSpec
 
 LOOKED_AT = 24
 """Groups examined after one change. The next change causes another look."""

@@ -10,10 +10,10 @@ For groups with one rollout node per member, without synchronisation, and with e
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from elastic.cluster.cycle import cycle_ns
-from elastic.cluster.groups import JobGroup, PlannedMember
-from elastic.cluster.policy import PoolView, Relocation
-from elastic.cluster.types import NS_PER_HOUR, GroupName, JobRequest, Nanoseconds, NodeId
+from elastic.core.cluster.cycle import cycle_ns
+from elastic.core.cluster.groups import JobGroup, PlannedMember
+from elastic.core.cluster.policy import PoolView, Relocation
+from elastic.core.cluster.types import NS_PER_HOUR, GroupName, JobRequest, Nanoseconds, NodeId
 from policies.regrouping import GroupsAfter, Newcomer, WaysInto
 
 NEIGHBOURS = 11

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from elastic.cluster.policy import SliceView
-from elastic.cluster.types import NodeId
+from elastic.core.cluster.policy import SliceView
+from elastic.core.cluster.types import NodeId
 
 
 @dataclass(frozen=True, slots=True)

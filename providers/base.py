@@ -26,8 +26,8 @@ from elastic.core.events import (
 )
 from elastic.core.ids import tagged
 from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, WorkerId
-from elastic.endpoint import Endpoint
-from elastic.outages import Outage
+from elastic.protocol.endpoint import Endpoint
+from elastic.system.outages import Outage
 from providers.waiting_room import WaitingRoom
 
 ProviderEvent: TypeAlias = (
@@ -73,7 +73,7 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
       journal.
     - `secret` returns the token of a host by its name, the same in each incarnation. A host that has not heard from the
       run for `orchestrator_timeout_s` ends.
-    - `pool` is the `elastic.pool_client.PoolClient` of a run that is a pool's job.
+    - `pool` is the `elastic.pool.client.PoolClient` of a run that is a pool's job.
     """
 
     run: str

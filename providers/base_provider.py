@@ -12,8 +12,8 @@ import structlog
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
-from elastic.files import write_whole
-from elastic.processes import records
+from elastic.system.files import write_whole
+from elastic.system.processes import records
 from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderEvent, ProviderSettings
 from providers.markets import CapacityUnavailable, LeaseEnding, Market, SettingsT, TakenBack
 

@@ -24,7 +24,7 @@ import structlog
 
 from elastic.core.events import LeaseNotice, LeaseRepriced, StraysBilled
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
-from elastic.endpoint import is_loopback
+from elastic.protocol.endpoint import is_loopback
 from providers.base import (
     REMARK,
     Emit,

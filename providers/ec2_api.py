@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from elastic.proxies import proxies_of_boto
+from elastic.protocol.proxies import proxies_of_boto
 from providers.base import ProviderUnavailable
 from providers.ec2_market import Ec2Settings, PricePoint, SpotPool
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 import httpx
 
-from elastic.http_clients import async_client
+from elastic.protocol.http_clients import async_client
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 """The environment variable by which AWS's own clients find the service."""

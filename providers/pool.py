@@ -3,7 +3,7 @@ as the job.
 
 A lease of a rollout node is granted when the turn begins. It ends by notice when the turn is over, or when the run
 gives it back. All leases of a turn belong to one permit, which is yielded with the last of them. The nodes' residents
-work as workers (`elastic.pool_wire`); this provider starts no process. If the run's process dies and comes back,
+work as workers (`elastic.pool.messages`); this provider starts no process. If the run's process dies and comes back,
 borrowed nodes stay borrowed.
 
 The trainer's process lives as long as the job, on its training node. It computes by permit only, which the run requests
@@ -19,10 +19,10 @@ import msgspec
 import structlog
 from pydantic import Field
 
-from elastic import pool_wire as w
-from elastic.cluster.types import PhaseKind
+from elastic.pool import messages as w
+from elastic.core.cluster.types import PhaseKind
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Offer, WorkerId, WorkerRole
-from elastic.pool_client import NOT_A_JOB, HeldTurn, LentSlice, News, PoolClient, PoolUnavailable
+from elastic.pool.client import NOT_A_JOB, HeldTurn, LentSlice, News, PoolClient, PoolUnavailable
 from providers.base import (
     Emit,
     KnownLease,

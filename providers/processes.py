@@ -2,7 +2,7 @@
 
 Each runs in a session and process group of its own, with its output in `logs/`. They outlive the process that started
 them: the run's next one finds them by their record in `leases/`, and what they started by its mark, as
-`elastic.processes` has it, and takes them over or ends them.
+`elastic.system.processes` has it, and takes them over or ends them.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import traces
-from elastic.compiled import place_below
+from elastic.system.compiled import place_below
 from elastic.core.types import NS_PER_S, EndCause, LeaseId
-from elastic.last_words import last_words
-from elastic.processes import (
+from elastic.system.last_words import last_words
+from elastic.system.processes import (
     Adopted,
     RecordedProcesses,
     end_left_over,

@@ -27,7 +27,7 @@ import structlog
 from pydantic import Field
 
 from elastic.core.types import EndCause, LeaseId
-from elastic.endpoint import is_loopback
+from elastic.protocol.endpoint import is_loopback
 from providers.base import (
     Emit,
     KnownLease,

@@ -20,8 +20,8 @@ import msgspec
 import structlog
 
 from elastic.core.types import EndCause, LeaseId, WorkerId
-from elastic.http_clients import async_client
-from elastic.processes import RecordedProcesses, end_left_over, records
+from elastic.protocol.http_clients import async_client
+from elastic.system.processes import RecordedProcesses, end_left_over, records
 from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable
 from providers.base_provider import BaseProvider, Found, LeaseHandle
 from providers.markets import LeaseEnding, ServingMarket

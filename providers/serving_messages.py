@@ -8,7 +8,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 import traces
-from elastic.endpoint import is_loopback
+from elastic.protocol.endpoint import is_loopback
 from providers.base import ProviderSettings
 from traces.serving import read_serving_trace
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elastic.core.types import WorkerId
-from elastic.tickets import TicketRefused, TicketTerms
+from elastic.protocol.tickets import TicketRefused, TicketTerms
 
 Admit = Callable[[WorkerId], None]
 """Opens the session of this worker on the connection that waits."""
@@ -24,7 +24,7 @@ class Applicant:
 
 
 class Tickets(Protocol):
-    """A run's tickets, as `elastic.ticket_book` keeps them."""
+    """A run's tickets, as `elastic.protocol.ticket_store` keeps them."""
 
     def check(self, ticket: str, token: str) -> TicketTerms: ...
 

@@ -73,9 +73,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy as small as can be, on disk. Most tests need no torch, so it is imported here."""
     import torch
 
-    from elastic.model.checkpoint import model_tensors, write_checkpoint
-    from elastic.model.config import Qwen3Config
-    from elastic.model.qwen3 import Qwen3
+    from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
+    from elastic.engine.model.config import Qwen3Config
+    from elastic.engine.model.qwen3 import Qwen3
 
     tiny = Qwen3Config(
         hidden_size=16,

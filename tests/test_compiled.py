@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import elastic
-from elastic.compiled import FOLDER, VARIABLE, place_below
+from elastic.system.compiled import FOLDER, VARIABLE, place_below
 
 PROGRAM = """
-import os, elastic.compiled, elastic.weights.codecs
+import os, elastic.system.compiled, elastic.weights.codecs
 print(elastic.__file__, os.environ.get("NUMBA_CACHE_DIR", "none"))
 """
 
@@ -52,7 +52,7 @@ def test_codecs_of_read_only_sources_are_kept_elsewhere(read_only: Path, tmp_pat
 
 def test_processes_of_a_run_keep_them_below_it_just_where_they_must(read_only: Path, tmp_path: Path) -> None:
     assert place_below(tmp_path) == {}, "the default place can be written"
-    program = "import pathlib, elastic.compiled; print(elastic.compiled.place_below(pathlib.Path('run')))"
+    program = "import pathlib, elastic.system.compiled; print(elastic.system.compiled.place_below(pathlib.Path('run')))"
     environment = {"PYTHONPATH": str(read_only), "XDG_CACHE_HOME": "/dev/null", "PATH": os.environ["PATH"]}
     told = subprocess.check_output([sys.executable, "-c", program], cwd=read_only, env=environment, text=True)
     assert told.strip() == str({VARIABLE: f"run/{FOLDER}"})

@@ -18,7 +18,7 @@ from elastic.compose.relay import weights_relay
 from elastic.config import Config, ConfigError, JournalConfig
 from elastic.core.policy import StepRecord
 from elastic.core.scheduler import Scheduler
-from elastic.endpoint import Endpoint
+from elastic.protocol.endpoint import Endpoint
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, SqliteJournal, StepRow
 from elastic.weights.relay import open_relay

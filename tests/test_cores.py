@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cores import cores
+from elastic.system.cores import cores
 
 HOST = len(os.sched_getaffinity(0))
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 import traces
 from elastic.config import JournalConfig, RunConfig, load_config, validate
-from elastic.control import socket_address
+from elastic.protocol.run_control import socket_address
 from elastic.core import events as e
-from elastic.given import expanded
-from elastic.job_simulation import load_workload
-from elastic.model.stored import read_config
-from elastic.phases.files import load_phases
-from elastic.pool.config import load_pool
+from elastic.system.given import expanded
+from elastic.simulation.jobs.simulate import load_workload
+from elastic.engine.model.stored import read_config
+from elastic.pool.phases.files import load_phases
+from elastic.compose.pool_config import load_pool
 from elastic.pool.journal import PoolJournal, read_entries
 from elastic.runtime.journal import DirectoryStore, RunDirectory, event_row
 from elastic.server.retention.rules import _said_bytes
@@ -91,7 +91,7 @@ def _database(place: Path) -> None:
             tx.execute(sa.text("CREATE TABLE kept (x)"))
         store.close()
         assert sqlite_path(url) is not None
-    assert {path.name for path in place.glob("*.sqlite")} >= {"elastic.sqlite", "other.sqlite"}
+    assert {path.name for path in place.glob("*.sqlite")} >= {"elastic.system.sqlite", "other.sqlite"}
 
 
 def _pool(place: Path) -> None:
@@ -162,7 +162,7 @@ def test_sqlite_is_opened_in_one_place() -> None:
     """A path pasted into a URI means another file once it has a `#`, `?` or `%` in it."""
     rooms = ("elastic", "functions", "providers", "policies", "traces", "benchmarks", "infra", "examples")
     by_itself = re.compile(r"sqlite3\.connect\((?!\"\")|import connect|connect as ")
-    allowed = {"elastic/sqlite.py"}
+    allowed = {"elastic/system/sqlite.py"}
     found = {
         str(path.relative_to(ROOT))
         for package in rooms

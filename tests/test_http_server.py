@@ -19,9 +19,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from elastic.http_server import HEAD_BYTES_MAX, BodyLimits, CallerLimits, PeerLimits, serving, too_many
-from elastic.machine import CpuSampler, raise_descriptor_limit
-from elastic.sockets import network_of
+from elastic.protocol.http_server import HEAD_BYTES_MAX, BodyLimits, CallerLimits, PeerLimits, serving, too_many
+from elastic.system.machine import CpuSampler, raise_descriptor_limit
+from elastic.protocol.sockets import network_of
 
 PATIENCE_S = 20.0
 BODY_BYTES_MAX = 100_000

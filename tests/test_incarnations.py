@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic import compose, simulation
+from elastic import compose
+from elastic.simulation import run as simulation
 from elastic.compose import incarnations
 from elastic.compose.incarnations import MAY_DIFFER, PreviousIncarnation, check_same, previous_incarnation
 from elastic.config import Config, ConfigError, load_config

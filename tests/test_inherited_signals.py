@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic.signals import TERMINATION_OR_HANGUP, act_on, handled
+from elastic.system.signals import TERMINATION_OR_HANGUP, act_on, handled
 
 ROOT = Path(__file__).parents[1]
 MAY_INSTALL = {
-    "elastic/signals.py",
-    "elastic/chaos/network.py",  # A loop of the worlds of faults, which has no process.
+    "elastic/system/signals.py",
+    "elastic/testing/faults/shell/network.py",  # A loop of the worlds of faults, which has no process.
     "elastic/engine/vllm/process.py",  # Faults that end the process, not requests to end.
-    "elastic/calibration/engine.py",  # Ignores.
+    "elastic/simulation/calibration/engine.py",  # Ignores.
     "benchmarks/_judges.py",  # A timer's.
     "benchmarks/_hosted.py",  # A job's program of a few lines.
     "benchmarks/token_plane.py",  # A server that is only compared with.
@@ -36,7 +36,7 @@ raise SystemExit(keep_up([sys.executable, "-c", sys.argv[1]], lambda status: Fal
 """
 LOOP = """
 import asyncio
-from elastic.signals import TERMINATION_OR_HANGUP, act_on
+from elastic.system.signals import TERMINATION_OR_HANGUP, act_on
 
 async def main():
     told = asyncio.Event()
@@ -109,4 +109,4 @@ def test_handlers_are_installed_in_one_place() -> None:
         for path in (ROOT / room).rglob("*.py")
         if installs.search(path.read_text(encoding="utf-8"))
     }
-    assert found == MAY_INSTALL, "handlers are installed by elastic.signals"
+    assert found == MAY_INSTALL, "handlers are installed by elastic.system.signals"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.installed import installed
+from elastic.system.installed import installed
 
 
 def test_what_is_on_the_path_is_found_however_often_it_was_asked_before(

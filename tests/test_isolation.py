@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from elastic.isolation import ITEMS_KEPT, LOGGED_AT_ONCE, IsolatedLoop, LoopFaults
-from elastic.processes import signal_name
+from elastic.system.isolation import ITEMS_KEPT, LOGGED_AT_ONCE, IsolatedLoop, LoopFaults
+from elastic.system.processes import signal_name
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic.last_words import WORDS_CHARS, last_words
+from elastic.system.last_words import WORDS_CHARS, last_words
 
 SECRET = "a-token-of-ours"
 

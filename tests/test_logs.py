@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from elastic.logs import PaceLog, log_to
+from elastic.system.logs import PaceLog, log_to
 
 
 class Always(PaceLog):

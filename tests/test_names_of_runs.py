@@ -8,7 +8,7 @@ import pytest
 
 from elastic.compose import new_run_dir
 from elastic.config import Config, load_config
-from elastic.run_secrets import RunSecrets
+from elastic.protocol.run_secrets import RunSecrets
 from tests.providers.conftest import context_of
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "frozenlake.toml"

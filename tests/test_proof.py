@@ -9,7 +9,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.config import JournalConfig
 from elastic.core.events import TrajectoryFinished
 from elastic.core.ids import parse_turn, turn_id

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from elastic.machine import LOWEST_PRIORITY, quietly
-from elastic.pool_wire import QUIET_VARIABLE
+from elastic.system.machine import LOWEST_PRIORITY, quietly
+from elastic.pool.messages import QUIET_VARIABLE
 
 START = """
 import json

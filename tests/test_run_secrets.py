@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.run_secrets import FILE, RunSecrets
+from elastic.protocol.run_secrets import FILE, RunSecrets
 
 
 def all_of(run: RunSecrets) -> list[str]:

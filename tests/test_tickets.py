@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.ticket_book import TicketBook
-from elastic.tickets import TicketRefused, read_ticket
+from elastic.protocol.ticket_store import TicketBook
+from elastic.protocol.tickets import TicketRefused, read_ticket
 from providers.waiting_room import Applicant, WaitingRoom
 
 

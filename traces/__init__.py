@@ -3,7 +3,7 @@
 from importlib import resources
 from pathlib import Path
 
-from elastic.given import expanded
+from elastic.system.given import expanded
 from traces.errors import TraceError
 
 __all__ = ["TraceError", "data_path", "find", "settled", "shipped"]

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
 
-from elastic.given import OtherEncoding, check_encoding
+from elastic.system.given import OtherEncoding, check_encoding
 
 
 class TraceError(ValueError):

@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 
 from elastic.cli.output import say
-from elastic.client import PATIENCE_S, Client
+from elastic.protocol.api_client import PATIENCE_S, Client
 from elastic.config import ConfigError
-from elastic.files import write_whole
+from elastic.system.files import write_whole
 from elastic.runtime.journal import DirectoryStore, RunDirectory
 
 URL_VARIABLE, KEY_VARIABLE = "ELASTIC_API_URL", "ELASTIC_API_KEY"

@@ -14,9 +14,9 @@ from elastic.cli import access, deferred, hosted, modal, pooled, quotas
 from elastic.cli.output import EXIT_FAILED, bad_input, prepare_streams, say, whole_output
 from elastic.cli.whole_help import WholeHelp
 from elastic.config import Config, ConfigError, RunConfig, apply_override, given_path, load_config, validate
-from elastic.endpoint import Address
-from elastic.logs import STANDARD_ERROR, log_to
-from elastic.proxies import HttpSettingsError
+from elastic.protocol.endpoint import Address
+from elastic.system.logs import STANDARD_ERROR, log_to
+from elastic.protocol.proxies import HttpSettingsError
 from elastic.runtime.journal import JournalError
 
 app = typer.Typer(
@@ -361,7 +361,7 @@ def simulate(
         _refuse_all_but(context, "--faults", "--seed", "--worlds", "--json")
         raise typer.Exit(deferred.faults.faults_command(seed or 0, worlds, as_json=as_json))
 
-    from elastic.simulation import Experiment
+    from elastic.simulation.run import Experiment
 
     if config is None:
         raise ConfigError("elastic simulate: give a configuration file, or --faults")

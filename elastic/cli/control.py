@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, emit, program, say
 from elastic.config import ConfigError
-from elastic.control import (
+from elastic.protocol.run_control import (
     GPUS_MAX,
     USD_MAX,
     Acknowledged,

@@ -8,7 +8,7 @@ import typer
 from elastic import compose
 from elastic.cli.account import run_on_disk
 from elastic.cli.output import bad_input
-from elastic.log_files import LogFollower, log_files
+from elastic.report.log_files import LogFollower, log_files
 
 POLL_S = 0.1
 

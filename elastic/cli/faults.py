@@ -7,7 +7,7 @@ import msgspec
 import typer
 
 from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, console, emit, say
-from elastic.sim.world import SimulatedWorldFailed, simulate
+from elastic.testing.faults.core.world import SimulatedWorldFailed, simulate
 
 TOLD_EVERY_S = 2.0
 

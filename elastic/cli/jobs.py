@@ -28,11 +28,11 @@ from elastic.config import (
     read_sections,
     validate,
 )
-from elastic.control import ControlError, RunNotFound, RunSilent, new_command_id
-from elastic.log_files import LogFollower, log_files
-from elastic.pool.config import job_request
-from elastic.pool_control import JOB_NAME, PoolControl, SubmitJob
-from elastic.processes import inherited
+from elastic.protocol.run_control import ControlError, RunNotFound, RunSilent, new_command_id
+from elastic.report.log_files import LogFollower, log_files
+from elastic.compose.pool_config import job_request
+from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
+from elastic.system.processes import inherited
 from elastic.runtime.journal import DirectoryStore, JournalError
 
 PROFILED_ON = "reserved"
@@ -175,8 +175,8 @@ def _of_script(said: AskedJob, overrides: Sequence[str]) -> ScriptConfig:
 
 def _with_phases(script: tuple[str, ...], phases: Path) -> tuple[str, ...]:
     """The script's command line, with its functions wrapped. Raises `ConfigError` for a phases file that cannot be."""
-    from elastic.phases.files import PhasesFileError, load_phases, wrapped
-    from elastic.phases.sources import check_sources
+    from elastic.pool.phases.files import PhasesFileError, load_phases, wrapped
+    from elastic.pool.phases.sources import check_sources
 
     try:
         check_sources(load_phases(phases), script, Path.cwd())

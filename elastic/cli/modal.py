@@ -7,7 +7,7 @@ import typer
 from elastic.cli import deferred
 from elastic.cli.hosted import AsJson
 from elastic.cli.whole_help import WholeHelp
-from elastic.modal_platform import APP
+from elastic.system.modal import APP
 
 _MODAL_HELP = """Deploy what runs call on Modal.
 

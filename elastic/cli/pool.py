@@ -18,10 +18,10 @@ from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, co
 from elastic.cli.supervise import keep_up
 from elastic.cli.tables import listing
 from elastic.config import ConfigError, given_path
-from elastic.control import CommandRefused, ControlError, RunNotFound, RunSilent, new_command_id
-from elastic.log_files import LogFollower
-from elastic.pool.config import POOL_CONFIG, PoolConfig, load_pool, save_pool
-from elastic.pool_control import OtherPoolVersion, PoolControl, PoolStanding
+from elastic.protocol.run_control import CommandRefused, ControlError, RunNotFound, RunSilent, new_command_id
+from elastic.report.log_files import LogFollower
+from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
+from elastic.pool.control_messages import OtherPoolVersion, PoolControl, PoolStanding
 
 T = TypeVar("T")
 

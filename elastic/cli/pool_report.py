@@ -8,7 +8,7 @@ import typer
 
 from elastic.cli.output import EXIT_FAILED, console, emit, say
 from elastic.config import ConfigError, given_path
-from elastic.pool.config import POOL_CONFIG, load_pool
+from elastic.compose.pool_config import POOL_CONFIG, load_pool
 from elastic.pool.journal import PoolJournalError, read_deaths, read_entries, read_records
 from elastic.report import as_json as report_as_json
 from elastic.report import closing_table, summarise, write_html

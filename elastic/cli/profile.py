@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from elastic.calibration import (
+from elastic.simulation.calibration import (
     CalibrationError,
     Measured,
     find_live_run,
@@ -15,7 +15,7 @@ from elastic.calibration import (
 from elastic.cli.output import bad_input, emit, say
 from elastic.cli.progress import bar
 from elastic.config import Config
-from elastic.sim.performance import ProfileError
+from elastic.simulation.performance import ProfileError
 
 
 def profile_command(

@@ -9,7 +9,7 @@ from rich.table import Table
 from elastic.cli.output import console, duration, emit
 from elastic.cli.remote import server
 from elastic.cli.tables import show_listing
-from elastic.resources import ProjectQuota, ProviderChange, QuotaChange, RetentionChange
+from elastic.protocol.api import ProjectQuota, ProviderChange, QuotaChange, RetentionChange
 
 
 def providers_command(*, as_json: bool) -> None:

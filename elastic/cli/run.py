@@ -16,14 +16,14 @@ from elastic.cli.progress import ProgressDisplay, bar
 from elastic.compose.reference import changed
 from elastic.config import Config
 from elastic.core.controls import BUDGET_EXHAUSTED
-from elastic.logs import STANDARD_ERROR, log_to
-from elastic.outages import EXIT_OUTAGE, Outage
+from elastic.system.logs import STANDARD_ERROR, log_to
+from elastic.system.outages import EXIT_OUTAGE, Outage
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.runtime.loop_watch import LoopWatch
 from elastic.runtime.orchestrator import Orchestrator
-from elastic.signals import TERMINATION_OR_HANGUP, act_on
-from elastic.tls import TlsError
+from elastic.system.signals import TERMINATION_OR_HANGUP, act_on
+from elastic.protocol.tls import TlsError
 from functions.base import FunctionError
 from providers.base import ProviderUnavailable
 

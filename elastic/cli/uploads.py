@@ -5,7 +5,7 @@ from pathlib import Path
 from elastic.cli.output import bad_input, console, emit, say
 from elastic.cli.remote import server
 from elastic.cli.tables import show_listing
-from elastic.resources import NAME
+from elastic.protocol.api import NAME
 
 
 def put_command(source: Path, name: str, project: str, *, as_json: bool) -> None:

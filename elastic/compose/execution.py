@@ -11,7 +11,7 @@ from secrets import token_hex
 import msgspec
 import structlog
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.compose.incarnations import (
     RUNNING,
     PastIncarnations,
@@ -34,18 +34,18 @@ from elastic.compose.runs import claimed, load_run_config
 from elastic.compose.scheduling import limits, policies, run_plan, short_limits
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
-from elastic.endpoint import Endpoint, is_wildcard
-from elastic.installed import installed
-from elastic.machine import raise_descriptor_limit
-from elastic.pool_client import PoolClient, PoolUnavailable, membership_here
-from elastic.processes import RecordedProcesses, end_left_over, records
-from elastic.run_secrets import RunSecrets
+from elastic.protocol.endpoint import Endpoint, is_wildcard
+from elastic.system.installed import installed
+from elastic.system.machine import raise_descriptor_limit
+from elastic.pool.client import PoolClient, PoolUnavailable, membership_here
+from elastic.system.processes import RecordedProcesses, end_left_over, records
+from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import INTERRUPTED, RELAY, RunDirectory
 from elastic.runtime.left_behind import left_behind, write_down
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.status import RunStatus
-from elastic.ticket_book import TicketBook
-from elastic.tls import Certificate, given_certificate, run_certificate
+from elastic.protocol.ticket_store import TicketBook
+from elastic.protocol.tls import Certificate, given_certificate, run_certificate
 from elastic.weights.rights import RelayRights
 from functions.base import FunctionPool, Meter
 from functions.local import FUNCTIONS, Prices

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.compose.plan import resolve
 from elastic.compose.runs import config_replaced
 from elastic.compose.scheduling import limits, policies, run_plan
@@ -26,8 +26,8 @@ from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.saved_state import StateError
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.outages import Outage
-from elastic.processes import boot_id, boottime_ns
+from elastic.system.outages import Outage
+from elastic.system.processes import boot_id, boottime_ns
 from elastic.runtime import orchestrator, states
 from elastic.runtime.journal import (
     CONTINUES,

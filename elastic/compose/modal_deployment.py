@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from elastic.config import Config, ConfigError
-from elastic.modal_platform import APP, ModalUnusable, check_deployment, told, version
+from elastic.system.modal import APP, ModalUnusable, check_deployment, told, version
 from elastic.worker.modal_variables import APP_VARIABLE, MODULES_VARIABLE, PACKAGES_VARIABLE
 
 CHECK_TIMEOUT_S = 30.0

@@ -12,12 +12,12 @@ import msgspec
 from pydantic import BaseModel
 
 from elastic.config import Config, ConfigError, EngineConfig, RewardsConfig, validate
-from elastic.endpoint import is_loopback
+from elastic.protocol.endpoint import is_loopback
 from elastic.engine import resolve_engine
-from elastic.envs.base import Environment
-from elastic.given import read_text
-from elastic.installed import installed
-from elastic.pool_client import NOT_A_JOB, PoolUnavailable, membership_here
+from elastic.environments.base import Environment
+from elastic.system.given import read_text
+from elastic.system.installed import installed
+from elastic.pool.client import NOT_A_JOB, PoolUnavailable, membership_here
 from elastic.runtime.states import CHECKPOINTS
 from providers.base import Provider, ProviderSettings
 
@@ -280,7 +280,7 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
     takes longer to pull than a worker may, for a checkpoint that is damaged or of another model, and where there is
     no such device.
     """
-    from elastic.model.stored import CheckpointError, check_stored
+    from elastic.engine.model.stored import CheckpointError, check_stored
 
     config, words = plan.config, len(plan.environment.vocabulary)
     if config.engine.device == "cuda":
@@ -305,9 +305,9 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
 
 def _check_checkpoint(config: Config, resumed: Path) -> None:
     """Read the last checkpoint of a run's trainer."""
-    from elastic.model.checkpoint import CheckpointError, load_model
-    from elastic.trainer.checkpoint import saved
-    from elastic.trainer.trainer import GRPOTrainer
+    from elastic.engine.model.checkpoint import CheckpointError, load_model
+    from elastic.worker.trainer.checkpoint import saved
+    from elastic.worker.trainer.trainer import GRPOTrainer
 
     try:
         model = load_model(config.model.checkpoint)

@@ -38,9 +38,9 @@ def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force
             f"which has a warm-up, or a checkpoint of your own in model.checkpoint = {str(checkpoint)!r}"
         )
 
-    from elastic.model.checkpoint import CheckpointError
-    from elastic.model.config import Qwen3Config
-    from elastic.trainer.warmup import WarmupSettings, cache_key, warm_up
+    from elastic.engine.model.checkpoint import CheckpointError
+    from elastic.engine.model.config import Qwen3Config
+    from elastic.worker.trainer.warmup import WarmupSettings, cache_key, warm_up
 
     model = Qwen3Config()
     settings = WarmupSettings.model_validate({"lake": plan.environment_settings.model_dump()})

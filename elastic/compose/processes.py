@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from elastic.compose.runs import load_run_config
 from elastic.config import ConfigError
-from elastic.endpoint import Address, Endpoint
-from elastic.logs import STANDARD_ERROR, log_to
-from elastic.machine import collect_between_decisions, defer_full_collections, quietly
-from elastic.pool_wire import KEEPER_VARIABLE, QUIET_VARIABLE
-from elastic.processes import end_own_kin
-from elastic.tickets import TicketRefused, read_ticket
+from elastic.protocol.endpoint import Address, Endpoint
+from elastic.system.logs import STANDARD_ERROR, log_to
+from elastic.system.machine import collect_between_decisions, defer_full_collections, quietly
+from elastic.pool.messages import KEEPER_VARIABLE, QUIET_VARIABLE
+from elastic.system.processes import end_own_kin
+from elastic.protocol.tickets import TicketRefused, read_ticket
 from providers.serving_messages import LendOrder
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def run_worker(
     join: str | None, ticket_file: Path | None, trainer_run_dir: Path | None, *, resume: bool, pace: bool
 ) -> NoReturn:
     """Be a worker (or, with `trainer_run_dir`, the trainer of that run) until the lease ends. A trainer with a
-    keeper uses its device when the keeper says so (`elastic.pool_wire.KEEPER_VARIABLE`).
+    keeper uses its device when the keeper says so (`elastic.pool.messages.KEEPER_VARIABLE`).
 
     A worker with a ticket logs to somebody's terminal: how its pace holds only with `pace`."""
     from elastic.worker.agent import leave_process, run_agent

@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 
 from elastic.compose.plan import TRACE_PLAYERS
 from elastic.config import Config, ConfigError
-from elastic.installed import installed
-from elastic.pool.config import PoolConfig
+from elastic.system.installed import installed
+from elastic.compose.pool_config import PoolConfig
 
 UNITS = {
     "usd_per_gpu_hour": "$/GPU-hour",

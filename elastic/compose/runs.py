@@ -10,9 +10,9 @@ from pathlib import Path
 from secrets import token_hex
 
 from elastic.config import Config, ConfigError, load_config
-from elastic.files import replace_durably, write_whole
+from elastic.system.files import replace_durably, write_whole
 from elastic.runtime.journal import CONFIG, DirectoryStore, RunDirectory
-from elastic.tenant_files import opened
+from elastic.system.tenant_files import opened
 
 NAME_BYTES = 3
 """Random bytes in the name of a run."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from elastic.config import ConfigError, EngineConfig, validate
 from elastic.engine.base import DeviceShare, EngineKind, EngineSettings, RolloutEngine
-from elastic.installed import installed
+from elastic.system.installed import installed
 
 ENTRY_POINTS = "elastic.engines"
 

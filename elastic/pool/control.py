@@ -1,4 +1,4 @@
-"""Answers requests at the control socket of a pool's process. Source: `elastic.pool_control`."""
+"""Answers requests at the control socket of a pool's process. Source: `elastic.pool.control_messages`."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 
-from elastic.cluster import ClusterError
-from elastic.cluster.history import cluster_digest
-from elastic.cluster.state import JobRecord
-from elastic.cluster.types import JobState
+from elastic.core.cluster import ClusterError
+from elastic.core.cluster.history import cluster_digest
+from elastic.core.cluster.state import JobRecord
+from elastic.core.cluster.types import JobState
 from elastic.pool.journal import PoolJournal
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
 from elastic.pool.shell import PoolShell
 from elastic.pool.standing import bills, job_row, plan_of, standing
-from elastic.pool_control import (
+from elastic.pool.control_messages import (
     JOBS_PAGE,
     POOL_CONTROL_VERSION,
     AskJobs,

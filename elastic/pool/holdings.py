@@ -5,12 +5,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from elastic import pool_wire as w
-from elastic.cluster import Cluster
-from elastic.cluster import events as e
-from elastic.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
+from elastic.pool import messages as w
+from elastic.core.cluster import Cluster
+from elastic.core.cluster import events as e
+from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
 from elastic.core.timers import Timers
-from elastic.frames import SECONDS_MAX
+from elastic.protocol.frames import SECONDS_MAX
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry, PoolPorts, PoolTimes
 
 NS_PER_S = 1_000_000_000

@@ -1,10 +1,10 @@
 """Jobs' processes: started, stopped, killed, judged at their end; scripts through their residents."""
 
-from elastic import pool_wire as w
-from elastic.cluster import events as e
-from elastic.cluster.state import JobRecord
-from elastic.cluster.types import JobId, JobState
-from elastic.frames import SECONDS_MAX
+from elastic.pool import messages as w
+from elastic.core.cluster import events as e
+from elastic.core.cluster.state import JobRecord
+from elastic.core.cluster.types import JobId, JobState
+from elastic.protocol.frames import SECONDS_MAX
 from elastic.pool.holdings import HOLDING, NS_PER_S, LiveJob, PoolHoldings
 from elastic.pool.ports import JobEnding
 from elastic.pool.scripts import PoolScripts

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from elastic.processes import MARK_VARIABLE, Adopted, RecordedProcesses, end_left_over, identity
+from elastic.system.processes import MARK_VARIABLE, Adopted, RecordedProcesses, end_left_over, identity
 
 log = structlog.get_logger(__name__)
 

@@ -1,7 +1,7 @@
 """Runs of a few steps that time a job alone, before it is placed."""
 
-from elastic.cluster import events as e
-from elastic.cluster.types import JobId, JobState, PhasePlan
+from elastic.core.cluster import events as e
+from elastic.core.cluster.types import JobId, JobState, PhasePlan
 from elastic.pool.holdings import PoolHoldings
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.cluster import Cluster, ClusterPolicies
-from elastic.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode, restore, save
-from elastic.cluster.types import JobId, Nanoseconds, NodeId, PoolSpec, WaitLimits
-from elastic.files import StandingFiles
+from elastic.core.cluster import Cluster, ClusterPolicies
+from elastic.core.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode, restore, save
+from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PoolSpec, WaitLimits
+from elastic.system.files import StandingFiles
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
-from elastic.sqlite import open_sqlite
+from elastic.system.sqlite import open_sqlite
 
 JOURNAL = "journal.sqlite"
 LAYOUT = "2"

@@ -18,12 +18,12 @@ from typing import Any, BinaryIO
 import msgspec
 import structlog
 
-from elastic import pool_wire as w
-from elastic.cluster.types import JobId
-from elastic.endpoint import Endpoint
-from elastic.isolation import IsolatedLoop, LoopFaults
-from elastic.pool_link import FROM_RESIDENT, TO_KEEPER, LinkLost, NotLetIn, PoolLink, join, over_socket
-from elastic.processes import RecordedProcesses, inherited, signal_name
+from elastic.pool import messages as w
+from elastic.core.cluster.types import JobId
+from elastic.protocol.endpoint import Endpoint
+from elastic.system.isolation import IsolatedLoop, LoopFaults
+from elastic.pool.connection import FROM_RESIDENT, TO_KEEPER, LinkLost, NotLetIn, PoolLink, join, over_socket
+from elastic.system.processes import RecordedProcesses, inherited, signal_name
 
 log = structlog.get_logger(__name__)
 

@@ -6,11 +6,11 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from elastic import pool_wire as w
-from elastic.cluster import Cluster, ClusterPolicies
-from elastic.cluster.state import JobRecord
-from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
-from elastic.isolation import ItemAttempt
+from elastic.pool import messages as w
+from elastic.core.cluster import Cluster, ClusterPolicies
+from elastic.core.cluster.state import JobRecord
+from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
+from elastic.system.isolation import ItemAttempt
 
 HowEnded = Literal["finished", "stopped", "failed", "died"]
 

@@ -6,9 +6,9 @@ Times are seconds since the pool began or seconds left, money is dollars. docs/j
 from collections.abc import Iterable
 from typing import Any
 
-from elastic.cluster import Cluster, JobRequest
-from elastic.cluster.state import JobRecord, NodeRecord
-from elastic.cluster.types import NS_PER_HOUR, JobId, Nanoseconds, Permit
+from elastic.core.cluster import Cluster, JobRequest
+from elastic.core.cluster.state import JobRecord, NodeRecord
+from elastic.core.cluster.types import NS_PER_HOUR, JobId, Nanoseconds, Permit
 
 NS_PER_S = 1_000_000_000
 NANO_USD = 1_000_000_000

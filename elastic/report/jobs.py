@@ -5,7 +5,7 @@ from importlib.resources import files
 
 import msgspec
 
-from elastic.cluster.types import DeviceAccount
+from elastic.core.cluster.types import DeviceAccount
 from elastic.report import charts, svg, units
 from elastic.report.markup import Markup, tag
 

@@ -5,7 +5,7 @@ Pages made this way are well-formed XML too, whatever a run, a provider or an er
 
 from html import escape
 
-from elastic.plain_values import printable
+from elastic.system.plain_values import printable
 
 
 class Markup(str):

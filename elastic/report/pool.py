@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from elastic.cluster import Cluster, ClusterPolicies
-from elastic.cluster import commands as c
-from elastic.cluster import events as e
-from elastic.cluster.history import ClusterEntry, decoded
-from elastic.cluster.state import JobRecord, NodeRecord
-from elastic.cluster.types import (
+from elastic.core.cluster import Cluster, ClusterPolicies
+from elastic.core.cluster import commands as c
+from elastic.core.cluster import events as e
+from elastic.core.cluster.history import ClusterEntry, decoded
+from elastic.core.cluster.state import JobRecord, NodeRecord
+from elastic.core.cluster.types import (
     NS_PER_HOUR,
     DeviceAccount,
     JobId,
@@ -234,7 +234,7 @@ class PoolTimeline:
 
 
 def history_of(records: Iterable[bytes], policies: ClusterPolicies) -> PoolTimeline:
-    """Raises as `elastic.cluster.history.decoded`."""
+    """Raises as `elastic.core.cluster.history.decoded`."""
     opening, entries = decoded(records)
     history = PoolTimeline(Cluster(opening.spec, policies, opening.limits, opening.now_ns))
     for entry in entries:

@@ -8,7 +8,7 @@ import msgspec
 
 from elastic.core.allowance import BudgetForecast
 from elastic.core.types import DEATHS, Account
-from elastic.plain_values import printable
+from elastic.system.plain_values import printable
 from elastic.report import units
 from elastic.report.batches import TRAINED
 from elastic.report.comparison import Comparison

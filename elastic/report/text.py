@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from elastic.plain_values import printable
+from elastic.system.plain_values import printable
 from elastic.report import tables, units
 from elastic.report.comparison import Comparison
 from elastic.report.summary import Summary

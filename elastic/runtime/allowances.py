@@ -3,7 +3,7 @@
 Pure: the caller brings the time, in seconds on any clock that only goes forward.
 """
 
-from elastic import wire
+from elastic.protocol import wire
 
 SLACK = 4
 """Times as much as is needed that is allowed."""

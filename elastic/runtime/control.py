@@ -1,4 +1,4 @@
-"""The control socket of a live run: requests come in here, and become events of its core. Source: `elastic.control`."""
+"""The control socket of a live run: requests come in here, and become events of its core. Source: `elastic.protocol.run_control`."""
 
 import asyncio
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.control import (
+from elastic.protocol.run_control import (
     Acknowledged,
     Answer,
     AskStatus,
@@ -20,7 +20,7 @@ from elastic.control import (
 )
 from elastic.core import events as e
 from elastic.core.scheduler import Phase, Scheduler
-from elastic.line_socket import LineSocket
+from elastic.protocol.control_socket import LineSocket
 from elastic.runtime.status import RunStatus
 
 _decode_request = msgspec.json.Decoder(Request).decode

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.files import write_whole
+from elastic.system.files import write_whole
 
 FILE = "left-behind.json"
 

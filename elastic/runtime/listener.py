@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core import events as e
 from elastic.core.ids import lease_of, provider_of
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId

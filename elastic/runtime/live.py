@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import structlog
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import worker_id
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, WeightMode, WorkerId, WorkerState
-from elastic.processes import boottime_ns
-from elastic.run_secrets import RunSecrets
+from elastic.system.processes import boottime_ns
+from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.gateway import Door
 from elastic.runtime.ports import Feed, WorkerOrder
 from elastic.runtime.rollout import OpenTurn

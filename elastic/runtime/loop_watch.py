@@ -22,9 +22,9 @@ from types import FrameType
 import structlog
 
 import elastic
-from elastic.envs import answers
+from elastic.environments import answers
 from elastic.runtime import rollout
-from elastic.signals import handled
+from elastic.system.signals import handled
 
 log = structlog.get_logger(__name__)
 

@@ -12,19 +12,19 @@ from typing import Any
 import msgspec
 import structlog
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.config import Config
 from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import INTEGER_MAX, NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId
-from elastic.endpoint import Address, Endpoint
-from elastic.envs.base import Environment
-from elastic.machine import CpuSampler
-from elastic.pool_client import PoolClient
-from elastic.processes import boottime_ns
-from elastic.run_secrets import RunSecrets
+from elastic.protocol.endpoint import Address, Endpoint
+from elastic.environments.base import Environment
+from elastic.system.machine import CpuSampler
+from elastic.pool.client import PoolClient
+from elastic.system.processes import boottime_ns
+from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime import states
 from elastic.runtime.control import CommandManager, ControlSocket
 from elastic.runtime.gateway import Gateway, GatewayError
@@ -42,7 +42,7 @@ from elastic.runtime.sampler import Sampler
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.status import RunStatus
 from elastic.runtime.trainer import GatewayTrainer, kept_steps
-from elastic.tls import Certificate
+from elastic.protocol.tls import Certificate
 from elastic.weights.rights import RelayRights
 from functions.base import Call
 from providers.base import REMARK, KnownLease, Provider

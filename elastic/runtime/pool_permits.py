@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from elastic import pool_wire as w
-from elastic.cluster.types import PhaseKind
+from elastic.pool import messages as w
+from elastic.core.cluster.types import PhaseKind
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.pool_client import News, PoolClient
+from elastic.pool.client import News, PoolClient
 from elastic.runtime.ports import Feed
 
 

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds

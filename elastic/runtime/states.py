@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 import elastic
-from elastic.files import write_whole
+from elastic.system.files import write_whole
 
 log = structlog.get_logger(__name__)
 

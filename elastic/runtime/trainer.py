@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import structlog
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core.scheduler import Scheduler

@@ -4,6 +4,6 @@
 - What was acknowledged is in the store; a server that dies and comes back finds every run again, and starts none twice.
 """
 
-from elastic.logs import show_no_locals
+from elastic.system.logs import show_no_locals
 
 show_no_locals()  # Keys and sessions are local variables here.

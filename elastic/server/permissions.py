@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from enum import StrEnum
 
-from elastic.resources import AccessRole
+from elastic.protocol.api import AccessRole
 
 
 class Action(StrEnum):

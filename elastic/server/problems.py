@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
-from elastic.resources import Problem, ProblemError
+from elastic.protocol.api import Problem, ProblemError
 from elastic.server.store import StoreUnavailable
 from elastic.server.store.vault import VaultError
 

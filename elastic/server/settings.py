@@ -6,7 +6,7 @@ from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Any
 
-from elastic.resources import AccessRole
+from elastic.protocol.api import AccessRole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class ServerSettings:
 
     @property
     def database_url(self) -> str:
-        return self.database or f"sqlite:///{self.home.resolve() / 'elastic.sqlite'}"
+        return self.database or f"sqlite:///{self.home.resolve() / 'elastic.system.sqlite'}"
 
     @property
     def runs(self) -> Path:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic.resources import VENDORS, ProblemError
+from elastic.protocol.api import VENDORS, ProblemError
 
 PREFIX = "SECRET_"
 WELL_KNOWN = frozenset(

@@ -13,7 +13,7 @@ import torch
 
 from elastic.core.types import Account, FinishReason, WeightMode
 from elastic.engine.base import WeightsMismatch
-from elastic.parking import Parkable
+from elastic.system.parking import Parkable
 from elastic.testing.engines import CONFIG
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import VersionSuperseded, WeightsError

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
-from elastic.cores import cores
+from elastic.system.cores import cores
 from elastic.weights.blobs import Buffer
 
 DIGEST_BYTES = 32

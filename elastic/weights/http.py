@@ -8,8 +8,8 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from elastic.http_clients import sync_client
-from elastic.tls import anchored_context
+from elastic.protocol.http_clients import sync_client
+from elastic.protocol.tls import anchored_context
 from elastic.weights.blobs import Buffer, check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, InvalidKey, RelayError, RelayUnavailable
 

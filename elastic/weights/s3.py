@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from elastic.proxies import proxies_of_boto
+from elastic.protocol.proxies import proxies_of_boto
 from elastic.weights.blobs import Buffer, check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable
 

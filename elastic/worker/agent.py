@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 import msgspec
 import structlog
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.config import EngineConfig, validate
 from elastic.core.types import Nanoseconds
 from elastic.engine import create_engine
 from elastic.engine.base import DeviceShare, RolloutEngine
-from elastic.parking import Parkable
-from elastic.processes import end_own_kin
-from elastic.signals import TERMINATION, act_on
+from elastic.system.parking import Parkable
+from elastic.system.processes import end_own_kin
+from elastic.system.signals import TERMINATION, act_on
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
 from elastic.worker.device_permit import DevicePermit

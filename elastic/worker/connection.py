@@ -12,10 +12,10 @@ import msgspec
 import structlog
 import tenacity
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.types import WorkerId
-from elastic.endpoint import Address, Endpoint
-from elastic.tls import TlsError, check_pin, pinning_context
+from elastic.protocol.endpoint import Address, Endpoint
+from elastic.protocol.tls import TlsError, check_pin, pinning_context
 
 log = structlog.get_logger(__name__)
 

@@ -2,7 +2,7 @@
 parks.
 
 Every use of the device first waits for the keeper, and then for the device's thread. On that thread the state is parked
-and resumed too, after the work under way. Source: Weave §5.1; `elastic.pool_wire`.
+and resumed too, after the work under way. Source: Weave §5.1; `elastic.pool.messages`.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ import structlog
 
 from elastic.config import ConfigError
 from elastic.core.types import Account
-from elastic.parking import Parkable, Switch
-from elastic.pool_link import TO_RESIDENT, over_socket
-from elastic.pool_wire import KEEPER_VARIABLE, DeviceResumed, Leave, Park, Parked, Resume, Warm, WorkAs
+from elastic.system.parking import Parkable, Switch
+from elastic.pool.connection import TO_RESIDENT, over_socket
+from elastic.pool.messages import KEEPER_VARIABLE, DeviceResumed, Leave, Park, Parked, Resume, Warm, WorkAs
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.threads import DaemonThread
 

@@ -9,7 +9,7 @@ import os
 import re
 from typing import Any
 
-from elastic.modal_platform import APP, SOURCES, VERSION_TAG, version
+from elastic.system.modal import APP, SOURCES, VERSION_TAG, version
 from elastic.worker.modal_variables import APP_VARIABLE, MODULES_VARIABLE, PACKAGES_VARIABLE
 
 EXTRAS = ("train", "modal", "vllm")

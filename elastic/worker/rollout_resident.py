@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import structlog
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.types import Account, Capabilities, WeightMode
-from elastic.endpoint import Endpoint
+from elastic.protocol.endpoint import Endpoint
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, RolloutEngine, TokenChunk
-from elastic.parking import Parkable, Switch
-from elastic.pool_link import TO_RESIDENT, LinkLost, PoolLink, over_socket
-from elastic.pool_wire import (
+from elastic.system.parking import Parkable, Switch
+from elastic.pool.connection import TO_RESIDENT, LinkLost, PoolLink, over_socket
+from elastic.pool.messages import (
     DeviceResumed,
     Leave,
     Left,

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.run_state import TRAINER_PATIENCE
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase
 from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.types import NS_PER_S
 from elastic.engine.base import RolloutEngine
 from elastic.worker.agent import build_engine

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from elastic.offload import lanes
+from elastic.system.thread_lane import lanes
 
 LOOK_SHARE = 1 / 10
 """Interval of looking at progress, as a share of the timeout."""

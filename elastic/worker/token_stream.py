@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.types import FinishReason
 from elastic.engine.base import NO_VERSION, GenerateRequest, TokenChunk
 

@@ -14,16 +14,16 @@ from typing import Protocol, assert_never
 import structlog
 import torch
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.config import Config, EngineConfig, TrainerPacingConfig, WeightsConfig, validate
 from elastic.core.types import LogprobCheck, WeightMode
 from elastic.engine.base import RolloutEngine
-from elastic.logs import PaceLog
-from elastic.model.checkpoint import load_model
-from elastic.parking import Parkable, Switch
-from elastic.trainer import checkpoint
-from elastic.trainer.layers import changed_shares
-from elastic.trainer.trainer import GRPOTrainer
+from elastic.system.logs import PaceLog
+from elastic.engine.model.checkpoint import load_model
+from elastic.system.parking import Parkable, Switch
+from elastic.worker.trainer import checkpoint
+from elastic.worker.trainer.layers import changed_shares
+from elastic.worker.trainer.trainer import GRPOTrainer
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.codecs import warm_up
 from elastic.weights.publisher import Publisher, PublishSettings
@@ -64,7 +64,7 @@ async def run_trainer_host(
 
 
 class PolicyTrainer(Protocol):
-    """The learning algorithm, such as `elastic.trainer.trainer.GRPOTrainer`."""
+    """The learning algorithm, such as `elastic.worker.trainer.trainer.GRPOTrainer`."""
 
     @property
     def version(self) -> int: ...

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 import structlog
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.types import Account
 from elastic.engine.base import RolloutEngine
 from elastic.worker.accounts import DeviceAccounts

@@ -2,7 +2,7 @@
 
 import os
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.weights.source import RelaySource
 
 SITE_VARIABLE, SITE_TOKEN_VARIABLE = "ELASTIC_SITE", "ELASTIC_SITE_TOKEN"

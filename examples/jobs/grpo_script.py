@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import elastic
-from elastic.envs.frozenlake import ACTIONS, VOCABULARY, FrozenLakeSettings, Lake, encode
+from elastic.environments.frozenlake import ACTIONS, VOCABULARY, FrozenLakeSettings, Lake, encode
 
 LAKES = FrozenLakeSettings(sizes=(3,), hole_probability=0.2)
 

@@ -57,7 +57,7 @@ def show(app: Mapping[str, Any]) -> None:
 
 
 def main() -> int:
-    from elastic.modal_platform import version
+    from elastic.system.modal import version
     from tests.clouds.modal_server import bench
 
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -9,16 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.calibration import CalibrationError, measure_engine, probe, profile_engine
-from elastic.calibration.engine import engine_numbers
-from elastic.calibration.probe import ITERATIONS, Probe, Probed, loads
+from elastic.simulation.calibration import CalibrationError, measure_engine, profile_engine
+from elastic.simulation.calibration import probe
+from elastic.simulation.calibration.engine import engine_numbers
+from elastic.simulation.calibration.probe import ITERATIONS, Probe, Probed, loads
 from elastic.config import Config, ConfigError, EngineConfig
 from elastic.core.types import WeightMode
 from elastic.engine import create_engine
 from elastic.engine.base import RolloutEngine
 from elastic.engine.torch import pacing
-from elastic.model.checkpoint import read_config, read_tensors
-from elastic.sim.performance.profile import EngineRates, load_profile
+from elastic.engine.model.checkpoint import read_config, read_tensors
+from elastic.simulation.performance.profile import EngineRates, load_profile
 from elastic.weights.source import TensorSource
 
 PACING = {"prefill_tokens_per_s": 2000, "decode_step_s": {1: 0.02, 4: 0.04}}

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from elastic.calibration.fit import FitError, IterationSample, fit_rates, nonnegative_least_squares
-from elastic.calibration.numbers import speeds
-from elastic.sim.performance.profile import EngineRates
+from elastic.simulation.calibration.fit import FitError, IterationSample, fit_rates, nonnegative_least_squares
+from elastic.simulation.calibration.numbers import speeds
+from elastic.simulation.performance.profile import EngineRates
 
 BATCHES = (1, 2, 4, 8, 16)
 PREFILLS = (32, 128, 256)

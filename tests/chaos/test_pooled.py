@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.chaos.__main__ import main
-from elastic.chaos.pooled.plan import draw_pooled
-from elastic.chaos.pooled.world import live_pooled, simulate_pooled
+from elastic.testing.faults.shell.__main__ import main
+from elastic.testing.faults.shell.pooled.plan import draw_pooled
+from elastic.testing.faults.shell.pooled.world import live_pooled, simulate_pooled
 
 FIXED = range(1, 4)
 PLANTED = "parked_is_said_too_early", "resident_parks_no_engine", "trainer_computes_while_parked"
@@ -32,7 +32,7 @@ def test_parked_residents_follow_the_weights() -> None:
 
 
 def test_one_seed_gives_one_history() -> None:
-    program = "from elastic.chaos.pooled.world import simulate_pooled; print(simulate_pooled(3).history)"
+    program = "from elastic.testing.faults.shell.pooled.world import simulate_pooled; print(simulate_pooled(3).history)"
     told = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": "3"}, capture_output=True, check=True
     ).stdout

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.chaos.faults import FaultKind, draw_plan
-from elastic.chaos.shrink import shrunk
-from elastic.chaos.simulate import WorldFailed, simulate
+from elastic.testing.faults.shell.faults import FaultKind, draw_plan
+from elastic.testing.faults.shell.shrink import shrunk
+from elastic.testing.faults.shell.simulate import WorldFailed, simulate
 from elastic.runtime.rollout import OpenTurn
 
 FIXED = range(8)
@@ -54,7 +54,7 @@ def test_a_worker_that_lies_on_and_on_is_named_and_holds_nobody_up(lie: str) -> 
 
 def test_one_seed_gives_one_history_whatever_the_hashes() -> None:
     """In this process others were lived through before."""
-    program = "from elastic.chaos.simulate import simulate; print(simulate(3).history)"
+    program = "from elastic.testing.faults.shell.simulate import simulate; print(simulate(3).history)"
     told = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PYTHONHASHSEED": "2"},

@@ -12,11 +12,11 @@ import torch
 from elastic import compose
 from elastic.compose.run_endings import OUTAGE, ending_of, world
 from elastic.config import TrainerConfig, load_config
-from elastic.model.checkpoint import load_model, model_tensors, read_config, write_checkpoint
-from elastic.model.qwen3 import Qwen3
-from elastic.outages import EXIT_OUTAGE
+from elastic.engine.model.checkpoint import load_model, model_tensors, read_config, write_checkpoint
+from elastic.engine.model.qwen3 import Qwen3
+from elastic.system.outages import EXIT_OUTAGE
 from elastic.runtime.journal import RunDirectory
-from elastic.trainer.trainer import GRPOTrainer
+from elastic.worker.trainer.trainer import GRPOTrainer
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from elastic.sim.world import simulate
+from elastic.testing.faults.core.world import simulate
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from elastic import compose
-from elastic.cluster import events as e
-from elastic.pool.config import load_pool, save_pool
+from elastic.core.cluster import events as e
+from elastic.compose.pool_config import load_pool, save_pool
 from tests.pool.stand_in import POOL, StandIn
 
 JOB = """
@@ -137,7 +137,7 @@ def test_a_script_with_a_phases_file_is_wrapped(refused, elastic, pool: StandIn,
     code, _, err = elastic("jobs", "submit", file, "--phases", "phases.toml", "--", "python", "-u", "-m", "grpo", "-m")
     assert code == 0, err
     (sent,) = pool.submitted
-    assert sent.script == ("python", "-u", "-m", "elastic.phases.run", str(phases), "-m", "grpo", "-m")
+    assert sent.script == ("python", "-u", "-m", "elastic.pool.phases.run", str(phases), "-m", "grpo", "-m")
     submission = ("jobs", "submit", file, "--phases", "phases.toml", "--")
     refused(
         elastic(*submission, "bash", "run.sh"), "--phases: a phases file goes with a Python program: found 'bash run."

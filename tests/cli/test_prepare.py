@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.model.checkpoint import load_model
-from elastic.model.config import Qwen3Config
-from elastic.trainer import warmup
+from elastic.engine.model.checkpoint import load_model
+from elastic.engine.model.config import Qwen3Config
+from elastic.worker.trainer import warmup
 
 SHORTER = {"steps": 1, "batch_size": 2}
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.client import Client, ServerUnreachable
-from elastic.http_clients import sync_client
-from elastic.proxies import HttpSettingsError, proxies_of_boto, proxy_for
+from elastic.protocol.api_client import Client, ServerUnreachable
+from elastic.protocol.http_clients import sync_client
+from elastic.protocol.proxies import HttpSettingsError, proxies_of_boto, proxy_for
 from elastic.server.settings import ServerSettings
 from elastic.server.support.bundle import _health
 
@@ -172,7 +172,7 @@ def test_clients_are_made_in_one_place() -> None:
         if makes.search(path.read_text(encoding="utf-8"))
     }
     # What Elastic is compared with has a client of its own.
-    assert found == {"elastic/http_clients.py", "benchmarks/token_plane.py"}
+    assert found == {"elastic/protocol/http_clients.py", "benchmarks/token_plane.py"}
 
 
 @pytest.mark.parametrize("key", ["ключ", "a\nb", "a\udcff"], ids=ascii)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.sim.performance.profile import DATA
+from elastic.simulation.performance.profile import DATA
 
 LOCAL = (DATA / "profile-local.toml").read_text()
 CALM = ("--set", "run.steps=1")

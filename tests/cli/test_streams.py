@@ -19,8 +19,8 @@ from elastic.cli.app import app
 from elastic.cli.output import console, emit
 from elastic.cli.tables import show_listing
 from elastic.config import ConfigError, load_config
-from elastic.job_simulation import load_workload
-from elastic.model.stored import CheckpointError, read_config
+from elastic.simulation.jobs.simulate import load_workload
+from elastic.engine.model.stored import CheckpointError, read_config
 from elastic.runtime.journal import CONFIG, DirectoryStore, RunDirectory
 
 ROOT = Path(__file__).parents[2]

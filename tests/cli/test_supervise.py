@@ -10,7 +10,7 @@ import pytest
 
 from elastic import compose
 from elastic.cli import supervise
-from elastic.outages import EXIT_OUTAGE
+from elastic.system.outages import EXIT_OUTAGE
 from elastic.runtime.journal import RunDirectory
 from tests.cli.test_signals import START_TIMEOUT_S, nothing_left, read, run_dirs, until
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from elastic import modal_platform
+from elastic.system import modal as modal_platform
 from elastic.compose.modal_deployment import deploy
 from functions.base import Call
 from functions.modal import ModalFunctionPool

@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from elastic.cluster import Cluster, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
-from elastic.cluster import commands as c
-from elastic.cluster import events as e
-from elastic.cluster.cycle import cycle_ns
-from elastic.cluster.groups import JobGroup, planned
-from elastic.cluster.invariants import check
-from elastic.cluster.types import PhaseKind
+from elastic.core.cluster import Cluster, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.core.cluster import commands as c
+from elastic.core.cluster import events as e
+from elastic.core.cluster.cycle import cycle_ns
+from elastic.core.cluster.groups import JobGroup, planned
+from elastic.core.cluster.invariants import check
+from elastic.core.cluster.types import PhaseKind
 from policies.clusters import CLUSTER_POLICIES
 
 SPEC = PoolSpec(

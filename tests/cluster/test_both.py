@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.cluster import commands as c
-from elastic.cluster import events as e
-from elastic.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, decoded, encode, replay
-from elastic.cluster.types import JobState, PhaseKind
+from elastic.core.cluster import commands as c
+from elastic.core.cluster import events as e
+from elastic.core.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, decoded, encode, replay
+from elastic.core.cluster.types import JobState, PhaseKind
 from policies.clusters import CLUSTER_POLICIES
 from tests.cluster.conftest import THREE_OF_EACH, Driver, S, grants, timed_job
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.cluster.policy import BillShare
+from elastic.core.cluster.policy import BillShare
 from policies.charging import IdleAsAlone
 
 AMOUNT = st.integers(0, 10**24)

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from elastic.cluster import ClusterError, NodeKind, PhasePlan
-from elastic.cluster import commands as c
-from elastic.cluster import events as e
-from elastic.cluster.types import DeviceAccount, JobState, PhaseKind
+from elastic.core.cluster import ClusterError, NodeKind, PhasePlan
+from elastic.core.cluster import commands as c
+from elastic.core.cluster import events as e
+from elastic.core.cluster.types import DeviceAccount, JobState, PhaseKind
 from tests.cluster.conftest import THREE_OF_EACH, Driver, S, grants
 from tests.cluster.conftest import timed_job as job
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.cluster.cycle import cycle_ns, load_ns, shortest_cycle_ns, whole_jobs_ns
-from elastic.cluster.groups import PlannedMember
+from elastic.core.cluster.cycle import cycle_ns, load_ns, shortest_cycle_ns, whole_jobs_ns
+from elastic.core.cluster.groups import PlannedMember
 
 
 def member(job: str, rollout: int, train: int, sync: int, nodes: tuple[str, ...]) -> PlannedMember:

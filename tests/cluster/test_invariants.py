@@ -5,10 +5,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from elastic.cluster import Cluster
-from elastic.cluster import events as e
-from elastic.cluster.invariants import ClusterInvariantBroken, check
-from elastic.cluster.types import DeviceAccount, JobState, PhaseKind, Seat
+from elastic.core.cluster import Cluster
+from elastic.core.cluster import events as e
+from elastic.core.cluster.invariants import ClusterInvariantBroken, check
+from elastic.core.cluster.types import DeviceAccount, JobState, PhaseKind, Seat
 from tests.cluster.conftest import Driver, timed_job
 
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from elastic.cluster import commands as c
-from elastic.cluster import events as e
-from elastic.cluster.history import cluster_digest
-from elastic.cluster.types import JobState, PhaseKind, PhasePlan
+from elastic.core.cluster import commands as c
+from elastic.core.cluster import events as e
+from elastic.core.cluster.history import cluster_digest
+from elastic.core.cluster.types import JobState, PhaseKind, PhasePlan
 from tests.cluster.conftest import Driver, S, grants, timed_job
 
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN

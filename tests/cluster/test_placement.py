@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from elastic.cluster.groups import planned
-from elastic.cluster.policy import SliceView
+from elastic.core.cluster.groups import planned
+from elastic.core.cluster.policy import SliceView
 from policies.drift import NoDrift, SloAtStake
 from policies.placement import PLACEMENTS
 from policies.regrouping import brought_together

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from elastic.cluster.invariants import check
-from elastic.cluster.types import JobState
-from elastic.sim.job_plans import NS_PER_H, PlanWorld
-from elastic.sim.job_workloads import from_trace, pool_of, production
-from elastic.sim.jobs import JobsWorld
+from elastic.core.cluster.invariants import check
+from elastic.core.cluster.types import JobState
+from elastic.simulation.jobs.plans import NS_PER_H, PlanWorld
+from elastic.simulation.jobs.workloads import from_trace, pool_of, production
+from elastic.simulation.jobs.phases import JobsWorld
 from policies.clusters import CLUSTER_POLICIES
 from traces import data_path
 from traces.jobs import TracedJob, read_jobs

@@ -6,10 +6,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.cluster import JobRequest
-from elastic.cluster.cycle import cycle_ns
-from elastic.cluster.groups import JobGroup, planned
-from elastic.cluster.policy import Relocation
+from elastic.core.cluster import JobRequest
+from elastic.core.cluster.cycle import cycle_ns
+from elastic.core.cluster.groups import JobGroup, planned
+from elastic.core.cluster.policy import Relocation
 from policies.placement import PLACEMENTS
 from policies.regrouping import LOOKED_AT, TAKERS, GroupsAfter, Newcomer, brought_together
 from tests.cluster.conftest import SPEC, View, group, job, view

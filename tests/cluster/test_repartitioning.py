@@ -6,8 +6,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.cluster import JobRequest
-from elastic.cluster.policy import Relocation
+from elastic.core.cluster import JobRequest
+from elastic.core.cluster.policy import Relocation
 from policies.placement import PLACEMENTS, PlacementRules
 from policies.regrouping import brought_together
 from policies.repartitioning import NEIGHBOURS, formed_anew

@@ -4,10 +4,10 @@ from random import Random
 
 import pytest
 
-from elastic.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec
-from elastic.cluster.history import cluster_digest, replay
-from elastic.cluster.types import JobState
-from elastic.sim.jobs import Arrival, JobsWorld, S, worlds_of_jobs
+from elastic.core.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec
+from elastic.core.cluster.history import cluster_digest, replay
+from elastic.core.cluster.types import JobState
+from elastic.simulation.jobs.phases import Arrival, JobsWorld, S, worlds_of_jobs
 from policies.clusters import CLUSTER_POLICIES
 
 

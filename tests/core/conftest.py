@@ -23,8 +23,8 @@ from elastic.core.types import (
     Progress,
     WorkerRole,
 )
-from elastic.sim.incarnation import policies
-from elastic.sim.settings import SMALL_LIMITS, WorldSettings
+from elastic.testing.faults.core.incarnation import policies
+from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=4096, device="none")
 K = TypeVar("K", bound=c.Command)

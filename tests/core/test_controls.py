@@ -9,7 +9,7 @@ from elastic.core.allowance import budget_forecast, stopping_ns
 from elastic.core.digest import digest
 from elastic.core.scheduler import Phase
 from elastic.core.types import NS_PER_S, EndCause, LeaseState, Offer, WorkerRole, WorkerState
-from elastic.sim.settings import SMALL_LIMITS
+from elastic.testing.faults.core.settings import SMALL_LIMITS
 
 HOUR_S = 3600
 STOPPING_S = (SMALL_LIMITS.drain_timeout_ns + SMALL_LIMITS.release_timeout_ns) / NS_PER_S + 1

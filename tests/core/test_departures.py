@@ -6,7 +6,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.demand import Demand
 from elastic.core.types import NS_PER_S, Account, EndCause, FinishReason, TurnState, WorkerState
-from elastic.sim.settings import SMALL_LIMITS
+from elastic.testing.faults.core.settings import SMALL_LIMITS
 
 NOTICE_S = 120.0
 MARGIN_S = 2 * SMALL_LIMITS.handover_timeout_ns / NS_PER_S

@@ -11,9 +11,9 @@ import pytest
 
 from elastic.core.digest import BY_KEY, LEFT_OUT, attributes, digest, left_out
 from elastic.core.scheduler import Scheduler
-from elastic.sim.faults import draw_faults
-from elastic.sim.settings import draw_settings
-from elastic.sim.world import SimulatedWorld
+from elastic.testing.faults.core.faults import draw_faults
+from elastic.testing.faults.core.settings import draw_settings
+from elastic.testing.faults.core.world import SimulatedWorld
 
 OTHER = "something else"
 

@@ -4,7 +4,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import HOPELESS_DECLINES
 from elastic.core.types import NS_PER_S, Capabilities, FinishReason
-from elastic.sim.settings import SMALL_LIMITS
+from elastic.testing.faults.core.settings import SMALL_LIMITS
 
 BASE_S = SMALL_LIMITS.retry_base_ns / NS_PER_S
 A, B = "0/0/0", "0/0/1"

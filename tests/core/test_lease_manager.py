@@ -5,7 +5,7 @@ import pytest
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, EndCause, Offer, WorkerRole
-from elastic.sim.settings import SMALL_LIMITS
+from elastic.testing.faults.core.settings import SMALL_LIMITS
 from policies.provisioning import MarginalValue
 
 RETRY_S = SMALL_LIMITS.retry_base_ns / NS_PER_S

@@ -7,7 +7,7 @@ from elastic.core import commands as c
 from elastic.core.digest import digest
 from elastic.core.patience import ADAPTIVE, COMPARED_TURNS, FAR, MARGIN, REMEMBERED_NS, TIMES_MOST, Patience
 from elastic.core.types import NS_PER_S, FinishReason
-from elastic.sim.settings import SMALL_LIMITS
+from elastic.testing.faults.core.settings import SMALL_LIMITS
 
 TOKEN_S = SMALL_LIMITS.turn_stall_timeout_ns / NS_PER_S
 

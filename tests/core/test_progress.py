@@ -6,7 +6,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Phase
 from elastic.core.types import EndCause, FinishReason, LoadPhase, WorkerState
-from elastic.sim.settings import SMALL_LIMITS
+from elastic.testing.faults.core.settings import SMALL_LIMITS
 from policies.seeding import FixedWindow
 
 A, B = "3/0/0", "3/0/1"

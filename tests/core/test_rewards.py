@@ -7,7 +7,7 @@ import pytest
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, GroupState
-from elastic.sim.settings import SMALL_LIMITS
+from elastic.testing.faults.core.settings import SMALL_LIMITS
 from tests.core.conftest import CoreHarness
 
 ONE, TWO = "0/0/0", "0/0/1"

@@ -10,8 +10,8 @@ from elastic.core import saved_state
 from elastic.core.digest import digest
 from elastic.core.saved_state import StateError
 from elastic.core.scheduler import Scheduler
-from elastic.sim.incarnation import fresh_core
-from elastic.sim.world import simulate
+from elastic.testing.faults.core.incarnation import fresh_core
+from elastic.testing.faults.core.world import simulate
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -17,7 +17,7 @@ from elastic.core.types import (
     Progress,
     WorkerRole,
 )
-from elastic.sim.settings import SMALL_LIMITS
+from elastic.testing.faults.core.settings import SMALL_LIMITS
 
 A, B = "0/0/0", "0/0/1"
 

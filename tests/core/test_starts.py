@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, EndCause, WorkerRole
-from elastic.sim.settings import SMALL_LIMITS
+from elastic.testing.faults.core.settings import SMALL_LIMITS
 from tests.core.conftest import CoreHarness
 
 FAULT = "its process exited with status 1: RuntimeError: no locator available for file 'gap8.py'(pid {})"

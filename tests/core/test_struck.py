@@ -6,7 +6,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import STRUCK_OUT
 from elastic.core.types import NS_PER_S, EndCause, FinishReason
-from elastic.sim.settings import SMALL_LIMITS
+from elastic.testing.faults.core.settings import SMALL_LIMITS
 
 TOKEN_S = SMALL_LIMITS.turn_stall_timeout_ns / NS_PER_S
 STEP_S = 0.25

@@ -27,8 +27,8 @@ from elastic.core.types import (
     WorkerRole,
     WorkerState,
 )
-from elastic.sim.incarnation import policies
-from elastic.sim.settings import MS, SMALL_LIMITS, WorldSettings
+from elastic.testing.faults.core.incarnation import policies
+from elastic.testing.faults.core.settings import MS, SMALL_LIMITS, WorldSettings
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=64, device="none")
 LONGEST_S = 600

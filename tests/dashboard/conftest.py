@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic.http_server import serving
+from elastic.protocol.http_server import serving
 from elastic.server.serving import listen
 from tests.server.conftest import Site, make_site, submission
 

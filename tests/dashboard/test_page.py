@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from elastic.cli.remote import code_of
-from elastic.resources import AccessRole, ProviderFigures, RunFigures, RunPhase
+from elastic.protocol.api import AccessRole, ProviderFigures, RunFigures, RunPhase
 from elastic.server.identity.oidc import IdentityProvider
 from elastic.server.settings import ClaimMapping, OidcSettings
 from elastic.server.store import runs as runs_store

@@ -17,7 +17,7 @@ from elastic.engine.coserving.memory import SPARE_PAGES
 from elastic.engine.coserving.rollout import SharedRolloutEngine
 from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.slab import SlabBackend
-from elastic.model.config import Qwen3Config
+from elastic.engine.model.config import Qwen3Config
 from elastic.testing.engines import *  # noqa: F403
 from elastic.testing.engines import CONFIG, EngineUnderTest, installed_engines
 from policies.admission import NoAdmission

@@ -5,7 +5,7 @@ import pytest
 
 from elastic.config import Config, ConfigError, EngineConfig, validate
 from elastic.engine import create_engine, resolve_engine
-from elastic.model.config import ModelConfigError, Qwen3Config
+from elastic.engine.model.config import ModelConfigError, Qwen3Config
 
 
 def test_an_unknown_kind_names_what_is_installed():

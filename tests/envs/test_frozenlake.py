@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from elastic.envs.frozenlake import ACTIONS, VOCABULARY, FrozenLake, FrozenLakeSettings, Lake, decode, encode
-from elastic.envs.frozenlake_demonstrations import DemonstrationSettings, demonstrate, shortest_ways
+from elastic.environments.frozenlake import ACTIONS, VOCABULARY, FrozenLake, FrozenLakeSettings, Lake, decode, encode
+from elastic.environments.frozenlake_demonstrations import DemonstrationSettings, demonstrate, shortest_ways
 
 seeds = st.integers(0, 2**63 - 1)
 settings = st.builds(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.envs.frozenlake import ACTIONS, VOCABULARY, FrozenLake, FrozenLakeSettings, encode
+from elastic.environments.frozenlake import ACTIONS, VOCABULARY, FrozenLake, FrozenLakeSettings, encode
 from functions.base import BadResult
 from functions.frozenlake import reward
 from functions.rewards import FinishedTrajectory, score

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
+from elastic.engine.model.config import Qwen3Config
+from elastic.engine.model.qwen3 import Qwen3
 
 
 @pytest.fixture

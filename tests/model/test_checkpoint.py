@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from elastic.model.checkpoint import (
+from elastic.engine.model.checkpoint import (
     CheckpointError,
     load_model,
     model_tensors,
@@ -50,7 +50,7 @@ def test_a_failed_write_leaves_the_old_checkpoint(make_model, tmp_path, monkeypa
     def full(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("elastic.model.checkpoint.save_file", full)
+    monkeypatch.setattr("elastic.engine.model.checkpoint.save_file", full)
     with pytest.raises(CheckpointError, match="No space left"):
         write_checkpoint(tmp_path / "policy", model.config, model_tensors(make_model(1)))
     assert torch.equal(load_model(tmp_path / "policy").model.norm.weight, model.model.norm.weight)

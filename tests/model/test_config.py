@@ -1,6 +1,6 @@
 import pytest
 
-from elastic.model.config import ModelConfigError, Qwen3Config
+from elastic.engine.model.config import ModelConfigError, Qwen3Config
 
 PUBLISHED = {  # Qwen/Qwen3-0.6B
     "architectures": ["Qwen3ForCausalLM"],

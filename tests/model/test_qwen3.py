@@ -1,6 +1,6 @@
 import torch
 
-from elastic.model.stored import parameter_shapes
+from elastic.engine.model.stored import parameter_shapes
 
 
 def test_default_policy_has_the_measured_size(make_model):

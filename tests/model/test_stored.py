@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from elastic.model.checkpoint import CheckpointError, model_tensors, read_tensors
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
-from elastic.model.stored import check_stored, parameter_shapes, read_config
+from elastic.engine.model.checkpoint import CheckpointError, model_tensors, read_tensors
+from elastic.engine.model.config import Qwen3Config
+from elastic.engine.model.qwen3 import Qwen3
+from elastic.engine.model.stored import check_stored, parameter_shapes, read_config
 
 
 @given(
@@ -141,5 +141,5 @@ def test_an_odd_generation_config_is_named(make_model, tmp_path, content):
 
 
 def test_a_run_is_checked_without_the_models_library():
-    program = "import sys, elastic.cli.run, elastic.cli.jobs, elastic.model.stored; sys.exit('torch' in sys.modules)"
+    program = "import sys, elastic.cli.run, elastic.cli.jobs, elastic.engine.model.stored; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=120).returncode == 0

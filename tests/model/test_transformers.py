@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from elastic.model.checkpoint import load_model, model_tensors, write_checkpoint
+from elastic.engine.model.checkpoint import load_model, model_tensors, write_checkpoint
 
 pytestmark = pytest.mark.slow
 

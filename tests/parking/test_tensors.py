@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastic.parking.tensors import ParkedTensors
+from elastic.system.parking.tensors import ParkedTensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.uint8)
 PAGES = 3 * 4096

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from elastic import pool_wire as w
-from elastic.cluster.types import PhaseKind
+from elastic.pool import messages as w
+from elastic.core.cluster.types import PhaseKind
 from tests.phases.stub_pool import StubPool
 
 ROOT = Path(__file__).parents[2]

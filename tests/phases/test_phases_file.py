@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.phases.files import NEXT, PhasesFileError, PhaseTarget, load_phases, wrapped
-from elastic.phases.sources import check_sources
+from elastic.pool.phases.files import NEXT, PhasesFileError, PhaseTarget, load_phases, wrapped
+from elastic.pool.phases.sources import check_sources
 from tests.phases.stub_pool import StubPool
 
 SCRIPT = """
@@ -98,7 +98,7 @@ def run(program: Path, *command: str, **environment: str) -> "subprocess.Complet
 def test_a_program_takes_its_turns_untouched(program: Path, as_module: bool) -> None:
     script = ["-m", "script"] if as_module else ["script.py"]
     command = wrapped(["python", "-u", *script, "0"], program / "phases.toml")
-    assert command[:4] == ("python", "-u", "-m", "elastic.phases.run")
+    assert command[:4] == ("python", "-u", "-m", "elastic.pool.phases.run")
     with StubPool() as pool:
         done = run(program, *command[1:], **pool.environment())
         assert done.returncode == 0, done.stderr
@@ -114,7 +114,7 @@ def test_a_program_takes_its_turns_untouched(program: Path, as_module: bool) -> 
 
 
 def test_a_programs_own_exit_code_is_its_own(program: Path) -> None:
-    assert run(program, "-m", "elastic.phases.run", "phases.toml", "script.py", "7").returncode == 7
+    assert run(program, "-m", "elastic.pool.phases.run", "phases.toml", "script.py", "7").returncode == 7
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_programs_own_exit_code_is_its_own(program: Path) -> None:
 )
 def test_what_is_not_there_is_named(program: Path, phases: str, message: str) -> None:
     (program / "phases.toml").write_text(f"[phases]\n{phases}\n")
-    done = run(program, "-m", "elastic.phases.run", "phases.toml", "script.py", "0")
+    done = run(program, "-m", "elastic.pool.phases.run", "phases.toml", "script.py", "0")
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert done.stderr.count("error:") == 1
@@ -142,7 +142,7 @@ def test_a_state_that_is_not_there_is_named(program: Path) -> None:
         '[phases]\n"loop:Trainer.roll_out" = {phase = "rollout", state = ["self.nets"]}'
     )
     with StubPool() as pool:
-        done = run(program, "-m", "elastic.phases.run", "phases.toml", "script.py", "0", **pool.environment())
+        done = run(program, "-m", "elastic.pool.phases.run", "phases.toml", "script.py", "0", **pool.environment())
     assert done.returncode == 1
     assert "PhaseError: loop:Trainer.roll_out, phase 'rollout': its state 'self.nets' is not there" in done.stderr
 
@@ -197,7 +197,7 @@ def test_options_of_python_stay(tmp_path: Path) -> None:
     file = tmp_path / "phases.toml"
     command = ("/opt/bin/python3.11", "-W", "error", "-Xdev", "-m", "package.train", "-m", "3")
     assert wrapped(command, file) == (
-        *("/opt/bin/python3.11", "-W", "error", "-Xdev", "-m", "elastic.phases.run", str(file)),
+        *("/opt/bin/python3.11", "-W", "error", "-Xdev", "-m", "elastic.pool.phases.run", str(file)),
         *("-m", "package.train", "-m", "3"),
     )
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic.phases import PhaseError
-from elastic.phases.states import StateArena
+from elastic.pool.phases import PhaseError
+from elastic.pool.phases.states import StateArena
 
 OPTIMISERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 

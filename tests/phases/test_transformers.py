@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from transformers import TrainerControl, TrainerState
 
-from elastic import phases
-from elastic import pool_wire as w
-from elastic.cluster.types import PhaseKind
-from elastic.phases.transformers import ElasticCallback
+from elastic.pool import phases
+from elastic.pool import messages as w
+from elastic.core.cluster.types import PhaseKind
+from elastic.pool.phases.transformers import ElasticCallback
 from tests.phases.stub_pool import StubPool
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import elastic
-from elastic import phases
-from elastic import pool_wire as w
-from elastic.cluster.types import PhaseKind
-from elastic.phases import PhaseError
-from elastic.phases.slime import SlimePhases
+from elastic.pool import phases
+from elastic.pool import messages as w
+from elastic.core.cluster.types import PhaseKind
+from elastic.pool.phases import PhaseError
+from elastic.pool.phases.slime import SlimePhases
 from tests.phases.stub_pool import PATIENCE_S, StubPool
 
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN

@@ -1,9 +1,9 @@
-"""A pool as one job sees it: it does what it is told as `elastic.pool_wire` says, and what it is made to do."""
+"""A pool as one job sees it: it does what it is told as `elastic.pool.messages` says, and what it is made to do."""
 
 from collections.abc import Callable
 
-from elastic import pool_wire as w
-from elastic.cluster.types import PhaseKind
+from elastic.pool import messages as w
+from elastic.core.cluster.types import PhaseKind
 
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from elastic import compose
-from elastic.cluster import Cluster, ClusterError
-from elastic.cluster import commands as c
-from elastic.cluster import events as e
-from elastic.control import SOCKET, socket_address
-from elastic.pool.config import load_pool, save_pool
+from elastic.core.cluster import Cluster, ClusterError
+from elastic.core.cluster import commands as c
+from elastic.core.cluster import events as e
+from elastic.protocol.run_control import SOCKET, socket_address
+from elastic.compose.pool_config import load_pool, save_pool
 from elastic.pool.standing import plan_of, standing
-from elastic.pool_control import (
+from elastic.pool.control_messages import (
     POOL_CONTROL_VERSION,
     AskJobs,
     AskPool,

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elastic import pool_link as links
-from elastic import pool_wire as w
-from elastic.endpoint import Endpoint
-from elastic.pool_client import JobPart, News, PoolClient, PoolMembership, PoolUnavailable
-from elastic.pool_link import FromDialler, PoolLink
+from elastic.pool import connection as links
+from elastic.pool import messages as w
+from elastic.protocol.endpoint import Endpoint
+from elastic.pool.client import JobPart, News, PoolClient, PoolMembership, PoolUnavailable
+from elastic.pool.connection import FromDialler, PoolLink
 from tests.pool.model import ROLLOUT, TRAIN, JobsPool
 
 PHASES = st.sampled_from([ROLLOUT, TRAIN])

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 
-from elastic import pool_wire as w
-from elastic.cluster import JobRequest, PhasePlan, PoolSpec
-from elastic.cluster import events as e
-from elastic.cluster.types import JobId, JobState, NodeId, PhaseKind
+from elastic.pool import messages as w
+from elastic.core.cluster import JobRequest, PhasePlan, PoolSpec
+from elastic.core.cluster import events as e
+from elastic.core.cluster.types import JobId, JobState, NodeId, PhaseKind
 from elastic.pool.ports import JobEntry
-from elastic.sim.pool_processes import ModelJob, S
-from elastic.sim.pool_worlds import PoolFaults, PoolWorld
+from elastic.testing.faults.pool.pool_processes import ModelJob, S
+from elastic.testing.faults.pool.pool_worlds import PoolFaults, PoolWorld
 from policies.clusters import CLUSTER_POLICIES
 
 PLAN = PhasePlan(rollout_ns=100 * S, train_ns=60 * S)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cluster.types import PhaseKind
+from elastic.core.cluster.types import PhaseKind
 from elastic.config import ConfigError
-from elastic.pool.config import POOL_CONFIG, load_pool, save_pool
+from elastic.compose.pool_config import POOL_CONFIG, load_pool, save_pool
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.toml"
 

@@ -1,12 +1,12 @@
 """A full pool: who comes queues with a reason and since when, and is placed once there is room."""
 
-from elastic.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec
-from elastic.cluster import events as e
-from elastic.cluster.types import JobId, JobState
+from elastic.core.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec
+from elastic.core.cluster import events as e
+from elastic.core.cluster.types import JobId, JobState
 from elastic.pool.ports import JobEntry
 from elastic.pool.standing import standing
-from elastic.sim.pool_processes import ModelJob, S
-from elastic.sim.pool_worlds import PoolFaults, PoolWorld
+from elastic.testing.faults.pool.pool_processes import ModelJob, S
+from elastic.testing.faults.pool.pool_worlds import PoolFaults, PoolWorld
 from policies.clusters import CLUSTER_POLICIES
 
 PLAN = PhasePlan(rollout_ns=100 * S, train_ns=60 * S)

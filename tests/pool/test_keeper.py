@@ -5,11 +5,11 @@ import signal
 import sys
 from pathlib import Path
 
-from elastic import pool_wire as w
-from elastic.cluster.types import PhaseKind
-from elastic.isolation import LoopFaults
+from elastic.pool import messages as w
+from elastic.core.cluster.types import PhaseKind
+from elastic.system.isolation import LoopFaults
 from elastic.pool.keeper import Keeper, KeeperTicket
-from elastic.pool_link import FromDialler, PoolLink
+from elastic.pool.connection import FromDialler, PoolLink
 from tests.pool.test_link import served
 
 DIES = f"import os; os.kill(os.getpid(), {int(signal.SIGRTMIN + 5)})"

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic import pool_link as links
-from elastic import pool_wire as w
-from elastic.cluster.types import PhaseKind
-from elastic.endpoint import Endpoint
-from elastic.frames import framed
-from elastic.pool_link import FromDialler, LinkLost, NotLetIn, PoolLink
-from elastic.tls import run_certificate
+from elastic.pool import connection as links
+from elastic.pool import messages as w
+from elastic.core.cluster.types import PhaseKind
+from elastic.protocol.endpoint import Endpoint
+from elastic.protocol.frames import framed
+from elastic.pool.connection import FromDialler, LinkLost, NotLetIn, PoolLink
+from elastic.protocol.tls import run_certificate
 
 HELLO = w.JobHello(w.POOL_PROTOCOL_VERSION, "a", "token", 1)
 WELCOME = w.JobWelcome(("rollout-1",), ("train-1",), 1.0, 2.0, 1, 1, 60.0)

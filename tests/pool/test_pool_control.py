@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.cluster import JobRequest, PhasePlan
-from elastic.control import SOCKET, CommandRefused, RunNotFound, RunSilent, socket_address
-from elastic.pool_control import (
+from elastic.core.cluster import JobRequest, PhasePlan
+from elastic.protocol.run_control import SOCKET, CommandRefused, RunNotFound, RunSilent, socket_address
+from elastic.pool.control_messages import (
     POOL_CONTROL_VERSION,
     AskPool,
     CancelJob,

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.cluster import Cluster, ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
-from elastic.cluster import events as e
-from elastic.cluster.history import ClusterEntry, cluster_digest, encode
+from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.core.cluster import events as e
+from elastic.core.cluster.history import ClusterEntry, cluster_digest, encode
 from elastic.pool.journal import SNAPSHOT_EVERY, PoolJournal, PoolJournalError
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
-from elastic.sim.pool_worlds import PoisonedPlacement, PoolFaults, PoolWorld, Unexpected
+from elastic.testing.faults.pool.pool_worlds import PoisonedPlacement, PoolFaults, PoolWorld, Unexpected
 from policies.clusters import CLUSTER_POLICIES
 
 S = 1_000_000_000

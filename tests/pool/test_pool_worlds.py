@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic.sim.pool_worlds import PoolFaults, PoolWorld
+from elastic.testing.faults.pool.pool_worlds import PoolFaults, PoolWorld
 from policies.clusters import CLUSTER_POLICIES
 
 

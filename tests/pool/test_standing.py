@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from elastic.cluster import Cluster, ClusterError, NodeKind, PoolSpec, WaitLimits
-from elastic.cluster import events as e
-from elastic.cluster.history import cluster_digest
-from elastic.cluster.types import PhaseKind
+from elastic.core.cluster import Cluster, ClusterError, NodeKind, PoolSpec, WaitLimits
+from elastic.core.cluster import events as e
+from elastic.core.cluster.history import cluster_digest
+from elastic.core.cluster.types import PhaseKind
 from elastic.pool.standing import bills, plan_of, standing
 from policies.clusters import CLUSTER_POLICIES
 from tests.cluster.conftest import THREE_OF_EACH, S, timed_job

@@ -15,7 +15,7 @@ import uvloop
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
 from elastic.core.types import EndCause, LeaseId
-from elastic.endpoint import Endpoint
+from elastic.protocol.endpoint import Endpoint
 from providers.base import LeaseRequest, Provider, ProviderContext, ProviderEvent, ProviderSettings, WorkerTicket
 from providers.base_provider import BaseProvider
 from providers.markets import LeaseEnding, Market, ServerlessSettings, SpotSettings

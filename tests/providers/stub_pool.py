@@ -1,4 +1,4 @@
-"""A pool's process in a thread, which speaks `elastic.pool_wire` over real sockets and grants what it is asked for.
+"""A pool's process in a thread, which speaks `elastic.pool.messages` over real sockets and grants what it is asked for.
 
 What it lends are processes of their own, so that they outlive whoever asked for them.
 """
@@ -12,12 +12,12 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic import pool_link as links
-from elastic import pool_wire as w
-from elastic.cluster.types import PhaseKind
-from elastic.endpoint import Endpoint
-from elastic.pool_client import PoolClient, PoolMembership
-from elastic.pool_link import FromDialler, PoolLink
+from elastic.pool import connection as links
+from elastic.pool import messages as w
+from elastic.core.cluster.types import PhaseKind
+from elastic.protocol.endpoint import Endpoint
+from elastic.pool.client import PoolClient, PoolMembership
+from elastic.pool.connection import FromDialler, PoolLink
 from tests.pool.model import JobsPool
 
 CLIENTS: list[PoolClient] = []

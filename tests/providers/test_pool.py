@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from elastic import pool_wire as w
+from elastic.pool import messages as w
 from elastic.core.events import LeaseGranted, LeaseNotice
 from elastic.core.types import NS_PER_S, EndCause
 from providers.pool import PoolProvider

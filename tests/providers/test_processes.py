@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from elastic.core.events import LeaseRefused
-from elastic.processes import Adopted, Identity, RecordedProcesses, identity, records
+from elastic.system.processes import Adopted, Identity, RecordedProcesses, identity, records
 from elastic.worker import weights
 from providers.base import ProviderContext, ProviderSettings, ProviderUnavailable
 from providers.processes import WORKER_VARIABLES, ProcessGroup, new_record
@@ -45,7 +45,7 @@ async def test_what_left_its_session_ends_with_its_group(context: ProviderContex
 
 LEAVES = """
 import subprocess, sys
-from elastic.processes import end_own_kin
+from elastic.system.processes import end_own_kin
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 end_own_kin()
 """

@@ -17,7 +17,7 @@ import pytest
 
 from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.types import EndCause
-from elastic.endpoint import Endpoint
+from elastic.protocol.endpoint import Endpoint
 from providers.base import KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable, WorkerTicket
 from providers.ray import RayProvider, RaySettings
 from tests.providers.conftest import Recorder, processes_with

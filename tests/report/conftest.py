@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.config import JournalConfig
 from elastic.core import events as e
 from elastic.core.ids import group_id, trajectory_id

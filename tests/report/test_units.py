@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.plain_values import printable
+from elastic.system.plain_values import printable
 from elastic.report import units
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core import events as e
 from elastic.report import as_json, as_markdown
 from elastic.report.html import as_html

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.types import SamplingParameters, WeightMode
 from elastic.runtime.allowances import BEATS_BURST, BEATS_PER_INTERVAL, FAR_BEYOND, HELD_SHARE, SessionAllowances
 

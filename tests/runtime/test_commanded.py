@@ -12,7 +12,7 @@ import pytest
 from elastic import compose
 from elastic.compose import RunOutcome
 from elastic.config import Config
-from elastic.control import SOCKET, RunControl
+from elastic.protocol.run_control import SOCKET, RunControl
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic import control, line_socket
-from elastic.control import (
+from elastic.protocol import run_control as control
+from elastic.protocol import control_socket as line_socket
+from elastic.protocol.run_control import (
     SOCKET,
     Acknowledged,
     CommandRefused,
@@ -28,8 +29,8 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import Plan
 from elastic.runtime.control import CommandManager, ControlSocket
 from elastic.runtime.status import run_status
-from elastic.sim.incarnation import policies
-from elastic.sim.settings import SMALL_LIMITS, WorldSettings
+from elastic.testing.faults.core.incarnation import policies
+from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
 
 
 class CommandedRun:

@@ -13,7 +13,7 @@ import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.types import Capabilities, WeightMode
 from elastic.runtime.allowances import FAR_BEYOND, OPENINGS_BURST
 from elastic.runtime.gateway import Gateway, GatewayError, GatewayLimits

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic import tls, wire
+from elastic.protocol import tls
+from elastic.protocol import wire
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
-from elastic.endpoint import Endpoint
+from elastic.protocol.endpoint import Endpoint
 from elastic.runtime.gateway import Gateway
-from elastic.ticket_book import TicketBook
+from elastic.protocol.ticket_store import TicketBook
 from elastic.worker.connection import Connection, SessionRefused, Ticket, dial
 from providers.base import LeaseRequest, ProviderContext, ProviderUnavailable, WorkerTicket
 from providers.joined import JoinedProvider

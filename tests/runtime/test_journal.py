@@ -23,12 +23,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook, Ledger
 from elastic.core.policy import StepRecord
 from elastic.core.types import Account, EndCause, FinishReason
-from elastic.machine import out_of_descriptors
+from elastic.system.machine import out_of_descriptors
 from elastic.runtime.journal import (
     SCHEMA_VERSION,
     BookRow,

@@ -16,7 +16,7 @@ from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.ids import parse_turn, provider_of
 from elastic.core.scheduler import Scheduler
-from elastic.envs.base import StepResult
+from elastic.environments.base import StepResult
 from elastic.report import causes, summarise
 from elastic.runtime.journal import JournalReader, MoveRow, RunDirectory, SampleRow, StepRow, TrajectoryRow
 

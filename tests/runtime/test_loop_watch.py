@@ -14,17 +14,18 @@ import pytest
 import structlog
 import uvloop
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.compose import execution
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import SamplingParameters
-from elastic.envs import answers, frozenlake
-from elastic.envs.base import StepResult
+from elastic.environments import answers
+from elastic.environments import frozenlake
+from elastic.environments.base import StepResult
 from elastic.runtime import rollout, scribe
 from elastic.runtime.loop_watch import LoopWatch, holder_of
 from elastic.runtime.rollout import RolloutLimits, Rollouts
-from elastic.signals import TERMINATION, act_on
+from elastic.system.signals import TERMINATION, act_on
 
 HELD_S = 0.4
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.types import Capabilities
 from elastic.runtime.gateway import Door, Gateway
 from elastic.runtime.validation import Claims, bounds_of
-from elastic.sim.lies import KINDS, Liar
+from elastic.testing.faults.core.lies import KINDS, Liar
 
 pytestmark = pytest.mark.alone
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import SamplingParameters
-from elastic.envs.base import StepResult
+from elastic.environments.base import StepResult
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.rollout import RolloutLimits, Rollouts, RolloutTrajectory
 from tests.standing_clock import StandingClock

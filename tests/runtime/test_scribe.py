@@ -8,8 +8,8 @@ from elastic.core.types import EndCause, Plan, WorkerId
 from elastic.runtime.journal import NullJournal
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.status import late_share
-from elastic.sim.incarnation import policies
-from elastic.sim.settings import SMALL_LIMITS, WorldSettings
+from elastic.testing.faults.core.incarnation import policies
+from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
 
 
 @pytest.fixture

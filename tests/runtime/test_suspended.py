@@ -8,7 +8,7 @@ import msgspec
 
 from elastic.core.events import LeaseEnded, LeaseGranted
 from elastic.core.types import EndCause, Nanoseconds
-from elastic.processes import boottime_ns
+from elastic.system.processes import boottime_ns
 from elastic.runtime.live import LoopClock
 from providers.base_provider import BaseProvider
 from providers.markets import LeaseEnding

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.types import INTEGER_MAX, Account, Capabilities
 from elastic.engine.meter import AccountMeter
 from elastic.runtime.validation import BACKWARDS_NS, CLOCK_SLACK_S, DRIFT, Bounds, Claims, Implausible, bounds_of

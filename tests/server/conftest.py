@@ -19,9 +19,9 @@ from fastapi.testclient import TestClient
 from benchmarks._postgres import PostgresCluster
 from benchmarks._postgres import cluster as postgresql_cluster
 from elastic import server as server_package
-from elastic import tenant_files
-from elastic.http_server import serving
-from elastic.resources import AccessRole
+from elastic.system import tenant_files
+from elastic.protocol.http_server import serving
+from elastic.protocol.api import AccessRole
 from elastic.server.api.app import create_app
 from elastic.server.serving import first_key, open_store
 from elastic.server.settings import ServerSettings
@@ -137,7 +137,7 @@ sys.addaudithook(_watch)
 
 @pytest.fixture(autouse=True)
 def files_of_tenants_are_opened_in_one_place() -> Iterator[None]:
-    """Holds, for every test of the server, that only `elastic.tenant_files` touches what is in a run's directory."""
+    """Holds, for every test of the server, that only `elastic.system.tenant_files` touches what is in a run's directory."""
     _strayed.clear()
     yield
     assert _strayed == []
@@ -157,7 +157,7 @@ BOTH = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
 def new_database(request: pytest.FixtureRequest) -> Callable[[Path], str]:
     """Makes URLs of new databases, for SQLite in a directory: every test is about both kinds."""
     if request.param == "sqlite":
-        return lambda directory: f"sqlite:///{directory / 'elastic.sqlite'}"
+        return lambda directory: f"sqlite:///{directory / 'elastic.system.sqlite'}"
     cluster = request.getfixturevalue("cluster")
     return lambda _: cluster.new_database()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic.resources import AccessRole
+from elastic.protocol.api import AccessRole
 from elastic.server import ids
 from elastic.server.permissions import SERVER_WIDE, Action, allows
 from elastic.server.store import members

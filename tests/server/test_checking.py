@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.resources import AccessRole
-from elastic.resources import Submission as Body
+from elastic.protocol.api import AccessRole
+from elastic.protocol.api import Submission as Body
 from elastic.server.intake import checking, submissions
 from elastic.server.problems import DETAIL_CHARACTERS, ERROR_CHARACTERS, ERRORS_MAX, ApiProblem
 from tests.server.conftest import Site

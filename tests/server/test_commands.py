@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 from elastic.cli.app import app, main
-from elastic.resources import AccessRole
+from elastic.protocol.api import AccessRole
 from tests.server.conftest import Site, served
 
 Elastic = Callable[..., str]

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.resources import ENDED, RunFigures, RunPhase
+from elastic.protocol.api import ENDED, RunFigures, RunPhase
 from elastic.server.runner import conditions, decisions
 from elastic.server.runner.decisions import Decision, Ending, NextStep, ProcessSeen, decide
 from elastic.server.store import runs

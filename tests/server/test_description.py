@@ -8,7 +8,7 @@ from typing import Any
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 
-import elastic.resources
+import elastic.protocol.api
 from elastic.server.api.examples import EXAMPLES
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.problems import MEDIA_TYPE, TYPES
@@ -25,7 +25,7 @@ def test_routes_are_built_before_the_first_request(shared_site: Site) -> None:
 
 def test_examples_are_what_their_models_allow() -> None:
     for name, example in EXAMPLES.items():
-        model = getattr(elastic.resources, name)
+        model = getattr(elastic.protocol.api, name)
         shown = model.model_validate_json(json.dumps(example)).model_dump(mode="json", exclude_unset=True)
         hidden = dict.fromkeys([key for key, value in shown.items() if value == "**********"], "**********")
         assert shown == {**example, **hidden}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.processes import identity
-from elastic.resources import RunPhase
+from elastic.system.processes import identity
+from elastic.protocol.api import RunPhase
 from elastic.server.quotas import needs
 from elastic.server.runner import RunnerLoop
 from elastic.server.settings import ServerSettings

@@ -12,8 +12,8 @@ import pytest
 import sqlalchemy as sa
 import structlog
 
-from elastic.logs import log_to
-from elastic.resources import AccessRole, RunPhase
+from elastic.system.logs import log_to
+from elastic.protocol.api import AccessRole, RunPhase
 from elastic.server.api.request_log import BUCKETS_S
 from elastic.server.store.tables import runs
 from tests.server.conftest import Site

@@ -15,7 +15,7 @@ from joserfc.jwk import ECKey, RSAKey
 
 from elastic.cli import remote
 from elastic.cli.account import account, account_path
-from elastic.resources import AccessRole
+from elastic.protocol.api import AccessRole
 from elastic.server.api.app import create_app
 from elastic.server.api.auth import COOKIE as SESSION
 from elastic.server.api.auth import CSRF_HEADER

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic.resources import AccessRole, RunPhase
+from elastic.protocol.api import AccessRole, RunPhase
 from elastic.server.settings import ServerSettings
 from elastic.server.store import runs
 from tests.server.conftest import Site

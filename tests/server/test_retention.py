@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from elastic.isolation import IsolatedLoop, LoopFaults
-from elastic.resources import AccessRole, RunPhase
+from elastic.system.isolation import IsolatedLoop, LoopFaults
+from elastic.protocol.api import AccessRole, RunPhase
 from elastic.runtime.journal import RunDirectory, SqliteJournal
 from elastic.runtime.journal.records import EventRow, TrajectoryRow
 from elastic.server.intake.upload_files import UploadStorage

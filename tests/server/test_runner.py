@@ -17,9 +17,9 @@ import pytest
 import sqlalchemy as sa
 
 from elastic import compose
-from elastic.isolation import IsolatedLoop, LoopFaults
-from elastic.processes import identity
-from elastic.resources import AccessRole, RunPhase
+from elastic.system.isolation import IsolatedLoop, LoopFaults
+from elastic.system.processes import identity
+from elastic.protocol.api import AccessRole, RunPhase
 from elastic.server.retention import records
 from elastic.server.runner import RunnerBusy, RunnerLoop, launching, retiring
 from elastic.server.settings import ServerSettings
@@ -339,7 +339,7 @@ async def test_a_projects_processes_are_its_users_and_cannot_read_the_servers_fi
         uploaded(open_site, open_site.client(open_site.key(project, AccessRole.RUNNER)))
         for project in ("ours", "theirs")
     )
-    script = 'id -un > "$2/user"; cat "$0/elastic.sqlite" > "$2/stolen"; ls "$0" > "$2/seen"; '
+    script = 'id -un > "$2/user"; cat "$0/elastic.system.sqlite" > "$2/stolen"; ls "$0" > "$2/seen"; '
     script += (
         f'cat {own} > "$2/own"; cat {others} > "$2/others"; echo more >> {own}; echo new > {own.parent}/new; exit 2'
     )

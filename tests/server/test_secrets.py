@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.config import apply_override
-from elastic.resources import AccessRole, RunPhase
+from elastic.protocol.api import AccessRole, RunPhase
 from elastic.server.runner import RunnerLoop
 from elastic.server.store.tables import secrets
 from elastic.server.store.vault import KEY_FILE, Vault, VaultError

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from elastic.resources import AccessRole
+from elastic.protocol.api import AccessRole
 from elastic.server.api.auth import COOKIE, CSRF_HEADER
 from elastic.server.store.people import hash_of
 from elastic.server.store.tables import sessions

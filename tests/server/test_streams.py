@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from elastic.config import JournalConfig
 from elastic.core import events as e
-from elastic.isolation import LoopFaults
-from elastic.log_files import LogFollower, LogGone
-from elastic.resources import AccessRole, RunPhase
+from elastic.system.isolation import LoopFaults
+from elastic.report.log_files import LogFollower, LogGone
+from elastic.protocol.api import AccessRole, RunPhase
 from elastic.runtime.journal import RunDirectory, SqliteJournal, event_row
 from elastic.server.api.auth import COOKIE
 from elastic.server.api.streams import LOOK_S

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic.config import Config
-from elastic.installed import installed
-from elastic.resources import Submission
+from elastic.system.installed import installed
+from elastic.protocol.api import Submission
 from elastic.server import ids
 from elastic.server.intake import submissions
 from elastic.server.problems import ApiProblem
@@ -115,7 +115,7 @@ def foreign(site: Site) -> list[str]:
     return [
         *("/etc/passwd", "/proc/self/environ", "~/.ssh/id_ed25519", "file:///etc/passwd", "C:\\secrets.txt"),
         *(f"{home}/projects/{theirs}/market.csv", f"../{theirs}/market.csv", f"market.csv/../../{theirs}/market.csv"),
-        *(f"{home}/elastic.sqlite", "link/market.csv", "link", "pyproject.toml", "..", ".", "./../.."),
+        *(f"{home}/elastic.system.sqlite", "link/market.csv", "link", "pyproject.toml", "..", ".", "./../.."),
         *("ray://10.0.0.1:10001", "https://169.254.169.254/latest", "//host/share", "10.0.0.1:22"),
         *(
             f"upload:{THEIR_UPLOAD}",

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from elastic.resources import AccessRole
-from elastic.resources import Submission as Body
+from elastic.protocol.api import AccessRole
+from elastic.protocol.api import Submission as Body
 from elastic.server.intake import submissions
 from elastic.server.problems import ApiProblem
 from elastic.server.store.quotas import QuotaRow
@@ -49,7 +49,7 @@ def test_unknown_components(shared_site: Site, submission: Submission) -> None:
     [
         ("model", "checkpoint", "/etc"),
         ("model", "checkpoint", "../server"),
-        ("model", "checkpoint", "policy/../../server/elastic.sqlite"),
+        ("model", "checkpoint", "policy/../../server/elastic.system.sqlite"),
         ("model", "checkpoint", "."),
         ("model", "checkpoint", ""),
         ("model", "checkpoint", "a\0b"),

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.resources import RunPhase
+from elastic.protocol.api import RunPhase
 from elastic.server.settings import ServerSettings
 from elastic.server.store.tables import runs
 from elastic.server.store.vault import KEY_FILE

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from elastic import tenant_files
-from elastic.control import SOCKET, RunOfAnotherUser
-from elastic.processes import identity
+from elastic.system import tenant_files
+from elastic.protocol.run_control import SOCKET, RunOfAnotherUser
+from elastic.system.processes import identity
 from elastic.server.history.journals import figures_of
 from elastic.server.retention.rules import TRAJECTORIES, bytes_of, remove
 from elastic.server.runner import launching

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from standardwebhooks.webhooks import Webhook as Verifier
 
-from elastic.resources import RunPhase
+from elastic.protocol.api import RunPhase
 from elastic.server.store import runs
 from elastic.server.store.tables import deliveries, webhooks
 from elastic.server.store.vault import KEY_FILE

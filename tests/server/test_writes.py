@@ -48,7 +48,7 @@ def test_two_at_once_make_one(site: Site, submission: Submission) -> None:
 
 
 def test_keys_are_of_who_uses_them(site: Site, submission: Submission) -> None:
-    from elastic.resources import AccessRole
+    from elastic.protocol.api import AccessRole
 
     clients = [site.client(site.key(project, AccessRole.RUNNER)) for project in ("ours", "theirs")]
     made = [c.post("/v1/runs", json=submission(), headers={"idempotency-key": "k"}).json()["id"] for c in clients]

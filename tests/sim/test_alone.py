@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.job_simulation import PoolNodes, Workload, WorkloadJob, WorkloadPool, simulate_jobs
+from elastic.simulation.jobs.simulate import PoolNodes, Workload, WorkloadJob, WorkloadPool, simulate_jobs
 
 SECONDS = st.integers(1, 600).map(float)
 

@@ -1,11 +1,11 @@
-"""Runs that are given caps and budgets while everything goes wrong (`elastic.sim.commands`)."""
+"""Runs that are given caps and budgets while everything goes wrong (`elastic.testing.faults.core.commands`)."""
 
 import pytest
 
 from elastic.core import allowance, control_manager
 from elastic.core.control_manager import ControlManager
 from elastic.core.controls import BUDGET_EXHAUSTED
-from elastic.sim.world import SimulatedOutcome, SimulatedWorldFailed, simulate
+from elastic.testing.faults.core.world import SimulatedOutcome, SimulatedWorldFailed, simulate
 
 SEEDS = 10
 

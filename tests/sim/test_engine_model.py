@@ -8,10 +8,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic.core.types import NS_PER_S, Account, FinishReason, Progress, WeightMode
-from elastic.sim.loop import EventLoop
-from elastic.sim.performance.engine import EngineModel, Job
-from elastic.sim.performance.prefix_cache import PrefixCache
-from elastic.sim.performance.profile import EngineRates
+from elastic.simulation.loop import EventLoop
+from elastic.simulation.performance.engine import EngineModel, Job
+from elastic.simulation.performance.prefix_cache import PrefixCache
+from elastic.simulation.performance.profile import EngineRates
 
 LONGEST = 64
 APPLY_S = 0.005

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.sim.performance.episodes import (
+from elastic.simulation.performance.episodes import (
     DrawnEpisodes,
     Episode,
     EpisodeLimits,

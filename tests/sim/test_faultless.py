@@ -5,9 +5,9 @@ from random import Random
 import msgspec
 import pytest
 
-from elastic.sim.faults import NO_FAULTS
-from elastic.sim.settings import draw_settings
-from elastic.sim.world import simulate
+from elastic.testing.faults.core.faults import NO_FAULTS
+from elastic.testing.faults.core.settings import draw_settings
+from elastic.testing.faults.core.world import simulate
 
 SEEDS = (1, 8, 16, 20, 116)
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from elastic import compose, simulation
+from elastic import compose
+from elastic.simulation import run as simulation
 from elastic.config import load_config
 from elastic.core.invariants import check
 from elastic.core.scheduler import Scheduler

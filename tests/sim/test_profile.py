@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.sim.performance import profile
-from elastic.sim.performance.profile import (
+from elastic.simulation.performance import profile
+from elastic.simulation.performance.profile import (
     DATA,
     EFFICIENCY,
     HARDWARE,

@@ -3,15 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic import compose, simulation
+from elastic import compose
+from elastic.simulation import run as simulation
 from elastic.config import load_config
 from elastic.core import commands as c
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, TurnState, WorkerState
 from elastic.runtime.journal import NullJournal
-from elastic.sim.performance import SimulatedRun
-from elastic.sim.performance.truth import Acts
-from elastic.sim.performance.worker import WorkerModel
+from elastic.simulation.performance import SimulatedRun
+from elastic.simulation.performance.truth import Acts
+from elastic.simulation.performance.worker import WorkerModel
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "frozenlake.toml"
 WHILE_TURNS_RUN_NS = 8 * NS_PER_S

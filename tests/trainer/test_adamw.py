@@ -1,6 +1,6 @@
 import torch
 
-from elastic.trainer.adamw import AdamW
+from elastic.worker.trainer.adamw import AdamW
 
 
 def test_it_is_torchs_bit_for_bit_and_goes_on_from_its_moments() -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.trainer.grpo import (
+from elastic.worker.trainer.grpo import (
     ClipSettings,
     PolicyLoss,
     clipped_policy_loss,

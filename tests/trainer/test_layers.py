@@ -1,6 +1,6 @@
 import pytest
 
-from elastic.trainer.layers import changed_shares, layer_of
+from elastic.worker.trainer.layers import changed_shares, layer_of
 
 
 @pytest.mark.parametrize(

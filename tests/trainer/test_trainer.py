@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from elastic.model.checkpoint import CheckpointError
-from elastic.trainer import checkpoint
-from elastic.trainer.trainer import GRPOTrainer
-from elastic.wire import TrainGroupFrame, TrajectoryData
+from elastic.engine.model.checkpoint import CheckpointError
+from elastic.worker.trainer import checkpoint
+from elastic.worker.trainer.trainer import GRPOTrainer
+from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 
 GROUPS = 6
 
@@ -451,7 +451,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(trainer, group, 
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("elastic.trainer.checkpoint.save_file", full)
+    monkeypatch.setattr("elastic.worker.trainer.checkpoint.save_file", full)
     with pytest.raises(CheckpointError, match="No space left"):
         made.save(tmp_path / "state")
     assert equal(before, load_file(tmp_path / "state"))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic import pool_wire as w
-from elastic.cluster.types import PhaseKind
-from elastic.phases.files import wrapped
+from elastic.pool import messages as w
+from elastic.core.cluster.types import PhaseKind
+from elastic.pool.phases.files import wrapped
 from tests.phases.stub_pool import StubPool
 
 pytestmark = [pytest.mark.trl, pytest.mark.timeout(2700)]
@@ -21,7 +21,7 @@ STEPS = 4
 WITH_CALLBACK = """
 import sys
 import trl
-from elastic.phases.transformers import ElasticCallback
+from elastic.pool.phases.transformers import ElasticCallback
 
 class Trainer(trl.GRPOTrainer):
     def __init__(self, **settings):

@@ -11,9 +11,9 @@ from typing import Self
 import pytest
 import uvloop
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.types import Account, Capabilities, FinishReason, SamplingParameters, WeightMode
-from elastic.endpoint import Endpoint
+from elastic.protocol.endpoint import Endpoint
 from elastic.engine.base import (
     ChunkSink,
     EngineStatistics,

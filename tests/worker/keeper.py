@@ -4,8 +4,8 @@ import asyncio
 import socket
 from typing import Self, TypeVar
 
-from elastic.pool_link import FROM_RESIDENT, PoolLink, over_socket
-from elastic.pool_wire import (
+from elastic.pool.connection import FROM_RESIDENT, PoolLink, over_socket
+from elastic.pool.messages import (
     DeviceResumed,
     FromResident,
     Leave,

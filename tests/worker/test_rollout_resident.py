@@ -11,12 +11,12 @@ import msgspec
 import pytest
 import torch
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.types import Account, WeightMode
-from elastic.model.checkpoint import model_tensors
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
-from elastic.pool_wire import KEEPER_VARIABLE, Left, Warm
+from elastic.engine.model.checkpoint import model_tensors
+from elastic.engine.model.config import Qwen3Config
+from elastic.engine.model.qwen3 import Qwen3
+from elastic.pool.messages import KEEPER_VARIABLE, Left, Warm
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.publisher import Publisher
 from elastic.weights.signing import SigningKey

@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.types import FinishReason, SamplingParameters
 from elastic.engine.base import NO_VERSION, TokenChunk
 from elastic.worker.token_stream import TokenStream

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.config import Config, TrainerConfig
 from elastic.core.types import Account, FinishReason
-from elastic.model.checkpoint import model_tensors, write_checkpoint
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
-from elastic.trainer.trainer import GRPOTrainer
+from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
+from elastic.engine.model.config import Qwen3Config
+from elastic.engine.model.qwen3 import Qwen3
+from elastic.worker.trainer.trainer import GRPOTrainer
 from elastic.weights import directory
 from elastic.weights.errors import RelayError, RelayUnavailable
 from elastic.weights.publisher import publish_keyframe

@@ -15,7 +15,7 @@ warm_up()
 before = set(sys.modules)
 
 from elastic.engine import create_engine
-from elastic.model.config import Qwen3Config
+from elastic.engine.model.config import Qwen3Config
 from elastic.weights.puller import Puller
 from elastic.weights.relay import open_relay
 from elastic.weights.signing import Trust

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.config import EngineConfig
 from elastic.core.types import Account, FinishReason, SamplingParameters
-from elastic.model.checkpoint import model_tensors
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
+from elastic.engine.model.checkpoint import model_tensors
+from elastic.engine.model.config import Qwen3Config
+from elastic.engine.model.qwen3 import Qwen3
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.relay import open_relay
 from tests.worker.conftest import KEY, Orchestra, ordered
@@ -34,7 +34,7 @@ ENGINE = EngineConfig.model_validate(
 )
 WORKER = """
 import asyncio, os, uvloop
-from elastic.endpoint import Endpoint
+from elastic.protocol.endpoint import Endpoint
 from elastic.worker.agent import Ticket, leave_process, run_agent
 worker = os.environ["WORKER"]
 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

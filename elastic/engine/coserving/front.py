@@ -25,7 +25,7 @@ from starlette.routing import BaseRoute, Route
 
 from elastic.core.types import FinishReason, SamplingParameters
 from elastic.engine.base import GenerateRequest, TokenChunk
-from elastic.http_server import BodyLimits, HostCheck
+from elastic.protocol.http_server import BodyLimits, HostCheck
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's for completions."""

@@ -22,7 +22,7 @@ import numpy as np
 
 import traces
 from elastic.engine.coserving.service import percentile
-from elastic.http_clients import async_client
+from elastic.protocol.http_clients import async_client
 from traces.errors import TraceError
 from traces.serving import ServingRequest, read_serving_trace
 from traces.windows import scaled, window_at

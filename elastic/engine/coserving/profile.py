@@ -12,8 +12,8 @@ from typing import NamedTuple
 import msgspec
 
 from elastic.core.types import Nanoseconds
-from elastic.files import write_whole
-from elastic.given import OtherEncoding, read_text
+from elastic.system.files import write_whole
+from elastic.system.given import OtherEncoding, read_text
 
 FORMAT = 1
 

@@ -18,7 +18,7 @@ from elastic.engine.coserving.profile import CostProfile, CostProfileError, Grid
 from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.torch import pacing
 from elastic.engine.torch.scheduler import Work, load_of
-from elastic.model.config import Qwen3Config
+from elastic.engine.model.config import Qwen3Config
 
 SHORTEST_PREFILL = 8
 REPEATS = 3

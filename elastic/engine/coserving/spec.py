@@ -9,7 +9,7 @@ import torch
 from elastic.config import EngineConfig
 from elastic.core.types import Nanoseconds
 from elastic.engine.kv import KvLayout
-from elastic.model.config import Qwen3Config
+from elastic.engine.model.config import Qwen3Config
 
 
 class ModelSpec(NamedTuple):

@@ -26,6 +26,6 @@ class Torch:
     ) -> "TorchEngine":
         """Raises `ModelConfigError` for a `config.json` that is not a supported Qwen3 model."""
         from elastic.engine.torch.engine import TorchEngine
-        from elastic.model.config import Qwen3Config
+        from elastic.engine.model.config import Qwen3Config
 
         return TorchEngine(Qwen3Config.from_dict(model_config), config, share)

@@ -19,9 +19,9 @@ from elastic.engine.torch.iterations import IterationRunner
 from elastic.engine.torch.requests import RequestTable
 from elastic.engine.torch.runner import Runner
 from elastic.engine.torch.scheduler import BatchScheduler, Work
-from elastic.model.config import Qwen3Config
-from elastic.parking import Switch
-from elastic.parking.tensors import empty_caches, held_bytes
+from elastic.engine.model.config import Qwen3Config
+from elastic.system.parking import Switch
+from elastic.system.parking.tensors import empty_caches, held_bytes
 from elastic.weights.source import WeightsSource
 
 CLOSE_TIMEOUT_S = 10.0

@@ -14,7 +14,7 @@ from elastic.engine.torch.controls import EngineControls
 from elastic.engine.torch.costs import LearnedCosts
 from elastic.engine.torch.runner import Runner
 from elastic.engine.torch.scheduler import Work, load_of
-from elastic.logs import PaceLog
+from elastic.system.logs import PaceLog
 
 SMALLEST_COST = 1e-9
 """A curve that falls, as noise makes it, would have some work cost nothing, and an iteration be in no account."""

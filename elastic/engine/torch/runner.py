@@ -24,10 +24,10 @@ from torch.nn import functional as F
 
 from elastic.engine.base import WeightsMismatch
 from elastic.engine.torch.scheduler import Work
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import rotate, rotations
-from elastic.model.stored import parameter_shapes
-from elastic.parking.tensors import give_back
+from elastic.engine.model.config import Qwen3Config
+from elastic.engine.model.qwen3 import rotate, rotations
+from elastic.engine.model.stored import parameter_shapes
+from elastic.system.parking.tensors import give_back
 from elastic.weights.source import WeightChanges
 
 ROW_TILE = 8

@@ -42,7 +42,7 @@ from elastic.engine.torch.costs import LearnedCosts
 from elastic.engine.torch.pacing import IterationLoad
 from elastic.engine.vllm import VllmSettings
 from elastic.engine.vllm import messages as m
-from elastic.processes import signal_name
+from elastic.system.processes import signal_name
 from elastic.weights.errors import VersionSuperseded, WeightsCorrupted, WeightsError
 from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightsSource
 

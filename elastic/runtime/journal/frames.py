@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core import events as e
 from elastic.core.types import Nanoseconds, Progress, WorkerId
 from elastic.runtime.journal.records import EventRow

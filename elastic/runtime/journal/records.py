@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.ledger import DeviceBook
 from elastic.core.policy import StepRecord
 from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, WorkerId
@@ -142,7 +142,7 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
     """Per-token values of a finished trajectory for the trainer or a reward function, besides the tokens.
 
     `trained` marks tokens that the policy sampled; `versions` has the weights version of each. `reward` is the
-    environment's; `origins` as in `elastic.wire.TrajectoryData`.
+    environment's; `origins` as in `elastic.protocol.wire.TrajectoryData`.
     """
 
     trained: list[int]
@@ -171,7 +171,7 @@ class GroupRow(JournalRecord, frozen=True):
 
 
 class StepWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """The version that a step published; `changed` as in `elastic.wire.PublishedFrame`."""
+    """The version that a step published; `changed` as in `elastic.protocol.wire.PublishedFrame`."""
 
     version: int
     changed: dict[str, float]
@@ -205,7 +205,7 @@ class SampleRow(JournalRecord, frozen=True):
 
 
 class PullRow(JournalRecord, frozen=True):
-    """A worker's report of weights that it pulled, or could not; fields as in `elastic.wire.WeightsReport`."""
+    """A worker's report of weights that it pulled, or could not; fields as in `elastic.protocol.wire.WeightsReport`."""
 
     TABLE: ClassVar[str] = "pulls"
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from elastic.config import ConfigError, JournalConfig, given_path
 from elastic.core.types import TrajectoryId
-from elastic.files import write_whole
+from elastic.system.files import write_whole
 from elastic.runtime.journal.reader import JournalReader
 from elastic.runtime.journal.records import TrajectoryRow
 from elastic.runtime.journal.writer import SqliteJournal

@@ -20,10 +20,10 @@ from typing import Protocol
 
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import Account, WorkerId
-from elastic.files import StandingFiles
+from elastic.system.files import StandingFiles
 from elastic.runtime.journal.records import TABLES, BookRow, EventRow, NoteRow
 from elastic.runtime.journal.tables import JournalRecord, JournalTable, Row
-from elastic.sqlite import open_sqlite
+from elastic.system.sqlite import open_sqlite
 
 SCHEMA_VERSION = 3
 CAUGHT_UP_SHARE = 0.5

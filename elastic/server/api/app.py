@@ -9,8 +9,8 @@ import sqlalchemy as sa
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from elastic.http_server import BodyLimits, CallerLimits, HostCheck, PeerLimits
-from elastic.isolation import LoopFaults
+from elastic.protocol.http_server import BodyLimits, CallerLimits, HostCheck, PeerLimits
+from elastic.system.isolation import LoopFaults
 from elastic.server import problems
 from elastic.server.api import openapi, routes
 from elastic.server.api.auth import admits

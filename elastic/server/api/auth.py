@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from fastapi import Depends, Request
 from fastapi.concurrency import run_in_threadpool
 
-from elastic.resources import AccessRole
+from elastic.protocol.api import AccessRole
 from elastic.server.api.state import ServerState, state_of
 from elastic.server.permissions import Action, actions_of
 from elastic.server.problems import ApiProblem

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import msgspec
 import sqlalchemy as sa
 
-from elastic.pool.config import POOL_CONFIG, load_pool
-from elastic.resources import ProblemError, QuotaUse
+from elastic.compose.pool_config import POOL_CONFIG, load_pool
+from elastic.protocol.api import ProblemError, QuotaUse
 from elastic.server.api.routes.quotas import as_quota
 from elastic.server.intake import submissions
 from elastic.server.pools import pool_dir

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 
 import sqlalchemy as sa
 
-from elastic.isolation import LoopFaults
-from elastic.resources import ENDED, RunFigures
+from elastic.system.isolation import LoopFaults
+from elastic.protocol.api import ENDED, RunFigures
 from elastic.server.store import Store
 from elastic.server.store.tables import projects, runs
 

@@ -6,7 +6,7 @@ from typing import cast
 
 from fastapi import Request
 
-from elastic.isolation import LoopFaults
+from elastic.system.isolation import LoopFaults
 from elastic.server.api.request_log import RequestFigures
 from elastic.server.api.streams import OpenStreams
 from elastic.server.history.answers import KeptAnswers

@@ -14,9 +14,9 @@ import msgspec
 
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S
-from elastic.resources import RunEvent
+from elastic.protocol.api import RunEvent
 from elastic.runtime.journal import JournalReader, RunDirectory
-from elastic.tenant_files import as_owner
+from elastic.system.tenant_files import as_owner
 
 INCARNATION = "incarnation"
 """The note under which a journal stores its own name."""

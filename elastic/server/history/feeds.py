@@ -12,8 +12,8 @@ from pathlib import Path
 
 import structlog
 
-from elastic.isolation import IsolatedLoop, LoopFaults
-from elastic.resources import RunEvent
+from elastic.system.isolation import IsolatedLoop, LoopFaults
+from elastic.protocol.api import RunEvent
 from elastic.runtime.journal import JournalError
 from elastic.server.history.events import EventBatch, EventLog, Position
 from elastic.server.history.journals import Version, version_of

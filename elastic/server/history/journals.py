@@ -14,7 +14,7 @@ from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook
 from elastic.core.types import NS_PER_S
 from elastic.report.history import History, history_of
 from elastic.report.usage import lease_ends
-from elastic.resources import (
+from elastic.protocol.api import (
     Checkpoint,
     HostedLease,
     HostedWorker,
@@ -32,7 +32,7 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.status import RunStatus
 from elastic.server.clock import rfc3339
-from elastic.tenant_files import as_owner, files
+from elastic.system.tenant_files import as_owner, files
 
 CHECKPOINTS, SAFETENSORS = "checkpoints", ".safetensors"
 WRITTEN = ("", "-wal")

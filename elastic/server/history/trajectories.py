@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from elastic.core.types import NS_PER_S
-from elastic.installed import installed
+from elastic.system.installed import installed
 from elastic.report.history import Segment
-from elastic.resources import HostedTrajectory, HostedTrajectoryDetail
+from elastic.protocol.api import HostedTrajectory, HostedTrajectoryDetail
 from elastic.runtime.journal import (
     JournalReader,
     RunDirectory,
@@ -19,7 +19,7 @@ from elastic.runtime.journal import (
     TrajectoryRow,
 )
 from elastic.server.history.journals import history_in
-from elastic.tenant_files import as_owner
+from elastic.system.tenant_files import as_owner
 
 LAST_ROW = 2**63 - 1
 

@@ -12,8 +12,8 @@ import asyncio
 import sqlalchemy as sa
 import structlog
 
-from elastic.isolation import IsolatedLoop, LoopFaults
-from elastic.resources import AccessRole
+from elastic.system.isolation import IsolatedLoop, LoopFaults
+from elastic.protocol.api import AccessRole
 from elastic.server import ids
 from elastic.server.identity.oidc import GrantEnded, IdentityProvider, IssuerUnavailable, SignedIn, mapped_roles
 from elastic.server.permissions import Action

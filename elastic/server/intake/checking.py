@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 
 import structlog
 
-from elastic.installed import installed
-from elastic.processes import inherited
-from elastic.resources import DryRun, Submission
+from elastic.system.installed import installed
+from elastic.system.processes import inherited
+from elastic.protocol.api import DryRun, Submission
 from elastic.server.intake import submissions
 from elastic.server.problems import ApiProblem
 from elastic.server.settings import ServerSettings

@@ -9,7 +9,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 
 from elastic import compose
 from elastic.config import Config, EngineConfig
-from elastic.installed import installed
+from elastic.system.installed import installed
 
 Place = tuple[str, ...]
 Schema = Mapping[str, Any]

@@ -12,7 +12,7 @@ import msgspec
 import traces
 from elastic import compose
 from elastic.config import Config, ConfigError, validate
-from elastic.resources import DryRun, ProblemError, Submission, WouldAcquire
+from elastic.protocol.api import DryRun, ProblemError, Submission, WouldAcquire
 from elastic.server.intake.path_keys import names_file
 from elastic.server.intake.prices import LowPrice, settle_prices
 from elastic.server.intake.upload_files import SCHEME, named

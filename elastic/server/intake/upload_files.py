@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from elastic.files import sync
-from elastic.resources import UploadFile
+from elastic.system.files import sync
+from elastic.protocol.api import UploadFile
 from elastic.server import ids
 from elastic.server.settings import ServerSettings
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from elastic.resources import ENDED
+from elastic.protocol.api import ENDED
 from elastic.server.intake.upload_files import UploadStanding
 from elastic.server.retention.rules import REMOVING, RetentionRow, due, upload_is_over
 from elastic.server.store import jobs, runs, uploads

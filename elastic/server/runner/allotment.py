@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.resources import ALIVE, RunPhase
+from elastic.protocol.api import ALIVE, RunPhase
 from elastic.server.quotas import budgets, sharing
 from elastic.server.quotas.budgets import ProjectAccount, RunAccount
 from elastic.server.quotas.sharing import LeaseClaim, SharedProvider

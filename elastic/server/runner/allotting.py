@@ -12,10 +12,10 @@ from typing import Any
 import sqlalchemy as sa
 import structlog
 
-from elastic.control import ControlError
+from elastic.protocol.run_control import ControlError
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.isolation import IsolatedLoop
-from elastic.resources import ALIVE
+from elastic.system.isolation import IsolatedLoop
+from elastic.protocol.api import ALIVE
 from elastic.server.quotas import budgets
 from elastic.server.runner.allotment import ProjectStanding, RunAllotment, allot
 from elastic.server.runner.launching import control_of

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from elastic.core.allowance import WARNED_SHARE
 from elastic.core.controls import BUDGET_EXHAUSTED
-from elastic.resources import ENDED, Condition, RunFigures, RunPhase
+from elastic.protocol.api import ENDED, Condition, RunFigures, RunPhase
 from elastic.server.clock import rfc3339
 from elastic.server.store.runs import HostedRunRow
 

@@ -5,7 +5,7 @@ A command's id is made of the run and the number of the request: every repetitio
 
 import structlog
 
-from elastic.control import CommandRefused, ControlError
+from elastic.protocol.run_control import CommandRefused, ControlError
 from elastic.server.runner.decisions import QUOTA_LOWERED
 from elastic.server.runner.launching import NO_LIMITS, control_of
 from elastic.server.settings import ServerSettings

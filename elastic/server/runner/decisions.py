@@ -14,7 +14,7 @@ from enum import StrEnum
 from elastic.compose.run_endings import BAD_INPUT, DIED, FAILED, FINISHED, INTERRUPTED, OUTAGE, STOPPED, Ending
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.resources import ALIVE, RunFigures, RunPhase
+from elastic.protocol.api import ALIVE, RunFigures, RunPhase
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic import compose, tenant_files
+from elastic import compose
+from elastic.system import tenant_files
 from elastic.compose.run_endings import ending_of, world
 from elastic.config import Config, validate
-from elastic.control import ExpectedPeer, RunControl
-from elastic.processes import Adopted, Identity, identity, inherited, marked
+from elastic.protocol.run_control import ExpectedPeer, RunControl
+from elastic.system.processes import Adopted, Identity, identity, inherited, marked
 from elastic.runtime.journal import CONFIG
 from elastic.server.history.journals import count_journals
 from elastic.server.runner.decisions import Ending

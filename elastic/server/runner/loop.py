@@ -20,10 +20,10 @@ from pathlib import Path
 
 import structlog
 
-from elastic import tenant_files
+from elastic.system import tenant_files
 from elastic.config import ConfigError
-from elastic.isolation import IsolatedLoop, LoopFaults
-from elastic.resources import ALIVE, ENDED, RunFigures, RunPhase
+from elastic.system.isolation import IsolatedLoop, LoopFaults
+from elastic.protocol.api import ALIVE, ENDED, RunFigures, RunPhase
 from elastic.server.history.journals import cost_nano_usd, count_journals, figures_of
 from elastic.server.quotas.budgets import day_of
 from elastic.server.runner import conditions, decisions, launching

@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 import structlog
 
-from elastic.isolation import IsolatedLoop
+from elastic.system.isolation import IsolatedLoop
 from elastic.server import ids
 from elastic.server.intake.upload_files import UploadStorage
 from elastic.server.permissions import Action

@@ -2,7 +2,7 @@
 
 import sqlalchemy as sa
 
-from elastic.resources import AuditEntry
+from elastic.protocol.api import AuditEntry
 from elastic.server import ids
 from elastic.server.clock import rfc3339
 from elastic.server.store.database import now_us

@@ -12,8 +12,8 @@ from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, InvalidatePoolError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from elastic.given import expanded
-from elastic.sqlite import open_sqlite
+from elastic.system.given import expanded
+from elastic.system.sqlite import open_sqlite
 
 BUSY_TIMEOUT_S = 5.0
 POOL = 20

@@ -6,7 +6,7 @@ of other projects.
 
 import sqlalchemy as sa
 
-from elastic.resources import AccessRole, Membership, ProjectMember
+from elastic.protocol.api import AccessRole, Membership, ProjectMember
 from elastic.server import ids
 from elastic.server.clock import rfc3339
 from elastic.server.store.database import now_us

@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from elastic.resources import AccessRole, ApiKey, Project
+from elastic.protocol.api import AccessRole, ApiKey, Project
 from elastic.server import ids
 from elastic.server.clock import rfc3339
 from elastic.server.permissions import lesser

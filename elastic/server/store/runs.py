@@ -11,8 +11,8 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.processes import Identity
-from elastic.resources import ENDED, Condition, HostedRun, HostedRunDetail, RunFigures, RunPhase
+from elastic.system.processes import Identity
+from elastic.protocol.api import ENDED, Condition, HostedRun, HostedRunDetail, RunFigures, RunPhase
 from elastic.server import ids
 from elastic.server.clock import rfc3339
 from elastic.server.quotas.needs import RunNeeds, needs_of_config

@@ -2,7 +2,7 @@
 
 import sqlalchemy as sa
 
-from elastic.resources import VENDORS, ProjectCredentials, ProjectSecret
+from elastic.protocol.api import VENDORS, ProjectCredentials, ProjectSecret
 from elastic.server.clock import rfc3339
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import secrets

@@ -4,7 +4,7 @@ import re
 
 import sqlalchemy as sa
 
-from elastic.resources import Upload, UploadFile
+from elastic.protocol.api import Upload, UploadFile
 from elastic.server import ids
 from elastic.server.clock import rfc3339
 from elastic.server.store import jobs

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import sqlalchemy as sa
 
-from elastic.resources import WEBHOOK_EVENTS, Webhook, WebhookDelivery
+from elastic.protocol.api import WEBHOOK_EVENTS, Webhook, WebhookDelivery
 from elastic.server import ids
 from elastic.server.clock import rfc3339
 from elastic.server.store.database import now_us

@@ -20,9 +20,9 @@ import httpx
 import psutil
 import sqlalchemy as sa
 
-from elastic import tenant_files
-from elastic.http_clients import sync_client
-from elastic.proxies import HttpSettingsError, through
+from elastic.system import tenant_files
+from elastic.protocol.http_clients import sync_client
+from elastic.protocol.proxies import HttpSettingsError, through
 from elastic.server.clock import rfc3339
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreError, StoreUnavailable, revisions

@@ -11,8 +11,8 @@ import httpx
 import sqlalchemy as sa
 import structlog
 
-from elastic.http_clients import async_client
-from elastic.isolation import IsolatedLoop, LoopFaults
+from elastic.protocol.http_clients import async_client
+from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable, webhooks
 from elastic.server.store.database import now_us

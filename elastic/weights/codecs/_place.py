@@ -1,5 +1,5 @@
 """To be imported before any codec: each looks at once for where its compiled form is kept."""
 
-from elastic.compiled import settle
+from elastic.system.compiled import settle
 
 settle()

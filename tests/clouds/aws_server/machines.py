@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from elastic.processes import inherited
+from elastic.system.processes import inherited
 from tests.clouds.aws_server.record import Rented
 
 MARK = "STAND_IN_INSTANCE"

@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from elastic.compose.modal_deployment import deploy
-from elastic.modal_platform import modal
+from elastic.system.modal import modal
 from tests.clouds.modal_server import Bench, bench
 
 APP = "elastic"

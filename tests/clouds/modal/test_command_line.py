@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic.modal_platform import version
+from elastic.system.modal import version
 from tests.clouds.modal_server import Bench
 
 pytestmark = [pytest.mark.clouds]

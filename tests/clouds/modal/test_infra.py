@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic.modal_platform import APP, version
+from elastic.system.modal import APP, version
 from tests.clouds.modal_server import Bench
 
 pytestmark = pytest.mark.clouds

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged, StraysBilled
 from elastic.core.types import NS_PER_S, EndCause
-from elastic.modal_platform import VERSION_TAG, version
+from elastic.system.modal import VERSION_TAG, version
 from providers.base import KnownLease, ProviderContext, ProviderUnavailable
 from providers.modal import ModalProvider, ModalSettings
 from tests.clouds.modal.conftest import APP

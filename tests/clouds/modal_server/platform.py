@@ -15,7 +15,7 @@ from pathlib import Path
 
 from modal_proto import api_pb2  # pyright: ignore[reportMissingImports]
 
-from elastic.processes import inherited
+from elastic.system.processes import inherited
 from tests.clouds.modal_server.faults import Chance
 from tests.clouds.modal_server.record import Container
 

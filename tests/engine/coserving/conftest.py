@@ -16,9 +16,9 @@ from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.backends import mappable_page_bytes, open_backend
 from elastic.engine.kv.slab import SlabBackend
 from elastic.engine.kv.vmm import VmmBackend
-from elastic.model.checkpoint import model_tensors
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
+from elastic.engine.model.checkpoint import model_tensors
+from elastic.engine.model.config import Qwen3Config
+from elastic.engine.model.qwen3 import Qwen3
 from elastic.weights.source import TensorSource
 from policies.admission import NoAdmission
 from policies.kvmemory import PreemptiveMemory

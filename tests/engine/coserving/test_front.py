@@ -13,7 +13,7 @@ from elastic.engine.coserving.front import ModelCard, ServingFront
 from elastic.engine.coserving.load import Targets, main, replay, report, table
 from elastic.engine.coserving.memory import SPARE_PAGES
 from elastic.engine.kv.slab import SlabBackend
-from elastic.http_server import serving
+from elastic.protocol.http_server import serving
 from policies.admission import NoAdmission
 from policies.kvmemory import PreemptiveMemory
 from traces.serving import ServingRequest

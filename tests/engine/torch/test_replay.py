@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from elastic.config import EngineConfig
 from elastic.engine.torch.runner import Runner
 from elastic.engine.torch.scheduler import BatchScheduler
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
-from elastic.model.stored import parameter_shapes
+from elastic.engine.model.config import Qwen3Config
+from elastic.engine.model.qwen3 import Qwen3
+from elastic.engine.model.stored import parameter_shapes
 
 POLICY = Qwen3Config(initializer_range=0.15)
 ODD = Qwen3Config(

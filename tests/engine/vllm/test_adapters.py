@@ -10,9 +10,9 @@ import torch
 
 from elastic.core.types import FinishReason, SamplingParameters, WeightMode
 from elastic.engine.base import NO_VERSION, GenerateRequest, WeightsMismatch
-from elastic.model.checkpoint import load_tensors, write_checkpoint
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
+from elastic.engine.model.checkpoint import load_tensors, write_checkpoint
+from elastic.engine.model.config import Qwen3Config
+from elastic.engine.model.qwen3 import Qwen3
 from elastic.testing.models import HEAD_DIM, HEADS, HIDDEN, LAYERS, MLP, TINY_MODELS, VOCABULARY
 from elastic.testing.recorder import Recorder
 from elastic.weights.source import TensorSource

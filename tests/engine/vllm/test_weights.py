@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from elastic.core.types import SamplingParameters
 from elastic.engine.base import GenerateRequest
-from elastic.model.checkpoint import load_tensors
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
+from elastic.engine.model.checkpoint import load_tensors
+from elastic.engine.model.config import Qwen3Config
+from elastic.engine.model.qwen3 import Qwen3
 from elastic.testing.models import TINY_MODELS, VOCABULARY, fused
 from elastic.weights.errors import WeightsError
 from tests.engine.vllm import families

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
-from elastic.resources import AuditEntry, Listed
+from elastic.protocol.api import AuditEntry, Listed
 from elastic.server import ids
 from elastic.server.api.routes.common import CallerDep, Cursor, StateDep, cursor_of, listing, rules
 from elastic.server.api.routes.model_route import ModelRoute

@@ -7,7 +7,7 @@ import sqlalchemy as sa
 from fastapi import Depends, Header, Query, Request
 from pydantic import BaseModel
 
-from elastic.resources import Listed, Problem
+from elastic.protocol.api import Listed, Problem
 from elastic.server import ids
 from elastic.server.api.auth import Caller, CallerDep, RequesterDep, requires
 from elastic.server.api.state import ServerState, state_of

@@ -9,7 +9,7 @@ from typing import Annotated
 import sqlalchemy as sa
 from fastapi import APIRouter, Path, Request, Response
 
-from elastic.resources import VENDORS, AwsCredentials, Listed, ModalCredentials, ProjectCredentials, revealed
+from elastic.protocol.api import VENDORS, AwsCredentials, Listed, ModalCredentials, ProjectCredentials, revealed
 from elastic.server.api.routes.common import CallerDep, StateDep, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult

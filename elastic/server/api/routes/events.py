@@ -10,9 +10,9 @@ import msgspec
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from elastic import tenant_files
-from elastic.log_files import LogFollower, LogGone
-from elastic.resources import RunEvent
+from elastic.system import tenant_files
+from elastic.report.log_files import LogFollower, LogGone
+from elastic.protocol.api import RunEvent
 from elastic.runtime.journal import JournalError
 from elastic.server.api.auth import credentials_of
 from elastic.server.api.routes.common import RunDep, StateDep, rules

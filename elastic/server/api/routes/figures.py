@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from elastic.resources import HostedRun
+from elastic.protocol.api import HostedRun
 from elastic.server.api.routes.common import RunDep, StateDep
 from elastic.server.api.routes.events import Follow, stream_rules, streamed
 from elastic.server.api.routes.model_route import ModelRoute

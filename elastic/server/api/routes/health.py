@@ -5,7 +5,7 @@ import importlib.metadata
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from elastic.resources import ServerInfo
+from elastic.protocol.api import ServerInfo
 from elastic.server.api.metrics import exposition, loop_faults
 from elastic.server.api.routes.common import CallerDep, StateDep, problem_responses, rules
 from elastic.server.api.routes.model_route import ModelRoute

@@ -5,7 +5,7 @@ from typing import Annotated
 import sqlalchemy as sa
 from fastapi import APIRouter, Depends, Path, Request, Response
 
-from elastic.resources import AccessRole, ApiKey, CreatedKey, Listed, NewKey, ProblemError
+from elastic.protocol.api import AccessRole, ApiKey, CreatedKey, Listed, NewKey, ProblemError
 from elastic.server import ids
 from elastic.server.api.auth import Caller
 from elastic.server.api.routes.common import (

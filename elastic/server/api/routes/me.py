@@ -5,7 +5,7 @@ from typing import Annotated
 import sqlalchemy as sa
 from fastapi import APIRouter, Depends, Request, Response
 
-from elastic.resources import ApiKey, CreatedKey, Listed, Me, NewOwnKey
+from elastic.protocol.api import ApiKey, CreatedKey, Listed, Me, NewOwnKey
 from elastic.server import ids
 from elastic.server.api.auth import Caller
 from elastic.server.api.routes.common import CallerDep, Cursor, StateDep, cursor_of, listing, rules

@@ -5,7 +5,7 @@ from typing import Annotated
 import sqlalchemy as sa
 from fastapi import APIRouter, Depends, Path, Request, Response
 
-from elastic.resources import AccessRole, Listed, MemberChange, NewMember, ProjectMember
+from elastic.protocol.api import AccessRole, Listed, MemberChange, NewMember, ProjectMember
 from elastic.server import ids
 from elastic.server.api.auth import Caller
 from elastic.server.api.routes.common import (

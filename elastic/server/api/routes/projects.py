@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 from fastapi import APIRouter, Request, Response
 
-from elastic.resources import Listed, NewProject, Project, ProjectChange
+from elastic.protocol.api import Listed, NewProject, Project, ProjectChange
 from elastic.server.api.routes.common import (
     CallerDep,
     IfMatch,

@@ -7,8 +7,8 @@ import sqlalchemy as sa
 from fastapi import APIRouter, Request, Response
 
 from elastic import compose
-from elastic.installed import installed
-from elastic.resources import ENDED, Listed, ProviderChange, ProviderFigures, ProviderKind, RunFigures
+from elastic.system.installed import installed
+from elastic.protocol.api import ENDED, Listed, ProviderChange, ProviderFigures, ProviderKind, RunFigures
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.writes import WriteDep, WriteResult

@@ -4,8 +4,8 @@ import sqlalchemy as sa
 from fastapi import APIRouter, Response
 
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.installed import installed
-from elastic.resources import ProblemError, ProjectQuota, QuotaChange, QuotaUse
+from elastic.system.installed import installed
+from elastic.protocol.api import ProblemError, ProjectQuota, QuotaChange, QuotaUse
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.writes import WriteDep, WriteResult

@@ -10,8 +10,9 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from elastic import report, tenant_files
-from elastic.resources import (
+from elastic import report
+from elastic.system import tenant_files
+from elastic.protocol.api import (
     Checkpoint,
     HostedLease,
     HostedTrajectory,

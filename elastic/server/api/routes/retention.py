@@ -6,7 +6,7 @@ from typing import Annotated
 import sqlalchemy as sa
 from fastapi import APIRouter, Query, Response
 
-from elastic.resources import RetentionChange, RetentionItem, RetentionPlan, RetentionPolicy, RetentionUpload
+from elastic.protocol.api import RetentionChange, RetentionItem, RetentionPlan, RetentionPolicy, RetentionUpload
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState

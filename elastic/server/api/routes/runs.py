@@ -7,7 +7,7 @@ import sqlalchemy as sa
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.resources import (
+from elastic.protocol.api import (
     DryRun,
     HostedRun,
     HostedRunDetail,

@@ -8,7 +8,7 @@ from typing import Annotated
 import sqlalchemy as sa
 from fastapi import APIRouter, Path, Request, Response
 
-from elastic.resources import Listed, ProblemError, ProjectSecret, SecretValue
+from elastic.protocol.api import Listed, ProblemError, ProjectSecret, SecretValue
 from elastic.server.api.routes.common import CallerDep, StateDep, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.writes import WriteDep, WriteResult

@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 from fastapi import APIRouter, Request, Response
 
-from elastic.resources import Me, SessionChange
+from elastic.protocol.api import Me, SessionChange
 from elastic.server.api.auth import COOKIE, authenticated, presented_key
 from elastic.server.api.routes.common import CallerDep, StateDep, rules
 from elastic.server.api.routes.me import me

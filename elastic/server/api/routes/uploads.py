@@ -16,7 +16,7 @@ from fastapi.responses import FileResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from elastic.resources import Listed, NewUpload, ProblemError, Upload, UploadFile
+from elastic.protocol.api import Listed, NewUpload, ProblemError, Upload, UploadFile
 from elastic.server import ids
 from elastic.server.api.auth import Caller, credentials_of
 from elastic.server.api.routes.common import (

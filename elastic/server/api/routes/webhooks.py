@@ -5,7 +5,7 @@ from typing import Annotated
 import sqlalchemy as sa
 from fastapi import APIRouter, Depends, Path, Request, Response
 
-from elastic.resources import (
+from elastic.protocol.api import (
     CreatedWebhook,
     Listed,
     NewWebhook,

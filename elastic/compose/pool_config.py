@@ -1,0 +1,176 @@
+"""A pool's configuration: one TOML file, validated, with errors that name the key and what is allowed."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from elastic.core.cluster.types import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.config import ConfigError, GivenPath, JobConfig, JobPlanConfig, read_sections, validate
+from elastic.system.files import write_whole
+from policies.clusters import CLUSTER_POLICIES
+from providers.markets import SpotMarket, SpotSettings, SpotTraceSettings
+
+GB = 1_000_000_000
+NS_PER_S = 1_000_000_000
+POOL_CONFIG = "pool.json"
+"""The file with the resolved configuration. A directory with this file is a pool's directory."""
+
+_WAITS = WaitLimits()
+
+
+class _PoolPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PoolNodesConfig(_PoolPart):
+    """Nodes of one kind. A GPU's price has no default, since bills depend on it."""
+
+    nodes: int = Field(ge=1, le=4096, description="how many there are; with `spot`, at most")
+    gpus: int = Field(1, ge=1, description="GPUs of each node")
+    usd_per_gpu_hour: float = Field(ge=0, description="what a GPU costs")
+    memory_gb: float = Field(ge=0, description="host memory of a node that jobs' states may take")
+
+    def kind(self) -> NodeKind:
+        return NodeKind(
+            gpus=self.gpus,
+            memory_bytes=round(self.memory_gb * GB),
+            nano_usd_per_hour=round(self.gpus * self.usd_per_gpu_hour * 1e9),
+        )
+
+
+class PoolRolloutConfig(PoolNodesConfig):
+    """Nodes for rollouts. With `spot` they are instances of a spot market, at most `nodes` at a time."""
+
+    spot: SpotTraceSettings | None = Field(None, description="the market whose instances these nodes are")
+
+    def market(self) -> SpotMarket | None:
+        if self.spot is None:
+            return None
+        settings = {"max_workers": self.nodes, "usd_per_gpu_hour": self.usd_per_gpu_hour, **self.spot.model_dump()}
+        return SpotMarket("pool.rollout", SpotSettings.model_validate(settings))
+
+
+class PoolSection(_PoolPart):
+    name: str = Field(
+        "pool", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="what commands and its directory call it"
+    )
+    directory: GivenPath = Field(Path("pools"), description="where pools keep their journals and logs, each in its own")
+    policy: str = Field("ours", description="who goes where, and who pays what: policies/clusters.py")
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="address on which keepers and jobs dial; beyond loopback by TLS"
+    )
+    port: int = Field(0, ge=0, le=65535, description="0 takes a free one")
+    rollout: PoolRolloutConfig
+    train: PoolNodesConfig
+
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in CLUSTER_POLICIES:
+            raise ValueError(f"unknown policy; allowed: {', '.join(CLUSTER_POLICIES)}")
+        return name
+
+
+class PoolLimits(_PoolPart):
+    """The limits of every wait in a pool."""
+
+    profile_s: float = Field(_WAITS.profile_ns / NS_PER_S, gt=0, description="for a few steps of a job alone, timed")
+    queue_s: float = Field(
+        _WAITS.queue_ns / NS_PER_S, gt=0, description="for room in the pool; then the job is rejected"
+    )
+    start_s: float = Field(_WAITS.start_ns / NS_PER_S, gt=0, description="for a job's residents and its process")
+    stop_s: float = Field(
+        _WAITS.stop_ns / NS_PER_S, gt=0, description="for a job's end of step, beside two of its steps"
+    )
+    notice_s: float = Field(_WAITS.notice_ns / NS_PER_S, gt=0, description="from a recall to the kill of its residents")
+    overrun_share: float = Field(
+        _WAITS.overrun_share, ge=0, description="of its planned time that a phase may last longer"
+    )
+    late_share: float = Field(_WAITS.late_share, ge=0, description="of its planned step that a late job is waited for")
+    silence_s: float = Field(10.0, gt=0, description="after which a keeper that says nothing is taken to be gone")
+    orphan_s: float = Field(120.0, gt=0, description="after which a keeper without its pool ends, and its residents")
+    measure_s: float = Field(5.0, gt=0, description="between two measurements of host memory")
+    park_s: float = Field(10.0, gt=0, description="for a resident that was told to park; then it is killed")
+
+
+class PoolConfig(_PoolPart):
+    """A whole pool."""
+
+    pool: PoolSection
+    limits: PoolLimits = Field(default_factory=PoolLimits)  # type: ignore[arg-type]
+
+    @property
+    def path(self) -> Path:
+        """The pool's own directory."""
+        return self.pool.directory / self.pool.name
+
+    def spec(self) -> PoolSpec:
+        pool = self.pool
+        return PoolSpec(
+            rollout=pool.rollout.kind(),
+            train=pool.train.kind(),
+            rollout_nodes=pool.rollout.nodes,
+            train_nodes=pool.train.nodes,
+        )
+
+    def wait_limits(self) -> WaitLimits:
+        limits = self.limits
+        return WaitLimits(
+            profile_ns=_ns(limits.profile_s),
+            queue_ns=_ns(limits.queue_s),
+            start_ns=_ns(limits.start_s),
+            stop_ns=_ns(limits.stop_s),
+            notice_ns=_ns(limits.notice_s),
+            overrun_share=limits.overrun_share,
+            late_share=limits.late_share,
+        )
+
+
+def load_pool(path: Path) -> PoolConfig:
+    """Read a POOL.toml or a pool's own `pool.json`. Raises `ConfigError` with one line per problem."""
+    return validate(PoolConfig, read_sections(path), str(path))
+
+
+def save_pool(config: PoolConfig) -> Path:
+    """Create the pool's directory, for its user only, with its configuration; returns it. Raises `ConfigError`."""
+    path = config.path
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(path / POOL_CONFIG, config.model_dump_json(indent=2).encode())
+    except OSError as error:
+        raise ConfigError(f"pool.directory: {path} cannot be made ({error.strerror})") from error
+    return path
+
+
+def job_request(name: str, job: JobConfig, steps: int) -> JobRequest:
+    """Return the request of a job of this name. Raises `ConfigError`."""
+    try:
+        return JobRequest(
+            id=name,
+            slo=job.slo,
+            plan=None if job.plan is None else phase_plan(job.plan),
+            steps=steps,
+            rollout_nodes=job.rollout_nodes,
+            train_nodes=job.train_nodes,
+            rollout_bytes=round(job.rollout_memory_gb * GB),
+            train_bytes=round(job.train_memory_gb * GB),
+            train_efficiency=job.train_efficiency,
+            restart_ns=_ns(job.restart_s),
+            max_resubmissions=job.max_resubmissions,
+        )
+    except ClusterError as error:
+        raise ConfigError(str(error)) from error
+
+
+def phase_plan(plan: JobPlanConfig) -> PhasePlan:
+    return PhasePlan(
+        rollout_ns=_ns(plan.rollout_s),
+        train_ns=_ns(plan.train_s),
+        sync_ns=_ns(plan.sync_s),
+        rollout_switch_ns=_ns(plan.rollout_switch_s),
+        train_switch_ns=_ns(plan.train_switch_s),
+    )
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * NS_PER_S)

@@ -1,0 +1,94 @@
+"""Where every node's time went, and who pays for it.
+
+Each nanosecond of a node is in one account. A group's cost since its membership last changed is divided among its
+members by the charging policy; what they do not owe, and nodes of no group, is the pool's own. All sums are whole
+numbers, in nano-dollars times nanoseconds per hour, so that bills add up exactly.
+"""
+
+from collections.abc import Mapping
+
+from elastic.core.cluster.policy import BillShare, ChargingPolicy
+from elastic.core.cluster.state import ClusterState, NodeRecord
+from elastic.core.cluster.types import DeviceAccount, GroupName, JobId, JobRequest, Nanoseconds, PhaseKind, PoolSpec
+
+
+class Books:
+    def __init__(self, state: ClusterState, spec: PoolSpec, charging: ChargingPolicy) -> None:
+        self._state = state
+        self._price = {phase: spec.kind(phase).nano_usd_per_hour for phase in PhaseKind}
+        self._charging = charging
+
+    def settle(self, node: NodeRecord, now_ns: Nanoseconds) -> None:
+        """Bring the node's account up to now."""
+        passed_ns = now_ns - node.settled_ns
+        if passed_ns > 0:
+            node.accounts_ns[node.account] = node.accounts_ns.get(node.account, 0) + passed_ns
+            node.settled_ns = now_ns
+            if node.user is not None:
+                node.used_ns[node.user] = node.used_ns.get(node.user, 0) + passed_ns
+
+    def turn_to(self, node: NodeRecord, account: DeviceAccount, now_ns: Nanoseconds, user: JobId | None = None) -> None:
+        """Charge the node's time from now on to another account."""
+        self.settle(node, now_ns)
+        node.account, node.user = account, user
+
+    def switched(self, node: NodeRecord, switch_ns: Nanoseconds) -> None:
+        """Record that `switch_ns` of a slice was switching between jobs."""
+        moved_ns = min(switch_ns, node.accounts_ns.get(DeviceAccount.SLICE, 0))
+        if moved_ns > 0:
+            node.accounts_ns[DeviceAccount.SLICE] -= moved_ns
+            node.accounts_ns[DeviceAccount.SWITCHING] = node.accounts_ns.get(DeviceAccount.SWITCHING, 0) + moved_ns
+
+    def bill(self, name: GroupName, now_ns: Nanoseconds) -> None:
+        """Divide a group's cost since its last bill. The group's members and nodes must not have changed since then."""
+        state = self._state
+        group = state.groups[name]
+        if now_ns > state.billed_ns[name]:
+            for node in (*group.rollout, *group.train):
+                self.settle(state.nodes[node], now_ns)
+            bills, cost = self.owed(name, now_ns)
+            for node in (*group.rollout, *group.train):
+                state.nodes[node].used_ns = {}
+            for job, owed in bills.items():
+                state.jobs[job].billed += owed
+            state.pool_billed += cost - sum(bills.values())
+        state.billed_ns[name] = now_ns
+
+    def owed(self, name: GroupName, now_ns: Nanoseconds) -> tuple[Mapping[JobId, int], int]:
+        """Return what each member owes of the group's cost since its last bill, and that cost. Settles nothing."""
+        state = self._state
+        group, since_ns = state.groups[name], state.billed_ns[name]
+        cost, used = 0, dict.fromkeys(group.members, 0)
+        for node_id in (*group.rollout, *group.train):
+            node = state.nodes[node_id]
+            price = self._price[node.phase]
+            cost += price * (now_ns - since_ns)
+            for job, used_ns in node.used_ns.items():
+                if job in used:
+                    used[job] += price * used_ns
+            if node.user in used:
+                used[node.user] += price * (now_ns - node.settled_ns)
+        shares = [
+            BillShare(job=job, used=used[job], alone=self.alone_price(state.jobs[job].request) * (now_ns - since_ns))
+            for job in used
+        ]
+        return self._charging.bills(shares, cost), cost
+
+    def alone_price(self, request: JobRequest) -> int:
+        """Return the price of an hour of the nodes that a job asks for."""
+        return (
+            request.rollout_nodes * self._price[PhaseKind.ROLLOUT] + request.train_nodes * self._price[PhaseKind.TRAIN]
+        )
+
+    def own(self, node: NodeRecord, since_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
+        """Charge a node's time outside of any group to the pool."""
+        node.own_ns += now_ns - since_ns
+        self._state.pool_billed += self._price[node.phase] * (now_ns - since_ns)
+
+    def paid(self, now_ns: Nanoseconds) -> int:
+        """Return what the pool has paid for all nodes until now, in nano-dollars times nanoseconds per hour."""
+        nodes = self._state.nodes.values()
+        return self._state.lost_cost + sum(self._price[node.phase] * (now_ns - node.opened_ns) for node in nodes)
+
+    def lost(self, node: NodeRecord, now_ns: Nanoseconds) -> None:
+        self._state.lost_cost += self._price[node.phase] * (now_ns - node.opened_ns)

@@ -1,0 +1,621 @@
+"""The cluster: every event of a pool goes in, commands come out, and `next_wakeup_ns` says when to ask again.
+
+The cluster owns jobs, groups, nodes, residents, permits and the devices' books. Policies decide where a job goes, when
+a tail moves, which job has drifted and who pays. Nothing here reads a clock or does I/O: the same events at the same
+times always lead to the same state. Sources: RollMux; Weave §4, 5.3.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from elastic.core.cluster import commands as c
+from elastic.core.cluster import events as e
+from elastic.core.cluster.books import Books
+from elastic.core.cluster.groups import JobGroup, planned
+from elastic.core.cluster.policy import ClusterPolicies, PlacementChoice, PlacementRefusal
+from elastic.core.cluster.rotation import Rotation
+from elastic.core.cluster.state import ClusterState, JobRecord, NodeRecord
+from elastic.core.cluster.types import (
+    ClusterError,
+    GroupName,
+    JobId,
+    JobRequest,
+    JobState,
+    Nanoseconds,
+    NodeId,
+    Permit,
+    PhaseKind,
+    PoolSpec,
+    Seat,
+    WaitLimits,
+)
+from elastic.core.timers import Timers, Wait
+
+_ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+NO_ROOM = "no room for it in"
+"""How the reason of a job begins that was queued for too long."""
+
+
+class Cluster:
+    """The state machine of one pool. Callers change it through `handle` only; everything else is for reading."""
+
+    def __init__(self, spec: PoolSpec, policies: ClusterPolicies, limits: WaitLimits, now_ns: Nanoseconds) -> None:
+        self.spec, self.policies, self.limits = spec, policies, limits
+        self.now_ns = now_ns
+        self.state = ClusterState(free={phase: {} for phase in PhaseKind})
+        self.timers = Timers()
+        self._out: list[c.ClusterCommand] = []
+        self._changed: list[GroupName] = []
+        self._left: dict[GroupName, None] = {}
+        """Groups that members have just left: turns may have come."""
+        self.books = Books(self.state, spec, policies.charging)
+        self._rotation = Rotation(self.state, self.books, self.timers, limits, policies.tail, self._out.append)
+        for phase, count in ((_ROLLOUT, spec.rollout_nodes), (_TRAIN, spec.train_nodes)):
+            for number in range(1, count + 1):
+                self._add_node(f"{phase}-{number}", phase)
+        self._handlers: Mapping[type[e.ClusterEvent], Callable[[Any], object]] = {
+            e.TimePassed: lambda _: None,
+            e.NodeJoined: self._node_joined,
+            e.NodeLost: self._node_lost,
+            e.JobSubmitted: self._submitted,
+            e.JobProfiled: self._profiled,
+            e.JobStarted: self._started,
+            e.JobProgressed: self._progressed,
+            e.JobFinished: lambda event: self._over(event.job, JobState.FINISHED, "all steps are done"),
+            e.JobFailed: self._failed,
+            e.CancelRequested: self._cancelled,
+            e.ResubmitRequested: self._resubmitted,
+            e.JobsForgotten: self._forgotten,
+            e.JobStopped: self._stopped,
+            e.PhaseAsked: self._asked,
+            e.PermitYielded: self._yielded,
+            e.RolloutProgressed: lambda event: self._rotation.progressed(
+                event.job, event.permit, event.done, event.of, self.now_ns
+            ),
+            e.TailMoved: lambda event: self._rotation.tail_moved(event.job, event.permit, self.now_ns),
+            e.ResidentLost: self._resident_lost,
+            e.ResidencyMeasured: self._residency_measured,
+        }
+        self._due: Mapping[str, Callable[[str], object]] = {
+            "profile": lambda job: self._over(job, JobState.FAILED, "its step was not timed in time"),
+            "queue": lambda job: self._reject(job, f"{NO_ROOM} {limits.queue_ns / 3.6e12:.6g} h"),
+            "start": lambda job: self._fail(job, "it did not start in time"),
+            "stop": lambda job: self._stop_overdue(job),
+            "turn": lambda job: self._rotation.pass_over(job, self.now_ns),
+            "permit": lambda number: self._rotation.recall(int(number), self.now_ns),
+            "yield": lambda number: self._rotation.kill(int(number), self.now_ns),
+            "regroup": lambda _: self._regroup(),
+        }
+
+    def handle(self, event: e.ClusterEvent, now_ns: Nanoseconds) -> list[c.ClusterCommand]:
+        """Take one event; returns the commands for the shell, in order. `now_ns` never decreases."""
+        self.now_ns = max(self.now_ns, now_ns)
+        self._handlers[type(event)](event)
+        for what, key in self.timers.pop_due(self.now_ns):
+            self._due[what](key)
+        for name in self._left:
+            self._rotation.resume(name, self.now_ns)
+        self._left.clear()
+        out = list(self._out)
+        self._out.clear()
+        return out
+
+    def take_over(
+        self, now_ns: Nanoseconds, state: ClusterState, waits: Sequence[Wait], changed: Sequence[GroupName]
+    ) -> None:
+        """Put the cluster into the state of another one, as it was between two events."""
+        self.now_ns = now_ns
+        for name in ClusterState.__struct_fields__:
+            setattr(self.state, name, getattr(state, name))
+        self._out.clear()
+        self._left.clear()
+        for wait in self.waits:
+            self.timers.clear(wait.what, wait.key)
+        for wait in waits:
+            self.timers.set(wait.what, wait.key, wait.since_ns, wait.until_ns - wait.since_ns)
+        self._changed[:] = changed
+
+    def next_wakeup_ns(self) -> Nanoseconds | None:
+        """When to call `handle` with `TimePassed` if nothing else happens before."""
+        return self.timers.next_ns()
+
+    # What policies and people may read.
+
+    @property
+    def groups(self) -> Mapping[GroupName, JobGroup]:
+        return self.state.groups
+
+    @property
+    def jobs(self) -> Mapping[JobId, JobRecord]:
+        return self.state.jobs
+
+    @property
+    def free_rollout(self) -> int:
+        return len(self.state.free[_ROLLOUT])
+
+    @property
+    def free_train(self) -> int:
+        return len(self.state.free[_TRAIN])
+
+    @property
+    def arrivals(self) -> int:
+        return self.state.placements
+
+    @property
+    def changed(self) -> Sequence[GroupName]:
+        """Groups that have changed since moves were last looked for."""
+        return self._changed
+
+    @property
+    def waits(self) -> Sequence[Wait]:
+        """Every wait: who waits for what, since when, until when."""
+        return self.timers.waits()
+
+    def request(self, job: JobId) -> JobRequest:
+        return self.state.jobs[job].request
+
+    def remaining_ns(self, job: JobId) -> Nanoseconds:
+        record = self.state.jobs[job]
+        seat = record.reserved or record.seat
+        return 0 if seat is None else record.steps_left * self.state.groups[seat.group].cycle_ns
+
+    def limit_after_restart_ns(self, job: JobId) -> Nanoseconds:
+        record = self.state.jobs[job]
+        request, spent_ns = record.request, self.now_ns - record.accepted_ns + record.request.restart_ns
+        left_ns = request.limit_ns * (request.steps - record.accepted_steps) - spent_ns
+        return min(request.limit_ns, max(0, left_ns) // record.steps_left)
+
+    def movable(self, job: JobId) -> bool:
+        record = self.state.jobs[job]
+        return record.state is JobState.RUNNING and not record.stopping
+
+    def price_per_hour(self) -> int:
+        """The price of an hour of all groups' nodes, in nano-dollars."""
+        rollout, train = self.spec.rollout.nano_usd_per_hour, self.spec.train.nano_usd_per_hour
+        return sum(group.price(rollout, train) for group in self.state.groups.values())
+
+    def dry_run(self, request: JobRequest) -> tuple[PlacementChoice | None, Sequence[PlacementRefusal]]:
+        """Return where a job would go now, and the reason for each group that it could not join.
+
+        Raises `ClusterError` for a job that would be rejected.
+        """
+        problem = self._problem(request)
+        if problem:
+            raise ClusterError(f"job {request.id}: {problem}")
+        return self.policies.placement.place(request, self), self.policies.placement.refusals(request, self)
+
+    # Nodes.
+
+    def _add_node(self, node: NodeId, phase: PhaseKind) -> None:
+        now_ns = self.now_ns
+        self.state.nodes[node] = NodeRecord(
+            id=node, phase=phase, opened_ns=now_ns, settled_ns=now_ns, own_since_ns=now_ns
+        )
+        self.state.free[phase][node] = None
+
+    def _node_joined(self, event: e.NodeJoined) -> None:
+        if event.node not in self.state.nodes:
+            self._add_node(event.node, event.phase)
+            self._place_queued()
+
+    def _node_lost(self, event: e.NodeLost) -> None:
+        """Remove a node. Jobs with residents on it are placed anew and go on from their checkpoints."""
+        node = self.state.nodes.get(event.node)
+        if node is None:
+            return
+        theirs: list[JobRecord] = []
+        if node.group is not None:
+            group = self.state.groups[node.group]
+            theirs = [
+                self.state.jobs[job]
+                for job, member in group.members.items()
+                if event.node in group.train or event.node in member.nodes
+            ]
+        for record in theirs:
+            self._tell(c.EndJob(job=record.request.id, reason=f"node {event.node} was lost"))
+            self._vacate(record)
+            record.to(JobState.SUBMITTED, self.now_ns, f"node {event.node} was lost")
+        self.books.settle(node, self.now_ns)
+        self.books.own(node, node.own_since_ns, self.now_ns)
+        self.books.lost(node, self.now_ns)
+        del self.state.free[node.phase][node.id]
+        del self.state.nodes[node.id]
+        for record in theirs:
+            self._consider(record)
+        self._place_queued()
+
+    def _take(self, phase: PhaseKind, count: int, group: GroupName) -> tuple[NodeId, ...]:
+        free = self.state.free[phase]
+        taken = tuple(list(free)[:count])
+        assert len(taken) == count, "a policy may not choose more nodes than are free"
+        for name in taken:
+            del free[name]
+            node = self.state.nodes[name]
+            self.books.settle(node, self.now_ns)
+            self.books.own(node, node.own_since_ns, self.now_ns)
+            node.group = group
+        return taken
+
+    def _give_back(self, group: JobGroup, *nodes: NodeId) -> None:
+        for name in nodes:
+            node = self.state.nodes[name]
+            self.books.settle(node, self.now_ns)
+            node.group, node.own_since_ns, node.used_ns = None, self.now_ns, {}
+            self.state.free[node.phase][name] = None
+        group.rollout = tuple(node for node in group.rollout if node not in nodes)
+        group.train = tuple(node for node in group.train if node not in nodes)
+
+    # Jobs come.
+
+    def _submitted(self, event: e.JobSubmitted) -> None:
+        request = event.request
+        if request.id in self.state.jobs:
+            return
+        self.state.arrivals += 1
+        record = self.state.jobs[request.id] = JobRecord(request=request, arrival=self.state.arrivals)
+        self._consider(record)
+
+    def _profiled(self, event: e.JobProfiled) -> None:
+        record = self.state.jobs.get(event.job)
+        if record is not None and record.state is JobState.PROFILING:
+            self.timers.clear("profile", event.job)
+            record.request = msgspec.structs.replace(record.request, plan=event.plan)
+            self._consider(record)
+
+    def _resubmitted(self, event: e.ResubmitRequested) -> None:
+        state, forgotten = self.state, event.forgotten
+        if forgotten is not None and event.job not in state.jobs:
+            record = state.jobs[event.job] = copy.deepcopy(forgotten)
+            record.billed = int(event.billed)
+            state.forgotten_billed -= record.billed
+        record = state.jobs.get(event.job)
+        if record is not None and record.state is JobState.FAILED:
+            self._resubmit(record, "resubmitted")
+
+    def _resubmit(self, record: JobRecord, cause: str) -> None:
+        self.state.over.pop(record.request.id, None)
+        record.resubmissions += 1
+        record.to(JobState.SUBMITTED, self.now_ns, cause)
+        self._consider(record)
+
+    def _forgotten(self, event: e.JobsForgotten) -> None:
+        for job in event.jobs:
+            if job in self.state.over:
+                del self.state.over[job]
+                self.state.forgotten_billed += self.state.jobs.pop(job).billed
+
+    def _consider(self, record: JobRecord) -> None:
+        """Reject a job that can never run, time a job of unknown length, place a job that fits, and queue any other."""
+        job = record.request.id
+        if record.request.plan is None:
+            record.to(JobState.PROFILING, self.now_ns, "its phases are not known yet")
+            self.timers.set("profile", job, self.now_ns, self.limits.profile_ns)
+            self._tell(c.ProfileJob(job=job))
+            return
+        problem = self._problem(record.request)
+        if problem:
+            self._reject(job, problem)
+            return
+        self.state.placements += 1
+        choice = self.policies.placement.place(record.request, self)
+        if choice is None:
+            record.to(JobState.QUEUED, self.now_ns, self._short_of(record.request))
+            self.timers.set("queue", job, self.now_ns, self.limits.queue_ns)
+        else:
+            self._place(record, choice)
+
+    def _problem(self, request: JobRequest) -> str:
+        """Return why no pool of this kind can ever take the job; empty if one can."""
+        for phase, nodes, host_bytes in (
+            (_ROLLOUT, request.rollout_nodes, request.rollout_bytes),
+            (_TRAIN, request.train_nodes, request.train_bytes),
+        ):
+            memory = self.spec.kind(phase).memory_bytes
+            if host_bytes > memory:
+                return f"it fits no {phase} node: needed {host_bytes} bytes of host memory; largest: {memory}"
+            there_are = max(sum(node.phase is phase for node in self.state.nodes.values()), self._at_first(phase))
+            if nodes > there_are:
+                return f"it fits no pool of this size: needed {nodes} {phase} nodes; largest: {there_are}"
+        if request.plan is not None and request.alone_ns > request.limit_ns:
+            least = -(-request.alone_ns * 1000 // request.plan.solo_ns) / 1000
+            return (
+                f"it cannot keep its slo of {request.slo:.6g} even alone, switching included; it could keep {least:.6g}"
+            )
+        return ""
+
+    def _at_first(self, phase: PhaseKind) -> int:
+        return self.spec.rollout_nodes if phase is _ROLLOUT else self.spec.train_nodes
+
+    def _short_of(self, request: JobRequest) -> str:
+        return (
+            f"no group takes it, and of {request.rollout_nodes} rollout and {request.train_nodes} train nodes for one "
+            f"of its own {self.free_rollout} and {self.free_train} are free"
+        )
+
+    def _place(self, record: JobRecord, choice: PlacementChoice) -> None:
+        job = record.request.id
+        self.timers.clear("queue", job)
+        seat = self._seat(record, choice, None)
+        record.seat, record.how = seat, choice.how
+        record.accepted_ns, record.accepted_steps = self.now_ns, record.steps_done
+        record.to(JobState.PLACED, self.now_ns, f"{choice.how} in {seat.group}")
+        self._start(record, restart=record.steps_done > 0)
+        self._look_for_moves(seat.group)
+
+    def _seat(self, record: JobRecord, choice: PlacementChoice, limit_ns: Nanoseconds | None) -> Seat:
+        """Make the job a member of the group that was chosen for it."""
+        state = self.state
+        if choice.group is None:
+            state.group_numbers += 1
+            name = f"group-{state.group_numbers}"
+            group = JobGroup(name=name, train=self._take(_TRAIN, choice.new_train, name), rollout=())
+            state.groups[name], state.billed_ns[name] = group, self.now_ns
+        else:
+            name, group = choice.group, state.groups[choice.group]
+            self.books.bill(name, self.now_ns)
+        new = self._take(_ROLLOUT, choice.new_rollout, name)
+        group.rollout = (*group.rollout, *new)
+        nodes = (*choice.rollout, *new)
+        group.members[record.request.id] = planned(record.request, len(group.train), nodes, limit_ns)
+        group.follow(self.policies.placement.cycle)
+        for node in nodes:
+            state.nodes[node].residents[record.request.id] = record.request.rollout_bytes
+        for node in group.train:
+            state.nodes[node].residents[record.request.id] = record.request.train_bytes
+        return Seat(name, nodes)
+
+    def _start(self, record: JobRecord, *, restart: bool) -> None:
+        assert record.seat is not None
+        self.state.placements += 1
+        record.placement = self.state.placements
+        job = record.request.id
+        train = self.state.groups[record.seat.group].train
+        self.timers.set("start", job, self.now_ns, self.limits.start_ns + record.request.restart_ns)
+        self._tell(c.StartJob(job=job, seat=record.seat, train=train, placement=record.placement, restart=restart))
+
+    def _started(self, event: e.JobStarted) -> None:
+        record = self.state.jobs.get(event.job)
+        if record is None or record.state is not JobState.PLACED or record.placement != event.placement:
+            return
+        self.timers.clear("start", event.job)
+        record.to(JobState.RUNNING, self.now_ns, "its residents are up")
+        self._rotation.join(event.job)
+
+    def _place_queued(self) -> None:
+        """Place queued jobs in the order of their arrival."""
+        for record in list(self.state.jobs.values()):
+            if record.state is JobState.QUEUED:
+                choice = self.policies.placement.place(record.request, self)
+                if choice is not None:
+                    self._place(record, choice)
+
+    # Jobs go on.
+
+    def _progressed(self, event: e.JobProgressed) -> None:
+        record = self.state.jobs.get(event.job)
+        if record is None:
+            return
+        record.steps_done = max(record.steps_done, min(event.steps_done, record.request.steps))
+        if event.rollout_ns is not None and event.train_ns is not None and record.seat is not None:
+            record.measured_ns = {_ROLLOUT: event.rollout_ns, _TRAIN: event.train_ns}
+            self._watch_drift(record)
+
+    def _asked(self, event: e.PhaseAsked) -> None:
+        record = self.state.jobs.get(event.job)
+        if record is None or not self._is_current(event.job, event.placement):
+            return
+        if record.state is JobState.RUNNING:
+            self._rotation.ask(event.job, event.phase, self.now_ns, both=event.both)
+
+    def _yielded(self, event: e.PermitYielded) -> None:
+        record = self.state.jobs.get(event.job)
+        permit = self.state.permits.get(event.permit)
+        if record is None or permit is None:
+            return
+        phase, both = permit.phase, permit.both
+        slice_ns = self._rotation.yielded(event.job, event.permit, event.switch_ns, self.now_ns)
+        if slice_ns is None or both:
+            return  # A phase with the nodes of both pools is none of the two that are planned.
+        record.phase_ns += max(0, slice_ns - event.switch_ns)
+        if event.finished:
+            before_ns = record.measured_ns.get(phase)
+            took_ns, record.phase_ns = record.phase_ns, 0
+            record.measured_ns[phase] = took_ns if before_ns is None else (3 * before_ns + took_ns) // 4
+            if phase is _TRAIN:
+                self._watch_drift(record)
+
+    def _watch_drift(self, record: JobRecord) -> None:
+        assert record.seat is not None
+        group = self.state.groups[record.seat.group]
+        measured = {
+            job: (found[_ROLLOUT], found[_TRAIN])
+            for job in group.members
+            if len(found := self.state.jobs[job].measured_ns) == len(PhaseKind)
+        }
+        job = self.policies.drift.strays(group, measured)
+        if job is not None and self.movable(job):
+            self._stop(self.state.jobs[job], "its phases have drifted from the plan")
+
+    def _stop(self, record: JobRecord, reason: str) -> None:
+        job = record.request.id
+        record.stopping = True
+        wait_ns = self.limits.stop_ns + 2 * record.request.limit_ns
+        self.timers.set("stop", job, self.now_ns, wait_ns)
+        self._tell(c.StopJob(job=job, reason=reason))
+
+    def _stop_overdue(self, job: JobId) -> None:
+        self._tell(c.EndJob(job=job, reason="it did not stop in time"))
+        self._go_on_elsewhere(self.state.jobs[job])
+
+    def _stopped(self, event: e.JobStopped) -> None:
+        record = self.state.jobs.get(event.job)
+        if record is None or not record.stopping:
+            return
+        record.steps_done = max(record.steps_done, min(event.steps_done, record.request.steps))
+        self._go_on_elsewhere(record)
+
+    def _go_on_elsewhere(self, record: JobRecord) -> None:
+        """Move a stopped job to its reserved place. Without one, it arrives anew with its measured plan."""
+        seat, record.reserved = record.reserved, None
+        if seat is None:
+            record.request = self._replanned(record)
+            record.measured_ns = {}
+            self._vacate(record)
+            record.to(JobState.SUBMITTED, self.now_ns, "placed anew with the plan that was measured")
+            self._consider(record)
+        else:
+            self._vacate(record)
+            record.seat = seat
+            record.moves += 1
+            record.to(JobState.PLACED, self.now_ns, f"moved to {seat.group}")
+            self._start(record, restart=True)
+        self._place_queued()
+
+    def _replanned(self, record: JobRecord) -> JobRequest:
+        """Return the job's request with the phase times lately measured in its group."""
+        request, measured = record.request, record.measured_ns
+        plan, seat = request.plan, record.seat
+        if plan is None or seat is None or len(measured) < len(PhaseKind):
+            return request
+        train_planned_ns = request.train_ns(len(self.state.groups[seat.group].train))
+        replanned = msgspec.structs.replace(
+            plan,
+            rollout_ns=max(1, measured[_ROLLOUT]),
+            train_ns=max(1, plan.train_ns * measured[_TRAIN] // train_planned_ns),
+        )
+        return msgspec.structs.replace(request, plan=replanned)
+
+    # Jobs leave.
+
+    def _failed(self, event: e.JobFailed) -> None:
+        if self._is_current(event.job, event.placement):
+            self._fail(event.job, event.cause)
+
+    def _is_current(self, job: JobId, placement: int | None) -> bool:
+        """Return whether a message comes from the job's last start."""
+        record = self.state.jobs.get(job)
+        return record is not None and placement in (None, record.placement)
+
+    def _fail(self, job: JobId, cause: str) -> None:
+        record = self.state.jobs.get(job)
+        if record is None or not self._over(job, JobState.FAILED, cause):
+            return
+        if record.resubmissions < record.request.max_resubmissions and record.request.plan is not None:
+            self._resubmit(record, "resubmitted after a failure")
+
+    def _cancelled(self, event: e.CancelRequested) -> None:
+        self._over(event.job, JobState.CANCELLED, "cancelled")
+
+    def _reject(self, job: JobId, reason: str) -> None:
+        """Reject a job that has never had a place. One that had, and may have a checkpoint, fails: it can be
+        resubmitted."""
+        record = self.state.jobs[job]
+        self.timers.clear("queue", job)
+        state = JobState.FAILED if record.placement else JobState.REJECTED
+        record.to(state, self.now_ns, reason)
+        self.state.over[job] = None
+        if state is JobState.REJECTED:
+            self._tell(c.RejectJob(job=job, reason=reason))
+
+    def _over(self, job: JobId, state: JobState, cause: str) -> bool:
+        """End the job in this cluster, if it has not ended."""
+        record = self.state.jobs.get(job)
+        if record is None or record.state is state or record.ended:
+            return False
+        if state is JobState.FINISHED and record.state is not JobState.RUNNING:
+            return False
+        if state is JobState.FAILED and record.state in (JobState.QUEUED, JobState.SUBMITTED):
+            return False
+        if record.state is JobState.FAILED and state is not JobState.SUBMITTED:
+            return False
+        for what in ("profile", "queue", "start"):
+            self.timers.clear(what, job)
+        if state is JobState.FINISHED:
+            record.steps_done = record.request.steps
+        elif record.seat is not None:
+            self._tell(c.EndJob(job=job, reason=cause))
+        self._vacate(record)
+        record.to(state, self.now_ns, cause)
+        self.state.over[job] = None
+        self._place_queued()
+        return True
+
+    def _vacate(self, record: JobRecord) -> None:
+        """Free everything that the job holds, including a reserved place."""
+        job = record.request.id
+        for what in ("stop", "start", "turn"):
+            self.timers.clear(what, job)
+        record.stopping = False
+        seats = [seat for seat in (record.seat, record.reserved) if seat is not None]
+        if record.seat is not None:
+            self._rotation.leave(job, self.now_ns)
+        record.seat = record.reserved = None
+        for seat in seats:
+            self._unseat(job, seat)
+
+    def _unseat(self, job: JobId, seat: Seat) -> None:
+        state, group = self.state, self.state.groups[seat.group]
+        self.books.bill(seat.group, self.now_ns)
+        for node in (*group.train, *seat.rollout):
+            state.nodes[node].residents.pop(job, None)
+        del group.members[job]
+        pinned = {node for member in group.members.values() for node in member.nodes}
+        self._give_back(group, *(node for node in group.rollout if node not in pinned))
+        if group.members:
+            group.follow(self.policies.placement.cycle)
+            self._left[seat.group] = None
+        else:
+            self._give_back(group, *group.train)
+            del state.groups[seat.group], state.billed_ns[seat.group]
+        self._look_for_moves(seat.group)
+
+    # Jobs come together.
+
+    def _look_for_moves(self, group: GroupName) -> None:
+        """Schedule a search for moves at the next wake-up. A search never delays an arrival."""
+        if group not in self.state.groups:
+            self._changed[:] = [name for name in self._changed if name != group]
+        elif group not in self._changed:
+            self._changed.append(group)
+        self.timers.set("regroup", "", self.now_ns, 1)
+
+    def _regroup(self) -> None:
+        changed, self._changed[:] = list(self._changed), []
+        for move in self.policies.placement.relocations(self, changed):
+            record = self.state.jobs[move.job]
+            assert self.movable(move.job), "a policy may move only those that run"
+            limit_ns = self.limit_after_restart_ns(move.job)
+            record.reserved = self._seat(record, move.to, limit_ns)
+            self._stop(record, move.reason)
+
+    # Residents.
+
+    def _resident_lost(self, event: e.ResidentLost) -> None:
+        """Start the process anew, without a device. A slice that it computed in ends when the job says so, or at its
+        deadline."""
+        record, node = self.state.jobs.get(event.job), self.state.nodes.get(event.node)
+        if record is not None and node is not None and event.job in node.residents:
+            self._rotation.chill(event.job, node.phase, self.now_ns)
+            self._tell(c.StartResident(job=event.job, node=event.node))
+
+    def _residency_measured(self, event: e.ResidencyMeasured) -> None:
+        """Record a resident's host memory. A resident that exceeds its declaration is ended; its neighbours are not."""
+        record, node = self.state.jobs.get(event.job), self.state.nodes.get(event.node)
+        if record is None or node is None or event.job not in node.residents:
+            return
+        declared = record.request.rollout_bytes if node.phase is _ROLLOUT else record.request.train_bytes
+        if event.host_bytes > declared:
+            reason = f"it holds {event.host_bytes} bytes of host memory on {event.node}; declared: {declared}"
+            self._tell(c.KillResident(job=event.job, node=event.node, reason=reason))
+            self._rotation.chill(event.job, node.phase, self.now_ns)
+            self._tell(c.StartResident(job=event.job, node=event.node))
+
+    def _tell(self, command: c.ClusterCommand) -> None:
+        self._out.append(command)
+
+    @property
+    def permits(self) -> Mapping[int, Permit]:
+        return self.state.permits

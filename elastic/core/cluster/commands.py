@@ -1,0 +1,102 @@
+"""The commands of a cluster. The shell carries them out in order and reports the results as events."""
+
+from typing import TypeAlias
+
+import msgspec
+
+from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, Seat
+
+
+class _ClusterCommand(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    pass
+
+
+class ProfileJob(_ClusterCommand, frozen=True):
+    """Time one step of the job; answered by `JobProfiled` or `JobFailed`."""
+
+    job: JobId
+
+
+class StartJob(_ClusterCommand, frozen=True):
+    """Start the job's residents on these nodes, from its checkpoint if it has one; answered by `JobStarted`."""
+
+    job: JobId
+    seat: Seat
+    train: tuple[NodeId, ...]
+    placement: int
+    restart: bool
+
+
+class StopJob(_ClusterCommand, frozen=True):
+    """Stop the job at its step's end and keep its checkpoint; answered by `JobStopped`."""
+
+    job: JobId
+    reason: str
+
+
+class EndJob(_ClusterCommand, frozen=True):
+    """End every process of the job now. The cluster ignores the job's messages from here on."""
+
+    job: JobId
+    reason: str
+
+
+class RejectJob(_ClusterCommand, frozen=True):
+    job: JobId
+    reason: str
+
+
+class GrantPermit(_ClusterCommand, frozen=True):
+    """The slice begins. With `both` the nodes are those of rollouts and of training."""
+
+    job: JobId
+    permit: int
+    phase: PhaseKind
+    nodes: tuple[NodeId, ...]
+    deadline_ns: Nanoseconds
+    both: bool = False
+
+
+class RecallPermit(_ClusterCommand, frozen=True):
+    """Ask the phase to park its state and to yield before `until_ns`. After that its residents are killed."""
+
+    job: JobId
+    permit: int
+    until_ns: Nanoseconds
+
+
+class MoveTail(_ClusterCommand, frozen=True):
+    """Move the phase's last responses to `nodes` and free the other nodes; answered by `TailMoved`."""
+
+    job: JobId
+    permit: int
+    nodes: tuple[NodeId, ...]
+
+
+class KillResident(_ClusterCommand, frozen=True):
+    """End the job's process on this node at once."""
+
+    job: JobId
+    node: NodeId
+    reason: str
+
+
+class StartResident(_ClusterCommand, frozen=True):
+    """Start the job's process on this node anew. It has no device before its job's turn."""
+
+    job: JobId
+    node: NodeId
+
+
+ClusterCommand: TypeAlias = (
+    ProfileJob
+    | StartJob
+    | StopJob
+    | EndJob
+    | RejectJob
+    | GrantPermit
+    | RecallPermit
+    | MoveTail
+    | KillResident
+    | StartResident
+)

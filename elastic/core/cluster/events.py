@@ -1,0 +1,179 @@
+"""What happens to a cluster. Every event is immutable, journaled, and enough to replay the cluster."""
+
+from typing import TypeAlias
+
+import msgspec
+
+from elastic.core.cluster.state import JobRecord
+from elastic.core.cluster.types import JobId, JobRequest, Nanoseconds, NodeId, PhaseKind, PhasePlan
+
+
+class _ClusterEvent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    pass
+
+
+class TimePassed(_ClusterEvent, frozen=True):
+    """Time has reached the cluster's wake-up; nothing else happened."""
+
+
+class NodeJoined(_ClusterEvent, frozen=True):
+    node: NodeId
+    phase: PhaseKind
+
+
+class NodeLost(_ClusterEvent, frozen=True):
+    """The node and every resident on it are gone."""
+
+    node: NodeId
+
+
+class JobSubmitted(_ClusterEvent, frozen=True):
+    request: JobRequest
+
+
+class JobProfiled(_ClusterEvent, frozen=True):
+    """One timed step of the job itself."""
+
+    job: JobId
+    plan: PhasePlan
+
+
+class JobStarted(_ClusterEvent, frozen=True):
+    """The job's residents are up on the nodes of its placement. `placement` is the number in the command."""
+
+    job: JobId
+    placement: int
+
+
+class JobProgressed(_ClusterEvent, frozen=True):
+    """`steps_done` steps are done in all. The durations are those of the job's latest phases, if it reports them."""
+
+    job: JobId
+    steps_done: int
+    rollout_ns: Nanoseconds | None = None
+    train_ns: Nanoseconds | None = None
+
+
+class JobFinished(_ClusterEvent, frozen=True):
+    job: JobId
+
+
+class JobFailed(_ClusterEvent, frozen=True):
+    """`placement` is the number of the start that failed; the failure of an older start is ignored. None for no
+    start."""
+
+    job: JobId
+    cause: str
+    placement: int | None = None
+
+
+class CancelRequested(_ClusterEvent, frozen=True):
+    job: JobId
+
+
+class ResubmitRequested(_ClusterEvent, frozen=True):
+    """A failed job arrives anew and goes on from its last checkpoint.
+
+    `forgotten` is its record if the cluster has forgotten the job, without what it owes. `billed` is that, in digits:
+    msgpack takes no number of that length.
+    """
+
+    job: JobId
+    forgotten: JobRecord | None = None
+    billed: str = "0"
+
+    @classmethod
+    def of_forgotten(cls, record: JobRecord) -> "ResubmitRequested":
+        return cls(
+            job=record.request.id, forgotten=msgspec.structs.replace(record, billed=0), billed=str(record.billed)
+        )
+
+
+class JobsForgotten(_ClusterEvent, frozen=True):
+    """These jobs are over and kept elsewhere: they leave the cluster's state."""
+
+    jobs: tuple[JobId, ...]
+
+
+class JobStopped(_ClusterEvent, frozen=True):
+    """A job that was told to stop has freed everything at a step's end. Its checkpoint has `steps_done` steps."""
+
+    job: JobId
+    steps_done: int
+
+
+class PhaseAsked(_ClusterEvent, frozen=True):
+    """The job can begin this phase now. `placement` is the number of the job's start, if known.
+
+    With `both` the job needs the nodes of both pools at once, and takes a turn of training whatever `phase` says.
+    """
+
+    job: JobId
+    phase: PhaseKind
+    placement: int | None = None
+    both: bool = False
+
+
+class PermitYielded(_ClusterEvent, frozen=True):
+    """The phase has parked its state and left its nodes. `finished`: the phase needs no further slice.
+
+    `switch_ns` is the part of the slice that resuming and parking took.
+    """
+
+    job: JobId
+    permit: int
+    finished: bool
+    switch_ns: Nanoseconds = 0
+
+
+class RolloutProgressed(_ClusterEvent, frozen=True):
+    """`done` of the phase's responses are done."""
+
+    job: JobId
+    permit: int
+    done: int
+    of: int
+
+
+class TailMoved(_ClusterEvent, frozen=True):
+    """The phase's last responses run on the nodes that `MoveTail` named. The other nodes are free."""
+
+    job: JobId
+    permit: int
+
+
+class ResidentLost(_ClusterEvent, frozen=True):
+    """A job's process on a node is gone. Its work goes on elsewhere, or in a new process."""
+
+    job: JobId
+    node: NodeId
+    cause: str
+
+
+class ResidencyMeasured(_ClusterEvent, frozen=True):
+    job: JobId
+    node: NodeId
+    host_bytes: int
+
+
+ClusterEvent: TypeAlias = (
+    TimePassed
+    | NodeJoined
+    | NodeLost
+    | JobSubmitted
+    | JobProfiled
+    | JobStarted
+    | JobProgressed
+    | JobFinished
+    | JobFailed
+    | CancelRequested
+    | ResubmitRequested
+    | JobsForgotten
+    | JobStopped
+    | PhaseAsked
+    | PermitYielded
+    | RolloutProgressed
+    | TailMoved
+    | ResidentLost
+    | ResidencyMeasured
+)

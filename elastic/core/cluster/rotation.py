@@ -1,0 +1,316 @@
+"""Turns of jobs within a group: permits in a fixed cyclic order.
+
+- A phase may begin once its job has asked, all of its nodes are free, and every job before it in the order has had its
+  turn of this cycle on those nodes. Turns are counted by job and phase; a job has a turn or lets it pass.
+- Other jobs wait for a late job until a named deadline, and then skip it once; they skip it at once while a lost
+  resident of it starts anew. A job whose resident was lost asks again.
+- A turn in which residents start cold may take as long as a restart of the job besides.
+- A phase that overruns its plan is told to give way, and killed if it does not. Its rest goes on in the next turn.
+- A phase that needs both pools takes a turn of training that closes the cycle's rollouts: it begins with all of its
+  nodes at once, after every job has rolled out on the shared nodes and before any begins its next rollout there. Turns
+  follow one another, so no two jobs wait for each other.
+- A rollout's tail may stay on some of its nodes. The next job begins on the other nodes and gets the rest when the tail
+  ends.
+
+Source: Weave §4.3, with a fixed order instead of its FIFO queues (§5.1). In a fixed order a phase that ends early
+delays no job.
+"""
+
+from collections.abc import Callable, Iterable
+
+from elastic.core.cluster import commands as c
+from elastic.core.cluster.books import Books
+from elastic.core.cluster.groups import JobGroup, PlannedMember
+from elastic.core.cluster.policy import SliceView, TailPolicy
+from elastic.core.cluster.state import ClusterState, JobRecord
+from elastic.core.cluster.types import DeviceAccount, GroupName, JobId, Nanoseconds, NodeId, Permit, PhaseKind, WaitLimits
+from elastic.core.timers import Timers
+
+_ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+
+
+class Rotation:
+    def __init__(
+        self,
+        state: ClusterState,
+        books: Books,
+        timers: Timers,
+        limits: WaitLimits,
+        tail: TailPolicy,
+        tell: Callable[[c.ClusterCommand], None],
+    ) -> None:
+        self._state, self._books, self._timers, self._limits = state, books, timers, limits
+        self._tail, self._tell = tail, tell
+
+    def join(self, job: JobId) -> None:
+        """Add the job to the present cycle, at the end of the order."""
+        record = self._state.jobs[job]
+        group = self._group(record)
+        others = [self._state.jobs[other].turns for other in group.members if self._takes_part(other, group)]
+        had = min((min(turns.values()) for turns in others), default=0)
+        record.turns = {_ROLLOUT: had, _TRAIN: had}
+        record.cold, record.down = [_ROLLOUT, _TRAIN], []
+        record.asked, record.asked_both = None, False
+
+    def leave(self, job: JobId, now_ns: Nanoseconds) -> None:
+        """Free everything that the job holds, and stop waiting for it."""
+        record = self._state.jobs[job]
+        if record.permit is not None:
+            self._end(self._state.permits[record.permit], now_ns)
+        record.turns, record.asked, record.asked_both, record.cold, record.down = {}, None, False, [], []
+
+    def chill(self, job: JobId, phase: PhaseKind, now_ns: Nanoseconds) -> None:
+        """Note that a resident of this phase has to start anew. A turn of this phase that the job waits for is
+        forgotten, so that other jobs go on; the job asks again."""
+        record = self._state.jobs[job]
+        if not record.turns:
+            return
+        if phase not in record.cold:
+            record.cold.append(phase)
+        if phase not in record.down:
+            record.down.append(phase)
+        if record.asked is not None and (record.asked_both or record.asked is phase):
+            record.asked, record.asked_both = None, False
+            self.grant(self._group(record), now_ns)
+
+    def ask(self, job: JobId, phase: PhaseKind, now_ns: Nanoseconds, *, both: bool = False) -> None:
+        """Queue the job's phase. A job that trains twice in a row skips its rollout, and vice versa: a cycle has one
+        of each."""
+        record = self._state.jobs[job]
+        if not record.turns or record.permit is not None:
+            return
+        record.asked, record.asked_both = _TRAIN if both else phase, both
+        record.down = [lost for lost in record.down if not both and lost is not phase]
+        turns = record.turns
+        if record.asked is _ROLLOUT:
+            turns[_TRAIN] = max(turns[_TRAIN], turns[_ROLLOUT])
+        elif turns[_ROLLOUT] <= turns[_TRAIN]:
+            turns[_ROLLOUT] = turns[_TRAIN] + 1
+        self._timers.clear("turn", job)
+        self.grant(self._group(record), now_ns)
+
+    def yielded(self, job: JobId, number: int, switch_ns: Nanoseconds, now_ns: Nanoseconds) -> Nanoseconds | None:
+        """End the slice; returns its length in nanoseconds, or None if the permit does not count any more."""
+        permit = self._state.permits.get(number)
+        if permit is None or permit.job != job:
+            return None
+        for node in permit.nodes:
+            self._books.settle(self._state.nodes[node], now_ns)
+            self._books.switched(self._state.nodes[node], min(switch_ns, now_ns - permit.since_ns))
+        self._end(permit, now_ns)
+        record = self._state.jobs[job]
+        record.turns[permit.phase] += 1
+        self.grant(self._group(record), now_ns)
+        return now_ns - permit.since_ns
+
+    def recall(self, number: int, now_ns: Nanoseconds) -> None:
+        """Recall a permit whose phase has overrun its plan."""
+        permit = self._state.permits[number]
+        permit.recalled = True
+        until_ns = now_ns + self._limits.notice_ns
+        self._tell(c.RecallPermit(job=permit.job, permit=number, until_ns=until_ns))
+        self._timers.set("yield", str(number), now_ns, self._limits.notice_ns)
+
+    def kill(self, number: int, now_ns: Nanoseconds) -> None:
+        """End a permit whose phase did not give way. Its residents die, and the cycle goes on."""
+        permit = self._state.permits[number]
+        for node_id in permit.nodes:
+            node = self._state.nodes[node_id]
+            self._books.settle(node, now_ns)
+            self._tell(c.KillResident(job=permit.job, node=node_id, reason=f"permit {number} was not yielded in time"))
+            held_ns = min(self._limits.notice_ns, node.accounts_ns.get(DeviceAccount.SLICE, 0))
+            node.accounts_ns[DeviceAccount.SLICE] -= held_ns
+            node.accounts_ns[DeviceAccount.DOWN] = node.accounts_ns.get(DeviceAccount.DOWN, 0) + held_ns
+        self._end(permit, now_ns)
+        record = self._state.jobs[permit.job]
+        record.turns[permit.phase] += 1
+        for phase in PhaseKind if permit.both else (permit.phase,):
+            self.chill(permit.job, phase, now_ns)
+        for node_id in permit.nodes:
+            self._tell(c.StartResident(job=permit.job, node=node_id))
+        self.grant(self._group(record), now_ns)
+
+    def pass_over(self, job: JobId, now_ns: Nanoseconds) -> None:
+        """Skip one due turn of a job for which others have waited long enough."""
+        record = self._state.jobs[job]
+        turns = record.turns
+        if turns[_ROLLOUT] > turns[_TRAIN]:
+            turns[_TRAIN] += 1
+        else:
+            turns[_ROLLOUT] += 1
+            turns[_TRAIN] += 1
+        self.grant(self._group(record), now_ns)
+
+    def progressed(self, job: JobId, number: int, done: int, of: int, now_ns: Nanoseconds) -> None:
+        """Move the rollout's tail to fewer nodes if the rollout has come to its tail and other jobs wait for its
+        nodes."""
+        permit = self._state.permits.get(number)
+        if permit is None or permit.job != job or permit.phase is not _ROLLOUT or permit.tail_nodes or permit.recalled:
+            return
+        record = self._state.jobs[job]
+        group = self._group(record)
+        view = SliceView(
+            done=done,
+            of=of,
+            nodes=permit.nodes,
+            waiting_ns=self._waiting_ns(group, job, permit.nodes),
+            left_ns=max(0, permit.since_ns + group.members[job].rollout_ns - now_ns),
+            planned_ns=group.members[job].rollout_ns,
+            shortens_ns=max(0, group.rollout_load_ns(permit.nodes) - max(group.train_ns, group.longest_ns)),
+        )
+        kept = self._tail.keeps(view)
+        if kept and set(kept) < set(permit.nodes):
+            permit.tail_nodes = kept
+            self._tell(c.MoveTail(job=job, permit=number, nodes=kept))
+
+    def tail_moved(self, job: JobId, number: int, now_ns: Nanoseconds) -> None:
+        permit = self._state.permits.get(number)
+        if permit is None or permit.job != job or not permit.tail_nodes or permit.nodes == permit.tail_nodes:
+            return
+        for node_id in permit.nodes:
+            if node_id not in permit.tail_nodes:
+                self._free(node_id, now_ns)
+        permit.nodes = permit.tail_nodes
+        self.grant(self._group(self._state.jobs[job]), now_ns)
+
+    def grant(self, group: JobGroup, now_ns: Nanoseconds) -> None:
+        """Begin every turn that is due. Set a deadline for a job that others wait for and that has not asked."""
+        for job, member in group.members.items():
+            record = self._state.jobs[job]
+            if record.asked is None or not self._takes_part(job, group):
+                continue
+            phase, both = record.asked, record.asked_both
+            nodes = member.nodes if phase is _ROLLOUT else (*member.nodes, *group.train) if both else group.train
+            before = self._before(group, job, phase, nodes)
+            if before:
+                self._wait_for(group, before, now_ns)
+                continue
+            free = tuple(node for node in nodes if self._state.nodes[node].permit is None)
+            if len(free) == len(nodes) or (free and not both and self._only_tails(nodes)):
+                self._begin(record, member, phase, free, now_ns)
+        self._widen(group, now_ns)
+
+    def _before(self, group: JobGroup, job: JobId, phase: PhaseKind, nodes: Iterable[NodeId]) -> list[JobId]:
+        """Return the members whose turn on one of these nodes comes before the job's. A tail counts as over."""
+        mine, found, passed = self._state.jobs[job], list[JobId](), False
+        own, rolled_out, wanted = mine.turns[phase], mine.turns[_ROLLOUT], set(nodes)
+        for other, member in group.members.items():
+            if other == job:
+                passed = True
+                continue
+            record = self._state.jobs[other]
+            shares = not wanted.isdisjoint(member.nodes)
+            if not self._takes_part(other, group) or (phase is _ROLLOUT and not shares):
+                continue
+            had = record.turns[phase]
+            if record.permit is not None:
+                permit = self._state.permits[record.permit]
+                had += int(bool(permit.tail_nodes) and permit.nodes == permit.tail_nodes and permit.phase is phase)
+            rolls_out_first = mine.asked_both and shares and record.turns[_ROLLOUT] < rolled_out
+            closes_rollouts = phase is _ROLLOUT and record.asked_both and record.turns[_TRAIN] < own
+            if had < own or (had == own and not passed) or rolls_out_first or closes_rollouts:
+                found.append(other)
+        return found
+
+    def _wait_for(self, group: JobGroup, before: Iterable[JobId], now_ns: Nanoseconds) -> None:
+        for job in before:
+            record = self._state.jobs[job]
+            if record.asked is None and record.permit is None and not self._timers.waiting("turn", job):
+                member, turns = group.members[job], record.turns
+                due = _TRAIN if turns[_ROLLOUT] > turns[_TRAIN] else _ROLLOUT
+                late_ns = 0 if due in record.down else member.sync_ns + int(self._limits.late_share * member.solo_ns)
+                self._timers.set("turn", job, now_ns, late_ns)
+
+    def _only_tails(self, nodes: Iterable[NodeId]) -> bool:
+        held = [permit for node in nodes if (permit := self._state.nodes[node].permit) is not None]
+        return all(self._state.permits[number].nodes == self._state.permits[number].tail_nodes for number in held)
+
+    def _begin(
+        self, record: JobRecord, member: PlannedMember, phase: PhaseKind, nodes: tuple[NodeId, ...], now_ns: Nanoseconds
+    ) -> None:
+        state, job = self._state, record.request.id
+        state.permit_numbers += 1
+        number, both = state.permit_numbers, record.asked_both
+        # A phase with both pools is not planned: it has as long as a step alone, which no cycle is shorter than.
+        planned_ns = member.alone_ns if both else member.rollout_ns if phase is _ROLLOUT else member.train_ns
+        length_ns = planned_ns + int(self._limits.overrun_share * planned_ns)
+        if warmed := [cold for cold in record.cold if both or cold is phase]:
+            record.cold = [cold for cold in record.cold if cold not in warmed]
+            length_ns += record.request.restart_ns
+        deadline_ns = now_ns + length_ns
+        permit = Permit(
+            number=number, job=job, phase=phase, nodes=nodes, since_ns=now_ns, deadline_ns=deadline_ns, both=both
+        )
+        state.permits[number] = permit
+        record.permit, record.asked, record.asked_both = number, None, False
+        for node in nodes:
+            self._hold(node, permit, now_ns)
+        self._timers.set("permit", str(number), now_ns, length_ns)
+        self._tell(c.GrantPermit(job=job, permit=number, phase=phase, nodes=nodes, deadline_ns=deadline_ns, both=both))
+
+    def _widen(self, group: JobGroup, now_ns: Nanoseconds) -> None:
+        """Give a tail's nodes, once they are free, to the job that began beside the tail."""
+        for job, member in group.members.items():
+            number = self._state.jobs[job].permit if self._takes_part(job, group) else None
+            permit = None if number is None else self._state.permits[number]
+            if permit is None or permit.phase is not _ROLLOUT or permit.tail_nodes or permit.recalled:
+                continue
+            more = [
+                node for node in member.nodes if node not in permit.nodes and self._state.nodes[node].permit is None
+            ]
+            if more:
+                permit.nodes = tuple(node for node in member.nodes if node in permit.nodes or node in more)
+                for node in more:
+                    self._hold(node, permit, now_ns)
+                self._tell(
+                    c.GrantPermit(
+                        job=job,
+                        permit=permit.number,
+                        phase=permit.phase,
+                        nodes=permit.nodes,
+                        deadline_ns=permit.deadline_ns,
+                    )
+                )
+
+    def _hold(self, node_id: NodeId, permit: Permit, now_ns: Nanoseconds) -> None:
+        node = self._state.nodes[node_id]
+        node.permit = permit.number
+        self._books.turn_to(node, DeviceAccount.SLICE, now_ns, permit.job)
+
+    def _free(self, node_id: NodeId, now_ns: Nanoseconds) -> None:
+        node = self._state.nodes.get(node_id)
+        if node is not None:
+            node.permit = None
+            self._books.turn_to(node, DeviceAccount.IDLE, now_ns)
+
+    def _end(self, permit: Permit, now_ns: Nanoseconds) -> None:
+        del self._state.permits[permit.number]
+        self._state.jobs[permit.job].permit = None
+        for what in ("permit", "yield"):
+            self._timers.clear(what, str(permit.number))
+        for node in permit.nodes:
+            self._free(node, now_ns)
+
+    def _waiting_ns(self, group: JobGroup, job: JobId, nodes: Iterable[NodeId]) -> Nanoseconds:
+        """Return the planned rollout of the first member that waits for one of these nodes; 0 if none waits."""
+        wanted = set(nodes)
+        for other, member in group.members.items():
+            if other == job or not self._takes_part(other, group) or wanted.isdisjoint(member.nodes):
+                continue
+            if self._state.jobs[other].asked is _ROLLOUT:
+                return member.rollout_ns
+        return 0
+
+    def _takes_part(self, job: JobId, group: JobGroup) -> bool:
+        """Return whether the job runs in this group, not only has a reserved place there."""
+        record = self._state.jobs[job]
+        return bool(record.turns) and record.seat is not None and record.seat.group == group.name
+
+    def _group(self, record: JobRecord) -> JobGroup:
+        assert record.seat is not None
+        return self._state.groups[record.seat.group]
+
+    def resume(self, name: GroupName, now_ns: Nanoseconds) -> None:
+        """Grant turns that may have become due after a change of the group."""
+        if name in self._state.groups:
+            self.grant(self._state.groups[name], now_ns)

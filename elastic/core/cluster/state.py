@@ -1,0 +1,156 @@
+"""Everything that a cluster remembers, as plain records. Hashes and replays compare these records."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from elastic.core.cluster.groups import JobGroup
+from elastic.core.cluster.types import (
+    DeviceAccount,
+    GroupName,
+    JobId,
+    JobRequest,
+    JobState,
+    Nanoseconds,
+    NodeId,
+    Permit,
+    PhaseKind,
+    Seat,
+)
+
+_S = JobState
+
+LEGAL_NEXT: Mapping[JobState, frozenset[JobState]] = {
+    _S.SUBMITTED: frozenset({_S.PROFILING, _S.QUEUED, _S.PLACED, _S.REJECTED, _S.FAILED, _S.CANCELLED}),
+    _S.PROFILING: frozenset({_S.QUEUED, _S.PLACED, _S.REJECTED, _S.FAILED, _S.CANCELLED}),
+    _S.QUEUED: frozenset({_S.PLACED, _S.REJECTED, _S.FAILED, _S.CANCELLED}),
+    _S.PLACED: frozenset({_S.RUNNING, _S.SUBMITTED, _S.FAILED, _S.CANCELLED}),
+    _S.RUNNING: frozenset({_S.PLACED, _S.SUBMITTED, _S.FINISHED, _S.FAILED, _S.CANCELLED}),
+    _S.FAILED: frozenset({_S.SUBMITTED}),
+    _S.FINISHED: frozenset(),
+    _S.CANCELLED: frozenset(),
+    _S.REJECTED: frozenset(),
+}
+STORY_LENGTH_MAX = 24
+"""Entries of a job's story that are kept: the latest, enough to explain its state."""
+
+
+class JobChapter(msgspec.Struct, frozen=True):
+    at_ns: Nanoseconds
+    state: JobState
+    cause: str
+
+
+class IllegalJobTransition(AssertionError):
+    """The cluster has tried a job transition that does not exist: always a bug of Elastic, never bad input."""
+
+
+class JobRecord(msgspec.Struct, kw_only=True):
+    """The state of one job in this cluster.
+
+    - `arrival`: how many jobs had come by then, itself included. It never changes, and no other job has it.
+    - `reserved`: the place that the job moves to once it has stopped. `placement`: the number of its last start.
+    - `accepted_ns`, `accepted_steps`: the time from which its SLO counts, and the steps done by then.
+    - `turns`: the turns of each phase that it has had or skipped; empty while it is not part of a cycle.
+    - `asked`: the phase for which it waits. `asked_both`: it needs the nodes of both pools, in a turn of training.
+    - `cold`: phases whose residents have started since their last turn. `down`: phases for which it has not asked since
+      a resident of theirs was lost.
+    - `measured_ns`: the latest durations of its phases, without switching.
+    - `billed`: what it owes, in nano-dollars times nanoseconds per hour.
+    """
+
+    request: JobRequest
+    arrival: int = 0
+    state: JobState = JobState.SUBMITTED
+    reason: str = ""
+    story: list[JobChapter] = []
+    seat: Seat | None = None
+    reserved: Seat | None = None
+    placement: int = 0
+    stopping: bool = False
+    steps_done: int = 0
+    accepted_ns: Nanoseconds = 0
+    accepted_steps: int = 0
+    how: str = ""
+    moves: int = 0
+    resubmissions: int = 0
+    turns: dict[PhaseKind, int] = {}
+    asked: PhaseKind | None = None
+    asked_both: bool = False
+    permit: int | None = None
+    cold: list[PhaseKind] = []
+    down: list[PhaseKind] = []
+    measured_ns: dict[PhaseKind, Nanoseconds] = {}
+    phase_ns: Nanoseconds = 0
+    billed: int = 0
+
+    @property
+    def steps_left(self) -> int:
+        return max(1, self.request.steps - self.steps_done)
+
+    @property
+    def ended(self) -> bool:
+        return not LEGAL_NEXT[self.state]
+
+    @property
+    def over(self) -> bool:
+        """Whether the job does nothing more unless it is submitted again."""
+        return self.ended or self.state is JobState.FAILED
+
+    def to(self, state: JobState, now_ns: Nanoseconds, cause: str) -> None:
+        """Enter a transition into the job's story; raises `IllegalJobTransition` unless `state` may follow."""
+        if state not in LEGAL_NEXT[self.state]:
+            told = "; ".join(f"{chapter.at_ns / 1e9:.3f} s {chapter.state} ({chapter.cause})" for chapter in self.story)
+            raise IllegalJobTransition(f"job {self.request.id}: {self.state} → {state} ({cause}); before: {told}")
+        self.state, self.reason = state, cause
+        self.story.append(JobChapter(now_ns, state, cause))
+        del self.story[:-STORY_LENGTH_MAX]
+
+
+class NodeRecord(msgspec.Struct, kw_only=True):
+    """A node: its group, the job that computes on it, and where its time went.
+
+    - `accounts_ns` sum to the time from `opened_ns` to `settled_ns`. `account` has the time since then.
+    - `used_ns`: each member's use since the group's bill was last settled.
+    - `own_since_ns`: since when the node has been in no group. `own_ns`: how long it was in none before that.
+    - `residents`: host memory by job: the declared or the measured size, whichever is larger.
+    """
+
+    id: NodeId
+    phase: PhaseKind
+    opened_ns: Nanoseconds
+    settled_ns: Nanoseconds
+    account: DeviceAccount = DeviceAccount.IDLE
+    accounts_ns: dict[DeviceAccount, Nanoseconds] = {}
+    used_ns: dict[JobId, Nanoseconds] = {}
+    group: GroupName | None = None
+    own_since_ns: Nanoseconds = 0
+    own_ns: Nanoseconds = 0
+    permit: int | None = None
+    user: JobId | None = None
+    residents: dict[JobId, int] = {}
+
+
+class ClusterState(msgspec.Struct, kw_only=True):
+    """`free` holds the nodes of no group, by phase, in the order in which they became free. `over` holds the jobs that
+    are over and not forgotten, in the order in which they ended."""
+
+    jobs: dict[JobId, JobRecord] = {}
+    over: dict[JobId, None] = {}
+    groups: dict[GroupName, JobGroup] = {}
+    nodes: dict[NodeId, NodeRecord] = {}
+    free: dict[PhaseKind, dict[NodeId, None]] = {}
+    permits: dict[int, Permit] = {}
+    billed_ns: dict[GroupName, Nanoseconds] = {}
+    """The time until which each group's bills are settled."""
+    permit_numbers: int = 0
+    placements: int = 0
+    arrivals: int = 0
+    group_numbers: int = 0
+    pool_billed: int = 0
+    """The cost of groups beyond what their members owe, and of nodes in no group, in nano-dollars times nanoseconds
+    per hour."""
+    forgotten_billed: int = 0
+    """What forgotten jobs owe, in the same unit."""
+    lost_cost: int = 0
+    """The cost of nodes that are gone, in the same unit."""

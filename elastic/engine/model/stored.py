@@ -1,0 +1,196 @@
+"""What a Hugging Face checkpoint directory has to have, and has, by its config and the headers of its files.
+
+Without the models' library, which takes seconds to import: so whoever only starts a run can check its policy.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from elastic.system.given import read_text
+from elastic.engine.model.config import ModelConfigError, Qwen3Config
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+EMBEDDING, TIED = "model.embed_tokens.weight", "lm_head.weight"
+PLAIN_TYPES = ("BF16", "F16", "F32", "F64")
+"""Types of weights that are values by themselves; quantised ones are some only with their scales."""
+COMPARED_BYTES = 16 * 1024 * 1024
+_LENGTH_BYTES = 8
+"""Of the header's length, before the header of a safetensors file."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be read or written, or does not match its config; names the file or tensor."""
+
+
+class StoredTensor(NamedTuple):
+    """What a file's header says of a tensor: its values are the bytes of `path` from `begin` to `end`."""
+
+    path: Path
+    type: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_config(directory: Path) -> Qwen3Config:
+    """The model's shape, and the tokens at which it ends, also those of `generation_config.json`. Raises
+    `CheckpointError`."""
+    path, raw = directory / CONFIG_FILE, _read_json(directory / CONFIG_FILE)
+    try:
+        if (directory / GENERATION_CONFIG_FILE).exists():
+            path = directory / GENERATION_CONFIG_FILE
+            raw = {**raw, "eos_token_id": with_ends(raw.get("eos_token_id"), _read_json(path).get("eos_token_id"))}
+        return Qwen3Config.from_dict(raw)
+    except ModelConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def with_ends(ends: Any, more: Any) -> Any:
+    """Return the end tokens that a model's config and its generation config name together: none, one or a list."""
+    listed = [*(ends if isinstance(ends, list) else [] if ends is None else [ends])]
+    listed += [one for one in (more if isinstance(more, list) else [] if more is None else [more]) if one not in listed]
+    return None if not listed else listed[0] if len(listed) == 1 else listed
+
+
+def parameter_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every stored parameter; a tied `lm_head.weight` is stored once, as the embedding."""
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "self_attn.q_norm": (head,),
+        "self_attn.k_norm": (head,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for number in range(config.num_hidden_layers):
+        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    return shapes if config.tie_word_embeddings else shapes | {TIED: (config.vocab_size, hidden)}
+
+
+def check_stored(directory: Path) -> tuple[Qwen3Config, int]:
+    """Return the config and the number of parameters of a checkpoint whose files have all of them, in their shapes.
+
+    Of their values only those of a head beside a tied embedding are read. Raises `CheckpointError` as reading all of
+    them would.
+    """
+    config = read_config(directory)
+    stored = stored_tensors(directory)
+    check_values(directory, stored, tied=config.tie_word_embeddings)
+    found = {name: tensor.shape for name, tensor in stored.items()}
+    if config.tie_word_embeddings:
+        found.pop(TIED, None)
+    expected = parameter_shapes(config)
+    check_shapes(directory, found, expected)
+    return config, sum(prod(shape) for shape in expected.values())
+
+
+def check_values(directory: Path, stored: Mapping[str, StoredTensor], *, tied: bool) -> None:
+    """Raises `CheckpointError` for weights that are no values by themselves, and for a head that is not the embedding
+    which the config says that it is."""
+    for name, tensor in stored.items():
+        if tensor.type not in PLAIN_TYPES:
+            raise CheckpointError(
+                f"{directory}: {name}: expected one of {', '.join(PLAIN_TYPES)}, found {tensor.type}: quantised "
+                "weights cannot be trained; name the checkpoint that they were made of"
+            )
+    head, embedding = stored.get(TIED), stored.get(EMBEDDING)
+    if tied and head is not None and embedding is not None and not _same_values(head, embedding):
+        raise CheckpointError(
+            f"{directory}: {TIED}: is another tensor than {EMBEDDING}, and {CONFIG_FILE} says that they are tied "
+            "(tie_word_embeddings): set that to false to keep both, or remove the tensor to have them tied"
+        )
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Return what the headers of a checkpoint's files say. Raises `CheckpointError`."""
+    return {name: tensor for path in weight_files(directory) for name, tensor in _headers(path)}
+
+
+def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.type, one.shape, one.end - one.begin) != (other.type, other.shape, other.end - other.begin):
+        return False
+    try:
+        with one.path.open("rb") as first, other.path.open("rb") as second:
+            for at in range(0, one.end - one.begin, COMPARED_BYTES):
+                count = min(COMPARED_BYTES, one.end - one.begin - at)
+                first.seek(one.begin + at)
+                second.seek(other.begin + at)
+                if first.read(count) != second.read(count):
+                    return False
+    except OSError as error:
+        raise CheckpointError(f"{one.path}: cannot be read ({error})") from error
+    return True
+
+
+def check_shapes(
+    directory: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises `CheckpointError` naming the first tensor that is missing, unexpected or of another shape."""
+    for name, shape in expected.items():
+        if name not in found:
+            raise CheckpointError(f"{directory}: {name}: missing; expected shape {list(shape)}")
+        if found[name] != shape:
+            raise CheckpointError(f"{directory}: {name}: expected shape {list(shape)}, found {list(found[name])}")
+    unexpected = sorted(found.keys() - expected.keys())
+    if unexpected:
+        raise CheckpointError(
+            f"{directory}: {unexpected[0]}: not a parameter of this config (found shape {list(found[unexpected[0]])})"
+        )
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files with a checkpoint's tensors. Raises `CheckpointError`."""
+    single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
+    if single.exists():
+        return [single]
+    if not index.exists():
+        raise CheckpointError(f"{directory}: found neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map must map tensor names to file names")
+    return [directory / name for name in sorted(set(weight_map.values()))]
+
+
+def _headers(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    try:
+        with safe_open(path, framework="np"):  # which checks the header against the file
+            pass
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
+            header: dict[str, Any] = json.loads(file.read(length))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    for name, about in header.items():
+        if name != "__metadata__":
+            begin, end = (_LENGTH_BYTES + length + offset for offset in about["data_offsets"])
+            yield name, StoredTensor(path, about["dtype"], tuple(about["shape"]), begin, end)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(read_text(path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object (found {type(value).__name__})")
+    return value

@@ -1,0 +1,222 @@
+"""Commands to a pool of many jobs, through the socket in its directory: as `elastic.protocol.run_control` for runs.
+
+- The socket (`control.sock`) belongs to the pool's process and to its user: nobody else can connect.
+- A command is acknowledged once it is durable in the pool's journal. Repeated under its id it is done once.
+- One connection carries one request and one answer, each a line of JSON.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+
+from elastic.core.cluster.types import JobRequest
+from elastic.protocol.run_control import CommandRefused, ControlError, ControlLine, new_command_id
+
+POOL_CONTROL_VERSION = "2"
+"""Version of these messages. A pool's process names its own in `PoolStanding.version`."""
+
+CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+JOB_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+"""A job's name: short enough for a run's name and the time at which it began."""
+JOBS_PAGE = 200
+"""Jobs in one answer at most."""
+JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=JOB_NAME)]
+
+
+class _PoolRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="command", forbid_unknown_fields=True):
+    pass
+
+
+class SubmitJob(_PoolRequest, frozen=True, tag="submit"):
+    """Submit a job. `directory` is its run's directory (with its configuration), or where a script is to run.
+
+    `providers` are the job's own besides the pool. A script has its `command`, and `phases` if a file names its phases.
+    `environment` is added to what it inherits. A script survives `max_restarts` deaths of its process in one placement;
+    a run's configuration says how many.
+    """
+
+    id: CommandId
+    request: JobRequest
+    directory: str
+    providers: tuple[str, ...] = ()
+    script: tuple[str, ...] = ()
+    phases: str = ""
+    environment: dict[str, str] = {}
+    max_restarts: int = 3
+
+
+class PlanJob(_PoolRequest, frozen=True, tag="plan"):
+    """Ask where a job would go now, at what marginal cost and planned slowdown, and why it cannot join each other
+    group."""
+
+    request: JobRequest
+
+
+class CancelJob(_PoolRequest, frozen=True, tag="cancel"):
+    id: CommandId
+    job: JobName
+
+
+class ResubmitJob(_PoolRequest, frozen=True, tag="resubmit"):
+    """Continue a failed job from its last checkpoint, as a new arrival."""
+
+    id: CommandId
+    job: JobName
+
+
+class StopPool(_PoolRequest, frozen=True, tag="stop"):
+    """Stop the pool. Jobs stop at their step's end and keep their checkpoints; then keepers and the pool's process
+    end. With `now` everything ends at once."""
+
+    id: CommandId
+    now: bool = False
+
+
+class AskPool(_PoolRequest, frozen=True, tag="status"):
+    pass
+
+
+class AskJobs(_PoolRequest, frozen=True, tag="jobs"):
+    """Ask for jobs, also for those that were over long ago: the latest arrivals first, a page at a time.
+
+    - `names`: these jobs. Otherwise all jobs with `like` in their names, with a directory that lies directly in
+      `within` and, with `going_on`, that are not over.
+    - `before`: where the next page begins, as the page before has said.
+    """
+
+    names: tuple[JobName, ...] = ()
+    like: str = ""
+    within: str = ""
+    going_on: bool = False
+    before: int | None = None
+    most: Annotated[int, msgspec.Meta(ge=1, le=JOBS_PAGE)] = JOBS_PAGE
+
+
+PoolRequest: TypeAlias = SubmitJob | PlanJob | CancelJob | ResubmitJob | StopPool | AskPool | AskJobs
+
+
+class _PoolReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer"):
+    pass
+
+
+class PoolAcknowledged(_PoolReply, frozen=True, tag="acknowledged"):
+    """The command is durable. `repeated`: it was durable before, and nothing was done now. For a submission,
+    `placement` is where the job went, as in `PoolPlan.plan`."""
+
+    id: str
+    repeated: bool = False
+    placement: dict[str, Any] = {}
+
+
+class PoolRefusal(_PoolReply, frozen=True, tag="refused"):
+    """Nothing was done. `kind` is one of `invalid`, `unknown_job`, `conflict`, `rejected`, `version` and `ending`."""
+
+    kind: str
+    message: str
+
+
+class PoolPlan(_PoolReply, frozen=True, tag="plan"):
+    plan: dict[str, Any]
+
+
+class PoolJobs(_PoolReply, frozen=True, tag="jobs"):
+    """Jobs as in `PoolStanding.status`. `before`: where the next page begins; None after the last one."""
+
+    jobs: list[dict[str, Any]]
+    before: int | None = None
+
+
+class PoolStanding(_PoolReply, frozen=True, tag="status"):
+    """The state of the pool as plain data: nodes, groups, permits, jobs, waits and bills. docs/jobs.md describes the
+    keys. Of the jobs there are at most `JOBS_PAGE`, first those that go on; `AskJobs` tells of all."""
+
+    pool: str
+    pid: int
+    version: str
+    status: dict[str, Any]
+
+
+PoolAnswer: TypeAlias = PoolAcknowledged | PoolRefusal | PoolPlan | PoolStanding | PoolJobs
+R = TypeVar("R", bound=_PoolReply)
+
+
+class OtherPoolVersion(ControlError):
+    """The pool's process speaks another version than its caller."""
+
+
+class PoolControl:
+    """Sends requests to the process of the pool in `directory`. Every call raises `ControlError`, and takes at most
+    `timeout_s`.
+
+    Before the first command it asks for the process's version. It sends no command to a process of another version.
+    """
+
+    def __init__(self, directory: Path, timeout_s: float = 10.0) -> None:
+        self.directory = directory
+        self._line = ControlLine("pool", directory, timeout_s)
+        self._understood = False
+
+    async def submit(self, command: SubmitJob) -> PoolAcknowledged:
+        return await self._ask(command, PoolAcknowledged)
+
+    async def plan(self, request: JobRequest) -> dict[str, Any]:
+        return (await self._ask(PlanJob(request=request), PoolPlan)).plan
+
+    async def cancel(self, job: str, command: str = "") -> PoolAcknowledged:
+        return await self._ask(CancelJob(id=command or new_command_id(), job=job), PoolAcknowledged)
+
+    async def resubmit(self, job: str, command: str = "") -> PoolAcknowledged:
+        return await self._ask(ResubmitJob(id=command or new_command_id(), job=job), PoolAcknowledged)
+
+    async def stop(self, *, now: bool = False, command: str = "") -> PoolAcknowledged:
+        """Stop the pool. Returns once the stop is durable, before the pool has ended."""
+        return await self._ask(StopPool(id=command or new_command_id(), now=now), PoolAcknowledged)
+
+    async def standing(self) -> PoolStanding:
+        standing = await self._told(AskPool(), PoolStanding)
+        if standing.version != POOL_CONTROL_VERSION:
+            raise OtherPoolVersion(
+                f"pool {self.directory}: its process {standing.pid} is of another version: found "
+                f"{standing.version or 'none'}; allowed: {POOL_CONTROL_VERSION} (stop it with the program that has "
+                "started it, and start it anew)"
+            )
+        self._understood = True
+        return standing
+
+    async def jobs(
+        self,
+        *,
+        names: Sequence[str] = (),
+        like: str = "",
+        within: str = "",
+        going_on: bool = False,
+        before: int | None = None,
+        most: int = JOBS_PAGE,
+    ) -> PoolJobs:
+        """Return a page of jobs; see `AskJobs`."""
+        request = AskJobs(names=tuple(names), like=like, within=within, going_on=going_on, before=before, most=most)
+        return await self._ask(request, PoolJobs)
+
+    async def all_jobs(self, *, within: str = "", going_on: bool = False) -> list[dict[str, Any]]:
+        """Return all jobs, page by page, in the order in which they came."""
+        found: list[dict[str, Any]] = []
+        before: int | None = None
+        while True:
+            page = await self.jobs(within=within, going_on=going_on, before=before)
+            found += page.jobs
+            before = page.before
+            if before is None:
+                return found[::-1]
+
+    async def _ask(self, request: PoolRequest, kind: type[R]) -> R:
+        if not self._understood:
+            await self.standing()
+        return await self._told(request, kind)
+
+    async def _told(self, request: PoolRequest, kind: type[R]) -> R:
+        answer = await self._line.ask(request, PoolAnswer)
+        if isinstance(answer, PoolRefusal):
+            raise CommandRefused(answer.kind, answer.message)
+        return self._line.expected(answer, kind)

@@ -1,0 +1,486 @@
+"""Messages of a pool of many jobs: between its process, its keepers, their residents, and its jobs.
+
+Keepers (one on each node) and jobs dial the pool's process, over TLS unless that is on loopback. A resident talks to
+the keeper that started it, through an inherited socket. Frames are as in `elastic.protocol.wire`: a 4-byte big-endian length and
+a msgpack array whose first element is the message's tag.
+
+- A pool's process, a keeper or a job may die and come back at any time. A connection begins with a hello that states
+  what the dialler holds; the welcome states what the pool assigns to it. Every message may be repeated, and takes
+  effect once.
+- The pool numbers permits upwards. Messages on an older permit are ignored.
+- No clock is shared: future times are sent as seconds left, past times as durations.
+
+Source: docs/jobs.md; Weave §4.3, §5.1.
+"""
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from elastic.core.cluster.types import PhaseKind
+from elastic.core.types import Count, Text
+from elastic.protocol.frames import Seconds
+
+POOL_PROTOCOL_VERSION = 1
+KEEPER_VARIABLE = "ELASTIC_KEEPER_FD"
+"""Environment variable with the descriptor of a resident's socket to its keeper."""
+QUIET_VARIABLE = "ELASTIC_QUIET_START"
+"""Environment variable of a resident that starts while other jobs may compute on its node."""
+NODES_MAX, RESIDENTS_MAX = 4096, 4096
+
+Names: TypeAlias = Annotated[tuple[Text, ...], msgspec.Meta(max_length=NODES_MAX)]
+
+
+class _PoolMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class WorkerTicketFrame(msgspec.Struct, frozen=True, array_like=True):
+    """Credentials with which a resident joins a job's run as a worker. The token is valid once, and is never logged.
+
+    `join` and `fingerprint` are the run's `Endpoint` as the node dials it.
+    """
+
+    run: Text
+    worker: Text
+    token: Text
+    join: Text
+    fingerprint: Text = ""
+    orchestrator_timeout_s: Seconds = 60.0
+
+
+class HeldPermit(msgspec.Struct, frozen=True, array_like=True):
+    """A permit that the sender holds, or that the pool believes the receiver to hold."""
+
+    permit: Count
+    job: Text
+    phase: PhaseKind
+    nodes: Names
+    left_s: Seconds
+    recalled: bool = False
+    both: bool = False
+
+
+# From a job: a run's orchestrator, or a script with phases.
+
+
+class JobHello(_PoolMessage, frozen=True):
+    """First frame of a job. `token` belongs to the job's present placement: older processes of the job are refused.
+
+    `script`: the job computes in its own process, which parks and resumes by itself; its node's keeper has started it.
+    `held`: the permit under which that process computes, 0 for none; if it counts no more, the process is ended.
+    """
+
+    protocol_version: Count
+    job: Text
+    token: Text
+    placement: Count
+    script: bool = False
+    held: Count = 0
+
+
+class AskPhase(_PoolMessage, frozen=True):
+    """The job can begin this phase now; a `Granted` follows. Repetitions count as one request.
+
+    A job that wants both phases gets them one after the other, training first. With `both` one grant has the nodes of
+    both pools, or there is none; it takes the place of what was wanted for training.
+    """
+
+    phase: PhaseKind
+    both: bool = False
+
+
+class WithdrawPhase(_PoolMessage, frozen=True):
+    """The job does not want this phase any more. It yields a grant that was already under way."""
+
+    phase: PhaseKind
+    both: bool = False
+
+
+class LendSlice(_PoolMessage, frozen=True):
+    """Let the job's resident on this node work for the run as this worker until the slice ends."""
+
+    permit: Count
+    node: Text
+    ticket: WorkerTicketFrame
+
+
+class ReturnSlice(_PoolMessage, frozen=True):
+    """End the worker on this node and park the resident; answered by `SliceParked`. The permit goes on.
+
+    `ends`: the reason to end the resident instead and to start another one, such as a worker that has lied.
+    """
+
+    permit: Count
+    node: Text
+    ends: Text = ""
+
+
+class StartTrainer(_PoolMessage, frozen=True):
+    """Start the job's trainer on its training node as this worker. It computes there by permit only."""
+
+    ticket: WorkerTicketFrame
+
+
+class EndTrainer(_PoolMessage, frozen=True):
+    """End the trainer's process of this worker; answered by `TrainerEnded`."""
+
+    worker: Text
+
+
+class YieldPhase(_PoolMessage, frozen=True):
+    """The phase is over on all nodes of the permit. `finished`: the phase needs no further slice.
+
+    A script has parked already; `switch_s` is how long it took to resume and to park.
+    """
+
+    permit: Count
+    finished: bool
+    switch_s: Seconds = 0.0
+
+
+class TailLeft(_PoolMessage, frozen=True):
+    """The job uses only those of the permit's nodes that `MoveTail` named."""
+
+    permit: Count
+
+
+class PhaseProgress(_PoolMessage, frozen=True):
+    """`done` of the rollout's responses are done."""
+
+    permit: Count
+    done: Count
+    of: Count
+
+
+class StepsDone(_PoolMessage, frozen=True):
+    """`steps` of the job's steps are done in all."""
+
+    steps: Count
+
+
+# To a job.
+
+
+class JobWelcome(_PoolMessage, frozen=True):
+    """`grant_within_s` bounds every wait for a turn. `permits` are the permits that the pool believes the job to hold.
+
+    `trainer` is the worker whose trainer process lives on the job's training node; empty if there is none.
+    """
+
+    rollout_nodes: Names
+    train_nodes: Names
+    rollout_usd_per_gpu_hour: float
+    train_usd_per_gpu_hour: float
+    gpus_per_rollout_node: Count
+    gpus_per_train_node: Count
+    grant_within_s: Seconds
+    permits: Annotated[tuple[HeldPermit, ...], msgspec.Meta(max_length=16)] = ()
+    trainer: Text = ""
+    slices: Annotated[dict[Text, Text], msgspec.Meta(max_length=NODES_MAX)] = {}
+    """By node, the worker that the node's resident works as."""
+    silence_s: Seconds = 30.0
+    """A peer that receives nothing for so long dials again."""
+
+
+class PoolRefused(_PoolMessage, frozen=True):
+    """No session for this job or keeper. `retry` says whether dialling again can help."""
+
+    reason: Text
+    retry: bool
+
+
+class Granted(_PoolMessage, frozen=True):
+    """The slice begins, or gets further nodes (under the same number). It ends in `left_s` seconds at the latest.
+
+    With `both` the nodes are those of rollouts and of training, and the phase counts as training.
+    """
+
+    permit: Count
+    phase: PhaseKind
+    nodes: Names
+    left_s: Seconds
+    both: bool = False
+
+
+class Recalled(_PoolMessage, frozen=True):
+    """Yield within `left_s`. After that the residents are killed."""
+
+    permit: Count
+    left_s: Seconds
+
+
+class TailMove(_PoolMessage, frozen=True):
+    """Move the phase's last responses to these nodes and leave the others; answered by `TailLeft`."""
+
+    permit: Count
+    nodes: Names
+
+
+class PermitOver(_PoolMessage, frozen=True):
+    """The permit is not valid any more: it was taken, or its nodes are gone. Not sent for a yielded permit."""
+
+    permit: Count
+    cause: Text
+
+
+class SliceParked(_PoolMessage, frozen=True):
+    """The worker on this node has ended, and its resident is parked or gone (`cause` says why)."""
+
+    permit: Count
+    node: Text
+    worker: Text
+    switch_s: Seconds = 0.0
+    cause: Text = ""
+
+
+class TrainerEnded(_PoolMessage, frozen=True):
+    """The trainer's process of this worker is gone or could not be started; `cause` says why."""
+
+    worker: Text
+    cause: Text
+
+
+# From a keeper.
+
+
+class ResidentState(msgspec.Struct, frozen=True, array_like=True):
+    """A resident on a keeper's node. `permit` is the permit under which it has the device, 0 while it is parked."""
+
+    job: Text
+    placement: Count
+    worker: Text = ""
+    permit: Count = 0
+    up: bool = False
+
+
+class ResidentUp(_PoolMessage, frozen=True):
+    """The resident is up and parked, and may get the device."""
+
+    job: Text
+    placement: Count
+
+
+class ResidentGone(_PoolMessage, frozen=True):
+    """All processes of the resident are gone. If it had the device, the device is free.
+
+    `code` is a script's exit status, if known.
+    """
+
+    job: Text
+    placement: Count
+    cause: Text
+    permit: Count = 0
+    worker: Text = ""
+    code: int | None = None
+
+
+class KeeperHello(_PoolMessage, frozen=True):
+    """First frame of a keeper. `token` is that of its ticket, or of its session if it comes back with `residents`.
+
+    `gone`: scripts that have ended here, and how; it may have been said already. `given`: the permit under which the
+    device belongs to the job `given_to`, 0 if it belongs to no job.
+    """
+
+    protocol_version: Count
+    node: Text
+    token: Text
+    pid: Count
+    host: Text
+    last_permit: Count = 0
+    residents: Annotated[tuple[ResidentState, ...], msgspec.Meta(max_length=RESIDENTS_MAX)] = ()
+    gone: Annotated[tuple[ResidentGone, ...], msgspec.Meta(max_length=RESIDENTS_MAX)] = ()
+    given: Count = 0
+    given_to: Text = ""
+
+
+class DeviceFreed(_PoolMessage, frozen=True):
+    """The resident has parked. Gives the seconds that resuming and parking took, the bytes copied each way, and the
+    device memory that the resident keeps while it is parked."""
+
+    permit: Count
+    job: Text
+    resume_s: Seconds
+    park_s: Seconds
+    state_bytes: Count
+    rest_bytes: Count
+    worker: Text = ""
+
+
+class WorkerLeft(_PoolMessage, frozen=True):
+    """The resident's worker has ended; the resident is parked, and its node still belongs to the job."""
+
+    permit: Count
+    job: Text
+    worker: Text
+    switch_s: Seconds
+    cause: Text = ""
+
+
+class HostMemory(_PoolMessage, frozen=True):
+    """The host memory that the resident's processes use, as measured."""
+
+    job: Text
+    host_bytes: Count
+
+
+# To a keeper.
+
+
+class KeeperWelcome(_PoolMessage, frozen=True):
+    """`session` is the token for a reconnection. A keeper that receives nothing for `silence_s` dials again; after
+    `orphan_s` it ends with its residents."""
+
+    session: Text
+    silence_s: Seconds
+    orphan_s: Seconds
+    measure_s: Seconds
+
+
+class StartResidentFrame(_PoolMessage, frozen=True, tag="StartResident"):
+    """Start the job's resident on this node: `command`, with `environment` added to what is inherited.
+
+    `phase` is what the resident is for. A `script` parks and resumes by itself, and reports that to the pool. Does
+    nothing but say `ResidentUp` again if the resident already runs under this placement and is up.
+    """
+
+    job: Text
+    placement: Count
+    phase: PhaseKind
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    directory: str
+    log: str
+    script: bool = False
+
+
+class GiveDevice(_PoolMessage, frozen=True):
+    """Give the device to the job under this permit for at most `left_s`; after that the resident is killed."""
+
+    permit: Count
+    job: Text
+    left_s: Seconds
+
+
+class LendWorker(_PoolMessage, frozen=True):
+    """Let the job's resident, which has the device under this permit, work as this worker."""
+
+    permit: Count
+    job: Text
+    ticket: WorkerTicketFrame
+
+
+class EndWorker(_PoolMessage, frozen=True):
+    """End the resident's worker and park the resident; answered by `WorkerLeft`."""
+
+    permit: Count
+    job: Text
+    worker: Text
+
+
+class TakeDevice(_PoolMessage, frozen=True):
+    """Park the resident; answered by `DeviceFreed`. A resident that takes longer than `left_s` is killed
+    (`ResidentGone`)."""
+
+    permit: Count
+    job: Text
+    left_s: Seconds
+
+
+class EndResident(_PoolMessage, frozen=True):
+    """Kill the job's resident with all that it has started; answered by `ResidentGone`.
+
+    With `grace_s` it is asked to end (SIGTERM) so long before.
+    """
+
+    job: Text
+    reason: Text
+    grace_s: Seconds = 0.0
+
+
+# Between a keeper and its resident. A resident resumes and parks one after the other, in the order it is told.
+
+
+class Resume(_PoolMessage, frozen=True):
+    """Bring the state to the device: from here on it may compute."""
+
+    permit: Count
+
+
+class Park(_PoolMessage, frozen=True):
+    """Stop computing, take the state off the device: answered by `Parked`."""
+
+    permit: Count
+
+
+class WorkAs(_PoolMessage, frozen=True):
+    """Join the run as this worker; answered by `Left` once it has ended."""
+
+    permit: Count
+    ticket: WorkerTicketFrame
+
+
+class Leave(_PoolMessage, frozen=True):
+    """Drain the worker at once; answered by `Left`."""
+
+    worker: Text
+
+
+class Warm(_PoolMessage, frozen=True):
+    """The process is warm: everything is imported, and it waits, parked."""
+
+
+class DeviceResumed(_PoolMessage, frozen=True):
+    permit: Count
+    resume_s: Seconds
+    state_bytes: Count
+
+
+class Parked(_PoolMessage, frozen=True):
+    permit: Count
+    park_s: Seconds
+    state_bytes: Count
+    rest_bytes: Count
+
+
+class Left(_PoolMessage, frozen=True):
+    permit: Count
+    worker: Text
+    cause: Text = ""
+
+
+class StillHere(_PoolMessage, frozen=True):
+    """Sent by both ends of a connection to the pool every third of the silence limit."""
+
+
+FromJob: TypeAlias = (
+    JobHello
+    | AskPhase
+    | WithdrawPhase
+    | LendSlice
+    | ReturnSlice
+    | StartTrainer
+    | EndTrainer
+    | YieldPhase
+    | TailLeft
+    | PhaseProgress
+    | StepsDone
+    | StillHere
+)
+ToJob: TypeAlias = (
+    JobWelcome | PoolRefused | Granted | Recalled | TailMove | PermitOver | SliceParked | TrainerEnded | StillHere
+)
+FromKeeper: TypeAlias = KeeperHello | ResidentUp | ResidentGone | DeviceFreed | WorkerLeft | HostMemory | StillHere
+ToKeeper: TypeAlias = (
+    KeeperWelcome
+    | PoolRefused
+    | StartResidentFrame
+    | GiveDevice
+    | LendWorker
+    | EndWorker
+    | TakeDevice
+    | EndResident
+    | StillHere
+)
+ToResident: TypeAlias = Resume | Park | WorkAs | Leave
+FromResident: TypeAlias = Warm | DeviceResumed | Parked | Left

@@ -1,0 +1,1 @@
+"""What goes between processes: addresses, connections, TLS, tickets, messages, and the ends that answer."""

@@ -1,0 +1,41 @@
+"""Makes the clients of HTTP servers: the one place, so that all go the same ways. See `elastic.protocol.proxies`."""
+
+import os
+from ssl import SSLContext
+from typing import Any
+
+import httpx
+
+from elastic.protocol.proxies import HttpSettingsError, proxy_for, without_password
+
+
+def sync_client(
+    url: str, *, by_proxy: bool, transport: httpx.BaseTransport | None = None, **options: Any
+) -> httpx.Client:
+    """A client of the server at `url`; with `by_proxy` through the environment's proxy, if it names one for it, and
+    trusting whom the environment trusts. Raises `HttpSettingsError`."""
+    proxy = None
+    if by_proxy and transport is None:
+        found = proxy_for(url)
+        proxy = found.url if found else None
+        if url.startswith("https:"):
+            options.setdefault("verify", _trust())
+    try:
+        return httpx.Client(trust_env=False, proxy=proxy, transport=transport, **options)
+    except httpx.InvalidURL as error:
+        raise HttpSettingsError(f"{without_password(url)}: {error}") from error
+
+
+def async_client(**options: Any) -> httpx.AsyncClient:
+    """A client that goes through no proxy."""
+    return httpx.AsyncClient(trust_env=False, **options)
+
+
+def _trust() -> SSLContext:
+    """By the certificates of SSL_CERT_FILE or SSL_CERT_DIR, such as an organisation's own, or of the public ones."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        variable = "SSL_CERT_FILE" if os.environ.get("SSL_CERT_FILE") else "SSL_CERT_DIR"
+        found = os.environ.get(variable, "")
+        raise HttpSettingsError(f"{variable}: {found!r} has no certificates that can be read ({error})") from error

@@ -1,0 +1,65 @@
+"""A run's secrets, all derived from one that is kept beside it: whoever takes the run up knows them again.
+
+Nothing of them is journaled, so that a journal can be shown around.
+"""
+
+import hashlib
+import hmac
+import secrets
+from base64 import urlsafe_b64encode
+from pathlib import Path
+
+from elastic.core.ids import tagged
+from elastic.system.files import write_whole
+
+FILE = "secret"
+ROOT_BYTES = 32
+
+
+class RunSecrets:
+    """The credentials of workers, relays and hosts of one run. All are derived from the secret `root`."""
+
+    def __init__(self, root: bytes) -> None:
+        self._root = root
+
+    @classmethod
+    def of(cls, run_dir: Path) -> "RunSecrets":
+        """Read the secrets of the run in this directory; create them, in a file for its owner alone, if there are
+        none. Raises `OSError`, and `ValueError` if the file holds no secret."""
+        path = run_dir / FILE
+        try:
+            root = path.read_bytes()
+        except FileNotFoundError:
+            root = secrets.token_bytes(ROOT_BYTES)
+            write_whole(path, root)
+        if len(root) != ROOT_BYTES:
+            raise ValueError(f"{path}: found {len(root)} bytes; a run's secret has {ROOT_BYTES}")
+        return cls(root)
+
+    def join_token(self, worker: str) -> str:
+        """Return the one-time token with which a worker opens its session."""
+        return self._derived("join", worker)
+
+    def session_key(self, worker: str) -> str:
+        """Return the key with which a worker resumes its session."""
+        return self._derived("session", worker)
+
+    def relay_token(self, worker: str) -> str:
+        """Return the token with which a worker reads from the weights' relay."""
+        return self._derived("relay", worker)
+
+    def relay_owner(self) -> str:
+        """Return the token with which the trainer may do everything on the weights' relay."""
+        return self._derived("relay owner", "")
+
+    def host_token(self, host: str) -> str:
+        """Return the token that a serving host of the run expects."""
+        return self._derived("host", host)
+
+    def tag(self, run: str) -> str:
+        """Return the run's name with a hash of its secret: what bears it is this run's, whoever else has the name."""
+        return tagged(run, self._derived("tag", ""))
+
+    def _derived(self, purpose: str, name: str) -> str:
+        message = f"{purpose}\0{name}".encode()
+        return urlsafe_b64encode(hmac.digest(self._root, message, hashlib.sha256)).rstrip(b"=").decode()

@@ -1,0 +1,92 @@
+"""Log files that are read while they grow: whole lines, each with the place behind it."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from elastic.protocol.api import LogLine
+
+READ_BYTES = 256 * 1024
+LINE_BYTES_MAX = 64 * 1024
+"""A longer line is told in pieces."""
+
+
+class LogGone(Exception):
+    """The place is of another file, or of one that was replaced."""
+
+
+def log_files(directory: Path) -> list[str]:
+    """The names of the logs in a directory, without what they end in."""
+    return sorted(path.stem for path in directory.glob("*.log"))
+
+
+class LogFollower:
+    """Reads the file that `open_file` opens from a place on; one that is not there yet (`FileNotFoundError`) is
+    empty."""
+
+    def __init__(self, name: str, open_file: Callable[[], BinaryIO]) -> None:
+        self._name = name
+        self._open = open_file
+        self._offset = 0
+
+    def seek(self, after: str, tail: int | None) -> None:
+        """Begin behind the line with this id, or else with the last `tail` lines, or the first. Raises `LogGone`."""
+        size = self._size()
+        if after:
+            name, _, offset = after.rpartition(":")
+            if name != self._name or not offset.isdecimal() or len(offset) > 18 or int(offset) > size:
+                raise LogGone(after)
+            self._offset = int(offset)
+        elif tail is not None:
+            self._offset = self._begin_of_last(tail, size)
+
+    def at_end(self) -> bool:
+        return self._offset >= self._size()
+
+    def read(self) -> list[LogLine]:
+        """Lines that are there now, up to a bound; of the last one only when it has its end, or is too long."""
+        try:
+            with self._open() as file:
+                file.seek(self._offset)
+                data = file.read(READ_BYTES)
+        except FileNotFoundError:
+            return []
+        return list(self._lines(data))
+
+    def _lines(self, data: bytes) -> Iterator[LogLine]:
+        begin = 0
+        while begin < len(data):
+            end = data.find(b"\n", begin, begin + LINE_BYTES_MAX)
+            if end < 0 and len(data) - begin < LINE_BYTES_MAX:
+                return
+            stop = end + 1 if end >= 0 else begin + LINE_BYTES_MAX
+            line = data[begin : end if end >= 0 else stop].decode(errors="replace").rstrip("\r")
+            self._offset += stop - begin
+            begin = stop
+            yield LogLine(id=f"{self._name}:{self._offset}", line=line)
+
+    def _size(self) -> int:
+        try:
+            with self._open() as file:
+                return os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            return 0
+
+    def _begin_of_last(self, lines: int, size: int) -> int:
+        """Where the last `lines` whole lines begin."""
+        if not size or not lines:
+            return size
+        found, end = 0, size
+        with self._open() as file:
+            while end > 0:
+                begin = max(0, end - READ_BYTES)
+                file.seek(begin)
+                data = file.read(end - begin)
+                place = len(data)
+                while (place := data.rfind(b"\n", 0, place)) >= 0:
+                    found += 1
+                    if found > lines:  # The last of them only ends the last line.
+                        return begin + place + 1
+                end = begin
+        return 0

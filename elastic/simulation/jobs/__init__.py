@@ -1,0 +1,1 @@
+"""Many jobs on a simulated pool."""

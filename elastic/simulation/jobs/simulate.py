@@ -1,0 +1,195 @@
+"""Simulated pools of many jobs: a workload file in, a report out. The same `Cluster` as live, on virtual time."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from elastic.core.cluster import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.config import ConfigError, read_sections, validate
+from elastic.report.jobs import NodeSlice, PoolReport
+from elastic.report.pool import history_of, pool_report
+from elastic.simulation.jobs.workloads import PROFILES, RESTART_S, from_trace
+from elastic.simulation.jobs.phases import Arrival, JobsWorld, S
+from policies.clusters import CLUSTER_POLICIES
+from traces import TraceError, find
+from traces.jobs import read_jobs
+
+GB = 1_000_000_000
+OPTIMA = ("optimum", "optimum_unsaturated")
+
+Seconds = Annotated[float, Field(ge=0)]
+SomeSeconds = Annotated[float, Field(gt=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PoolNodes(_Part):
+    """`usd_per_gpu_hour` defaults in neither kind: a bill is made of it."""
+
+    nodes: AtLeastOne
+    gpus: AtLeastOne = 8
+    memory_gb: Annotated[float, Field(ge=0)] = 1000.0
+    usd_per_gpu_hour: Annotated[float, Field(ge=0)]
+
+    def kind(self) -> NodeKind:
+        return NodeKind(
+            gpus=self.gpus,
+            memory_bytes=round(self.memory_gb * GB),
+            nano_usd_per_hour=round(self.gpus * self.usd_per_gpu_hour * 1e9),
+        )
+
+
+class WorkloadPool(_Part):
+    rollout: PoolNodes
+    train: PoolNodes
+
+
+class WorkloadJob(_Part):
+    """One job; times in seconds, planned at its token limit. Its phases last `shortest` to 1 of that."""
+
+    name: str
+    at_s: float = 0.0
+    slo: float
+    steps: AtLeastOne
+    rollout_s: SomeSeconds
+    train_s: SomeSeconds
+    sync_s: Seconds = 0.0
+    rollout_switch_s: Seconds = 0.0
+    train_switch_s: Seconds = 0.0
+    rollout_nodes: AtLeastOne = 1
+    train_nodes: AtLeastOne = 1
+    rollout_gb: Annotated[float, Field(ge=0)] = 0.0
+    train_gb: Annotated[float, Field(ge=0)] = 0.0
+    train_efficiency: Annotated[float, Field(ge=0, le=1)] = 1.0
+    restart_s: Seconds = float(RESTART_S)
+    shortest: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class WorkloadTrace(_Part):
+    """Jobs from a trace's arrivals and durations, one node of each kind for each; `residents` fit on a node."""
+
+    name: str
+    profile: str = "mixed"
+    slo: tuple[float, float] = (1.0, 2.0)
+    jobs: AtLeastOne = 300
+    residents: AtLeastOne = 5
+    shortest: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class Workload(_Part):
+    seed: int = 0
+    pool: WorkloadPool
+    jobs: list[WorkloadJob] = []
+    trace: WorkloadTrace | None = None
+
+
+def load_workload(path: Path) -> Workload:
+    """Raises `ConfigError` that names the file, the key, what was found and what is allowed."""
+    workload = validate(Workload, read_sections(path), str(path))
+    if bool(workload.jobs) == (workload.trace is not None):
+        raise ConfigError(
+            f"{path}: found {'both' if workload.jobs else 'neither'} jobs and a trace; allowed: one of them"
+        )
+    return workload
+
+
+def arrivals_of(workload: Workload, where: str) -> list[Arrival]:
+    """Raises `ConfigError` for jobs that cannot be, disorder and negative times."""
+    try:
+        if workload.trace is not None:
+            return _traced(workload.trace, workload.seed)
+        names = Counter(job.name for job in workload.jobs)
+        for name, times in names.items():
+            if times > 1:
+                raise ClusterError(f"job {name}: found {times} of that name; allowed: one")
+        earliest_s = 0.0
+        for job in workload.jobs:
+            if job.at_s < earliest_s:
+                raise ClusterError(
+                    f"job {job.name}: at_s: found {job.at_s:g}; allowed: at least {earliest_s:g}, in order"
+                )
+            earliest_s = job.at_s
+        return [_arrival(job) for job in workload.jobs]
+    except (ClusterError, TraceError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _traced(trace: WorkloadTrace, seed: int) -> list[Arrival]:
+    if not 1 <= trace.slo[0] <= trace.slo[1]:
+        raise ClusterError(f"trace.slo: found {list(trace.slo)}; allowed: two bounds in order, at least 1")
+    if trace.profile not in PROFILES:
+        raise ClusterError(f"trace.profile: found {trace.profile!r}; allowed: {', '.join(PROFILES)}")
+    jobs = read_jobs(find(trace.name))[: trace.jobs]
+    return [
+        msgspec.structs.replace(arrival, shortest=trace.shortest)
+        for arrival in from_trace(jobs, trace.profile, trace.slo, seed)
+    ]
+
+
+def _arrival(job: WorkloadJob) -> Arrival:
+    plan = PhasePlan(
+        rollout_ns=round(job.rollout_s * S),
+        train_ns=round(job.train_s * S),
+        sync_ns=round(job.sync_s * S),
+        rollout_switch_ns=round(job.rollout_switch_s * S),
+        train_switch_ns=round(job.train_switch_s * S),
+    )
+    request = JobRequest(
+        id=job.name,
+        slo=job.slo,
+        plan=plan,
+        steps=job.steps,
+        rollout_nodes=job.rollout_nodes,
+        train_nodes=job.train_nodes,
+        rollout_bytes=round(job.rollout_gb * GB),
+        train_bytes=round(job.train_gb * GB),
+        train_efficiency=job.train_efficiency,
+        restart_ns=round(job.restart_s * S),
+    )
+    return Arrival(at_ns=round(job.at_s * S), request=request, shortest=job.shortest)
+
+
+def spec_of(workload: Workload, where: str) -> PoolSpec:
+    pool = workload.pool
+    try:
+        rollout, train = pool.rollout.kind(), pool.train.kind()
+        if workload.trace is not None:
+            # A trace's jobs take one share each, so that so many fit.
+            residents = workload.trace.residents
+            rollout, train = (msgspec.structs.replace(kind, memory_bytes=residents) for kind in (rollout, train))
+        return PoolSpec(rollout=rollout, train=train, rollout_nodes=pool.rollout.nodes, train_nodes=pool.train.nodes)
+    except ClusterError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def simulate_jobs(workload: Workload, policy: str, where: str) -> tuple[PoolReport, list[NodeSlice]]:
+    """Live through the workload under the named policy. Raises `ConfigError`, also for a job that no pool can take."""
+    if policy in OPTIMA:
+        raise ConfigError(
+            f"--policy: found {policy!r}, of which there would be only a bound here; allowed: "
+            f"{', '.join(CLUSTER_POLICIES)} (benchmarks/jobs_scale.py proves optima of a few jobs)"
+        )
+    if policy not in CLUSTER_POLICIES:
+        raise ConfigError(f"--policy: found {policy!r}; allowed: {', '.join(CLUSTER_POLICIES)}")
+    spec, arrivals = spec_of(workload, where), arrivals_of(workload, where)
+    world = JobsWorld(spec, CLUSTER_POLICIES[policy], arrivals, limits=WaitLimits(), seed=workload.seed)
+    for arrival in arrivals:
+        if workload.trace is None:
+            try:
+                world.cluster.dry_run(arrival.request)
+            except ClusterError as error:
+                raise ConfigError(f"{where}: {error}") from error
+    world.run()
+    return report_of(world, policy)
+
+
+def report_of(world: JobsWorld, policy: str) -> tuple[PoolReport, list[NodeSlice]]:
+    history = history_of(world.journal, CLUSTER_POLICIES[policy])
+    report = pool_report(history, policy, now_ns=world.now_ns, alone_ns=world.alone_ns)
+    return report, history.slices

@@ -1,0 +1,425 @@
+"""Many jobs on one pool on virtual time, token by token: the real `Cluster`, and a real `Run` for each job.
+
+A job uses the pool as a live job does: rollout slices are leases of a provider, and the trainer computes by permit.
+Devices, links, and the times to resume and to park are modelled; no process dies.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, PoolSpec, WaitLimits
+from elastic.core.cluster import commands as c
+from elastic.core.cluster import events as e
+from elastic.core.cluster.types import JobId, NodeId, PhaseKind
+from elastic.core import events as run_events
+from elastic.core.ids import worker_id
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerRole
+from elastic.simulation.loop import EventLoop, Priority
+from elastic.simulation.performance.launchers import Launcher, LaunchWorld, ModelledLease
+from elastic.simulation.performance.profile import Device
+from elastic.simulation.performance.relay import RelayModel
+from providers.base import ProviderSettings
+from providers.markets import CapacityUnavailable, LeaseEnding, Market, TakenBack, TrainerMarket
+
+_ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+TAIL_NOTICE_NS = 30 * NS_PER_S
+"""The notice for the turns of a tail to leave a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchTimes:
+    """The times to resume and to park on a node, in nanoseconds."""
+
+    rollout_resume_ns: Nanoseconds = 0
+    rollout_park_ns: Nanoseconds = 0
+    train_resume_ns: Nanoseconds = 0
+    train_park_ns: Nanoseconds = 0
+
+    @property
+    def rollout_ns(self) -> Nanoseconds:
+        return self.rollout_resume_ns + self.rollout_park_ns
+
+    @property
+    def train_ns(self) -> Nanoseconds:
+        return self.train_resume_ns + self.train_park_ns
+
+
+class JobProcess(Protocol):
+    """A job's run, as its pool sees it."""
+
+    def begin(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Slice:
+    """A permit of a job, from its grant until its devices are free."""
+
+    permit: int
+    nodes: list[NodeId]
+    deadline_ns: Nanoseconds
+    resumed: bool = False
+    recalled: bool = False
+    over: bool = False
+
+
+@dataclass(slots=True)
+class PhaseSeen:
+    """A finished slice, from its grant until its devices were free."""
+
+    job: JobId
+    phase: PhaseKind
+    nodes: tuple[NodeId, ...]
+    began_ns: Nanoseconds
+    ended_ns: Nanoseconds = 0
+    finished: bool = False
+    """Whether the phase was complete, so that it needed no further slice."""
+
+
+class PoolMember:
+    """A job's connection to the pool: `elastic.runtime.ports.Pool` for its trainer, and the slices of its rollouts.
+
+    A job asks for one phase at a time, training first.
+    """
+
+    def __init__(self, pool: "ModelledCluster", job: JobId, switch: SwitchTimes) -> None:
+        self._pool, self._job, self._switch = pool, job, switch
+        self._wanted: set[PhaseKind] = set()
+        self._asked: PhaseKind | None = None
+        self._held: dict[PhaseKind, _Slice] = {}
+        self._step = 0
+        self.placement = 0
+        self.train_nodes: tuple[NodeId, ...] = ()
+        """Of the group that the job was placed in."""
+        self.feed: Callable[[run_events.Event], None] = lambda _: None
+        self.slices: SliceLauncher | None = None
+
+    # What the run asks for its trainer.
+
+    def ask_permit(self) -> None:
+        self.want(_TRAIN)
+
+    def yield_permit(self, permit: int | None, *, finished: bool) -> None:
+        held = self._held.get(_TRAIN)
+        if permit is None:
+            self._wanted.discard(_TRAIN)
+        elif held is not None and held.permit == permit and not held.over:
+            held.over = True
+            self._pool.loop.after(self._switch.train_park_ns, partial(self._yield, _TRAIN, finished))
+
+    def tell_progress(self, step: int, done: int, of: int) -> None:
+        held = self._held.get(_ROLLOUT)
+        if held is not None:
+            self._pool.tell(e.RolloutProgressed(job=self._job, permit=held.permit, done=done, of=of))
+        if step > self._step:
+            self._step = step
+            self._pool.tell(e.JobProgressed(job=self._job, steps_done=step))
+
+    def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:
+        raise AssertionError("a run of one incarnation does not resume")
+
+    # What its slices ask for.
+
+    @property
+    def rollout_nodes(self) -> Sequence[NodeId]:
+        """Return the nodes of the current slice; none before its state is on the devices, and none once it is to
+        end."""
+        held = self._held.get(_ROLLOUT)
+        return held.nodes if held is not None and held.resumed and not held.recalled and not held.over else ()
+
+    def want(self, phase: PhaseKind) -> None:
+        self._wanted.add(phase)
+        self._ask()
+
+    def leave_rollout(self, *, finished: bool) -> None:
+        """End the slice. No worker may be left on its nodes."""
+        held = self._held.get(_ROLLOUT)
+        if held is not None and not held.over:
+            held.over = True
+            self._pool.loop.after(self._switch.rollout_park_ns, partial(self._yield, _ROLLOUT, finished))
+
+    def tail_left(self, nodes: Sequence[NodeId]) -> None:
+        held = self._held.get(_ROLLOUT)
+        if held is not None:
+            held.nodes = list(nodes)
+            self._pool.tell(e.TailMoved(job=self._job, permit=held.permit))
+
+    # What the pool says.
+
+    def granted(self, grant: c.GrantPermit) -> None:
+        held = self._held.get(grant.phase)
+        if held is not None and held.permit == grant.permit:
+            held.nodes = list(grant.nodes)
+            if held.resumed and self.slices is not None:
+                self.slices.open()
+            return
+        held = self._held[grant.phase] = _Slice(grant.permit, list(grant.nodes), grant.deadline_ns)
+        self._asked = None
+        if grant.phase not in self._wanted:
+            held.over = True
+            self._yield(grant.phase, True)
+            return
+        self._wanted.discard(grant.phase)
+        switch = self._switch
+        resume_ns = switch.rollout_resume_ns if grant.phase is _ROLLOUT else switch.train_resume_ns
+        self._pool.loop.after(resume_ns, partial(self._resumed, held, grant.phase))
+
+    def _resumed(self, held: _Slice, phase: PhaseKind) -> None:
+        if self._held.get(phase) is not held or held.over:
+            return
+        held.resumed = True
+        if phase is _TRAIN:
+            self.feed(run_events.PermitGranted(permit=held.permit, deadline_ns=held.deadline_ns))
+        elif self.slices is not None:
+            self.slices.open()
+
+    def recalled(self, recall: c.RecallPermit) -> None:
+        for phase, held in self._held.items():
+            if held.permit == recall.permit:
+                held.recalled = True
+                if phase is _TRAIN:
+                    self.feed(run_events.PermitRecalled(permit=held.permit, until_ns=recall.until_ns))
+                elif self.slices is not None:
+                    self.slices.recall(recall.until_ns)
+
+    def move_tail(self, move: c.MoveTail) -> None:
+        held = self._held.get(_ROLLOUT)
+        if held is not None and held.permit == move.permit and self.slices is not None:
+            self.slices.keep_only(move.nodes)
+
+    def killed(self, phase: PhaseKind, cause: str) -> None:
+        """Note that the phase's residents were killed because they did not give way. Their unfinished work is lost."""
+        held = self._held.pop(phase, None)
+        if held is None:
+            return
+        if phase is _TRAIN:
+            self.feed(run_events.PermitEnded(permit=held.permit, cause=cause))
+        elif self.slices is not None:
+            self.slices.lose(cause)
+        self._ask()
+
+    def _yield(self, phase: PhaseKind, finished: bool) -> None:
+        held = self._held.pop(phase, None)
+        if held is None:
+            return
+        switch_ns = self._switch.rollout_ns if phase is _ROLLOUT else self._switch.train_ns
+        self._pool.tell(e.PermitYielded(job=self._job, permit=held.permit, finished=finished, switch_ns=switch_ns))
+        self._ask()
+
+    def _ask(self) -> None:
+        if self._held or not self._wanted:
+            return
+        phase = _TRAIN if _TRAIN in self._wanted else _ROLLOUT
+        if phase is not self._asked:
+            self._asked = phase
+            self._pool.tell(e.PhaseAsked(job=self._job, phase=phase, placement=self.placement))
+
+
+class SharedTrainerMarket(TrainerMarket):
+    """The trainer's device of a job on a pool. The trainer computes there by permit."""
+
+    def __init__(self, name: str, settings: ProviderSettings, within_s: float) -> None:
+        super().__init__(name, settings)
+        self._within_s = within_s
+
+    def news(self, *, again: bool = False) -> Offer | None:
+        offer = super().news(again=again)
+        shared = {"by_permit": True, "grant_within_s": self._within_s}
+        return None if offer is None else msgspec.structs.replace(offer, **shared)
+
+
+class SliceMarket(Market[ProviderSettings]):
+    """A job's rollout nodes. During the job's turn each node is one lease with `per_node` workers."""
+
+    role = WorkerRole.ELASTIC
+
+    def __init__(self, name: str, settings: ProviderSettings, per_node: int, within_s: float) -> None:
+        super().__init__(name, settings)
+        self.workers_per_lease = per_node
+        self._within_s = within_s
+
+    def news(self, *, again: bool = False) -> Offer | None:
+        offer = super().news(again=again)
+        return None if offer is None else msgspec.structs.replace(offer, grant_within_s=self._within_s)
+
+
+class SliceLauncher(Launcher):
+    """Rollout slices as leases: requested, granted when the turn begins, and ended by notice or by release.
+
+    Residents are warm, and follow the job's versions while they are parked.
+    """
+
+    def __init__(self, market: SliceMarket, device: Device, world: LaunchWorld, member: PoolMember) -> None:
+        super().__init__(market, device, world)
+        self._member = member
+        self._waiting: list[ModelledLease] = []
+        self._on: dict[NodeId, ModelledLease] = {}
+        self._kept: Sequence[NodeId] | None = None
+        self._version: int | None = None
+        member.slices = self
+
+    @property
+    def resident_version(self) -> int | None:
+        return self._version
+
+    def boot_s(self) -> float:
+        return 0.0
+
+    def follow(self, version: int, relay: RelayModel) -> None:
+        """Let parked residents pull a published version. The first resident pulls it over the slow link."""
+        _, pulled_ns = relay.pull(self._version, version, self.device.profile)
+
+        def pulled() -> None:
+            self._version = max(version, self._version or 0)
+
+        self._world.loop.at(pulled_ns, pulled)
+
+    def acquire(self, lease: LeaseId) -> None:
+        try:
+            self.market.take(lease)
+        except CapacityUnavailable as refusal:
+            refused = run_events.LeaseRefused(lease=lease, reason=str(refusal))
+            self._world.loop.after(0, lambda: self._world.feed(refused))
+            return
+        workers = [worker_id(lease, number) for number in range(self.market.workers_per_lease)]
+        held = self._held[lease] = ModelledLease(lease, "", workers)
+        self._waiting.append(held)
+        self._world.loop.after(0, self.open)
+
+    def open(self) -> None:
+        """Grant waiting requests the nodes of the current slice, or ask for a slice."""
+        for node in self._member.rollout_nodes:
+            if node not in self._on and self._waiting and (self._kept is None or node in self._kept):
+                held = self._waiting.pop(0)
+                held.place = node
+                self._on[node] = held
+                self._grant(held)
+        if self._waiting and not self._member.rollout_nodes:
+            self._member.want(_ROLLOUT)
+        elif not self._on and self._member.rollout_nodes:
+            self._leave(finished=True)
+
+    def end(self, lease: LeaseId, ending: LeaseEnding) -> None:
+        held = self._held.get(lease)
+        super().end(lease, ending)
+        if held is None:
+            return
+        if held in self._waiting:
+            self._waiting.remove(held)
+            return
+        self._on.pop(held.place, None)
+        if self._kept is not None and set(self._on) <= set(self._kept):
+            self._member.tail_left(self._kept)
+            self._kept = None
+        if not self._on:
+            self._leave(finished=held.noticed is None and not self._waiting)
+
+    def recall(self, until_ns: Nanoseconds) -> None:
+        if not self._on:
+            self._leave(finished=False)
+        for held in list(self._on.values()):
+            self._give_notice(TakenBack(held.id, until_ns, LeaseEnding(EndCause.EXPIRED, "its turn is over")))
+
+    def keep_only(self, nodes: Sequence[NodeId]) -> None:
+        """Move the tail to these nodes."""
+        self._kept = nodes
+        leaving = [held for node, held in self._on.items() if node not in nodes]
+        until_ns = self._world.loop.now_ns + TAIL_NOTICE_NS
+        for held in leaving:
+            self._give_notice(TakenBack(held.id, until_ns, LeaseEnding(EndCause.EXPIRED, "the tail moves together")))
+
+    def lose(self, cause: str) -> None:
+        """End all leases, because the residents were killed."""
+        for held in list(self._on.values()):
+            super().end(held.id, LeaseEnding(EndCause.LOST, cause))
+        self._on.clear()
+
+    def _leave(self, *, finished: bool) -> None:
+        self._kept = None
+        self._member.leave_rollout(finished=finished)
+        if self._waiting:
+            self._member.want(_ROLLOUT)
+
+
+class ModelledCluster:
+    """The pool of a world of jobs. `job` makes the run of a started job; it is called once."""
+
+    def __init__(self, loop: EventLoop, spec: PoolSpec, policies: ClusterPolicies, limits: WaitLimits) -> None:
+        self.loop = loop
+        self.cluster = Cluster(spec, policies, limits, loop.now_ns)
+        self.phases: list[PhaseSeen] = []
+        self._making: dict[JobId, Callable[[PoolMember], JobProcess]] = {}
+        self._members: dict[JobId, PoolMember] = {}
+        self._open: dict[int, PhaseSeen] = {}
+        self._events: deque[e.ClusterEvent] = deque()
+        self._telling = False
+
+    def submit(self, request: JobRequest, switch: SwitchTimes, make: Callable[[PoolMember], JobProcess]) -> None:
+        self._making[request.id] = make
+        self._members[request.id] = PoolMember(self, request.id, switch)
+        self.tell(e.JobSubmitted(request=request))
+
+    def finished(self, job: JobId) -> None:
+        """Note that the job's run has ended."""
+        self.tell(e.JobFinished(job=job))
+
+    def tell(self, event: e.ClusterEvent) -> None:
+        """Give the event to the cluster and carry out its commands. Events are handled one after the other."""
+        self._events.append(event)
+        if self._telling:
+            return
+        self._telling = True
+        try:
+            while self._events:
+                told = self._events.popleft()
+                if isinstance(told, e.PermitYielded) and told.permit in self._open:
+                    self._open[told.permit].finished = told.finished
+                for command in self.cluster.handle(told, self.loop.now_ns):
+                    self._carry_out(command)
+        finally:
+            self._telling = False
+        self._note_ends()
+        wakeup_ns = self.cluster.next_wakeup_ns()
+        if wakeup_ns is not None:
+            self.loop.at(wakeup_ns, self._wake, Priority.WAKE_UP)
+
+    def _wake(self) -> None:
+        wakeup_ns = self.cluster.next_wakeup_ns()
+        if wakeup_ns is not None and wakeup_ns <= self.loop.now_ns:
+            self.tell(e.TimePassed())
+
+    def _carry_out(self, command: c.ClusterCommand) -> None:
+        member = self._members[command.job]
+        match command:
+            case c.StartJob():
+                member.placement, member.train_nodes = command.placement, command.train
+                process = self._making[command.job](member)
+                self.tell(e.JobStarted(job=command.job, placement=command.placement))
+                self.loop.after(0, process.begin)
+            case c.GrantPermit():
+                if command.permit not in self._open:
+                    seen = PhaseSeen(command.job, command.phase, command.nodes, self.loop.now_ns)
+                    self._open[command.permit] = seen
+                    self.phases.append(seen)
+                member.granted(command)
+            case c.RecallPermit():
+                member.recalled(command)
+            case c.MoveTail():
+                member.move_tail(command)
+            case c.KillResident():
+                phase = self.cluster.state.nodes[command.node].phase
+                member.killed(phase, command.reason)
+            case c.RejectJob():
+                raise AssertionError(f"job {command.job} was turned away: {command.reason}")
+            case c.StartResident() | c.EndJob():
+                pass
+            case c.StopJob() | c.ProfileJob():
+                raise AssertionError(f"{type(command).__name__}: jobs of this world neither move nor are profiled")
+
+    def _note_ends(self) -> None:
+        for permit in [permit for permit in self._open if permit not in self.cluster.permits]:
+            self._open.pop(permit).ended_ns = self.loop.now_ns

@@ -1,0 +1,1 @@
+"""The core among models, under seeded faults: cheap, so that thousands of worlds are lived through."""

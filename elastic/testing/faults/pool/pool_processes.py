@@ -1,0 +1,668 @@
+"""What surrounds a pool's shell in a world of faults, without processes: keepers with residents, jobs, connections."""
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Protocol
+
+import msgspec
+
+from elastic.pool import messages as w
+from elastic.core.cluster import JobRequest, PhasePlan
+from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
+from elastic.pool.ports import JobEnding, JobEntry
+from elastic.pool.shell import PoolShell
+from elastic.simulation.loop import EventLoop
+
+S = 1_000_000_000
+_ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+_WORK_NS = 5 * S
+"""How often a job looks whether it computes."""
+_ENDED_NS = 60 * S
+"""Within so much undisturbed time a resident that holds too much memory is ended, and a yielded permit is over."""
+
+
+class ModelWorld(Protocol):
+    """What keepers and jobs know of their world. Whatever they find wrong, they tell by `fail`, which raises."""
+
+    rng: Random
+    loop: EventLoop
+    keepers: "dict[NodeId, ModelKeeper]"
+    keeper_wires: "dict[NodeId, ModelWire]"
+    jobs: "dict[JobId, ModelJob]"
+    entries: dict[JobId, JobEntry]
+    incarnations: int
+    """How many processes the pool has had."""
+    returned_ns: Nanoseconds
+    """When the present one began."""
+    progress_ns: Nanoseconds
+    """When a job has last finished a step."""
+    excused: int
+    """The last permit whose phase may have been disturbed."""
+    starts_ns: dict[tuple[NodeId, JobId], Nanoseconds]
+    """How long the next start of a resident takes, where that is not drawn."""
+    faults_seen: Counter[str]
+
+    @property
+    def shell(self) -> PoolShell | None:
+        """The pool's process; None while it is dead."""
+        ...
+
+    @property
+    def faulty(self) -> bool:
+        """Whether faults may still begin."""
+        ...
+
+    def copies(self) -> int:
+        """Draw how often the next message arrives."""
+        ...
+
+    def latency_ns(self) -> Nanoseconds: ...
+
+    def within(self, act: Callable[[], object]) -> object:
+        """Have the shell do something, and die where it is killed."""
+        ...
+
+    def to_shell(self, act: Callable[[PoolShell], object]) -> None: ...
+
+    def see_alone(self, job: JobId, nodes: tuple[NodeId, ...]) -> None:
+        """Who begins to compute is alone on these nodes."""
+        ...
+
+    def seat_of(self, job: JobId) -> tuple[NodeId, ...]:
+        """The nodes of both pools that the job has, as far as the pool's process is there."""
+        ...
+
+    def stop_job(self, job: JobId, reason: str) -> None: ...
+
+    def job_over(self, job: JobId, placement: int, ending: JobEnding) -> None:
+        """A job's process has ended."""
+        ...
+
+    def fail(self, what: str) -> None: ...
+
+
+class ModelWire:
+    """One connection: messages arrive in order, or not at all once it is cut."""
+
+    def __init__(self, world: ModelWorld) -> None:
+        self.world = world
+        self.open = True
+        self._free_ns = {True: 0, False: 0}
+
+    def carry(self, upwards: bool, deliver: Callable[[], None]) -> None:
+        world = self.world
+        for _ in range(world.copies()):
+            at_ns = max(world.loop.now_ns + world.latency_ns(), self._free_ns[upwards] + 1)
+            self._free_ns[upwards] = at_ns
+            world.loop.at(at_ns, lambda: deliver() if self.open else None)
+
+
+class ModelResident:
+    def __init__(self, placement: int, job: JobId, *, trainer: str, script: bool) -> None:
+        self.placement, self.job, self.worker, self.script = placement, job, trainer, script
+        self.up = script
+        self.permit = 0
+        self.stuck = False
+        self.host_bytes = 0
+        self.alive = True
+
+
+class ModelKeeper:
+    """As `elastic.pool.keeper`, without processes."""
+
+    def __init__(self, world: ModelWorld, node: NodeId, phase: PhaseKind) -> None:
+        self.world, self.node, self.phase = world, node, phase
+        self.alive = True
+        self.wire: ModelWire | None = None
+        self.residents: dict[JobId, ModelResident] = {}
+        self.device: tuple[int, JobId] | None = None
+        self.bound: int | None = None
+        """The placement to which the device's permit belongs."""
+        self.taking = False
+        self.last = 0
+        self.resumed_under = 0
+        self.over: dict[JobId, w.ResidentGone] = {}
+        self.silent = False
+        self.cut_ns = 0
+
+    def dial(self) -> None:
+        if not self.alive or self.silent or self.wire is not None:
+            return
+        shell = self.world.shell
+        if shell is None:
+            self.world.loop.after(2 * S, self.dial)
+            return
+        self.wire = self.world.keeper_wires[self.node] = ModelWire(self.world)
+        states = tuple(
+            w.ResidentState(job, one.placement, one.worker, one.permit, one.up) for job, one in self.residents.items()
+        )
+        gone, device = tuple(self.over.values()), self.device or (0, "")
+        hello = w.KeeperHello(w.POOL_PROTOCOL_VERSION, self.node, "", 1, "", self.last, states, gone, *device)
+        refused = self.world.within(lambda: shell.keeper_joined(hello))
+        if refused:
+            self.die()
+
+    def say(self, message: w.FromKeeper) -> None:
+        wire = self.wire
+        if wire is not None and wire.open:
+            wire.carry(True, lambda: self.world.to_shell(lambda shell: shell.keeper_heard(self.node, message)))
+
+    def cut(self) -> None:
+        self.cut_ns = self.world.loop.now_ns
+        if self.wire is not None:
+            self.wire.open = False
+            self.wire = None
+            self.world.keeper_wires.pop(self.node, None)
+            self.world.loop.after(self.world.rng.randrange(5 * S), self.dial)
+
+    def die(self) -> None:
+        """With all residents."""
+        if self.alive:
+            self.alive = False
+            if self.wire is not None:
+                self.wire.open = False
+            self.world.keeper_wires.pop(self.node, None)
+            for one in self.residents.values():
+                one.alive = False
+                if one.script:
+                    self.world.jobs[one.job].end()
+
+    def hear(self, message: msgspec.Struct) -> None:
+        match message:
+            case w.StartResidentFrame(job=job, placement=placement):
+                self._start(job, placement, message)
+            case w.GiveDevice(permit=permit, job=job, left_s=left_s):
+                self._give(permit, job, left_s)
+            case w.LendWorker(permit=permit, job=job, ticket=ticket):
+                one = self.residents.get(job)
+                if one is not None and one.worker == ticket.worker:
+                    return
+                if one is None or self.device != (permit, job):
+                    self.say(w.WorkerLeft(permit, job, ticket.worker, 0.0, "too late"))
+                    return
+                one.worker = ticket.worker
+            case w.EndWorker(permit=permit, job=job, worker=worker):
+                one = self.residents.get(job)
+                if one is not None and one.worker == worker:
+                    one.worker = ""
+                self.say(w.WorkerLeft(permit, job, worker, 0.0))
+            case w.TakeDevice(permit=permit, job=job, left_s=left_s):
+                self._take(permit, job, left_s)
+            case w.EndResident(job=job, reason=reason, grace_s=grace_s):
+                if job in self.residents and grace_s:
+                    self.world.stop_job(job, reason)
+                elif job in self.residents:
+                    self._judge_end(self.residents[job], reason)
+                    self.kill(job, reason)
+            case _:
+                pass
+
+    def _judge_end(self, one: ModelResident, reason: str) -> None:
+        world = self.world
+        if "bytes of host memory" in reason and not one.host_bytes:
+            world.fail(f"{one.job} is ended on {self.node} for what another one holds: {reason}")
+        record = None if world.shell is None else world.shell.cluster.jobs.get(one.job)
+        placed = record is not None and record.placement == one.placement and record.seat is not None
+        if placed and one.permit > world.excused and "no place or permit" in reason:
+            world.fail(f"{one.job} has just been at work on {self.node} by permit {one.permit}, and is ended: {reason}")
+        if reason.startswith("permit ") and int(reason.split()[1]) > world.excused:
+            world.fail(f"{one.job} is killed on {self.node}, and nothing was wrong with it: {reason}")
+
+    def swell(self, one: ModelResident) -> None:
+        """From here on the resident holds more than was declared, and that is measured."""
+        one.host_bytes = 2
+        began_ns = self.world.loop.now_ns
+
+        def measure() -> None:
+            if not one.alive or not self.alive:
+                return
+            quiet_ns = self.world.loop.now_ns - max(began_ns, self.cut_ns, self.world.returned_ns)
+            if self.wire is not None and self.world.shell is not None and quiet_ns > _ENDED_NS:
+                self.world.fail(f"{one.job} holds more on {self.node} than it has declared, and goes on")
+            self.say(w.HostMemory(one.job, one.host_bytes))
+            self.world.loop.after(5 * S, measure)
+
+        measure()
+
+    def computes(self, job: JobId, permit: int, worker: str) -> bool:
+        one = self.residents.get(job)
+        return self.alive and one is not None and one.permit == permit and one.worker == worker
+
+    def _start(self, job: JobId, placement: int, frame: w.StartResidentFrame) -> None:
+        former = self.residents.get(job)
+        if former is not None and former.placement == placement:
+            if former.up:
+                self.say(w.ResidentUp(job, placement))
+            return
+        if former is not None:
+            self.kill(job, "another one takes its place")
+        if self.device is not None and self.device[1] == job:
+            self.bound = placement if self.bound is None else self.bound
+            if self.bound != placement:
+                self.device, self.taking = None, False
+        worker = frame.environment.get("ELASTIC_WORKER", "")
+        one = self.residents[job] = ModelResident(placement, job, trainer=worker, script=frame.script)
+        self.over.pop(job, None)
+        if frame.script:
+            self.say(w.ResidentUp(job, placement))
+            self._resume()
+            self.world.jobs[job].start(placement, 0, self)
+            return
+
+        def up() -> None:
+            if one.alive and self.alive and self.residents.get(job) is one:
+                one.up = True
+                self.say(w.ResidentUp(job, placement))
+                self._resume()
+
+        start_ns = self.world.rng.randrange(S // 2, 8 * S)
+        self.world.loop.after(self.world.starts_ns.pop((self.node, job), start_ns), up)
+
+    def _give(self, permit: int, job: JobId, left_s: float) -> None:
+        if permit < self.last or (permit == self.last and self.device != (permit, job)):
+            return
+        if self.device != (permit, job):
+            self.last = permit
+            for other in [*self.residents.values()]:
+                if other.permit and other.script:
+                    self.kill(other.job, "its permit counts no more")
+                elif other.permit:
+                    self.world.fail(
+                        f"{self.node} is given to {job} by permit {permit}, while {other.job} has it by {other.permit}"
+                    )
+            self.device, self.taking = (permit, job), False
+            self.bound = self.residents[job].placement if job in self.residents else None
+            self.world.loop.after(round(left_s * S), lambda: self._overdue(permit))
+        self._resume()
+
+    def _resume(self) -> None:
+        one = None if self.device is None else self.residents.get(self.device[1])
+        if one is None or self.device is None or self.taking or not one.up or one.permit:
+            return
+        if any(other.permit for other in self.residents.values()):
+            return
+        if self.device[0] < self.resumed_under:
+            self.world.fail(f"{self.node} computes under permit {self.device[0]} after {self.resumed_under}")
+        one.permit = self.resumed_under = self.device[0]
+        if not one.script:
+            self.world.see_alone(one.job, (self.node,))
+
+    def _take(self, permit: int, job: JobId, left_s: float) -> None:
+        one = self.residents.get(job)
+        if self.device != (permit, job):
+            if one is None or one.permit != permit:
+                self.say(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
+            return
+        if self.taking:
+            return
+        if one is not None and one.script:
+            one.permit = 0
+        if one is None or not one.permit:
+            self.device = None
+            self.say(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
+            return
+        self.taking = True
+        self.world.loop.after(round(left_s * S), lambda: self._overdue(permit))
+        if one.stuck and self.world.faulty:
+            return
+
+        def parked() -> None:
+            if one.alive and self.alive and one.permit == permit:
+                one.permit, one.worker = 0, one.worker if self.phase is _TRAIN else ""
+                self.device, self.taking = None, False
+                self.say(w.DeviceFreed(permit, job, 0.5, 0.5, 10, 1, one.worker))
+                self._resume()
+
+        self.world.loop.after(self.world.rng.randrange(S), parked)
+
+    def _overdue(self, permit: int) -> None:
+        if not self.alive or self.device is None or self.device[0] != permit:
+            return
+        one = self.residents.get(self.device[1])
+        if one is not None and one.permit == permit:
+            self.kill(one.job, "it held the device beyond its time")
+        else:
+            job = self.device[1]
+            self.device, self.taking = None, False
+            self.say(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
+
+    def kill(self, job: JobId, cause: str) -> None:
+        if self.residents[job].script:
+            self.world.jobs[job].end()
+        self.gone(job, cause, None)
+
+    def gone(self, job: JobId, cause: str, code: int | None) -> None:
+        one = self.residents.pop(job)
+        one.alive = False
+        permit, one.permit = one.permit, 0
+        if self.device is not None and self.device[1] == job and self.taking:
+            self.device, self.taking = None, False
+        gone = w.ResidentGone(job, one.placement, cause, permit, one.worker, code)
+        if one.script:
+            self.over[job] = gone
+        self.say(gone)
+        self._resume()
+
+
+class ModelJob:
+    """A job's directory, and its process while there is one."""
+
+    def __init__(self, world: ModelWorld, request: JobRequest, profile: PhasePlan, *, script: bool, both: bool) -> None:
+        self.world, self.request, self.profile, self.script, self.both = world, request, profile, script, both
+        self.keeper: ModelKeeper | None = None
+        self.computes_on: tuple[NodeId, ...] = ()
+        """Of a script."""
+        self.steps = 0
+        self.life = 0
+        self.placement = 0
+        self.restarts = 0
+        self.alive = False
+        self.wire: ModelWire | None = None
+        self.phase = _ROLLOUT
+        self.left_ns: Nanoseconds | None = None
+        self.granted = 0
+        self.nodes: tuple[NodeId, ...] = ()
+        self.highest = 0
+        """The highest permit that its processes were granted."""
+        self.older = (0, 0)
+        """That of processes that have died, and the pool's incarnation then."""
+        self.told_tail = False
+        self.deaths = 0
+        self.hangs = False
+        self.trainer = ""
+        self.workers = 0
+        self.out: dict[NodeId, str] = {}
+        self.yielding: w.YieldPhase | None = None
+        self.ending_phase: bool | None = None
+        self.stopping = False
+
+    # Its process.
+
+    def start(self, placement: int, restarts: int, keeper: ModelKeeper | None = None) -> None:
+        self.keeper = keeper
+        if self.alive:
+            self.world.fail(f"{self.request.id} was started while a process of it lived")
+        self.life += 1
+        if restarts > self.world.entries[self.request.id].max_restarts:
+            self.world.fail(f"{self.request.id} was started again {restarts} times")
+        self.alive, self.placement, self.restarts = True, placement, restarts
+        self.phase, self.left_ns, self.granted, self.hangs, self.stopping = _ROLLOUT, None, 0, False, False
+        self.trainer, self.out, self.yielding, self.ending_phase = "", {}, None, None
+        self.later(self.world.rng.randrange(S, 10 * S), self.dial)
+
+    def end(self, *, died: bool = True) -> None:
+        """Nothing of it goes on."""
+        self.alive = False
+        self.deaths += died
+        self.older = (self.highest, self.world.incarnations)
+        self.life += 1
+        self.computes_on = ()
+        if self.wire is not None:
+            self.wire.open, self.wire = False, None
+
+    def die(self, how: str, cause: str = "killed") -> None:
+        if not self.alive:
+            return
+        self.end(died=how == "died")
+        if self.keeper is not None:
+            self.keeper.gone(self.request.id, cause, 0 if how == "finished" else 1)
+            return
+        ending, placement = JobEnding(how, cause), self.placement  # type: ignore[arg-type]
+        self.world.job_over(self.request.id, placement, ending)
+
+    def later(self, after_ns: Nanoseconds, act: Callable[[], object]) -> None:
+        life = self.life
+        self.world.loop.after(after_ns, lambda: act() if self.life == life else None)
+
+    # Its connection.
+
+    def dial(self) -> None:
+        if not self.alive or self.wire is not None:
+            return
+        shell = self.world.shell
+        if shell is None:
+            self.later(2 * S, self.dial)
+            return
+        held = self.granted if self.script else 0
+        hello = w.JobHello(w.POOL_PROTOCOL_VERSION, self.request.id, "", self.placement, self.script, held)
+        answer = self.world.within(lambda: shell.job_joined(hello))
+        if not isinstance(answer, w.JobWelcome):
+            if isinstance(answer, w.PoolRefused) and not answer.retry:
+                self.die("died", "it was not let in")
+            else:
+                self.later(2 * S, self.dial)
+            return
+        self.wire = ModelWire(self.world)
+        self.wire.carry(False, lambda: self._welcomed(answer))
+        self.world.within(shell.settle)
+
+    def cut(self) -> None:
+        if self.wire is not None:
+            self.wire.open, self.wire = False, None
+            self.world.to_shell(lambda shell: shell.job_left(self.request.id))
+            self.later(self.world.rng.randrange(5 * S), self.dial)
+
+    def say(self, message: w.FromJob) -> None:
+        wire = self.wire
+        if wire is not None and wire.open:
+            wire.carry(True, lambda: self.world.to_shell(lambda shell: self._heard(shell, message)))
+
+    def _heard(self, shell: PoolShell, message: w.FromJob) -> None:
+        shell.job_heard(self.request.id, message)
+        if isinstance(message, w.YieldPhase):
+            self.world.loop.after(_ENDED_NS, lambda: self._see_yielded(shell, message.permit))
+
+    def _see_yielded(self, shell: PoolShell, permit: int) -> None:
+        if self.world.shell is shell and permit in shell.cluster.permits:
+            self.world.fail(f"permit {permit} of {self.request.id} was yielded, and its devices are not taken")
+
+    def _welcomed(self, welcome: w.JobWelcome) -> None:
+        held = {one.permit: one for one in welcome.permits}
+        number, incarnation = self.older
+        if not self.script and incarnation == self.world.incarnations and any(permit <= number for permit in held):
+            self.world.fail(f"{self.request.id} has died, and its permits {[*held]} are not taken back")
+        self.trainer = welcome.trainer
+        if self.granted and self.granted not in held:
+            self._lost()
+        for node, worker in list(self.out.items()):
+            if welcome.slices.get(node) != worker:
+                self._parked(node, worker)
+        yielded = self.yielding
+        for number, one in held.items():
+            if yielded is not None and yielded.permit == number:
+                self.say(yielded)
+            elif self.granted != number:
+                self._granted(w.Granted(number, one.phase, one.nodes, one.left_s, one.both))
+            if one.recalled and self.granted == number:
+                self._recalled()
+        if self.ending_phase is not None:
+            for node in self.out:
+                self.say(w.ReturnSlice(self.granted, node))
+            self._settle()
+        elif self.granted and self.phase is _ROLLOUT and not self.script:
+            self._lend()
+        elif self.granted and not self.trainer and not self.script:
+            self._start_trainer()
+        if not self.granted:
+            self._ask()
+
+    def hear(self, message: msgspec.Struct) -> None:
+        match message:
+            case w.Granted():
+                self._granted(message)
+            case w.Recalled(permit=permit):
+                if permit == self.granted:
+                    self._recalled()
+            case w.TailMove(permit=permit, nodes=nodes):
+                if permit == self.granted and self.ending_phase is None:
+                    self.nodes = nodes
+                    self.computes_on = nodes if self.script else ()
+                    for node in [node for node in self.out if node not in nodes]:
+                        self.say(w.ReturnSlice(permit, node))
+                        del self.out[node]
+                    self.say(w.TailLeft(permit))
+            case w.PermitOver(permit=permit):
+                if permit == self.granted:
+                    self._lost()
+                    self._ask()
+            case w.SliceParked(node=node, worker=worker):
+                self._parked(node, worker)
+            case w.TrainerEnded(worker=worker):
+                if worker == self.trainer:
+                    self.trainer = ""
+                    if self.phase is _TRAIN and self.granted:
+                        self._start_trainer()
+            case _:
+                pass
+
+    # Its steps.
+
+    def _ask(self) -> None:
+        """Now and then it thinks better of it, for a while."""
+        if not self.alive or self.granted:
+            return
+        self.say(w.AskPhase(self.phase, self.both and self.phase is _TRAIN))
+        if self.world.rng.random() < 0.1:
+            phase = self.phase
+            self.later(self.world.rng.randrange(20 * S), lambda: self._withdraw(phase))
+
+    def _withdraw(self, phase: PhaseKind) -> None:
+        if self.phase is phase and not self.granted:
+            self.say(w.WithdrawPhase(phase))
+            self.later(10 * S, lambda: self._ask() if self.phase is phase else None)
+
+    def _recalled(self) -> None:
+        if not self.hangs:
+            self._end_phase(finished=False)
+
+    def _granted(self, grant: w.Granted) -> None:
+        if grant.permit == self.granted:
+            self.nodes = grant.nodes
+            self._compute()
+            return
+        if self.granted or grant.phase is not self.phase or (self.yielding and grant.permit <= self.yielding.permit):
+            if self.yielding is None or grant.permit != self.yielding.permit:
+                self.say(w.YieldPhase(grant.permit, finished=False))
+            return
+        rng, plan, permit = self.world.rng, self.profile, grant.permit
+        self.granted, self.nodes, self.highest = permit, grant.nodes, max(self.highest, permit)
+        self.ending_phase, self.told_tail = None, False
+        if self.left_ns is None:
+            planned_ns = plan.rollout_ns if self.phase is _ROLLOUT else plan.train_ns
+            self.left_ns = max(1, int(planned_ns * (0.3 + 0.9 * rng.random())))
+            self.hangs = self.world.faulty and rng.random() < 0.02
+        if grant.both != (self.both and self.phase is _TRAIN):
+            self.world.fail(f"{self.request.id} wants {'both' if self.both else 'one'} and gets {grant}")
+        if grant.both and not {*grant.nodes} >= set(self.world.seat_of(self.request.id)):
+            self.world.fail(f"{self.request.id} gets {grant.nodes} and needs both pools")
+        self._compute()
+        if self.phase is _TRAIN and not self.trainer and not self.script:
+            self._start_trainer()
+        if self.hangs:
+            self.world.faults_seen["hang"] += 1
+            return
+        self._work(permit, computed=False)
+
+    def _work(self, permit: int, *, computed: bool) -> None:
+        """The phase gets on while its residents compute."""
+        if self.granted != permit or self.ending_phase is not None:
+            return
+        assert self.left_ns is not None
+        computes = self._computes()
+        if computed and computes:
+            self.left_ns -= min(_WORK_NS, self.left_ns)
+        if not self.left_ns:
+            self._end_phase(finished=True)
+            return
+        if self.phase is _ROLLOUT and not self.told_tail and self.left_ns < self.profile.rollout_ns // 5:
+            self.told_tail = True
+            self.say(w.PhaseProgress(permit, 85, 100))
+        self.later(max(S, min(_WORK_NS, self.left_ns)), lambda: self._work(permit, computed=computes))
+
+    def _computes(self) -> bool:
+        """A rollout computes on any of its nodes, training on that of its trainer."""
+        keepers, job = self.world.keepers, self.request.id
+        if self.script:
+            return bool(self.computes_on)
+        if self.phase is _TRAIN:
+            return any(keepers[node].computes(job, self.granted, self.trainer) for node in self.nodes)
+        return any(keepers[node].computes(job, self.granted, worker) for node, worker in self.out.items())
+
+    def _compute(self) -> None:
+        """A script computes as soon as it may; for a run its residents do."""
+        if self.script:
+            self.computes_on = self.nodes
+            self.world.see_alone(self.request.id, self.nodes)
+        elif self.phase is _ROLLOUT:
+            self._lend()
+
+    def _lend(self) -> None:
+        for node in self.nodes:
+            if node not in self.out and self.ending_phase is None:
+                self.workers += 1
+                self.out[node] = f"{node}.{self.workers}"
+                self.say(w.LendSlice(self.granted, node, w.WorkerTicketFrame("run", self.out[node], "t", "a:1")))
+
+    def _start_trainer(self) -> None:
+        self.workers += 1
+        self.trainer = f"trainer.{self.request.id}.{self.life}.{self.workers}"
+        self.say(w.StartTrainer(w.WorkerTicketFrame("run", self.trainer, "t", "a:1")))
+
+    def _parked(self, node: NodeId, worker: str) -> None:
+        if self.out.get(node) == worker:
+            del self.out[node]
+            if self.granted and self.ending_phase is None and self.phase is _ROLLOUT:
+                permit = self.granted
+                self.later(5 * S, lambda: self._lend() if self.granted == permit else None)
+        self._settle()
+
+    def _end_phase(self, *, finished: bool) -> None:
+        if self.ending_phase is not None or not self.granted:
+            return
+        self.ending_phase = finished
+        for node in self.out:
+            self.say(w.ReturnSlice(self.granted, node))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Once all its slices have ended, the phase is yielded."""
+        if self.ending_phase is None or self.out or not self.granted:
+            return
+        finished, self.out, self.computes_on = self.ending_phase, {}, ()
+        self.yielding = w.YieldPhase(self.granted, finished)
+        self.granted, self.ending_phase = 0, None
+        self.say(self.yielding)
+        if not finished:
+            self._ask()
+            return
+        self.left_ns = None
+        if self.phase is _ROLLOUT:
+            self.phase = _TRAIN
+            self._ask()
+            return
+        self.later(self.profile.sync_ns + 1, self._end_step)
+
+    def _end_step(self) -> None:
+        self.steps += 1
+        self.world.progress_ns = self.world.loop.now_ns
+        self.phase = _ROLLOUT
+        self.say(w.StepsDone(self.steps))
+        if self.steps >= self.request.steps:
+            self.die("finished")
+        elif self.stopping:
+            self.die("stopped")
+        else:
+            self._ask()
+
+    def _lost(self) -> None:
+        self.granted, self.ending_phase, self.out, self.computes_on, self.hangs = 0, None, {}, (), False
+        if self.left_ns is not None:
+            self.left_ns = max(1, self.left_ns)
+
+    def stop(self) -> None:
+        self.stopping = True
+        if self.script:
+            self.die("stopped")  # It was told by a signal, and knows of no steps.
+        elif not self.granted and self.phase is _ROLLOUT and self.left_ns is None:
+            self.die("stopped")

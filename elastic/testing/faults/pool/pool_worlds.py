@@ -1,0 +1,589 @@
+"""Worlds of faults for a pool's shell on virtual time: the production shell and the real cluster, with modelled
+keepers, residents and jobs.
+
+Messages travel in order on a connection and are lost with it. Connections break; keepers, residents, jobs and the
+pool's own process die at any point: that one also right before and after an event became durable, and in the middle of
+what follows from it. Phases hang, residents do not park, everything may be said twice. In some worlds rollout nodes are
+spot instances, which come and go by a recorded trace. Some jobs are scripts, which compute in their own process, and
+some train with the nodes of both pools. In some worlds there is a job that code fails at in a way that nobody expects:
+the policy as it places the job, or what starts its residents. After every event all invariants of the cluster are
+checked, and at every device that one job has it, under a permit that is newer than all before.
+"""
+
+import argparse
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from random import Random
+
+import msgspec
+
+import traces
+from elastic.pool import messages as w
+from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.core.cluster import events as e
+from elastic.core.cluster.cluster import NO_ROOM
+from elastic.core.cluster.history import ClusterOpening, cluster_digest, encode, replay, restore, save
+from elastic.core.cluster.invariants import check
+from elastic.core.cluster.policy import PlacementChoice, PlacementPolicy, PoolView
+from elastic.core.cluster.state import JobRecord
+from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
+from elastic.system.isolation import ItemAttempt, words_of
+from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
+from elastic.pool.shell import PoolShell
+from elastic.simulation.loop import EventLoop
+from elastic.testing.faults.pool.pool_processes import ModelJob, ModelKeeper, ModelWire
+from providers.markets import SpotMarket, SpotSettings
+from traces.spot import read_spot_trace
+
+S = 1_000_000_000
+_ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+LOOP_MAX = 400_000
+STRIKES = (
+    "resident",
+    "resident",
+    "keeper",
+    "keeper link",
+    "job",
+    "job link",
+    "pool",
+    "stuck",
+    "silent",
+    "memory",
+    "cancel",
+)
+PROGRESS_NS = 3 * 3600 * S
+"""Once faults have ended, some job finishes a step, or ends, at least so often."""
+
+
+class PoolWorldFailed(AssertionError):
+    """Something that must hold did not; the message begins with the seed."""
+
+
+class Unexpected(Exception):
+    """What code raises for a poisoned job."""
+
+
+class _PoolDies(BaseException):
+    """The pool's process is killed here: nothing that would have followed does."""
+
+
+class PoolFaults(msgspec.Struct, frozen=True, kw_only=True):
+    """How likely faults are: `strike` after an event, `dies` at each thing that the pool's process does, and `repeats`
+    of each message. No fault begins after `until_ns`."""
+
+    strike: float = 0.03
+    dies: float = 0.002
+    repeats: float = 0.03
+    until_ns: Nanoseconds = 3600 * S
+
+
+class PoisonedPlacement:
+    """A placement policy that fails at one job as long as `fails` says so."""
+
+    def __init__(self, placement: PlacementPolicy, job: JobId, fails: Callable[[], bool]) -> None:
+        self._placement, self._job, self._fails = placement, job, fails
+        self.cycle = placement.cycle
+        self.refusals, self.relocations = placement.refusals, placement.relocations
+
+    def place(self, request: JobRequest, pool: PoolView) -> PlacementChoice | None:
+        if request.id == self._job and self._fails():
+            raise Unexpected(f"placing {request.id}")
+        return self._placement.place(request, pool)
+
+
+class PoolWorld:
+    """One world; it is the shell's ports, too. `run` lives through it."""
+
+    def __init__(self, policies: Mapping[str, ClusterPolicies], seed: int, faults: PoolFaults | None = None) -> None:
+        rng = self.rng = Random(seed)
+        self.seed, self.faults = seed, faults or PoolFaults()
+        names = [name for name in ("ours", "weave", "naive", "solo") if name in policies]
+        self.policy = names[rng.randrange(len(names))]
+        self._policies = policies[self.policy]
+        self._keeps_slos = self.policy in ("ours", "weave", "solo")
+        kind = NodeKind(gpus=8, memory_bytes=rng.randrange(2, 5), nano_usd_per_hour=rng.randrange(1, 20) * 10**9)
+        spec = PoolSpec(rollout=kind, train=kind, rollout_nodes=rng.randrange(1, 5), train_nodes=rng.randrange(1, 4))
+        self.loop = EventLoop()
+        self.limits = WaitLimits(queue_ns=100 * 3600 * S, start_ns=900 * S, stop_ns=120 * S)
+        self.journal: list[bytes] = [encode(ClusterOpening(0, spec, self.limits))]
+        self.entries: dict[JobId, JobEntry] = {}
+        self.forgotten: dict[JobId, JobRecord] = {}
+        """Jobs that have left the cluster."""
+        self.keepers: dict[NodeId, ModelKeeper] = {}
+        self.keeper_wires: dict[NodeId, ModelWire] = {}
+        self.jobs: dict[JobId, ModelJob] = {}
+        self.ended: list[tuple[JobId, int, JobEnding]] = []
+        """Of processes that ended while there was nobody to hear of it."""
+        self.shell: PoolShell | None = None
+        self.events = 0
+        self.appended_ns = 0
+        """When the journal's last event happened."""
+        self.incarnations = 0
+        self.faults_seen: Counter[str] = Counter()
+        self.progress_ns = 0
+        self.returned_ns = 0
+        self.excused = 0
+        self.died_of: list[tuple[NodeId, JobId, str]] = []
+        self.cancelled: set[JobId] = set()
+        self.starts_ns: dict[tuple[NodeId, JobId], Nanoseconds] = {}
+        self._state_before = ""
+        times = PoolTimes(silence_ns=10 * S, park_ns=10 * S, keeper_start_ns=60 * S)
+        self._times = times
+        self._began = False
+        self._spot = self._drawn_spot(spec.rollout_nodes)
+        self._market: SpotMarket | None = None
+        for number in range(rng.randrange(1, 6)):
+            self._draw_job(number, spec)
+        self._unstartable = self._poison()
+        """A job whose residents cannot be started before faults end."""
+        self._begin(Cluster(spec, self._policies, self.limits, 0))
+
+    def _poison(self) -> JobId | None:
+        """In every fourth world there is a poisoned job. Returns the one whose residents cannot be started."""
+        rng = Random(5_000_011 * self.seed)
+        jobs = [name for name, job in self.jobs.items() if job.request.plan is not None]
+        if self.faults.until_ns == 0 or not jobs or rng.random() >= 0.25:
+            return None
+        job = rng.choice(jobs)
+        if rng.random() < 0.5:
+            return job
+        placement = PoisonedPlacement(self._policies.placement, job, lambda: self.faulty)
+        self._policies = msgspec.structs.replace(self._policies, placement=placement)
+        return None
+
+    def _drawn_spot(self, nodes: int) -> SpotSettings | None:
+        """In every fifth world rollout nodes are spot instances. All of them are there once faults end."""
+        rng = Random(9_000_011 * self.seed)
+        if self.faults.until_ns == 0 or rng.random() >= 0.2:
+            return None
+        trace = rng.choice(("rlboost-a", "rlboost-b"))
+        self._trace = read_spot_trace(traces.find(trace))
+        speed = self._trace.end_s * S / self.faults.until_ns
+        played = {"trace": trace, "speed": speed, "max_workers": nodes, "usd_per_gpu_hour": 1.0}
+        return SpotSettings.model_validate(played)
+
+    def _draw_job(self, number: int, spec: PoolSpec) -> None:
+        rng = self.rng
+        switch_ns = rng.choice((0, S))
+        plan = PhasePlan(
+            rollout_ns=rng.randrange(20 * S, 300 * S),
+            train_ns=rng.randrange(20 * S, 300 * S),
+            sync_ns=rng.choice((0, 5 * S)),
+            rollout_switch_ns=switch_ns,
+            train_switch_ns=switch_ns,
+        )
+        request = JobRequest(
+            id=f"job-{number}",
+            slo=rng.choice((1.2, 1.5, 2.0, 3.0)),
+            plan=None if rng.random() < 0.15 else plan,
+            steps=rng.randrange(2, 10),
+            rollout_nodes=rng.randrange(1, min(3, spec.rollout_nodes + 1)),
+            train_nodes=1,
+            rollout_bytes=1,
+            train_bytes=1,
+            restart_ns=rng.choice((0, 30 * S)),
+            max_resubmissions=rng.randrange(3),
+        )
+        kinds = Random(1_000_003 * self.seed + number)
+        script = request.plan is not None and kinds.random() < 0.25
+        self.jobs[request.id] = ModelJob(self, request, plan, script=script, both=kinds.random() < 0.25)
+        command = ("script",) if script else ()
+        entry = JobEntry(job=request.id, directory="", max_restarts=rng.randrange(4), script=command)
+
+        def submit() -> None:
+            if self.shell is None:
+                self.loop.after(5 * S, submit)
+            elif request.id not in self.entries:
+                self._submit(self.shell, request, entry)
+                if request.id not in self.entries:
+                    self.loop.after(60 * S, submit)
+
+        self.loop.after(rng.randrange(1800 * S), submit)
+
+    def _was_unstartable(self, record: JobRecord) -> bool:
+        """Whether the job was placed for the last time while its residents could not be started."""
+        placed_ns = max((chapter.at_ns for chapter in record.story if chapter.state is JobState.PLACED), default=0)
+        return record.request.id == self._unstartable and placed_ns < self.faults.until_ns
+
+    def _submit(self, shell: PoolShell, request: JobRequest, entry: JobEntry) -> None:
+        """Submit a job. If the cluster cannot take it, that has left nothing behind."""
+        try:
+            self.within(lambda: shell.submit(request, entry))
+        except Unexpected:
+            self.faults_seen["unexpected"] += 1
+            if cluster_digest(shell.cluster) != cluster_digest(self.replayed(self._policies)):
+                self.fail("an event that the cluster could not take has changed it")
+
+    # The pool's process.
+
+    def _begin(self, cluster: Cluster) -> None:
+        self.incarnations += 1
+        self.appended_ns = cluster.now_ns
+        self.returned_ns = self.loop.now_ns
+        self._market = None if self._spot is None else SpotMarket("rollout", self._spot)
+        entries = [entry for job, entry in self.entries.items() if job not in self.forgotten]
+        shell = PoolShell(cluster, self, self._times, entries, self._check, self._market, self.seed % 3)
+        self.shell = shell
+        keepers = {name: keeper.alive for name, keeper in self.keepers.items()}
+        jobs = {name: (job.placement, job.restarts) for name, job in self.jobs.items() if job.alive and not job.script}
+        ended, self.ended = self.ended, []
+        for name, placement, _ in ended:
+            jobs.setdefault(name, (placement, self.jobs[name].restarts))
+        anew, self._began = not self._began, True
+        self.within(lambda: shell.begin(keepers, jobs, anew=anew))
+        for number, (name, placement, ending) in enumerate(ended):
+            if self.shell is not shell:
+                self.ended += ended[number:]
+                return
+            self.within(lambda one=(name, placement, ending): shell.job_ended(*one))
+
+    def kill_pool(self) -> None:
+        """SIGKILL: every connection is cut, nothing else happens until a new process replays the journal."""
+        if self.shell is None:
+            return
+        self.faults_seen["pool"] += 1
+        self.shell = None
+        for keeper in self.keepers.values():
+            keeper.cut()
+        for job in self.jobs.values():
+            if job.wire is not None:
+                job.wire.open, job.wire = False, None
+                job.later(self.rng.randrange(5 * S), job.dial)
+        self.loop.after(self.rng.randrange(S, 20 * S), self._return)
+
+    def _return(self) -> None:
+        cluster = replay(self.journal, self._policies)
+        again = cluster_digest(replay(self.journal, self._policies))
+        if cluster_digest(cluster) != again:
+            self.fail("two replays came to two states")
+        if self._state_before and len(self.journal) == self._journal_then and again != self._state_before:
+            self.fail("the process that came back is in another state")
+        restored = restore(save(cluster), self._policies)
+        if cluster_digest(restored) != again:
+            self.fail("a snapshot leads to another state")
+        self._begin(restored)
+
+    def within(self, act: Callable[[], object]) -> object:
+        """Have the shell do something, and die where it is killed."""
+        shell = self.shell
+        if shell is None:
+            return None
+        try:
+            found = act()
+        except _PoolDies:
+            self.kill_pool()
+            return None
+        self._state_before, self._journal_then = cluster_digest(shell.cluster), len(self.journal)
+        return found
+
+    def to_shell(self, act: Callable[[PoolShell], object]) -> None:
+        shell = self.shell
+        if shell is not None:
+            self.within(lambda: act(shell))
+            self._judge_nodes()
+
+    def _judge_nodes(self) -> None:
+        """There is an instance for each rollout node."""
+        if self.shell is None or self._spot is None:
+            return
+        now_s = (self.loop.now_ns - 1000) / S * self._spot.speed  # The market rounds to nanoseconds.
+        there = len(self._trace.available(max(0.0, now_s)))
+        nodes = sum(node.phase is _ROLLOUT for node in self.shell.cluster.state.nodes.values())
+        if nodes > there:
+            self.fail(f"{nodes} rollout nodes on {there} instances")
+
+    def _acts(self) -> None:
+        """The shell does something: what that follows from is in the journal."""
+        if self.shell is not None and self.shell.cluster.now_ns > self.appended_ns:
+            self.fail("something is done that follows from an event that is not in the journal yet")
+        self._perhaps_die()
+
+    def _perhaps_die(self) -> None:
+        if self.faulty and self.rng.random() < self.faults.dies:
+            raise _PoolDies
+
+    def _check(self, event: e.ClusterEvent) -> None:
+        assert self.shell is not None
+        if self.faulty:
+            self.excused = max((self.excused, *self.shell.cluster.permits))
+        try:
+            check(self.shell.cluster, slos=self._keeps_slos)
+        except AssertionError as error:
+            self.fail(f"after {event}: {error}")
+
+    def fail(self, what: str) -> None:
+        faults = self.faults
+        again = f"python -m elastic.testing.faults.pool.pool_worlds {self.seed} --dies {faults.dies} --until-s {faults.until_ns // S}"
+        raise PoolWorldFailed(
+            f"seed {self.seed}: after {self.events} events at {self.loop.now_ns / S:.3f} s: {what}; again: {again}"
+        )
+
+    def see_alone(self, job: JobId, nodes: tuple[NodeId, ...]) -> None:
+        """Who begins to compute is alone on these nodes."""
+        for node in nodes:
+            keeper = self.keepers[node]
+            there = [one.job for one in keeper.residents.values() if one.permit and not one.script and keeper.alive]
+            there += [other.request.id for other in self.jobs.values() if node in other.computes_on]
+            if others := [one for one in there if one != job]:
+                self.fail(f"{job} computes on {node} while {', '.join(others)} does")
+
+    def seat_of(self, job: JobId) -> tuple[NodeId, ...]:
+        """The nodes of both pools that the job has, as far as the pool's process is there."""
+        seat = None if self.shell is None else self.shell.cluster.jobs[job].seat
+        if self.shell is None or seat is None:
+            return ()
+        return (*seat.rollout, *self.shell.cluster.groups[seat.group].train)
+
+    # The ports.
+
+    def now_ns(self) -> Nanoseconds:
+        return self.loop.now_ns
+
+    def append(
+        self,
+        record: bytes,
+        entry: JobEntry | None = None,
+        command: DoneCommand | None = None,
+        forgotten: Sequence[ForgottenJob] = (),
+    ) -> None:
+        self._perhaps_die()
+        self.journal.append(record)
+        self.events += 1
+        self.appended_ns = self.loop.now_ns
+        if entry is not None:
+            self.entries[entry.job] = entry
+            self.forgotten.pop(entry.job, None)
+        for job in forgotten:
+            self.forgotten[job.record.request.id] = job.record
+        if self.faulty and self.rng.random() < self.faults.strike:
+            self.loop.after(self.rng.randrange(30 * S), self._strike)
+        self._perhaps_die()
+
+    def replayed(self, policies: ClusterPolicies) -> Cluster:
+        return replay(self.journal, policies)
+
+    def died(self, node: NodeId, job: JobId, what: str) -> None:
+        self.died_of.append((node, job, what))
+
+    def settled(self) -> None:
+        pass
+
+    def start_keeper(self, node: NodeId, phase: PhaseKind) -> None:
+        self._acts()
+        former = self.keepers.get(node)
+        if former is not None and former.alive:
+            self.fail(f"a second keeper for {node}")
+        keeper = self.keepers[node] = ModelKeeper(self, node, phase)
+        self.loop.after(self.rng.randrange(5 * S), keeper.dial)
+
+    def end_keeper(self, node: NodeId) -> None:
+        if node in self.keepers:
+            self.keepers[node].die()
+
+    def tell_keeper(self, node: NodeId, message: msgspec.Struct) -> None:
+        self._acts()
+        wire, keeper = self.keeper_wires.get(node), self.keepers.get(node)
+        if wire is not None and wire.open and keeper is not None:
+            wire.carry(False, lambda: keeper.hear(message) if keeper.alive else None)
+
+    def tell_job(self, job: JobId, message: msgspec.Struct) -> None:
+        self._acts()
+        one = self.jobs[job]
+        if one.wire is not None and one.wire.open:
+            one.wire.carry(False, lambda: one.hear(message))
+
+    def cut_job(self, job: JobId) -> None:
+        one = self.jobs[job]
+        if one.wire is not None:
+            one.wire.open, one.wire = False, None
+            one.later(3 * S, one.dial)
+
+    def resident(
+        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+    ) -> w.StartResidentFrame:
+        if entry.job == self._unstartable and self.faulty:
+            self.faults_seen["unexpected"] += 1
+            raise Unexpected(f"starting {entry.job}")
+        environment = {} if ticket is None else {"ELASTIC_WORKER": ticket.worker}
+        return w.StartResidentFrame(entry.job, placement, phase, ("x",), environment, "", "", bool(entry.script))
+
+    def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None:
+        self._acts()
+        self.jobs[entry.job].start(placement, restarts)
+
+    @contextlib.contextmanager
+    def attempting(self, item: str) -> Iterator[ItemAttempt]:
+        attempt = ItemAttempt()
+        try:
+            yield attempt
+        except Unexpected as error:  # Anything else ends the world.
+            attempt.fault = words_of(error)
+
+    def stop_job(self, job: JobId, reason: str) -> None:
+        one = self.jobs[job]
+        one.later(self.rng.randrange(3 * S), one.stop)
+
+    def kill_job(self, job: JobId) -> None:
+        self._acts()
+        one = self.jobs[job]
+        placement = one.placement
+        self.loop.after(
+            self.rng.randrange(S), lambda: one.die("died") if one.alive and one.placement == placement else None
+        )
+
+    def profile(self, entry: JobEntry) -> None:
+        plan = self.jobs[entry.job].profile
+        self.loop.after(plan.solo_ns, lambda: self.to_shell(lambda shell: shell.profiled(entry.job, plan)))
+
+    def end_profile(self, job: JobId) -> None:
+        pass
+
+    # Faults.
+
+    @property
+    def faulty(self) -> bool:
+        return self.loop.now_ns < self.faults.until_ns
+
+    def copies(self) -> int:
+        return 2 if self.rng.random() < self.faults.repeats and self.faulty else 1
+
+    def latency_ns(self) -> Nanoseconds:
+        late = self.faulty and self.rng.random() < 0.02
+        return self.rng.randrange(5 * S) if late else self.rng.randrange(S // 100)
+
+    def job_over(self, job: JobId, placement: int, ending: JobEnding) -> None:
+        shell = self.shell
+
+        def tell() -> None:
+            if shell is None or self.shell is not shell:
+                self.ended.append((job, placement, ending))
+            else:
+                self.to_shell(lambda shell: shell.job_ended(job, placement, ending))
+
+        self.loop.after(1, tell)
+
+    def _strike(self) -> None:
+        rng = self.rng
+        kind = rng.choice(STRIKES)
+        keepers = [keeper for keeper in self.keepers.values() if keeper.alive]
+        jobs = [job for job in self.jobs.values() if job.alive]
+        self.faults_seen[kind] += 1
+        if kind == "pool":
+            self.kill_pool()
+        elif kind == "keeper" and keepers:
+            for keeper in keepers if rng.random() < 0.05 else [rng.choice(keepers)]:
+                self._kill_keeper(keeper)
+        elif kind in ("keeper link", "resident", "stuck", "silent", "memory") and keepers:
+            keeper = rng.choice(keepers)
+            if kind == "silent":
+                keeper.silent = True
+                keeper.cut()
+                self.to_shell(lambda shell: shell.keeper_left(keeper.node))
+            elif kind == "keeper link":
+                keeper.cut()
+                self.to_shell(lambda shell: shell.keeper_left(keeper.node))
+            elif keeper.residents:
+                one = rng.choice(list(keeper.residents.values()))
+                if kind == "stuck":
+                    one.stuck = True
+                elif kind == "memory":
+                    keeper.swell(one)
+                else:
+                    keeper.kill(one.job, "killed")
+        elif kind == "job" and jobs:
+            rng.choice(jobs).die("died")
+        elif kind == "job link" and jobs:
+            rng.choice(jobs).cut()
+        elif kind == "cancel" and rng.random() < 0.1:
+            job = rng.choice(list(self.jobs))
+            self.cancelled.add(job)
+            self.to_shell(lambda shell: shell.cancel(job))
+
+    def _kill_keeper(self, keeper: ModelKeeper) -> None:
+        keeper.die()
+        self.loop.after(self.rng.randrange(2 * S), lambda: self.to_shell(lambda shell: self._tell_gone(shell, keeper)))
+
+    def _tell_gone(self, shell: PoolShell, keeper: ModelKeeper) -> None:
+        if self.keepers[keeper.node] is keeper:
+            shell.keeper_gone(keeper.node)
+
+    # The world's life.
+
+    def run(self) -> None:
+        """Until all jobs have ended. Raises `PoolWorldFailed`."""
+        try:
+            self._live()
+        except Unexpected as error:
+            self.fail(f"what is wrong with one job ends the loop of all: {error}")
+        self._judge()
+
+    def _live(self) -> None:
+        for _ in range(LOOP_MAX):
+            if self._is_over():
+                break
+            if self.loop.now_ns > max(self.progress_ns, self.faults.until_ns) + PROGRESS_NS:
+                break
+            shell = self.shell
+            wakeup_ns = None if shell is None else shell.next_wakeup_ns()
+            at_ns = self.loop.next_ns()
+            if wakeup_ns is not None and (at_ns is None or wakeup_ns <= at_ns):
+                self.loop.pass_to(wakeup_ns)
+                self.to_shell(lambda shell: shell.pass_time())
+            elif at_ns is not None:
+                self.loop.step()
+            else:
+                break
+
+    def _is_over(self) -> bool:
+        shell = self.shell
+        records = self.records()
+        if shell is None or len(records) < len(self.jobs) or not all(record.over for record in records.values()):
+            return False
+        residents = any(keeper.residents for keeper in self.keepers.values() if keeper.alive)
+        return not residents and not any(job.alive for job in self.jobs.values())
+
+    def records(self) -> dict[JobId, JobRecord]:
+        """What is known of every job, also of those that have left the cluster."""
+        return {**self.forgotten, **({} if self.shell is None else self.shell.cluster.jobs)}
+
+    def _judge(self) -> None:
+        shell = self.shell
+        if shell is None or not self._is_over():
+            cluster = None if shell is None else shell.cluster
+            states = {job: record.state.value for job, record in self.records().items()}
+            alive = [job.request.id for job in self.jobs.values() if job.alive]
+            held = {name: list(keeper.residents) for name, keeper in self.keepers.items() if keeper.alive}
+            waits = [] if cluster is None else [*cluster.waits][:5]
+            self.fail(f"not over: {states}; processes {alive}, residents {held}, waits {waits}")
+            return
+        if shell.cluster.permits or shell.cluster.groups:
+            self.fail("all jobs have ended, and not everything was given back")
+        for job, record in self.records().items():
+            if record.state is JobState.FINISHED and self.jobs[job].steps < record.request.steps:
+                self.fail(f"{job} is finished after {self.jobs[job].steps} of its steps")
+            befallen = self.jobs[job].deaths or self._was_unstartable(record) or record.reason.startswith(NO_ROOM)
+            if record.state is JobState.FAILED and not befallen:
+                self.fail(f"{job} has failed, and nothing has happened to it: {record.reason}")
+            if record.state is JobState.CANCELLED and job not in self.cancelled:
+                self.fail(f"{job} is cancelled, and nobody wanted that")
+        if cluster_digest(replay(self.journal, self._policies)) != cluster_digest(shell.cluster):
+            self.fail("the journal leads to another state")
+
+
+def main() -> None:
+    """Live through the world of one seed again."""
+    from policies.clusters import CLUSTER_POLICIES
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--dies", type=float, default=PoolFaults().dies)
+    parser.add_argument("--until-s", type=int, default=PoolFaults().until_ns // S)
+    given = parser.parse_args()
+    world = PoolWorld(CLUSTER_POLICIES, given.seed, PoolFaults(dies=given.dies, until_ns=given.until_s * S))
+    world.run()
+    print(f"{world.events} events, faults: {dict(world.faults_seen)}")
+
+
+if __name__ == "__main__":
+    main()

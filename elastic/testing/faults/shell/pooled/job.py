@@ -1,0 +1,232 @@
+"""One job of a pool: its run's orchestrator, residents and trainer, each a process that the pool has started."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Protocol, cast
+
+from elastic import compose
+from elastic.protocol import wire
+from elastic.testing.faults.shell.loops import Machine
+from elastic.testing.faults.shell.models import ModelDevice
+from elastic.testing.faults.shell.pooled.devices import NodeDevice, OnDevice, SharingEngine, SharingTrainer
+from elastic.testing.faults.shell.pooled.plan import JobShape
+from elastic.testing.faults.shell.pooled.processes import KILLED, PairedSocket
+from elastic.testing.faults.shell.process import Process
+from elastic.testing.faults.shell.world import RELAY_PORT, WorkerWatch, World, config_of
+from elastic.config import Config, validate
+from elastic.core.types import WorkerId
+from elastic.protocol.endpoint import Endpoint
+from elastic.pool.client import PoolClient, PoolMembership
+from elastic.pool.messages import WorkerTicketFrame
+from elastic.worker.accounts import DeviceAccounts
+from elastic.worker.agent import AgentExit, BuildEngine, on_termination, run_agent
+from elastic.worker.connection import Ticket
+from elastic.worker.device_permit import DevicePermit
+from elastic.worker.rollout_resident import RolloutResident
+from elastic.worker.trainer_host import TrainerHost
+from providers.base import Provider
+from providers.pool import PoolProvider, PoolSettings, PoolTrainerProvider
+from providers.waiting_room import WaitingRoom
+
+POOL = "pool"
+FOR_EVER_S = 1e6
+BOOT_S = 0.1, 1.5
+"""Time until a resident is warm, or a trainer dials."""
+RESTARTS = 1000
+SLO = 10.0
+BY_POOL = "pool: "
+"""How the reason begins for which a pool stops a run, to go on with it in another place."""
+RELAYS_APART = 1000
+"""Between the ports of two jobs' relays."""
+
+
+class PoolHost(Protocol):
+    """The pool's side of a job's world."""
+
+    def end(self, process: Process, status: int) -> None: ...
+
+    def job_over(self, job: "JobWorld", result: str) -> None: ...
+
+    def device(self, node: str) -> NodeDevice: ...
+
+
+class JobWorld(World):
+    """The world of one job. The pool starts and ends its processes; what befalls its devices is the pool's doing too.
+
+    Acts are not judged for being needless: turns move and workers leave because slices end.
+    """
+
+    def __init__(
+        self, shape: JobShape, name: str, number: int, host: PoolHost, tell: Any, beside: World | None
+    ) -> None:
+        self.shape, self.name, self.number, self._host = shape, name, number, host
+        self.membership: PoolMembership | None = None
+        self.residents: dict[Process, None] = {}
+        self.engines: list[SharingEngine] = []
+        """Of rollout residents."""
+        super().__init__(shape.run, tell, beside)
+        self.clouds = {}
+        self.providers = [POOL]
+        self._relay_port = self.relays_from = RELAY_PORT + RELAYS_APART * number
+        self.witness.all_ail(FOR_EVER_S)
+        compose.save_run_config(self.run.path, self.config)
+
+    def _configured(self) -> Config:
+        config = config_of(self.plan).model_dump(mode="json")
+        config["providers"] = {POOL: {}}
+        config["job"] = {
+            "slo": SLO,
+            "rollout_nodes": self.shape.nodes,
+            "max_restarts": RESTARTS,
+            "plan": {"rollout_s": self.shape.rollout_s, "train_s": self.shape.train_s, "sync_s": 0.5},
+        }
+        return validate(Config, config, "chaos")
+
+    # The orchestrator.
+
+    def begin_as(self, membership: PoolMembership) -> Process:
+        """Begin an orchestrator's process, which the pool has started."""
+        self.membership = membership
+        self.begin_orchestrator()
+        assert self.orchestrator is not None
+        self.orchestrator.name = f"{self.name} {self.orchestrator.name}"
+        return self.orchestrator
+
+    def _begin_again(self, down_s: float) -> None:
+        self.gone()
+
+    def gone(self) -> None:
+        """Note that there is no orchestrator; the pool starts another one."""
+        self.orchestrator = self.shell = None
+        self.address = self.relay.url = ""
+
+    @contextlib.asynccontextmanager
+    async def _pool(self) -> AsyncIterator[PoolClient | None]:
+        assert self.membership is not None
+        client = PoolClient(self.membership)
+        try:
+            await client.open(self.config.run.orchestrator_timeout_s)
+            yield client
+        finally:
+            await client.aclose()
+
+    def _providers(
+        self,
+        waiting_room: WaitingRoom,
+        pool: PoolClient | None,
+        endpoint: Endpoint,
+        now_ns: Callable[[], int],
+    ) -> Mapping[str, Provider]:
+        self.address = endpoint.address
+        context = self._context(waiting_room, pool, endpoint, now_ns)
+        found: dict[str, Any] = {
+            compose.TRAINER_PROVIDER: PoolTrainerProvider(
+                compose.TRAINER_PROVIDER, PoolTrainerProvider.Settings.model_validate({"max_workers": 1}), context
+            ),
+            POOL: PoolProvider(POOL, PoolSettings.model_validate({}), context),
+        }
+        return cast("Mapping[str, Provider]", found)
+
+    # Residents.
+
+    def workers(self) -> list[Process]:
+        return [process for process in self.residents if process.alive]
+
+    def kill(self, process: Process, *, noticed: bool) -> None:
+        self._host.end(process, KILLED)
+
+    def resident(self, node: str, environment: Mapping[str, str], end: Callable[[], PairedSocket]) -> Process:
+        """Begin a resident, or the trainer if it is started as a worker."""
+        worker = environment.get("ELASTIC_WORKER", "")
+        device = ModelDevice(lambda: self.clock.now_ns)
+        machine = Machine(self.clock)
+        box: list[Process] = []
+
+        def place() -> OnDevice:
+            return OnDevice(self._host.device(node), box[0], self.name)
+
+        def engine(_: wire.Welcome) -> SharingEngine:
+            self._building.pop(worker, None)
+            watch = WorkerWatch(self, box[0])
+            plan = self.plan
+            made = SharingEngine(
+                machine.monotonic_ns, device, plan.max_batch, plan.max_pending, plan.token_s, watch, place=place()
+            )
+            self.engines += [] if worker else [made]
+            return made
+
+        async def work() -> AgentExit:
+            await asyncio.sleep(random.uniform(*BOOT_S))
+            keeper = cast(Any, end())
+            if not worker:
+                leave = asyncio.Event()
+                with on_termination(leave.set):
+                    return await _NamedResident(self, box[0], engine).run(keeper, leave)
+            host = self._sharing_host(worker, engine, place)
+            accounts = DeviceAccounts(machine.monotonic_ns())
+            bought = self._ticket(environment)
+            permit = DevicePermit(keeper)
+            return await run_agent(bought, host.build_engine, trainer=host, permit=permit, accounts=accounts)
+
+        process = self.begin(worker or f"{self.name} on {node}", machine, work, device)
+        box.append(process)
+        self.residents[process] = None
+        if worker:
+            self._workers[worker] = process
+        return process
+
+    def named(self, process: Process, worker: WorkerId) -> None:
+        """Note as which worker a resident works now."""
+        process.name = worker
+        self._workers[worker] = process
+
+    @staticmethod
+    def _ticket(environment: Mapping[str, str]) -> Ticket:
+        return Ticket(
+            endpoint=Endpoint(environment["ELASTIC_JOIN"]),
+            run=environment["ELASTIC_RUN"],
+            worker=environment["ELASTIC_WORKER"],
+            token=environment["ELASTIC_JOIN_TOKEN"],
+            wait_s=float(environment["ELASTIC_ORCHESTRATOR_TIMEOUT_S"]),
+        )
+
+    def _sharing_host(self, worker: WorkerId, engine: BuildEngine, place: Callable[[], OnDevice]) -> TrainerHost:
+        def has(version: int, bits: bytes) -> None:
+            self._hosts[worker] = host
+            self._weights_of[host.publisher, version] = bits
+
+        def trainer(config: Config, device: str) -> SharingTrainer:
+            self._building[worker] = None
+            return SharingTrainer(self._learnt, has, place=place())
+
+        host = TrainerHost(self.config, self.run.path, True, trainer, engine, shares_device=True)
+        return host
+
+    # Ends.
+
+    def process_over(self, process: Process, error: BaseException | None) -> None:
+        """Note that a process of the job has ended by itself."""
+        if process is self.orchestrator:
+            result = "" if error is not None else process.main.result()
+            self.gone()
+            if error is None and not result.startswith(BY_POOL):
+                self.result = result
+                self._host.job_over(self, result)
+        elif process in self.residents and error is None and process.name in self._workers:
+            end: AgentExit = process.main.result()
+            if not end.code and process.name in self._hosts:
+                self._kept(process.name, self._hosts[process.name])
+
+
+class _NamedResident(RolloutResident):
+    """The production resident. The job's world is told as which worker it works."""
+
+    def __init__(self, world: JobWorld, process: Process, engine: BuildEngine) -> None:
+        super().__init__(engine)
+        self._world, self._process = world, process
+
+    async def _work(self, permit: int, frame: WorkerTicketFrame, work: Any) -> None:
+        self._world.named(self._process, frame.worker)
+        await super()._work(permit, frame, work)

@@ -1,0 +1,45 @@
+"""Simulated processes: each has a loop of its own, and lanes for the calls that block."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from elastic.testing.faults.shell.models import ModelDevice
+from elastic.testing.faults.shell.network import NetworkLoop
+from elastic.testing.faults.shell.threads import SimulatedLane
+from elastic.core.types import Nanoseconds
+from elastic.system.thread_lane import lanes
+
+
+class Process:
+    """A simulated process: a loop, and the tasks on it."""
+
+    def __init__(
+        self, name: str, loop: NetworkLoop, work: Callable[[], Coroutine[Any, Any, Any]], device: ModelDevice
+    ) -> None:
+        self.name = name
+        self.loop = loop
+        self.device = device
+        self.frozen_until_ns: Nanoseconds = 0
+        self.callbacks_left: int | None = None
+        """After which it is killed."""
+        self.at_its_end: Callable[[], None] = lambda: None
+        loop.context.run(lanes.set, lambda _: SimulatedLane(loop))
+        self.main = loop.create_task(work(), context=loop.context)
+
+    @property
+    def alive(self) -> bool:
+        return self.loop.alive
+
+    def end_after(self, callbacks: int, then: Callable[[], None]) -> None:
+        """Run `callbacks` more callbacks, wherever that leads, and kill the process."""
+        if self.callbacks_left is None:
+            self.callbacks_left, self.at_its_end = callbacks, then
+
+    def step(self) -> None:
+        if self.callbacks_left is None:
+            self.loop.step()
+        elif self.callbacks_left:
+            self.callbacks_left -= 1
+            self.loop.step(1)
+        else:
+            self.at_its_end()

@@ -1,0 +1,726 @@
+"""A world: production processes, a clock, and faults. It lives until its run has ended, and then judges the run."""
+
+import asyncio
+import contextlib
+import hashlib
+import heapq
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Mapping, MutableMapping
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import msgspec
+import structlog
+
+from elastic import compose
+from elastic.protocol import wire
+from elastic.testing.faults.shell.answers import governs
+from elastic.testing.faults.shell.cloud import Cloud, CloudProvider
+from elastic.testing.faults.shell.disk import Disk, ModelledJournal
+from elastic.testing.faults.shell.faults import Fault, FaultKind, WorldPlan
+from elastic.testing.faults.shell.loops import Machine, WorldClock
+from elastic.testing.faults.shell.models import (
+    VOCABULARY,
+    Mishap,
+    ModelDevice,
+    ModelEngine,
+    ModelEnvironment,
+    ModelPool,
+    ModelTrainer,
+    NoSettings,
+    Weights,
+)
+from elastic.testing.faults.shell.network import Network, NetworkLoop
+from elastic.testing.faults.shell.process import Process
+from elastic.testing.faults.shell.relay import RelayStore
+from elastic.testing.faults.shell.threads import loop_here
+from elastic.testing.faults.shell.witness import CANNOT_START, Witness
+from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
+from elastic.compose.plan import POOL_KIND
+from elastic.config import Config, validate
+from elastic.protocol.run_control import Acknowledged, CapProvider, SetBudget, StopRun
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import NS_PER_S, LogprobCheck, Nanoseconds, WorkerId, WorkerRole
+from elastic.protocol.endpoint import Endpoint
+from elastic.pool.client import PoolClient
+from elastic.protocol.run_secrets import RunSecrets
+from elastic.runtime.journal import JournalError, RunDirectory
+from elastic.runtime.orchestrator import Orchestrator, Wiring
+from elastic.protocol.ticket_store import TicketBook
+from elastic.worker.trainer import checkpoint
+from elastic.weights.rights import RelayRights
+from elastic.weights.source import RelaySource
+from elastic.worker.accounts import DeviceAccounts
+from elastic.worker.agent import AgentExit, BuildEngine, run_agent
+from elastic.worker.connection import Ticket
+from elastic.worker.trainer_host import TrainerHost
+from providers.base import Provider, ProviderContext, WorkerTicket
+from providers.joined import JoinedProvider
+from providers.markets import JoinedSettings
+from providers.waiting_room import WaitingRoom
+
+RUN = "run"
+ADDRESS = "10.0.0.1"
+"""The orchestrator's address for other machines."""
+RELAY_PORT = 50_000
+MOVES = 1 / 3
+"""Share of incarnations that serve the relay at another port than the one before."""
+ELASTIC = "reserved"
+JOINED = "joined"
+ORCHESTRATOR_TIMEOUT_S = 20.0
+PULL_TIMEOUT_S = 10.0
+LIVENESS_S = 240.0
+"""Time for the run to end after the last fault, if turns are short."""
+TURNS_MAX = 4
+STEPS_MAX = 3_000_000
+WORK_NS = 2_000
+"""Shortest time of a process's step: no work is instantaneous."""
+STOPPED = "somebody had it stop"
+"""The reason of a stop after which a user resumes the run."""
+OUT_OF_STEP = "out of step with the journal"
+SINCE_BEFORE_S = 12.0
+"""Longest fault of a machine from before it became a worker."""
+COMMANDED = 2
+"""How often each command is sent; repetitions are only acknowledged."""
+NEVER_S = 1e9
+"""Validity of a machine's ticket: longer than any jump of the calendar."""
+NO_DESCRIPTORS = "no file descriptor was left"
+"""The reason of a run that cannot read its journal for lack of descriptors."""
+BEGIN_AGAIN_S = 1.0
+"""Time after which a user resumes a run that ended for lack of disk or descriptors, or of a trainer."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a world. `history` hashes everything that its run's incarnations have journaled."""
+
+    seed: int
+    ended_s: float
+    events: int
+    incarnations: int
+    faults: int
+    history: str
+
+
+def config_of(plan: WorldPlan) -> Config:
+    long = plan.token_s > 1
+    return validate(
+        Config,
+        {
+            "run": {
+                "name": RUN,
+                "seed": plan.seed,
+                "steps": plan.steps,
+                "orchestrator_timeout_s": ORCHESTRATOR_TIMEOUT_S,
+                "host": ADDRESS if plan.far else "127.0.0.1",
+            },
+            "model": {"checkpoint": "none"},
+            "rollout": {
+                "groups": plan.groups,
+                "group_size": 2,
+                "max_turns": 1 if long else plan.max_turns,
+                "max_tokens_per_turn": plan.max_tokens,
+                "staleness_bound": plan.staleness_bound,
+                # Environments may be down for as long as a short run takes.
+                "max_failed_share": 1,
+            },
+            "trainer": {
+                "updates_per_step": 1,
+                "max_restarts": 1000,
+                "checkpoint_every_steps": plan.checkpoint_every,
+                "step_timeout_s": 30,
+            },
+            "engine": {"max_context_tokens": 4096, "max_batch": plan.max_batch, "max_pending": plan.max_pending},
+            "seeding": {"window_s": 0.2, "reserved_engines": 2},
+            "scheduler": {
+                "boot_timeout_s": 20,
+                "load_timeout_s": 20,
+                "retry_base_s": 0.2,
+                "retry_max_s": 2,
+                "heartbeat_interval_s": 5 if long else 0.5,
+                "heartbeat_timeout_s": 15 if long else 3,
+                "stall_timeout_s": 100 if long else 4,
+                "turn_stall_timeout_s": 100 if long else 20,
+            },
+            # Of turns that take hours, a second tells nothing.
+            **({"balancing": {"interval_s": 10}} if long else {}),
+            "rewards": {"timeout_s": 2, "max_retries": 8},
+            "environment": {"step_timeout_s": 3},
+            "weights": {
+                "mode": "keep",
+                "pull_timeout_s": PULL_TIMEOUT_S,
+                "keyframe_every": plan.keyframe_every,
+                "merge_every": plan.merge_every,
+                "keep_versions": 2,
+            },
+            "journal": {
+                "durable_against": plan.durable_against,
+                "pending_mb": plan.pending_mb,
+                "commit_interval_s": 5 if long else 0.1,
+            },
+            "providers": {ELASTIC: {"max_workers": plan.places}, JOINED: {}},
+        },
+        "chaos",
+    )
+
+
+class World:
+    """`tell` gets what the world's processes log, and its faults. A world `beside` another one shares its clock,
+    network and processes."""
+
+    def __init__(
+        self, plan: WorldPlan, tell: Callable[[str], None] | None = None, beside: "World | None" = None
+    ) -> None:
+        self.plan = plan
+        self._tell = tell
+        self.clock = WorldClock() if beside is None else beside.clock
+        self.chance = Random(f"{plan.seed}/world")
+        self.network = Network(Random(f"{plan.seed}/network")) if beside is None else beside.network
+        self.witness = Witness(lambda: self.clock.now_ns, Random(f"{plan.seed}/witness"))
+        self.network.dialled = self._dialled
+        self.disk = Disk(
+            Random(f"{plan.seed}/disk"),
+            loses_power=any(fault.kind is FaultKind.POWER for fault in plan.faults),
+            lies=plan.lying_disk,
+        )
+        self.machine = Machine(self.clock)
+        """The orchestrator's."""
+        self.processes: list[Process] = [] if beside is None else beside.processes
+        self.weights = Weights()
+        self.compared: dict[str, Mapping[str, LogprobCheck]] = {}
+        """What the trainer has found of workers' tokens in each group, as it was last given that."""
+        self.trained_on: dict[str, set[WorkerId]] = {}
+        """The workers of whose tokens in a group it has trained on some."""
+        self.incarnations = 0
+        self.result: str | None = None
+        self.orchestrator: Process | None = None
+        self.shell: Orchestrator | None = None
+        """What runs in the orchestrator's process."""
+        self.acknowledged: list[str] = []
+        """Commands that were said to be durable, by their ids."""
+        self.began_anew = False
+        """Whether a user has resumed a run that had failed. It goes on from the trainer's checkpoint."""
+        self.address = ""
+        self.relay = RelayStore(Random(f"{plan.seed}/relay"), lambda: self.clock.now_ns)
+        self.relay.asked = lambda url: self.witness.asks(loop_here(), url)
+        self.environments_down_until_ns = self.functions_down_until_ns = 0
+        self._alive: list[Process] = [] if beside is None else beside._alive
+        self._struck = 0
+        self._relay_port = RELAY_PORT
+        self._numbers = itertools.count() if beside is None else beside._numbers
+        self._weights_of: dict[tuple[str, int], bytes] = {}
+        """The bits that a trainer's process, known by its key, has as a version."""
+        self._later: list[tuple[Nanoseconds, int, Callable[[], None]]] = [] if beside is None else beside._later
+        self._workers: dict[WorkerId, Process] = {}
+        self._hosts: dict[WorkerId, TrainerHost] = {}
+        """The trainers' that have weights, by their workers."""
+        self._building: dict[WorkerId, None] = {}
+        """Trainers that have been told of a relay, and hear of no other one before their engine is built."""
+        self._machines: dict[str, Process] = {}
+        """Those that come by themselves, by their tickets."""
+        self._directory = Path(tempfile.mkdtemp(prefix="elastic-chaos-", dir=_memory()))
+        self.run = RunDirectory(self._directory / RUN)
+        self.run.path.mkdir()
+        self._tickets = _Tickets(self.run.path, self._spent)
+        self.config = self._configured()
+        self.providers = [ELASTIC, JOINED] if plan.machines else [ELASTIC]
+        make = lambda name, role, places: Cloud(  # noqa: E731
+            name, role, places, Random(f"{plan.seed}/{name}"), self.after, self._boot, self._end_worker
+        )
+        self.clouds = {
+            compose.TRAINER_PROVIDER: make(compose.TRAINER_PROVIDER, WorkerRole.TRAINER, 1),
+            ELASTIC: make(ELASTIC, WorkerRole.ELASTIC, plan.places),
+        }
+
+    def _configured(self) -> Config:
+        return config_of(self.plan)
+
+    def _pool(self) -> contextlib.AbstractAsyncContextManager[PoolClient | None]:
+        """A context: the connection to the pool of which the run is a job."""
+        return contextlib.nullcontext()
+
+    # Time
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Schedule an action of the world itself, in no process."""
+        when_ns = self.clock.now_ns + round(delay_s * NS_PER_S)
+        heapq.heappush(self._later, (when_ns, next(self._numbers), action))
+
+    def until_ns(self, duration_s: float) -> Nanoseconds:
+        return self.clock.now_ns + round(duration_s * NS_PER_S)
+
+    @contextlib.contextmanager
+    def begins(self) -> Iterator[None]:
+        """A context: production code gets this world's answers, and everything is taken apart at its end."""
+        longest_turn_s = self.plan.max_tokens * self.plan.token_s
+        governed = governs(self.clock, f"{self.plan.seed}/code", longest_turn_s, self.relay.open)
+        with governed, self.witness.watches(), self._logged():
+            try:
+                self.begin_orchestrator()
+                for _ in range(self.plan.machines):
+                    self.after(self.chance.uniform(0, 5), self._join)
+                yield
+            finally:
+                self._bury()
+                shutil.rmtree(self._directory, ignore_errors=True)
+
+    def befalls(self, fault: Fault, done: bool) -> None:
+        """Record that a fault has come, and whether it was `done` to a target."""
+        self._struck += done
+        if done and self._tell is not None:
+            self._tell(f"{self.clock.now_ns / NS_PER_S:9.3f} *** {fault}")
+
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        def process(_: Any, level: str, event: MutableMapping[str, Any]) -> Any:
+            if self._tell is not None:
+                what = event.pop("event")
+                told = " ".join(f"{key}={value}" for key, value in event.items())
+                self._tell(f"{self.clock.now_ns / NS_PER_S:9.3f} {level} {what} {told}")
+            raise structlog.DropEvent
+
+        former = structlog.get_config()
+        structlog.configure(processors=[process])
+        try:
+            yield
+        finally:
+            structlog.configure(**former)
+
+    def go_on(self) -> None:
+        """Run until the run has ended and no process is left. Raises `AssertionError` if that takes much too long."""
+        plan = self.plan
+        turns = plan.steps * plan.groups * TURNS_MAX
+        until_s = plan.end_s + LIVENESS_S + 4 * turns * plan.max_tokens * plan.token_s
+        for _ in range(STEPS_MAX):
+            if self.result is not None and not self._alive:
+                return
+            if not self._step(until_s * NS_PER_S):
+                break
+        alive = [process.name for process in self._alive]
+        raise AssertionError(f"no end: result {self.result!r}, alive {alive}")
+
+    def _step(self, until_ns: float) -> bool:
+        """Take the next step, in whichever process it is."""
+        chosen, goes_on = self._next(until_ns)
+        if chosen is not None:
+            chosen.step()
+            self.clock.now_ns += WORK_NS
+            self._look_at(chosen)
+        return goes_on
+
+    def _next(self, until_ns: float) -> tuple[Process | None, bool]:
+        """Return the process that is due next, and whether anything was; carry out an action of the world's own."""
+        now_ns = self.clock.now_ns
+        due_ns: float = self._later[0][0] if self._later else until_ns + 1
+        chosen: Process | None = None
+        for process in self._alive:
+            next_ns = process.loop.next_ns()
+            if next_ns is not None:
+                if next_ns < process.frozen_until_ns:
+                    next_ns = process.frozen_until_ns
+                if next_ns < due_ns:
+                    due_ns, chosen = next_ns, process
+                    if next_ns <= now_ns:
+                        break
+        if due_ns > until_ns:
+            return None, False
+        self.clock.now_ns = max(now_ns, int(due_ns))
+        if chosen is None:
+            heapq.heappop(self._later)[2]()
+        return chosen, True
+
+    def _look_at(self, process: Process) -> None:
+        if self.witness.found:
+            raise self.witness.found[0]
+        if process.loop.failures:
+            raise AssertionError(f"{process.name}: {process.loop.failures[0]}")
+        if process.alive and process.main.done():
+            self._ended(process)
+
+    # Processes
+
+    def _dialled(self, loop: NetworkLoop) -> None:
+        if any(worker.loop is loop for worker in self.workers()):
+            self.witness.dialled(loop)
+
+    def workers(self) -> list[Process]:
+        """Return the run's workers, with the trainer's, and machines that are about to join."""
+        machines = self._machines.values()
+        return [process for process in self._alive if process.name in self._workers or process in machines]
+
+    def begin(
+        self,
+        name: str,
+        machine: Machine,
+        work: Callable[[], Coroutine[Any, Any, Any]],
+        device: ModelDevice | None = None,
+    ) -> Process:
+        process = Process(
+            name, NetworkLoop(self.clock, machine, self.network), work, device or ModelDevice(lambda: self.clock.now_ns)
+        )
+        self.processes.append(process)
+        self._alive.append(process)
+        return process
+
+    def kill(self, process: Process, *, noticed: bool) -> None:
+        """Kill a process. If `noticed`, its peers are told; its provider learns of it sooner or later."""
+        if not process.alive:
+            return
+        process.loop.kill(noticed)
+        self._alive.remove(process)
+        for cloud in self.clouds.values():
+            cloud.exited(process.name)
+        if process in self._machines.values():
+            self.after(self.chance.uniform(0.1, 10), self._join)
+
+    def command(self, make: Callable[[str], CapProvider | SetBudget | StopRun]) -> bool:
+        """Send the run a command under a new id; returns whether a process hears it."""
+        orchestrator, shell = self.orchestrator, self.shell
+        if orchestrator is None or shell is None or not self.address:
+            return False
+        request = make(f"command-{next(self._numbers)}")
+
+        async def ask() -> None:
+            for _ in range(COMMANDED):
+                if isinstance(await shell.command_manager.answer(request), Acknowledged):
+                    self.acknowledged.append(request.id)
+
+        orchestrator.loop.create_task(ask(), context=orchestrator.loop.context)
+        return True
+
+    def begin_orchestrator(self) -> None:
+        self.incarnations += 1
+        self.orchestrator = self.begin(f"orchestrator {self.incarnations}", self.machine, self._orchestrate)
+
+    def crash_orchestrator(self, down_s: float) -> None:
+        """Kill the orchestrator and start another one after a while."""
+        if self.orchestrator is None:
+            return
+        self.kill(self.orchestrator, noticed=True)
+        self._begin_again(down_s)
+
+    def _begin_again(self, down_s: float) -> None:
+        self.witness.all_ail(down_s)
+        self.began_anew |= self.shell is not None and CANNOT_START in self.shell.scheduler.failed
+        self.orchestrator = self.shell = None
+        self.address = self.relay.url = ""
+        for cloud in self.clouds.values():
+            cloud.listener = None
+        self.after(down_s, self.begin_orchestrator)
+
+    async def _orchestrate(self) -> str:
+        """Run an orchestrator as `elastic.compose.execute` does, around models."""
+        run, plan = self.run, self.plan
+        resolved = compose.resolve(self.config, self.providers, "chaos")
+        config = resolved.config
+        former = previous_incarnation(run, config) if self.incarnations > 1 else PreviousIncarnation()
+        waiting_room = WaitingRoom(self._tickets)
+        scheduler = Scheduler(compose.run_plan(resolved), compose.limits(config), compose.policies(config), 0)
+        secrets = RunSecrets(b"%32d" % plan.seed)
+        notes = {
+            "run": RUN,
+            "status": compose.RUNNING,
+            "config": config.model_dump_json(),
+            "providers": self.providers[0],
+            "seed": str(config.run.seed),
+        } | former.notes_to_keep()
+        journal = ModelledJournal(
+            run.next_journal_path(),
+            config.journal.commit_interval_s,
+            config.journal.durable_against,
+            round(config.journal.pending_mb * 2**20),
+            notes,
+            self.disk,
+        )
+        self.witness.follow(scheduler)
+        self._serve_relay(RelayRights(secrets.relay_owner()))
+        async with self._pool() as pool:
+            with journaled(journal, scheduler) as ending:
+                wiring = Wiring(
+                    make_providers=partial(self._providers, waiting_room, pool),
+                    make_environment=lambda: ModelEnvironment(NoSettings(), self._environment_mishap),
+                    stop_token_ids=ModelEnvironment.stop_token_ids,
+                    welcome=self._welcome(),
+                    secrets=secrets,
+                    kept=run,
+                    make_reward_pool=(lambda meter: ModelPool(meter, self._function_mishap)) if plan.scored else None,
+                    engines={name: config.engine.model_dump(mode="json") for name in (*self.clouds, *self.providers)},
+                    relays={compose.TRAINER_PROVIDER: self.relay.url},
+                    relay_rights=self.relay.rights,
+                    resident=[n for n, settings in resolved.providers.items() if settings.kind == POOL_KIND],
+                    waiting_room=waiting_room if plan.machines else None,
+                    pool=pool,
+                    control_socket=False,
+                )
+                orchestrator = Orchestrator(
+                    config,
+                    scheduler,
+                    journal,
+                    wiring,
+                    former.taken_up(),
+                    told=former.told,
+                    clock_ns=self.machine.monotonic_ns,
+                )
+                self.shell = orchestrator
+                if pool is not None:
+                    pool.turned_away = orchestrator.kill
+                failed = await orchestrator.run()
+                ending.conclude(failed, scheduler.stopped)
+        return failed or scheduler.stopped
+
+    def _serve_relay(self, rights: RelayRights) -> None:
+        """Serve the relay at its last port, unless that port is taken."""
+        elsewhere = self.incarnations > 1 and self.chance.random() < MOVES
+        for trainer in self._building if elsewhere else ():
+            self.witness.doomed(trainer)
+        self._relay_port += elsewhere
+        self.relay.url, self.relay.rights = f"http://{ADDRESS}:{self._relay_port}", rights
+
+    def _environment_mishap(self) -> Mishap | None:
+        return self._mishap(self.environments_down_until_ns)
+
+    def _function_mishap(self) -> Mishap | None:
+        return self._mishap(self.functions_down_until_ns)
+
+    def _mishap(self, until_ns: Nanoseconds) -> Mishap | None:
+        if self.clock.now_ns >= until_ns or self.chance.random() < 2 / 3:
+            return None
+        return self.chance.choice((Mishap.RAISES, Mishap.HANGS))
+
+    def _providers(
+        self,
+        waiting_room: WaitingRoom,
+        pool: PoolClient | None,
+        endpoint: Endpoint,
+        now_ns: Callable[[], Nanoseconds],
+    ) -> Mapping[str, Provider]:
+        self.address = endpoint.address
+        context = self._context(waiting_room, pool, endpoint, now_ns)
+        found: dict[str, Any] = {name: CloudProvider(cloud, context) for name, cloud in self.clouds.items()}
+        if self.plan.machines:
+            found[JOINED] = JoinedProvider(JOINED, JoinedSettings.model_validate({}), context)
+        return cast("Mapping[str, Provider]", found)
+
+    def _context(
+        self,
+        waiting_room: WaitingRoom,
+        pool: PoolClient | None,
+        endpoint: Endpoint,
+        now_ns: Callable[[], Nanoseconds],
+    ) -> ProviderContext:
+        return ProviderContext(
+            run=RUN,
+            run_dir=self.run.path,
+            endpoint=endpoint,
+            worker_command=(),
+            waiting_room=waiting_room,
+            now_ns=now_ns,
+            acquire_timeout_s=self.config.scheduler.acquire_timeout_s,
+            release_timeout_s=self.config.scheduler.release_timeout_s,
+            pool=pool,
+            orchestrator_timeout_s=self.config.run.orchestrator_timeout_s,
+        )
+
+    def _welcome(self) -> wire.Welcome:
+        s = self.config.scheduler
+        return wire.Welcome(
+            session_key="",
+            epoch=0,
+            heartbeat_interval_s=s.heartbeat_interval_s,
+            flush_interval_s=s.flush_interval_s,
+            silence_timeout_s=s.heartbeat_timeout_s * 2 / 3,
+            engine=self.config.engine.model_dump(mode="json"),
+            model={"vocab_size": VOCABULARY},
+            relay=self.relay.url,
+            resume_timeout_s=self.config.resume_timeout_s,
+            pull_timeout_s=self.config.weights.pull_timeout_s,
+            load_timeout_s=s.load_timeout_s,
+            drain_timeout_s=4.0,
+            run=RUN,
+            orchestrator_timeout_s=ORCHESTRATOR_TIMEOUT_S,
+        )
+
+    def _boot(self, endpoint: Endpoint, ticket: WorkerTicket, trains: bool) -> None:
+        bought = Ticket(
+            endpoint=endpoint, run=RUN, worker=ticket.worker, token=ticket.token, wait_s=ORCHESTRATOR_TIMEOUT_S
+        )
+        self._workers[ticket.worker] = self._begin_worker(ticket.worker, bought, trains)
+
+    def _join(self) -> None:
+        """Start a worker on a machine with a ticket. Its name in the run is not known yet."""
+        if self.result is not None:
+            return
+        if not self.address:
+            self.after(BEGIN_AGAIN_S, self._join)
+            return
+        terms, token = self._tickets.mint("", None, NEVER_S)
+        bought = Ticket(
+            endpoint=Endpoint(self.address),
+            run=RUN,
+            worker="",
+            token=token,
+            wait_s=ORCHESTRATOR_TIMEOUT_S,
+            ticket=terms.ticket,
+        )
+        self._machines[terms.ticket] = self._begin_worker(terms.ticket, bought, False)
+
+    def _spent(self, ticket: str, worker: WorkerId) -> None:
+        process = self._machines[ticket]
+        process.name, self._workers[worker] = worker, process
+        self.witness.ails(worker, SINCE_BEFORE_S)
+        if self.witness.has_lied(ticket):
+            self.witness.lies(worker)
+        if ticket in self.witness.lasting:
+            self.witness.lies_on(worker)
+        if ticket in self.witness.impostors:
+            self.witness.impostor(worker)
+
+    def _begin_worker(self, name: str, bought: Ticket, trains: bool) -> Process:
+        """Start a worker of a provider. Its device is shared with the owner if the provider lends it."""
+        plan, device = self.plan, ModelDevice(lambda: self.clock.now_ns)
+        machine = Machine(self.clock, 1 + self.chance.uniform(-plan.drift, plan.drift))
+
+        def engine(_: wire.Welcome) -> ModelEngine:
+            self._building.pop(name, None)
+            watch = WorkerWatch(self, process)
+            return ModelEngine(machine.monotonic_ns, device, plan.max_batch, plan.max_pending, plan.token_s, watch)
+
+        async def work() -> AgentExit:
+            accounts = DeviceAccounts(machine.monotonic_ns())
+            if not trains:
+                return await run_agent(bought, engine, share=None if bought.ticket else device, accounts=accounts)
+            host = self._trainer_host(name, engine)
+            return await run_agent(bought, host.build_engine, trainer=host, accounts=accounts)
+
+        if self.network.is_taken(bought.endpoint.address):
+            self.witness.doomed(name)
+        process = self.begin(name, machine, work, device)
+        return process
+
+    def _trainer_host(self, worker: WorkerId, engine: BuildEngine) -> TrainerHost:
+        def has(version: int, bits: bytes) -> None:
+            self._hosts[worker] = host
+            self._weights_of[host.publisher, version] = bits
+
+        def trainer(config: Config, device: str) -> ModelTrainer:
+            self._building[worker] = None
+            return ModelTrainer(self._learnt, has, self._compared, self._trained_on, self.config.trainer.mismatch_max)
+
+        host = TrainerHost(self.config, self.run.path, True, trainer, engine)
+        return host
+
+    def _learnt(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def _compared(self, group: str, found: Mapping[str, LogprobCheck]) -> None:
+        self.compared[group] = found
+        self.trained_on[group] = set()
+
+    def _trained_on(self, group: str, worker: WorkerId) -> None:
+        self.trained_on[group].add(worker)
+
+    def applied(self, source: RelaySource, bits: bytes) -> None:
+        """Note that a worker serves with `bits` as the version that it was told to pull."""
+        if bits != self._weights_of.get((source.publisher, source.version)):
+            self.witness.found.append(AssertionError(f"weights served that are not those of version {source.version}"))
+
+    def _end_worker(self, worker: WorkerId) -> None:
+        process = self._workers.get(worker)
+        if process is not None and process.alive:
+            self.witness.ails(worker)
+            process.loop.kill(noticed=True)
+            self._alive.remove(process)
+
+    def _ended(self, process: Process) -> None:
+        """Note that a process has ended by itself."""
+        self.kill(process, noticed=True)
+        if process.name in self._workers:
+            end = process.main.result()
+            self.witness.left(process.name, end)
+            if OUT_OF_STEP in end.reason and not self.disk.forgot:
+                self.witness.found.append(AssertionError(f"{process.name} has left: {end.reason}"))
+            if not end.code and process.name in self._hosts:
+                self._kept(process.name, self._hosts[process.name])
+        if process is not self.orchestrator:
+            return
+        error = process.main.exception()
+        result = "" if error else process.main.result()
+        # Where the disk has forgotten orders, the trainer that has carried them out is refused, and the run ends.
+        refused = self.disk.forgot and OUT_OF_STEP in result
+        wants = isinstance(error, JournalError | OSError) or NO_DESCRIPTORS in result
+        # A user mends what kept the trainer from starting, and resumes the run.
+        unable = CANNOT_START in result and self.witness.cannot_start(compose.TRAINER_PROVIDER)
+        if wants or refused or unable or result == STOPPED:
+            self._begin_again(BEGIN_AGAIN_S)
+        else:
+            self.result = process.main.result()
+
+    def _kept(self, trainer: WorkerId, host: TrainerHost) -> None:
+        """Check that a trainer that leaves in good order between two steps has kept what it has trained."""
+        stands = host.standing()
+        kept = {int(path.stem) for path in checkpoint.saved(self.run.path / "checkpoints")}
+        if stands.version and not stands.groups and not stands.slots and stands.version not in kept:
+            self.witness.left_behind(trainer, f"no checkpoint of version {stands.version}")
+
+    # The end
+
+    def outcome(self) -> Outcome:
+        history, events = hashlib.blake2b(digest_size=16), 0
+        with self.run.journals() as journals:
+            for journal in journals:
+                for t_ns, event in journal.events():
+                    history.update(msgspec.msgpack.encode((t_ns, event)))
+                    events += 1
+        return Outcome(
+            seed=self.plan.seed,
+            ended_s=self.clock.now_ns / NS_PER_S,
+            events=events,
+            incarnations=self.incarnations,
+            faults=self._struck,
+            history=history.hexdigest(),
+        )
+
+    def _bury(self) -> None:
+        """Take killed processes apart, now that nothing in their `finally` blocks can matter."""
+        for process in self.processes:
+            process.loop.alive = False
+            for task in asyncio.all_tasks(process.loop):
+                task.cancel()
+            process.loop.bury()
+
+
+class WorkerWatch:
+    """`elastic.testing.faults.shell.models.LoadWatch` of one worker's process."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self._world = world
+        self._process = process
+        self.applied = world.applied
+
+    def pulls(self, source: RelaySource) -> contextlib.AbstractContextManager[None]:
+        return self._world.witness.pulls(self._process.loop, source.relay)
+
+    def unsound(self) -> None:
+        self._world.witness.ails(self._process.name)
+
+    def failed(self, began_ns: Nanoseconds) -> None:
+        self._world.witness.load_failed(self._process.name, began_ns)
+
+
+class _Tickets(TicketBook):
+    """The ticket book. `spent` is told which machine joins as which worker."""
+
+    def __init__(self, run_dir: Path, spent: Callable[[str, WorkerId], None]) -> None:
+        super().__init__(run_dir)
+        self._spent = spent
+
+    def spend(self, ticket: str, worker: WorkerId) -> None:
+        super().spend(ticket, worker)
+        self._spent(ticket, worker)
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
