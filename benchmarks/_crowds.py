@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from _hosted import CONFIG, HostedSite
 from _http_load import request
 
-from elastic.protocol.api_client import Client
 from elastic.compose.relay import weights_relay
 from elastic.config import Config, validate
+from elastic.protocol.api import AccessRole, NewKey
+from elastic.protocol.api_client import Client
 from elastic.protocol.endpoint import Address
 from elastic.system.machine import raise_descriptor_limit
-from elastic.protocol.api import AccessRole, NewKey
 from elastic.weights.rights import RelayRights
 
 HERE, ELSEWHERE, CROWD = "127.0.0.1", "127.0.0.2", "127.0.0.3"

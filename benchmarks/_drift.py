@@ -16,8 +16,8 @@ from _optimum import Optimiser, fewest_nodes
 from elastic.core.cluster import JobRequest, PoolSpec
 from elastic.core.cluster.policy import ClusterPolicies
 from elastic.core.cluster.types import JobId
-from elastic.simulation.jobs.plans import NS_PER_H, PhaseShares, PlanWorld
 from elastic.simulation.jobs.phases import Arrival
+from elastic.simulation.jobs.plans import NS_PER_H, PhaseShares, PlanWorld
 from policies.charging import IdleAsAlone
 from policies.drift import NoDrift, SloAtStake
 from policies.placement import PLACEMENTS

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from elastic.protocol import wire
 from elastic.config import RolloutConfig
 from elastic.core.types import FinishReason, SamplingParameters
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
 from elastic.environments.base import Environment
+from elastic.protocol import wire
 
 T = TypeVar("T")
 TIMEOUT_S = 600.0

@@ -219,8 +219,8 @@ def _forks() -> ForkServerContext:
 
 def _main(part: Part, home: Path, database: str, port: int, job: Path, log: Path) -> None:
     from elastic import compose
-    from elastic.system.logs import STANDARD_ERROR, log_to
     from elastic.server.serving import listen, open_store, run_runner, serve
+    from elastic.system.logs import STANDARD_ERROR, log_to
 
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), STANDARD_ERROR)
     log_to(STANDARD_ERROR)

@@ -12,8 +12,8 @@ from elastic.core.cluster.cycle import CycleMember, cycle_ns, load_ns
 from elastic.core.cluster.groups import CycleModel
 from elastic.core.cluster.policy import ClusterPolicies
 from elastic.core.cluster.types import JobState
-from elastic.simulation.jobs.plans import NS_PER_H, PlanWorld
 from elastic.simulation.jobs.phases import Arrival, JobsWorld
+from elastic.simulation.jobs.plans import NS_PER_H, PlanWorld
 from policies.charging import IdleAsAlone
 from policies.clusters import CLUSTER_POLICIES
 from policies.drift import NoDrift

@@ -107,7 +107,8 @@ def _verdict(mutant: Mutant | None) -> int:
 
 def of_many_jobs(mutant: Mutant | None) -> bool:
     return mutant is not None and (
-        mutant.module.startswith("elastic.core.cluster.") or mutant.module in {f"policies.{name}" for name in JOBS_POLICIES}
+        mutant.module.startswith("elastic.core.cluster.")
+        or mutant.module in {f"policies.{name}" for name in JOBS_POLICIES}
     )
 
 

@@ -20,19 +20,26 @@ from _live import replay
 from _orchestrated import RUN, OwnWorkers, orchestrator
 
 from elastic import compose
-from elastic.protocol import wire
-from elastic.testing.faults.shell.models import ModelDevice, ModelEngine, ModelEnvironment, ModelTrainer, NoSettings, Weights
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Account, Capabilities, Nanoseconds
 from elastic.environments.base import Environment, StepResult
-from elastic.system.thread_lane import Lane, lanes
+from elastic.protocol import wire
 from elastic.report.history import history_of
 from elastic.report.refusals import refused_of
 from elastic.runtime.journal import GroupRow, JournalRecord, PullRow, RunDirectory, StepRow, TrajectoryRow, TurnRow
+from elastic.system.thread_lane import Lane, lanes
 from elastic.testing.faults.core.lies import KINDS, Liar
+from elastic.testing.faults.shell.models import (
+    ModelDevice,
+    ModelEngine,
+    ModelEnvironment,
+    ModelTrainer,
+    NoSettings,
+    Weights,
+)
 from elastic.weights.source import RelaySource
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.agent import run_agent

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import _common  # noqa: F401  (the path)
 import msgspec
 
-from elastic.protocol import wire
 from elastic.core.types import INTEGER_MAX, TEXT_MAX, Account, Capabilities, FinishReason
+from elastic.protocol import wire
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
 
 CREDIT = 6

@@ -9,17 +9,17 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias, cast
 
 from elastic import compose
-from elastic.protocol import wire
 from elastic.config import Config
 from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import EndCause, LeaseId, Offer, WorkerRole
-from elastic.protocol.endpoint import Endpoint
 from elastic.environments.base import Environment
+from elastic.protocol import wire
+from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.run_secrets import RunSecrets
+from elastic.protocol.tls import Certificate
 from elastic.runtime.journal import RunDirectory, SqliteJournal
 from elastic.runtime.orchestrator import Orchestrator, Wiring
-from elastic.protocol.tls import Certificate
 from elastic.worker.connection import Ticket
 from providers.base import Emit, KnownLease, LeaseRequest, Provider, ProviderSettings
 

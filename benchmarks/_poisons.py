@@ -15,8 +15,8 @@ from typing import Any
 import sqlalchemy as sa
 from _hosted import CONFIG, HostedSite
 
-from elastic.protocol.api_client import ApiError, Client, ClientError
 from elastic.protocol.api import NewWebhook, RunPhase
+from elastic.protocol.api_client import ApiError, Client, ClientError
 from elastic.server.store import Store, webhooks
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import deliveries as deliveries_table

@@ -18,15 +18,15 @@ import psutil
 from _common import ROOT
 from _runs import RunFailed, elastic, sets
 
+from elastic.compose.pool_config import POOL_CONFIG, load_pool
 from elastic.core.cluster import Cluster
 from elastic.core.cluster.commands import ClusterCommand
 from elastic.core.cluster.events import ClusterEvent
 from elastic.core.cluster.history import decoded, replay
 from elastic.core.cluster.types import NS_PER_HOUR, Permit, PhaseKind
-from elastic.protocol.run_control import ControlError
-from elastic.compose.pool_config import POOL_CONFIG, load_pool
-from elastic.pool.journal import read_records
 from elastic.pool.control_messages import PoolControl
+from elastic.pool.journal import read_records
+from elastic.protocol.run_control import ControlError
 from policies.clusters import CLUSTER_POLICIES
 
 JOBS = ROOT / "examples" / "jobs"

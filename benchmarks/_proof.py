@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 
 from elastic import compose
-from elastic.protocol import wire
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.ids import lease_of, parse_turn, turn_id
 from elastic.core.types import EndCause
+from elastic.protocol import wire
 from elastic.report import summarise
 from elastic.runtime.journal import MoveRow, RunDirectory, Sampled, StepRow, TrajectoryRow, TurnRow
 

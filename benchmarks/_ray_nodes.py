@@ -16,9 +16,9 @@ from _paced import LimitedSettings, LimitedTask
 from _proof import judge_tokens
 from _runs import processes_of
 
+from elastic.protocol.sockets import listening_socket
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
-from elastic.protocol.sockets import listening_socket
 from providers.base import Provider
 from providers.ray import RayProvider, RaySettings
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import msgspec
 
 from elastic import compose
-from elastic.protocol import wire
 from elastic.compose.incarnations import BEGAN, Began
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.scheduler import Scheduler
+from elastic.protocol import wire
 from elastic.runtime import states
 from elastic.runtime.journal import RunDirectory, event_row, frame_row
 from elastic.runtime.recollection import Recollection

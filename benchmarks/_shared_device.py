@@ -30,10 +30,10 @@ from elastic.engine.coserving.profiler import device_name
 from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.backends import open_backend
 from elastic.engine.kv.layout import common_page_bytes
-from elastic.engine.torch.runner import Runner, dtype_on
-from elastic.protocol.http_server import serving
 from elastic.engine.model.checkpoint import read_tensors, write_checkpoint
 from elastic.engine.model.config import Qwen3Config
+from elastic.engine.torch.runner import Runner, dtype_on
+from elastic.protocol.http_server import serving
 from elastic.weights.source import TensorSource
 from policies.admission import NoAdmission
 from policies.kvmemory import PreemptiveMemory

@@ -86,13 +86,10 @@ def live_through_shell(seeds: Iterable[int]) -> WorldsSeen:
 def is_production_shell() -> bool:
     """Whether a world's run, gateway, journal, rollout loops, workers, trainer's host and relay client are of the
     classes that a live run has."""
-    from elastic.testing.faults.shell import models
-    from elastic.testing.faults.shell import relay
-    from elastic.testing.faults.shell import simulate
-    from elastic.testing.faults.shell import world
-    from elastic.testing.faults.shell.faults import draw_plan
     from elastic.compose import execution
     from elastic.runtime import gateway, journal, orchestrator, rollout, run
+    from elastic.testing.faults.shell import models, relay, simulate, world
+    from elastic.testing.faults.shell.faults import draw_plan
     from elastic.weights import client, http
     from elastic.worker import agent, service, trainer_host
 

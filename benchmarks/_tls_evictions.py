@@ -19,8 +19,7 @@ from typing import Any
 import _common  # noqa: F401  (the path)
 from _crowds import ELSEWHERE, PATIENCE_S, asked_for, figures, log_here
 
-from elastic.protocol import tls
-from elastic.protocol import wire
+from elastic.protocol import tls, wire
 from elastic.protocol.endpoint import Address
 from elastic.runtime.gateway import Gateway
 

@@ -33,10 +33,10 @@ from elastic.core.types import NS_PER_S, Account
 from elastic.engine import create_engine
 from elastic.engine.base import ChunkSink, TokenChunk
 from elastic.engine.coserving.front import ModelCard, ServingFront
-from elastic.engine.vllm.engine import VllmEngine
-from elastic.protocol.http_server import serving
 from elastic.engine.model.checkpoint import write_checkpoint
 from elastic.engine.model.config import Qwen3Config
+from elastic.engine.vllm.engine import VllmEngine
+from elastic.protocol.http_server import serving
 from traces.serving import ServingRequest
 
 SHAPE = "tiny-serving"

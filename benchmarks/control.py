@@ -42,8 +42,8 @@ from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
 from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S, Account, EndCause
-from elastic.protocol.http_clients import sync_client
 from elastic.protocol.api import RunPhase
+from elastic.protocol.http_clients import sync_client
 from elastic.runtime.journal import BookRow, RunDirectory, SampleRow, StepRow, TrajectoryRow, event_row
 from elastic.runtime.status import ProviderStatus, RunStatus
 from elastic.server.serving import open_store

@@ -28,8 +28,8 @@ from _common import emit, parser
 from _hosted import CONFIG, HostedSite, Part
 from _poisons import poisoned
 
-from elastic.protocol.api_client import ApiError, Client, ClientError
 from elastic.protocol.api import HostedRun, RunPhase
+from elastic.protocol.api_client import ApiError, Client, ClientError
 from elastic.server.runner.loop import LOCK
 from elastic.system.sqlite import open_sqlite
 

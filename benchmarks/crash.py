@@ -32,10 +32,10 @@ from _retold import retell
 from _runs import EXAMPLE, prepare, sets
 
 from elastic import compose
-from elastic.simulation import run as simulation
 from elastic.compose.incarnations import previous_incarnation
 from elastic.config import load_config
 from elastic.runtime.journal import RunDirectory
+from elastic.simulation import run as simulation
 
 SEED = 7
 VICTIMS: Mapping[Victim, int] = {"orchestrator": 66, "trainer": 17, "both": 17}

@@ -1,10 +1,10 @@
 """Worlds full of faults by the thousand, and whether they and the unit tests notice code that is wrong.
 
-Five kinds of worlds: `elastic.simulation`'s, cheap, of the core and its `Run`; those of many jobs on one pool, under `jobs`,
-and there under `pool_shell` those of a pool's production shell and under `runs_in_pools` those of such a pool with
-production runs in it; and `elastic.testing.faults.shell`'s, of the production shell, whose keys begin with `shell_`. There
-`needless` counts acts without a cause in the world, `shell_coverage` is the share of the shell's lines that its first
-worlds go through (sixteen in the quick run, at most a hundred in others), and `shell_bugs` are planted one at a time.
+Five kinds of worlds, mostly of `elastic/testing/faults`: `core`'s, cheap, of the core and its `Run`; those of many jobs
+on one pool, under `jobs`, and there under `pool_shell` those of a pool's production shell and under `runs_in_pools`
+those of such a pool with production runs in it; and `shell`'s, whose keys begin with `shell_`. There `needless` counts
+acts without a cause in the world, `shell_coverage` is the share of the shell's lines that its first worlds go through
+(sixteen in the quick run, at most a hundred in others), and `shell_bugs` are planted one at a time.
 
 `--quick` lives through the seeds that CI has first and judges no mutant. Without it: a million events and more of each
 kind, and a sample of mutants. `--minutes 60` lives through worlds of the production shell for an hour, from a fresh

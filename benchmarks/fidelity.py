@@ -16,11 +16,11 @@ from _common import Arguments, emit, parse_arguments
 from _runs import EXAMPLE, prepare, run
 
 from elastic import compose
-from elastic.simulation import run as simulation
-from elastic.simulation.calibration import profile_run
 from elastic.config import load_config
 from elastic.report import as_json, summarise
 from elastic.runtime.journal import RunDirectory
+from elastic.simulation import run as simulation
+from elastic.simulation.calibration import profile_run
 from elastic.simulation.performance import load_profile
 
 CALIBRATION_SEED = 100

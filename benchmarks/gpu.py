@@ -35,11 +35,11 @@ from _common import emit, parser
 from _episodes import EpisodePlayer, PlayedEpisode, episode
 from _shapes import SHAPES, random_weights
 
-from elastic.testing.faults.shell.models import ModelEnvironment, NoSettings
 from elastic.config import EngineConfig, RolloutConfig
 from elastic.core.types import WeightMode
-from elastic.system.cores import cores
 from elastic.environments.base import Environment, StepResult
+from elastic.system.cores import cores
+from elastic.testing.faults.shell.models import ModelEnvironment, NoSettings
 from elastic.weights.source import TensorSource
 
 REPETITIONS = 5
@@ -165,8 +165,8 @@ def _generate(
     scale: GpuExtent, device: str, weights: Mapping[str, Any], batch: int, new_tokens: int
 ) -> tuple[list[list[int]], float]:
     """Greedy answers; how long they took, after a first round that is not timed."""
-    from elastic.engine.torch.engine import TorchEngine
     from elastic.engine.model.config import Qwen3Config
+    from elastic.engine.torch.engine import TorchEngine
 
     config = Qwen3Config(**SHAPES[scale.small])
     settings = EngineConfig.model_validate(
@@ -330,8 +330,8 @@ def trainer(scale: GpuExtent) -> dict[str, Any]:
     from elastic.config import TrainerConfig
     from elastic.engine.model.config import Qwen3Config
     from elastic.engine.model.qwen3 import Qwen3
-    from elastic.worker.trainer.trainer import GRPOTrainer
     from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
+    from elastic.worker.trainer.trainer import GRPOTrainer
 
     config = Qwen3Config(**SHAPES[scale.small])
     torch.manual_seed(0)
@@ -370,8 +370,8 @@ def activation(scale: GpuExtent) -> dict[str, Any]:
     """Into weights that stand on the device already, as a rollout model gets there that was parked in host memory."""
     import torch
 
-    from elastic.engine.torch.runner import Runner
     from elastic.engine.model.config import Qwen3Config
+    from elastic.engine.torch.runner import Runner
 
     config = Qwen3Config(**SHAPES[scale.large])
     pinned = scale.device == "cuda"

@@ -20,7 +20,6 @@ from typing import Any
 from _common import ROOT, Arguments, emit, parse_arguments
 
 from elastic import compose
-from elastic.simulation import run as simulation
 from elastic.compose import scheduling
 from elastic.config import Config
 from elastic.core import commands as c
@@ -30,6 +29,7 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Account, Capabilities, EndCause, Offer, Plan, Progress, WorkerRole
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
+from elastic.simulation import run as simulation
 from elastic.testing.faults.core.incarnation import policies
 from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
 from policies.provisioning import HoldForRollouts

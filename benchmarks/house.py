@@ -27,6 +27,7 @@ COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 BEGAN = {"commit": "21aceeb", "tokens": 738_927, "tokens_of_tests": 471_656, "lines": 106_374}
 """What the moves began with. Tokens are names, operators, numbers and strings."""
 WORLDS = ("elastic.testing.faults",)
+GROUPS = ("elastic.environments",)
 MODULE = re.compile(rf"(?:{'|'.join(IMPORTED)})(?:\.\w+)+")
 
 
@@ -74,7 +75,10 @@ def room_of(module: str) -> str:
 
 
 def imports_of(source: Source, modules: frozenset[str]) -> Iterator[str]:
-    """The project's modules that a file names, in imports and in strings, but not in commands of processes."""
+    """The project's modules that a file names, in imports and in strings.
+
+    No import is what a process is told to run, nor the group of plug-ins that bears the name of a room.
+    """
     programs = {id(name) for node in ast.walk(source.tree) for name in _programs(node)}
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
@@ -83,7 +87,7 @@ def imports_of(source: Source, modules: frozenset[str]) -> Iterator[str]:
             module = _absolute(source, node)
             names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            is_name = MODULE.match(node.value) and id(node) not in programs
+            is_name = MODULE.match(node.value) and id(node) not in programs and node.value not in GROUPS
             names = [node.value.partition(":")[0]] if is_name else []
         else:
             continue

@@ -34,10 +34,10 @@ from _job_variants import QUANTILES, extra_rounds, planned, train_when
 from _optimum import Optimiser
 
 from elastic.core.cluster.types import JobState
-from elastic.system.cores import cores
+from elastic.simulation.jobs.phases import Arrival
 from elastic.simulation.jobs.plans import NS_PER_H, PhaseShares, PlanWorld
 from elastic.simulation.jobs.workloads import GPUS, H800_NANO_USD, RESTART_S, from_trace, pool_of, production
-from elastic.simulation.jobs.phases import Arrival
+from elastic.system.cores import cores
 from policies.clusters import CLUSTER_POLICIES
 from traces import data_path
 from traces.jobs import read_jobs

@@ -27,13 +27,13 @@ from _live import Capacity, LiveRun, endless, live_run, replay, reserved, run_to
 from _paced import LimitedSettings, LimitedTask
 from _proof import judge_tokens
 
-from elastic.testing.faults.bad_link import BadLink, LinkQuality
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, TurnId
-from elastic.runtime.journal import RunDirectory
 from elastic.protocol.sockets import listening_socket
+from elastic.runtime.journal import RunDirectory
+from elastic.testing.faults.bad_link import BadLink, LinkQuality
 from providers.base import ProviderContext, ProviderSettings
 from providers.reserved import ReservedProvider
 

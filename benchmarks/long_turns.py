@@ -24,12 +24,12 @@ from typing import Any
 from _common import Arguments, emit, parse_arguments
 
 from elastic import compose
-from elastic.simulation import run as simulation
 from elastic.config import Config
 from elastic.core.ledger import overhead_share
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Account, TrajectoryId
 from elastic.runtime.journal import NullJournal
+from elastic.simulation import run as simulation
 from elastic.simulation.performance import Episode, Episodes, EpisodeTurn, SimulatedRun, SimulationError
 from elastic.simulation.performance.worker import WorkerModel
 

@@ -32,13 +32,13 @@ import msgspec
 from _common import emit, parse_arguments
 
 from elastic import compose
-from elastic.simulation import run as simulation
+from elastic.config import Config
 from elastic.core.cluster import ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.core.cluster.types import PhaseKind
-from elastic.config import Config
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import NullJournal
+from elastic.simulation import run as simulation
 from elastic.simulation.loop import EventLoop
 from elastic.simulation.performance.pool import ModelledCluster, PoolMember, SwitchTimes
 from elastic.simulation.performance.profile import Device, Profile, load_profile

@@ -21,13 +21,13 @@ from _common import Arguments, emit, parse_arguments
 from _live import endless, live_run, run_to_end, write_policy
 
 from elastic import compose
-from elastic.simulation import run as simulation
 from elastic.config import Config
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, Account, EndCause
 from elastic.environments.frozenlake import FrozenLake, FrozenLakeSettings
 from elastic.runtime.journal import JournalReader, MoveRow, RunDirectory, TurnRow
 from elastic.runtime.status import RunStatus
+from elastic.simulation import run as simulation
 from providers.base import Provider
 from providers.markets import SpotSettings
 from providers.spot import SpotProvider

@@ -43,11 +43,11 @@ from _live import live_run, run_to_end, write_policy
 from _paced import FixedTask, TaskSettings
 from pydantic import BaseModel
 
-from elastic.protocol import wire
 from elastic.config import Config
 from elastic.core.types import WeightMode
 from elastic.environments.base import Environment, StepResult
 from elastic.environments.frozenlake import FrozenLake, FrozenLakeSettings
+from elastic.protocol import wire
 from elastic.runtime.journal import RunDirectory, TrajectoryRow, TurnRow
 from elastic.runtime.rollout import stable_hash
 from elastic.weights.source import TensorSource

@@ -25,16 +25,16 @@ from typing import Any
 import msgspec
 from _common import emit, parse_arguments
 
-from elastic.pool import messages as w
+from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
 from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, PhasePlan
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
-from elastic.protocol.run_control import ControlError
-from elastic.system.isolation import ItemAttempt
-from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
+from elastic.pool import messages as w
+from elastic.pool.control_messages import PoolControl
 from elastic.pool.journal import JOURNAL, PoolJournal
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
-from elastic.pool.control_messages import PoolControl
+from elastic.protocol.run_control import ControlError
+from elastic.system.isolation import ItemAttempt
 from policies.clusters import CLUSTER_POLICIES
 
 S = 1_000_000_000

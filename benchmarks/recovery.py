@@ -42,13 +42,13 @@ from _live import Capacity, LiveRun, live_run, replay, reserved, run_to_end, wri
 from _paced import LimitedSettings, LimitedTask
 from pydantic import ConfigDict
 
-from elastic.testing.faults.bad_link import BadLink
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.types import NS_PER_S, Nanoseconds, TurnId, WorkerId
 from elastic.protocol.endpoint import Endpoint
+from elastic.testing.faults.bad_link import BadLink
 from providers.base import Emit, ProviderSettings
 from providers.processes import LocalWorkers
 from providers.reserved import ReservedProvider

@@ -16,10 +16,10 @@ import psutil
 from _common import ROOT, Arguments, emit, parse_arguments
 
 from elastic import compose
-from elastic.simulation import run as simulation
 from elastic.config import load_config
 from elastic.core.scheduler import Scheduler
 from elastic.runtime.journal import NullJournal, RunDirectory
+from elastic.simulation import run as simulation
 from elastic.simulation.loop import EventLoop
 
 EXAMPLE = ROOT / "examples" / "frozenlake.toml"

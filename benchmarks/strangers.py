@@ -40,8 +40,8 @@ from _runs import CommandRun, RunFailed, sets
 from _tls_evictions import tls_evictions
 
 from elastic.protocol import wire
-from elastic.system.machine import raise_descriptor_limit
 from elastic.runtime.journal import RunDirectory
+from elastic.system.machine import raise_descriptor_limit
 
 DESCRIPTORS = 1024
 START_TIMEOUT_S, END_TIMEOUT_S = 90.0, 30.0

@@ -145,10 +145,10 @@ def _rollout(model: str, directory: Path, times: int) -> None:
     from elastic.config import EngineConfig
     from elastic.core.types import SamplingParameters, WeightMode
     from elastic.engine.base import GenerateRequest
-    from elastic.engine.torch.engine import TorchEngine
     from elastic.engine.model.checkpoint import model_tensors
     from elastic.engine.model.config import Qwen3Config
     from elastic.engine.model.qwen3 import Qwen3
+    from elastic.engine.torch.engine import TorchEngine
     from elastic.weights.directory import DirectoryRelay
     from elastic.weights.publisher import publish_keyframe
     from elastic.weights.signing import SigningKey
@@ -192,8 +192,8 @@ def _train(model: str, directory: Path, times: int) -> None:
     from elastic.engine.model.checkpoint import load_model, model_tensors, write_checkpoint
     from elastic.engine.model.config import Qwen3Config
     from elastic.engine.model.qwen3 import Qwen3
-    from elastic.worker.trainer.trainer import GRPOTrainer
     from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
+    from elastic.worker.trainer.trainer import GRPOTrainer
 
     torch.set_num_threads(1)
     imported_s = time.monotonic()

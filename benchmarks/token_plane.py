@@ -32,13 +32,13 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from elastic import compose
-from elastic.protocol import wire
-from elastic.testing.faults.shell.models import ModelEnvironment, NoSettings
 from elastic.config import Config
 from elastic.core.types import Account, Capabilities
+from elastic.protocol import wire
+from elastic.protocol.tls import run_certificate
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
-from elastic.protocol.tls import run_certificate
+from elastic.testing.faults.shell.models import ModelEnvironment, NoSettings
 from elastic.worker.connection import ConnectionLost, Ticket, dial
 
 TOKENS_PER_S = 50

@@ -2,7 +2,7 @@
 
 A process takes one call at a time. Its start is measured and billed, as a platform bills it; waiting for a free
 place is not. A call that runs out of time, a process that dies under a call, and an answer that is too large or makes
-no sense take the process with them, and whatever it has started. Processes inherit what `elastic.system.processes` names, and
+no sense take the process with them, and whatever it has started. Processes inherit what `processes.py` names, and
 are recorded, so that none outlives the run.
 """
 

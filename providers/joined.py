@@ -1,7 +1,7 @@
 """Machines whose owners start `elastic worker` on them: each dials in with a ticket, and is leased when it is wanted.
 
 A lease's price is its ticket's, or this section's where that has none. Nothing is started or ended here: a worker whose
-lease is over is turned away, and ends by itself. Which tickets there are is kept with the run (`elastic.protocol.tickets`).
+lease is over is turned away, and ends by itself. Which tickets there are is kept with the run (`protocol/tickets.py`).
 """
 
 import asyncio

@@ -25,11 +25,11 @@ import msgspec
 import structlog
 from pydantic import Field, model_validator
 
-from elastic.system import compiled
-from elastic.system import modal as modal_platform
 from elastic.core.events import StraysBilled
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from elastic.protocol.endpoint import is_loopback
+from elastic.system import compiled
+from elastic.system import modal as modal_platform
 from elastic.system.modal import ModalUnusable, told
 from elastic.system.outages import Outage
 from elastic.system.processes import RecordedProcesses, records, signal_name

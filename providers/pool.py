@@ -19,9 +19,9 @@ import msgspec
 import structlog
 from pydantic import Field
 
-from elastic.pool import messages as w
 from elastic.core.cluster.types import PhaseKind
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Offer, WorkerId, WorkerRole
+from elastic.pool import messages as w
 from elastic.pool.client import NOT_A_JOB, HeldTurn, LentSlice, News, PoolClient, PoolUnavailable
 from providers.base import (
     Emit,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import traces
-from elastic.system.compiled import place_below
 from elastic.core.types import NS_PER_S, EndCause, LeaseId
+from elastic.system.compiled import place_below
 from elastic.system.last_words import last_words
 from elastic.system.processes import (
     Adopted,

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from elastic.compose.relay import weights_relay
 from elastic.config import Config, ConfigError, validate
 from elastic.protocol.endpoint import Address, is_loopback, is_wildcard
-from elastic.runtime.gateway import Gateway
 from elastic.protocol.sockets import address_of, listening_socket
 from elastic.protocol.tls import run_certificate
+from elastic.runtime.gateway import Gateway
 from elastic.weights.rights import RelayRights
 
 NAMES = st.from_regex(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,20}[A-Za-z0-9])?", fullmatch=True)

@@ -14,20 +14,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import traces
-from elastic.config import JournalConfig, RunConfig, load_config, validate
-from elastic.protocol.run_control import socket_address
-from elastic.core import events as e
-from elastic.system.given import expanded
-from elastic.simulation.jobs.simulate import load_workload
-from elastic.engine.model.stored import read_config
-from elastic.pool.phases.files import load_phases
 from elastic.compose.pool_config import load_pool
+from elastic.config import JournalConfig, RunConfig, load_config, validate
+from elastic.core import events as e
+from elastic.engine.model.stored import read_config
 from elastic.pool.journal import PoolJournal, read_entries
+from elastic.pool.phases.files import load_phases
+from elastic.protocol.run_control import socket_address
 from elastic.runtime.journal import DirectoryStore, RunDirectory, event_row
 from elastic.server.retention.rules import _said_bytes
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store
 from elastic.server.store.database import sqlite_path
+from elastic.simulation.jobs.simulate import load_workload
+from elastic.system.given import expanded
 from elastic.weights.relay import open_relay
 
 ROOT = Path(__file__).parents[1]

@@ -20,8 +20,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from elastic.protocol.http_server import HEAD_BYTES_MAX, BodyLimits, CallerLimits, PeerLimits, serving, too_many
-from elastic.system.machine import CpuSampler, raise_descriptor_limit
 from elastic.protocol.sockets import network_of
+from elastic.system.machine import CpuSampler, raise_descriptor_limit
 
 PATIENCE_S = 20.0
 BODY_BYTES_MAX = 100_000

@@ -17,7 +17,6 @@ import msgspec
 import pytest
 
 from elastic import compose
-from elastic.simulation import run as simulation
 from elastic.compose import incarnations
 from elastic.compose.incarnations import MAY_DIFFER, PreviousIncarnation, check_same, previous_incarnation
 from elastic.config import Config, ConfigError, load_config
@@ -44,6 +43,7 @@ from elastic.runtime.ports import Ports
 from elastic.runtime.recollection import gone_on
 from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
+from elastic.simulation import run as simulation
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 EXAMPLE = BENCHMARKS.parent / "examples" / "frozenlake.toml"

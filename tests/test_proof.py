@@ -9,10 +9,10 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from elastic.protocol import wire
 from elastic.config import JournalConfig
 from elastic.core.events import TrajectoryFinished
 from elastic.core.ids import parse_turn, turn_id
+from elastic.protocol import wire
 from elastic.runtime.journal import (
     JournalRecord,
     RunDirectory,

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from elastic.system.machine import LOWEST_PRIORITY, quietly
 from elastic.pool.messages import QUIET_VARIABLE
+from elastic.system.machine import LOWEST_PRIORITY, quietly
 
 START = """
 import json

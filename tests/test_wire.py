@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from elastic.protocol import wire
 from elastic.core.types import Account, Capabilities, FinishReason, LogprobCheck, SamplingParameters, WeightMode
+from elastic.protocol import wire
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=8, device="cpu")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 
 from elastic.cli.output import say
-from elastic.protocol.api_client import PATIENCE_S, Client
 from elastic.config import ConfigError
-from elastic.system.files import write_whole
+from elastic.protocol.api_client import PATIENCE_S, Client
 from elastic.runtime.journal import DirectoryStore, RunDirectory
+from elastic.system.files import write_whole
 
 URL_VARIABLE, KEY_VARIABLE = "ELASTIC_API_URL", "ELASTIC_API_KEY"
 PATIENCE_VARIABLE = "ELASTIC_API_PATIENCE_S"

@@ -15,9 +15,9 @@ from elastic.cli.output import EXIT_FAILED, bad_input, prepare_streams, say, who
 from elastic.cli.whole_help import WholeHelp
 from elastic.config import Config, ConfigError, RunConfig, apply_override, given_path, load_config, validate
 from elastic.protocol.endpoint import Address
-from elastic.system.logs import STANDARD_ERROR, log_to
 from elastic.protocol.proxies import HttpSettingsError
 from elastic.runtime.journal import JournalError
+from elastic.system.logs import STANDARD_ERROR, log_to
 
 app = typer.Typer(
     name="elastic",

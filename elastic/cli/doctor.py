@@ -16,10 +16,10 @@ from elastic.cli.output import EXIT_FAILED, console, emit
 from elastic.compose import end_left_behind, short_limits
 from elastic.compose.modal_deployment import rewards_fault
 from elastic.config import Config, ConfigError
-from elastic.system.cores import cores
-from elastic.system.installed import installed
 from elastic.runtime.journal import DirectoryStore
 from elastic.runtime.left_behind import left_behind
+from elastic.system.cores import cores
+from elastic.system.installed import installed
 from providers.base import ProviderUnavailable
 
 ROOM_GB_MIN = 1.0

@@ -18,6 +18,7 @@ from elastic import compose
 from elastic.cli.output import EXIT_FAILED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.pool import asked, doing, find_pool, jobs_table
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
+from elastic.compose.pool_config import job_request
 from elastic.config import (
     Config,
     ConfigError,
@@ -28,12 +29,11 @@ from elastic.config import (
     read_sections,
     validate,
 )
+from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
 from elastic.protocol.run_control import ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.report.log_files import LogFollower, log_files
-from elastic.compose.pool_config import job_request
-from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
-from elastic.system.processes import inherited
 from elastic.runtime.journal import DirectoryStore, JournalError
+from elastic.system.processes import inherited
 
 PROFILED_ON = "reserved"
 """The provider of workers on this machine that stay."""

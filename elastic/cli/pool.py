@@ -17,11 +17,11 @@ from elastic import compose
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
 from elastic.cli.supervise import keep_up
 from elastic.cli.tables import listing
+from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
 from elastic.config import ConfigError, given_path
+from elastic.pool.control_messages import OtherPoolVersion, PoolControl, PoolStanding
 from elastic.protocol.run_control import CommandRefused, ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.report.log_files import LogFollower
-from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
-from elastic.pool.control_messages import OtherPoolVersion, PoolControl, PoolStanding
 
 T = TypeVar("T")
 

@@ -7,15 +7,14 @@ import msgspec
 import typer
 
 from elastic.cli.output import EXIT_FAILED, console, emit, say
-from elastic.config import ConfigError, given_path
 from elastic.compose.pool_config import POOL_CONFIG, load_pool
+from elastic.config import ConfigError, given_path
 from elastic.pool.journal import PoolJournalError, read_deaths, read_entries, read_records
 from elastic.report import as_json as report_as_json
 from elastic.report import closing_table, summarise, write_html
 from elastic.report.jobs import NodeSlice, PoolReport, as_page, as_text, job_text
 from elastic.report.pool import history_of, pool_report
 from elastic.runtime.journal import JournalError, RunDirectory
-from policies.clusters import CLUSTER_POLICIES
 
 PAGE = "report.html"
 JOB_PAGE = "pool.html"
@@ -74,7 +73,7 @@ def live_report(pool: Path) -> tuple[PoolReport, list[NodeSlice]]:
     """Of the pool in this directory, as its journal has it by now. Raises `PoolJournalError`."""
     config = load_pool(pool / POOL_CONFIG)
     try:
-        history = history_of(read_records(pool), CLUSTER_POLICIES[config.pool.policy])
+        history = history_of(read_records(pool), config.policies())
     except (msgspec.MsgspecError, ValueError) as error:
         raise PoolJournalError(f"{pool}: {error}") from error
     history.note_deaths(read_deaths(pool))

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import typer
 
+from elastic.cli.output import bad_input, emit, say
+from elastic.cli.progress import bar
+from elastic.config import Config
 from elastic.simulation.calibration import (
     CalibrationError,
     Measured,
@@ -12,9 +15,6 @@ from elastic.simulation.calibration import (
     profile_engine,
     profile_run,
 )
-from elastic.cli.output import bad_input, emit, say
-from elastic.cli.progress import bar
-from elastic.config import Config
 from elastic.simulation.performance import ProfileError
 
 

@@ -32,10 +32,10 @@ from elastic.cli.output import (
 )
 from elastic.cli.report import show_rows
 from elastic.cli.run import show_plan
-from elastic.protocol.api_client import ApiError, Client, ClientError
 from elastic.config import ConfigError, apply_override, read_sections
-from elastic.report import Summary, as_markdown, closing_table
 from elastic.protocol.api import ENDED, HostedRun, RunBudget, RunChange, RunPhase
+from elastic.protocol.api_client import ApiError, Client, ClientError
+from elastic.report import Summary, as_markdown, closing_table
 from elastic.system.signals import INTERRUPT, handled
 
 _OURS_ALONE = ("directory",)

@@ -12,9 +12,9 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from elastic.cli.output import EXIT_FAILED, bad_input, emit, say, tell
 from elastic.cli.remote import server
 from elastic.cli.tenancy import own_project, role_of, show_objects
+from elastic.protocol.api import VENDORS, NewKey, NewOwnKey, NewWebhook, SecretValue, WebhookChange
 from elastic.protocol.api_client import Client
 from elastic.system.given import read_text
-from elastic.protocol.api import VENDORS, NewKey, NewOwnKey, NewWebhook, SecretValue, WebhookChange
 
 _DAY_S = 86_400
 

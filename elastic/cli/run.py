@@ -16,16 +16,12 @@ from elastic.cli.progress import ProgressDisplay, bar
 from elastic.compose.reference import changed
 from elastic.config import Config
 from elastic.core.controls import BUDGET_EXHAUSTED
-from elastic.system.logs import STANDARD_ERROR, log_to
-from elastic.system.outages import EXIT_OUTAGE, Outage
-from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.runtime.loop_watch import LoopWatch
 from elastic.runtime.orchestrator import Orchestrator
+from elastic.system.logs import STANDARD_ERROR, log_to
+from elastic.system.outages import EXIT_OUTAGE, Outage
 from elastic.system.signals import TERMINATION_OR_HANGUP, act_on
-from elastic.protocol.tls import TlsError
-from functions.base import FunctionError
-from providers.base import ProviderUnavailable
 
 PREPARED = {
     compose.Prepared.MADE: "made",
@@ -102,7 +98,7 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
     try:
         with _logging_to(run_dir / "logs" / "orchestrator.log"), progress.context:
             outcome = compose.run_loop(_execute(plan, run_dir, resume=resumed is not None, progress=progress))
-    except (GatewayError, ProviderUnavailable, FunctionError, TlsError) as error:
+    except compose.CANNOT_BEGIN as error:
         if not resumed:
             compose.discard_run(run_dir)
         elif isinstance(error, Outage):

@@ -14,11 +14,11 @@ from elastic import compose
 from elastic.cli.output import bad_input, console, say
 from elastic.cli.pool import prepared_pool
 from elastic.config import ConfigError
+from elastic.protocol.api import AccessRole
 from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
+from elastic.protocol.proxies import HttpSettingsError, proxy_for
 from elastic.system.given import read_text
 from elastic.system.installed import installed
-from elastic.protocol.proxies import HttpSettingsError, proxy_for
-from elastic.protocol.api import AccessRole
 from providers.base import USD_MAX
 
 if TYPE_CHECKING:

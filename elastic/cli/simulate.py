@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from elastic import compose
-from elastic.simulation import run as simulation
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, console, say
 from elastic.cli.progress import ProgressDisplay
 from elastic.cli.run import conclude
 from elastic.config import Config, ConfigError
 from elastic.runtime.journal import JournalError
-from elastic.system.signals import INTERRUPT, handled
+from elastic.simulation import run as simulation
 from elastic.simulation.performance import SimulationError
+from elastic.system.signals import INTERRUPT, handled
 
 
 def split_profiles(options: Sequence[str]) -> tuple[str, dict[str, str]]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from elastic import compose
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, say
 from elastic.config import Config
+from elastic.runtime.journal import RunDirectory
 from elastic.system.outages import EXIT_OUTAGE
 from elastic.system.processes import signal_name
-from elastic.runtime.journal import RunDirectory
 from elastic.system.signals import INTERRUPT, handled
 
 RETRY_BASE_S, RETRY_MAX_S = 1.0, 30.0

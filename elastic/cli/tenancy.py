@@ -8,8 +8,8 @@ from pydantic import BaseModel, ValidationError
 from elastic.cli.output import bad_input, emit, say, tell
 from elastic.cli.remote import server
 from elastic.cli.tables import show_listing
-from elastic.protocol.api_client import Client
 from elastic.protocol.api import AccessRole, ProjectChange
+from elastic.protocol.api_client import Client
 
 
 def projects_command(*, as_json: bool) -> None:

@@ -11,10 +11,10 @@ from elastic import compose
 from elastic.cli.output import bad_input, console, emit, say
 from elastic.cli.tables import show_listing
 from elastic.protocol.endpoint import Address, Endpoint
-from elastic.system.files import write_whole
-from elastic.runtime.journal import RunDirectory
 from elastic.protocol.ticket_store import TicketBook
 from elastic.protocol.tickets import JoinTicket, TicketRefused, TicketTerms
+from elastic.runtime.journal import RunDirectory
+from elastic.system.files import write_whole
 
 DIAL_TIMEOUT_S = 3.0
 COLUMNS = ("ticket", "label", "state", "usd_per_gpu_hour")

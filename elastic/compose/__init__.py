@@ -3,7 +3,7 @@
 The only room that knows everybody. Commands of the command line end here.
 """
 
-from elastic.compose.execution import INTERRUPTED, RunOutcome, end_left_behind, execute, notes_of
+from elastic.compose.execution import CANNOT_BEGIN, INTERRUPTED, RunOutcome, end_left_behind, execute, notes_of
 from elastic.compose.incarnations import (
     RUNNING,
     UNEXPECTED,

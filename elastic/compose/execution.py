@@ -11,7 +11,6 @@ from secrets import token_hex
 import msgspec
 import structlog
 
-from elastic.protocol import wire
 from elastic.compose.incarnations import (
     RUNNING,
     PastIncarnations,
@@ -34,26 +33,30 @@ from elastic.compose.runs import claimed, load_run_config
 from elastic.compose.scheduling import limits, policies, run_plan, short_limits
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
-from elastic.protocol.endpoint import Endpoint, is_wildcard
-from elastic.system.installed import installed
-from elastic.system.machine import raise_descriptor_limit
 from elastic.pool.client import PoolClient, PoolUnavailable, membership_here
-from elastic.system.processes import RecordedProcesses, end_left_over, records
+from elastic.protocol import wire
+from elastic.protocol.endpoint import Endpoint, is_wildcard
 from elastic.protocol.run_secrets import RunSecrets
+from elastic.protocol.ticket_store import TicketBook
+from elastic.protocol.tls import Certificate, TlsError, given_certificate, run_certificate
+from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import INTERRUPTED, RELAY, RunDirectory
 from elastic.runtime.left_behind import left_behind, write_down
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.status import RunStatus
-from elastic.protocol.ticket_store import TicketBook
-from elastic.protocol.tls import Certificate, given_certificate, run_certificate
+from elastic.system.installed import installed
+from elastic.system.machine import raise_descriptor_limit
+from elastic.system.processes import RecordedProcesses, end_left_over, records
 from elastic.weights.rights import RelayRights
-from functions.base import FunctionPool, Meter
+from functions.base import FunctionError, FunctionPool, Meter
 from functions.local import FUNCTIONS, Prices
 from providers.base import Provider, ProviderContext, ProviderUnavailable
 from providers.waiting_room import WaitingRoom
 
 log = structlog.get_logger(__name__)
 
+CANNOT_BEGIN = (GatewayError, ProviderUnavailable, FunctionError, TlsError)
+"""What `execute` raises where something that the run needs is not to be had: nothing of the run has happened then."""
 REDIAL_SHARE = 2 / 3
 """Share of the fencing silence after which a worker dials again, early enough to resume its session."""
 WORKER_DRAIN_SHARE = 0.8

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
-from elastic.protocol import wire
 from elastic.compose.plan import resolve
 from elastic.compose.runs import config_replaced
 from elastic.compose.scheduling import limits, policies, run_plan
@@ -26,8 +25,7 @@ from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.saved_state import StateError
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.system.outages import Outage
-from elastic.system.processes import boot_id, boottime_ns
+from elastic.protocol import wire
 from elastic.runtime import orchestrator, states
 from elastic.runtime.journal import (
     CONTINUES,
@@ -44,6 +42,8 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.recollection import Recollection, gone_on
 from elastic.runtime.trainer import kept_steps
+from elastic.system.outages import Outage
+from elastic.system.processes import boot_id, boottime_ns
 
 log = structlog.get_logger(__name__)
 

@@ -12,13 +12,13 @@ import msgspec
 from pydantic import BaseModel
 
 from elastic.config import Config, ConfigError, EngineConfig, RewardsConfig, validate
-from elastic.protocol.endpoint import is_loopback
 from elastic.engine import resolve_engine
 from elastic.environments.base import Environment
+from elastic.pool.client import NOT_A_JOB, PoolUnavailable, membership_here
+from elastic.protocol.endpoint import is_loopback
+from elastic.runtime.states import CHECKPOINTS
 from elastic.system.given import read_text
 from elastic.system.installed import installed
-from elastic.pool.client import NOT_A_JOB, PoolUnavailable, membership_here
-from elastic.runtime.states import CHECKPOINTS
 from providers.base import Provider, ProviderSettings
 
 TRAINER_PROVIDER, POOL_KIND = "trainer", "pool"

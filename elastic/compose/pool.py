@@ -10,32 +10,31 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from elastic.pool import messages as w
-from elastic.core.cluster.types import NodeId, PhaseKind, PhasePlan
 from elastic.compose.incarnations import Began
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
+from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, phase_plan
 from elastic.compose.processes import run_loop
 from elastic.compose.run_endings import DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, ending_of, world
 from elastic.compose.runs import claimed, load_run_config, private, save_run_config
 from elastic.config import ConfigError
-from elastic.protocol.endpoint import Address, Endpoint, is_loopback
-from elastic.system.isolation import IsolatedLoop, LoopFaults
-from elastic.protocol.control_socket import LineSocket
-from elastic.system.logs import log_to
-from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, phase_plan
+from elastic.core.cluster.types import NodeId, PhaseKind, PhasePlan
+from elastic.pool import messages as w
 from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolCommandManager, invalid
+from elastic.pool.control_messages import SubmitJob
 from elastic.pool.gateway import KeeperTimes, PoolGateway, PoolTokens
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
 from elastic.pool.keeper import Keeper, KeeperTicket
 from elastic.pool.live import LivePorts, ProcessLaunch
 from elastic.pool.ports import HowEnded, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
-from elastic.pool.control_messages import SubmitJob
-from elastic.system.processes import inherited
-from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
-from elastic.system.signals import TERMINATION, act_on
+from elastic.protocol.control_socket import LineSocket
+from elastic.protocol.endpoint import Address, Endpoint, is_loopback
 from elastic.protocol.tls import Certificate, TlsError, run_certificate
-from policies.clusters import CLUSTER_POLICIES
+from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
+from elastic.system.isolation import IsolatedLoop, LoopFaults
+from elastic.system.logs import log_to
+from elastic.system.processes import inherited
+from elastic.system.signals import TERMINATION, act_on
 
 log = structlog.get_logger(__name__)
 
@@ -205,9 +204,7 @@ def run_pool(directory: Path, programs: type[PoolPrograms] = PoolPrograms) -> in
 
 async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]) -> None:
     journal = PoolJournal(directory)
-    cluster, last_ns = journal.open_pool(
-        config.spec(), config.wait_limits(), CLUSTER_POLICIES[config.pool.policy], config.pool.policy
-    )
+    cluster, last_ns = journal.open_pool(config.spec(), config.wait_limits(), config.policies(), config.pool.policy)
     began, anew = _began(journal, last_ns)
     limits = config.limits
     tokens = PoolTokens(pool_secret(directory))

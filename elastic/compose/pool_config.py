@@ -4,8 +4,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from elastic.core.cluster.types import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.config import ConfigError, GivenPath, JobConfig, JobPlanConfig, read_sections, validate
+from elastic.core.cluster.policy import ClusterPolicies
+from elastic.core.cluster.types import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.system.files import write_whole
 from policies.clusters import CLUSTER_POLICIES
 from providers.markets import SpotMarket, SpotSettings, SpotTraceSettings
@@ -112,6 +113,10 @@ class PoolConfig(_PoolPart):
             rollout_nodes=pool.rollout.nodes,
             train_nodes=pool.train.nodes,
         )
+
+    def policies(self) -> ClusterPolicies:
+        """Return the policies of `pool.policy`."""
+        return CLUSTER_POLICIES[self.pool.policy]
 
     def wait_limits(self) -> WaitLimits:
         limits = self.limits

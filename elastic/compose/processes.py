@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from elastic.compose.runs import load_run_config
 from elastic.config import ConfigError
+from elastic.pool.messages import KEEPER_VARIABLE, QUIET_VARIABLE
 from elastic.protocol.endpoint import Address, Endpoint
+from elastic.protocol.tickets import TicketRefused, read_ticket
 from elastic.system.logs import STANDARD_ERROR, log_to
 from elastic.system.machine import collect_between_decisions, defer_full_collections, quietly
-from elastic.pool.messages import KEEPER_VARIABLE, QUIET_VARIABLE
 from elastic.system.processes import end_own_kin
-from elastic.protocol.tickets import TicketRefused, read_ticket
 from providers.serving_messages import LendOrder
 
 if TYPE_CHECKING:

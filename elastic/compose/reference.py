@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from elastic.compose.plan import TRACE_PLAYERS
+from elastic.compose.pool_config import PoolConfig
 from elastic.config import Config, ConfigError
 from elastic.system.installed import installed
-from elastic.compose.pool_config import PoolConfig
 
 UNITS = {
     "usd_per_gpu_hour": "$/GPU-hour",

@@ -12,9 +12,9 @@ from elastic.config import Config
 from elastic.protocol.endpoint import Address
 from elastic.protocol.http_server import BodyLimits, CallerLimits, serving, too_many
 from elastic.protocol.run_secrets import RunSecrets
-from elastic.runtime.gateway import GatewayError, GatewayOutage, cannot_listen
 from elastic.protocol.sockets import address_of, listening_socket
 from elastic.protocol.tls import Certificate
+from elastic.runtime.gateway import GatewayError, GatewayOutage, cannot_listen
 from elastic.weights.errors import RelayError, RelayUnavailable
 from elastic.weights.relay import below, open_relay
 from elastic.weights.rights import RelayRights

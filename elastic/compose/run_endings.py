@@ -8,9 +8,9 @@ from pathlib import Path
 from elastic.compose.execution import INTERRUPTED as INTERRUPTED_STATUS
 from elastic.compose.incarnations import RUNNING, UNEXPECTED
 from elastic.compose.runs import is_claimed
+from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.system.outages import EXIT_OUTAGE
 from elastic.system.processes import boot_id, identity, signal_name
-from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.system.tenant_files import opened
 
 FINISHED, FAILED, STOPPED, INTERRUPTED = "finished", "failed", "stopped", "interrupted"

@@ -10,8 +10,8 @@ from pathlib import Path
 from secrets import token_hex
 
 from elastic.config import Config, ConfigError, load_config
-from elastic.system.files import replace_durably, write_whole
 from elastic.runtime.journal import CONFIG, DirectoryStore, RunDirectory
+from elastic.system.files import replace_durably, write_whole
 from elastic.system.tenant_files import opened
 
 NAME_BYTES = 3

@@ -87,7 +87,7 @@ class Lake:
 
 
 class FrozenLake:
-    """`elastic.environments.base.Environment`: reward 1 at the goal, 0 in a hole and on the way; limits are the caller's."""
+    """`environments.base.Environment`: reward 1 at the goal, 0 in a hole and on the way; limits are the caller's."""
 
     Settings: ClassVar[type[BaseModel]] = FrozenLakeSettings
     vocabulary: ClassVar[tuple[str, ...]] = VOCABULARY

@@ -17,10 +17,10 @@ from typing import TypeAlias
 import msgspec
 import structlog
 
-from elastic.pool import messages as w
 from elastic.core.cluster.types import PhaseKind
-from elastic.protocol.endpoint import Endpoint
+from elastic.pool import messages as w
 from elastic.pool.connection import TO_JOB, LinkLost, NotLetIn, PoolLink, join
+from elastic.protocol.endpoint import Endpoint
 
 log = structlog.get_logger(__name__)
 

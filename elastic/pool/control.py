@@ -11,10 +11,6 @@ from elastic.core.cluster import ClusterError
 from elastic.core.cluster.history import cluster_digest
 from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobState
-from elastic.pool.journal import PoolJournal
-from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
-from elastic.pool.shell import PoolShell
-from elastic.pool.standing import bills, job_row, plan_of, standing
 from elastic.pool.control_messages import (
     JOBS_PAGE,
     POOL_CONTROL_VERSION,
@@ -33,6 +29,10 @@ from elastic.pool.control_messages import (
     StopPool,
     SubmitJob,
 )
+from elastic.pool.journal import PoolJournal
+from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
+from elastic.pool.shell import PoolShell
+from elastic.pool.standing import bills, job_row, plan_of, standing
 
 SUBMISSION_BYTES_MAX = 1024 * 1024
 NAMED_MOST = 5

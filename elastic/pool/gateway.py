@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from elastic.pool import messages as w
 from elastic.core.cluster.types import JobId, NodeId
-from elastic.system.isolation import IsolatedLoop
+from elastic.pool import messages as w
 from elastic.pool.connection import ATTEMPT_TIMEOUT_S, STRANGERS_MAX, FromDialler, LinkLost, PoolLink, listen
 from elastic.protocol.sockets import address_of
 from elastic.protocol.tls import Certificate, TlsServer
+from elastic.system.isolation import IsolatedLoop
 
 log = structlog.get_logger(__name__)
 

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 
 import msgspec
 
-from elastic.pool import messages as w
 from elastic.core.cluster import Cluster
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
 from elastic.core.timers import Timers
-from elastic.protocol.frames import SECONDS_MAX
+from elastic.pool import messages as w
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry, PoolPorts, PoolTimes
+from elastic.protocol.frames import SECONDS_MAX
 
 NS_PER_S = 1_000_000_000
 HOLDING = (JobState.PLACED, JobState.RUNNING)

@@ -1,15 +1,15 @@
 """Jobs' processes: started, stopped, killed, judged at their end; scripts through their residents."""
 
-from elastic.pool import messages as w
 from elastic.core.cluster import events as e
 from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobId, JobState
-from elastic.protocol.frames import SECONDS_MAX
+from elastic.pool import messages as w
 from elastic.pool.holdings import HOLDING, NS_PER_S, LiveJob, PoolHoldings
 from elastic.pool.ports import JobEnding
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
+from elastic.protocol.frames import SECONDS_MAX
 
 
 class JobLives:

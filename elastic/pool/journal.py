@@ -20,8 +20,8 @@ import msgspec
 from elastic.core.cluster import Cluster, ClusterPolicies
 from elastic.core.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode, restore, save
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PoolSpec, WaitLimits
-from elastic.system.files import StandingFiles
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
+from elastic.system.files import StandingFiles
 from elastic.system.sqlite import open_sqlite
 
 JOURNAL = "journal.sqlite"

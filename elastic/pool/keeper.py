@@ -18,11 +18,11 @@ from typing import Any, BinaryIO
 import msgspec
 import structlog
 
-from elastic.pool import messages as w
 from elastic.core.cluster.types import JobId
+from elastic.pool import messages as w
+from elastic.pool.connection import FROM_RESIDENT, TO_KEEPER, LinkLost, NotLetIn, PoolLink, join, over_socket
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.isolation import IsolatedLoop, LoopFaults
-from elastic.pool.connection import FROM_RESIDENT, TO_KEEPER, LinkLost, NotLetIn, PoolLink, join, over_socket
 from elastic.system.processes import RecordedProcesses, inherited, signal_name
 
 log = structlog.get_logger(__name__)

@@ -9,17 +9,17 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from elastic.pool import messages as w
 from elastic.core.cluster import Cluster, ClusterPolicies
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePlan
-from elastic.protocol.run_control import ControlError, RunControl
-from elastic.system.isolation import IsolatedLoop, ItemAttempt
+from elastic.pool import messages as w
 from elastic.pool.gateway import PoolGateway
 from elastic.pool.job_processes import DetachedProcesses
 from elastic.pool.journal import NotedDeath, PoolJournal
 from elastic.pool.keeper import RESIDENTS
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry
 from elastic.pool.shell import PoolShell
+from elastic.protocol.run_control import ControlError, RunControl
+from elastic.system.isolation import IsolatedLoop, ItemAttempt
 from elastic.system.processes import RecordedProcesses, end_left_over
 
 log = structlog.get_logger(__name__)

@@ -1,7 +1,7 @@
 """Messages of a pool of many jobs: between its process, its keepers, their residents, and its jobs.
 
 Keepers (one on each node) and jobs dial the pool's process, over TLS unless that is on loopback. A resident talks to
-the keeper that started it, through an inherited socket. Frames are as in `elastic.protocol.wire`: a 4-byte big-endian length and
+the keeper that started it, through an inherited socket. Frames are as those of workers: a 4-byte big-endian length and
 a msgpack array whose first element is the message's tag.
 
 - A pool's process, a keeper or a job may die and come back at any time. A connection begins with a hello that states

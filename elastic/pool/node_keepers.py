@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from elastic.pool import messages as w
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.core.types import Offer
+from elastic.pool import messages as w
 from elastic.pool.holdings import NS_PER_S, LiveJob, PoolHoldings, PoolNode, Resident
 from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts

@@ -6,10 +6,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from elastic.pool import messages as w
 from elastic.core.cluster import Cluster, ClusterPolicies
 from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
+from elastic.pool import messages as w
 from elastic.system.isolation import ItemAttempt
 
 HowEnded = Literal["finished", "stopped", "failed", "died"]

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
-from elastic.pool import messages as w
 from elastic.core.cluster import events as e
 from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobId, NodeId, PhaseKind
+from elastic.pool import messages as w
 from elastic.pool.holdings import HOLDING, PoolHoldings, PoolNode, Resident
 from elastic.pool.job_lives import JobLives
 from elastic.pool.ports import HowEnded, JobEnding

@@ -6,8 +6,8 @@ a rollout node. What it was given counts as used until it yields, says at a dial
 
 from collections.abc import Mapping
 
-from elastic.pool import messages as w
 from elastic.core.cluster.types import JobId, NodeId
+from elastic.pool import messages as w
 from elastic.pool.holdings import LiveJob, PoolHoldings
 
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from elastic.pool import messages as w
 from elastic.core.cluster import Cluster
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.history import ClusterEntry, encode
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePlan
+from elastic.pool import messages as w
 from elastic.pool.holdings import HOLDING, NS_PER_S, LiveJob, PoolHoldings, PoolNode, nanoseconds
 from elastic.pool.job_lives import JobLives
 from elastic.pool.job_profiles import JobProfiles

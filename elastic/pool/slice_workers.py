@@ -1,7 +1,7 @@
 """The workers that residents are during a job's slices, and its trainer: lent, ended, and told to the job."""
 
-from elastic.pool import messages as w
 from elastic.core.cluster.types import JobId, NodeId, PhaseKind
+from elastic.pool import messages as w
 from elastic.pool.holdings import LiveJob, PoolHoldings, PoolNode
 
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN

@@ -4,10 +4,10 @@ permit was yielded.
 A job has at most one permit. Its requests go to the cluster one phase at a time, training first.
 """
 
-from elastic.pool import messages as w
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, Permit, PhaseKind
+from elastic.pool import messages as w
 from elastic.pool.holdings import NS_PER_S, PoolHoldings, Yielding
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers

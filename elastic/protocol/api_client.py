@@ -24,8 +24,6 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from elastic.protocol.http_clients import sync_client
-from elastic.protocol.proxies import HttpSettingsError, through
 from elastic.protocol.api import (
     AccessRole,
     ApiKey,
@@ -85,6 +83,8 @@ from elastic.protocol.api import (
     WebhookDelivery,
     revealed,
 )
+from elastic.protocol.http_clients import sync_client
+from elastic.protocol.proxies import HttpSettingsError, through
 
 R = TypeVar("R", bound=BaseModel)
 

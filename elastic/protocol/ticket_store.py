@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.system.files import write_whole
 from elastic.protocol.tickets import TicketRefused, TicketTerms
+from elastic.system.files import write_whole
 
 DIRECTORY, LOCK = "tickets", "lock"
 VALID_S = 3600.0

@@ -19,8 +19,8 @@ from typing import TypeVar
 
 import msgspec
 
-from elastic.system.files import write_whole
 from elastic.protocol.sockets import DIALS_PER_S, DialRates, network_of
+from elastic.system.files import write_whole
 
 DIRECTORY = "tls"
 """Of a run: its authority and its certificate."""

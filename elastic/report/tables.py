@@ -8,7 +8,6 @@ import msgspec
 
 from elastic.core.allowance import BudgetForecast
 from elastic.core.types import DEATHS, Account
-from elastic.system.plain_values import printable
 from elastic.report import units
 from elastic.report.batches import TRAINED
 from elastic.report.comparison import Comparison
@@ -17,6 +16,7 @@ from elastic.report.usage import LeaseEnd, Usage
 from elastic.report.weights import PARTS, WorkerPull, mean, mean_split_s
 from elastic.runtime.journal import INTERRUPTED
 from elastic.runtime.status import CPU_SATURATED_SHARE, LATE_SHARE_MAX
+from elastic.system.plain_values import printable
 
 MOST_CAUSES = 10
 MOST_WORKERS = MOST_REFUSED = 40

@@ -9,10 +9,10 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from elastic.system.plain_values import printable
 from elastic.report import tables, units
 from elastic.report.comparison import Comparison
 from elastic.report.summary import Summary
+from elastic.system.plain_values import printable
 
 _MARKDOWN_SPECIAL = re.compile(r"([\\`*_\[\]<>|~])")
 _OUTCOME_STYLES = {"finished": "green", "failed": "red"} | dict.fromkeys(

@@ -1,4 +1,4 @@
-"""The control socket of a live run: requests come in here, and become events of its core. Source: `elastic.protocol.run_control`."""
+"""The control socket of a live run: requests come in here, and become events of its core."""
 
 import asyncio
 import os
@@ -7,6 +7,9 @@ from pathlib import Path
 
 import msgspec
 
+from elastic.core import events as e
+from elastic.core.scheduler import Phase, Scheduler
+from elastic.protocol.control_socket import LineSocket
 from elastic.protocol.run_control import (
     Acknowledged,
     Answer,
@@ -18,9 +21,6 @@ from elastic.protocol.run_control import (
     SetBudget,
     StopRun,
 )
-from elastic.core import events as e
-from elastic.core.scheduler import Phase, Scheduler
-from elastic.protocol.control_socket import LineSocket
 from elastic.runtime.status import RunStatus
 
 _decode_request = msgspec.json.Decoder(Request).decode

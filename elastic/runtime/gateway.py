@@ -22,16 +22,16 @@ from typing import Any, Protocol, cast
 import msgspec
 import structlog
 
-from elastic.protocol import wire
 from elastic.core.types import WorkerId
+from elastic.protocol import wire
 from elastic.protocol.endpoint import Address
-from elastic.system.outages import Outage
-from elastic.runtime.allowances import SessionAllowances
-from elastic.runtime.refusals import STRANGERS, RefusalCount, Refusals
-from elastic.runtime.validation import Claims, bounds_of, without_figures
 from elastic.protocol.sockets import address_of, listening_socket
 from elastic.protocol.tickets import TicketRefused
 from elastic.protocol.tls import Certificate, TlsServer, oldest_of_crowd
+from elastic.runtime.allowances import SessionAllowances
+from elastic.runtime.refusals import STRANGERS, RefusalCount, Refusals
+from elastic.runtime.validation import Claims, bounds_of, without_figures
+from elastic.system.outages import Outage
 from providers.waiting_room import Applicant, WaitingRoom
 
 log = structlog.get_logger(__name__)

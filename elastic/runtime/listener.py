@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from elastic.protocol import wire
 from elastic.core import events as e
 from elastic.core.ids import lease_of, provider_of
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId
+from elastic.protocol import wire
 from elastic.runtime.journal import TokenFrame, tokens_event
 from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe

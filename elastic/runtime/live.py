@@ -8,19 +8,19 @@ from typing import Any
 import msgspec
 import structlog
 
-from elastic.protocol import wire
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import worker_id
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, WeightMode, WorkerId, WorkerState
-from elastic.system.processes import boottime_ns
+from elastic.protocol import wire
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.gateway import Door
 from elastic.runtime.ports import Feed, WorkerOrder
 from elastic.runtime.rollout import OpenTurn
 from elastic.runtime.tasks import Spawn
+from elastic.system.processes import boottime_ns
 from elastic.weights.rights import RelayRights
 from providers.base import KnownLease, LeaseRequest, Provider, WorkerTicket
 

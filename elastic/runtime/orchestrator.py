@@ -12,19 +12,18 @@ from typing import Any
 import msgspec
 import structlog
 
-from elastic.protocol import wire
 from elastic.config import Config
 from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import INTEGER_MAX, NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId
-from elastic.protocol.endpoint import Address, Endpoint
 from elastic.environments.base import Environment
-from elastic.system.machine import CpuSampler
 from elastic.pool.client import PoolClient
-from elastic.system.processes import boottime_ns
+from elastic.protocol import wire
+from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.run_secrets import RunSecrets
+from elastic.protocol.tls import Certificate
 from elastic.runtime import states
 from elastic.runtime.control import CommandManager, ControlSocket
 from elastic.runtime.gateway import Gateway, GatewayError
@@ -42,7 +41,8 @@ from elastic.runtime.sampler import Sampler
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.status import RunStatus
 from elastic.runtime.trainer import GatewayTrainer, kept_steps
-from elastic.protocol.tls import Certificate
+from elastic.system.machine import CpuSampler
+from elastic.system.processes import boottime_ns
 from elastic.weights.rights import RelayRights
 from functions.base import Call
 from providers.base import REMARK, KnownLease, Provider

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from elastic.pool import messages as w
-from elastic.core.cluster.types import PhaseKind
 from elastic.core import events as e
+from elastic.core.cluster.types import PhaseKind
 from elastic.core.types import NS_PER_S, Nanoseconds
+from elastic.pool import messages as w
 from elastic.pool.client import News, PoolClient
 from elastic.runtime.ports import Feed
 

@@ -5,10 +5,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from elastic.protocol import wire
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds
+from elastic.protocol import wire
 from elastic.runtime.journal import TokenFrame
 from elastic.runtime.ports import Ports
 from elastic.runtime.rollout import Rollouts

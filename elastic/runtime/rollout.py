@@ -22,17 +22,17 @@ from typing import Any
 import msgspec
 import structlog
 
-from elastic.protocol import wire
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import parse_trajectory, parse_turn, turn_id
 from elastic.core.types import SamplingParameters, TrajectoryId, TurnId, WorkerId
 from elastic.environments.answers import Answers, BadAnswer
 from elastic.environments.base import Environment
-from elastic.system.plain_values import told
+from elastic.protocol import wire
 from elastic.runtime.journal import Sampled, TokenFrame, TrajectoryRow
 from elastic.runtime.ports import Feed
 from elastic.runtime.tasks import Spawn
+from elastic.system.plain_values import told
 from functions.rewards import FinishedTrajectory
 
 log = structlog.get_logger(__name__)

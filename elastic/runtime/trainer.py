@@ -11,11 +11,11 @@ from typing import TypeAlias
 
 import structlog
 
-from elastic.protocol import wire
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import TrajectoryId, WorkerId
+from elastic.protocol import wire
 from elastic.runtime import states
 from elastic.runtime.gateway import Door
 from elastic.runtime.journal import JournalError, TrajectoryRow, why_unreadable

@@ -1,6 +1,6 @@
 """What a worker says, held against what can be true of it.
 
-Types bound every field by itself (`elastic.protocol.wire`). Here is what depends on the run, on the worker and on what it
+Types bound every field by itself (`protocol/wire.py`). Here is what depends on the run, on the worker and on what it
 said before. Nothing here asks whether a plausible token is the right one: that harms the worker's own turns alone.
 Pure: the caller brings the time, in seconds on any clock that only goes forward.
 """
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from elastic.protocol import wire
 from elastic.core.types import INTEGER_MAX, NS_PER_S, Account
+from elastic.protocol import wire
 from elastic.runtime.refusals import REASON_MAX
 
 CLOCK_SLACK_S = 60.0

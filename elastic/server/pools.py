@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import structlog
 
 from elastic import compose
-from elastic.protocol.run_control import CommandRefused, ControlError
-from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.pool.control_messages import JOBS_PAGE, PoolControl, PoolStanding
-from elastic.system.processes import inherited
 from elastic.protocol.api import HostedJob, HostedPool
+from elastic.protocol.run_control import CommandRefused, ControlError
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, jobs
 from elastic.server.store.database import now_us
+from elastic.system.isolation import IsolatedLoop, LoopFaults
+from elastic.system.processes import inherited
 
 T = TypeVar("T")
 

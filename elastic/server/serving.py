@@ -9,10 +9,9 @@ from collections.abc import Callable
 import sqlalchemy as sa
 import structlog
 
-from elastic.protocol.http_server import serving
-from elastic.system.isolation import LoopFaults
-from elastic.system.machine import raise_descriptor_limit
 from elastic.protocol.api import AccessRole
+from elastic.protocol.http_server import serving
+from elastic.protocol.sockets import address_of, listening_socket
 from elastic.server.api.app import create_app, peer_limits
 from elastic.server.identity.sign_ins import SignInChecks
 from elastic.server.intake import checking
@@ -23,8 +22,9 @@ from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreError, migrate, people, uploads
 from elastic.server.store.tables import server
 from elastic.server.webhooks import DeliveryLoop
+from elastic.system.isolation import LoopFaults
+from elastic.system.machine import raise_descriptor_limit
 from elastic.system.signals import TERMINATION_OR_HANGUP, act_on
-from elastic.protocol.sockets import address_of, listening_socket
 
 log = structlog.get_logger(__name__)
 

@@ -36,7 +36,7 @@ def settle() -> None:
 
 
 def _default_is_writable() -> bool:
-    beside_the_sources = Path(__file__).parent / "weights" / "codecs" / "__pycache__"
+    beside_the_sources = Path(__file__).parents[1] / "weights" / "codecs" / "__pycache__"
     users = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "numba")
     return _is_writable(beside_the_sources) or _is_writable(users)
 

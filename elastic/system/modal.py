@@ -71,7 +71,7 @@ def modal() -> Any:
 def version() -> str:
     """Of Elastic's sources as they are here: a deployment fits a run that has the same."""
     digest = hashlib.blake2b(digest_size=6)
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     for package in SOURCES:
         for path in sorted((root / package).rglob("*.py")):
             digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())

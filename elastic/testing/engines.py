@@ -24,10 +24,10 @@ from elastic.config import EngineConfig
 from elastic.core.types import SamplingParameters
 from elastic.engine import ENTRY_POINTS, create_engine
 from elastic.engine.base import GenerateRequest, RolloutEngine
-from elastic.system.installed import installed
 from elastic.engine.model.checkpoint import model_tensors
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
+from elastic.system.installed import installed
 from elastic.testing.recorder import Recorder
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.publisher import publish_keyframe

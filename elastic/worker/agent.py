@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 import msgspec
 import structlog
 
-from elastic.protocol import wire
 from elastic.config import EngineConfig, validate
 from elastic.core.types import Nanoseconds
 from elastic.engine import create_engine
 from elastic.engine.base import DeviceShare, RolloutEngine
+from elastic.protocol import wire
 from elastic.system.parking import Parkable
 from elastic.system.processes import end_own_kin
 from elastic.system.signals import TERMINATION, act_on

@@ -12,8 +12,8 @@ import msgspec
 import structlog
 import tenacity
 
-from elastic.protocol import wire
 from elastic.core.types import WorkerId
+from elastic.protocol import wire
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.tls import TlsError, check_pin, pinning_context
 

@@ -15,9 +15,9 @@ import structlog
 
 from elastic.config import ConfigError
 from elastic.core.types import Account
-from elastic.system.parking import Parkable, Switch
 from elastic.pool.connection import TO_RESIDENT, over_socket
 from elastic.pool.messages import KEEPER_VARIABLE, DeviceResumed, Leave, Park, Parked, Resume, Warm, WorkAs
+from elastic.system.parking import Parkable, Switch
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.threads import DaemonThread
 

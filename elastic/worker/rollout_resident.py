@@ -14,11 +14,8 @@ from typing import Any
 import msgspec
 import structlog
 
-from elastic.protocol import wire
 from elastic.core.types import Account, Capabilities, WeightMode
-from elastic.protocol.endpoint import Endpoint
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, RolloutEngine, TokenChunk
-from elastic.system.parking import Parkable, Switch
 from elastic.pool.connection import TO_RESIDENT, LinkLost, PoolLink, over_socket
 from elastic.pool.messages import (
     DeviceResumed,
@@ -32,6 +29,9 @@ from elastic.pool.messages import (
     WorkAs,
     WorkerTicketFrame,
 )
+from elastic.protocol import wire
+from elastic.protocol.endpoint import Endpoint
+from elastic.system.parking import Parkable, Switch
 from elastic.weights.errors import RelayError, VersionSuperseded
 from elastic.weights.records import open_update
 from elastic.weights.relay import open_relay

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import structlog
 
-from elastic.protocol import wire
 from elastic.core.run_state import TRAINER_PATIENCE
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase
 from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine
+from elastic.protocol import wire
 from elastic.weights.errors import VersionSuperseded, WeightsError, WeightsRefusal
 from elastic.weights.source import PullReport, RelaySource
 from elastic.worker.accounts import DeviceAccounts

@@ -4,9 +4,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from elastic.protocol import wire
 from elastic.core.types import NS_PER_S
 from elastic.engine.base import RolloutEngine
+from elastic.protocol import wire
 from elastic.worker.agent import build_engine
 from providers.serving_load import DeviceClaim, Lending, ServingLoad
 from providers.serving_messages import LendingSettings, LoadReport

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import structlog
 import torch
 
-from elastic.protocol import wire
 from elastic.config import ConfigError, EngineConfig, validate
 from elastic.core.types import NS_PER_S, FinishReason, SamplingParameters
 from elastic.engine.base import GenerateRequest, RolloutEngine
@@ -30,10 +29,11 @@ from elastic.engine.coserving.service import ServiceLog, milliseconds
 from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.backends import mappable_page_bytes, open_backend
 from elastic.engine.kv.vmm import VmmError
-from elastic.engine.torch.runner import dtype_on
 from elastic.engine.model.checkpoint import CheckpointError, model_tensors, read_config, read_tensors
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
+from elastic.engine.torch.runner import dtype_on
+from elastic.protocol import wire
 from policies.admission import Slo, SloAdmission
 from policies.kvmemory import PreemptiveMemory
 from providers.serving_messages import HOST_VARIABLE, ExecutorSettings, HostSettings, LoadReport, ServiceReport

@@ -27,11 +27,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import traces
-from elastic.protocol import wire
 from elastic.config import ConfigError
-from elastic.protocol.endpoint import Address
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.engine.coserving.front import ERROR_HANDLERS, ServingFront, openai_error
+from elastic.protocol import wire
+from elastic.protocol.endpoint import Address
 from elastic.protocol.http_server import (
     BodyLimits,
     CallerLimits,
@@ -41,10 +41,10 @@ from elastic.protocol.http_server import (
     PeerLimits,
     server_config,
 )
+from elastic.protocol.sockets import listening_socket
 from elastic.system.machine import raise_descriptor_limit
 from elastic.system.processes import end_own_kin
 from elastic.system.signals import TERMINATION, act_on
-from elastic.protocol.sockets import listening_socket
 from elastic.worker.serving_device import ServingDevice
 from providers.serving_load import ServingLoad
 from providers.serving_messages import HOST_VARIABLE, HostSettings, LendOrder, LoadReport, ReturnOrder

@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from elastic.protocol import wire
 from elastic.core.types import FinishReason
 from elastic.engine.base import NO_VERSION, GenerateRequest, TokenChunk
+from elastic.protocol import wire
 
 
 @dataclass(slots=True)

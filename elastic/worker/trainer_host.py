@@ -14,16 +14,13 @@ from typing import Protocol, assert_never
 import structlog
 import torch
 
-from elastic.protocol import wire
 from elastic.config import Config, EngineConfig, TrainerPacingConfig, WeightsConfig, validate
 from elastic.core.types import LogprobCheck, WeightMode
 from elastic.engine.base import RolloutEngine
-from elastic.system.logs import PaceLog
 from elastic.engine.model.checkpoint import load_model
+from elastic.protocol import wire
+from elastic.system.logs import PaceLog
 from elastic.system.parking import Parkable, Switch
-from elastic.worker.trainer import checkpoint
-from elastic.worker.trainer.layers import changed_shares
-from elastic.worker.trainer.trainer import GRPOTrainer
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.codecs import warm_up
 from elastic.weights.publisher import Publisher, PublishSettings
@@ -35,6 +32,9 @@ from elastic.weights.versions import discard_all
 from elastic.weights.waiting import PatientRelay
 from elastic.worker.agent import AgentExit, BuildEngine, Ticket, build_engine, run_agent
 from elastic.worker.device_permit import DevicePermit
+from elastic.worker.trainer import checkpoint
+from elastic.worker.trainer.layers import changed_shares
+from elastic.worker.trainer.trainer import GRPOTrainer
 from elastic.worker.training import Standing, TrainerOrder, TrainerReply
 
 log = structlog.get_logger(__name__)

@@ -7,9 +7,9 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 import structlog
 
-from elastic.protocol import wire
 from elastic.core.types import Account
 from elastic.engine.base import RolloutEngine
+from elastic.protocol import wire
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import Connection
 from elastic.worker.device_permit import DevicePermit

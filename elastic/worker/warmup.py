@@ -31,10 +31,10 @@ def warm_up(device: str = "auto") -> None:
 
 
 def _say_a_token(device: str) -> None:
-    from elastic.engine.torch.engine import TorchEngine
     from elastic.engine.model.checkpoint import model_tensors
     from elastic.engine.model.config import Qwen3Config
     from elastic.engine.model.qwen3 import Qwen3
+    from elastic.engine.torch.engine import TorchEngine
 
     config = Qwen3Config(vocab_size=8, num_hidden_layers=1)
     settings = {"device": device, "max_context_tokens": 16, "kv_blocks": 2}

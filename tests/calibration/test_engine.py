@@ -9,16 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.simulation.calibration import CalibrationError, measure_engine, profile_engine
-from elastic.simulation.calibration import probe
-from elastic.simulation.calibration.engine import engine_numbers
-from elastic.simulation.calibration.probe import ITERATIONS, Probe, Probed, loads
 from elastic.config import Config, ConfigError, EngineConfig
 from elastic.core.types import WeightMode
 from elastic.engine import create_engine
 from elastic.engine.base import RolloutEngine
-from elastic.engine.torch import pacing
 from elastic.engine.model.checkpoint import read_config, read_tensors
+from elastic.engine.torch import pacing
+from elastic.simulation.calibration import CalibrationError, measure_engine, probe, profile_engine
+from elastic.simulation.calibration.engine import engine_numbers
+from elastic.simulation.calibration.probe import ITERATIONS, Probe, Probed, loads
 from elastic.simulation.performance.profile import EngineRates, load_profile
 from elastic.weights.source import TensorSource
 

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from elastic import compose
-from elastic.simulation import run as simulation
-from elastic.simulation.calibration import CalibrationError, EngineNumbers, find_live_run, profile_run
 from elastic.config import Config, ConfigError
 from elastic.core import events as e
 from elastic.core.ids import parse_turn
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import NS_PER_S, Account, Capabilities, EndCause, Offer, Progress, WorkerRole
 from elastic.runtime.journal import CallRow, PullRow, RunDirectory, TurnRow, event_row
+from elastic.simulation import run as simulation
+from elastic.simulation.calibration import CalibrationError, EngineNumbers, find_live_run, profile_run
 from elastic.simulation.performance.profile import Number, ProfileError, load_profile
 from functions.base import CallOutcome
 

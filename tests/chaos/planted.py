@@ -22,10 +22,10 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+from elastic.testing.faults.pool.pool_worlds import PoolWorld, PoolWorldFailed
 from elastic.testing.faults.shell.faults import FaultKind, draw_plan
 from elastic.testing.faults.shell.pooled.world import PooledWorldFailed, simulate_pooled
 from elastic.testing.faults.shell.simulate import WorldFailed, simulate
-from elastic.testing.faults.pool.pool_worlds import PoolWorld, PoolWorldFailed
 from elastic.weights import codecs
 from policies.clusters import CLUSTER_POLICIES
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from elastic.runtime.rollout import OpenTurn
 from elastic.testing.faults.shell.faults import FaultKind, draw_plan
 from elastic.testing.faults.shell.shrink import shrunk
 from elastic.testing.faults.shell.simulate import WorldFailed, simulate
-from elastic.runtime.rollout import OpenTurn
 
 FIXED = range(8)
 """Seeds that every change is tried with."""

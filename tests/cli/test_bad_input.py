@@ -14,8 +14,8 @@ from elastic.compose.run_endings import OUTAGE, ending_of, world
 from elastic.config import TrainerConfig, load_config
 from elastic.engine.model.checkpoint import load_model, model_tensors, read_config, write_checkpoint
 from elastic.engine.model.qwen3 import Qwen3
-from elastic.system.outages import EXIT_OUTAGE
 from elastic.runtime.journal import RunDirectory
+from elastic.system.outages import EXIT_OUTAGE
 from elastic.worker.trainer.trainer import GRPOTrainer
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from elastic import compose
-from elastic.core.cluster import events as e
 from elastic.compose.pool_config import load_pool, save_pool
+from elastic.core.cluster import events as e
 from tests.pool.stand_in import POOL, StandIn
 
 JOB = """

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from elastic import compose
-from elastic.protocol.run_control import ControlError
 from elastic.pool.control_messages import PoolControl
+from elastic.protocol.run_control import ControlError
 from tests.cli.test_signals import until
 from tests.pool.stand_in import POOL
 from tests.pool.test_pool_process import running

@@ -19,9 +19,9 @@ from elastic.cli.app import app
 from elastic.cli.output import console, emit
 from elastic.cli.tables import show_listing
 from elastic.config import ConfigError, load_config
-from elastic.simulation.jobs.simulate import load_workload
 from elastic.engine.model.stored import CheckpointError, read_config
 from elastic.runtime.journal import CONFIG, DirectoryStore, RunDirectory
+from elastic.simulation.jobs.simulate import load_workload
 
 ROOT = Path(__file__).parents[2]
 NULL = """

@@ -10,8 +10,8 @@ import pytest
 
 from elastic import compose
 from elastic.cli import supervise
-from elastic.system.outages import EXIT_OUTAGE
 from elastic.runtime.journal import RunDirectory
+from elastic.system.outages import EXIT_OUTAGE
 from tests.cli.test_signals import START_TIMEOUT_S, nothing_left, read, run_dirs, until
 
 pytestmark = pytest.mark.alone

@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from elastic.system import modal as modal_platform
 from elastic.compose.modal_deployment import deploy
+from elastic.system import modal as modal_platform
 from functions.base import Call
 from functions.modal import ModalFunctionPool
 

@@ -12,9 +12,9 @@ import pytest
 
 from elastic.core.cluster.invariants import check
 from elastic.core.cluster.types import JobState
+from elastic.simulation.jobs.phases import JobsWorld
 from elastic.simulation.jobs.plans import NS_PER_H, PlanWorld
 from elastic.simulation.jobs.workloads import from_trace, pool_of, production
-from elastic.simulation.jobs.phases import JobsWorld
 from policies.clusters import CLUSTER_POLICIES
 from traces import data_path
 from traces.jobs import TracedJob, read_jobs

@@ -141,5 +141,7 @@ def test_an_odd_generation_config_is_named(make_model, tmp_path, content):
 
 
 def test_a_run_is_checked_without_the_models_library():
-    program = "import sys, elastic.cli.run, elastic.cli.jobs, elastic.engine.model.stored; sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, elastic.cli.run, elastic.cli.jobs, elastic.engine.model.stored; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=120).returncode == 0

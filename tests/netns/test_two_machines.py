@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.testing.faults.bad_link import BadLink, LinkQuality
 from elastic.compose import replay
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.runtime.journal import JournalError, RunDirectory
+from elastic.testing.faults.bad_link import BadLink, LinkQuality
 from tests.cli.conftest import CONFIG
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(900)]

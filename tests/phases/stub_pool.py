@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from elastic.core.cluster.types import PhaseKind
 from elastic.pool import connection as links
 from elastic.pool import messages as w
-from elastic.core.cluster.types import PhaseKind
-from elastic.protocol.endpoint import Endpoint
 from elastic.pool.connection import FromDialler, LinkLost, PoolLink
+from elastic.protocol.endpoint import Endpoint
 
 NODES = {PhaseKind.ROLLOUT: ("rollout-1", "rollout-2"), PhaseKind.TRAIN: ("train-1",)}
 PATIENCE_S = 20.0

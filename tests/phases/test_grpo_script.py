@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from elastic.pool import messages as w
 from elastic.core.cluster.types import PhaseKind
+from elastic.pool import messages as w
 from tests.phases.stub_pool import StubPool
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers import TrainerControl, TrainerState
 
-from elastic.pool import phases
-from elastic.pool import messages as w
 from elastic.core.cluster.types import PhaseKind
+from elastic.pool import messages as w
+from elastic.pool import phases
 from elastic.pool.phases.transformers import ElasticCallback
 from tests.phases.stub_pool import StubPool
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import elastic
-from elastic.pool import phases
-from elastic.pool import messages as w
 from elastic.core.cluster.types import PhaseKind
+from elastic.pool import messages as w
+from elastic.pool import phases
 from elastic.pool.phases import PhaseError
 from elastic.pool.phases.slime import SlimePhases
 from tests.phases.stub_pool import PATIENCE_S, StubPool

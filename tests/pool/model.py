@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from elastic.pool import messages as w
 from elastic.core.cluster.types import PhaseKind
+from elastic.pool import messages as w
 
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 

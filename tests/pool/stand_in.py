@@ -8,12 +8,10 @@ from typing import Any
 import msgspec
 
 from elastic import compose
+from elastic.compose.pool_config import load_pool, save_pool
 from elastic.core.cluster import Cluster, ClusterError
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
-from elastic.protocol.run_control import SOCKET, socket_address
-from elastic.compose.pool_config import load_pool, save_pool
-from elastic.pool.standing import plan_of, standing
 from elastic.pool.control_messages import (
     POOL_CONTROL_VERSION,
     AskJobs,
@@ -31,6 +29,8 @@ from elastic.pool.control_messages import (
     StopPool,
     SubmitJob,
 )
+from elastic.pool.standing import plan_of, standing
+from elastic.protocol.run_control import SOCKET, socket_address
 from policies.clusters import CLUSTER_POLICIES
 
 POOL = """

@@ -15,14 +15,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from elastic.pool import messages as w
-from elastic.core.cluster.types import NodeId, PhaseKind
 from elastic.compose.pool import PoolPrograms, run_pool
+from elastic.core.cluster.types import NodeId, PhaseKind
+from elastic.pool import messages as w
+from elastic.pool.connection import TO_JOB, TO_RESIDENT, LinkLost, PoolLink, join, over_socket
+from elastic.pool.control_messages import SubmitJob
+from elastic.pool.ports import JobEnding, JobEntry
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.logs import STANDARD_ERROR, log_to
-from elastic.pool.ports import JobEnding, JobEntry
-from elastic.pool.control_messages import SubmitJob
-from elastic.pool.connection import TO_JOB, TO_RESIDENT, LinkLost, PoolLink, join, over_socket
 
 STUB = (sys.executable, str(Path(__file__).resolve()))
 POISONED = "poisoned"

@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from elastic.pool import connection as links
 from elastic.pool import messages as w
-from elastic.protocol.endpoint import Endpoint
 from elastic.pool.client import JobPart, News, PoolClient, PoolMembership, PoolUnavailable
 from elastic.pool.connection import FromDialler, PoolLink
+from elastic.protocol.endpoint import Endpoint
 from tests.pool.model import ROLLOUT, TRAIN, JobsPool
 
 PHASES = st.sampled_from([ROLLOUT, TRAIN])

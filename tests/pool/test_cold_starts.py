@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from elastic.pool import messages as w
 from elastic.core.cluster import JobRequest, PhasePlan, PoolSpec
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, JobState, NodeId, PhaseKind
+from elastic.pool import messages as w
 from elastic.pool.ports import JobEntry
 from elastic.testing.faults.pool.pool_processes import ModelJob, S
 from elastic.testing.faults.pool.pool_worlds import PoolFaults, PoolWorld

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.core.cluster.types import PhaseKind
-from elastic.config import ConfigError
 from elastic.compose.pool_config import POOL_CONFIG, load_pool, save_pool
+from elastic.config import ConfigError
+from elastic.core.cluster.types import PhaseKind
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.toml"
 

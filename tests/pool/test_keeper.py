@@ -5,11 +5,11 @@ import signal
 import sys
 from pathlib import Path
 
-from elastic.pool import messages as w
 from elastic.core.cluster.types import PhaseKind
-from elastic.system.isolation import LoopFaults
-from elastic.pool.keeper import Keeper, KeeperTicket
+from elastic.pool import messages as w
 from elastic.pool.connection import FromDialler, PoolLink
+from elastic.pool.keeper import Keeper, KeeperTicket
+from elastic.system.isolation import LoopFaults
 from tests.pool.test_link import served
 
 DIES = f"import os; os.kill(os.getpid(), {int(signal.SIGRTMIN + 5)})"

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from elastic.core.cluster.types import PhaseKind
 from elastic.pool import connection as links
 from elastic.pool import messages as w
-from elastic.core.cluster.types import PhaseKind
+from elastic.pool.connection import FromDialler, LinkLost, NotLetIn, PoolLink
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.frames import framed
-from elastic.pool.connection import FromDialler, LinkLost, NotLetIn, PoolLink
 from elastic.protocol.tls import run_certificate
 
 HELLO = w.JobHello(w.POOL_PROTOCOL_VERSION, "a", "token", 1)

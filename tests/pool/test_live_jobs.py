@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic.protocol.run_control import ControlError
 from elastic.pool.control_messages import PoolControl
+from elastic.protocol.run_control import ControlError
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
 

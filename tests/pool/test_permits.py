@@ -2,11 +2,11 @@
 
 import pytest
 
-from elastic.pool import messages as w
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S
-from elastic.protocol.endpoint import Endpoint
+from elastic.pool import messages as w
 from elastic.pool.client import PoolClient, PoolMembership
+from elastic.protocol.endpoint import Endpoint
 from elastic.runtime.pool_permits import PoolPermits
 from tests.pool.model import ROLLOUT, TRAIN, JobsPool
 

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from elastic.core.cluster import JobRequest, PhasePlan
-from elastic.protocol.run_control import SOCKET, CommandRefused, RunNotFound, RunSilent, socket_address
 from elastic.pool.control_messages import (
     POOL_CONTROL_VERSION,
     AskPool,
@@ -26,6 +25,7 @@ from elastic.pool.control_messages import (
     StopPool,
     SubmitJob,
 )
+from elastic.protocol.run_control import SOCKET, CommandRefused, RunNotFound, RunSilent, socket_address
 
 REQUEST = JobRequest(id="one", slo=1.5, plan=PhasePlan(rollout_ns=10, train_ns=5))
 

@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 
 from elastic.cli.pool_report import live_report
+from elastic.compose.pool_config import PoolConfig, save_pool
 from elastic.core.cluster.events import NodeJoined, NodeLost
 from elastic.core.cluster.history import cluster_digest, decoded, replay
 from elastic.core.cluster.types import JobRequest, PhaseKind, PhasePlan
-from elastic.protocol.run_control import ControlError
-from elastic.protocol.endpoint import Endpoint
-from elastic.compose.pool_config import PoolConfig, save_pool
+from elastic.pool.client import PoolClient, PoolMembership, PoolUnavailable
+from elastic.pool.control_messages import PoolControl, PoolStanding, SubmitJob
 from elastic.pool.gateway import PoolTokens
 from elastic.pool.journal import JOURNAL, pool_secret, read_deaths, read_records
 from elastic.pool.keeper import Keeper, KeeperTicket
-from elastic.pool.client import PoolClient, PoolMembership, PoolUnavailable
-from elastic.pool.control_messages import PoolControl, PoolStanding, SubmitJob
-from elastic.report.jobs import as_text
+from elastic.protocol.endpoint import Endpoint
+from elastic.protocol.run_control import ControlError
 from elastic.protocol.tls import run_certificate
+from elastic.report.jobs import as_text
 from policies.clusters import CLUSTER_POLICIES
 from tests.pool.stubs import POISONED, STUB
 from traces.spot import read_spot_trace

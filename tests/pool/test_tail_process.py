@@ -11,11 +11,11 @@ import pytest
 from elastic.core.cluster.history import replay
 from elastic.core.events import LeaseGranted, LeaseNotice
 from elastic.core.types import EndCause
-from elastic.protocol.endpoint import Endpoint
-from elastic.pool.gateway import PoolTokens
-from elastic.pool.journal import JOURNAL, pool_secret, read_records
 from elastic.pool.client import PoolClient, PoolMembership
 from elastic.pool.control_messages import SubmitJob
+from elastic.pool.gateway import PoolTokens
+from elastic.pool.journal import JOURNAL, pool_secret, read_records
+from elastic.protocol.endpoint import Endpoint
 from policies.clusters import CLUSTER_POLICIES
 from providers.pool import PoolProvider, PoolSettings
 from tests.pool.test_pool_process import Pool, S, finished, running

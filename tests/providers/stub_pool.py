@@ -12,12 +12,12 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from elastic.core.cluster.types import PhaseKind
 from elastic.pool import connection as links
 from elastic.pool import messages as w
-from elastic.core.cluster.types import PhaseKind
-from elastic.protocol.endpoint import Endpoint
 from elastic.pool.client import PoolClient, PoolMembership
 from elastic.pool.connection import FromDialler, PoolLink
+from elastic.protocol.endpoint import Endpoint
 from tests.pool.model import JobsPool
 
 CLIENTS: list[PoolClient] = []

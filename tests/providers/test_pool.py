@@ -3,9 +3,9 @@
 import time
 from pathlib import Path
 
-from elastic.pool import messages as w
 from elastic.core.events import LeaseGranted, LeaseNotice
 from elastic.core.types import NS_PER_S, EndCause
+from elastic.pool import messages as w
 from providers.pool import PoolProvider
 from tests.pool.model import ROLLOUT, JobsPool
 from tests.pool.test_permits import House

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.protocol import wire
 from elastic.config import JournalConfig
 from elastic.core import events as e
 from elastic.core.ids import group_id, trajectory_id
 from elastic.core.ledger import NANO_USD_PER_USD, Ledger
 from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S, Account, EndCause
+from elastic.protocol import wire
 from elastic.report import Summary, summarise
 from elastic.runtime.journal import (
     CallRow,

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from elastic.core.cluster.types import JobState, PhaseKind
-from elastic.simulation.jobs.simulate import arrivals_of, load_workload, spec_of
 from elastic.report.jobs import PoolMark, as_page, as_text, job_text
 from elastic.report.pool import PoolTimeline, history_of, pool_report
 from elastic.simulation.jobs.phases import JobsWorld, S, worlds_of_jobs
+from elastic.simulation.jobs.simulate import arrivals_of, load_workload, spec_of
 from policies.clusters import CLUSTER_POLICIES
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jobs.toml"

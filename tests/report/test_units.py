@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.system.plain_values import printable
 from elastic.report import units
+from elastic.system.plain_values import printable
 
 
 @pytest.mark.parametrize(

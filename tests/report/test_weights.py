@@ -2,8 +2,8 @@
 
 import pytest
 
-from elastic.protocol import wire
 from elastic.core import events as e
+from elastic.protocol import wire
 from elastic.report import as_json, as_markdown
 from elastic.report.html import as_html
 from elastic.report.tables import tables

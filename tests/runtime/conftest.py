@@ -21,10 +21,10 @@ from elastic import compose
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import WorkerState
-from elastic.environments.base import StepResult
 from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
+from elastic.environments.base import StepResult
 from elastic.runtime.journal import JournalReader, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
 

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.protocol import wire
 from elastic.core.types import SamplingParameters, WeightMode
+from elastic.protocol import wire
 from elastic.runtime.allowances import BEATS_BURST, BEATS_PER_INTERVAL, FAR_BEYOND, HELD_SHARE, SessionAllowances
 
 INTERVAL_S, FLUSH_S, SILENCE_S = 0.5, 0.03, 5.0

@@ -12,10 +12,10 @@ import pytest
 from elastic import compose
 from elastic.compose import RunOutcome
 from elastic.config import Config
-from elastic.protocol.run_control import SOCKET, RunControl
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler
+from elastic.protocol.run_control import SOCKET, RunControl
 from elastic.runtime.journal import RunDirectory, SampleRow
 from elastic.runtime.orchestrator import Orchestrator
 from tests.runtime.conftest import NoSettings, Parity

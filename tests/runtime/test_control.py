@@ -12,8 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic.protocol import run_control as control
+from elastic.core import events as e
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import Plan
 from elastic.protocol import control_socket as line_socket
+from elastic.protocol import run_control as control
 from elastic.protocol.run_control import (
     SOCKET,
     Acknowledged,
@@ -24,9 +27,6 @@ from elastic.protocol.run_control import (
     RunOfAnotherUser,
     RunSilent,
 )
-from elastic.core import events as e
-from elastic.core.scheduler import Scheduler
-from elastic.core.types import Plan
 from elastic.runtime.control import CommandManager, ControlSocket
 from elastic.runtime.status import run_status
 from elastic.testing.faults.core.incarnation import policies

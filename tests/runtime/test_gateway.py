@@ -13,8 +13,8 @@ import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.protocol import wire
 from elastic.core.types import Capabilities, WeightMode
+from elastic.protocol import wire
 from elastic.runtime.allowances import FAR_BEYOND, OPENINGS_BURST
 from elastic.runtime.gateway import Gateway, GatewayError, GatewayLimits
 from elastic.runtime.refusals import RefusalCount

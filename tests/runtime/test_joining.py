@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic.protocol import tls
-from elastic.protocol import wire
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
+from elastic.protocol import tls, wire
 from elastic.protocol.endpoint import Endpoint
-from elastic.runtime.gateway import Gateway
 from elastic.protocol.ticket_store import TicketBook
+from elastic.runtime.gateway import Gateway
 from elastic.worker.connection import Connection, SessionRefused, Ticket, dial
 from providers.base import LeaseRequest, ProviderContext, ProviderUnavailable, WorkerTicket
 from providers.joined import JoinedProvider

@@ -23,12 +23,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.protocol import wire
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook, Ledger
 from elastic.core.policy import StepRecord
 from elastic.core.types import Account, EndCause, FinishReason
-from elastic.system.machine import out_of_descriptors
+from elastic.protocol import wire
 from elastic.runtime.journal import (
     SCHEMA_VERSION,
     BookRow,
@@ -49,6 +48,7 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.journal.records import KINDS, TABLES
 from elastic.runtime.journal.tables import ROWS_AT_ONCE, JournalTable
+from elastic.system.machine import out_of_descriptors
 from tests.run_status import run_status
 
 CHUNK = wire.Chunk("0/0/0/0", 1, 0, [5, 6, 7], [-0.5, -1.0, -1.5], 3, FinishReason.STOP)

@@ -14,14 +14,13 @@ import pytest
 import structlog
 import uvloop
 
-from elastic.protocol import wire
 from elastic.compose import execution
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import SamplingParameters
-from elastic.environments import answers
-from elastic.environments import frozenlake
+from elastic.environments import answers, frozenlake
 from elastic.environments.base import StepResult
+from elastic.protocol import wire
 from elastic.runtime import rollout, scribe
 from elastic.runtime.loop_watch import LoopWatch, holder_of
 from elastic.runtime.rollout import RolloutLimits, Rollouts

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.protocol import wire
 from elastic.core.types import Capabilities
+from elastic.protocol import wire
 from elastic.runtime.gateway import Door, Gateway
 from elastic.runtime.validation import Claims, bounds_of
 from elastic.testing.faults.core.lies import KINDS, Liar

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic.protocol import tls
-from elastic.protocol import wire
 from elastic.compose.relay import weights_relay
 from elastic.config import Config
+from elastic.protocol import tls, wire
 from elastic.protocol.endpoint import Address, Endpoint
-from elastic.runtime.gateway import Gateway
 from elastic.protocol.sockets import listening_socket
 from elastic.protocol.tls import Certificate, TlsError, TlsServer
+from elastic.runtime.gateway import Gateway
 from elastic.weights.errors import RelayUnavailable
 from elastic.weights.http import HttpRelay
 from elastic.weights.rights import RelayRights

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.protocol import wire
 from elastic.core.types import INTEGER_MAX, Account, Capabilities
 from elastic.engine.meter import AccountMeter
+from elastic.protocol import wire
 from elastic.runtime.validation import BACKWARDS_NS, CLOCK_SLACK_S, DRIFT, Bounds, Claims, Implausible, bounds_of
 
 BOUNDS = Bounds(vocab_size=32, capacity_turns=20)

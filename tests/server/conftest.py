@@ -19,13 +19,13 @@ from fastapi.testclient import TestClient
 from benchmarks._postgres import PostgresCluster
 from benchmarks._postgres import cluster as postgresql_cluster
 from elastic import server as server_package
-from elastic.system import tenant_files
-from elastic.protocol.http_server import serving
 from elastic.protocol.api import AccessRole
+from elastic.protocol.http_server import serving
 from elastic.server.api.app import create_app
 from elastic.server.serving import first_key, open_store
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, people
+from elastic.system import tenant_files
 
 CONFIG = """
 [run]
@@ -137,7 +137,7 @@ sys.addaudithook(_watch)
 
 @pytest.fixture(autouse=True)
 def files_of_tenants_are_opened_in_one_place() -> Iterator[None]:
-    """Holds, for every test of the server, that only `elastic.system.tenant_files` touches what is in a run's directory."""
+    """Holds, for every test of the server, that only `tenant_files` touches what is in a run's directory."""
     _strayed.clear()
     yield
     assert _strayed == []

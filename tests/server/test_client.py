@@ -9,8 +9,8 @@ import pytest
 import sqlalchemy as sa
 
 from elastic.protocol import api_client as client_module
-from elastic.protocol.api_client import ApiError, Client, ServerUnreachable
 from elastic.protocol.api import AccessRole, NewKey, RunChange, RunPhase
+from elastic.protocol.api_client import ApiError, Client, ServerUnreachable
 from elastic.server.store.tables import runs
 from tests.server.conftest import Site, served
 from tests.server.test_streams import journal_of, write

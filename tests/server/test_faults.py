@@ -12,8 +12,8 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import event
 
-from elastic.protocol.api_client import Client
 from elastic.protocol.api import AccessRole, RunPhase
+from elastic.protocol.api_client import Client
 from elastic.server import ids
 from elastic.server.api.app import create_app
 from elastic.server.history.feeds import KEPT_EVENTS

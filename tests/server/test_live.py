@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from elastic.cli import main
-from elastic.protocol.api_client import ApiError, Client
 from elastic.protocol.api import ENDED
+from elastic.protocol.api_client import ApiError, Client
 from elastic.runtime.journal import RunDirectory
 from tests.server.conftest import CONFIG
 

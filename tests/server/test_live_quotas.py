@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.system.processes import identity
 from elastic.protocol.api import RunPhase
 from elastic.server.quotas import needs
 from elastic.server.runner import RunnerLoop
 from elastic.server.settings import ServerSettings
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
+from elastic.system.processes import identity
 from tests.server.conftest import CONFIG, Site, make_site
 
 pytestmark = [

@@ -12,10 +12,10 @@ import pytest
 import sqlalchemy as sa
 import structlog
 
-from elastic.system.logs import log_to
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.server.api.request_log import BUCKETS_S
 from elastic.server.store.tables import runs
+from elastic.system.logs import log_to
 from tests.server.conftest import Site
 
 

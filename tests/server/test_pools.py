@@ -16,11 +16,11 @@ import sqlalchemy as sa
 from pydantic import BaseModel
 
 from elastic import compose
-from elastic.protocol.api_client import ApiError, Client
+from elastic.config import Config
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import PhaseKind
-from elastic.config import Config
 from elastic.protocol.api import AccessRole, RunPhase
+from elastic.protocol.api_client import ApiError, Client
 from elastic.server.api.app import create_app
 from elastic.server.pools import settle_jobs
 from elastic.server.retention import records as retention

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.runtime.journal import RunDirectory, SqliteJournal
 from elastic.runtime.journal.records import EventRow, TrajectoryRow
@@ -24,6 +23,7 @@ from elastic.server.store.database import now_us
 from elastic.server.store.runs import HostedRunRow
 from elastic.server.store.tables import runs as runs_table
 from elastic.server.store.tables import uploads
+from elastic.system.isolation import IsolatedLoop, LoopFaults
 from tests.server.conftest import Site
 
 

@@ -17,14 +17,14 @@ import pytest
 import sqlalchemy as sa
 
 from elastic import compose
-from elastic.system.isolation import IsolatedLoop, LoopFaults
-from elastic.system.processes import identity
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.server.retention import records
 from elastic.server.runner import RunnerBusy, RunnerLoop, launching, retiring
 from elastic.server.settings import ServerSettings
 from elastic.server.store import people, runs, tables
 from elastic.server.store.runs import HostedRunRow
+from elastic.system.isolation import IsolatedLoop, LoopFaults
+from elastic.system.processes import identity
 from tests.server.conftest import Site, make_site
 
 # A runner that is gone leaves its processes behind, as it should.

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from elastic.config import JournalConfig
 from elastic.core import events as e
-from elastic.system.isolation import LoopFaults
-from elastic.report.log_files import LogFollower, LogGone
 from elastic.protocol.api import AccessRole, RunPhase
+from elastic.report.log_files import LogFollower, LogGone
 from elastic.runtime.journal import RunDirectory, SqliteJournal, event_row
 from elastic.server.api.auth import COOKIE
 from elastic.server.api.streams import LOOK_S
@@ -26,6 +25,7 @@ from elastic.server.history.events import EventLog, EventsGone, Position
 from elastic.server.history.feeds import Feeds
 from elastic.server.permissions import Action
 from elastic.server.store.tables import keys, runs, sessions
+from elastic.system.isolation import LoopFaults
 from tests.server.conftest import Site, served
 
 QUIET = e.Tick()

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic.config import Config
-from elastic.system.installed import installed
 from elastic.protocol.api import Submission
 from elastic.server import ids
 from elastic.server.intake import submissions
 from elastic.server.problems import ApiProblem
+from elastic.system.installed import installed
 from tests.server.conftest import CONFIG, Site
 
 Place = tuple[str, ...]

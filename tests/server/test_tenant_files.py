@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from elastic.system import tenant_files
 from elastic.protocol.run_control import SOCKET, RunOfAnotherUser
-from elastic.system.processes import identity
 from elastic.server.history.journals import figures_of
 from elastic.server.retention.rules import TRAJECTORIES, bytes_of, remove
 from elastic.server.runner import launching
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
 from elastic.server.support.bundle import write_bundle
+from elastic.system import tenant_files
+from elastic.system.processes import identity
 from tests.server.conftest import Site
 
 SECRET = "only the server's user may read this"

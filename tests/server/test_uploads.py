@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from elastic.protocol.api_client import Client
 from elastic.protocol.api import AccessRole, RunPhase
+from elastic.protocol.api_client import Client
 from elastic.server import ids
 from elastic.server.api.app import create_app
 from elastic.server.intake.upload_files import SETTLED_S, UploadStorage, named

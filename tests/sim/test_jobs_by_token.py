@@ -3,16 +3,16 @@
 import pytest
 
 from elastic import compose
-from elastic.simulation import run as simulation
+from elastic.config import Config
 from elastic.core.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.core.cluster import events as e
 from elastic.core.cluster.invariants import check
 from elastic.core.cluster.types import JobState, PhaseKind
-from elastic.config import Config
 from elastic.core.invariants import check as check_run
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import NullJournal
+from elastic.simulation import run as simulation
 from elastic.simulation.loop import EventLoop
 from elastic.simulation.performance.pool import ModelledCluster, PoolMember, SwitchTimes
 from elastic.simulation.performance.profile import Device, load_profile

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from elastic import compose
-from elastic.simulation import run as simulation
 from elastic.config import load_config
 from elastic.core.invariants import check
 from elastic.core.scheduler import Scheduler
 from elastic.runtime.journal import NullJournal
 from elastic.runtime.run import Run
+from elastic.simulation import run as simulation
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("run.steps=3", "rollout.groups=4", "rollout.group_size=4")

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from elastic import compose
-from elastic.simulation import run as simulation
-from elastic.simulation.calibration import CalibrationError, profile_run
 from elastic.config import Config, ConfigError, load_config
 from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.types import NS_PER_S, EndCause, WeightMode
 from elastic.report import as_markdown, summarise
 from elastic.runtime.journal import RunDirectory, TurnRow
+from elastic.simulation import run as simulation
+from elastic.simulation.calibration import CalibrationError, profile_run
 from elastic.simulation.performance import SimulationError
 from providers.markets import ReservedMarket
 from traces import TraceError

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elastic import compose
-from elastic.simulation import run as simulation
 from elastic.config import load_config
 from elastic.core import commands as c
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, TurnState, WorkerState
 from elastic.runtime.journal import NullJournal
+from elastic.simulation import run as simulation
 from elastic.simulation.performance import SimulatedRun
 from elastic.simulation.performance.truth import Acts
 from elastic.simulation.performance.worker import WorkerModel

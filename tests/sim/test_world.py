@@ -24,12 +24,25 @@ from elastic.core.turn_manager import TurnManager
 from elastic.core.types import NS_PER_S, EndCause, FinishReason, Plan, WorkerState
 from elastic.core.worker_manager import WorkerManager
 from elastic.runtime.run import Run
-from elastic.testing.faults.core.faults import NO_FAULTS, Crash, FaultPlan, FaultRates, RunEnding, SimulatedFault, SimulatedFaultKind
+from elastic.testing.faults.core.faults import (
+    NO_FAULTS,
+    Crash,
+    FaultPlan,
+    FaultRates,
+    RunEnding,
+    SimulatedFault,
+    SimulatedFaultKind,
+)
 from elastic.testing.faults.core.incarnation import TrainerOrders, replayed
 from elastic.testing.faults.core.learner import Learner, LearnerViolated
 from elastic.testing.faults.core.provider import SimulatedProvider
 from elastic.testing.faults.core.record import RunRecord
-from elastic.testing.faults.core.settings import SimulatedProviderSettings, WorldSettings, draw_large_settings, draw_settings
+from elastic.testing.faults.core.settings import (
+    SimulatedProviderSettings,
+    WorldSettings,
+    draw_large_settings,
+    draw_settings,
+)
 from elastic.testing.faults.core.trainer import SimulatedTrainer
 from elastic.testing.faults.core.worker import SimulatedWorker
 from elastic.testing.faults.core.world import LARGE_EVERY, SimulatedOutcome, SimulatedWorldFailed, simulate

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from elastic.core.agreement import LAST_TOKENS
+from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.worker.trainer.batches import micro_batches
 from elastic.worker.trainer.grpo import sampled_distribution
 from elastic.worker.trainer.trainer import GRPOTrainer
-from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from tests.trainer.test_trainer import GROUPS, groups_of
 
 HONEST, LIAR = "reserved-1/w", "spot-1/w"

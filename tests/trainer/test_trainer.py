@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from elastic.engine.model.checkpoint import CheckpointError
+from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.worker.trainer import checkpoint
 from elastic.worker.trainer.trainer import GRPOTrainer
-from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 
 GROUPS = 6
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.pool import messages as w
 from elastic.core.cluster.types import PhaseKind
+from elastic.pool import messages as w
 from elastic.pool.phases.files import wrapped
 from tests.phases.stub_pool import StubPool
 

@@ -11,9 +11,7 @@ from typing import Self
 import pytest
 import uvloop
 
-from elastic.protocol import wire
 from elastic.core.types import Account, Capabilities, FinishReason, SamplingParameters, WeightMode
-from elastic.protocol.endpoint import Endpoint
 from elastic.engine.base import (
     ChunkSink,
     EngineStatistics,
@@ -21,6 +19,8 @@ from elastic.engine.base import (
     TokenChunk,
 )
 from elastic.engine.meter import AccountMeter
+from elastic.protocol import wire
+from elastic.protocol.endpoint import Endpoint
 from elastic.runtime.gateway import Gateway
 from elastic.weights.signing import SigningKey
 from elastic.weights.source import PullReport, RelaySource, WeightsSource

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.protocol import wire
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, WeightMode
-from elastic.protocol.endpoint import Endpoint
 from elastic.engine.base import WeightsMismatch
+from elastic.protocol import wire
+from elastic.protocol.endpoint import Endpoint
 from elastic.weights.errors import WeightsCorrupted, WeightsRefusal
 from elastic.weights.source import PullReport, RelaySource
 from elastic.worker import connection

@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from elastic.protocol import wire
 from elastic.config import Config, ConfigError
 from elastic.core.types import Account, FinishReason
 from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.pool.messages import KEEPER_VARIABLE, Warm
+from elastic.protocol import wire
 from elastic.worker.agent import AgentExit
 from elastic.worker.device_permit import DevicePermit, keeper_socket
 from elastic.worker.trainer_host import run_trainer_host

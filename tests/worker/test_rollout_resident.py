@@ -11,12 +11,12 @@ import msgspec
 import pytest
 import torch
 
-from elastic.protocol import wire
 from elastic.core.types import Account, WeightMode
 from elastic.engine.model.checkpoint import model_tensors
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.pool.messages import KEEPER_VARIABLE, Left, Warm
+from elastic.protocol import wire
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.publisher import Publisher
 from elastic.weights.signing import SigningKey

@@ -8,13 +8,13 @@ import httpx
 import pytest
 import torch
 
-from elastic.protocol import wire
 from elastic.config import ConfigError, EngineConfig
 from elastic.core.types import FinishReason, SamplingParameters, WeightMode
 from elastic.engine.base import GenerateRequest, TokenChunk
 from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
+from elastic.protocol import wire
 from elastic.weights.source import TensorSource
 from elastic.worker.serving_executor import ExecutorDevice, open_device
 from providers.serving_messages import ExecutorSettings, HostSettings

@@ -5,9 +5,9 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.protocol import wire
 from elastic.core.types import FinishReason, SamplingParameters
 from elastic.engine.base import NO_VERSION, TokenChunk
+from elastic.protocol import wire
 from elastic.worker.token_stream import TokenStream
 from tests.standing_clock import StandingClock
 

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.protocol import wire
 from elastic.config import Config, TrainerConfig
 from elastic.core.types import Account, FinishReason
 from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
-from elastic.worker.trainer.trainer import GRPOTrainer
+from elastic.protocol import wire
 from elastic.weights import directory
 from elastic.weights.errors import RelayError, RelayUnavailable
 from elastic.weights.publisher import publish_keyframe
@@ -28,6 +27,7 @@ from elastic.weights.relay import Buffer, Relay, open_relay
 from elastic.weights.shared_memory import in_memory
 from elastic.weights.signing import SigningKey, Trust
 from elastic.weights.versions import published_versions
+from elastic.worker.trainer.trainer import GRPOTrainer
 from elastic.worker.trainer_host import run_trainer_host
 from tests.weights.signed import pull
 from tests.worker.conftest import PATIENCE_S, Orchestra, generate

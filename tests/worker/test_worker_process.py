@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.protocol import wire
 from elastic.config import EngineConfig
 from elastic.core.types import Account, FinishReason, SamplingParameters
 from elastic.engine.model.checkpoint import model_tensors
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
+from elastic.protocol import wire
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.relay import open_relay
 from tests.worker.conftest import KEY, Orchestra, ordered

@@ -23,7 +23,16 @@ from elastic.core.cluster.books import Books
 from elastic.core.cluster.groups import JobGroup, PlannedMember
 from elastic.core.cluster.policy import SliceView, TailPolicy
 from elastic.core.cluster.state import ClusterState, JobRecord
-from elastic.core.cluster.types import DeviceAccount, GroupName, JobId, Nanoseconds, NodeId, Permit, PhaseKind, WaitLimits
+from elastic.core.cluster.types import (
+    DeviceAccount,
+    GroupName,
+    JobId,
+    Nanoseconds,
+    NodeId,
+    Permit,
+    PhaseKind,
+    WaitLimits,
+)
 from elastic.core.timers import Timers
 
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN

@@ -16,9 +16,9 @@ from elastic.config import EngineConfig
 from elastic.core.types import NS_PER_S, Nanoseconds
 from elastic.engine.coserving.profile import CostProfile, CostProfileError, Grid, ProfileRange, read_profile
 from elastic.engine.coserving.runner import PagedRunner
+from elastic.engine.model.config import Qwen3Config
 from elastic.engine.torch import pacing
 from elastic.engine.torch.scheduler import Work, load_of
-from elastic.engine.model.config import Qwen3Config
 
 SHORTEST_PREFILL = 8
 REPEATS = 3

@@ -9,9 +9,9 @@ from torch import Tensor
 from elastic.core.types import SamplingParameters
 from elastic.engine.base import GenerateRequest
 from elastic.engine.kv import KvLayout, PageSpace
+from elastic.engine.model.config import Qwen3Config
 from elastic.engine.torch.runner import Runner
 from elastic.engine.torch.scheduler import Sequence
-from elastic.engine.model.config import Qwen3Config
 
 
 class PagedRunner(Runner):

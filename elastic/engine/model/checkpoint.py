@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from elastic.system.files import sync
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.engine.model.stored import (
@@ -27,6 +26,7 @@ from elastic.engine.model.stored import (
     stored_tensors,
     weight_files,
 )
+from elastic.system.files import sync
 
 
 def read_tensors(directory: Path, config: Qwen3Config) -> dict[str, Tensor]:

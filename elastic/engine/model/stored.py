@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from elastic.system.given import read_text
 from elastic.engine.model.config import ModelConfigError, Qwen3Config
+from elastic.system.given import read_text
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"

@@ -25,7 +25,7 @@ class Torch:
         share: DeviceShare | None = None,
     ) -> "TorchEngine":
         """Raises `ModelConfigError` for a `config.json` that is not a supported Qwen3 model."""
-        from elastic.engine.torch.engine import TorchEngine
         from elastic.engine.model.config import Qwen3Config
+        from elastic.engine.torch.engine import TorchEngine
 
         return TorchEngine(Qwen3Config.from_dict(model_config), config, share)

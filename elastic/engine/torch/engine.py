@@ -14,12 +14,12 @@ from torch import Tensor
 from elastic.config import EngineConfig
 from elastic.core.types import Account, WeightMode
 from elastic.engine.base import ChunkSink, DeviceShare
+from elastic.engine.model.config import Qwen3Config
 from elastic.engine.torch.controls import ControlledEngine, EngineControls, SwitchOrder, WeightsOrder
 from elastic.engine.torch.iterations import IterationRunner
 from elastic.engine.torch.requests import RequestTable
 from elastic.engine.torch.runner import Runner
 from elastic.engine.torch.scheduler import BatchScheduler, Work
-from elastic.engine.model.config import Qwen3Config
 from elastic.system.parking import Switch
 from elastic.system.parking.tensors import empty_caches, held_bytes
 from elastic.weights.source import WeightsSource

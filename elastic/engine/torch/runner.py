@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from elastic.engine.base import WeightsMismatch
-from elastic.engine.torch.scheduler import Work
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import rotate, rotations
 from elastic.engine.model.stored import parameter_shapes
+from elastic.engine.torch.scheduler import Work
 from elastic.system.parking.tensors import give_back
 from elastic.weights.source import WeightChanges
 

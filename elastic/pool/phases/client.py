@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from elastic.core.cluster.types import PhaseKind
 from elastic.pool import connection as links
 from elastic.pool import messages as w
-from elastic.core.cluster.types import PhaseKind
-from elastic.protocol.endpoint import Endpoint
-from elastic.pool.phases import PhaseError
 from elastic.pool.connection import LinkLost, NotLetIn, PoolLink
+from elastic.pool.phases import PhaseError
+from elastic.protocol.endpoint import Endpoint
 
 AWAY_S = 3_600.0
 """How long the pool's process may be away before the script gives up."""

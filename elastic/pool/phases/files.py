@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from elastic.system.given import read_text
 from elastic.pool.phases import PHASES, PhaseError
+from elastic.system.given import read_text
 
 MAIN = "__main__"
 KEYS = ("phase", "until", "state", "both")

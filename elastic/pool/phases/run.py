@@ -1,4 +1,4 @@
-"""`python -m elastic.pool.phases.run FILE SCRIPT|-m MODULE [ARGUMENTS]`: runs a program with the phases that FILE names.
+"""`python -m elastic.pool.phases.run FILE SCRIPT|-m MODULE [ARGUMENTS]`: runs a program with phases that FILE names.
 
 Functions are wrapped when their modules are imported, and functions of the program's own file when it is compiled. If
 FILE names a function that does not exist, the program ends with exit code 2.

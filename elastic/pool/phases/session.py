@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from elastic.core.cluster.types import PhaseKind
-from elastic.protocol.endpoint import Endpoint
 from elastic.pool.phases import POOL_VARIABLE, PhaseError, ScriptPhase
 from elastic.pool.phases.client import Consolidate, PhaseClient, ScriptTurn
 from elastic.pool.phases.states import StateArena
+from elastic.protocol.endpoint import Endpoint
 
 _log = logging.getLogger("elastic.pool.phases")
 

@@ -1,4 +1,4 @@
-"""Phases of slime, where its driver has a phase callback: `--phase-callback-path elastic.pool.phases.slime.SlimePhases`.
+"""Phases of slime, whose driver has a phase callback: `--phase-callback-path elastic.pool.phases.slime.SlimePhases`.
 
 slime's driver calls `on_phase_begin(phase, role)` and `on_phase_end(phase, role)` around what uses its devices; `role`
 is `sampler`, `trainer` or `both`. It takes its own states off the devices (`--offload-train`, `--offload-rollout`).

@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from elastic.protocol import wire
 from elastic.core import events as e
 from elastic.core.types import Nanoseconds, Progress, WorkerId
+from elastic.protocol import wire
 from elastic.runtime.journal.records import EventRow
 
 NAME_MAX = 256

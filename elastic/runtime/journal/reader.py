@@ -13,16 +13,16 @@ from typing import Self
 
 import msgspec
 
-from elastic.system import machine
-from elastic.protocol import wire
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import Nanoseconds
+from elastic.protocol import wire
 from elastic.runtime.journal.frames import FRAME, read_frame
 from elastic.runtime.journal.migrations import MIGRATIONS, migrated
 from elastic.runtime.journal.records import TABLES, BookRow, NoteRow, TrajectoryFilter, TrajectoryPlace, TrajectoryRow
 from elastic.runtime.journal.tables import R
 from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, no_room
+from elastic.system import machine
 from elastic.system.sqlite import open_sqlite
 
 _decode_event = msgspec.msgpack.Decoder(e.Event).decode

@@ -5,10 +5,10 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 
-from elastic.protocol import wire
 from elastic.core.ledger import DeviceBook
 from elastic.core.policy import StepRecord
 from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, WorkerId
+from elastic.protocol import wire
 from elastic.runtime.journal.tables import FLOAT_MAX, JournalRecord, JournalTable
 from elastic.runtime.status import RunStatus
 from functions.base import Call, CallOutcome

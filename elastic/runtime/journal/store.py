@@ -8,10 +8,10 @@ from typing import Protocol
 
 from elastic.config import ConfigError, JournalConfig, given_path
 from elastic.core.types import TrajectoryId
-from elastic.system.files import write_whole
 from elastic.runtime.journal.reader import JournalReader
 from elastic.runtime.journal.records import TrajectoryRow
 from elastic.runtime.journal.writer import SqliteJournal
+from elastic.system.files import write_whole
 
 JOURNAL = "journal.sqlite"
 """The first incarnation's journal. The second's is `journal.2.sqlite`, and so on; none is ever moved.

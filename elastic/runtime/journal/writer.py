@@ -20,9 +20,9 @@ from typing import Protocol
 
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import Account, WorkerId
-from elastic.system.files import StandingFiles
 from elastic.runtime.journal.records import TABLES, BookRow, EventRow, NoteRow
 from elastic.runtime.journal.tables import JournalRecord, JournalTable, Row
+from elastic.system.files import StandingFiles
 from elastic.system.sqlite import open_sqlite
 
 SCHEMA_VERSION = 3

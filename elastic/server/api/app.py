@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 from elastic.protocol.http_server import BodyLimits, CallerLimits, HostCheck, PeerLimits
-from elastic.system.isolation import LoopFaults
 from elastic.server import problems
 from elastic.server.api import openapi, routes
 from elastic.server.api.auth import admits
@@ -22,6 +21,7 @@ from elastic.server.identity.oidc import IdentityProvider
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable
 from elastic.server.store.tables import server as server_table
+from elastic.system.isolation import LoopFaults
 
 CONNECTIONS_MAX = 512
 _FILE_OF_UPLOAD = re.compile(r"/v1/uploads/[^/]+/files/[^/]+")

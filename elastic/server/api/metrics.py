@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 
 import sqlalchemy as sa
 
-from elastic.system.isolation import LoopFaults
 from elastic.protocol.api import ENDED, RunFigures
 from elastic.server.store import Store
 from elastic.server.store.tables import projects, runs
+from elastic.system.isolation import LoopFaults
 
 _RUN_GAUGES: Mapping[str, tuple[str, str]] = {
     "elastic_run_step": ("step", "training step that the run is at"),

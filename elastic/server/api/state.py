@@ -6,7 +6,6 @@ from typing import cast
 
 from fastapi import Request
 
-from elastic.system.isolation import LoopFaults
 from elastic.server.api.request_log import RequestFigures
 from elastic.server.api.streams import OpenStreams
 from elastic.server.history.answers import KeptAnswers
@@ -14,6 +13,7 @@ from elastic.server.history.feeds import Feeds
 from elastic.server.identity.oidc import IdentityProvider
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store
+from elastic.system.isolation import LoopFaults
 
 
 @dataclass

@@ -13,10 +13,10 @@ import structlog
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.store import Store, StoreUnavailable
+from elastic.system.isolation import IsolatedLoop, LoopFaults
 
 log = structlog.get_logger(__name__)
 

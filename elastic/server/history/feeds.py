@@ -12,11 +12,11 @@ from pathlib import Path
 
 import structlog
 
-from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.protocol.api import RunEvent
 from elastic.runtime.journal import JournalError
 from elastic.server.history.events import EventBatch, EventLog, Position
 from elastic.server.history.journals import Version, version_of
+from elastic.system.isolation import IsolatedLoop, LoopFaults
 
 log = structlog.get_logger(__name__)
 

@@ -12,8 +12,6 @@ from elastic import compose
 from elastic.config import ConfigError
 from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook
 from elastic.core.types import NS_PER_S
-from elastic.report.history import History, history_of
-from elastic.report.usage import lease_ends
 from elastic.protocol.api import (
     Checkpoint,
     HostedLease,
@@ -22,6 +20,8 @@ from elastic.protocol.api import (
     RunFigures,
     StepMetrics,
 )
+from elastic.report.history import History, history_of
+from elastic.report.usage import lease_ends
 from elastic.runtime.journal import (
     CONTINUES,
     JournalError,

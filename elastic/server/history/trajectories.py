@@ -7,9 +7,8 @@ from pathlib import Path
 import msgspec
 
 from elastic.core.types import NS_PER_S
-from elastic.system.installed import installed
-from elastic.report.history import Segment
 from elastic.protocol.api import HostedTrajectory, HostedTrajectoryDetail
+from elastic.report.history import Segment
 from elastic.runtime.journal import (
     JournalReader,
     RunDirectory,
@@ -19,6 +18,7 @@ from elastic.runtime.journal import (
     TrajectoryRow,
 )
 from elastic.server.history.journals import history_in
+from elastic.system.installed import installed
 from elastic.system.tenant_files import as_owner
 
 LAST_ROW = 2**63 - 1

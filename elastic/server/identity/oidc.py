@@ -18,10 +18,10 @@ from urllib.parse import quote_plus, urlencode
 import httpx
 import msgspec
 
+from elastic.protocol.api import AccessRole
 from elastic.protocol.endpoint import is_loopback
 from elastic.protocol.http_clients import sync_client
 from elastic.protocol.proxies import HttpSettingsError, through
-from elastic.protocol.api import AccessRole
 from elastic.server.permissions import lesser
 from elastic.server.settings import ClaimMapping, OidcSettings
 

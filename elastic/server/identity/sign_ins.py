@@ -12,7 +12,6 @@ import asyncio
 import sqlalchemy as sa
 import structlog
 
-from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.protocol.api import AccessRole
 from elastic.server import ids
 from elastic.server.identity.oidc import GrantEnded, IdentityProvider, IssuerUnavailable, SignedIn, mapped_roles
@@ -21,6 +20,7 @@ from elastic.server.settings import OidcSettings, ServerSettings
 from elastic.server.store import Store, StoreUnavailable, audit, members, people, sign_ins
 from elastic.server.store.database import now_us
 from elastic.server.store.vault import Vault, VaultError
+from elastic.system.isolation import IsolatedLoop, LoopFaults
 
 log = structlog.get_logger(__name__)
 

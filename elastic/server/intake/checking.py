@@ -19,13 +19,13 @@ from multiprocessing.connection import Connection
 
 import structlog
 
-from elastic.system.installed import installed
-from elastic.system.processes import inherited
 from elastic.protocol.api import DryRun, Submission
 from elastic.server.intake import submissions
 from elastic.server.problems import ApiProblem
 from elastic.server.settings import ServerSettings
 from elastic.server.store.runs import NewRun
+from elastic.system.installed import installed
+from elastic.system.processes import inherited
 from traces.errors import untrusted
 
 log = structlog.get_logger(__name__)

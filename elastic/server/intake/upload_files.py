@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from elastic.system.files import sync
 from elastic.protocol.api import UploadFile
 from elastic.server import ids
 from elastic.server.settings import ServerSettings
+from elastic.system.files import sync
 
 SCHEME = "upload:"
 """Begins what a submission calls an upload by: `upload:ID`, or `upload:ID/FILE`."""

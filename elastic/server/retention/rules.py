@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.system import tenant_files
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.journal.frames import FRAME
 from elastic.server.quotas.budgets import US_PER_DAY
 from elastic.server.store.runs import HostedRunRow
+from elastic.system import tenant_files
 from elastic.system.sqlite import open_sqlite
 
 RUN, TRAJECTORIES, CHECKPOINTS, LOGS = "run", "trajectories", "checkpoints", "logs"

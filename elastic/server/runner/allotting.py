@@ -12,10 +12,9 @@ from typing import Any
 import sqlalchemy as sa
 import structlog
 
-from elastic.protocol.run_control import ControlError
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.system.isolation import IsolatedLoop
 from elastic.protocol.api import ALIVE
+from elastic.protocol.run_control import ControlError
 from elastic.server.quotas import budgets
 from elastic.server.runner.allotment import ProjectStanding, RunAllotment, allot
 from elastic.server.runner.launching import control_of
@@ -24,6 +23,7 @@ from elastic.server.store import Store, quotas, runs, webhooks
 from elastic.server.store.database import now_us
 from elastic.server.store.quotas import TRAINER
 from elastic.server.store.runs import HostedRunRow
+from elastic.system.isolation import IsolatedLoop
 
 log = structlog.get_logger(__name__)
 

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic import compose
-from elastic.system import tenant_files
 from elastic.compose.run_endings import ending_of, world
 from elastic.config import Config, validate
 from elastic.protocol.run_control import ExpectedPeer, RunControl
-from elastic.system.processes import Adopted, Identity, identity, inherited, marked
 from elastic.runtime.journal import CONFIG
 from elastic.server.history.journals import count_journals
 from elastic.server.runner.decisions import Ending
@@ -25,6 +23,8 @@ from elastic.server.settings import ServerSettings
 from elastic.server.store.runs import HostedRunRow
 from elastic.server.store.vault import Vault
 from elastic.server.vendors import environment_of
+from elastic.system import tenant_files
+from elastic.system.processes import Adopted, Identity, identity, inherited, marked
 
 SERVED_VARIABLE = "ELASTIC_SERVED"
 """Environment variable with the hosted run and its proof, for its process only and not for that process's children."""

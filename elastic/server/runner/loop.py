@@ -20,9 +20,7 @@ from pathlib import Path
 
 import structlog
 
-from elastic.system import tenant_files
 from elastic.config import ConfigError
-from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.protocol.api import ALIVE, ENDED, RunFigures, RunPhase
 from elastic.server.history.journals import cost_nano_usd, count_journals, figures_of
 from elastic.server.quotas.budgets import day_of
@@ -37,6 +35,8 @@ from elastic.server.store import Store, StoreUnavailable, people, quotas, runs, 
 from elastic.server.store.database import Leadership, now_us
 from elastic.server.store.runs import HostedRunRow
 from elastic.server.store.vault import Vault, VaultError
+from elastic.system import tenant_files
+from elastic.system.isolation import IsolatedLoop, LoopFaults
 
 log = structlog.get_logger(__name__)
 

@@ -3,7 +3,6 @@
 import sqlalchemy as sa
 import structlog
 
-from elastic.system.isolation import IsolatedLoop
 from elastic.server import ids
 from elastic.server.intake.upload_files import UploadStorage
 from elastic.server.permissions import Action
@@ -13,6 +12,7 @@ from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, audit, runs, uploads
 from elastic.server.store.database import now_us
 from elastic.server.store.runs import HostedRunRow
+from elastic.system.isolation import IsolatedLoop
 
 log = structlog.get_logger(__name__)
 

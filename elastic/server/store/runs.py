@@ -11,7 +11,6 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.system.processes import Identity
 from elastic.protocol.api import ENDED, Condition, HostedRun, HostedRunDetail, RunFigures, RunPhase
 from elastic.server import ids
 from elastic.server.clock import rfc3339
@@ -19,6 +18,7 @@ from elastic.server.quotas.needs import RunNeeds, needs_of_config
 from elastic.server.store import webhooks
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import idempotency, runs
+from elastic.system.processes import Identity
 
 RUN, STOP, DELETE = "run", "stop", "delete"
 """The requests for a run."""

@@ -20,7 +20,6 @@ import httpx
 import psutil
 import sqlalchemy as sa
 
-from elastic.system import tenant_files
 from elastic.protocol.http_clients import sync_client
 from elastic.protocol.proxies import HttpSettingsError, through
 from elastic.server.clock import rfc3339
@@ -30,6 +29,7 @@ from elastic.server.store.database import now_us, sqlite_path
 from elastic.server.store.tables import projects, runs, secrets, webhooks
 from elastic.server.store.vault import KEY_FILE, Vault, VaultError
 from elastic.server.support.redaction import SECRET_NAME, Redaction
+from elastic.system import tenant_files
 
 RUNS = 50
 """The newest, with their conditions."""

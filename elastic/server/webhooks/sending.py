@@ -12,7 +12,6 @@ import sqlalchemy as sa
 import structlog
 
 from elastic.protocol.http_clients import async_client
-from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable, webhooks
 from elastic.server.store.database import now_us
@@ -20,6 +19,7 @@ from elastic.server.store.vault import Vault, VaultError
 from elastic.server.store.webhooks import DueWebhook
 from elastic.server.webhooks.addresses import UnsafeTarget, resolved
 from elastic.server.webhooks.signing import signed_headers
+from elastic.system.isolation import IsolatedLoop, LoopFaults
 
 log = structlog.get_logger(__name__)
 

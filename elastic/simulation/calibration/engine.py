@@ -9,6 +9,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from elastic.compose import read_model_config
+from elastic.config import Config, EngineConfig
+from elastic.core.types import WeightMode
 from elastic.simulation.calibration.fit import FitError, IterationSample, Rates, fit_rates
 from elastic.simulation.calibration.numbers import (
     DEFAULT_BASE,
@@ -22,9 +25,6 @@ from elastic.simulation.calibration.numbers import (
     speeds,
 )
 from elastic.simulation.calibration.probe import REPEATS, Observe, Probe, Probed
-from elastic.compose import read_model_config
-from elastic.config import Config, EngineConfig
-from elastic.core.types import WeightMode
 from elastic.simulation.performance.profile import Number
 from elastic.weights.source import TensorSource
 

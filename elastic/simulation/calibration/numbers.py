@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from elastic.simulation.calibration.fit import IterationSample, Rates
-from elastic.system.given import expanded, read_text
 from elastic.simulation.performance.profile import DATA, Number, Profile, load_profile, read_profile, write_profile
+from elastic.system.given import expanded, read_text
 
 UNKNOWN_FACTOR = 10.0
 """An estimate of which nothing is known lies within this factor of its value."""

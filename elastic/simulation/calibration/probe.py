@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from elastic.simulation.calibration.fit import IterationSample
-from elastic.simulation.calibration.numbers import CalibrationError
 from elastic.config import EngineConfig
 from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, SamplingParameters
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
+from elastic.simulation.calibration.fit import IterationSample
+from elastic.simulation.calibration.numbers import CalibrationError
 
 BUSY = (Account.PREFILL, Account.DECODE, Account.RECOMPUTE)
 REPEATS = 5

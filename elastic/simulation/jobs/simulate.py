@@ -7,12 +7,12 @@ from typing import Annotated
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from elastic.core.cluster import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.config import ConfigError, read_sections, validate
+from elastic.core.cluster import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.report.jobs import NodeSlice, PoolReport
 from elastic.report.pool import history_of, pool_report
-from elastic.simulation.jobs.workloads import PROFILES, RESTART_S, from_trace
 from elastic.simulation.jobs.phases import Arrival, JobsWorld, S
+from elastic.simulation.jobs.workloads import PROFILES, RESTART_S, from_trace
 from policies.clusters import CLUSTER_POLICIES
 from traces import TraceError, find
 from traces.jobs import read_jobs

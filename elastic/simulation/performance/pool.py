@@ -12,11 +12,11 @@ from typing import Protocol
 
 import msgspec
 
+from elastic.core import events as run_events
 from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, PoolSpec, WaitLimits
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, NodeId, PhaseKind
-from elastic.core import events as run_events
 from elastic.core.ids import worker_id
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerRole
 from elastic.simulation.loop import EventLoop, Priority

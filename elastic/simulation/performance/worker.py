@@ -20,12 +20,12 @@ from elastic.core.types import (
     WorkerId,
     WorkerRole,
 )
+from elastic.protocol.wire import WeightsReport
 from elastic.simulation.loop import EventLoop
 from elastic.simulation.performance.engine import EngineModel, Job
 from elastic.simulation.performance.lending import LentShareModel
 from elastic.simulation.performance.profile import Device
 from elastic.simulation.performance.relay import RelayModel
-from elastic.protocol.wire import WeightsReport
 
 NO_VERSION = -1
 """The version of a chunk without tokens, as in live runs."""

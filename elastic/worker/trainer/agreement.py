@@ -14,9 +14,9 @@ from torch import Tensor
 
 from elastic.core.agreement import LAST_TOKENS
 from elastic.core.types import LogprobCheck
+from elastic.protocol.wire import TrajectoryData
 from elastic.worker.trainer.batches import Batch
 from elastic.worker.trainer.grpo import LOG_RATIO_MAX
-from elastic.protocol.wire import TrajectoryData
 
 
 @dataclass(slots=True)

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from elastic.engine.model.checkpoint import CheckpointError
 from elastic.system.cores import cores
 from elastic.system.files import replace_durably, sync
-from elastic.engine.model.checkpoint import CheckpointError
 
 SCHEMA_VERSION = 2
 

@@ -8,7 +8,7 @@ A mini-batch's gradient is the mean over the policy's tokens in all its groups. 
 and count in that mean, as in verl and TRL: the fewer groups have signal, the smaller the step. With dynamic sampling
 others take their place, and they count nowhere (DAPO).
 
-Tokens of workers that do not generate with the weights which they name are left out (`elastic.worker.trainer.agreement`).
+Tokens of workers that do not generate with the weights which they name are left out (`agreement.py`).
 
 No data ends a run. A group from which no usable gradient comes is left out whole, and its cause is kept in `unusable`.
 """
@@ -25,6 +25,7 @@ from torch import Tensor
 from elastic.config import TrainerConfig
 from elastic.core.types import LogprobCheck
 from elastic.engine.model.qwen3 import Qwen3
+from elastic.protocol.wire import TrainGroupFrame, TrajectoryData, finite
 from elastic.system.parking import Switch
 from elastic.system.parking.tensors import ParkedTensors, held_bytes
 from elastic.worker.trainer import checkpoint
@@ -41,7 +42,6 @@ from elastic.worker.trainer.batches import (
     workers_of,
 )
 from elastic.worker.trainer.grpo import ClipSettings, clipped_policy_loss, group_advantages, sampled_distribution
-from elastic.protocol.wire import TrainGroupFrame, TrajectoryData, finite
 
 
 class _Skipped(NamedTuple):

@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from elastic.environments.frozenlake import FrozenLakeSettings
-from elastic.environments.frozenlake_demonstrations import Demonstration, DemonstrationSettings, demonstrate
 from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
+from elastic.environments.frozenlake import FrozenLakeSettings
+from elastic.environments.frozenlake_demonstrations import Demonstration, DemonstrationSettings, demonstrate
 from elastic.worker.trainer.adamw import AdamW
 
 RECIPE_VERSION = 1

@@ -18,8 +18,8 @@ from elastic.core.events import LeaseEnded, LeaseGranted, RewardScored, TokensRe
 from elastic.core.ids import lease_of, tagged
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.types import EndCause
-from elastic.report import summarise
 from elastic.protocol.run_secrets import RunSecrets
+from elastic.report import summarise
 from elastic.runtime.journal import JournalError, RunDirectory
 from providers.modal import CALL
 from tests.cli.conftest import CONFIG

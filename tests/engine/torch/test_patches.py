@@ -8,10 +8,10 @@ from torch import Tensor
 
 from elastic.core.types import WeightMode
 from elastic.engine.base import WeightsMismatch
-from elastic.engine.torch.runner import Runner
 from elastic.engine.model.checkpoint import model_tensors
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
+from elastic.engine.torch.runner import Runner
 from elastic.weights.source import TensorSource, WeightChanges
 
 many = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -6,11 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic.config import EngineConfig
-from elastic.engine.torch.runner import Runner
-from elastic.engine.torch.scheduler import BatchScheduler
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.engine.model.stored import parameter_shapes
+from elastic.engine.torch.runner import Runner
+from elastic.engine.torch.scheduler import BatchScheduler
 
 POLICY = Qwen3Config(initializer_range=0.15)
 ODD = Qwen3Config(

@@ -10,9 +10,8 @@ import msgspec
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from elastic.system import tenant_files
-from elastic.report.log_files import LogFollower, LogGone
 from elastic.protocol.api import RunEvent
+from elastic.report.log_files import LogFollower, LogGone
 from elastic.runtime.journal import JournalError
 from elastic.server.api.auth import credentials_of
 from elastic.server.api.routes.common import RunDep, StateDep, rules
@@ -24,6 +23,7 @@ from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
+from elastic.system import tenant_files
 
 router = APIRouter(prefix="/v1/runs", tags=["streams"], route_class=ModelRoute)
 

@@ -10,12 +10,12 @@ import sqlalchemy as sa
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from elastic import compose
-from elastic.core.cluster import JobRequest
-from elastic.config import Config, ConfigError, validate
-from elastic.protocol.run_control import new_command_id
 from elastic.compose.pool_config import job_request
+from elastic.config import Config, ConfigError, validate
+from elastic.core.cluster import JobRequest
 from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
 from elastic.protocol.api import HostedJob, HostedPool, JobPlacement, JobSubmission, Listed, Submission
+from elastic.protocol.run_control import new_command_id
 from elastic.server import ids
 from elastic.server.api.auth import Caller
 from elastic.server.api.job_limits import refuse_beyond, train_gpus

@@ -7,7 +7,6 @@ import sqlalchemy as sa
 from fastapi import APIRouter, Request, Response
 
 from elastic import compose
-from elastic.system.installed import installed
 from elastic.protocol.api import ENDED, Listed, ProviderChange, ProviderFigures, ProviderKind, RunFigures
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
@@ -16,6 +15,7 @@ from elastic.server.permissions import Action
 from elastic.server.problems import not_found
 from elastic.server.store import quotas
 from elastic.server.store.tables import runs
+from elastic.system.installed import installed
 
 router = APIRouter(prefix="/v1/providers", tags=["providers"], route_class=ModelRoute)
 

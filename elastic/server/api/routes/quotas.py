@@ -4,7 +4,6 @@ import sqlalchemy as sa
 from fastapi import APIRouter, Response
 
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.system.installed import installed
 from elastic.protocol.api import ProblemError, ProjectQuota, QuotaChange, QuotaUse
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
@@ -16,6 +15,7 @@ from elastic.server.runner.allotment import ProjectStanding, going
 from elastic.server.store import quotas, runs
 from elastic.server.store.database import now_us
 from elastic.server.store.quotas import TRAINER
+from elastic.system.installed import installed
 
 router = APIRouter(prefix="/v1/projects/{project}/quota", tags=["projects"], route_class=ModelRoute)
 

@@ -11,7 +11,6 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from elastic import report
-from elastic.system import tenant_files
 from elastic.protocol.api import (
     Checkpoint,
     HostedLease,
@@ -33,6 +32,7 @@ from elastic.server.history.trajectories import NoSuchTrajectory, trajectories_o
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor
+from elastic.system import tenant_files
 
 R = TypeVar("R", HostedWorker, HostedLease, Checkpoint)
 T = TypeVar("T")

@@ -22,9 +22,9 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, TurnId, WorkerId
 from elastic.runtime.ports import Ports, UnsharedDevice, WorkerOrder
 from elastic.runtime.run import Run
+from elastic.simulation.loop import VirtualClock
 from elastic.testing.faults.core.faults import FaultPlan, SimulatedSurroundings
 from elastic.testing.faults.core.learner import Learner, Order
-from elastic.simulation.loop import VirtualClock
 from elastic.testing.faults.core.pool import ModelledPool
 from elastic.testing.faults.core.provider import SimulatedProvider
 from elastic.testing.faults.core.record import RunRecord

@@ -13,10 +13,10 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect
 
-from elastic.protocol import wire
 from elastic.core import events as e
 from elastic.core.ids import group_of, turn_id
 from elastic.core.types import INTEGER_MAX, Account, FinishReason, LoadPhase, Progress, WorkerId
+from elastic.protocol import wire
 
 KINDS: tuple[type, ...] = get_args(wire.FromWorker)
 POISONED = 0.6

@@ -21,6 +21,7 @@ from elastic.core.ids import provider_of
 from elastic.core.ledger import NS_PER_HOUR
 from elastic.core.trainer_permit import PermitState
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, TurnId, WorkerId, WorkerRole
+from elastic.simulation.loop import EventLoop
 from elastic.testing.faults.core.commands import Commander, Interval, TimedCommand, billed_usd, draw_commands
 from elastic.testing.faults.core.faults import (
     NO_FAULTS,
@@ -35,7 +36,6 @@ from elastic.testing.faults.core.faults import (
 )
 from elastic.testing.faults.core.incarnation import Incarnation, SimulatedJournal, replayed
 from elastic.testing.faults.core.learner import Learner
-from elastic.simulation.loop import EventLoop
 from elastic.testing.faults.core.pool import ModelledPool
 from elastic.testing.faults.core.provider import SimulatedProvider
 from elastic.testing.faults.core.record import RunRecord

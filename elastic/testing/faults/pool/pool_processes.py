@@ -7,9 +7,9 @@ from typing import Protocol
 
 import msgspec
 
-from elastic.pool import messages as w
 from elastic.core.cluster import JobRequest, PhasePlan
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
+from elastic.pool import messages as w
 from elastic.pool.ports import JobEnding, JobEntry
 from elastic.pool.shell import PoolShell
 from elastic.simulation.loop import EventLoop

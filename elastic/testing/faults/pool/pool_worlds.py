@@ -19,7 +19,6 @@ from random import Random
 import msgspec
 
 import traces
-from elastic.pool import messages as w
 from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.core.cluster import events as e
 from elastic.core.cluster.cluster import NO_ROOM
@@ -28,10 +27,11 @@ from elastic.core.cluster.invariants import check
 from elastic.core.cluster.policy import PlacementChoice, PlacementPolicy, PoolView
 from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
-from elastic.system.isolation import ItemAttempt, words_of
+from elastic.pool import messages as w
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.simulation.loop import EventLoop
+from elastic.system.isolation import ItemAttempt, words_of
 from elastic.testing.faults.pool.pool_processes import ModelJob, ModelKeeper, ModelWire
 from providers.markets import SpotMarket, SpotSettings
 from traces.spot import read_spot_trace
@@ -314,7 +314,8 @@ class PoolWorld:
 
     def fail(self, what: str) -> None:
         faults = self.faults
-        again = f"python -m elastic.testing.faults.pool.pool_worlds {self.seed} --dies {faults.dies} --until-s {faults.until_ns // S}"
+        which = f"{self.seed} --dies {faults.dies} --until-s {faults.until_ns // S}"
+        again = f"python -m elastic.testing.faults.pool.pool_worlds {which}"
         raise PoolWorldFailed(
             f"seed {self.seed}: after {self.events} events at {self.loop.now_ns / S:.3f} s: {what}; again: {again}"
         )

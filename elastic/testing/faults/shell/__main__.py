@@ -1,7 +1,7 @@
 """Replays the world of a seed, and finds a small set of its faults that still makes it fail.
 
 python -m elastic.testing.faults.shell SEED [--only cut,lie] [--faults 0,3,7] [--shrink [--shrink-within 60]] [--log]
-python -m elastic.testing.faults.shell SEED --pool [--only kill_pool] [--faults 0,3,7] [--log]     a world of jobs in a pool
+python -m elastic.testing.faults.shell SEED --pool [--only kill_pool] [--faults 0,3,7] [--log]   jobs in a pool
 """
 
 import argparse
@@ -21,7 +21,9 @@ F = TypeVar("F", Fault, PooledFault)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m elastic.testing.faults.shell", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m elastic.testing.faults.shell", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("seed", type=int)
     parser.add_argument("--only", metavar="KINDS", default="", help="draw only faults of these kinds")
     parser.add_argument("--faults", metavar="NUMBERS", help="of those drawn only these; `none` for none")

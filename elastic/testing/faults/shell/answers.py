@@ -15,14 +15,14 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from elastic.system import machine
-from elastic.protocol import ticket_store as ticket_book
-from elastic.testing.faults.shell import threads
-from elastic.testing.faults.shell.loops import Ordered, WorldClock
 from elastic.compose import incarnations
 from elastic.core.types import NS_PER_S
+from elastic.protocol import ticket_store as ticket_book
 from elastic.runtime import orchestrator
 from elastic.runtime.journal import writer
+from elastic.system import machine
+from elastic.testing.faults.shell import threads
+from elastic.testing.faults.shell.loops import Ordered, WorldClock
 from elastic.weights import client, codecs, digest, publisher, reading, signing
 from elastic.weights.relay import Relay
 from elastic.worker import rollout_resident, service, trainer_host

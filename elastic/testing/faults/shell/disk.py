@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
-from elastic.testing.faults.shell.loops import ProcessLoop
-from elastic.testing.faults.shell.threads import SimulatedThread, sleep
 from elastic.core.types import Nanoseconds
 from elastic.runtime.journal import SqliteJournal
+from elastic.testing.faults.shell.loops import ProcessLoop
+from elastic.testing.faults.shell.threads import SimulatedThread, sleep
 
 SECTOR_BYTES = 512
 FULL = 2

@@ -6,9 +6,6 @@ moment. Then the weights that the trainer has in the end count.
 
 import msgspec
 
-from elastic.testing.faults.shell.faults import LASTING, FaultKind
-from elastic.testing.faults.shell.models import SKIPPED, ModelEnvironment, NoSettings, drawn, scored, turn_tokens
-from elastic.testing.faults.shell.world import World
 from elastic.compose import replay
 from elastic.core import events as e
 from elastic.core.agreement import DISBELIEVED, LAST_TOKENS, LEAST_TOKENS
@@ -19,6 +16,9 @@ from elastic.report.history import history_of
 from elastic.report.refusals import refused_of
 from elastic.runtime.journal import GroupRow, StepRow, TrajectoryRow
 from elastic.runtime.rollout import stable_hash
+from elastic.testing.faults.shell.faults import LASTING, FaultKind
+from elastic.testing.faults.shell.models import SKIPPED, ModelEnvironment, NoSettings, drawn, scored, turn_tokens
+from elastic.testing.faults.shell.world import World
 
 EVENTS_MAX, EVENTS_PER_INTERVAL = 200, 4
 """Events of one worker that lies and lies: its turns', and heartbeats."""

@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 from pydantic import BaseModel
 
-from elastic.protocol import wire
 from elastic.core.types import Account, Capabilities, FinishReason, LogprobCheck, Nanoseconds, WeightMode
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.environments.base import StepResult
+from elastic.protocol import wire
 from elastic.weights.client import WeightsClient
 from elastic.weights.errors import VersionSuperseded
 from elastic.weights.source import PullReport, RelaySource, WeightsSource

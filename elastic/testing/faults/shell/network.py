@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from elastic.testing.faults.shell.loops import Machine, ProcessLoop, WorldClock
 from elastic.core.types import NS_PER_S, Nanoseconds
 from elastic.protocol.endpoint import Address
 from elastic.protocol.wire import FrameBuffer
+from elastic.testing.faults.shell.loops import Machine, ProcessLoop, WorldClock
 
 APART_NS = 1000
 """Time between two pieces of a connection, so that rounding of a loop's time cannot swap them."""

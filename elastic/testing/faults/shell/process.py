@@ -3,11 +3,11 @@
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from elastic.core.types import Nanoseconds
+from elastic.system.thread_lane import lanes
 from elastic.testing.faults.shell.models import ModelDevice
 from elastic.testing.faults.shell.network import NetworkLoop
 from elastic.testing.faults.shell.threads import SimulatedLane
-from elastic.core.types import Nanoseconds
-from elastic.system.thread_lane import lanes
 
 
 class Process:

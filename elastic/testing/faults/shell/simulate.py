@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from functools import partial
 
+from elastic.core.types import NS_PER_S
 from elastic.testing.faults.shell.faults import Fault, WorldPlan, draw_plan
 from elastic.testing.faults.shell.judge import judge
 from elastic.testing.faults.shell.strikes import strike
 from elastic.testing.faults.shell.world import Outcome, World
-from elastic.core.types import NS_PER_S
 
 
 class WorldFailed(AssertionError):

@@ -5,8 +5,8 @@ from functools import partial
 from random import Random
 
 from elastic.protocol import wire
-from elastic.testing.faults.shell.network import NetworkLoop
 from elastic.protocol.endpoint import Address
+from elastic.testing.faults.shell.network import NetworkLoop
 
 STAY_S = 8.0
 

@@ -6,7 +6,11 @@ from functools import partial
 
 import msgspec
 
+from elastic.compose import TRAINER_PROVIDER
+from elastic.core.types import NS_PER_S, EndCause, WorkerRole
 from elastic.protocol import wire
+from elastic.protocol.run_control import CapProvider, SetBudget, StopRun
+from elastic.testing.faults.core.lies import KINDS, Liar
 from elastic.testing.faults.shell.faults import LASTING, Fault, FaultKind
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import Impostor
@@ -14,10 +18,6 @@ from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.relay import OF_THE_BYTES, OF_THE_LINK, SILENCE_S, RelayTrouble
 from elastic.testing.faults.shell.strangers import flood
 from elastic.testing.faults.shell.world import ELASTIC, ORCHESTRATOR_TIMEOUT_S, STOPPED, World
-from elastic.compose import TRAINER_PROVIDER
-from elastic.protocol.run_control import CapProvider, SetBudget, StopRun
-from elastic.core.types import NS_PER_S, EndCause, WorkerRole
-from elastic.testing.faults.core.lies import KINDS, Liar
 
 CALLBACKS_MAX = 60
 """Callbacks that a process still runs before it is killed, so that it can die between any two of them."""

@@ -16,8 +16,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from elastic.testing.faults.shell.loops import Ordered, ProcessLoop
 from elastic.system.thread_lane import Lane
+from elastic.testing.faults.shell.loops import Ordered, ProcessLoop
 
 
 class ThreadBuried(BaseException):

@@ -17,7 +17,19 @@ import msgspec
 import structlog
 
 from elastic import compose
+from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
+from elastic.compose.plan import POOL_KIND
+from elastic.config import Config, validate
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import NS_PER_S, LogprobCheck, Nanoseconds, WorkerId, WorkerRole
+from elastic.pool.client import PoolClient
 from elastic.protocol import wire
+from elastic.protocol.endpoint import Endpoint
+from elastic.protocol.run_control import Acknowledged, CapProvider, SetBudget, StopRun
+from elastic.protocol.run_secrets import RunSecrets
+from elastic.protocol.ticket_store import TicketBook
+from elastic.runtime.journal import JournalError, RunDirectory
+from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.testing.faults.shell.answers import governs
 from elastic.testing.faults.shell.cloud import Cloud, CloudProvider
 from elastic.testing.faults.shell.disk import Disk, ModelledJournal
@@ -39,24 +51,12 @@ from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.relay import RelayStore
 from elastic.testing.faults.shell.threads import loop_here
 from elastic.testing.faults.shell.witness import CANNOT_START, Witness
-from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
-from elastic.compose.plan import POOL_KIND
-from elastic.config import Config, validate
-from elastic.protocol.run_control import Acknowledged, CapProvider, SetBudget, StopRun
-from elastic.core.scheduler import Scheduler
-from elastic.core.types import NS_PER_S, LogprobCheck, Nanoseconds, WorkerId, WorkerRole
-from elastic.protocol.endpoint import Endpoint
-from elastic.pool.client import PoolClient
-from elastic.protocol.run_secrets import RunSecrets
-from elastic.runtime.journal import JournalError, RunDirectory
-from elastic.runtime.orchestrator import Orchestrator, Wiring
-from elastic.protocol.ticket_store import TicketBook
-from elastic.worker.trainer import checkpoint
 from elastic.weights.rights import RelayRights
 from elastic.weights.source import RelaySource
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.agent import AgentExit, BuildEngine, run_agent
 from elastic.worker.connection import Ticket
+from elastic.worker.trainer import checkpoint
 from elastic.worker.trainer_host import TrainerHost
 from providers.base import Provider, ProviderContext, WorkerTicket
 from providers.joined import JoinedProvider

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import torch
 
-from elastic.protocol import wire
-from elastic.testing.faults.shell.models import ModelEngine, ModelTrainer
-from elastic.testing.faults.shell.process import Process
-from elastic.testing.faults.shell.threads import loop_here
 from elastic.core.cluster import Cluster
 from elastic.core.types import WeightMode
 from elastic.engine.base import ChunkSink
+from elastic.protocol import wire
 from elastic.system.parking import Switch
+from elastic.testing.faults.shell.models import ModelEngine, ModelTrainer
+from elastic.testing.faults.shell.process import Process
+from elastic.testing.faults.shell.threads import loop_here
 from elastic.weights.source import WeightsSource
 
 

@@ -7,7 +7,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol, cast
 
 from elastic import compose
+from elastic.config import Config, validate
+from elastic.core.types import WorkerId
+from elastic.pool.client import PoolClient, PoolMembership
+from elastic.pool.messages import WorkerTicketFrame
 from elastic.protocol import wire
+from elastic.protocol.endpoint import Endpoint
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import ModelDevice
 from elastic.testing.faults.shell.pooled.devices import NodeDevice, OnDevice, SharingEngine, SharingTrainer
@@ -15,11 +20,6 @@ from elastic.testing.faults.shell.pooled.plan import JobShape
 from elastic.testing.faults.shell.pooled.processes import KILLED, PairedSocket
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.world import RELAY_PORT, WorkerWatch, World, config_of
-from elastic.config import Config, validate
-from elastic.core.types import WorkerId
-from elastic.protocol.endpoint import Endpoint
-from elastic.pool.client import PoolClient, PoolMembership
-from elastic.pool.messages import WorkerTicketFrame
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.agent import AgentExit, BuildEngine, on_termination, run_agent
 from elastic.worker.connection import Ticket

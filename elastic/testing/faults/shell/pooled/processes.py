@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from elastic.core.types import NS_PER_S
 from elastic.testing.faults.shell.network import NetworkLoop, WorldTransport
 from elastic.testing.faults.shell.process import Process
-from elastic.core.types import NS_PER_S
 
 KILLED = -9
 PIPE_S = 0.0001

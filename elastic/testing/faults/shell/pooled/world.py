@@ -15,7 +15,25 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from elastic.compose import pool as composed
+from elastic.compose.pool_config import PoolConfig, job_request
+from elastic.core.cluster import Cluster
+from elastic.core.cluster import events as e
+from elastic.core.cluster.history import cluster_digest
+from elastic.core.cluster.invariants import check
+from elastic.core.cluster.types import JobState, PhaseKind
+from elastic.core.types import NS_PER_S
+from elastic.pool import keeper, live
 from elastic.pool import messages as w
+from elastic.pool.client import PoolMembership
+from elastic.pool.control_messages import PoolAcknowledged, StopPool, SubmitJob
+from elastic.pool.journal import PoolJournal
+from elastic.pool.keeper import Keeper, KeeperTicket
+from elastic.pool.ports import JobEntry
+from elastic.pool.shell import PoolShell
+from elastic.protocol.endpoint import Endpoint
+from elastic.protocol.run_control import ControlError, StopRun
+from elastic.system.isolation import LoopFaults
 from elastic.testing.faults.shell.answers import governs
 from elastic.testing.faults.shell.judge import judge, require
 from elastic.testing.faults.shell.loops import Machine
@@ -35,24 +53,6 @@ from elastic.testing.faults.shell.pooled.processes import (
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.strikes import strike
 from elastic.testing.faults.shell.world import WORK_NS
-from elastic.core.cluster import Cluster
-from elastic.core.cluster import events as e
-from elastic.core.cluster.history import cluster_digest
-from elastic.core.cluster.invariants import check
-from elastic.core.cluster.types import JobState, PhaseKind
-from elastic.compose import pool as composed
-from elastic.protocol.run_control import ControlError, StopRun
-from elastic.core.types import NS_PER_S
-from elastic.protocol.endpoint import Endpoint
-from elastic.system.isolation import LoopFaults
-from elastic.pool import keeper, live
-from elastic.compose.pool_config import PoolConfig, job_request
-from elastic.pool.journal import PoolJournal
-from elastic.pool.keeper import Keeper, KeeperTicket
-from elastic.pool.ports import JobEntry
-from elastic.pool.shell import PoolShell
-from elastic.pool.client import PoolMembership
-from elastic.pool.control_messages import PoolAcknowledged, StopPool, SubmitJob
 from elastic.weights.http import HttpRelay
 from policies.clusters import CLUSTER_POLICIES
 
