@@ -35,7 +35,7 @@ JOB_S, EVENT_EVERY_S = 600.0, 0.5
 MB = 1 << 20
 
 
-class Door(NamedTuple):
+class OpenPort(NamedTuple):
     """Where strangers come, what others ask there, and the log of the process behind it."""
 
     port: int
@@ -52,7 +52,7 @@ class Crowd(NamedTuple):
     pause_s: float = 0.0
 
 
-def crowds(duration_s: float, run_doors: Sequence[Door]) -> dict[str, Any]:
+def crowds(duration_s: float, run_doors: Sequence[OpenPort]) -> dict[str, Any]:
     """Return the figures of each crowd: at an API and a relay of their own, and at the doors of a run and the API."""
     found: dict[str, Any] = {}
     with HostedSite.up(JOB_S, JOB_S, EVENT_EVERY_S) as site, _relay() as (relay, worker_token):
@@ -61,7 +61,9 @@ def crowds(duration_s: float, run_doors: Sequence[Door]) -> dict[str, Any]:
             run = client.submit(CONFIG, ["spot"], project=project).id
             viewer = client.create_key(NewKey(name="viewer", role=AccessRole.VIEWER, project=project)).secret or ""
         host = f"{HERE}:{site.port}"
-        api = [Door(site.port, request(path, host, site.secret), site.log("api")) for path in ("/healthz", "/v1/me")]
+        api = [
+            OpenPort(site.port, request(path, host, site.secret), site.log("api")) for path in ("/healthz", "/v1/me")
+        ]
         post = _slow(f"POST /v1/runs HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json", 9999)
         at = f"host: {HERE}:{relay.port}\r\nauthorization: Bearer {worker_token}"
         put = _slow(f"PUT /blobs/requests/crowd HTTP/1.1\r\n{at}", 200)
@@ -82,7 +84,7 @@ def _slow(head: str, body_bytes: int) -> bytes:
     return f"{head}\r\ncontent-length: {body_bytes}\r\n\r\n".encode()
 
 
-def _measured(crowd: Crowd, doors: Sequence[Door], duration_s: float) -> dict[str, Any]:
+def _measured(crowd: Crowd, doors: Sequence[OpenPort], duration_s: float) -> dict[str, Any]:
     logs = {door.log for door in doors}
     logged = sum(log.stat().st_size for log in logs)
     with _coming(crowd, {door.port for door in doors}):
@@ -109,7 +111,7 @@ def figures(took_s: Sequence[float], logged_bytes: int) -> dict[str, Any]:
     }
 
 
-async def _ask(door: Door) -> float:
+async def _ask(door: OpenPort) -> float:
     began_s, answer = time.monotonic(), b""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(PATIENCE_S):
@@ -171,7 +173,7 @@ async def _stay(crowd: Crowd, port: int) -> None:
 
 
 @contextlib.contextmanager
-def _relay() -> Iterator[tuple[Door, str]]:
+def _relay() -> Iterator[tuple[OpenPort, str]]:
     """A run's relay in a process of its own, and a worker's token."""
     context = multiprocessing.get_context("spawn")
     rights = RelayRights()
@@ -184,7 +186,7 @@ def _relay() -> Iterator[tuple[Door, str]]:
             url, crowds_token, others_token = here.recv()
             port = Address.parse(url.partition("://")[2]).port
             yield (
-                Door(port, request("/blobs", f"{HERE}:{port}", others_token), Path(directory, "log")),
+                OpenPort(port, request("/blobs", f"{HERE}:{port}", others_token), Path(directory, "log")),
                 crowds_token,
             )
         finally:

@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 from _common import emit, parse_arguments
-from _crowds import Door, crowds
+from _crowds import OpenPort, crowds
 from _live import write_policy
 from _runs import CommandRun, RunFailed, sets
 from _tls_evictions import tls_evictions
@@ -280,7 +280,7 @@ async def measure(quick: bool, directory: Path) -> dict[str, Any]:
             rounds = [targets] if quick else [[target] for target in targets]
             found = [await _measure(run, attack, group, 1.0 if quick else 10.0) for group in rounds]
             figures[attack] = {key: max(one[key] for one in found) for key in found[0]}
-        doors = [Door(one.port, ASKED, run.log) for one in targets if one.name != "orchestrator"]
+        doors = [OpenPort(one.port, ASKED, run.log) for one in targets if one.name != "orchestrator"]
         figures |= await asyncio.to_thread(crowds, QUICK_S if quick else 10.0, doors)
     finally:
         run.discard()

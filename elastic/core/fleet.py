@@ -49,6 +49,7 @@ class Worker:
     - `strikes` counts turns in a row that it failed to bring to an end, the last one at `struck_ns`; those that it was
       sent before that count no more. `others_finished` is how many turns had been finished by then at the first one.
       With a strike it gets a turn only where nobody else has room, and one at a time.
+    - `unbegun_ns` is when it was sent the last of the turns of which it had begun none as its connection went.
     - `brought` says whether a token has come since the last report, or the first sign of a turn.
     - `leaves_ns` is when it must have handed everything over, if its lease is about to end.
     """
@@ -83,6 +84,7 @@ class Worker:
     resting: bool = False
     strikes: int = 0
     struck_ns: Nanoseconds = -1
+    unbegun_ns: Nanoseconds | None = None
     others_finished: int = 0
     brought: bool = False
     load_ordered_ns: Nanoseconds = 0

@@ -344,12 +344,17 @@ class TurnManager:
         self._strike(worker, turn.sent_ns, reason)
 
     def cut_off(self, worker: Worker, cause: str) -> None:
-        """As `take_away`, for a worker whose connection is gone. It counts against the worker where no turn of it had
-        begun."""
+        """As `take_away`, for a worker whose connection is gone. Where no turn of it had begun, that counts against the
+        worker once it is back: machines and networks go without its doing."""
         if worker.turns and not any(worker.turns.values()):
-            sent_ns = max(turn.sent_ns for turn in self._of(worker))
-            self._strike(worker, sent_ns, "its connection was gone before it began a turn")
+            worker.unbegun_ns = max(turn.sent_ns for turn in self._of(worker))
         self.take_away(worker, cause)
+
+    def come_back(self, worker: Worker) -> None:
+        """Hold against a worker that dials again what it had been sent, and had not begun."""
+        if worker.unbegun_ns is not None:
+            self._strike(worker, worker.unbegun_ns, "its connection was gone before it began a turn")
+            worker.unbegun_ns = None
 
     def _prefer_others(self, turn: Turn, *, declined: bool) -> None:
         """The worker returns the turn unasked: the turn may go to any other worker at once, and to this one after a

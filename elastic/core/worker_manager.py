@@ -57,6 +57,7 @@ class WorkerManager:
         if event.epoch <= worker.epoch:
             return
         self._turns.cut_off(worker, "the worker's session moved to a new connection")
+        self._turns.come_back(worker)
         worker.epoch = event.epoch
         worker.introduce(event.capabilities)
         if noise := event.capabilities.logprob_noise or 0.0:

@@ -191,8 +191,9 @@ def warnings(summary: Summary) -> list[str]:
     if of_workers := [refused for refused in summary.refused if refused.worker]:
         found += [f"{refused}." for refused in of_workers[:MOST_REFUSED]]
         found.append(
-            "Nothing that a refused worker sent is used, and what its lease stood on is not leased again in this run. "
-            "Its log says what it was at; start its machine from a clean image, with the orchestrator's version."
+            "Nothing that is refused is used, and where a worker is turned away, what its lease stood on is not leased "
+            "again in this run. Its log says what it was at; if that goes on, start its machine from a clean image, "
+            "with the orchestrator's version."
         )
     return found
 

@@ -37,7 +37,7 @@ _WAKE = signal.SIGURG
 
 
 _ELASTIC = os.path.dirname(elastic.__file__) + os.sep
-_ENVIRONMENTS = os.path.join(_ELASTIC, "envs", "")
+_ENVIRONMENTS = os.path.join(_ELASTIC, "environments", "")
 _MAKE_ENVIRONMENTS = os.path.join(_ELASTIC, "compose", "")
 _NOT_USERS = (os.path.dirname(asyncio.__file__), os.path.dirname(structlog.__file__))
 

@@ -69,7 +69,7 @@ def test_a_failure_names_the_command_that_replays_it(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(OpenTurn, "end")
     plan = draw_plan(1, [FaultKind.CUT])
     some = msgspec.structs.replace(plan, faults=plan.faults[1:])
-    with pytest.raises(WorldFailed, match=r"python -m elastic\.chaos 1 --only cut --faults 1"):
+    with pytest.raises(WorldFailed, match=r"python -m elastic\.testing\.faults\.shell 1 --only cut --faults 1"):
         simulate(1, some)
     assert shrunk(plan).plan.faults == ()
     assert shrunk(plan, limit_s=0).plan.faults == plan.faults

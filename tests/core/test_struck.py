@@ -152,3 +152,16 @@ def test_a_long_turn_of_a_slow_worker_ends_where_it_began(make_core) -> None:
         pair.tell(pair.core.tokens(start, 1, start=place))
     assert pair.done == 1
     assert pair.sent == [start]
+
+
+def test_a_machine_that_goes_before_its_turn_began_is_not_blamed(make_core) -> None:
+    """Only who comes back, and had begun nothing, is."""
+    core = make_core(group_size=4)
+    core.trainer()
+    worker = core.worker("spot", capacity=2)
+    core.end_seeding()
+    out = core.request("0/0/0")
+    assert any(isinstance(k, c.StartTurn) and k.worker == worker for k in out)
+    gone = core.tell(e.WorkerDisconnected(worker=worker, epoch=1, goodbye=False))
+    assert not [k for k in gone if isinstance(k, c.BlameWorker)]
+    assert [k.worker for k in core.join(worker, epoch=2) if isinstance(k, c.BlameWorker)] == [worker]

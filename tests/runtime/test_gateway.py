@@ -606,7 +606,7 @@ async def test_closing_ends_every_connection_and_is_quiet(house: House) -> None:
 
 _VICTIM = """
 import os, socket, sys, time
-from elastic import wire
+from elastic.protocol import wire
 from elastic.core.types import Capabilities, WeightMode
 host, port = sys.argv[1].split(":")
 s = socket.create_connection((host, int(port)))

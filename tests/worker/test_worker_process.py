@@ -130,7 +130,7 @@ async def test_a_turn_of_a_killed_worker_continues_elsewhere_token_for_token(wor
 
 ORCHESTRATOR = """
 import asyncio, sys
-from elastic import wire
+from elastic.protocol import wire
 from elastic.runtime.gateway import Gateway
 
 port, epoch, welcome = sys.argv[1:]
