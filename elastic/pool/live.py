@@ -20,7 +20,7 @@ from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry
 from elastic.pool.shell import PoolShell
 from elastic.protocol.run_control import ControlError, RunControl
 from elastic.system.isolation import IsolatedLoop, ItemAttempt
-from elastic.system.processes import RecordedProcesses, end_left_over
+from elastic.system.processes import CLOCK_LOOK_S, RecordedProcesses, end_left_over
 
 log = structlog.get_logger(__name__)
 
@@ -309,7 +309,7 @@ class LivePorts:
         while not shell.over:
             self._stirred.clear()
             wakeup_ns = shell.next_wakeup_ns()
-            wait_s = None if wakeup_ns is None else max(0.0, (wakeup_ns - self.now_ns()) / 1e9)
+            wait_s = None if wakeup_ns is None else min(CLOCK_LOOK_S, max(0.0, (wakeup_ns - self.now_ns()) / 1e9))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._stirred.wait()

@@ -20,20 +20,17 @@ from elastic.runtime.gateway import Door
 from elastic.runtime.ports import Feed, WorkerOrder
 from elastic.runtime.rollout import OpenTurn
 from elastic.runtime.tasks import Spawn
-from elastic.system.processes import boottime_ns
+from elastic.system.processes import CLOCK_LOOK_S, boottime_ns
 from elastic.weights.rights import RelayRights
 from providers.base import KnownLease, LeaseRequest, Provider, WorkerTicket
 
 log = structlog.get_logger(__name__)
 
-LOOK_S = 1.0
-"""How often a timer looks at the run's clock."""
-
 
 class LoopClock:
     """Nanoseconds since the run began, `begun_ns` ago, and timers by that time.
 
-    The event loop's own time stands still while the machine is suspended, so it is set for `LOOK_S` at the most.
+    The event loop's own time stands still while the machine is suspended, so it is set for `CLOCK_LOOK_S` at the most.
     """
 
     def __init__(self, clock_ns: Callable[[], int] = boottime_ns, begun_ns: Nanoseconds = 0) -> None:
@@ -45,8 +42,8 @@ class LoopClock:
 
     def at(self, when_ns: Nanoseconds, action: Callable[[], None]) -> None:
         left_s = (when_ns - self.now_ns()) / 1e9
-        if left_s > LOOK_S:
-            asyncio.get_running_loop().call_later(LOOK_S, self.at, when_ns, action)
+        if left_s > CLOCK_LOOK_S:
+            asyncio.get_running_loop().call_later(CLOCK_LOOK_S, self.at, when_ns, action)
         else:
             asyncio.get_running_loop().call_later(max(0.0, left_s), action)
 

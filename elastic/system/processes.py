@@ -79,6 +79,10 @@ def identity(pid: int) -> Identity | None:
     return Identity(pid, int(text.rpartition(")")[2].split()[19]), boot_id())
 
 
+CLOCK_LOOK_S = 1.0
+"""How often a wait for a time of `boottime_ns` looks at it: an event loop's own clock stands still in a suspension."""
+
+
 def boottime_ns() -> int:
     """Return the time since the machine's boot. It goes on while the machine is suspended, as bills and leases do."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
