@@ -137,12 +137,15 @@ class Patience:
 
     def late(self, worker: WorkerId, tokens: float, took_ns: Nanoseconds, times: float = FAR) -> bool:
         """Whether a turn of so many tokens has taken so many times as long as other workers' turns do in the mean, and
-        as so many tokens of theirs do."""
+        as so many tokens of theirs do.
+
+        No turn is `FAR` too late that has taken less than a single token may: devices pause, for weights or neighbours.
+        """
         others = [usual for other, usual in self._usual.items() if other != worker]
         if sum(usual.turns for usual in others) < COMPARED_TURNS:
             return False
         duration_ns = sum(usual.duration_ns for usual in others) / len(others)
-        if took_ns <= times * duration_ns:
+        if took_ns <= max(times * duration_ns, self._least_ns["token"] if times >= FAR else 0):
             return False
         mean_tokens = sum(usual.tokens for usual in others) / len(others)
         return took_ns > times * duration_ns * tokens / max(1.0, mean_tokens)

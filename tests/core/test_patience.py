@@ -95,5 +95,7 @@ def test_a_turn_is_late_that_takes_many_times_as_long_as_those_of_others(
         patience.note_turn("slow", tokens, took_ns, 0)
         patience.note_turn("fast", usual_tokens, usual_tokens * token_ns, 0)
     assert not patience.late("slow", tokens, round(0.99 * took_ns))
-    assert patience.late("slow", tokens, round(1.01 * FAR * token_ns * max(tokens, usual_tokens)))
+    far_ns = round(1.01 * FAR * token_ns * max(tokens, usual_tokens))
+    assert patience.late("slow", tokens, max(far_ns, SMALL_LIMITS.turn_stall_timeout_ns + 1))
+    assert not patience.late("slow", tokens, min(far_ns, SMALL_LIMITS.turn_stall_timeout_ns))
     assert not patience.late("fast", usual_tokens, usual_tokens * token_ns // 2)
