@@ -7,6 +7,7 @@ from elastic.protocol.endpoint import Address, is_wildcard
 
 ADDRESSES_KEPT = 10_000
 IPV6_PREFIX = 64
+HERE = ("127.0.0.1", "::1")
 DIALS_PER_S = 300.0
 """Of one address, on average."""
 
@@ -28,7 +29,10 @@ def address_of(listener: socket.socket) -> Address:
 
 
 class DialRates:
-    """Bounds how often each address dials: `at_once`, and `per_s` on average. It remembers `ADDRESSES_KEPT`."""
+    """Bounds how often each address dials: `at_once`, and `per_s` on average. It remembers `ADDRESSES_KEPT`.
+
+    This machine itself is not bounded: a proxy here dials for many, and whoever is here can do worse.
+    """
 
     def __init__(self, at_once: int, per_s: float = DIALS_PER_S) -> None:
         self._at_once = float(at_once)
@@ -39,6 +43,8 @@ class DialRates:
     def admits(self, address: str, now_s: float) -> bool:
         """Return whether an address may dial now; it counts as a dial if so."""
         address = network_of(address)
+        if address in HERE:
+            return True
         left, at_s = self._left.pop(address, (self._at_once, now_s))
         left = min(self._at_once, left + (now_s - at_s) * self._per_s)
         self._left[address] = (left - 1 if left >= 1 else left, now_s)
@@ -48,10 +54,13 @@ class DialRates:
 
 
 def network_of(address: str) -> str:
-    """Return what counts as one address: of IPv6 the network that one subscriber has."""
+    """Return what counts as one address: of IPv6 the network that one subscriber has, where it is not IPv4's."""
     if ":" not in address:
         return address
     try:
-        return str(ipaddress.ip_network((address.partition("%")[0], IPV6_PREFIX), strict=False))
+        found = ipaddress.IPv6Address(address.partition("%")[0])
     except ValueError:
         return address
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(found) if found.is_loopback else str(ipaddress.ip_network((found, IPV6_PREFIX), strict=False))

@@ -234,7 +234,7 @@ async def test_of_too_many_handshakes_the_crowded_address_loses_its_own(certific
         distant = socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0))
         crowd: list[asyncio.StreamWriter] = []
         for _ in range(100):
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.3", 0))
             crowd.append(writer)
             await asyncio.sleep(0)
         distant.setblocking(False)
@@ -249,5 +249,5 @@ async def test_of_too_many_handshakes_the_crowded_address_loses_its_own(certific
             stranger.close()
         await asyncio.sleep(0.05)
     reasons = ("too many TLS handshakes are under way", "it dials too often")
-    assert told == {("127.0.0.1", reason) for reason in reasons}
+    assert told == {("127.0.0.3", reason) for reason in reasons}
     assert not troubles
