@@ -48,6 +48,8 @@ from elastic.weights.source import PullReport, RelaySource, TensorSource, Weight
 
 MEMORY_DIRECTORY = "/dev/shm"
 SMALLEST_COST = 1e-9
+ANSWER_S = 10.0
+"""For the process to say that a time limit is over which it was given."""
 RELOAD_TIMEOUT_S = 120.0
 """For the weights of a process that died to be in force in the next one."""
 
@@ -180,7 +182,7 @@ class VllmEngine:
         return self._prefetch(source, timeout_s)
 
     def _prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
-        reply = self._call(lambda call: m.Prefetch(call, source, timeout_s), timeout_s)
+        reply = self._call(lambda call: m.Prefetch(call, source, timeout_s), timeout_s + ANSWER_S)
         assert reply.report is not None
         return reply.report
 

@@ -144,7 +144,7 @@ def test_a_version_that_does_not_verify_is_never_served(start, trainer):
         path.chmod(0o600)
         path.write_bytes(bytes(reversed(path.read_bytes())))
     with pytest.raises(WeightsError):
-        recorder.engine.prefetch(second, 60.0)
+        recorder.engine.prefetch(second, 5.0)
     assert recorder.engine.statistics().weights_version == 0
     request = _prompts("a")[0]
     recorder.run(request)
