@@ -21,7 +21,9 @@ def upgrade() -> None:
         sa.Column("ended_us", sa.BigInteger(), nullable=True, comment="when it was first seen to be over"),
         sa.ForeignKeyConstraint(["project"], ["projects.id"], name=op.f("fk_jobs_project")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_jobs")),
+        comment="jobs of pools that were submitted here",
     )
     with op.batch_alter_table("runs") as runs:
         runs.add_column(sa.Column("furthest_step", sa.Integer(), nullable=False, server_default="0"))
+        runs.alter_column("restarts", existing_type=sa.Integer(), comment="since it last came to another step")
     op.create_index(op.f("ix_jobs_project_ended_us"), "jobs", ["project", "ended_us"], unique=False)
