@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,7 +87,7 @@ def _slow(head: str, body_bytes: int) -> bytes:
 def _measured(crowd: Crowd, doors: Sequence[OpenPort], duration_s: float) -> dict[str, Any]:
     logs = {door.log for door in doors}
     logged = sum(log.stat().st_size for log in logs)
-    with _coming(crowd, {door.port for door in doors}):
+    with attackers("spawn", _come, {(crowd, door.port) for door in doors}):
         time.sleep(GATHERS_S)
         took_s = asyncio.run(asked_for([lambda door=door: _ask(door) for door in doors], duration_s))
     return figures(took_s, sum(log.stat().st_size for log in logs) - logged)
@@ -126,9 +126,10 @@ async def _ask(door: OpenPort) -> float:
 
 
 @contextlib.contextmanager
-def _coming(crowd: Crowd, ports: set[int]) -> Iterator[None]:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_come, args=(crowd, port), daemon=True) for port in ports]
+def attackers(how: str, attack: Callable[..., None], orders: Iterable[tuple[Any, ...]]) -> Iterator[None]:
+    """A process for each order, started as `how` says, and killed at the context's end."""
+    context = multiprocessing.get_context(how)
+    processes = [context.Process(target=attack, args=order, daemon=True) for order in orders]  # type: ignore[attr-defined]
     for process in processes:
         process.start()
     try:

@@ -19,7 +19,6 @@ Under `tls_evictions` a gateway alone, and 1,600 half TLS handshakes a second (`
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import os
 import resource
 import secrets
@@ -27,14 +26,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 from _common import emit, parse_arguments
-from _crowds import OpenPort, crowds
+from _crowds import OpenPort, attackers, crowds
 from _live import write_policy
 from _runs import CommandRun, RunFailed, sets
 from _tls_evictions import tls_evictions
@@ -226,20 +225,6 @@ def _stranger(attack: str, port: int) -> None:
     asyncio.run(ATTACKS[attack](port))
 
 
-@contextlib.contextmanager
-def _strangers(attack: str, targets: list[Target]) -> Iterator[None]:
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_stranger, args=(attack, target.port), daemon=True) for target in targets]
-    for process in processes:
-        process.start()
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
 async def _peak_mb(target: Target, peaks: dict[str, float]) -> None:
     while True:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -253,7 +238,8 @@ async def _measure(run: AttackedRun, attack: str, targets: list[Target], least_s
     before = {target.name: target.process.memory_info().rss / MB for target in targets}
     locked_out = 0
     watching = [asyncio.create_task(work) for t in targets for work in (_probe(t, stalls), _peak_mb(t, peaks))]
-    with _strangers(attack, targets), contextlib.suppress(RunFailed):
+    orders = [(attack, target.port) for target in targets]
+    with attackers("fork", _stranger, orders), contextlib.suppress(RunFailed):
         ends_s = time.monotonic() + least_s
         try:
             await asyncio.to_thread(run.until, "a successor", run.kill_worker(), JOIN_TIMEOUT_S)
