@@ -72,11 +72,7 @@ class TurnManager:
                 other = run.policies.routing.route(turn, RemainingFleet(run.fleet, (worker.id,)))
                 if other is None or other in run.fleet.struck or not run.fleet.workers[other].has_place:
                     continue
-                turn.destination = other
-                self._abort(turn)
-                if overdue:
-                    self._strike(worker, turn.sent_ns, LATE)
-                self._requeue_unheard(turn, f"{other} has a place")
+                self._take_to(other, turn, worker, overdue=overdue)
                 return
 
     def _expect_place(self) -> None:
@@ -404,9 +400,29 @@ class TurnManager:
                 self._expect_handover(turn, reason)
 
     def transfer(self, turn: Turn, to: WorkerId) -> None:
-        """Call one running turn back, to go on elsewhere from what its worker still has of it."""
-        turn.destination, turn.moved_at = to, turn.accepted
-        self.call_back_turn(turn, f"balanced to {to}")
+        """Have one running turn go on elsewhere, from what its worker still has of it.
+
+        A worker that has brought no token of any of its turns has nothing to hand over, and is not waited for.
+        """
+        run = self._run
+        assert turn.worker is not None
+        worker = run.fleet.workers[turn.worker]
+        turn.moved_at = turn.accepted
+        if any(held.accepted > held.start for held in self._of(worker)):
+            turn.destination = to
+            self.call_back_turn(turn, f"balanced to {to}")
+        else:
+            loads = worker.loading_version is not None
+            overdue = not loads and run.patience.late(worker.id, 0, run.now_ns - turn.sent_ns, 1)
+            self._take_to(to, turn, worker, overdue=overdue)
+
+    def _take_to(self, other: WorkerId, turn: Turn, worker: Worker, *, overdue: bool) -> None:
+        """Route a turn to another worker at once; hold it against its own if others would have finished it."""
+        turn.destination = other
+        self._abort(turn)
+        if overdue:
+            self._strike(worker, turn.sent_ns, LATE)
+        self._requeue_unheard(turn, f"{other} has a place")
 
     def take_away(self, worker: Worker, cause: str) -> None:
         """Queue a worker's turns again, at once: nothing more can come from these attempts."""

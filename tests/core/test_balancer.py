@@ -96,6 +96,31 @@ def test_what_the_source_still_has_comes_along(make_core) -> None:
     assert (core.one(c.StartTurn).worker, core.one(c.StartTurn).start) == (second, 5)
 
 
+@pytest.mark.parametrize("brought", [0, 1])
+def test_who_has_brought_nothing_is_not_waited_for_and_loses_its_standing(make_core, brought: int) -> None:
+    core = make_core(group_size=8, balancing=True)
+    core.trainer(capacity=0)
+    idle = core.worker("spot", capacity=BATCH + 2)
+    held = [start for member in range(BATCH) for start in _request(core, f"0/0/{member}")]
+    second = core.worker("serving", capacity=BATCH + 2)
+    for worker in (idle, second):
+        introduce(core, worker)
+    if brought:
+        core.tokens(held[0], brought)
+    report(core, idle, pending=BATCH - brought, executing=brought)
+    for member in range(BATCH, BATCH + 4):
+        (start,) = _request(core, f"0/0/{member}")
+        assert start.worker == second
+        core.tokens(start, 3, finish=FinishReason.STOP)
+    core.now_s += 0.3
+    out = core.tell(e.Tick())
+    taken = [command.turn for command in out if isinstance(command, c.AbortTurn)]
+    again = [(command.turn, command.worker) for command in out if isinstance(command, c.StartTurn)]
+    assert taken
+    assert again == ([] if brought else [(turn, second) for turn in sorted(taken)])
+    assert {command.worker for command in out if isinstance(command, c.BlameWorker)} == (set() if brought else {idle})
+
+
 @pytest.mark.parametrize("handed_over", [0, 5])
 def test_moved_turn_is_left_alone_until_it_has_a_token(make_core, handed_over: int) -> None:
     """Tokens that its former worker still had are none."""
