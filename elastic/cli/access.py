@@ -95,7 +95,7 @@ def list_secrets(project: ProjectOption = "", as_json: AsJson = False) -> None:
 
     Example: elastic secrets list
     """
-    deferred.remote_access.secrets_command(project, as_json=as_json)
+    deferred.remote_access.secrets_command(project, of_vendors=False, as_json=as_json)
 
 
 @secrets.command("delete")
@@ -104,7 +104,7 @@ def delete_secret(name: SecretName, project: ProjectOption = "") -> None:
 
     Example: elastic secrets delete HF_TOKEN
     """
-    deferred.remote_access.delete_secret_command(name, project)
+    deferred.remote_access.delete_secret_command(name, project, of_vendor=False)
 
 
 @secrets.command("set-vendor")
@@ -131,7 +131,7 @@ def list_credentials(project: ProjectOption = "", as_json: AsJson = False) -> No
 
     Example: elastic secrets list-vendors
     """
-    deferred.remote_access.credentials_command(project, as_json=as_json)
+    deferred.remote_access.secrets_command(project, of_vendors=True, as_json=as_json)
 
 
 @secrets.command("delete-vendor")
@@ -140,7 +140,7 @@ def delete_credentials(vendor: VendorName, project: ProjectOption = "") -> None:
 
     Example: elastic secrets delete-vendor aws
     """
-    deferred.remote_access.delete_credentials_command(vendor, project)
+    deferred.remote_access.delete_secret_command(vendor, project, of_vendor=True)
 
 
 @webhooks.command("add")

@@ -82,17 +82,10 @@ def _key_named(client: Client, name: str, *, mine: bool) -> str:
 
 
 def set_secret_command(name: str, source: Path | None, project: str) -> None:
-    if source is not None:
-        try:
-            value = read_text(source)
-        except (OSError, ValueError) as error:
-            bad_input(f"--from-file: {source} cannot be read ({error})")
-    elif sys.stdin.isatty():
-        value = typer.prompt(name, hide_input=True, err=True)
-    else:
-        value = sys.stdin.read()
+    asks = source is None and sys.stdin.isatty()
+    text = typer.prompt(name, hide_input=True, err=True) if asks else _read(source)
     try:
-        secret = SecretValue(value=SecretStr(value.removesuffix("\n")))
+        secret = SecretValue(value=SecretStr(text.removesuffix("\n")))
     except ValidationError as error:
         _not_allowed(error)
     with server() as client:
@@ -100,27 +93,11 @@ def set_secret_command(name: str, source: Path | None, project: str) -> None:
     say(f"kept {name}; runs that begin or resume from now on have it")
 
 
-def secrets_command(project: str, *, as_json: bool) -> None:
-    with server() as client:
-        found = client.secrets(own_project(client, project))
-    show_objects(found, ("id", "updated_at"), as_json=as_json)
-
-
-def delete_secret_command(name: str, project: str) -> None:
-    with server() as client:
-        client.delete_secret(own_project(client, project), name)
-    say(f"removed {name}")
-
-
 def set_credentials_command(vendor: str, source: Path | None, project: str) -> None:
     if vendor not in VENDORS:
         bad_input(f"VENDOR: found {vendor!r}; allowed: {', '.join(VENDORS)}")
     try:
-        text = read_text(source) if source is not None else sys.stdin.read()
-    except (OSError, ValueError) as error:
-        bad_input(f"--from-file: {source} cannot be read ({error})")
-    try:
-        credentials = VENDORS[vendor].model_validate_json(text)
+        credentials = VENDORS[vendor].model_validate_json(_read(source))
     except ValidationError as error:
         _not_allowed(error)
     with server() as client:
@@ -128,16 +105,24 @@ def set_credentials_command(vendor: str, source: Path | None, project: str) -> N
     say(f"kept the credentials for {vendor}; runs that begin or resume from now on use them")
 
 
-def credentials_command(project: str, *, as_json: bool) -> None:
+def _read(source: Path | None) -> str:
+    """Return what a file has, or else standard input."""
+    try:
+        return sys.stdin.read() if source is None else read_text(source)
+    except (OSError, ValueError) as error:
+        bad_input(f"--from-file: {source} cannot be read ({error})")
+
+
+def secrets_command(project: str, *, of_vendors: bool, as_json: bool) -> None:
     with server() as client:
-        found = client.credentials(own_project(client, project))
+        found = (client.credentials if of_vendors else client.secrets)(own_project(client, project))
     show_objects(found, ("id", "updated_at"), as_json=as_json)
 
 
-def delete_credentials_command(vendor: str, project: str) -> None:
+def delete_secret_command(name: str, project: str, *, of_vendor: bool) -> None:
     with server() as client:
-        client.delete_credentials(own_project(client, project), vendor)
-    say(f"removed the credentials for {vendor}")
+        (client.delete_credentials if of_vendor else client.delete_secret)(own_project(client, project), name)
+    say(f"removed the credentials for {name}" if of_vendor else f"removed {name}")
 
 
 def add_webhook_command(url: str, events: list[str], project: str, *, as_json: bool) -> None:

@@ -255,7 +255,7 @@ class RunnerLoop:
                 told=run.told if run.attempt else run.limits,
                 conditions=self._conditions(run, phase, run.cause, run.figures),
             )
-            sealed = {row["name"]: row["sealed"] for row in secrets.everything_of(tx, run.project)}
+            sealed = {row["name"]: row["sealed"] for row in secrets.all_of(tx, run.project)}
         return (project["unix_user"] if project is not None else None), sealed
 
     def _begin(self, run: HostedRunRow, user: str | None, sealed: dict[str, bytes]):

@@ -21,24 +21,11 @@ def remove(tx: sa.Connection, project: str, name: str) -> bool:
 
 
 def all_of(connection: sa.Connection, project: str) -> list[sa.RowMapping]:
-    """Return a project's secrets, without its credentials for vendors."""
-    return [row for row in everything_of(connection, project) if row["name"] not in VENDORS]
-
-
-def credentials_of(connection: sa.Connection, project: str) -> list[sa.RowMapping]:
-    """Return a project's credentials for vendors, each under the vendor's name."""
-    return [row for row in everything_of(connection, project) if row["name"] in VENDORS]
-
-
-def everything_of(connection: sa.Connection, project: str) -> list[sa.RowMapping]:
-    """Return a project's secrets and credentials."""
+    """Return a project's secrets, and its credentials, each under the vendor's name."""
     wanted = sa.select(secrets).where(secrets.c.project == project).order_by(secrets.c.name)
     return list(connection.execute(wanted).mappings())
 
 
-def as_credentials(row: sa.RowMapping) -> ProjectCredentials:
-    return ProjectCredentials(id=row["name"], project=row["project"], updated_at=rfc3339(row["updated_us"]) or "")
-
-
-def as_secret(row: sa.RowMapping) -> ProjectSecret:
-    return ProjectSecret(id=row["name"], project=row["project"], updated_at=rfc3339(row["updated_us"]) or "")
+def as_told(row: sa.RowMapping) -> ProjectSecret | ProjectCredentials:
+    kind = ProjectCredentials if row["name"] in VENDORS else ProjectSecret
+    return kind(id=row["name"], project=row["project"], updated_at=rfc3339(row["updated_us"]) or "")

@@ -4,7 +4,6 @@ from starlette.routing import BaseRoute
 
 from elastic.server.api.routes import (
     audit,
-    credentials,
     events,
     figures,
     health,
@@ -41,7 +40,6 @@ _MODULES = (
     quotas,
     retention,
     secrets,
-    credentials,
     uploads,
     keys,
     providers,
