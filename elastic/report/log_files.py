@@ -26,23 +26,23 @@ class LogFollower:
     empty."""
 
     def __init__(self, name: str, open_file: Callable[[], BinaryIO]) -> None:
-        self._name = name
+        self.name = name
         self._open = open_file
         self._offset = 0
 
     def seek(self, after: str, tail: int | None) -> None:
         """Begin behind the line with this id, or else with the last `tail` lines, or the first. Raises `LogGone`."""
-        size = self._size()
+        size = self.size()
         if after:
             name, _, offset = after.rpartition(":")
-            if name != self._name or not offset.isdecimal() or len(offset) > 18 or int(offset) > size:
+            if name != self.name or not offset.isdecimal() or len(offset) > 18 or int(offset) > size:
                 raise LogGone(after)
             self._offset = int(offset)
         elif tail is not None:
             self._offset = self._begin_of_last(tail, size)
 
     def at_end(self) -> bool:
-        return self._offset >= self._size()
+        return self._offset >= self.size()
 
     def read(self) -> list[LogLine]:
         """Lines that are there now, up to a bound; of the last one only when it has its end, or is too long."""
@@ -64,9 +64,10 @@ class LogFollower:
             line = data[begin : end if end >= 0 else stop].decode(errors="replace").rstrip("\r")
             self._offset += stop - begin
             begin = stop
-            yield LogLine(id=f"{self._name}:{self._offset}", line=line)
+            yield LogLine(id=f"{self.name}:{self._offset}", line=line)
 
-    def _size(self) -> int:
+    def size(self) -> int:
+        """Return the file's size in bytes."""
         try:
             with self._open() as file:
                 return os.fstat(file.fileno()).st_size

@@ -104,9 +104,9 @@ async def test_followers_of_any_pace_get_all_in_order(tmp_path: Path) -> None:
             position = await asyncio.to_thread(feed.log.after, after)
             while True:
                 last = feed.over
-                found, position, whole = await feed.after(position)
-                told += [event.data["reason"] for _, event in found]
-                if not found and whole:
+                sent, position, whole = await feed.after(position)
+                told += [json.loads(one["data"])["reason"] for one in sse(sent.decode())]
+                if not sent and whole:
                     if last:
                         return told
                     await feed.changed_behind(position, 5.0)

@@ -17,6 +17,7 @@ from elastic.server.api.request_log import RequestFigures, RequestLog
 from elastic.server.api.state import ServerState
 from elastic.server.api.streams import OpenStreams
 from elastic.server.history.feeds import Feeds
+from elastic.server.history.looks import SharedLooks
 from elastic.server.identity.oidc import IdentityProvider
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable
@@ -64,8 +65,8 @@ def create_app(
     provider = None if settings.oidc is None else IdentityProvider(settings.oidc)
     faults = faults or LoopFaults()
     streams = OpenStreams(store, admits, faults)
-    feeds = Feeds(settings.feed_interval_s, faults)
-    app.state.server = ServerState(store, settings, feeds, streams, wake, provider, ready, requests, faults)
+    feeds, looks = Feeds(settings.feed_interval_s, faults), SharedLooks(settings.feed_interval_s)
+    app.state.server = ServerState(store, settings, feeds, looks, streams, wake, provider, ready, requests, faults)
     problems.install(app)
     openapi.install(app)
     app.add_middleware(BodyLimits, bytes_max=settings.body_bytes_max, bytes_max_of=_upload_limit(settings))

@@ -10,6 +10,7 @@ from elastic.server.api.request_log import RequestFigures
 from elastic.server.api.streams import OpenStreams
 from elastic.server.history.answers import KeptAnswers
 from elastic.server.history.feeds import Feeds
+from elastic.server.history.looks import SharedLooks
 from elastic.server.identity.oidc import IdentityProvider
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store
@@ -23,6 +24,7 @@ class ServerState:
     store: Store
     settings: ServerSettings
     feeds: Feeds
+    looks: SharedLooks
     streams: OpenStreams
     wake: Callable[[], None] = lambda: None
     provider: IdentityProvider | None = None

@@ -118,6 +118,12 @@ def _told(name: str, seq: int, t_ns: int, event: e.Event) -> RunEvent:
     return RunEvent(id=f"{name}-{seq}", type=event_type(event), at_s=t_ns / NS_PER_S, data=data)
 
 
+def as_sent(event: RunEvent) -> bytes:
+    """Return an event as streams send it."""
+    data = msgspec.json.encode({"at_s": event.at_s, **event.data})
+    return b"id: %s\nevent: %s\ndata: %s\n\n" % (event.id.encode(), event.type.encode(), data)
+
+
 def event_type(event: e.Event) -> str:
     """Return the event's name in the API, such as `lease.granted` for `LeaseGranted`. A lease's end is named by its
     cause."""

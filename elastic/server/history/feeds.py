@@ -14,7 +14,7 @@ import structlog
 
 from elastic.protocol.api import RunEvent
 from elastic.runtime.journal import JournalError
-from elastic.server.history.events import EventBatch, EventLog, Position
+from elastic.server.history.events import EventBatch, EventLog, Position, as_sent
 from elastic.server.history.journals import Version, version_of
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 
@@ -22,6 +22,8 @@ log = structlog.get_logger(__name__)
 
 KEPT_EVENTS = 2_000
 """The newest events, which are served from memory."""
+WOKEN_AT_ONCE = 8
+"""Followers that are told before the loop does anything else."""
 ASK_EVERY = 5
 """Reads of a journal for each query of the store whether the run is over."""
 
@@ -41,10 +43,11 @@ class RunFeed:
         self._interval_s = interval_s
         self._ended = ended
         self._positions: list[Position] = []
-        self._events: list[RunEvent] = []
+        self._told: list[bytes] = []
+        """The events at these, as streams send them."""
         self._floor: Position | None = None
         """What stands behind this is in memory."""
-        self._changed = asyncio.Condition()
+        self._waiting: dict[asyncio.Future[None], None] = {}
 
     async def run(self) -> None:
         """Read the journal until the run is over, or until cancelled."""
@@ -74,31 +77,43 @@ class RunFeed:
                     self._keep(batch.events)
                     self.over = batch.whole
             if batch.events or self.over:
-                async with self._changed:
-                    self._changed.notify_all()
+                await self._wake()
             if self.over:
                 return
             if batch.whole:
                 await asyncio.sleep(self._interval_s)
 
-    async def after(self, position: Position) -> tuple[list[tuple[Position, RunEvent]], Position, bool]:
-        """Return the events behind a position, how far they reach, and whether they are all."""
+    async def after(self, position: Position) -> tuple[bytes, Position, bool]:
+        """Return the events behind a position as streams send them, how far they reach, and whether they are all."""
         if self._floor is not None and position >= self._floor:
             begin = bisect.bisect_right(self._positions, position)
-            found = list(zip(self._positions[begin:], self._events[begin:], strict=True))
-            return found, found[-1][0] if found else position, True
-        return await self._reading(lambda: self.log.read(position))
+            return b"".join(self._told[begin:]), self._positions[-1] if self._positions[begin:] else position, True
+        batch = await self._reading(lambda: self.log.read(position))
+        return b"".join(as_sent(event) for _, event in batch.events), batch.position, batch.whole
 
     async def changed_behind(self, position: Position, timeout_s: float) -> bool:
         """Wait until there is an event behind the position or the run is over; at most `timeout_s`."""
+        if self.over or (self._positions and self._positions[-1] > position):
+            return True
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting[waiting] = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiting
+        except TimeoutError:
+            return False
+        finally:
+            self._waiting.pop(waiting, None)
+        return True
 
-        def changed() -> bool:
-            return self.over or bool(self._positions and self._positions[-1] > position)
-
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(changed)
-        return changed()
+    async def _wake(self) -> None:
+        """Have the followers go on, a few at a time: the loop serves others in between."""
+        waiting, self._waiting = self._waiting, {}
+        for number, one in enumerate(waiting, 1):
+            if not one.done():
+                one.set_result(None)
+            if number % WOKEN_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _look(self, position: Position, known: Version | None) -> tuple[EventBatch, Version | None]:
         """Return the new events behind a position, and the version of the journals they belong to. Reads only if the
@@ -111,10 +126,10 @@ class RunFeed:
 
     def _keep(self, events: list[tuple[Position, RunEvent]]) -> None:
         self._positions += [position for position, _ in events]
-        self._events += [event for _, event in events]
-        if (excess := len(self._events) - KEPT_EVENTS) > 0:
+        self._told += [as_sent(event) for _, event in events]
+        if (excess := len(self._told) - KEPT_EVENTS) > 0:
             self._floor = self._positions[excess - 1]
-            del self._positions[:excess], self._events[:excess]
+            del self._positions[:excess], self._told[:excess]
 
     async def _reading(self, read):
         """Call `read` in a thread. Retries while the journal cannot be read."""

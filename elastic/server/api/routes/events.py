@@ -6,11 +6,9 @@ import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from elastic.protocol.api import RunEvent
 from elastic.report.log_files import LogFollower, LogGone
 from elastic.runtime.journal import JournalError
 from elastic.server.api.auth import credentials_of
@@ -18,7 +16,7 @@ from elastic.server.api.routes.common import RunDep, StateDep, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.routes.runs import RunId
 from elastic.server.api.state import ServerState
-from elastic.server.history.events import EventLog, EventsGone, Position
+from elastic.server.history.events import EventLog, EventsGone, Position, as_sent
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store import runs
@@ -92,8 +90,8 @@ async def events(
 def streamed(state: ServerState, request: Request, run: HostedRunRow, body: AsyncIterator[bytes]) -> Response:
     """Return a stream about a run, which ends once its caller may not read the run any more."""
     credentials = credentials_of(request)
-    told = state.streams.while_admitted(request, credentials, Action.RUNS_READ, run.project, body)
-    return StreamingResponse(told, media_type="text/event-stream", headers=HEADERS)
+    whole = StreamingResponse(body, media_type="text/event-stream", headers=HEADERS)
+    return state.streams.while_admitted(request, credentials, Action.RUNS_READ, run.project, whole)
 
 
 def _position(log: EventLog, event: str) -> Position:
@@ -110,47 +108,46 @@ async def _reading(log: EventLog, position: Position) -> AsyncIterator[bytes]:
     whole = False
     while not whole:
         found, position, whole = await asyncio.to_thread(log.read, position)
-        yield b"".join(_event(event) for _, event in found)
+        yield b"".join(as_sent(event) for _, event in found)
 
 
 async def _following(state: ServerState, run: str, begin: str) -> AsyncIterator[bytes]:
     """Yield existing and new events until the run is over."""
-
-    async def ended() -> bool:
-        return await asyncio.to_thread(_ended, state, run)
-
     settings = state.settings
-    async with state.feeds.following(run, settings.run_dir(run), ended) as feed:
+    async with state.feeds.following(run, settings.run_dir(run), functools.partial(_ended, state, run)) as feed:
         position = await asyncio.to_thread(_position, feed.log, begin)
         yield b": hello\n\n"
         while True:
             over = feed.over
-            found, position, whole = await feed.after(position)
-            if found:
-                yield b"".join(_event(event) for _, event in found)
+            told, position, whole = await feed.after(position)
+            if told:
+                yield told
             elif whole and over:
-                yield await asyncio.to_thread(_last_event, state, run)
+                yield await _last_event(state, run)
                 return
             elif whole and not await feed.changed_behind(position, settings.ping_s):
                 yield b": ping\n\n"
 
 
-def _ended(state: ServerState, run: str) -> bool:
-    with state.store.reading() as connection:
-        found = runs.find(connection, run)
+async def look_at(state: ServerState, run: str) -> HostedRunRow | None:
+    """Return a run as it is now, or was a moment ago: many streams ask again and again."""
+
+    def find() -> HostedRunRow | None:
+        with state.store.reading() as connection:
+            return runs.find(connection, run)
+
+    return await state.looks.at(run, find)
+
+
+async def _ended(state: ServerState, run: str) -> bool:
+    found = await look_at(state, run)
     return found is None or found.ended
 
 
-def _last_event(state: ServerState, run: str) -> bytes:
-    with state.store.reading() as connection:
-        found = runs.find(connection, run)
+async def _last_event(state: ServerState, run: str) -> bytes:
+    found = await look_at(state, run)
     said = {"phase": "deleted", "cause": ""} if found is None else {"phase": found.phase.value, "cause": found.cause}
     return f"event: run.ended\ndata: {json.dumps(said)}\n\n".encode()
-
-
-def _event(event: RunEvent) -> bytes:
-    data = msgspec.json.encode({"at_s": event.at_s, **event.data})
-    return b"id: %s\nevent: %s\ndata: %s\n\n" % (event.id.encode(), event.type.encode(), data)
 
 
 @router.get(
@@ -189,10 +186,12 @@ async def logs(
 
 async def _lines(state: ServerState, run: str, follower: LogFollower, *, follow: bool) -> AsyncIterator[bytes]:
     yield b": hello\n\n"
-    quiet_s, interval_s = 0.0, state.settings.feed_interval_s
+    quiet_s, interval_s, seen = 0.0, state.settings.feed_interval_s, None
     while True:
-        over = not follow or await asyncio.to_thread(_ended, state, run)
-        lines = await asyncio.to_thread(follower.read)
+        over = not follow or await _ended(state, run)
+        size = await state.looks.at((run, follower.name), follower.size)
+        lines = [] if size == seen and not over else await asyncio.to_thread(follower.read)
+        seen = None if lines else size
         if lines:
             quiet_s = 0.0
             yield b"".join(

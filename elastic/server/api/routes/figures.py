@@ -6,9 +6,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from elastic.protocol.api import HostedRun
 from elastic.server.api.routes.common import RunDep, StateDep
-from elastic.server.api.routes.events import Follow, stream_rules, streamed
+from elastic.server.api.routes.events import Follow, look_at, stream_rules, streamed
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.routes.runs import RunId
 from elastic.server.api.state import ServerState
@@ -31,7 +30,8 @@ async def figures(run: RunId, request: Request, found: RunDep, state: StateDep, 
 async def _changes(state: ServerState, run: str, *, follow: bool) -> AsyncIterator[bytes]:
     last, quiet_s, interval_s = b"", 0.0, state.settings.observe_s
     while True:
-        now = await asyncio.to_thread(_look, state, run)
+        found = await look_at(state, run)
+        now = None if found is None else runs.as_run(found)
         told = b"" if now is None else now.model_dump_json().encode()
         if told != last:
             last, quiet_s = told, 0.0
@@ -45,9 +45,3 @@ async def _changes(state: ServerState, run: str, *, follow: bool) -> AsyncIterat
             yield b": ping\n\n"
         await asyncio.sleep(interval_s)
         quiet_s += interval_s
-
-
-def _look(state: ServerState, run: str) -> HostedRun | None:
-    with state.store.reading() as connection:
-        found = runs.find(connection, run)
-    return None if found is None else runs.as_run(found)

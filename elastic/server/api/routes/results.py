@@ -147,7 +147,7 @@ def checkpoint(run: RunId, checkpoint: CheckpointId, request: Request, found: Ru
     except FileNotFoundError:
         raise not_found("checkpoint", checkpoint) from None
     whole = OpenFileResponse(file, f"{run}-{name}")
-    return state.streams.download(request, credentials_of(request), Action.RUNS_READ, found.project, whole)
+    return state.streams.while_admitted(request, credentials_of(request), Action.RUNS_READ, found.project, whole)
 
 
 class OpenFileResponse(FileResponse):

@@ -131,7 +131,7 @@ def fetch(upload: UploadId, digest: Digest, request: Request, caller: CallerDep,
     if not path.is_file():
         raise not_found("file", digest)
     whole = FileResponse(path, media_type="application/octet-stream", filename=file.path.rpartition("/")[2])
-    return state.streams.download(request, credentials_of(request), Action.UPLOADS_READ, row["project"], whole)
+    return state.streams.while_admitted(request, credentials_of(request), Action.UPLOADS_READ, row["project"], whole)
 
 
 @router.delete("/{upload}", status_code=204, **rules(Action.UPLOADS_WRITE, "not-found", "upload-in-use"))
