@@ -9,6 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 START_TIMEOUT_S = 60.0
+SERVER = """
+import sys
+from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import run_simple
+answering = DomainDispatcherApplication(create_backend_app)
+run_simple("127.0.0.1", int(sys.argv[1]), answering, request_handler=MotoRequestHandler)
+"""
+"""It answers one request at a time: in threads, moto looks whether an object is there and writes it in two steps."""
 
 
 @contextmanager
@@ -17,8 +25,8 @@ def moto_server(**environment: str) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-p", str(port)],
-        env=os.environ | environment,
+        [sys.executable, "-c", SERVER, str(port)],
+        env=os.environ | {"MOTO_PORT": str(port)} | environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

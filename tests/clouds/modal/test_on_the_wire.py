@@ -57,7 +57,7 @@ async def test_a_rollout_worker_has_its_gpus_cores_memory_place_and_time(platfor
     assert (resources["gpuConfig"]["gpuType"], resources["gpuConfig"]["count"]) == ("H100", 2)
     assert options["schedulerPlacement"]["regions"] == ["us-east"]
     assert options["timeoutSecs"] == 121
-    (container,) = platform.running()
+    (container,) = (one for one in platform.running() if one["gpus"] == 2)
     assert container["usd_per_s"] == pytest.approx(2 * 0.001097 + 4 * 0.0000131 + 16 * 0.00000222)
 
 
