@@ -7,16 +7,16 @@ processes behind the doors have logged meanwhile.
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _hosted import CONFIG, HostedSite
+from _hosted import CONFIG, HostedSite, forks
 from _http_load import request
 
 from elastic.compose.relay import weights_relay
@@ -52,9 +52,27 @@ class Crowd(NamedTuple):
     pause_s: float = 0.0
 
 
-def crowds(duration_s: float, run_doors: Sequence[OpenPort]) -> dict[str, Any]:
-    """Return the figures of each crowd: at an API and a relay of their own, and at the doors of a run and the API."""
-    found: dict[str, Any] = {}
+@dataclass(frozen=True)
+class CrowdArm:
+    """A crowd, and the doors that it comes to."""
+
+    crowd: Crowd
+    doors: Sequence[OpenPort]
+
+    def measured(self, duration_s: float, more_doors: Sequence[OpenPort] = ()) -> dict[str, Any]:
+        """Return the figures of others who ask at these doors while the crowd is there."""
+        doors = [*self.doors, *more_doors]
+        logs = {door.log for door in doors}
+        logged = sum(log.stat().st_size for log in logs)
+        with attackers(_come, {(self.crowd, door.port) for door in doors}):
+            time.sleep(GATHERS_S)
+            took_s = asyncio.run(asked_for([lambda door=door: _ask(door) for door in doors], duration_s))
+        return figures(took_s, sum(log.stat().st_size for log in logs) - logged)
+
+
+@contextlib.contextmanager
+def crowds() -> Iterator[dict[str, CrowdArm]]:
+    """An API and a relay of their own, and crowds at these."""
     with HostedSite.up(JOB_S, JOB_S, EVENT_EVERY_S) as site, _relay() as (relay, worker_token):
         with Client(site.url, site.secret) as client:
             project = client.create_project("crowd").id
@@ -68,29 +86,17 @@ def crowds(duration_s: float, run_doors: Sequence[OpenPort]) -> dict[str, Any]:
         at = f"host: {HERE}:{relay.port}\r\nauthorization: Bearer {worker_token}"
         put = _slow(f"PUT /blobs/requests/crowd HTTP/1.1\r\n{at}", 200)
         stream = request(f"/v1/runs/{run}/events", host, viewer)
-        arms = {
-            "slow_posts_300": (Crowd(300, post, b" ", EVERY_S), api),
-            "streams_300": (Crowd(300, stream, pause_s=EVERY_S), api),
-            "relay_puts_300": (Crowd(300, put, b"xx", EVERY_S), [relay]),
-            "redial_1500": (Crowd(1500), [*api, *run_doors]),
+        yield {
+            "slow_posts_300": CrowdArm(Crowd(300, post, b" ", EVERY_S), api),
+            "streams_300": CrowdArm(Crowd(300, stream, pause_s=EVERY_S), api),
+            "relay_puts_300": CrowdArm(Crowd(300, put, b"xx", EVERY_S), [relay]),
+            "redial_1500": CrowdArm(Crowd(1500), api),
         }
-        for name, (crowd, doors) in arms.items():
-            found[name] = _measured(crowd, doors, duration_s)
-    return found
 
 
 def _slow(head: str, body_bytes: int) -> bytes:
     """The head of a request whose body is still to come."""
     return f"{head}\r\ncontent-length: {body_bytes}\r\n\r\n".encode()
-
-
-def _measured(crowd: Crowd, doors: Sequence[OpenPort], duration_s: float) -> dict[str, Any]:
-    logs = {door.log for door in doors}
-    logged = sum(log.stat().st_size for log in logs)
-    with attackers("spawn", _come, {(crowd, door.port) for door in doors}):
-        time.sleep(GATHERS_S)
-        took_s = asyncio.run(asked_for([lambda door=door: _ask(door) for door in doors], duration_s))
-    return figures(took_s, sum(log.stat().st_size for log in logs) - logged)
 
 
 async def asked_for(asks: Sequence[Callable[[], Awaitable[float]]], duration_s: float) -> list[float]:
@@ -126,10 +132,9 @@ async def _ask(door: OpenPort) -> float:
 
 
 @contextlib.contextmanager
-def attackers(how: str, attack: Callable[..., None], orders: Iterable[tuple[Any, ...]]) -> Iterator[None]:
-    """A process for each order, started as `how` says, and killed at the context's end."""
-    context = multiprocessing.get_context(how)
-    processes = [context.Process(target=attack, args=order, daemon=True) for order in orders]  # type: ignore[attr-defined]
+def attackers(attack: Callable[..., None], orders: Iterable[tuple[Any, ...]]) -> Iterator[None]:
+    """A process for each order, killed at the context's end."""
+    processes = [forks().Process(target=attack, args=order, daemon=True) for order in orders]
     for process in processes:
         process.start()
     try:
@@ -176,8 +181,7 @@ async def _stay(crowd: Crowd, port: int) -> None:
 @contextlib.contextmanager
 def _relay() -> Iterator[tuple[OpenPort, str]]:
     """A run's relay in a process of its own, and a worker's token."""
-    context = multiprocessing.get_context("spawn")
-    rights = RelayRights()
+    context, rights = forks(), RelayRights()
     with tempfile.TemporaryDirectory() as directory:
         here, there = context.Pipe()
         process = context.Process(target=_serve_relay, args=(directory, rights.owner, there), daemon=True)

@@ -159,7 +159,7 @@ class HostedSite:
 
     def start(self, part: Part) -> None:
         arguments = (part, self.home, self.database, self.port, self.job, self.log(part))
-        self.processes[part] = process = _forks().Process(target=_main, args=arguments)
+        self.processes[part] = process = forks().Process(target=_main, args=arguments)
         process.start()
 
     def kill(self, part: Part) -> None:
@@ -210,10 +210,12 @@ def _settings(home: Path, database: str, job: Path) -> ServerSettings:
 
 
 @functools.cache
-def _forks() -> ForkServerContext:
+def forks() -> ForkServerContext:
+    """A context of processes that begin with what servers and crowds need imported."""
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{HERE}"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["elastic.system.logs", "elastic.server.serving", "alembic.command", "psycopg"])
+    servers = ["elastic.system.logs", "elastic.server.serving", "alembic.command", "psycopg"]
+    context.set_forkserver_preload([*servers, "_crowds"])
     return context
 
 

@@ -301,6 +301,7 @@ class RunBeside:
     """A run of one honest worker, with a liar beside it or alone."""
 
     steps_per_s: float
+    """From the end of the first step on: how long the trainer takes to begin is none of the liar's doing."""
     journal_bytes: int
     turns_of_liar: int
     named: list[str]
@@ -340,7 +341,7 @@ async def play_beside(arm: str, steps: int, token_s: float) -> RunBeside:
             ends_ns = [row.t_ns for row in history.rows(StepRow)]
             named = [str(refused) for refused in refused_of(history) if refused.worker.startswith(LIAR)]
         size_bytes = sum(path.stat().st_size for path in kept.path.glob("journal*.sqlite*"))
-    steps_per_s = len(ends_ns) / ends_ns[-1] * 1e9 if ends_ns else 0.0
+    steps_per_s = (len(ends_ns) - 1) / (ends_ns[-1] - ends_ns[0]) * 1e9 if len(ends_ns) > 1 else 0.0
     blamed = {reason for reason in fenced if not reason.startswith(("its lease", "released"))}
     return RunBeside(steps_per_s, size_bytes, turns, named, len(blamed), failed)
 

@@ -6,7 +6,6 @@ long that took (their distance included), `log_mb` what it has logged meanwhile.
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import socket
 import sys
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import _common  # noqa: F401  (the path)
-from _crowds import ELSEWHERE, PATIENCE_S, asked_for, figures, log_here
+from _crowds import ELSEWHERE, GATHERS_S, PATIENCE_S, asked_for, attackers, figures, log_here
+from _hosted import forks
 
 from elastic.protocol import tls, wire
 from elastic.protocol.endpoint import Address
@@ -82,21 +82,13 @@ async def _ask(port: int) -> float:
 
 
 def tls_evictions(duration_s: float) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
-        here, there = context.Pipe()
-        gateway = context.Process(target=_serve, args=(directory, there), daemon=True)
-        gateway.start()
-        port = Address.parse(here.recv()).port
-        crowd = context.Process(target=_crowd, args=(port,), daemon=True)
-        crowd.start()
-        try:
-            time.sleep(1.0)
-            took_s = asyncio.run(asked_for([lambda: _ask(port)], duration_s))
-        finally:
-            for process in (crowd, gateway):
-                process.kill()
-                process.join()
+        here, there = forks().Pipe()
+        with attackers(_serve, [(directory, there)]):
+            port = Address.parse(here.recv()).port
+            with attackers(_crowd, [(port,)]):
+                time.sleep(GATHERS_S)
+                took_s = asyncio.run(asked_for([lambda: _ask(port)], duration_s))
         return figures(took_s, Path(directory, "log").stat().st_size)
 
 
