@@ -7,7 +7,7 @@ import asyncio
 import bisect
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from pathlib import Path
 
 import structlog
@@ -16,6 +16,7 @@ from elastic.protocol.api import RunEvent
 from elastic.runtime.journal import JournalError
 from elastic.server.history.events import EventBatch, EventLog, Position, as_sent
 from elastic.server.history.journals import Version, version_of
+from elastic.server.history.looks import Found, SharedLooks
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 
 log = structlog.get_logger(__name__)
@@ -42,6 +43,7 @@ class RunFeed:
         """Nothing more will come."""
         self._interval_s = interval_s
         self._ended = ended
+        self._reads = SharedLooks(0.0)
         self._positions: list[Position] = []
         self._told: list[bytes] = []
         """The events at these, as streams send them."""
@@ -88,8 +90,7 @@ class RunFeed:
         if self._floor is not None and position >= self._floor:
             begin = bisect.bisect_right(self._positions, position)
             return b"".join(self._told[begin:]), self._positions[-1] if self._positions[begin:] else position, True
-        batch = await self._reading(lambda: self.log.read(position))
-        return b"".join(as_sent(event) for _, event in batch.events), batch.position, batch.whole
+        return await self._reading(lambda: self._read_behind(position), position)
 
     async def changed_behind(self, position: Position, timeout_s: float) -> bool:
         """Wait until there is an event behind the position or the run is over; at most `timeout_s`."""
@@ -115,6 +116,10 @@ class RunFeed:
             if number % WOKEN_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
+    def _read_behind(self, position: Position) -> tuple[bytes, Position, bool]:
+        batch = self.log.read(position)
+        return b"".join(as_sent(event) for _, event in batch.events), batch.position, batch.whole
+
     def _look(self, position: Position, known: Version | None) -> tuple[EventBatch, Version | None]:
         """Return the new events behind a position, and the version of the journals they belong to. Reads only if the
         version is not `known`."""
@@ -131,11 +136,11 @@ class RunFeed:
             self._floor = self._positions[excess - 1]
             del self._positions[:excess], self._told[:excess]
 
-    async def _reading(self, read):
-        """Call `read` in a thread. Retries while the journal cannot be read."""
+    async def _reading(self, read: Callable[[], Found], key: Hashable = None) -> Found:
+        """Call `read` in a thread, once for all that read by the same key. Retries while the journal cannot be read."""
         while True:
             try:
-                return await asyncio.to_thread(read)
+                return await self._reads.at(key or read, read)
             except (JournalError, OSError) as error:
                 log.warning("a journal cannot be read now", error=str(error))
                 await asyncio.sleep(10 * self._interval_s)
