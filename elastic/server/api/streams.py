@@ -44,8 +44,9 @@ class _WatchedResponse(Response):
         self._whole, self._watched = whole, watched
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as sending:
+            async with sending:
                 with self._watched(sending):
                     await self._whole(scope, receive, send)
         except TimeoutError:
