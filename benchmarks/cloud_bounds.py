@@ -136,7 +136,7 @@ class BoundedRun:
         return all(market.usd_now(pool) >= self.aws.books.prices.at(*pool, time.time()) for pool in market.pools())
 
     def rented(self) -> list[Any]:
-        return [one for one in self.aws.books.rented.values() if one.tags.get("elastic:run") == self.provider._api.run]
+        return [one for one in self.aws.books.rented.values() if one.tags.get("elastic:run") == self.provider.api.run]
 
     def living(self) -> int:
         return sum(one.lives for one in self.rented())
@@ -252,7 +252,7 @@ async def ending(run: BoundedRun, aws: Any, secrets: int) -> None:
 
     await run.start()
     await asyncio.gather(
-        *(asyncio.to_thread(run.provider._api.put_secret, f"former-{number}", "token") for number in range(secrets))
+        *(asyncio.to_thread(run.provider.api.put_secret, f"former-{number}", "token") for number in range(secrets))
     )
     aws.proxy.hold = lose
     await run.acquire()
@@ -288,7 +288,7 @@ async def measure(quick: bool) -> dict[str, Any]:
         lost = asyncio.create_task(ending(secrets, aws, QUICK_SECRETS if quick else FULL_SECRETS))
         await asyncio.gather(lost, double(), *(capped(run, doubled, hold=not quick) for run in runs))
         await asyncio.sleep(UNSEEN_S)
-        listed = await asyncio.to_thread(secrets.provider._api.secrets)
+        listed = await asyncio.to_thread(secrets.provider.api.secrets)
         return {
             "usd_over_max": max(0.0, runs[0].bill_usd() - usd_max),
             "usd_over_max_after_restart": max(0.0, runs[1].bill_usd() - usd_max),

@@ -202,12 +202,17 @@ class BaseProvider(Generic[SettingsT]):
             task.cancel()
         for lease in self._leases:
             self.end(lease, LeaseEnding(EndCause.RELEASED, "the provider is closing"))
-        if tasks := self._background | self._lease_tasks:
+        if tasks := self.tasks:
             await asyncio.wait(tasks)
         try:
             return await self.end_left_over()
         finally:
             self._sink = None
+
+    @property
+    def tasks(self) -> set[asyncio.Task[None]]:
+        """All that is under way. If somebody cancels them, what the provider holds stays, as when its process dies."""
+        return self._background | self._lease_tasks
 
     # What an adapter can use
 

@@ -128,7 +128,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         super().__init__(self._ec2, context)
         self._ec2.spent_usd = lambda: context.spent_usd(name)
         self._ec2.now_s = self._now_s
-        self._api = Ec2Api(settings, context.tag(f"ec2 {name}"), name)
+        self.api = Ec2Api(settings, context.tag(f"ec2 {name}"), name)
         self._held: dict[LeaseId, _Leased] = {}
         self._ordering: set[LeaseId] = set()
         self._unsettled: dict[LeaseId, float] = {}
@@ -167,14 +167,14 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         self._used = True
         self._ec2.history = await asyncio.to_thread(self._past.pools)
         try:
-            await self._call(self._api.check)
+            await self._call(self.api.check)
             self._may_be_left = True
             self._template_since_s = time.monotonic()
-            await self._call(self._api.make_template)
-            self._ec2.priced(await self._call(self._api.prices))
+            await self._call(self.api.make_template)
+            self._ec2.priced(await self._call(self.api.prices))
         except (Ec2Error, TimeoutError) as error:
             raise self._unavailable(error) from error
-        self._ec2.scores = await self._call(self._api.scores)
+        self._ec2.scores = await self._call(self.api.scores)
         if not self._ec2.pools():
             raise ProviderUnavailable(f"{self.name}: {self._ec2.why_nothing()}; see providers.{self.name}.zones")
         tuple(self._ec2.advance(self.context.now_ns()))
@@ -195,7 +195,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         (ticket,) = request.tickets
         lease, s = request.lease, self.settings
         environment = worker_environment(self.context, ticket)
-        secret = self._api.secret_name(lease) if s.secret_prefix else ""
+        secret = self.api.secret_name(lease) if s.secret_prefix else ""
         try:
             script = user_data(
                 environment, s.install, s.max_life_s, install_s=s.install_s, secret=secret, region=s.region
@@ -212,7 +212,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         try:
             if secret:
                 self._secrets[lease] = time.monotonic()
-                await self._call(self._api.put_secret, lease, ticket.token)
+                await self._call(self.api.put_secret, lease, ticket.token)
             launch = await self._order(lease, pools, script)
         except NoAccess as error:
             self._ec2.closed = str(error)
@@ -231,7 +231,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             await self._delete_secret(lease)
             told = {f"{r.pool}: {r.code} ({r.message})" for r in launch.refusals}
             tried = "; ".join(sorted({*told, *self._ec2.waits()})) or "EC2 gave no reason"
-            raise CapacityUnavailable(f"{self.name}: {self._api.where} launched nothing: {tried}")
+            raise CapacityUnavailable(f"{self.name}: {self.api.where} launched nothing: {tried}")
         self._ec2.launched(launch.pool)
         for refusal in launch.refusals:
             self._passed_over[refusal.pool, refusal.code] += 1
@@ -271,7 +271,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         """Return the run's instances by lease, once EC2 lists each of a lease that was granted so lately that it may be
         missing."""
         while True:
-            there = of_leases(await self._call(self._api.instances))
+            there = of_leases(await self._call(self.api.instances))
             since_ns = self.context.now_ns() - round(UNSEEN_S * NS_PER_S)
             new = [name for name, lease in known.items() if (lease.granted_at_ns or since_ns) > since_ns]
             if there.keys() >= set(new):
@@ -295,7 +295,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         return ", ".join(waits) or super().waits_for
 
     async def aclose(self) -> str:
-        self._api.closed = True
+        self.api.closed = True
         return await super().aclose()
 
     async def end_left_over(self) -> str:
@@ -371,8 +371,8 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         async with asyncio.timeout(self.context.release_timeout_s):
             unknown = True
             while True:
-                unknown = unknown and bool(await self._call(self._api.terminate, [leased.instance]))
-                found = [i for i in await self._call(self._api.instances, leased.lease) if i.id == leased.instance]
+                unknown = unknown and bool(await self._call(self.api.terminate, [leased.instance]))
+                found = [i for i in await self._call(self.api.instances, leased.lease) if i.id == leased.instance]
                 if found and not found[0].lives:
                     return found[0]
                 if not found and leased.settled:
@@ -383,7 +383,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         """Return the instance's cost in USD, by the prices over its whole life."""
         if not instance.taken:
             with contextlib.suppress(Ec2Error, TimeoutError):
-                self._ec2.priced(await self._call(self._api.prices, instance.began_s))
+                self._ec2.priced(await self._call(self.api.prices, instance.began_s))
         ended_s = self._now_s() if instance.ended_s is None else instance.ended_s
         points = self._ec2.prices.get(instance.pool, ())
         return bill_usd(instance.began_s, ended_s, points, interrupted=instance.taken)
@@ -392,13 +392,13 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         """Order one instance, and repeat the order until EC2 answers. The lease's time limit cancels the order."""
         while True:
             try:
-                return await self._call(self._api.launch, lease, pools, script, self._usd[lease])
+                return await self._call(self.api.launch, lease, pools, script, self._usd[lease])
             except NoAccess:
                 raise
             except (Ec2Error, TimeoutError) as error:
                 if getattr(error, "code", "") == "IdempotentParameterMismatch":
                     # An earlier process of the run has ordered it otherwise: its order stands.
-                    there = [i for i in await self._call(self._api.instances, lease) if i.lives]
+                    there = [i for i in await self._call(self.api.instances, lease) if i.lives]
                     if there:
                         return Launch(there[0].id, there[0].pool)
                 if isinstance(error, Ec2Error) and error.passing is False:
@@ -463,7 +463,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         while True:
             await asyncio.sleep(self.settings.poll_s)
             try:
-                seen = await self._call(self._api.instances)
+                seen = await self._call(self.api.instances)
             except (Ec2Error, TimeoutError) as error:
                 self._give_up(error)
             else:
@@ -548,10 +548,10 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         while True:
             await asyncio.sleep(min(self.settings.price_s, self._until_repriced_s()))
             with contextlib.suppress(Ec2Error, TimeoutError):  # The prices known stand until the next look.
-                self._ec2.priced(await self._call(self._api.prices))
+                self._ec2.priced(await self._call(self.api.prices))
                 for leased in tuple(self._held.values()):
                     self._tell_price(leased)
-                self._ec2.scores = await self._call(self._api.scores)
+                self._ec2.scores = await self._call(self.api.scores)
             self.announce()
 
     def _until_repriced_s(self) -> float:
@@ -565,10 +565,10 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         told, wait_s = False, min(QUEUE_WAIT_S, int(self.settings.answer_timeout_s / 2))
         while True:
             try:
-                notices = await call(wait_s + self.settings.answer_timeout_s, self._api.notices, wait_s)
+                notices = await call(wait_s + self.settings.answer_timeout_s, self.api.notices, wait_s)
                 ours = [notice for notice in notices if self._on_notice(notice) or self._is_old(notice)]
-                await self._call(self._api.discard, ours)
-                await self._call(self._api.put_back, [one for one in notices if one not in ours], PUT_BACK_S)
+                await self._call(self.api.discard, ours)
+                await self._call(self.api.put_back, [one for one in notices if one not in ours], PUT_BACK_S)
                 told = False
             except (Ec2Error, TimeoutError) as error:
                 if not told:
@@ -611,7 +611,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 self._ec2.running[stray.id] = Running(stray.pool, stray.began_s)
                 log.warning("an instance of no lease is ended", instance=stray.id, lease=stray.lease)
                 self._remark(stray.id, f"{stray.id}, ordered for {stray.lease}, was of no lease and has been ended")
-        await self._call(self._api.terminate, [stray.id for stray in strays])
+        await self._call(self.api.terminate, [stray.id for stray in strays])
 
     async def _settle_strays(self, seen: Sequence[Instance]) -> None:
         """Tell the run what instances of no lease have cost, once they are over."""
@@ -632,7 +632,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     async def _sweep(self) -> None:
         """End instances until EC2 knows of no living one of this run, and no open order can bring one."""
         while True:
-            seen = await self._call(self._api.instances)
+            seen = await self._call(self.api.instances)
             left = self._of_no_lease(seen)
             await self._end_strays(left)
             await self._settle_strays(seen)
@@ -643,7 +643,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _delete_template(self) -> None:
-        while not await self._call(self._api.delete_template):
+        while not await self._call(self.api.delete_template):
             if time.monotonic() - self._template_since_s > SETTLING_S:
                 return
             await asyncio.sleep(LOOK_AGAIN_S)
@@ -655,13 +655,13 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 await self._forget_secret(lease)
 
     async def _forget_secret(self, lease: LeaseId) -> None:
-        known = await self._call(self._api.delete_secret, lease)
+        known = await self._call(self.api.delete_secret, lease)
         if known or time.monotonic() - self._secrets.get(lease, -math.inf) > SETTLING_S:
             self._secrets.pop(lease, None)
 
     async def _delete_secrets(self) -> None:
         """Delete all secrets of this run and provider."""
-        while left := {*await self._call(self._api.secrets), *self._secrets}:
+        while left := {*await self._call(self.api.secrets), *self._secrets}:
             names = sorted(left)
             for first in range(0, len(names), CALLS_AT_ONCE):
                 await asyncio.gather(*map(self._forget_secret, names[first : first + CALLS_AT_ONCE]))
@@ -675,11 +675,11 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
 
     def _told(self, error: Exception) -> str:
         """Return the error's message with this provider's name. An `Ec2Error` has the name already."""
-        return str(error) if isinstance(error, Ec2Error) else f"{self.name}: {self._api.where}: {error}"
+        return str(error) if isinstance(error, Ec2Error) else f"{self.name}: {self.api.where}: {error}"
 
     def _now_s(self) -> float:
         """AWS's clock, in Unix time."""
-        return time.time() + self._api.skew_s
+        return time.time() + self.api.skew_s
 
     @property
     def _offered_usd(self) -> float:
@@ -688,7 +688,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     def _look_command(self) -> str:
         return (
             f"aws ec2 describe-instances --region {self.settings.region} --filters "
-            f"'Name=tag:elastic:run,Values={self._api.run}' 'Name=instance-state-name,Values=pending,running'"
+            f"'Name=tag:elastic:run,Values={self.api.run}' 'Name=instance-state-name,Values=pending,running'"
         )
 
     async def _call(self, function: Callable[..., T], *arguments: Any) -> T:

@@ -34,7 +34,7 @@ class House:
         self.recorder = Recorder()
         self.run = f"run-{time.time_ns()}"
         self._address, self._run_dir = cluster.client_address, run_dir
-        self._providers: list[RayProvider] = []
+        self.providers: list[RayProvider] = []
 
     def provider(self, worker: str = STUB, **settings: Any) -> RayProvider:
         context = ProviderContext(
@@ -48,7 +48,7 @@ class House:
         )
         given = {"address": self._address, "max_workers": 2, "num_gpus": 0, "resources": {"place": 1.0}, **settings}
         provider = RayProvider("ray", RaySettings.model_validate(given), context)
-        self._providers.append(provider)
+        self.providers.append(provider)
         return provider
 
     async def started(self, **settings: Any) -> RayProvider:
@@ -79,7 +79,7 @@ class House:
         return self.recorder.of(LeaseEnded, lease)[0]
 
     async def aclose(self) -> None:
-        for provider in self._providers:
+        for provider in self.providers:
             await provider.aclose()
         assert self.workers() == []
 
@@ -117,7 +117,7 @@ async def test_a_new_process_finds_its_actors_and_ends_the_others(house: House) 
     before = await house.started()
     leases = [await house.grant(before, number) for number in range(2)]
     await house.until("two workers", lambda: len(house.workers()) == 2)
-    for task in (*before._background, *before._lease_tasks):  # as if its process had died
+    for task in before.tasks:  # as if its process had died
         task.cancel()
     before._connection.close()
     after, request = house.provider(), LeaseRequest(lease=leases[0], tickets=(WorkerTicket(f"{leases[0]}/w", "s"),))
@@ -126,7 +126,7 @@ async def test_a_new_process_finds_its_actors_and_ends_the_others(house: House) 
     await after.start(house.recorder.emit)
     await after.release(leases[0])
     await house.ended(leases[0])
-    house._providers.remove(before)
+    house.providers.remove(before)
 
 
 async def test_a_node_that_is_killed_takes_its_own_workers_alone(house: House, cluster: Any) -> None:

@@ -32,8 +32,6 @@ from policies.admission import AdmissionPolicy
 from policies.kvmemory import Budget, MemoryPolicy
 
 STOP_TIMEOUT_S = 10.0
-TRY_AFTER_NS = NS_PER_S
-"""How long rollouts may be kept from the device by what they are thought to cost, before that is tried once."""
 PASS_GROWTH = 4
 """How much longer than the last ones a forward pass of the cost profile may take."""
 
@@ -74,16 +72,21 @@ class CoServing:
         profiles: Path | None = None,
         cpu: int | None = None,
         swapping: Swapping | None = None,
+        try_after_ns: Nanoseconds = NS_PER_S,
     ) -> None:
         """`profiles`: directory of cost profiles; `cpu`: the core that the thread is bound to; `swapping`: only one
-        model at a time has its weights on the device (the stop-and-reload baseline)."""
+        model at a time has its weights on the device (the stop-and-reload baseline); `try_after_ns`: how long rollouts
+        may be kept from the device by what they are thought to cost, before that is tried once."""
         self._admission = admission
-        self._memory = SharedMemory(backend, memory, self._lose_rollout)
+        self.memory = SharedMemory(backend, memory, self._lose_rollout)
+        """The KV memory of both engines."""
         self._stall_timeout_ns = stall_timeout_ns
         self._profiles = profiles
         self._cpu = cpu
         self._swapping = swapping
-        self._changed = threading.Condition()
+        self._try_after_ns = try_after_ns
+        self.changed = threading.Condition()
+        """Who holds it keeps the executor between two steps: what one asks meanwhile is of one moment."""
         self._rollout_failures = 0
         self._usage = UsageMeter(time.monotonic_ns())
         self._activating_ns = 0
@@ -94,9 +97,9 @@ class CoServing:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._rollout: SharedRolloutEngine | None = None
-        self._serving = SharedServingEngine(serving, self._memory.pages, self._memory.serving_lending(), self._changed)
-        self._memory.serving = self._serving
-        self._refuse_too_small(self._serving, self._memory.budget.serving_pages)
+        self._serving = SharedServingEngine(serving, self.memory.pages, self.memory.serving_lending(), self.changed)
+        self.memory.serving = self._serving
+        self._refuse_too_small(self._serving, self.memory.budget.serving_pages)
 
     @property
     def serving(self) -> SharedServingEngine:
@@ -130,30 +133,30 @@ class CoServing:
 
         Raises `ValueError` where the model's KV does not fit, `RuntimeError` while another run has the device.
         """
-        with self._changed:
+        with self.changed:
             if self._thread is None or self._closed:
                 raise RuntimeError("the executor is not running")
             if self._rollout is not None:
                 raise RuntimeError("the device is lent to another run")
             rollout = SharedRolloutEngine(
                 spec,
-                self._memory.pages,
-                self._memory.rollout_lending(),
-                self._changed,
+                self.memory.pages,
+                self.memory.rollout_lending(),
+                self.changed,
                 self._stall_timeout_ns,
-                lambda: self._memory.budget.pages,
+                lambda: self.memory.budget.pages,
                 self.begin_step,
             )
             try:
                 # Less than a whole turn's worth may be left for a while, but more must be possible.
-                self._refuse_too_small(rollout, self._memory.most_rollout_pages)
+                self._refuse_too_small(rollout, self.memory.most_rollout_pages)
             except ValueError:
                 rollout.retire()
                 raise
             rollout.drive(self._thread)
             rollout.expect_pieces_like(self._serving)
             self._rolled_ns = time.monotonic_ns()
-            self._rollout = self._memory.rollout = rollout
+            self._rollout = self.memory.rollout = rollout
             self._usage.lend(True, time.monotonic_ns())
             self.begin_step()
             return rollout
@@ -164,23 +167,23 @@ class CoServing:
         if needed > most_pages:
             raise ValueError(
                 f"the {engine.kind} model does not fit: {tokens} tokens of KV need {needed} pages of "
-                f"{self._memory.pages.page_bytes} bytes, and it may have {most_pages} of {self._memory.usable}"
+                f"{self.memory.pages.page_bytes} bytes, and it may have {most_pages} of {self.memory.usable}"
             )
 
     @property
     def serving_kv_share(self) -> float:
         """The part of the KV memory that serving has mapped."""
-        with self._changed:
-            return self._memory.serving_pages / self._memory.usable
+        with self.changed:
+            return self.memory.serving_pages / self.memory.usable
 
     def begin_step(self) -> None:
         """A new step of the run: the rollout budget is derived anew from serving's recent use."""
-        with self._changed:
-            self._memory.begin_step()
+        with self.changed:
+            self.memory.begin_step()
 
     def statistics(self) -> CoServingStatistics:
-        with self._changed:
-            rollout, memory = self._rollout, self._memory
+        with self.changed:
+            rollout, memory = self._rollout, self.memory
             return CoServingStatistics(
                 budget=memory.budget,
                 serving_pages=memory.serving_pages,
@@ -199,13 +202,13 @@ class CoServing:
 
     def close(self) -> None:
         """End every request of both engines with ABORTED, and the thread. Safe to call twice."""
-        with self._changed:
+        with self.changed:
             self._closed = True
             for engine in self._engines():
                 engine.end()
-            self._changed.notify_all()
+            self.changed.notify_all()
         if self._thread is None:
-            self._memory.pages.close()
+            self.memory.pages.close()
         elif self._thread is not threading.current_thread():
             self._thread.join(STOP_TIMEOUT_S)
 
@@ -223,13 +226,13 @@ class CoServing:
             _log.critical("the co-serving executor failed", trace=traceback.format_exc())
             self._end_all("the co-serving executor failed")
         finally:
-            with self._changed:
+            with self.changed:
                 self._usage.lend(False, time.monotonic_ns())
-            self._memory.pages.close()
+            self.memory.pages.close()
 
     def _next_step(self) -> Step | None:
         """Waits for work and returns it; None at the end."""
-        with self._changed:
+        with self.changed:
             while True:
                 step = self._serving.housekeeping() or self._on_rollout(self._rollout_housekeeping)
                 if step is not None:
@@ -237,12 +240,12 @@ class CoServing:
                 if self._closed:
                     return None
                 now_ns = time.monotonic_ns()
-                self._memory.share(now_ns)
+                self.memory.share(now_ns)
                 if (step := self._decide(now_ns)) is not None:
                     return step
                 for engine in self._engines():
                     engine.charge_idle()
-                self._changed.wait(self._patience_s(now_ns))
+                self.changed.wait(self._patience_s(now_ns))
 
     def _decide(self, now_ns: Nanoseconds) -> Step | None:
         """Serving first; rollouts behind each of its iterations as far as there is slack, and when it rests."""
@@ -276,14 +279,14 @@ class CoServing:
             return None
         # What was slow once could otherwise never be found quick again, nor what is not known yet be measured: the
         # smallest step may go while serving rests, and now and then beside a load that never does.
-        tries = not view.busy or now_ns - self._rolled_ns > TRY_AFTER_NS
-        step = self._admitted_step(rollout, allowance_ns, tries)
+        tries = not view.busy or now_ns - self._rolled_ns > self._try_after_ns
+        step = self.admitted_step(rollout, allowance_ns, tries)
         if step is None:
             return None
         self._rolled_ns = now_ns
         return self._guarded(step)
 
-    def _admitted_step(self, rollout: SharedRolloutEngine, allowance_ns: Nanoseconds, tries: bool) -> Step | None:
+    def admitted_step(self, rollout: SharedRolloutEngine, allowance_ns: Nanoseconds, tries: bool) -> Step | None:
         """The step that the allowance covers; where it covers none and the executor `tries`, the smallest step."""
         if (tries or allowance_ns > rollout.piece_ns) and (step := rollout.loading_step()) is not None:
             return self._activating(rollout, step)
@@ -303,7 +306,7 @@ class CoServing:
         return None
 
     def _detach(self) -> None:
-        self._rollout = self._memory.rollout = None
+        self._rollout = self.memory.rollout = None
         self._usage.lend(False, time.monotonic_ns())
 
     def _timed(self, engine: SharedDeviceEngine, iteration: Iteration) -> Step:
@@ -318,7 +321,7 @@ class CoServing:
 
     def _hand_to(self, user: str | None) -> None:
         """Gives the device to "serving" or "rollout", or takes it from both (None)."""
-        with self._changed:
+        with self.changed:
             self._usage.hand_to(user, time.monotonic_ns())
 
     def _activating(self, rollout: SharedRolloutEngine, piece: Step) -> Step:
@@ -349,7 +352,7 @@ class CoServing:
             try:
                 step()
             except Exception:
-                with self._changed:
+                with self.changed:
                     self._lose_rollout()
 
         return run
@@ -369,13 +372,13 @@ class CoServing:
             rollout.abandon(why)
 
     def _end_all(self, why: str) -> None:
-        with self._changed:
+        with self.changed:
             self._closed = True
             for engine in self._engines():
                 engine.end()
                 engine.fail(why)
                 engine.fail_waiting(RuntimeError(why))
-            self._changed.notify_all()
+            self.changed.notify_all()
         for engine in self._engines():
             engine.emit_outbox()
 

@@ -18,7 +18,6 @@ from elastic.engine.base import ChunkSink, TokenChunk
 from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.coserving.profile import CostModel, CostProfile, Prefill, Shape, write_profile
 from elastic.engine.coserving.profiler import device_name, kept_profile, measuring, model_name, profile_path
-from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.coserving.spec import ModelSpec, PageLending
 from elastic.engine.kv import PagePool
 from elastic.engine.torch.controls import ControlledEngine, EngineControls
@@ -83,7 +82,7 @@ class SharedDeviceEngine(ControlledEngine):
         self.settings = settings = spec.settings.model_copy(update={"kv_blocks": blocks})
         self._device = device = device_named(settings.device)
         self._changed = changed
-        self._runner = runner = PagedRunner(
+        self._runner = runner = spec.runner(
             spec.config, device, spec.dtype, settings.max_context_tokens, self.layout, pool.space(), pool.total
         )
         self.pool = LeasedBlocks(
@@ -112,8 +111,8 @@ class SharedDeviceEngine(ControlledEngine):
         self._retired = False
         self._until_measured: list[Future[None]] = []
         self._piece_ns = 0
-        self._slowest_piece_ns = 0
-        """Of all pieces of weights so far."""
+        self.slowest_piece_ns = 0
+        """How long the slowest piece of weights so far took."""
 
     # Called by anybody.
 
@@ -207,7 +206,7 @@ class SharedDeviceEngine(ControlledEngine):
         """Take the pieces of this model's weights to be as slow, for their size, as the slowest of another one's were:
         none of its own has been measured yet."""
         size_ratio = self._runner.largest_piece_bytes / other._runner.largest_piece_bytes
-        self._piece_ns = ceil(other._slowest_piece_ns * size_ratio)
+        self._piece_ns = ceil(other.slowest_piece_ns * size_ratio)
 
     def measuring_step(self, profiles: Path | None) -> Step:
         """The next forward pass of the cost profile; the profile itself where it is on disk."""
@@ -396,7 +395,7 @@ class SharedDeviceEngine(ControlledEngine):
             with self._changed:
                 self._loading = None
                 loading.fail(error)
-        self._slowest_piece_ns = max(self._slowest_piece_ns, self._note_piece(started_ns))
+        self.slowest_piece_ns = max(self.slowest_piece_ns, self._note_piece(started_ns))
 
     def _note_piece(self, started_ns: Nanoseconds) -> Nanoseconds:
         """How long the piece took."""

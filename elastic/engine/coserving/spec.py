@@ -8,6 +8,7 @@ import torch
 
 from elastic.config import EngineConfig
 from elastic.core.types import Nanoseconds
+from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.kv import KvLayout
 from elastic.engine.model.config import Qwen3Config
 
@@ -18,6 +19,8 @@ class ModelSpec(NamedTuple):
     config: Qwen3Config
     settings: EngineConfig
     dtype: torch.dtype
+    runner: Callable[..., PagedRunner] = PagedRunner
+    """Makes what computes on the device, of `PagedRunner`'s arguments."""
 
     def layout(self, page_bytes: int) -> KvLayout:
         config = self.config

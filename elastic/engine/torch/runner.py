@@ -33,12 +33,8 @@ from elastic.weights.source import WeightChanges
 ROW_TILE = 8
 QUERY_TILE = 4
 SHORTEST_CONTEXT = 128
-PATCH_SHARE = 1 / 25
-"""On the CPU, writing this share of the weights here and there takes as long as copying all of them in a row."""
 MASKED = -1e30
 """Finite, so that a padded query row stays finite; its exponential is exactly zero."""
-PATCH_PIECE = 1 << 18
-"""Elements of a patch that are written in one piece."""
 
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _ALONE = ("input_layernorm", "self_attn.o_proj", "post_attention_layernorm", "mlp.down_proj")
@@ -101,6 +97,11 @@ def dtype_on(device: torch.device) -> torch.dtype:
 
 class Runner:
     """Holds the weights and the KV cache of one device. Used by one thread, inside `torch.inference_mode`."""
+
+    patch_share = 1 / 25
+    """On the CPU, writing this share of the weights here and there takes as long as copying all of them in a row."""
+    patch_piece = 1 << 18
+    """Elements of a patch that are written in one piece."""
 
     def __init__(
         self, config: Qwen3Config, device: torch.device, max_context: int, kv_blocks: int, block_tokens: int
@@ -168,7 +169,7 @@ class Runner:
             values = values.to(self._patches_wait_on, self._dtype).repeat(len(offsets))
             writes.append((table, where.to(self._patches_wait_on), values))
         written = sum(len(values) for _, _, values in writes)
-        if self._device.type == "cpu" and written > PATCH_SHARE * sum(map(prod, self._shapes.values())):
+        if self._device.type == "cpu" and written > self.patch_share * sum(map(prod, self._shapes.values())):
             return None
         return Patch(changes.base, writes)
 
@@ -181,10 +182,10 @@ class Runner:
         written = 0
         for name, where, values in patch.writes:
             table = self._tables[name].view(-1)
-            for places, new in zip(where.split(PATCH_PIECE), values.split(PATCH_PIECE), strict=True):
+            for places, new in zip(where.split(self.patch_piece), values.split(self.patch_piece), strict=True):
                 table.index_copy_(0, places.to(self._device), new.to(self._device))
                 written += len(places)
-                if written >= PATCH_PIECE:
+                if written >= self.patch_piece:
                     written = 0
                     yield
 
@@ -209,6 +210,11 @@ class Runner:
     @property
     def loaded(self) -> bool:
         return bool(self._layers)
+
+    @property
+    def tables(self) -> Mapping[str, Tensor]:
+        """The weights as they lie on the device, by name; none while they are not there."""
+        return self._tables
 
     @property
     def weight_bytes(self) -> int:

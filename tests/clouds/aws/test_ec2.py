@@ -59,7 +59,7 @@ class House:
         self.began_ns = time.monotonic_ns()
         self.notes: dict[str, str] = {}
         self.calls_before = aws.proxy.calls.copy()
-        self._providers: list[Ec2Provider] = []
+        self.providers: list[Ec2Provider] = []
 
     def provider(self, worker: str = "", spent_usd: float = 0.0, **settings: Any) -> Ec2Provider:
         context = context_of(f"run-{os.getpid()}-{self._run_dir.name}", self._run_dir, self.began_ns)
@@ -72,7 +72,7 @@ class House:
         )
         given = self.aws.settings(**{"max_workers": 3, **settings})
         made = Ec2Provider("ec2", Ec2Settings.model_validate(given), context)
-        self._providers.append(made)
+        self.providers.append(made)
         return made
 
     async def started(self, **settings: Any) -> Ec2Provider:
@@ -110,7 +110,7 @@ class House:
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
-        for provider in self._providers:
+        for provider in self.providers:
             await provider.aclose()
 
 
@@ -157,7 +157,7 @@ async def test_what_was_passed_over_is_remarked_though_another_pool_had_it(house
     house.aws.books.capacity = {A: 0, B: 3}
     provider = await house.started(retry_s=0.05)
     for number in (1, 2):
-        await house.until(lambda: A in {tuple(pool) for pool in provider._ec2.usable()})
+        await house.until(lambda: A in {tuple(pool) for pool in provider.market.usable()})
         await house.grant(provider, number)
     (words,) = [text for key, text in house.notes.items() if key.startswith("remark: ec2: ")]
     assert "g5.xlarge in us-east-1a was passed over 2 times: InsufficientInstanceCapacity" in words
@@ -194,7 +194,7 @@ async def test_where_no_instance_joins_nothing_is_offered_for_longer_each_time(h
     lease = await house.grant(provider, 3)
     await provider.release(lease)
     await house.recorder.ended(lease)
-    assert provider._ec2.failures == {}
+    assert provider.market.failures == {}
 
 
 async def test_a_notice_without_an_end_ends_the_lease_as_it_says(house: House) -> None:
@@ -244,7 +244,7 @@ async def template(house: House, *behaviours: str) -> str:
 
 async def test_interruptions_are_known_to_the_next_run(house: House) -> None:
     provider = await house.started()
-    pools = [str(pool) for pool in provider._ec2.usable()]
+    pools = [str(pool) for pool in provider.market.usable()]
     assert pools == ["g5.xlarge in us-east-1a", "g5.xlarge in us-east-1b"]
     lease = await house.grant(provider)
     (one,) = house.aws.living()
@@ -254,8 +254,8 @@ async def test_interruptions_are_known_to_the_next_run(house: House) -> None:
     next_run = house.of_another_run()
     later = await next_run.started(boot_s=60.0)
     assert one.ended_s is not None
-    assert later._ec2.expected_life_s() == pytest.approx(one.ended_s - one.began_s)
-    assert later._ec2.history.keys() == {one.pool}
+    assert later.market.expected_life_s() == pytest.approx(one.ended_s - one.began_s)
+    assert later.market.history.keys() == {one.pool}
     await next_run.close()
 
 
@@ -344,8 +344,8 @@ async def test_the_next_process_takes_over_what_was_ordered_and_ends_what_nobody
     former = await house.started()
     kept = await house.grant(former, 1)
     await house.grant(former, 2)
-    house._providers.clear()  # As if its process had been killed: nobody closes it.
-    for task in tuple(former._background | former._lease_tasks):
+    house.providers.clear()  # As if its process had been killed: nobody closes it.
+    for task in tuple(former.tasks):
         task.cancel()
     successor, recorder = house.provider(), Recorder()
     known = [
@@ -416,8 +416,8 @@ async def test_the_next_process_waits_for_what_was_granted_and_is_not_listed_yet
     house.aws.proxy.unseen_s = 3.0
     former = await house.started()
     lease = await house.grant(former)
-    house._providers.clear()
-    for task in tuple(former._background | former._lease_tasks):
+    house.providers.clear()
+    for task in tuple(former.tasks):
         task.cancel()
     successor, recorder = house.provider(), Recorder()
     granted_at_ns = former.context.now_ns()
@@ -431,12 +431,12 @@ async def test_the_next_process_waits_for_what_was_granted_and_is_not_listed_yet
 async def test_whatever_is_listed_comes_in_pages(house: House) -> None:
     house.aws.proxy.page = 1
     provider = await house.started(secret_prefix="elastic/", instance_profile="worker", max_workers=4)
-    assert len(provider._ec2.pools()) == 2
+    assert len(provider.market.pools()) == 2
     for number in range(3):
         await house.grant(provider, number)
-    assert len(await asyncio.to_thread(provider._api.instances)) == 3
+    assert len(await asyncio.to_thread(provider.api.instances)) == 3
     for number in range(12):
-        await asyncio.to_thread(provider._api.put_secret, f"of a former process {number}", "token")
+        await asyncio.to_thread(provider.api.put_secret, f"of a former process {number}", "token")
     await provider.aclose()
     secrets = house.aws.client("secretsmanager")
     assert (await asyncio.to_thread(secrets.list_secrets))["SecretList"] == []

@@ -64,7 +64,7 @@ def make_provider(
 
     yield make
     if aws is None:
-        left = [one for provider in made for one in provider._api.instances() if one.lives]
+        left = [one for provider in made for one in provider.api.instances() if one.lives]
     else:
         left = [one for one in aws.living() if one.tags.get("elastic:provider") == "provider"]
     assert left == [], "an orphan, by the cloud's own record"

@@ -38,12 +38,12 @@ time.sleep(600)
 class House:
     def __init__(self, platform: Bench, context: ProviderContext, recorder: Recorder) -> None:
         self.platform, self.context, self.recorder = platform, context, recorder
-        self._providers: list[ModalProvider] = []
+        self.providers: list[ModalProvider] = []
         self.run_name = f"{context.tag('modal provider')}/provider"
 
     def provider(self, **settings: Any) -> ModalProvider:
-        self._providers.append(modal_provider(self.context, **settings))
-        return self._providers[-1]
+        self.providers.append(modal_provider(self.context, **settings))
+        return self.providers[-1]
 
     async def started(self, **settings: Any) -> ModalProvider:
         provider = self.provider(**settings)
@@ -81,12 +81,12 @@ class House:
 
     def die(self, provider: ModalProvider) -> None:
         """As if its process had died."""
-        for task in (*provider._background, *provider._lease_tasks):
+        for task in provider.tasks:
             task.cancel()
-        self._providers.remove(provider)
+        self.providers.remove(provider)
 
     async def aclose(self) -> None:
-        for provider in self._providers:
+        for provider in self.providers:
             await provider.aclose()
         assert self.containers() == []
         assert processes_with(ELASTIC_RUN=self.context.run) == []
@@ -269,7 +269,7 @@ async def test_another_versions_deployment_and_bad_credentials_are_refused_with_
     with pytest.raises(ProviderUnavailable, match=r"does not let us in.*modal token new"):
         await house.started()
     house.platform.refuse_token(False)
-    house._providers.clear()
+    house.providers.clear()
 
 
 async def test_credentials_that_modal_refuses_while_a_run_goes_on_take_no_worker_along(house: House) -> None:

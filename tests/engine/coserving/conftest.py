@@ -12,6 +12,7 @@ from elastic.engine.base import TokenChunk
 from elastic.engine.coserving.executor import CoServing
 from elastic.engine.coserving.memory import SPARE_PAGES
 from elastic.engine.coserving.rollout import SharedRolloutEngine
+from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.backends import mappable_page_bytes, open_backend
 from elastic.engine.kv.slab import SlabBackend
@@ -20,7 +21,7 @@ from elastic.engine.model.checkpoint import model_tensors
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.weights.source import TensorSource
-from policies.admission import NoAdmission
+from policies.admission import AdmissionPolicy, NoAdmission, ServingView
 from policies.kvmemory import PreemptiveMemory
 
 TIMEOUT_S = 30.0
@@ -63,11 +64,60 @@ class Chunks:
         return [token for c in self.all if c.request_id == request_id for token in c.token_ids]
 
 
-class Device:
-    """A shared device under test."""
+class WatchedRunner(PagedRunner):
+    """One whose steps a test looks at, or lets fail: `before[step]` is called first, `piece` being one of weights."""
 
-    def __init__(self, executor: CoServing) -> None:
+    patch_piece = 64
+
+    def __init__(self, *arguments) -> None:
+        self.before: dict[str, Callable[[], object]] = {}
+        super().__init__(*arguments)
+
+    def _step(self, name: str) -> None:
+        self.before.get(name, lambda: None)()
+
+    def forward(self, work):
+        self._step("forward")
+        return super().forward(work)
+
+    def scrub_cache(self, keep: bool) -> None:
+        self._step("scrub_cache")
+        super().scrub_cache(keep)
+
+    def loading(self, tensors):
+        self._step("loading")
+        return self._pieces(super().loading(tensors))
+
+    def applying(self, patch):
+        return self._pieces(super().applying(patch))
+
+    def _pieces(self, pieces):
+        while True:
+            self._step("piece")
+            try:
+                next(pieces)
+            except StopIteration:
+                return
+            yield
+
+
+class SwitchedAdmission:
+    """Admits as `policy` does, which a test changes."""
+
+    def __init__(self, policy: AdmissionPolicy) -> None:
+        self.policy = policy
+
+    def allowance_ns(self, view: ServingView) -> int:
+        return self.policy.allowance_ns(view)
+
+
+class Device:
+    """A shared device under test. `runner` is what computes for rollouts."""
+
+    def __init__(self, executor: CoServing, admission: SwitchedAdmission) -> None:
         self.executor = executor
+        self.admission = admission
+        self.runner: WatchedRunner
         self.served = Chunks()
         self.rolled = Chunks()
         self.executor.start(self.served, weights_of(SERVING, 0))
@@ -76,19 +126,29 @@ class Device:
     def serving(self):
         return self.executor.serving
 
-    def lend(self, version: int = 1, **settings) -> SharedRolloutEngine:
-        rollout = self.executor.attach(rollout_spec(**settings))
+    def attach(self, **settings) -> SharedRolloutEngine:
+        """Lends the device to a run that has brought no weights yet."""
+        rollout = self.executor.attach(rollout_spec(**settings)._replace(runner=self._watched))
         rollout.start(self.rolled)
+        return rollout
+
+    def _watched(self, *arguments) -> WatchedRunner:
+        self.runner = WatchedRunner(*arguments)
+        return self.runner
+
+    def lend(self, version: int = 1, **settings) -> SharedRolloutEngine:
+        rollout = self.attach(**settings)
         rollout.load_version(TensorSource(version, weights_of(ROLLOUT, version)), WeightMode.FINISH)
         return rollout
 
     def check_pages(self) -> None:
         """No page or block is lost or in two places, and the engines stay within their budget."""
         executor = self.executor
-        with executor._changed:
-            executor._memory.pages.check()
-            for engine in executor._engines():
-                engine.pool.check()
+        with executor.changed:
+            executor.memory.pages.check()
+            for engine in (executor.serving, executor.rollout):
+                if engine is not None:
+                    engine.pool.check()
             statistics = executor.statistics()
         assert statistics.serving_pages + statistics.rollout_pages + statistics.free_pages >= statistics.total_pages
         assert statistics.rollout_pages <= statistics.budget.pages
@@ -129,7 +189,9 @@ def make_device(profiles, host_driver):
             backend = open_backend(total, mappable_page_bytes(PAGE_BYTES, on), on)
         # On a loaded host nothing may take so long that it counts as a stall, unless that is the test.
         settings = {"profiles": profiles, "stall_timeout_ns": 60_000_000_000, **settings}
-        devices.append(Device(CoServing(serving or serving_spec(), backend, admission, memory, **settings)))
+        switched = SwitchedAdmission(admission)
+        executor = CoServing(serving or serving_spec(), backend, switched, memory, **settings)
+        devices.append(Device(executor, switched))
         return devices[-1]
 
     yield make

@@ -11,7 +11,8 @@ import torch
 
 from elastic.core.types import Account, FinishReason, WeightMode
 from elastic.engine.base import WeightsMismatch
-from elastic.engine.coserving.profile import CostModel, CostProfile, Grid, Prefill, Shape, write_profile
+from elastic.engine.coserving.profile import CostProfile, Grid, Prefill, Shape, write_profile
+from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.coserving.swapping import Swapping
 from elastic.weights.source import TensorSource, WeightChanges
 from policies.admission import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
@@ -74,7 +75,7 @@ def test_a_gpu_is_shared_like_any_other_device(make_device, turn, spec_of_servin
 def test_rollouts_wait_while_there_is_no_slack_and_stall_to_be_routed_again(make_device, turn):
     device = make_device(admission=NoAdmission(), stall_timeout_ns=300 * MS)
     rollout = device.lend()
-    device.executor._admission = NEVER
+    device.admission.policy = NEVER
     rollout.submit([turn("r")])
     (end,) = device.rolled.finish("r")
     assert end.finish is FinishReason.STALLED
@@ -89,32 +90,30 @@ def test_a_turn_that_new_weights_wait_for_stalls_like_any_other(make_device, tur
     rollout = device.lend()
     rollout.submit([turn("r", max_new_tokens=200)])
     device.rolled.until(lambda: bool(device.rolled.tokens("r")))
-    device.executor._admission = NEVER
+    device.admission.policy = NEVER
     with ThreadPoolExecutor() as threads:
         loading = threads.submit(rollout.load_version, TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
         (end,) = device.rolled.finish("r")
         assert end.finish is FinishReason.STALLED
-        device.executor._admission = NoAdmission()
+        device.admission.policy = NoAdmission()
         loading.result(30)
 
 
-def test_a_turn_whose_new_weights_get_stuck_on_their_way_stalls_too(make_device, turn, rollout_weights, monkeypatch):
+def test_a_turn_whose_new_weights_get_stuck_on_their_way_stalls_too(make_device, turn, rollout_weights):
     device = make_device(stall_timeout_ns=300 * MS)
     rollout = device.lend()
     rollout.submit([turn("r", max_new_tokens=200)])
     device.rolled.until(lambda: bool(device.rolled.tokens("r")))
-    load_piece = rollout._load_piece
 
-    def one_piece() -> None:
-        load_piece()
-        device.executor._admission = NEVER
+    def no_more() -> None:
+        device.admission.policy = NEVER
 
-    monkeypatch.setattr(rollout, "_load_piece", one_piece)
+    device.runner.before["piece"] = no_more
     with ThreadPoolExecutor() as threads:
         loading = threads.submit(rollout.load_version, TensorSource(2, rollout_weights(2)), WeightMode.KEEP)
         assert device.rolled.finish("r")[0].finish is FinishReason.STALLED
-        monkeypatch.setattr(rollout, "_load_piece", load_piece)
-        device.executor._admission = NoAdmission()
+        device.runner.before.clear()
+        device.admission.policy = NoAdmission()
         loading.result(30)
 
 
@@ -153,16 +152,16 @@ def test_admission_sees_all_that_serving_will_do_next_and_what_may_come(make_dev
     """Short prompts share an iteration; a chunk that they leave room in may be filled by the next request."""
     device = make_device(serving=spec_of_serving(prefill_chunk_tokens=64))
     serving = device.serving
-    with device.executor._changed:
+    with device.executor.changed:
         assert serving.view(0).arriving.cost_ns == 0
         serving.submit([turn(f"s{i}", prompt=20) for i in range(2)])
-        serving._table.take()
+        serving.housekeeping()
         view, cost = serving.view(0), serving.costs
         both = Shape([Prefill(0, 20), Prefill(0, 20)])
         assert view.decode_ns == cost.iteration_ns(both) <= sum(q.cost_ns for q in view.queued)
         assert view.arriving.next_ns == cost.prefill_ns(0, 24, 64)
         serving.submit([turn("long", prompt=100)])
-        serving._table.take()
+        serving.housekeeping()
         view = serving.view(0)
         assert view.decode_ns == cost.iteration_ns(Shape([*both.prefills, Prefill(0, 24)]))
         assert view.arriving.cost_ns == sum(q.cost_ns for q in view.queued) > cost.prefill_ns(0, 100, 64)
@@ -175,12 +174,13 @@ def test_a_request_waits_for_a_place_as_well_as_for_its_prefill(make_device, tur
     serving = device.serving
     serving.submit([turn("has the place", prompt=20, max_new_tokens=100)])
     device.served.until(lambda: bool(device.served.tokens("has the place")))
-    with device.executor._changed:
+    with device.executor.changed:
         serving.submit([turn(f"s{i}", prompt=20) for i in range(2)])
-        serving._table.take()
-        left = 100 - serving._scheduler.running[0].position
+        serving.housekeeping()
+        said = len(device.served.tokens("has the place"))
+        left = 100 - said
         first, second = serving.view(0).queued
-        step_ns = serving.costs.iteration_ns(Shape((), 1, serving._scheduler.running[0].computed))
+        step_ns = serving.costs.iteration_ns(Shape((), 1, 20 + said - 1))
         assert first.cost_ns - second.cost_ns == left * step_ns
 
 
@@ -193,14 +193,14 @@ def test_the_next_burst_is_taken_to_be_as_large_as_the_largest_of_late(make_devi
     device.served.finish("first")
 
     def kept_ns() -> int:
-        with device.executor._changed:
-            serving._cost = CostModel(serving.costs.profile)
+        with device.executor.changed:
+            serving.costs.prefill_factor = serving.costs.decode_factor = 1.0
             return serving.view(0).arriving.cost_ns
 
     one_ns = kept_ns()
-    with device.executor._changed:
+    with device.executor.changed:
         serving.submit([turn(f"b{i}", prompt=100, max_new_tokens=1) for i in range(6)])
-        serving._table.take()
+        serving.housekeeping()
         burst_ns = kept_ns()
     assert burst_ns > 5 * one_ns
     device.served.finish(*(f"b{i}" for i in range(6)))
@@ -211,7 +211,7 @@ def test_the_next_burst_is_taken_to_be_as_large_as_the_largest_of_late(make_devi
     assert kept_ns() == one_ns
 
 
-def test_a_burst_takes_the_memory_back_and_the_turns_are_given_back_whole(make_device, turn):
+def test_a_burst_takes_the_memory_back_and_the_turns_are_given_back_whole(make_device, turn, rollout_weights):
     """Serving never waits for memory that rollouts hold; the turns cut lose no token that was emitted."""
     memory = PreemptiveMemory(headroom_share=0.25)
     device = make_device(pages=16, memory=memory, stall_timeout_ns=5_000 * MS)
@@ -236,12 +236,8 @@ def test_a_burst_takes_the_memory_back_and_the_turns_are_given_back_whole(make_d
         assert [chunk.start for chunk in chunks] == [0, *positions[:-1]]
     # Frozen until the next step, which a new version of the policy begins.
     assert device.executor.statistics().budget.pages == statistics.budget.pages
-    rollout.load_version(TensorSource(2, device_weights(rollout)), WeightMode.FINISH)
+    rollout.load_version(TensorSource(2, rollout_weights(1)), WeightMode.FINISH)
     assert not device.executor.statistics().budget.pressure
-
-
-def device_weights(rollout) -> dict[str, torch.Tensor]:
-    return dict(rollout._host)
 
 
 @pytest.mark.parametrize("memory", [PreemptiveMemory(), FineGrainedMemory()], ids=lambda m: type(m).__name__)
@@ -274,8 +270,9 @@ def test_a_page_that_a_decode_lacks_is_counted_from_the_token_before(make_device
 def test_an_idle_host_keeps_its_headroom(make_device, turn):
     """However long serving has rested: its next burst finds it free."""
     device = make_device(pages=16, memory=PreemptiveMemory(headroom_share=0.25))
-    memory = device.executor._memory
-    until(lambda: len(memory._recent) > 20)
+    with device.executor.changed:
+        for _ in range(20):
+            device.executor.memory.share(time.monotonic_ns() + 3600 * 1000 * MS)
     rollout = device.lend()
     assert device.executor.statistics().budget.pages == 12
     rollout.submit([turn(f"r{i}", prompt=150, max_new_tokens=100) for i in range(8)])
@@ -307,30 +304,36 @@ def test_a_profile_of_another_device_is_measured_anew(make_device, turn, tmp_pat
 
 def test_a_slow_piece_of_weights_does_not_keep_the_next_ones_out(make_device, turn, rollout_weights):
     """One hiccup of the host may take longer than any allowance; while serving rests weights still come in."""
-    device = make_device(admission=SloAdmission(slo=LOOSE, longest_ns=5_000 * MS))
+    device = make_device(admission=SloAdmission(slo=LOOSE, longest_ns=20 * MS))
     rollout = device.lend()
-    rollout._piece_ns = 10**15
+    hiccups = iter([0.1])
+    device.runner.before["piece"] = lambda: time.sleep(next(hiccups, 0))
     rollout.load_version(TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
     assert rollout.statistics().weights_version == 2
 
 
 def test_the_first_piece_of_weights_is_taken_to_be_as_slow_as_servings_were(
-    make_device, spec_of_rollouts, rollout_weights
+    make_device, spec_of_serving, rollout_weights
 ):
     """Nothing of the model has been measured yet; a slack that is too short for its pieces must not be spent on one."""
-    device = make_device(admission=NEVER)
+    runners: list[PagedRunner] = []
+
+    def noted(*arguments) -> PagedRunner:
+        runners.append(PagedRunner(*arguments))
+        return runners[-1]
+
+    device = make_device(serving=spec_of_serving()._replace(runner=noted), admission=NEVER)
     executor = device.executor
-    rollout = executor.attach(spec_of_rollouts())
-    rollout.start(device.rolled)
+    rollout = device.attach()
     loading = threading.Thread(target=never_loaded, args=(rollout, rollout_weights(1)))
     loading.start()
-    until(lambda: rollout._controls.orders)
-    slowest_ns = executor.serving._slowest_piece_ns
-    ratio = rollout._runner.largest_piece_bytes / executor.serving._runner.largest_piece_bytes
+    until(lambda: rollout.loading_step() is not None)
+    slowest_ns = executor.serving.slowest_piece_ns
+    ratio = device.runner.largest_piece_bytes / runners[0].largest_piece_bytes
     assert slowest_ns * ratio <= rollout.piece_ns < slowest_ns * ratio + 1
-    with executor._changed:
-        assert executor._admitted_step(rollout, rollout.piece_ns, tries=False) is None
-        assert executor._admitted_step(rollout, rollout.piece_ns + 1, tries=False) is not None
+    with executor.changed:
+        assert executor.admitted_step(rollout, rollout.piece_ns, tries=False) is None
+        assert executor.admitted_step(rollout, rollout.piece_ns + 1, tries=False) is not None
     executor.close()
     loading.join()
 
@@ -342,12 +345,12 @@ def never_loaded(rollout, weights) -> None:
 
 @pytest.mark.parametrize("longest_ms", [0.001, 10_000])
 def test_beside_a_load_that_never_rests_rollouts_are_tried_now_and_then(
-    make_device, turn, spec_of_serving, monkeypatch, longest_ms
+    make_device, turn, spec_of_serving, longest_ms
 ):
     """Else costs that are not known, or thought too high, would never be measured: here any is, or one by far."""
-    monkeypatch.setattr("elastic.engine.coserving.executor.TRY_AFTER_NS", 50 * MS)
     busy = spec_of_serving(pacing={"prefill_tokens_per_s": 1e6, "decode_step_s": {1: 0.02}})
-    device = make_device(serving=busy, admission=SloAdmission(slo=LOOSE, longest_ns=int(longest_ms * MS)))
+    admission = SloAdmission(slo=LOOSE, longest_ns=int(longest_ms * MS))
+    device = make_device(serving=busy, admission=admission, try_after_ns=50 * MS)
     rollout = device.lend()
     rollout.costs.prefill_factor = rollout.costs.decode_factor = 1e9
     device.serving.submit([turn(f"s{i}", max_new_tokens=200) for i in range(3)])
@@ -367,29 +370,18 @@ def test_a_model_is_measured_beside_a_load_that_never_rests(make_device, turn, s
     assert not device.served.end("s0")
 
 
-def test_measuring_costs_is_loading_and_no_pause_of_a_version(
-    make_device, spec_of_rollouts, rollout_weights, monkeypatch
-):
+def test_measuring_costs_is_loading_and_no_pause_of_a_version(make_device, rollout_weights):
     device = make_device(profiles=None)
-    rollout = device.executor.attach(spec_of_rollouts())
-    rollout.start(device.rolled)
-    charged: set[Account] = set()
-    forward = rollout._runner.forward
-
-    def noted(work):
-        charged.update(rollout._controls.meter._costs)
-        return forward(work)
-
-    monkeypatch.setattr(rollout._runner, "forward", noted)
+    rollout = device.attach()
+    accounts: list[dict[Account, int]] = []
+    device.runner.before["forward"] = lambda: accounts.append(dict(rollout.statistics().accounts_ns))
     rollout.load_version(TensorSource(1, rollout_weights(1)), WeightMode.FINISH)
-    assert charged == {Account.LOADING}
+    grown = {account for account, ns in accounts[-1].items() if ns > accounts[0].get(account, 0)}
+    assert grown == {Account.LOADING}
 
 
-def test_of_a_new_version_only_what_changed_is_written_and_piece_by_piece(
-    make_device, turn, rollout_weights, monkeypatch
-):
+def test_of_a_new_version_only_what_changed_is_written_and_piece_by_piece(make_device, turn, rollout_weights):
     """Between two pieces serving may run; what comes of it is the version that everything was loaded of."""
-    monkeypatch.setattr("elastic.engine.torch.runner.PATCH_PIECE", 64)
     patched, loaded = make_device(), make_device()
     rollout, whole = patched.lend(), loaded.lend()
     others, changes = dict(rollout_weights(1)), []
@@ -399,11 +391,12 @@ def test_of_a_new_version_only_what_changed_is_written_and_piece_by_piece(
         others[name] = tensor.reshape(-1).index_copy(0, index, values).view(tensor.shape)
         changes.append((name, index, values))
     pieces: list[int] = []
-    load_piece = rollout._load_piece
-    monkeypatch.setattr(rollout, "_load_piece", lambda: (load_piece(), pieces.append(1)))
-    with monkeypatch.context() as patch:
-        patch.setattr(rollout._runner, "loading", lambda _tensors: pytest.fail("everything is loaded"))
-        rollout.load_version(TensorSource(2, others, WeightChanges(1, changes)), WeightMode.FINISH)
+    patched.runner.before = {
+        "piece": lambda: pieces.append(1),
+        "loading": lambda: pytest.fail("everything is loaded"),
+    }
+    rollout.load_version(TensorSource(2, others, WeightChanges(1, changes)), WeightMode.FINISH)
+    patched.runner.before = {}
     written = sum(len(values) for _, _, values in changes)
     assert written // 128 <= len(pieces) <= written // 64 + 1
     whole.load_version(TensorSource(2, others), WeightMode.FINISH)
@@ -459,12 +452,12 @@ def test_credits_follow_the_budget(make_device):
     rollout = device.lend(max_batch=16, max_pending=4)
     layout = rollout.layout
     assert rollout.statistics().capacity_turns == min(20, 40 * layout.layer_slots // 256)
-    memory = device.executor._memory
+    memory = device.executor.memory
     memory.budget = PreemptiveMemory().observe(memory.budget, 40, 12, 0)
     assert rollout.statistics().capacity_turns == 20 * layout.layer_slots // 256
 
 
-def test_asleep_the_rollout_model_keeps_one_page_and_wakes_from_host_memory(make_device, turn):
+def test_asleep_the_rollout_model_keeps_one_page_and_wakes_from_host_memory(make_device, turn, rollout_weights):
     device = make_device()
     rollout = device.lend()
     request = turn("a", prompt=60)
@@ -476,9 +469,9 @@ def test_asleep_the_rollout_model_keeps_one_page_and_wakes_from_host_memory(make
     assert asleep.rollout_pages == 0
     assert asleep.rollout_bytes <= RESTING_BYTES < awake.rollout_bytes
     assert asleep.free_pages >= awake.free_pages
-    assert rollout._runner.weight_bytes == 0
-    rollout.load_version(TensorSource(2, device_weights(rollout)), WeightMode.FINISH)
-    assert rollout._runner.weight_bytes == 0
+    assert device.runner.weight_bytes == 0
+    rollout.load_version(TensorSource(2, rollout_weights(1)), WeightMode.FINISH)
+    assert device.runner.weight_bytes == 0
     rollout.wake()
     rollout.submit([turn("b", prompt=request.token_ids, noise_seed=request.sampling.noise_seed)])
     device.rolled.finish("b")
@@ -538,10 +531,9 @@ def test_a_serving_model_that_could_wait_for_ever_is_refused(make_device):
         make_device(pages=12, memory=StaticPartition())
 
 
-def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(make_device, turn, spec_of_rollouts, rollout_weights):
+def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(make_device, turn, rollout_weights):
     device = make_device()
-    rollout = device.executor.attach(spec_of_rollouts())
-    rollout.start(device.rolled)
+    rollout = device.attach()
     wrong = rollout_weights(1)
     wrong.pop("model.norm.weight")
     with pytest.raises(WeightsMismatch, match=r"model\.norm\.weight"):
@@ -550,20 +542,19 @@ def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(make_device, tu
     assert device.served.finish("s")[0].finish is FinishReason.LENGTH
 
 
-def test_weights_that_the_device_has_no_room_for_leave_nothing_on_it(make_device, turn, rollout_weights, monkeypatch):
+def test_weights_that_the_device_has_no_room_for_leave_nothing_on_it(make_device, turn, rollout_weights):
     device = make_device()
     rollout = device.lend()
-    load_layer = rollout._runner._load_layer
+    pieces = iter(range(3))
 
-    def no_room(tensors, index):
-        if index:
+    def no_room() -> None:
+        if next(pieces, None) is None:
             raise MemoryError("out of memory")
-        return load_layer(tensors, index)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(rollout._runner, "_load_layer", no_room)
-        with pytest.raises(MemoryError, match="out of memory"):
-            rollout.load_version(TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
+    device.runner.before["piece"] = no_room
+    with pytest.raises(MemoryError, match="out of memory"):
+        rollout.load_version(TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
+    device.runner.before.clear()
     assert device.executor.statistics().rollout_bytes <= RESTING_BYTES
     device.serving.submit([turn("s")])
     assert device.served.finish("s")[0].finish is FinishReason.LENGTH
@@ -572,18 +563,18 @@ def test_weights_that_the_device_has_no_room_for_leave_nothing_on_it(make_device
     assert device.rolled.finish("r")[0].weights_version == 3
 
 
-def test_weights_that_cannot_be_put_in_force_are_none_at_all(make_device, turn, rollout_weights, monkeypatch):
+def test_weights_that_cannot_be_put_in_force_are_none_at_all(make_device, turn, rollout_weights):
     """They lie over the old ones by then, which are not what the version says any more."""
     device = make_device()
     rollout = device.lend()
 
-    def broken(keep: bool) -> None:
+    def broken() -> None:
         raise RuntimeError("the cache cannot be cleared")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(rollout._runner, "scrub_cache", broken)
-        with pytest.raises(RuntimeError, match="cannot be cleared"):
-            rollout.load_version(TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
+    device.runner.before["scrub_cache"] = broken
+    with pytest.raises(RuntimeError, match="cannot be cleared"):
+        rollout.load_version(TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
+    device.runner.before.clear()
     assert rollout.statistics().weights_version is None
     device.serving.submit([turn("s")])
     assert device.served.finish("s")[0].finish is FinishReason.LENGTH
@@ -592,7 +583,7 @@ def test_weights_that_cannot_be_put_in_force_are_none_at_all(make_device, turn, 
     assert device.rolled.finish("r")[0].weights_version == 3
 
 
-def test_serving_survives_a_rollout_engine_that_cannot_even_be_cleared_away(make_device, turn, monkeypatch):
+def test_serving_survives_a_rollout_engine_that_cannot_even_be_cleared_away(make_device, turn):
     device = make_device()
     rollout = device.lend()
     rollout.submit([turn("r", max_new_tokens=200)])
@@ -601,7 +592,7 @@ def test_serving_survives_a_rollout_engine_that_cannot_even_be_cleared_away(make
     def broken() -> int:
         raise RuntimeError("the page table is damaged")
 
-    monkeypatch.setattr(rollout.pool, "trim", broken)
+    rollout.pool.trim = broken
     assert device.rolled.finish("r")[0].finish is FinishReason.ERROR
     until(lambda: device.executor.rollout is None)
     device.serving.submit([turn("s")])
@@ -612,16 +603,29 @@ def test_serving_survives_a_rollout_engine_that_cannot_even_be_cleared_away(make
     assert device.rolled.finish("again")[0].finish is FinishReason.LENGTH
 
 
-def test_what_comes_as_the_executor_fails_is_answered_too(make_device, turn, monkeypatch):
-    device = make_device()
+class FailingMemory:
+    """A memory policy that fails once it has something to do before, which it does first."""
 
-    def failing(now_ns: int) -> None:
-        device.serving.submit([turn("late")])
-        raise RuntimeError("the device fell off the bus")
+    def __init__(self) -> None:
+        self.before_failing = None
+        self._policy = PreemptiveMemory()
 
-    monkeypatch.setattr(device.executor._memory, "share", failing)
-    with device.executor._changed:
-        device.executor._changed.notify_all()
+    def __getattr__(self, name: str):
+        return getattr(self._policy, name)
+
+    def observe(self, *arguments):
+        if self.before_failing is not None:
+            self.before_failing()
+            raise RuntimeError("the device fell off the bus")
+        return self._policy.observe(*arguments)
+
+
+def test_what_comes_as_the_executor_fails_is_answered_too(make_device, turn):
+    memory = FailingMemory()
+    device = make_device(memory=memory)
+    memory.before_failing = lambda: device.serving.submit([turn("late")])
+    with device.executor.changed:
+        device.executor.changed.notify_all()
     assert device.served.finish("late")[0].finish is FinishReason.ERROR
     until(lambda: not device.executor.running)
 
@@ -634,7 +638,7 @@ def test_a_request_longer_than_the_model_ends_alone(make_device, turn):
     assert "prompt too long: 300 tokens; at most 256" in long.detail
 
 
-@pytest.mark.parametrize("where", ["_compute", "next_iteration", "end_stalled"])
+@pytest.mark.parametrize("where", ["forward", "next_iteration", "end_stalled"])
 def test_serving_survives_a_crash_of_the_rollout_engine(make_device, turn, where):
     device = make_device()
     rollout = device.lend()
@@ -642,15 +646,18 @@ def test_serving_survives_a_crash_of_the_rollout_engine(make_device, turn, where
     def crash(*_args):
         raise ZeroDivisionError("a bug")
 
-    part = rollout._iterations if where == "_compute" else rollout
-    setattr(part, where, crash)
+    if where == "forward":
+        device.runner.before["forward"] = crash
+    else:
+        setattr(rollout, where, crash)
     rollout.submit([turn("r")])
     device.serving.submit([turn("s", max_new_tokens=50)])
     (end,) = device.served.finish("s")
     assert (end.finish, len(device.served.tokens("s"))) == (FinishReason.LENGTH, 50)
     if where != "end_stalled":
         assert device.rolled.finish("r")[0].finish is FinishReason.ERROR
-    part.__dict__.pop(where)
+    device.runner.before.clear()
+    rollout.__dict__.pop(where, None)
     rollout.submit([turn("again")])
     assert device.rolled.finish("again")[0].finish is FinishReason.LENGTH
     device.check_pages()
@@ -677,40 +684,37 @@ def test_serving_gets_its_memory_from_a_rollout_engine_that_fails_to_give_it(mak
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the device", "the engine"])
 def test_closing_while_costs_are_measured_keeps_nobody_waiting(
-    make_device, spec_of_rollouts, rollout_weights, whole, monkeypatch
+    make_device, rollout_weights, whole
 ):
     device = make_device(profiles=None)
-    rollout = device.executor.attach(spec_of_rollouts())
-    rollout.start(device.rolled)
-    reached, closing = threading.Event(), threading.Event()
+    rollout = device.attach()
+    reached, closed = threading.Event(), threading.Event()
 
-    def measuring_for_ever(_profiles):
+    def slowly() -> None:
         reached.set()
-        return lambda: closing.wait(0.01)
+        closed.wait(0.1)
 
-    monkeypatch.setattr(rollout, "measuring_step", measuring_for_ever)
+    device.runner.before["forward"] = slowly
     with ThreadPoolExecutor() as threads:
         loading = threads.submit(rollout.load_version, TensorSource(1, rollout_weights(1)), WeightMode.FINISH)
         assert reached.wait(30)
         (device.executor if whole else rollout).close()
+        closed.set()
         with pytest.raises(RuntimeError, match="closed"):
             loading.result(30)
 
 
-def test_costs_that_cannot_be_measured_fail_the_load_and_not_serving(
-    make_device, turn, spec_of_rollouts, rollout_weights, monkeypatch
-):
+def test_costs_that_cannot_be_measured_fail_the_load_and_not_serving(make_device, turn, rollout_weights):
     device = make_device(profiles=None)
-    rollout = device.executor.attach(spec_of_rollouts())
-    rollout.start(device.rolled)
+    rollout = device.attach()
 
-    def out_of_memory(*_args):
+    def out_of_memory() -> None:
         raise MemoryError
 
-    with monkeypatch.context() as patch:
-        patch.setattr(rollout._runner, "forward", out_of_memory)
-        with pytest.raises(RuntimeError, match="rollout engine"):
-            rollout.load_version(TensorSource(1, rollout_weights(1)), WeightMode.FINISH)
+    device.runner.before["forward"] = out_of_memory
+    with pytest.raises(RuntimeError, match="rollout engine"):
+        rollout.load_version(TensorSource(1, rollout_weights(1)), WeightMode.FINISH)
+    device.runner.before.clear()
     device.serving.submit([turn("s")])
     assert device.served.finish("s")[0].finish is FinishReason.LENGTH
     assert device.executor.statistics().rollout_failures == 1

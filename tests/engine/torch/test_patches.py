@@ -57,15 +57,14 @@ def test_a_patch_is_the_whole_load_bit_for_bit(tied: bool, share: float, seed: i
     others, changes = moved(tensors, share, seed)
     patched, loaded = runner(config), runner(config)
     patched.load(tensors)
-    with pytest.MonkeyPatch.context() as anyway:
-        anyway.setattr("elastic.engine.torch.runner.PATCH_SHARE", 9)
-        patch = patched.patch_of(WeightChanges(1, changes))
+    patched.patch_share = 9  # however much of it
+    patch = patched.patch_of(WeightChanges(1, changes))
     assert patch is not None
     patched.apply(patch)
     loaded.load(others)
-    assert patched._tables.keys() == loaded._tables.keys()
-    for name, table in loaded._tables.items():
-        assert torch.equal(patched._tables[name], table), name
+    assert patched.tables.keys() == loaded.tables.keys()
+    for name, table in loaded.tables.items():
+        assert torch.equal(patched.tables[name], table), name
 
 
 @pytest.mark.parametrize("mode", list(WeightMode))
