@@ -97,13 +97,13 @@ class Balancer:
         run, policy = self._run, self._run.policies.balancing
         if policy is None or run.turns.head() is not None:
             return
-        for move in policy.moves(self._loads(), run.profiles):
+        for move in policy.moves(self.loads(), run.profiles):
             turn = run.turns.live[move.turn]
             may_go = not turn.avoids(move.to, run.now_ns)
             if may_go and run.fleet.with_room(move.to, turn.oldest_version) is not None:
                 self._turns.transfer(turn, move.to)
 
-    def _loads(self) -> list[WorkerLoad]:
+    def loads(self) -> list[WorkerLoad]:
         """Return the ready workers with the most and with the least work of each kind, in the fleet's order."""
         alike: dict[tuple[int, int, WorkerKind], list[Worker]] = {}
         arriving = Counter(turn.destination for turn in self._run.turns.moving.values())

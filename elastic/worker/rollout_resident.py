@@ -133,7 +133,7 @@ class KeptEngine:
         self._make = make
         self._changing = threading.Lock()
         """Held while the engine is built, parked or resumed."""
-        self._engine: RolloutEngine | None = None
+        self.engine: RolloutEngine | None = None
         self._asked: tuple[Any, ...] = ()
         self._lent: LentEngine | None = None
         self.source: RelaySource | None = None
@@ -143,30 +143,30 @@ class KeptEngine:
         """Return the engine that the orchestrator asks for: the kept one if it fits, else a new one. Blocks."""
         with self._changing:
             asked = welcome.model, welcome.engine
-            if self._engine is None or asked != self._asked:
+            if self.engine is None or asked != self._asked:
                 self._close()
                 engine = self._make(welcome)
                 engine.start(self._hear)
-                self._engine, self._asked = engine, asked
-            self._lent = LentEngine(self._engine, self._order)
+                self.engine, self._asked = engine, asked
+            self._lent = LentEngine(self.engine, self._order)
             return self._lent
 
     def park(self) -> Switch:
         """Park the engine. An engine that cannot park is closed; the next slice begins with a new one."""
         with self._changing:
             self._lent = None
-            if self._engine is None:
+            if self.engine is None:
                 return Switch(0.0, 0)
-            if isinstance(self._engine, Parkable):
-                return self._engine.park()
+            if isinstance(self.engine, Parkable):
+                return self.engine.park()
             begun_s = time.monotonic()
             self._close()
             return Switch(time.monotonic() - begun_s, 0)
 
     def resume(self) -> Switch:
         with self._changing:
-            if isinstance(self._engine, Parkable):
-                return self._engine.resume()
+            if isinstance(self.engine, Parkable):
+                return self.engine.resume()
             return Switch(0.0, 0)
 
     def follow(self, version: int, timeout_s: float, stopped: threading.Event) -> None:
@@ -174,7 +174,7 @@ class KeptEngine:
 
         Raises what `prefetch` and `load_version` raise.
         """
-        engine, source = self._engine, self.source
+        engine, source = self.engine, self.source
         if engine is None or source is None:
             return
         source = msgspec.structs.replace(source, version=version)
@@ -185,7 +185,7 @@ class KeptEngine:
     @property
     def version(self) -> int:
         """The version of the weights in force, or `NO_VERSION`."""
-        version = None if self._engine is None else self._engine.statistics().weights_version
+        version = None if self.engine is None else self.engine.statistics().weights_version
         return NO_VERSION if version is None else version
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class KeptEngine:
             self._close()
 
     def _close(self) -> None:
-        engine, self._engine = self._engine, None
+        engine, self.engine = self.engine, None
         if engine is not None:
             engine.close()
 
@@ -219,7 +219,7 @@ class RolloutResident:
     """Obeys its keeper: resumes, works, and parks, one after the other."""
 
     def __init__(self, make_engine: BuildEngine = build_engine, follow_s: float = FOLLOW_S) -> None:
-        self._kept = KeptEngine(make_engine)
+        self.kept = KeptEngine(make_engine)
         self._follow_s = follow_s
         self._link: PoolLink[ToResident]
         self._accounts: DeviceAccounts | None = None
@@ -262,7 +262,7 @@ class RolloutResident:
                 self._link.send(DeviceResumed(permit, switch.seconds, switch.state_bytes))
             case Park(permit=permit):
                 await self._end_slice()
-                switch = await run_in_thread(SWITCH_TIMEOUT_S, self._kept.park)
+                switch = await run_in_thread(SWITCH_TIMEOUT_S, self.kept.park)
                 self._link.send(Parked(permit, switch.seconds, switch.state_bytes, switch.rest_bytes))
                 self._follow()
             case WorkAs(permit=permit, ticket=ticket):
@@ -279,7 +279,7 @@ class RolloutResident:
         if self._following is not None:
             self._following.cancel()
             self._following = None
-        switch = await run_in_thread(SWITCH_TIMEOUT_S, self._kept.resume)
+        switch = await run_in_thread(SWITCH_TIMEOUT_S, self.kept.resume)
         accounts.leave_to_engine()
         self._accounts = accounts
         return switch
@@ -294,7 +294,7 @@ class RolloutResident:
             wait_s=frame.orchestrator_timeout_s,
         )
         try:
-            end = await run_agent(ticket, self._kept.lend, accounts=accounts, leave=work.leave)
+            end = await run_agent(ticket, self.kept.lend, accounts=accounts, leave=work.leave)
         except ValueError as error:
             end = AgentExit(1, str(error))
         self._slice = None
@@ -308,7 +308,7 @@ class RolloutResident:
             await asyncio.wait({work.task})
 
     def _follow(self) -> None:
-        source = self._kept.source
+        source = self.kept.source
         if self._following is None and source is not None:
             self._following = self._tasks.create_task(self._follow_versions(source), name="following")
 
@@ -319,9 +319,9 @@ class RolloutResident:
         try:
             while True:
                 try:
-                    newest = await run_in_thread(PULL_TIMEOUT_S, _newer_version, source, self._kept.version)
+                    newest = await run_in_thread(PULL_TIMEOUT_S, _newer_version, source, self.kept.version)
                     if newest is not None:
-                        await run_in_thread(SWITCH_TIMEOUT_S, self._kept.follow, newest, PULL_TIMEOUT_S, stopped)
+                        await run_in_thread(SWITCH_TIMEOUT_S, self.kept.follow, newest, PULL_TIMEOUT_S, stopped)
                 except (RelayError, TimeoutError, VersionSuperseded) as error:
                     log.info("the job's versions cannot be followed at the moment", reason=str(error))
                 except Exception as error:

@@ -98,7 +98,7 @@ class ExecutorDevice:
     model cannot be used with these settings."""
 
     def __init__(self, settings: HostSettings, executor: ExecutorSettings) -> None:
-        self._lending = settings.lending
+        self.lending = settings.lending
         self._executor_settings = executor
         config, self._tensors = _serving_model(executor)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,7 +113,7 @@ class ExecutorDevice:
         )
         page_bytes = mappable_page_bytes(executor.page_kib * 1024, device)
         slo = Slo(ttft_ns=round(executor.ttft_slo_s * NS_PER_S), tpot_ns=round(executor.tpot_slo_s * NS_PER_S))
-        self._executor = CoServing(
+        self.executor = CoServing(
             ModelSpec(config, engine, dtype_on(torch.device(device))),
             open_backend(executor.kv_pages + SPARE_PAGES, page_bytes, device),
             SloAdmission(slo=slo, longest_ns=round(executor.longest_share * slo.ttft_ns)),
@@ -121,6 +121,7 @@ class ExecutorDevice:
             stall_timeout_ns=round(executor.stall_s * NS_PER_S),
             profiles=executor.profiles,
         )
+        """Owns the device."""
         card = {
             "name": executor.model_name,
             "vocab_size": config.vocab_size,
@@ -143,18 +144,18 @@ class ExecutorDevice:
         return self._service.requests - self._service.failed
 
     def lend(self) -> ExecutorShare:
-        return ExecutorShare(self._executor, self._executor_settings.rollout_chunk_tokens, self.pressed)
+        return ExecutorShare(self.executor, self._executor_settings.rollout_chunk_tokens, self.pressed)
 
     def pressed(self) -> bool:
         """Whether serving needs so much of the memory that rollouts must leave."""
-        limit = self._lending.kv_low_share if self._pressed else self._lending.kv_high_share
-        self._pressed = self._executor.serving_kv_share >= limit
+        limit = self.lending.kv_low_share if self._pressed else self.lending.kv_high_share
+        self._pressed = self.executor.serving_kv_share >= limit
         return self._pressed
 
     def report(self) -> LoadReport:
-        now = self._executor.statistics()
-        serving = self._executor.serving.statistics()
-        kv_share = self._executor.serving_kv_share
+        now = self.executor.statistics()
+        serving = self.executor.serving.statistics()
+        kv_share = self.executor.serving_kv_share
         looks = self._look(now, kv_share)
         span_ns = looks[-1].at_ns - looks[0].at_ns
         return LoadReport(
@@ -163,7 +164,7 @@ class ExecutorDevice:
             # Whom to borrow from is decided by use over a window, whether to leave by use now (ROSE §4).
             kv_used_share=mean(look.kv_share for look in looks),
             # A host whose executor has failed has nothing to lend.
-            pressed=not self._executor.running or self.pressed(),
+            pressed=not self.executor.running or self.pressed(),
             service=self._service_report(now),
         )
 
@@ -190,15 +191,15 @@ class ExecutorDevice:
     @asynccontextmanager
     async def running(self, requests: Iterator[ServingRequest]) -> AsyncIterator[None]:
         """Serve, and replay the host's load, as long as the context lasts."""
-        await asyncio.to_thread(self._executor.start, self.front.sink, self._tensors)
-        self.front.connect(self._executor.serving, asyncio.get_running_loop())
+        await asyncio.to_thread(self.executor.start, self.front.sink, self._tensors)
+        self.front.connect(self.executor.serving, asyncio.get_running_loop())
         replaying = asyncio.create_task(self._replay(requests), name="serving load")
         try:
             yield
         finally:
             replaying.cancel()
             await asyncio.wait({replaying})
-            await asyncio.to_thread(self._executor.close)
+            await asyncio.to_thread(self.executor.close)
 
     async def _replay(self, requests: Iterator[ServingRequest]) -> None:
         started_s = time.monotonic()
@@ -239,7 +240,7 @@ class ExecutorDevice:
         """The looks of the last `window_s`, with this one."""
         now_ns = time.monotonic_ns()
         self._looks.append(_Look(now_ns, now.usage.serving_ns, kv_share))
-        while len(self._looks) > 2 and now_ns - self._looks[1].at_ns >= self._lending.window_s * NS_PER_S:
+        while len(self._looks) > 2 and now_ns - self._looks[1].at_ns >= self.lending.window_s * NS_PER_S:
             self._looks.popleft()
         return self._looks
 

@@ -28,6 +28,13 @@ from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=4096, device="none")
 K = TypeVar("K", bound=c.Command)
+P = TypeVar("P")
+
+
+def part(scheduler: Scheduler, kind: type[P]) -> P:
+    """The scheduler's part of this kind."""
+    (found,) = [one for one in scheduler.pieces[1] if isinstance(one, kind)]
+    return found
 
 
 class CoreHarness:

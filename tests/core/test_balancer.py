@@ -7,9 +7,11 @@ import pytest
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.balancer import CONSIDERED, WorkerLoad
+from elastic.core.balancer import CONSIDERED, Balancer, WorkerLoad
 from elastic.core.profiles import BatchProfile
+from elastic.core.turn_manager import TurnManager
 from elastic.core.types import Account, FinishReason, Progress, WorkerRole, WorkerState
+from tests.core.conftest import part
 
 BATCH = 2
 ELASTIC = WorkerRole.ELASTIC
@@ -46,7 +48,7 @@ def _request(core, trajectory: str) -> list[c.StartTurn]:
 
 
 def load_of(core, worker: str) -> WorkerLoad:
-    return next(load for load in core.scheduler._balancer._loads() if load.id == worker)
+    return next(load for load in part(core.scheduler, Balancer).loads() if load.id == worker)
 
 
 def introduce(core, worker: str) -> None:
@@ -187,7 +189,7 @@ def test_of_a_large_fleet_those_of_each_kind_with_the_most_and_the_least_to_do_a
         for reverse in (False, True)
         for worker in sorted(alike, key=lambda w: (w.pending, w.outstanding), reverse=reverse)[:CONSIDERED]
     ]
-    loads = core.scheduler._balancer._loads()
+    loads = part(core.scheduler, Balancer).loads()
     assert [load.id for load in loads] == [worker for worker in fleet.workers if worker in ends]
     assert all(load.pending + load.executing == fleet.workers[load.id].outstanding for load in loads)
 
@@ -238,7 +240,7 @@ def test_what_is_called_back_is_not_called_back_again_as_another(make_core) -> N
     for member in range(4):
         starts += _request(core, f"0/0/{member}")
         core.tokens(starts[-1], 3 + member)
-    profile = core.scheduler._run.profiles[core.scheduler.fleet.workers[first].kind] = BatchProfile()
+    profile = core.scheduler.profiles[core.scheduler.fleet.workers[first].kind] = BatchProfile()
     profile.note(1, 10, 10, 15.0)
     profile.note(2, 20, 10, 15.0)
     profile.note(4, 21, 10, 15.0)
@@ -257,7 +259,7 @@ def test_no_more_turns_are_sent_than_a_worker_has_places(make_core) -> None:
     assert load_of(core, record.id).room == 1
     record.declines = 0
     assert load_of(core, record.id).room == BATCH < record.capacity
-    core.scheduler._turn_manager.transfer(core.scheduler.turns.live[starts[3].turn], record.id)
+    part(core.scheduler, TurnManager).transfer(core.scheduler.turns.live[starts[3].turn], record.id)
     assert load_of(core, record.id).room == BATCH - 1
     assert load_of(core, record.id).executing == 1
     assert load_of(core, starts[0].worker).room == 0

@@ -8,6 +8,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.invariants import NUMBERS, InvariantViolated, check
 from elastic.core.scheduler import Scheduler
+from elastic.core.trainer_device import TrainerDevice
 from elastic.core.types import (
     Account,
     EndCause,
@@ -18,6 +19,7 @@ from elastic.core.types import (
     WorkerRole,
     WorkerState,
 )
+from tests.core.conftest import part
 
 WORKER, TURN = "spot-1/w", "0/0/0#0"
 
@@ -81,8 +83,8 @@ SPOILT: list[tuple[int, Callable[[Scheduler], object]]] = [
     (7, lambda s: s.leases._held.update({"spot": 1})),
     (6, lambda s: setattr(s.ledger.books[WORKER], "cursor_ns", 10**15)),
     (6, lambda s: s.ledger.books[WORKER].accounts_ns.update({Account.IDLE: -1, Account.DECODE: 1})),
-    (3, lambda s: setattr(s._device, "order", c.TrainGroup(group="0/0", trajectories=(), step=0, slot=0))),
-    (3, lambda s: setattr(s._device, "order", c.UpdateWeights(step=0, version=1))),
+    (3, lambda s: setattr(part(s, TrainerDevice), "order", c.TrainGroup(group="0/0", trajectories=(), step=0, slot=0))),
+    (3, lambda s: setattr(part(s, TrainerDevice), "order", c.UpdateWeights(step=0, version=1))),
     (12, lambda s: s.timers.set("waking", "trainer", s.now_ns, 1)),
     (12, lambda s: s.timers.set("load", WORKER, s.now_ns, 1)),
     (12, lambda s: s.timers.set("expiry", "spot-1", s.now_ns, 1)),
@@ -264,7 +266,7 @@ def test_trainers_device_that_sleeps_while_nobody_can_go_on(core) -> None:
     ("number", "spoil"),
     [
         (12, lambda s: s.timers.clear("training", "trainer")),
-        (3, lambda s: setattr(s._device, "order", None)),
+        (3, lambda s: setattr(part(s, TrainerDevice), "order", None)),
         (3, lambda s: s.fleet.move(s.trainer(), WorkerState.READY, s.now_ns, "test")),
         (3, lambda s: setattr(s.step.groups["0/0"], "slot", None)),
     ],
@@ -283,7 +285,7 @@ def test_spoilt_training(core, number: int, spoil: Callable[[Scheduler], object]
     [
         (12, lambda s: s.timers.set("stop", "run", s.now_ns, 1)),
         (12, lambda s: s.turns.request("0/0/0#0", "0/0/0", 1, 1, 0)),
-        (7, lambda s: setattr(s._run, "failed", "") or s.leases.request("spot")),
+        (7, lambda s: setattr(s.pieces[0], "failed", "") or s.leases.request("spot")),
         (6, lambda s: s.ledger.books["trainer"].accounts_ns.update({Account.IDLE: 10**15})),
         (6, lambda s: setattr(s.ledger.books["trainer"], "closed_ns", 10**15)),
     ],

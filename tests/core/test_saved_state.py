@@ -10,8 +10,10 @@ from elastic.core import saved_state
 from elastic.core.digest import digest
 from elastic.core.saved_state import StateError
 from elastic.core.scheduler import Scheduler
+from elastic.core.step_controller import StepController
 from elastic.testing.faults.core.incarnation import fresh_core
 from elastic.testing.faults.core.world import simulate
+from tests.core.conftest import part
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -56,6 +58,6 @@ def test_what_is_damaged_or_of_another_shape_is_refused(core: Scheduler) -> None
     for cut in range(0, len(saved) - 1, 7):
         with pytest.raises(StateError):
             saved_state.restore(core, saved[:cut])
-    core._driver.new_attribute = 1  # type: ignore[attr-defined]
+    part(core, StepController).new_attribute = 1  # type: ignore[attr-defined]
     with pytest.raises(StateError, match="StepController has other attributes"):
         saved_state.restore(core, saved)

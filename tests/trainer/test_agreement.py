@@ -23,7 +23,7 @@ def truthful(made: GRPOTrainer, group: TrainGroupFrame) -> TrainGroupFrame:
     for data in group.trajectories:
         (batch,) = micro_batches([data], [0.0], 10**6)
         with torch.no_grad():
-            logits = made._model(batch.token_ids, batch.lengths)
+            logits = made.model(batch.token_ids, batch.lengths)
             found = iter(sampled_distribution(logits, batch.token_ids, batch.trained, 1.0).logprobs.tolist())
         logprobs = [next(found) if sampled else 0.0 for sampled in data.trained]
         versions = [made.version] * len(data.trained)

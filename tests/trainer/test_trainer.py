@@ -99,7 +99,7 @@ def test_parks_change_no_bit(trainer, group, tmp_path_factory, seed: int, parks:
 def make_way(trainer: GRPOTrainer, parks: bool, stay: bool = False) -> None:
     if not parks:
         return
-    state = [*trainer._parameters, *trainer._optimizer.exp_avg, *trainer._optimizer.exp_avg_sq]
+    state = [*trainer.model.parameters(), *trainer.optimizer.exp_avg, *trainer.optimizer.exp_avg_sq]
     size_bytes = trainer.park().state_bytes
     assert size_bytes >= sum(tensor.nbytes for tensor in state)
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_the_step_is_adamws_on_the_token_mean(trainer, group, model):
     optimizer.step()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["tokens"] == len(terms)
-    for (name, expected), found in zip(reference.named_parameters(), made._parameters, strict=True):
+    for (name, expected), found in zip(reference.named_parameters(), made.model.parameters(), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6, msg=name)
 
 

@@ -90,7 +90,7 @@ class Job:
     async def has(self, version: int) -> None:
         """The parked resident follows."""
         async with asyncio.timeout(PATIENCE_S):
-            while self.resident._kept.version != version:  # noqa: ASYNC110 (it tells nobody)
+            while self.resident.kept.version != version:  # noqa: ASYNC110 (it tells nobody)
                 await asyncio.sleep(FOLLOW_S)
 
 
@@ -173,7 +173,7 @@ async def test_versions_of_another_trainer_are_not_followed_until_it_is_named(jo
     job.publish(1, seed=2)
     job.publish(2)
     await asyncio.sleep(10 * FOLLOW_S)
-    assert job.resident._kept.version == 1
+    assert job.resident.kept.version == 1
     worker = await job.begin()
     assert (await job.load(worker, 2)).pulled_bytes > 0
     assert await job.say(worker, "t") == await fresh(tmp_path, 2)
@@ -254,12 +254,12 @@ async def test_another_engine_is_built_where_another_is_asked_for(job: Job, tmp_
     worker = await job.begin()
     await job.load(worker, 1)
     await park(job, worker)
-    first = job.resident._kept._engine
+    first = job.resident.kept.engine
     job.orchestra.door._welcome = msgspec.structs.replace(  # the run goes on with other settings
         job.orchestra.door._welcome, engine={**ENGINE, "max_batch": 2}
     )
     worker = await job.begin()
-    assert job.resident._kept._engine is not first
+    assert job.resident.kept.engine is not first
     assert (await job.load(worker, 1)).pulled_bytes > 0
     assert await job.say(worker, "t") == await fresh(tmp_path, 1)
 

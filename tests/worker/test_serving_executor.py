@@ -76,14 +76,13 @@ async def test_the_hosts_trace_is_served_and_so_are_its_clients(profiles: Path) 
 
 async def test_a_request_that_is_not_served_counts_as_failed(profiles: Path) -> None:
     device = make(profiles)
-    async with device.running(iter([ServingRequest(0.0, 20, 5)])):
+    async with device.running(iter([ServingRequest(0.0, 20, 5), ServingRequest(2.0, 20, 5)])):
         await until(lambda: device.served == 1)
         assert not device.report().pressed
-        await asyncio.to_thread(device._executor.close)
+        await asyncio.to_thread(device.executor.close)
         assert device.report().pressed
-        await device._serve(ServingRequest(0.0, 20, 5), 0.0)
-        service = device.report().service
-        assert (service.requests, service.failed, device.served) == (2, 1, 1)
+        await until(lambda: device.report().service.requests == 2)
+        assert (device.report().service.failed, device.served) == (1, 1)
 
 
 async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path) -> None:
@@ -134,9 +133,9 @@ async def test_no_credit_is_announced_while_turns_would_be_declined(profiles: Pa
     async with device.running(iter([])):
         share = device.lend()
         assert (share.hold_back(), share.capacity_turns(4)) == (False, 4)
-        device._lending = device._lending.model_copy(update={"kv_high_share": 0.0, "kv_low_share": 0.0})
+        device.lending = device.lending.model_copy(update={"kv_high_share": 0.0, "kv_low_share": 0.0})
         assert (share.hold_back(), share.capacity_turns(4)) == (True, 0)
-        device._lending = device._lending.model_copy(update={"kv_high_share": 0.9, "kv_low_share": 0.5})
+        device.lending = device.lending.model_copy(update={"kv_high_share": 0.9, "kv_low_share": 0.5})
         assert (share.hold_back(), share.capacity_turns(4)) == (False, 4)
 
 
@@ -147,7 +146,7 @@ async def test_an_engine_that_its_worker_did_not_live_to_see_is_taken_back(profi
         share = device.lend()
         await asyncio.to_thread(share.build_engine, welcome())
         share.end()
-        await until(lambda: device._executor.rollout is None)
+        await until(lambda: device.executor.rollout is None)
         early = device.lend()
         early.end()
         with pytest.raises(ValueError, match="taken back"):
@@ -171,7 +170,7 @@ async def test_a_lent_host_whose_executor_ends_is_lost(profiles: Path) -> None:
     device = make(profiles)
     async with device.running(iter([])):
         share = device.lend()
-        await asyncio.to_thread(device._executor.close)
+        await asyncio.to_thread(device.executor.close)
         with pytest.raises(RuntimeError, match="executor has ended"):
             share.hold_back()
 

@@ -63,7 +63,7 @@ class GRPOTrainer:
         if settings.updates_per_step > groups:
             raise ValueError(f"updates_per_step: at most one a group, {groups} (found {settings.updates_per_step})")
         self._settings = settings
-        self._model = model.float().train()
+        self.model = model.float().train()
         self._groups = groups
         self._temperature = temperature
         self._clip = ClipSettings(
@@ -73,7 +73,7 @@ class GRPOTrainer:
         self._parameters = list(model.parameters())
         self._device = self._parameters[0].device
         self._accumulator = GradientAccumulator(self._parameters)
-        self._optimizer = AdamW(self._parameters, settings.betas, settings.adam_epsilon, settings.weight_decay)
+        self.optimizer = AdamW(self._parameters, settings.betas, settings.adam_epsilon, settings.weight_decay)
         self._parked = ParkedTensors()
         self._rate = 0.0
         self.version = 0
@@ -146,14 +146,14 @@ class GRPOTrainer:
         tensors, counters = checkpoint.read(path, {name: tensor.shape for name, tensor in state.items()})
         for name, tensor in state.items():
             tensor.copy_(tensors[name])
-        self._optimizer.begin_at(counters.updates)
+        self.optimizer.begin_at(counters.updates)
         self.version, self.updates, self.metrics = counters.version, counters.updates, counters.metrics
         self._begin_step()
 
     def park(self) -> Switch:
         """Take masters, moments and the gradients of the step under way off the device; `save` may still be called."""
         begun_s = time.monotonic()
-        moments = (*self._optimizer.exp_avg, *self._optimizer.exp_avg_sq)
+        moments = (*self.optimizer.exp_avg, *self.optimizer.exp_avg_sq)
         sums = self._accumulator.sums
         if self._accumulator.is_zero:
             size_bytes = self._parked.park((*self._parameters, *moments), zeros=sums)
@@ -214,7 +214,7 @@ class GRPOTrainer:
 
     def _train(self, group: TrainGroupFrame) -> None:
         try:
-            check_group(group, self._model.config.vocab_size)
+            check_group(group, self.model.config.vocab_size)
             self._accumulate(group)
         except (UnusableGroup, GradientOverflow) as error:
             self._unusable[group.group] = str(error)
@@ -253,7 +253,7 @@ class GRPOTrainer:
     def _batch_gradient(
         self, batch: Batch, workers: Sequence[str], bounds: Mapping[str, float | None], statistics: "_GroupStatistics"
     ) -> Sequence[Tensor]:
-        logits = self._model(batch.token_ids, batch.lengths)
+        logits = self.model(batch.token_ids, batch.lengths)
         now = sampled_distribution(logits, batch.token_ids, batch.trained, self._temperature)
         logprobs, sampled, advantages, entropy = now.logprobs, batch.logprobs, batch.advantages, now.entropy
         ages = self.version - batch.versions
@@ -281,13 +281,13 @@ class GRPOTrainer:
         """Compare log-probabilities of a group that gives no gradient, as far as that tells something new."""
         trajectories = self._agreement.wanting(group)
         try:
-            check_trajectories(trajectories, self._model.config.vocab_size)
+            check_trajectories(trajectories, self.model.config.vocab_size)
         except UnusableGroup:
             return
         workers = workers_of(trajectories)
         for batch in micro_batches(trajectories, [0.0] * len(trajectories), self._settings.micro_batch_tokens):
             there = batch.to(self._device)
-            logits = self._model(there.token_ids, there.lengths)
+            logits = self.model(there.token_ids, there.lengths)
             now = sampled_distribution(logits, there.token_ids, there.trained, self._temperature)
             self._agreement.compare(there, now.logprobs, workers, {})
 
@@ -302,7 +302,7 @@ class GRPOTrainer:
         self._gradient_norms.append(norm.item())
         scale = min(1.0, self._settings.gradient_clip / max(norm.item(), 1e-12))
         self._rate = self._learning_rate()
-        self._optimizer.step([gradient * scale for gradient in gradients], self._rate)
+        self.optimizer.step([gradient * scale for gradient in gradients], self._rate)
         self.updates += 1
 
     def _learning_rate(self) -> float:
@@ -337,8 +337,8 @@ class GRPOTrainer:
         """All that learning goes on from, as it stands in the checkpoint."""
         kinds = {
             "master": self._parameters,
-            "exp_avg": self._optimizer.exp_avg,
-            "exp_avg_sq": self._optimizer.exp_avg_sq,
+            "exp_avg": self.optimizer.exp_avg,
+            "exp_avg_sq": self.optimizer.exp_avg_sq,
         }
         return {
             f"{kind}.{name}": self._parked.content(tensor.detach())
