@@ -344,9 +344,7 @@ def never_loaded(rollout, weights) -> None:
 
 
 @pytest.mark.parametrize("longest_ms", [0.001, 10_000])
-def test_beside_a_load_that_never_rests_rollouts_are_tried_now_and_then(
-    make_device, turn, spec_of_serving, longest_ms
-):
+def test_beside_a_load_that_never_rests_rollouts_are_tried_now_and_then(make_device, turn, spec_of_serving, longest_ms):
     """Else costs that are not known, or thought too high, would never be measured: here any is, or one by far."""
     busy = spec_of_serving(pacing={"prefill_tokens_per_s": 1e6, "decode_step_s": {1: 0.02}})
     admission = SloAdmission(slo=LOOSE, longest_ns=int(longest_ms * MS))
@@ -683,9 +681,7 @@ def test_serving_gets_its_memory_from_a_rollout_engine_that_fails_to_give_it(mak
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the device", "the engine"])
-def test_closing_while_costs_are_measured_keeps_nobody_waiting(
-    make_device, rollout_weights, whole
-):
+def test_closing_while_costs_are_measured_keeps_nobody_waiting(make_device, rollout_weights, whole):
     device = make_device(profiles=None)
     rollout = device.attach()
     reached, closed = threading.Event(), threading.Event()
