@@ -112,7 +112,7 @@ class PoolGateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def tell_keeper(self, node: NodeId, message: msgspec.Struct) -> None:
+    def tell_keeper(self, node: NodeId, message: w.ToKeeper) -> None:
         if node in self._keepers:
             self._keepers[node].send(message)
 

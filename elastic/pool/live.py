@@ -168,7 +168,7 @@ class LivePorts:
         except TimeoutError:
             log.error("residents do not die", node=node)
 
-    def tell_keeper(self, node: NodeId, message: msgspec.Struct) -> None:
+    def tell_keeper(self, node: NodeId, message: w.ToKeeper) -> None:
         self._gateway.tell_keeper(node, message)
 
     def tell_job(self, job: JobId, message: msgspec.Struct) -> None:

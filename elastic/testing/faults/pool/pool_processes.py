@@ -10,6 +10,20 @@ import msgspec
 from elastic.core.cluster import JobRequest, PhasePlan
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.pool import messages as w
+from elastic.pool.keeper_state import (
+    KeeperCommand,
+    KeeperEvent,
+    KeeperState,
+    Launch,
+    Refused,
+    ResidentEnded,
+    ResidentSaid,
+    ScriptStarted,
+    Signal,
+    TellPool,
+    TellResident,
+    TimePassed,
+)
 from elastic.pool.ports import JobEnding, JobEntry
 from elastic.pool.shell import PoolShell
 from elastic.simulation.loop import EventLoop
@@ -99,32 +113,30 @@ class ModelWire:
 
 
 class ModelResident:
-    def __init__(self, placement: int, job: JobId, *, trainer: str, script: bool) -> None:
-        self.placement, self.job, self.worker, self.script = placement, job, trainer, script
-        self.up = script
+    """A resident's processes."""
+
+    def __init__(self, order: w.StartResidentFrame) -> None:
+        self.job, self.placement, self.script = order.job, order.placement, order.script
+        self.worker = order.environment.get("ELASTIC_WORKER", "")
         self.permit = 0
+        """Under which it computes, or may."""
         self.stuck = False
         self.host_bytes = 0
         self.alive = True
 
 
 class ModelKeeper:
-    """As `elastic.pool.keeper`, without processes."""
+    """A keeper's process: the production's decisions, and modelled residents."""
 
     def __init__(self, world: ModelWorld, node: NodeId, phase: PhaseKind) -> None:
         self.world, self.node, self.phase = world, node, phase
         self.alive = True
         self.wire: ModelWire | None = None
         self.residents: dict[JobId, ModelResident] = {}
-        self.device: tuple[int, JobId] | None = None
-        self.bound: int | None = None
-        """The placement to which the device's permit belongs."""
-        self.taking = False
-        self.last = 0
-        self.resumed_under = 0
-        self.over: dict[JobId, w.ResidentGone] = {}
         self.silent = False
         self.cut_ns = 0
+        self._state = KeeperState()
+        self._due_s: float | None = None
 
     def dial(self) -> None:
         if not self.alive or self.silent or self.wire is not None:
@@ -134,19 +146,13 @@ class ModelKeeper:
             self.world.loop.after(2 * S, self.dial)
             return
         self.wire = self.world.keeper_wires[self.node] = ModelWire(self.world)
-        states = tuple(
-            w.ResidentState(job, one.placement, one.worker, one.permit, one.up) for job, one in self.residents.items()
+        state, version = self._state, w.POOL_PROTOCOL_VERSION
+        hello = w.KeeperHello(
+            version, self.node, "", 1, "", state.last_permit, state.residents(), state.scripts_over(), *state.given()
         )
-        gone, device = tuple(self.over.values()), self.device or (0, "")
-        hello = w.KeeperHello(w.POOL_PROTOCOL_VERSION, self.node, "", 1, "", self.last, states, gone, *device)
         refused = self.world.within(lambda: shell.keeper_joined(hello))
         if refused:
             self.die()
-
-    def say(self, message: w.FromKeeper) -> None:
-        wire = self.wire
-        if wire is not None and wire.open:
-            wire.carry(True, lambda: self.world.to_shell(lambda shell: shell.keeper_heard(self.node, message)))
 
     def cut(self) -> None:
         self.cut_ns = self.world.loop.now_ns
@@ -168,34 +174,40 @@ class ModelKeeper:
                 if one.script:
                     self.world.jobs[one.job].end()
 
-    def hear(self, message: msgspec.Struct) -> None:
-        match message:
-            case w.StartResidentFrame(job=job, placement=placement):
-                self._start(job, placement, message)
-            case w.GiveDevice(permit=permit, job=job, left_s=left_s):
-                self._give(permit, job, left_s)
-            case w.LendWorker(permit=permit, job=job, ticket=ticket):
-                one = self.residents.get(job)
-                if one is not None and one.worker == ticket.worker:
-                    return
-                if one is None or self.device != (permit, job):
-                    self.say(w.WorkerLeft(permit, job, ticket.worker, 0.0, "too late"))
-                    return
-                one.worker = ticket.worker
-            case w.EndWorker(permit=permit, job=job, worker=worker):
-                one = self.residents.get(job)
-                if one is not None and one.worker == worker:
-                    one.worker = ""
-                self.say(w.WorkerLeft(permit, job, worker, 0.0))
-            case w.TakeDevice(permit=permit, job=job, left_s=left_s):
-                self._take(permit, job, left_s)
-            case w.EndResident(job=job, reason=reason, grace_s=grace_s):
-                if job in self.residents and grace_s:
-                    self.world.stop_job(job, reason)
-                elif job in self.residents:
-                    self._judge_end(self.residents[job], reason)
-                    self.kill(job, reason)
-            case _:
+    def hear(self, event: KeeperEvent) -> None:
+        """Tell the keeper of what has happened: the pool's messages come here, too."""
+        if not self.alive:
+            return
+        for command in self._state.handle(event, self.world.loop.now_ns / S):
+            self._carry_out(command)
+        if (due_s := self._state.next_wakeup_s()) != self._due_s:
+            self._due_s = due_s
+            if due_s is not None:
+                self.world.loop.at(int(due_s * S) + 1000, lambda: self._wake(due_s))
+
+    def _wake(self, due_s: float) -> None:
+        if self._due_s == due_s:
+            self._due_s = None
+            self.hear(TimePassed())
+
+    def _carry_out(self, command: KeeperCommand) -> None:
+        match command:
+            case TellPool(message=message):
+                wire = self.wire
+                if wire is not None and wire.open:
+                    wire.carry(True, lambda: self.world.to_shell(lambda shell: shell.keeper_heard(self.node, message)))
+            case Launch(order=order):
+                self._launch(order)
+            case TellResident(job=job, message=message):
+                self._hear_keeper(self.residents[job], message)
+            case Signal(job=job, cause=cause, kill=kill):
+                one = self.residents[job]
+                if kill:
+                    self._judge_end(one, cause)
+                    self.world.loop.after(self.world.rng.randrange(S // 10), lambda: self._end(one))
+                else:
+                    self.world.stop_job(job, cause)
+            case Refused():
                 pass
 
     def _judge_end(self, one: ModelResident, reason: str) -> None:
@@ -206,7 +218,8 @@ class ModelKeeper:
         placed = record is not None and record.placement == one.placement and record.seat is not None
         if placed and one.permit > world.excused and "no place or permit" in reason:
             world.fail(f"{one.job} has just been at work on {self.node} by permit {one.permit}, and is ended: {reason}")
-        if reason.startswith("permit ") and int(reason.split()[1]) > world.excused:
+        fenced = "counts no more" in reason and not one.script
+        if fenced or (reason.startswith("permit ") and int(reason.split()[1]) > world.excused):
             world.fail(f"{one.job} is killed on {self.node}, and nothing was wrong with it: {reason}")
 
     def swell(self, one: ModelResident) -> None:
@@ -220,7 +233,7 @@ class ModelKeeper:
             quiet_ns = self.world.loop.now_ns - max(began_ns, self.cut_ns, self.world.returned_ns)
             if self.wire is not None and self.world.shell is not None and quiet_ns > _ENDED_NS:
                 self.world.fail(f"{one.job} holds more on {self.node} than it has declared, and goes on")
-            self.say(w.HostMemory(one.job, one.host_bytes))
+            self._carry_out(TellPool(w.HostMemory(one.job, one.host_bytes)))
             self.world.loop.after(5 * S, measure)
 
         measure()
@@ -229,103 +242,53 @@ class ModelKeeper:
         one = self.residents.get(job)
         return self.alive and one is not None and one.permit == permit and one.worker == worker
 
-    def _start(self, job: JobId, placement: int, frame: w.StartResidentFrame) -> None:
-        former = self.residents.get(job)
-        if former is not None and former.placement == placement:
-            if former.up:
-                self.say(w.ResidentUp(job, placement))
+    def _launch(self, order: w.StartResidentFrame) -> None:
+        one = self.residents[order.job] = ModelResident(order)
+        if order.script:
+            self.world.loop.after(1, lambda: self._begin_script(one))
             return
-        if former is not None:
-            self.kill(job, "another one takes its place")
-        if self.device is not None and self.device[1] == job:
-            self.bound = placement if self.bound is None else self.bound
-            if self.bound != placement:
-                self.device, self.taking = None, False
-        worker = frame.environment.get("ELASTIC_WORKER", "")
-        one = self.residents[job] = ModelResident(placement, job, trainer=worker, script=frame.script)
-        self.over.pop(job, None)
-        if frame.script:
-            self.say(w.ResidentUp(job, placement))
-            self._resume()
-            self.world.jobs[job].start(placement, 0, self)
-            return
-
-        def up() -> None:
-            if one.alive and self.alive and self.residents.get(job) is one:
-                one.up = True
-                self.say(w.ResidentUp(job, placement))
-                self._resume()
-
         start_ns = self.world.rng.randrange(S // 2, 8 * S)
-        self.world.loop.after(self.world.starts_ns.pop((self.node, job), start_ns), up)
+        start_ns = self.world.starts_ns.pop((self.node, order.job), start_ns)
+        self.world.loop.after(start_ns, lambda: self._say(one, w.Warm()))
 
-    def _give(self, permit: int, job: JobId, left_s: float) -> None:
-        if permit < self.last or (permit == self.last and self.device != (permit, job)):
-            return
-        if self.device != (permit, job):
-            self.last = permit
-            for other in [*self.residents.values()]:
-                if other.permit and other.script:
-                    self.kill(other.job, "its permit counts no more")
-                elif other.permit:
-                    self.world.fail(
-                        f"{self.node} is given to {job} by permit {permit}, while {other.job} has it by {other.permit}"
-                    )
-            self.device, self.taking = (permit, job), False
-            self.bound = self.residents[job].placement if job in self.residents else None
-            self.world.loop.after(round(left_s * S), lambda: self._overdue(permit))
-        self._resume()
+    def _begin_script(self, one: ModelResident) -> None:
+        if one.alive and self.alive:
+            self.hear(ScriptStarted(one.job))
+            self.world.jobs[one.job].start(one.placement, 0, self)
 
-    def _resume(self) -> None:
-        one = None if self.device is None else self.residents.get(self.device[1])
-        if one is None or self.device is None or self.taking or not one.up or one.permit:
-            return
-        if any(other.permit for other in self.residents.values()):
-            return
-        if self.device[0] < self.resumed_under:
-            self.world.fail(f"{self.node} computes under permit {self.device[0]} after {self.resumed_under}")
-        one.permit = self.resumed_under = self.device[0]
-        if not one.script:
-            self.world.see_alone(one.job, (self.node,))
+    def _hear_keeper(self, one: ModelResident, message: w.ToResident) -> None:
+        """A resident is told something."""
+        match message:
+            case w.Resume(permit=permit):
+                one.permit = permit
+                if not one.script:
+                    self.world.see_alone(one.job, (self.node,))
+            case w.WorkAs(ticket=ticket):
+                one.worker = ticket.worker
+            case w.Leave():
+                self.world.loop.after(self.world.rng.randrange(S // 10), lambda: self._leave(one))
+            case w.Park(permit=permit) if not (one.stuck and self.world.faulty):
+                self.world.loop.after(self.world.rng.randrange(S), lambda: self._park(one, permit))
+            case _:
+                pass
 
-    def _take(self, permit: int, job: JobId, left_s: float) -> None:
-        one = self.residents.get(job)
-        if self.device != (permit, job):
-            if one is None or one.permit != permit:
-                self.say(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
-            return
-        if self.taking:
-            return
-        if one is not None and one.script:
-            one.permit = 0
-        if one is None or not one.permit:
-            self.device = None
-            self.say(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
-            return
-        self.taking = True
-        self.world.loop.after(round(left_s * S), lambda: self._overdue(permit))
-        if one.stuck and self.world.faulty:
-            return
+    def _leave(self, one: ModelResident) -> None:
+        worker, one.worker = one.worker, ""
+        self._say(one, w.Left(one.permit, worker))
 
-        def parked() -> None:
-            if one.alive and self.alive and one.permit == permit:
-                one.permit, one.worker = 0, one.worker if self.phase is _TRAIN else ""
-                self.device, self.taking = None, False
-                self.say(w.DeviceFreed(permit, job, 0.5, 0.5, 10, 1, one.worker))
-                self._resume()
+    def _park(self, one: ModelResident, permit: int) -> None:
+        if one.worker and self.phase is not _TRAIN:
+            self._leave(one)
+        one.permit = 0
+        self._say(one, w.Parked(permit, 0.5, 10, 1))
 
-        self.world.loop.after(self.world.rng.randrange(S), parked)
+    def _say(self, one: ModelResident, message: w.FromResident) -> None:
+        if one.alive:
+            self.hear(ResidentSaid(one.job, message))
 
-    def _overdue(self, permit: int) -> None:
-        if not self.alive or self.device is None or self.device[0] != permit:
-            return
-        one = self.residents.get(self.device[1])
-        if one is not None and one.permit == permit:
-            self.kill(one.job, "it held the device beyond its time")
-        else:
-            job = self.device[1]
-            self.device, self.taking = None, False
-            self.say(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
+    def _end(self, one: ModelResident) -> None:
+        if one.alive and self.alive:
+            self.kill(one.job, "killed")
 
     def kill(self, job: JobId, cause: str) -> None:
         if self.residents[job].script:
@@ -333,16 +296,9 @@ class ModelKeeper:
         self.gone(job, cause, None)
 
     def gone(self, job: JobId, cause: str, code: int | None) -> None:
-        one = self.residents.pop(job)
-        one.alive = False
-        permit, one.permit = one.permit, 0
-        if self.device is not None and self.device[1] == job and self.taking:
-            self.device, self.taking = None, False
-        gone = w.ResidentGone(job, one.placement, cause, permit, one.worker, code)
-        if one.script:
-            self.over[job] = gone
-        self.say(gone)
-        self._resume()
+        """The processes of a resident have ended."""
+        self.residents.pop(job).alive = False
+        self.hear(ResidentEnded(job, cause, code))
 
 
 class ModelJob:

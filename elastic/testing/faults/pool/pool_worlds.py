@@ -382,11 +382,11 @@ class PoolWorld:
         if node in self.keepers:
             self.keepers[node].die()
 
-    def tell_keeper(self, node: NodeId, message: msgspec.Struct) -> None:
+    def tell_keeper(self, node: NodeId, message: w.ToKeeper) -> None:
         self._acts()
         wire, keeper = self.keeper_wires.get(node), self.keepers.get(node)
         if wire is not None and wire.open and keeper is not None:
-            wire.carry(False, lambda: keeper.hear(message) if keeper.alive else None)
+            wire.carry(False, lambda: keeper.hear(message))
 
     def tell_job(self, job: JobId, message: msgspec.Struct) -> None:
         self._acts()
