@@ -129,13 +129,14 @@ def nearest_tests(mutant: Mutant | None) -> list[str]:
 def _goes_wrong(seeds: range, mutant: Mutant | None) -> bool:
     if of_many_jobs(mutant):
         return _goes_wrong_with_jobs(seeds)
-    from elastic.testing.faults.core.world import SimulatedWorldFailed, simulate
+    from elastic.testing.faults.core.world import simulate
+    from elastic.testing.faults.failure import WorldFailed
 
     for seed in seeds:
         _allow_cpu(WORLD_CPU_S)
         try:
             simulate(seed)
-        except SimulatedWorldFailed:
+        except WorldFailed:
             return True
     return False
 

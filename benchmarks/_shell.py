@@ -65,7 +65,8 @@ def live_through_shell_watched(seeds: Iterable[int]) -> WorldsSeen:
 
 
 def live_through_shell(seeds: Iterable[int]) -> WorldsSeen:
-    from elastic.testing.faults.shell.simulate import WorldFailed, simulate
+    from elastic.testing.faults.failure import WorldFailed
+    from elastic.testing.faults.shell.simulate import simulate
     from elastic.testing.faults.shell.witness import Needless
 
     seen = WorldsSeen()
@@ -74,8 +75,8 @@ def live_through_shell(seeds: Iterable[int]) -> WorldsSeen:
             outcome = simulate(seed)
         except WorldFailed as failure:
             seen.failed.append({"seed": seed, "error": str(failure)})
-            if isinstance(failure.cause, Needless):
-                seen.needless[failure.cause.act] += 1
+            if isinstance(failure.__cause__, Needless):
+                seen.needless[failure.__cause__.act] += 1
         else:
             seen.events += outcome.events
             seen.faults += outcome.faults

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from _common import emit
@@ -98,15 +99,16 @@ def each(seeds: range, live: Callable[[int], tuple[int, int]], failed: type[Exce
     return seen
 
 
-def live_through(seeds: range) -> WorldsSeen:
-    """The cheap worlds of these seeds."""
-    from elastic.testing.faults.core.world import SimulatedWorldFailed, simulate
+def live_through(world: str, seeds: range) -> WorldsSeen:
+    """The worlds of these seeds, of a name that `elastic simulate --faults --world` knows."""
+    from elastic.testing.faults.failure import WorldFailed
+    from elastic.testing.faults.worlds import live
 
-    def live(seed: int) -> tuple[int, int]:
-        outcome = simulate(seed)
-        return outcome.events, outcome.faults
+    def lives(seed: int) -> tuple[int, int]:
+        lived = live(world, seed)
+        return lived.events, lived.faults
 
-    return each(seeds, live, SimulatedWorldFailed)
+    return each(seeds, lives, WorldFailed)
 
 
 def live_through_jobs(seeds: range) -> WorldsSeen:
@@ -120,30 +122,6 @@ def live_through_jobs(seeds: range) -> WorldsSeen:
         return world.events, world.faults.total()
 
     return each(seeds, live, JobsWorldFailed)
-
-
-def live_through_pools(seeds: range) -> WorldsSeen:
-    """The worlds of a pool's production shell of these seeds."""
-    from elastic.testing.faults.pool.pool_worlds import PoolWorld, PoolWorldFailed
-    from policies.clusters import CLUSTER_POLICIES
-
-    def live(seed: int) -> tuple[int, int]:
-        world = PoolWorld(CLUSTER_POLICIES, seed)
-        world.run()
-        return world.events, world.faults_seen.total()
-
-    return each(seeds, live, PoolWorldFailed)
-
-
-def live_through_runs_in_pools(seeds: range) -> WorldsSeen:
-    """The worlds of jobs in a pool of these seeds: pool, keepers, residents and orchestrators as production code."""
-    from elastic.testing.faults.shell.pooled.world import PooledWorldFailed, simulate_pooled
-
-    def live(seed: int) -> tuple[int, int]:
-        outcome = simulate_pooled(seed)
-        return outcome.events, outcome.faults
-
-    return each(seeds, live, PooledWorldFailed)
 
 
 def lived(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, size: int) -> tuple[WorldsSeen, float]:
@@ -254,10 +232,10 @@ def main(wanted: Extent, first: int, mutants: int | None, seed: int) -> dict[str
         return shell_worlds(wanted, first)
     shell = shell_worlds(SHELL.get(wanted, wanted), first)
     jobs = worlds(live_through_jobs, JOBS.get(wanted, wanted), first, SHELL_BATCH)
-    jobs["pool_shell"] = worlds(live_through_pools, POOL_SHELL.get(wanted, wanted), first, SHELL_BATCH)
-    jobs["runs_in_pools"] = worlds(live_through_runs_in_pools, RUNS_IN_POOLS.get(wanted, wanted), first, SHELL_BATCH)
+    jobs["pool_shell"] = worlds(partial(live_through, "pool-shell"), POOL_SHELL.get(wanted, wanted), first, SHELL_BATCH)
+    jobs["runs_in_pools"] = worlds(partial(live_through, "pool"), RUNS_IN_POOLS.get(wanted, wanted), first, SHELL_BATCH)
     return (
-        worlds(live_through, wanted, first, BATCH)
+        worlds(partial(live_through, "core"), wanted, first, BATCH)
         | {"jobs": jobs}
         | shell
         | (bugs(wanted == QUICK) if wanted in SHELL else {})

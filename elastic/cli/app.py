@@ -328,6 +328,20 @@ def simulate(
         bool, typer.Option(help="Instead of CONFIG: small worlds full of faults drawn from seeds.")
     ] = False,
     worlds: Annotated[int, typer.Option(min=1, help="With --faults: how many seeds, from --seed on.")] = 1,
+    world: Annotated[
+        str, typer.Option(metavar="NAME", help="With --faults: core, run, pool, pool-shell (docs/simulation.md).")
+    ] = "core",
+    only: Annotated[
+        str, typer.Option(metavar="KINDS", help="With --world run or pool: draw only faults of these kinds.")
+    ] = "",
+    keep: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="With --world run or pool: of the faults drawn only these, or none.")
+    ] = "",
+    shrink_within: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="With --world run: so long leave out faults that a failure needs not."),
+    ] = 0.0,
+    log: Annotated[bool, typer.Option("--log", help="With --world run or pool: print what processes log.")] = False,
     jobs: Annotated[
         Path | None,
         typer.Option(
@@ -358,15 +372,21 @@ def simulate(
         if source is not None and source.name in _GIVEN:
             raise ConfigError(f"elastic simulate: --{option} is for --jobs")
     if faults:
-        _refuse_all_but(context, "--faults", "--seed", "--worlds", "--json")
-        raise typer.Exit(deferred.faults.faults_command(seed or 0, worlds, as_json=as_json))
+        of_faults = ("--seed", "--worlds", "--world", "--only", "--keep", "--shrink-within", "--log")
+        _refuse_all_but(context, "--faults", *of_faults, "--json")
+        from elastic.testing.faults.worlds import WorldOptions
+
+        options = WorldOptions(only=only, keep=keep, shrink_s=shrink_within, tell=say if log else None)
+        raise typer.Exit(deferred.faults.faults_command(world, seed or 0, worlds, options, as_json=as_json))
 
     from elastic.simulation.run import Experiment
 
     if config is None:
         raise ConfigError("elastic simulate: give a configuration file, or --faults")
-    if worlds != 1:
-        raise ConfigError("elastic simulate: --worlds is for --faults")
+    for option in ("worlds", "world", "only", "keep", "shrink_within", "log"):
+        source = context.get_parameter_source(option)
+        if source is not None and source.name in _GIVEN:
+            raise ConfigError(f"elastic simulate: --{option.replace('_', '-')} is for --faults")
     settings, _, names = _run_settings(config, providers, [*(overrides or []), *_budget(budget_usd)], seed, "")
     if providers is None:
         names = list(settings.simulation.providers)

@@ -1,7 +1,7 @@
 """Plants bugs of the production shell, one at a time, and lives through worlds until one fails.
 
-Each of `bugs/*.patch`, here and in `tests/pool`, is a bug. Its first line names the faults that show it best, or says
-that worlds of a pool do (`World: pool`), or of jobs in one (`World: pooled`); its second is a seed that does. A bug is
+Each of `bugs/*.patch`, here and in `tests/pool`, is a bug. Its first line names the faults that show it best in worlds
+of a run, or the worlds that show it (`World: pool`, `World: pool-shell`); its second is a seed that does. A bug is
 planted in a fork, into the functions that are imported already, so that it costs no more than its worlds.
 
 python tests/chaos/planted.py [--known | --first N --seeds N] [NAME ...]     prints {name: seed or null} as JSON
@@ -22,12 +22,9 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from elastic.testing.faults.pool.pool_worlds import PoolWorld, PoolWorldFailed
-from elastic.testing.faults.shell.faults import FaultKind, draw_plan
-from elastic.testing.faults.shell.pooled.world import PooledWorldFailed, simulate_pooled
-from elastic.testing.faults.shell.simulate import WorldFailed, simulate
+from elastic.testing.faults.failure import WorldFailed
+from elastic.testing.faults.worlds import WorldOptions, live
 from elastic.weights import codecs
-from policies.clusters import CLUSTER_POLICIES
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -87,12 +84,12 @@ def _fork(name: str, seeds: range) -> int:
 
 def _first_failure(name: str, seeds: range) -> int:
     """How many worlds do not fail before one does."""
-    live = plant(_patch(name))
+    lives = plant(_patch(name))
     for number, seed in enumerate(seeds):
         signal.setitimer(signal.ITIMER_VIRTUAL, WORLD_CPU_S)
         try:
-            live(seed)
-        except (WorldFailed, PoolWorldFailed, PooledWorldFailed):
+            lives(seed)
+        except WorldFailed:
             return number
     return FOUND_MAX
 
@@ -103,14 +100,11 @@ def plant(patch: Path) -> Callable[[int], object]:
     for line in text.splitlines():
         if line.startswith("+++ b/"):
             _replace_functions(line.removeprefix("+++ b/").strip(), patch)
-    told = text.partition("\n")[0]
-    if told == "World: pool":
-        return lambda seed: PoolWorld(CLUSTER_POLICIES, seed).run()
-    if told == "World: pooled":
-        return simulate_pooled
-    faults = told.removeprefix("Faults: ")
-    kinds = [] if faults == "any" else [FaultKind(kind) for kind in faults.split(", ")]
-    return lambda seed: simulate(seed, draw_plan(seed, kinds))
+    what, _, which = text.partition("\n")[0].partition(": ")
+    if what == "World":
+        return lambda seed: live(which, seed)
+    only = WorldOptions(only="" if which == "any" else which.replace(", ", ","))
+    return lambda seed: live("run", seed, only)
 
 
 def _replace_functions(path: str, patch: Path) -> None:

@@ -12,7 +12,7 @@ PATCHES = sorted(ROOT.glob("tests/*/bugs/*.patch"))
 @pytest.mark.parametrize("patch", PATCHES, ids=[path.stem for path in PATCHES])
 def test_a_planted_bug_applies_and_says_where_it_shows(patch: Path, tmp_path: Path):
     faults, seed, *lines = patch.read_text().splitlines()
-    assert faults in ("World: pool", "World: pooled") or faults.startswith("Faults: ")
+    assert faults in ("World: pool", "World: pool-shell") or faults.startswith("Faults: ")
     assert seed.removeprefix("Seed: ").isdecimal()
     for line in lines:
         if line.startswith("+++ b/"):

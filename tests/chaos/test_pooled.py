@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.testing.faults.shell.__main__ import main
+from elastic.testing.faults.shell.faults import FaultKind
 from elastic.testing.faults.shell.pooled.plan import draw_pooled
 from elastic.testing.faults.shell.pooled.world import live_pooled, simulate_pooled
 
@@ -22,7 +22,8 @@ def test_jobs_in_a_pool_come_to_their_end(seed: int) -> None:
 
 
 def test_a_pool_that_dies_often_loses_nothing() -> None:
-    assert live_pooled(draw_pooled(1, ["kill_pool", "kill_keeper", "kill_resident"])).incarnations > 3
+    kills = [FaultKind.KILL_POOL, FaultKind.KILL_KEEPER, FaultKind.KILL_RESIDENT]
+    assert live_pooled(draw_pooled(1, kills)).incarnations > 3
 
 
 def test_parked_residents_follow_the_weights() -> None:
@@ -37,12 +38,6 @@ def test_one_seed_gives_one_history() -> None:
         [sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": "3"}, capture_output=True, check=True
     ).stdout
     assert told.decode().strip() == simulate_pooled(3).history
-
-
-def test_the_command_replays_a_world(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["chaos", "4", "--pool", "--faults", "none"])
-    assert main() == 0
-    assert "seed=4" in capsys.readouterr().out
 
 
 @pytest.mark.nightly

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from elastic.runtime.rollout import OpenTurn
+from elastic.testing.faults.failure import WorldFailed
 from elastic.testing.faults.shell.faults import FaultKind, draw_plan
 from elastic.testing.faults.shell.shrink import shrunk
-from elastic.testing.faults.shell.simulate import WorldFailed, simulate
+from elastic.testing.faults.shell.simulate import simulate
 
 FIXED = range(8)
 """Seeds that every change is tried with."""
@@ -69,10 +70,10 @@ def test_a_failure_names_the_command_that_replays_it(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(OpenTurn, "end")
     plan = draw_plan(1, [FaultKind.CUT])
     some = msgspec.structs.replace(plan, faults=plan.faults[1:])
-    with pytest.raises(WorldFailed, match=r"python -m elastic\.testing\.faults\.shell 1 --only cut --faults 1"):
+    with pytest.raises(WorldFailed, match="elastic simulate --faults --world run --seed 1 --only cut --keep 1"):
         simulate(1, some)
-    assert shrunk(plan).plan.faults == ()
-    assert shrunk(plan, limit_s=0).plan.faults == plan.faults
+    assert shrunk(plan)[0].faults == ()
+    assert shrunk(plan, limit_s=0)[0].faults == plan.faults
 
 
 def test_planted_bugs_are_found() -> None:

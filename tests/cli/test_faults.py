@@ -23,7 +23,7 @@ def test_what_does_not_apply_is_refused(elastic, extra: tuple[str, ...], named: 
     ended = elastic("simulate", "--faults", *extra)
     assert (ended.code, ended.out) == (2, "")
     assert named in ended.err
-    assert "allowed: --seed, --worlds, --json" in ended.err
+    assert "allowed: --seed, --worlds, --world, --only, --keep, --shrink-within, --log, --json" in ended.err
 
 
 def test_without_a_configuration_it_says_what_to_give(elastic) -> None:
@@ -33,9 +33,35 @@ def test_without_a_configuration_it_says_what_to_give(elastic) -> None:
 
 
 def test_worlds_are_for_faults(elastic) -> None:
-    ended = elastic("simulate", "some.toml", "--worlds", "3")
-    assert ended.code == 2
-    assert "--worlds" in ended.err
+    for option in (("--worlds", "3"), ("--world", "run"), ("--log",)):
+        ended = elastic("simulate", "some.toml", *option)
+        assert ended.code == 2
+        assert f"{option[0]} is for --faults" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--world", "moon"), "allowed: core, run, pool, pool-shell"),
+        (("--world", "core", "--only", "cut"), "--only is for --world run and --world pool"),
+        (("--world", "pool", "--shrink-within", "3"), "--shrink-within is for --world run"),
+        (("--world", "run", "--only", "cut,rain"), "unknown rain; allowed: kill_worker"),
+        (("--world", "run", "--only", "kill_pool"), "unknown kill_pool"),
+        (("--world", "run", "--only", "cut", "--keep", "99"), "allowed: none, or numbers from 0 to"),
+    ],
+)
+def test_a_world_says_what_it_takes(elastic, options: tuple[str, ...], told: str) -> None:
+    ended = elastic("simulate", "--faults", *options)
+    assert (ended.code, ended.out) == (2, "")
+    assert told in ended.err
+
+
+@pytest.mark.parametrize("world", ["run", "pool", "pool-shell"])
+def test_the_world_of_a_seed_is_lived_through_again(elastic, world: str) -> None:
+    keep = () if world == "pool-shell" else ("--keep", "none")
+    ended = elastic("simulate", "--faults", "--world", world, "--seed", "4", *keep)
+    assert ended.code == 0
+    assert "1 worlds from seed 4" in ended.out
 
 
 def test_worlds_are_counted_and_reported(elastic) -> None:

@@ -5,7 +5,8 @@ import pytest
 from elastic.core import allowance, control_manager
 from elastic.core.control_manager import ControlManager
 from elastic.core.controls import BUDGET_EXHAUSTED
-from elastic.testing.faults.core.world import SimulatedOutcome, SimulatedWorldFailed, simulate
+from elastic.testing.faults.core.world import SimulatedOutcome, simulate
+from elastic.testing.faults.failure import WorldFailed
 
 SEEDS = 10
 
@@ -53,5 +54,5 @@ def forget_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_worlds_find_what_breaks_a_promise(plant, found: str, seeds, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     for seed in seeds:
-        with pytest.raises(SimulatedWorldFailed, match=found):
+        with pytest.raises(WorldFailed, match=found):
             live(seed)

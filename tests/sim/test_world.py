@@ -45,7 +45,8 @@ from elastic.testing.faults.core.settings import (
 )
 from elastic.testing.faults.core.trainer import SimulatedTrainer
 from elastic.testing.faults.core.worker import SimulatedWorker
-from elastic.testing.faults.core.world import LARGE_EVERY, SimulatedOutcome, SimulatedWorldFailed, simulate
+from elastic.testing.faults.core.world import LARGE_EVERY, SimulatedOutcome, simulate
+from elastic.testing.faults.failure import WorldFailed
 
 CI_SEEDS = 10
 BATCH = 5
@@ -360,7 +361,7 @@ def test_worlds_notice_a_core_that_does_not_begin_where_the_checkpoint_is(monkey
         for at_s in range(10, 30, 4):
             simulate(at_s, settings, crash_at(at_s * NS_PER_S, journal_lost=True))
 
-    with pytest.raises(SimulatedWorldFailed):
+    with pytest.raises(WorldFailed):
         live()
 
 
@@ -417,7 +418,7 @@ def test_worlds_notice_a_run_that_is_resumed_wrongly(
             )
             simulate(tenths, settings, crash)
 
-    with pytest.raises(SimulatedWorldFailed, match=found):
+    with pytest.raises(WorldFailed, match=found):
         live()
 
 
@@ -473,7 +474,7 @@ def test_weights_that_do_not_match_their_manifest_are_never_served(
     outcome = simulate(1, SETTINGS, faults)
     assert any(isinstance(x, e.WeightsFailed) and "manifest" in x.reason for _, x in outcome.journals[0].events)
     monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(SimulatedWorldFailed, match=r"weights that are not|not checked against the manifest"):
+    with pytest.raises(WorldFailed, match=r"weights that are not|not checked against the manifest"):
         live_through(range(8), SETTINGS, faults)
 
 
@@ -497,13 +498,13 @@ def test_serving_comes_first(
     settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(serving,))
     assert stalls(simulate(1, settings, NO_FAULTS)) > 0
     monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(SimulatedWorldFailed, match=found):
+    with pytest.raises(WorldFailed, match=found):
         live_through(range(8), settings, NO_FAULTS)
 
 
 def test_failure_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TurnManager, "_on_tokens", _raise)
-    with pytest.raises(SimulatedWorldFailed, match="seed 5: ") as caught:
+    with pytest.raises(WorldFailed, match="seed 5: ") as caught:
         simulate(5)
     assert caught.value.seed == 5
 
@@ -572,5 +573,5 @@ def test_worlds_notice_a_broken_core(
 ) -> None:
     """The worlds are worth something only if they catch a core that is wrong."""
     monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(SimulatedWorldFailed):
+    with pytest.raises(WorldFailed):
         live_through(range(60))

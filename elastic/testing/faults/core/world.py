@@ -51,6 +51,7 @@ from elastic.testing.faults.core.settings import (
 )
 from elastic.testing.faults.core.trainer import SimulatedTrainer
 from elastic.testing.faults.core.worker import SLOWNESS, OrchestratorSession, SimulatedWorker
+from elastic.testing.faults.failure import WorldFailed
 
 TRAINER = SimulatedProviderSettings(
     name="trainer", role=WorkerRole.TRAINER, leases=1, boot_ns=400 * MS, usd_per_gpu_hour=10.0
@@ -59,14 +60,6 @@ LARGE_EVERY = 100
 """The last of so many seeds in a row draws a large world."""
 REPLAYED_EVERY = 25
 """One in this many seeds has its whole journal replayed and compared after every event."""
-
-
-class SimulatedWorldFailed(AssertionError):
-    """A world went wrong; `seed` is all that is needed to see it again."""
-
-    def __init__(self, seed: int, found: str) -> None:
-        self.seed = seed
-        super().__init__(f"seed {seed}: {found}")
 
 
 class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +96,7 @@ def simulate(
     commanded: bool = False,
 ) -> SimulatedOutcome:
     """Live through one world. What is not given is drawn from the seed; if it is `commanded`, the run is given caps and
-    a budget, and no crash loses its journal. Raises `SimulatedWorldFailed`."""
+    a budget, and no crash loses its journal. Raises `WorldFailed`."""
     rng = Random(seed)
     draw = draw_large_settings if seed % LARGE_EVERY == LARGE_EVERY - 1 else draw_settings
     digests = digests or (settings is None and seed % REPLAYED_EVERY == REPLAYED_EVERY // 2)
@@ -118,9 +111,8 @@ def simulate(
     try:
         return world.live()
     except Exception as error:
-        raise SimulatedWorldFailed(
-            seed, f"at {world.loop.now_ns / 1e9:.3f} s: {type(error).__name__}: {error}"
-        ) from error
+        found = f"at {world.loop.now_ns / 1e9:.3f} s: {type(error).__name__}: {error}"
+        raise WorldFailed("core", seed, found) from error
 
 
 class SimulatedWorld:

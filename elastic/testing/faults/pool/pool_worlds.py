@@ -10,7 +10,6 @@ the policy as it places the job, or what starts its residents. After every event
 checked, and at every device that one job has it, under a permit that is newer than all before.
 """
 
-import argparse
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, P
 from elastic.pool.shell import PoolShell
 from elastic.simulation.loop import EventLoop
 from elastic.system.isolation import ItemAttempt, words_of
+from elastic.testing.faults.failure import WorldFailed
 from elastic.testing.faults.pool.pool_processes import ModelJob, ModelKeeper, ModelWire
 from providers.markets import SpotMarket, SpotSettings
 from traces.spot import read_spot_trace
@@ -54,10 +54,6 @@ STRIKES = (
 )
 PROGRESS_NS = 3 * 3600 * S
 """Once faults have ended, some job finishes a step, or ends, at least so often."""
-
-
-class PoolWorldFailed(AssertionError):
-    """Something that must hold did not; the message begins with the seed."""
 
 
 class Unexpected(Exception):
@@ -313,12 +309,9 @@ class PoolWorld:
             self.fail(f"after {event}: {error}")
 
     def fail(self, what: str) -> None:
-        faults = self.faults
-        which = f"{self.seed} --dies {faults.dies} --until-s {faults.until_ns // S}"
-        again = f"python -m elastic.testing.faults.pool.pool_worlds {which}"
-        raise PoolWorldFailed(
-            f"seed {self.seed}: after {self.events} events at {self.loop.now_ns / S:.3f} s: {what}; again: {again}"
-        )
+        other = "" if self.faults == PoolFaults() else f" (with {self.faults})"
+        found = f"after {self.events} events at {self.loop.now_ns / S:.3f} s{other}: {what}"
+        raise WorldFailed("pool-shell", self.seed, found)
 
     def see_alone(self, job: JobId, nodes: tuple[NodeId, ...]) -> None:
         """Who begins to compute is alone on these nodes."""
@@ -512,7 +505,7 @@ class PoolWorld:
     # The world's life.
 
     def run(self) -> None:
-        """Until all jobs have ended. Raises `PoolWorldFailed`."""
+        """Until all jobs have ended. Raises `WorldFailed`."""
         try:
             self._live()
         except Unexpected as error:
@@ -570,21 +563,3 @@ class PoolWorld:
                 self.fail(f"{job} is cancelled, and nobody wanted that")
         if cluster_digest(replay(self.journal, self._policies)) != cluster_digest(shell.cluster):
             self.fail("the journal leads to another state")
-
-
-def main() -> None:
-    """Live through the world of one seed again."""
-    from policies.clusters import CLUSTER_POLICIES
-
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--dies", type=float, default=PoolFaults().dies)
-    parser.add_argument("--until-s", type=int, default=PoolFaults().until_ns // S)
-    given = parser.parse_args()
-    world = PoolWorld(CLUSTER_POLICIES, given.seed, PoolFaults(dies=given.dies, until_ns=given.until_s * S))
-    world.run()
-    print(f"{world.events} events, faults: {dict(world.faults_seen)}")
-
-
-if __name__ == "__main__":
-    main()

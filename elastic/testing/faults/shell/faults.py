@@ -79,7 +79,36 @@ class FaultKind(StrEnum):
     STILLBORN = "stillborn"
     """Someone of the cloud, or the trainer, is replaced, and for a while all end before their first word, all alike."""
 
+    KILL_POOL = "kill_pool"
+    KILL_KEEPER = "kill_keeper"
+    KILL_RESIDENT = "kill_resident"
+    """A resident or trainer is killed, in a slice or parked."""
+    HOLD_POOL = "hold_pool"
+    """The pool's process does not run for a while, so that its timers are late."""
+    HOLD_KEEPER = "hold_keeper"
+    HOLD_RESIDENT = "hold_resident"
+    """A resident or trainer does not run for a while, so that it does not park in time."""
+    CUT_POOL = "cut_pool"
+    """A keeper's or an orchestrator's connection to the pool's process breaks."""
+    STALL_POOL = "stall_pool"
+    """No byte passes the connections of the pool's process for a while; then all of them arrive late."""
+    REPEAT_POOL = "repeat_pool"
+    """Messages to and from the pool's process are delivered twice for a while."""
 
+
+KINDS_OF_POOLS = (
+    FaultKind.KILL_POOL,
+    FaultKind.KILL_KEEPER,
+    FaultKind.KILL_RESIDENT,
+    FaultKind.HOLD_POOL,
+    FaultKind.HOLD_KEEPER,
+    FaultKind.HOLD_RESIDENT,
+    FaultKind.CUT_POOL,
+    FaultKind.STALL_POOL,
+    FaultKind.REPEAT_POOL,
+)
+"""What befalls a pool's own processes, and not a run's."""
+KINDS_OF_RUNS = tuple(kind for kind in FaultKind if kind not in KINDS_OF_POOLS)
 LASTING = (FaultKind.HOLD, FaultKind.TRICKLE, FaultKind.BADSTART, FaultKind.SPAM, FaultKind.FLAP)
 """Lies that a worker tells for as long as it lives, in frames of which each is valid."""
 LASTING_SHARE = 1 / 4
@@ -87,10 +116,12 @@ LASTING_SHARE = 1 / 4
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """`target` picks the victim, `chance` the severity."""
+    """`target` picks the victim, `chance` the severity; in a pool `job` is the number of the job that a run's kind of
+    fault befalls."""
 
     kind: FaultKind
     at_s: float
+    job: int = 0
     target: float = 0.0
     chance: float = 0.0
     duration_s: float = 1.0
@@ -134,18 +165,16 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     only: tuple[FaultKind, ...] = ()
     """The kinds from which the faults were drawn; empty for all kinds."""
 
-    def command(self) -> str:
-        """Return the command that replays this world."""
-        drawn = draw_plan(self.seed, self.only)
-        parts = [f"python -m elastic.testing.faults.shell {self.seed}"]
-        if self.only:
-            parts.append(f"--only {','.join(self.only)}")
-        if self.faults != drawn.faults:
-            parts.append(f"--faults {','.join(str(drawn.faults.index(fault)) for fault in self.faults) or 'none'}")
-        return " ".join(parts)
+
+def options_of(only: Sequence[FaultKind], faults: Sequence[Fault], drawn: Sequence[Fault]) -> str:
+    """Return the options of `elastic simulate --faults` besides world and seed that give these faults."""
+    told = f" --only {','.join(only)}" if only else ""
+    if faults != drawn:
+        told += f" --keep {','.join(str(drawn.index(fault)) for fault in faults) or 'none'}"
+    return told
 
 
-OFTEN = tuple(kind for kind in FaultKind if kind is not FaultKind.STILLBORN and kind not in LASTING)
+OFTEN = tuple(kind for kind in KINDS_OF_RUNS if kind is not FaultKind.STILLBORN and kind not in LASTING)
 STILLBORN_SHARE = 1 / 8
 """Share of worlds with workers that cannot start, besides their other faults."""
 SPAN_S = 30.0
@@ -162,12 +191,12 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
     kinds = [kind for kind in only or OFTEN if drawn.random() < among] or list(only)
     span_s = 3600.0 if long else rng.uniform(2, SPAN_S)
     count = rng.choice((2, 4, 8, 16) if only else (0, 4, 16, 32, 64, 96, 128, 160)) if kinds else 0
-    faults = [_draw(rng, rng.choice(kinds), span_s) for _ in range(count)]
+    faults = [draw_fault(rng, rng.choice(kinds), span_s) for _ in range(count)]
     starts, lasting = Random(f"{seed}/starts"), Random(f"{seed}/lasting")
     if not only and not long and starts.random() < STILLBORN_SHARE:
-        faults += [_draw(starts, FaultKind.STILLBORN, span_s) for _ in range(2)]
+        faults += [draw_fault(starts, FaultKind.STILLBORN, span_s) for _ in range(2)]
     if not only and not long and lasting.random() < LASTING_SHARE:
-        faults.append(_draw(lasting, lasting.choice(LASTING), span_s))
+        faults.append(draw_fault(lasting, lasting.choice(LASTING), span_s))
     faults.sort(key=lambda fault: fault.at_s)
     calm = Fault(kind=FaultKind.WEATHER, at_s=span_s)
     one_slot = rng.random() < 1 / 10
@@ -199,10 +228,12 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
     return msgspec.structs.replace(plan, steps=1, groups=1, places=1, max_tokens=90, token_s=45.0)
 
 
-def _draw(rng: Random, kind: FaultKind, span_s: float) -> Fault:
+def draw_fault(rng: Random, kind: FaultKind, span_s: float, jobs: int = 0) -> Fault:
+    """Draw a fault of this kind, in a pool of one of so many jobs."""
     return Fault(
         kind=kind,
         at_s=rng.uniform(0, span_s),
+        job=rng.randrange(jobs) if jobs else 0,
         target=rng.random(),
         chance=rng.random(),
         duration_s=rng.choice((0.05, 0.5, 2.0, 8.0)) * rng.uniform(0.5, 1.5),

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 
 import msgspec
 
+from elastic.testing.faults.failure import WorldFailed
 from elastic.testing.faults.shell.faults import Fault, WorldPlan
-from elastic.testing.faults.shell.simulate import WorldFailed, simulate
+from elastic.testing.faults.shell.simulate import simulate
 
 SHRINK_S = 300.0
 
 
-def shrunk(plan: WorldPlan, limit_s: float = SHRINK_S) -> WorldFailed:
-    """Return the failure with the fewest faults found within `limit_s`, or before an interrupt. Any failure counts.
+def shrunk(plan: WorldPlan, limit_s: float = SHRINK_S) -> tuple[WorldPlan, WorldFailed]:
+    """Return the plan with the fewest faults found within `limit_s`, or before an interrupt, and its failure. Any
+    failure counts.
 
     Raises `ValueError` if no fault set fails.
     """
@@ -24,18 +26,19 @@ def shrunk(plan: WorldPlan, limit_s: float = SHRINK_S) -> WorldFailed:
         raise ValueError(f"the world of seed {plan.seed} does not fail")
     parts = 2
     with contextlib.suppress(KeyboardInterrupt):
-        while (faults := found.plan.faults) and time.monotonic() < until_s:
+        while (faults := plan.faults) and time.monotonic() < until_s:
             for kept in _without_a_part(faults, min(parts, len(faults))):
                 if time.monotonic() >= until_s:
                     break
-                if (smaller := _failure(msgspec.structs.replace(plan, faults=kept))) is not None:
-                    found, parts = smaller, max(2, parts - 1)
+                smaller = msgspec.structs.replace(plan, faults=kept)
+                if (failure := _failure(smaller)) is not None:
+                    plan, found, parts = smaller, failure, max(2, parts - 1)
                     break
             else:
                 if parts >= len(faults):
                     break
                 parts = min(len(faults), 2 * parts)
-    return found
+    return plan, found
 
 
 def _without_a_part(faults: Sequence[Fault], parts: int) -> list[tuple[Fault, ...]]:

@@ -4,19 +4,11 @@ from collections.abc import Callable
 from functools import partial
 
 from elastic.core.types import NS_PER_S
-from elastic.testing.faults.shell.faults import Fault, WorldPlan, draw_plan
+from elastic.testing.faults.failure import WorldFailed
+from elastic.testing.faults.shell.faults import Fault, WorldPlan, draw_plan, options_of
 from elastic.testing.faults.shell.judge import judge
 from elastic.testing.faults.shell.strikes import strike
 from elastic.testing.faults.shell.world import Outcome, World
-
-
-class WorldFailed(AssertionError):
-    """A world has failed. Its plan, which the seed draws, is enough to replay it."""
-
-    def __init__(self, plan: WorldPlan, found: str, cause: Exception) -> None:
-        self.plan = plan
-        self.cause = cause
-        super().__init__(f"seed {plan.seed}: {found}\nreplay it: {plan.command()}")
 
 
 def simulate(seed: int, plan: WorldPlan | None = None, tell: Callable[[str], None] | None = None) -> Outcome:
@@ -36,7 +28,9 @@ def live(world: World) -> Outcome:
             return world.outcome()
         except Exception as error:
             found = f"at {world.clock.now_ns / NS_PER_S:.3f} s: {type(error).__name__}: {error}"
-            raise WorldFailed(world.plan, found, error) from error
+            plan = world.plan
+            options = options_of(plan.only, plan.faults, draw_plan(plan.seed, plan.only).faults)
+            raise WorldFailed("run", plan.seed, found, options) from error
 
 
 def _strike(world: World, fault: Fault) -> None:

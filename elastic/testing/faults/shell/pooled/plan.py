@@ -1,31 +1,11 @@
 """The shape of a world of jobs in a pool, and its faults, drawn from its seed."""
 
 from collections.abc import Sequence
-from enum import StrEnum
 from random import Random
 
 import msgspec
 
-from elastic.testing.faults.shell.faults import Fault, FaultKind, WorldPlan
-
-
-class PoolFaultKind(StrEnum):
-    KILL_POOL = "kill_pool"
-    KILL_KEEPER = "kill_keeper"
-    KILL_RESIDENT = "kill_resident"
-    """A resident or trainer is killed, in a slice or parked."""
-    HOLD_POOL = "hold_pool"
-    """The pool's process does not run for a while, so that its timers are late."""
-    HOLD_KEEPER = "hold_keeper"
-    HOLD_RESIDENT = "hold_resident"
-    """A resident or trainer does not run for a while, so that it does not park in time."""
-    CUT_POOL = "cut_pool"
-    """A keeper's or an orchestrator's connection to the pool's process breaks."""
-    STALL_POOL = "stall_pool"
-    """No byte passes the connections of the pool's process for a while; then all of them arrive late."""
-    REPEAT_POOL = "repeat_pool"
-    """Messages to and from the pool's process are delivered twice for a while."""
-
+from elastic.testing.faults.shell.faults import KINDS_OF_POOLS, Fault, FaultKind, WorldPlan, draw_fault
 
 OF_RUNS = (
     FaultKind.KILL_ORCHESTRATOR,
@@ -43,30 +23,9 @@ OF_RUNS = (
     FaultKind.SLOW_DISK,
     FaultKind.ENVIRONMENT,
 )
-"""Kinds of `elastic.testing.faults.shell` that befall one job."""
-KINDS = (*PoolFaultKind, *(kind.value for kind in OF_RUNS))
+"""Kinds that befall one job."""
+KINDS = (*KINDS_OF_POOLS, *OF_RUNS)
 SPAN_S = 40.0
-
-
-class PooledFault(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault of `kind`, one of `KINDS`. `job` is the number of the job that a run's fault befalls; the rest is as in
-    `elastic.testing.faults.shell.faults.Fault`."""
-
-    kind: str
-    at_s: float
-    job: int = 0
-    target: float = 0.0
-    chance: float = 0.0
-    duration_s: float = 1.0
-
-    def of_run(self) -> Fault:
-        return Fault(
-            kind=FaultKind(self.kind),
-            at_s=self.at_s,
-            target=self.target,
-            chance=self.chance,
-            duration_s=self.duration_s,
-        )
 
 
 class JobShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,22 +50,12 @@ class PooledPlan(msgspec.Struct, frozen=True, kw_only=True):
     notice_s: float
     silence_s: float
     park_s: float
-    faults: tuple[PooledFault, ...] = ()
+    faults: tuple[Fault, ...] = ()
     end_s: float = 0.0
-    only: tuple[str, ...] = ()
-
-    def command(self) -> str:
-        """Return the command that replays this world."""
-        drawn = draw_pooled(self.seed, self.only)
-        parts = [f"python -m elastic.testing.faults.shell {self.seed} --pool"]
-        if self.only:
-            parts.append(f"--only {','.join(self.only)}")
-        if self.faults != drawn.faults:
-            parts.append(f"--faults {','.join(str(drawn.faults.index(fault)) for fault in self.faults) or 'none'}")
-        return " ".join(parts)
+    only: tuple[FaultKind, ...] = ()
 
 
-def draw_pooled(seed: int, only: Sequence[str] = ()) -> PooledPlan:
+def draw_pooled(seed: int, only: Sequence[FaultKind] = ()) -> PooledPlan:
     """Draw a plan by swarm testing, as `elastic.testing.faults.shell.faults.draw_plan` does."""
     rng = Random(f"{seed}/pooled")
     among = 2 / 3 if only else rng.choice((1 / 8, 1 / 3, 2 / 3))
@@ -114,8 +63,10 @@ def draw_pooled(seed: int, only: Sequence[str] = ()) -> PooledPlan:
     count = rng.choice((16, 32, 48) if only else (0, 4, 8, 16, 32, 48)) if kinds else 0
     span_s = rng.uniform(5, SPAN_S)
     jobs = rng.choice((1, 2, 2))
-    faults = sorted((_draw(rng, rng.choice(kinds), jobs, span_s) for _ in range(count)), key=lambda fault: fault.at_s)
-    calm = [PooledFault(kind=FaultKind.WEATHER, at_s=span_s, job=job) for job in range(jobs)]
+    faults = sorted(
+        (draw_fault(rng, rng.choice(kinds), span_s, jobs) for _ in range(count)), key=lambda fault: fault.at_s
+    )
+    calm = [Fault(kind=FaultKind.WEATHER, at_s=span_s, job=job) for job in range(jobs)]
     nodes = rng.randint(1, 2)
     return PooledPlan(
         seed=seed,
@@ -150,15 +101,4 @@ def _draw_job(rng: Random, seed: int, number: int, nodes: int) -> JobShape:
         nodes=rng.randint(1, nodes),
         rollout_s=rng.uniform(0.3, 6),
         train_s=rng.uniform(0.3, 3),
-    )
-
-
-def _draw(rng: Random, kind: str, jobs: int, span_s: float) -> PooledFault:
-    return PooledFault(
-        kind=kind,
-        at_s=rng.uniform(0, span_s),
-        job=rng.randrange(jobs),
-        target=rng.random(),
-        chance=rng.random(),
-        duration_s=rng.choice((0.05, 0.5, 2.0, 8.0)) * rng.uniform(0.5, 1.5),
     )

@@ -34,12 +34,14 @@ from elastic.pool.shell import PoolShell
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.run_control import ControlError, StopRun
 from elastic.system.isolation import LoopFaults
+from elastic.testing.faults.failure import WorldFailed
 from elastic.testing.faults.shell.answers import governs
+from elastic.testing.faults.shell.faults import KINDS_OF_POOLS, Fault, FaultKind, options_of
 from elastic.testing.faults.shell.judge import judge, require
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.pooled.devices import NodeDevice
 from elastic.testing.faults.shell.pooled.job import JobWorld
-from elastic.testing.faults.shell.pooled.plan import PooledFault, PooledPlan, PoolFaultKind, draw_pooled
+from elastic.testing.faults.shell.pooled.plan import PooledPlan, draw_pooled
 from elastic.testing.faults.shell.pooled.processes import (
     FIRST_PID,
     KILLED,
@@ -81,14 +83,6 @@ class PooledOutcome(msgspec.Struct, frozen=True, kw_only=True):
     followed: int
     """Versions that parked residents have put in force."""
     history: str
-
-
-class PooledWorldFailed(AssertionError):
-    """A world has failed. Its plan, which the seed draws, is enough to replay it."""
-
-    def __init__(self, plan: PooledPlan, found: str) -> None:
-        self.plan = plan
-        super().__init__(f"seed {plan.seed}: {found}\nreplay it: {plan.command()}")
 
 
 class PooledWorld:
@@ -393,43 +387,39 @@ class PooledWorld:
 
     # Faults.
 
-    def befall(self, fault: PooledFault) -> None:
-        kinds = [kind.value for kind in PoolFaultKind]
-        if fault.kind in kinds:
-            done = self._strike(PoolFaultKind(fault.kind), fault)
-        else:
-            done = strike(self.jobs[fault.job], fault.of_run())
+    def befall(self, fault: Fault) -> None:
+        done = self._strike(fault) if fault.kind in KINDS_OF_POOLS else strike(self.jobs[fault.job], fault)
         self.struck += done
         if done and self._tell is not None:
             self._tell(f"{self.clock.now_ns / NS_PER_S:9.3f} *** {fault}")
 
-    def _strike(self, kind: PoolFaultKind, fault: PooledFault) -> bool:
+    def _strike(self, fault: Fault) -> bool:
         callbacks = int(fault.chance * CALLBACKS_MAX)
         keepers = [process for process in self.keepers.values() if process.alive]
         residents = [process for job in self.jobs for process in job.workers()]
         others = [*keepers, *(job.orchestrator for job in self.jobs if job.orchestrator is not None)]
         of = {
-            PoolFaultKind.KILL_KEEPER: keepers,
-            PoolFaultKind.HOLD_KEEPER: keepers,
-            PoolFaultKind.KILL_RESIDENT: residents,
-            PoolFaultKind.HOLD_RESIDENT: residents,
-            PoolFaultKind.CUT_POOL: others,
-        }.get(kind, [] if self.pool is None else [self.pool])
+            FaultKind.KILL_KEEPER: keepers,
+            FaultKind.HOLD_KEEPER: keepers,
+            FaultKind.KILL_RESIDENT: residents,
+            FaultKind.HOLD_RESIDENT: residents,
+            FaultKind.CUT_POOL: others,
+        }.get(fault.kind, [] if self.pool is None else [self.pool])
         if not of:
             return False
         picked = of[int(fault.target * len(of))]
-        match kind:
-            case PoolFaultKind.KILL_POOL:
+        match fault.kind:
+            case FaultKind.KILL_POOL:
                 picked.end_after(callbacks, partial(self._kill_pool, picked, fault.duration_s))
-            case PoolFaultKind.KILL_KEEPER | PoolFaultKind.KILL_RESIDENT:
+            case FaultKind.KILL_KEEPER | FaultKind.KILL_RESIDENT:
                 picked.end_after(callbacks, partial(self.end, picked, KILLED))
-            case PoolFaultKind.HOLD_POOL | PoolFaultKind.HOLD_KEEPER | PoolFaultKind.HOLD_RESIDENT:
+            case FaultKind.HOLD_POOL | FaultKind.HOLD_KEEPER | FaultKind.HOLD_RESIDENT:
                 picked.frozen_until_ns = max(picked.frozen_until_ns, self.world.until_ns(fault.duration_s))
-            case PoolFaultKind.CUT_POOL:
+            case FaultKind.CUT_POOL:
                 self._cut_from_pool(picked)
-            case PoolFaultKind.STALL_POOL:
+            case FaultKind.STALL_POOL:
                 picked.loop.stall(self.world.until_ns(fault.duration_s))
-            case PoolFaultKind.REPEAT_POOL:
+            case FaultKind.REPEAT_POOL:
                 picked.loop.repeats_until_ns = self.world.until_ns(fault.duration_s)
         return True
 
@@ -503,7 +493,7 @@ class _Programs(composed.PoolPrograms):
 
 
 def live_pooled(plan: PooledPlan, tell: Callable[[str], None] | None = None) -> PooledOutcome:
-    """Run a world to its end. Raises `PooledWorldFailed`, also if that takes much too long."""
+    """Run a world to its end. Raises `WorldFailed`, also if that takes much too long."""
     world = PooledWorld(plan, tell)
     with world.begins():
         try:
@@ -514,11 +504,12 @@ def live_pooled(plan: PooledPlan, tell: Callable[[str], None] | None = None) -> 
             return world.outcome()
         except Exception as error:
             found = f"at {world.clock.now_ns / NS_PER_S:.3f} s: {type(error).__name__}: {error}"
-            raise PooledWorldFailed(plan, found) from error
+            options = options_of(plan.only, plan.faults, draw_pooled(plan.seed, plan.only).faults)
+            raise WorldFailed("pool", plan.seed, found, options) from error
 
 
 def simulate_pooled(seed: int, tell: Callable[[str], None] | None = None) -> PooledOutcome:
-    """Run the world that a seed draws. Raises `PooledWorldFailed`."""
+    """Run the world that a seed draws. Raises `WorldFailed`."""
     return live_pooled(draw_pooled(seed), tell)
 
 

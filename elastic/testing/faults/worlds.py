@@ -1,0 +1,121 @@
+"""The worlds of faults by their names: each is drawn from a seed, lived through and judged."""
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+from elastic.config import ConfigError
+from elastic.testing.faults.failure import WorldFailed
+
+E = TypeVar("E", bound=StrEnum)
+T = TypeVar("T")
+
+
+class Lived(msgspec.Struct, frozen=True, kw_only=True):
+    """What a world has seen. `history` hashes all of it, `state` what it came to; empty where a world has none."""
+
+    events: int
+    faults: int
+    history: str = ""
+    state: str = ""
+
+
+class WorldOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`only` restricts the kinds of faults that are drawn; `keep` names those of the drawn ones that happen, by
+    their numbers, or `none`. `shrink_s` is how long to leave out faults that a failure does not take. `tell` gets what
+    processes log."""
+
+    only: str = ""
+    keep: str = ""
+    shrink_s: float = 0.0
+    tell: Callable[[str], None] | None = None
+
+
+DRAWN = WorldOptions()
+"""All that the seed draws."""
+
+
+def live(world: str, seed: int, options: WorldOptions = DRAWN) -> Lived:
+    """Live through the world, one of `WORLDS`. Raises `WorldFailed`, and `ConfigError` for options that are not for
+    it."""
+    if world not in WORLDS:
+        raise ConfigError(f"--world: found {world}; allowed: {', '.join(WORLDS)}")
+    if world not in ("run", "pool"):
+        for option in ("only", "keep", "tell"):
+            if getattr(options, option):
+                named = "log" if option == "tell" else option
+                raise ConfigError(f"--{named} is for --world run and --world pool, found --world {world}")
+    if world != "run" and options.shrink_s:
+        raise ConfigError(f"--shrink-within is for --world run, found --world {world}")
+    return WORLDS[world](seed, options)
+
+
+def _core(seed: int, _: WorldOptions) -> Lived:
+    from elastic.testing.faults.core.world import simulate
+
+    outcome = simulate(seed)
+    return Lived(events=outcome.events, faults=outcome.faults, history=outcome.history, state=outcome.state)
+
+
+def _run(seed: int, options: WorldOptions) -> Lived:
+    from elastic.testing.faults.shell.faults import KINDS_OF_RUNS, draw_plan
+    from elastic.testing.faults.shell.shrink import shrunk
+    from elastic.testing.faults.shell.simulate import simulate
+
+    plan = draw_plan(seed, _kinds(options.only, KINDS_OF_RUNS))
+    plan = msgspec.structs.replace(plan, faults=_kept(options.keep, plan.faults))
+    try:
+        outcome = simulate(seed, plan, options.tell)
+    except WorldFailed:
+        if not options.shrink_s:
+            raise
+        raise shrunk(plan, options.shrink_s)[1] from None
+    return Lived(events=outcome.events, faults=outcome.faults, history=outcome.history)
+
+
+def _pool(seed: int, options: WorldOptions) -> Lived:
+    from elastic.testing.faults.shell.pooled.plan import KINDS, draw_pooled
+    from elastic.testing.faults.shell.pooled.world import live_pooled
+
+    plan = draw_pooled(seed, _kinds(options.only, KINDS))
+    plan = msgspec.structs.replace(plan, faults=_kept(options.keep, plan.faults))
+    outcome = live_pooled(plan, options.tell)
+    return Lived(events=outcome.events, faults=outcome.faults, history=outcome.history)
+
+
+def _pool_shell(seed: int, _: WorldOptions) -> Lived:
+    from elastic.testing.faults.pool.pool_worlds import PoolWorld
+    from policies.clusters import CLUSTER_POLICIES
+
+    world = PoolWorld(CLUSTER_POLICIES, seed)
+    world.run()
+    return Lived(events=world.events, faults=world.faults_seen.total())
+
+
+WORLDS: dict[str, Callable[[int, WorldOptions], Lived]] = {
+    "core": _core,
+    "run": _run,
+    "pool": _pool,
+    "pool-shell": _pool_shell,
+}
+
+
+def _kinds(names: str, allowed: Sequence[E]) -> list[E]:
+    by_name = {str(kind): kind for kind in allowed}
+    wanted = [name for name in names.split(",") if name]
+    if unknown := [name for name in wanted if name not in by_name]:
+        raise ConfigError(f"--only: unknown {', '.join(unknown)}; allowed: {', '.join(by_name)}")
+    return [by_name[name] for name in wanted]
+
+
+def _kept(numbers: str, faults: tuple[T, ...]) -> tuple[T, ...]:
+    if not numbers:
+        return faults
+    try:
+        return () if numbers == "none" else tuple(faults[int(number)] for number in numbers.split(","))
+    except (ValueError, IndexError):
+        raise ConfigError(
+            f"--keep: found {numbers}; allowed: none, or numbers from 0 to {len(faults) - 1} with commas between them"
+        ) from None
