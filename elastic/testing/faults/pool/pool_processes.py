@@ -1,9 +1,7 @@
 """What surrounds a pool's shell in a world of faults, without processes: keepers with residents, jobs, connections."""
 
-from collections import Counter
 from collections.abc import Callable
-from random import Random
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,9 +22,11 @@ from elastic.pool.keeper_state import (
     TellResident,
     TimePassed,
 )
-from elastic.pool.ports import JobEnding, JobEntry
+from elastic.pool.ports import JobEnding
 from elastic.pool.shell import PoolShell
-from elastic.simulation.loop import EventLoop
+
+if TYPE_CHECKING:
+    from elastic.testing.faults.pool.pool_worlds import PoolWorld
 
 S = 1_000_000_000
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
@@ -36,70 +36,10 @@ _ENDED_NS = 60 * S
 """Within so much undisturbed time a resident that holds too much memory is ended, and a yielded permit is over."""
 
 
-class ModelWorld(Protocol):
-    """What keepers and jobs know of their world. Whatever they find wrong, they tell by `fail`, which raises."""
-
-    rng: Random
-    loop: EventLoop
-    keepers: "dict[NodeId, ModelKeeper]"
-    keeper_wires: "dict[NodeId, ModelWire]"
-    jobs: "dict[JobId, ModelJob]"
-    entries: dict[JobId, JobEntry]
-    incarnations: int
-    """How many processes the pool has had."""
-    returned_ns: Nanoseconds
-    """When the present one began."""
-    progress_ns: Nanoseconds
-    """When a job has last finished a step."""
-    excused: int
-    """The last permit whose phase may have been disturbed."""
-    starts_ns: dict[tuple[NodeId, JobId], Nanoseconds]
-    """How long the next start of a resident takes, where that is not drawn."""
-    faults_seen: Counter[str]
-
-    @property
-    def shell(self) -> PoolShell | None:
-        """The pool's process; None while it is dead."""
-        ...
-
-    @property
-    def faulty(self) -> bool:
-        """Whether faults may still begin."""
-        ...
-
-    def copies(self) -> int:
-        """Draw how often the next message arrives."""
-        ...
-
-    def latency_ns(self) -> Nanoseconds: ...
-
-    def within(self, act: Callable[[], object]) -> object:
-        """Have the shell do something, and die where it is killed."""
-        ...
-
-    def to_shell(self, act: Callable[[PoolShell], object]) -> None: ...
-
-    def see_alone(self, job: JobId, nodes: tuple[NodeId, ...]) -> None:
-        """Who begins to compute is alone on these nodes."""
-        ...
-
-    def seat_of(self, job: JobId) -> tuple[NodeId, ...]:
-        """The nodes of both pools that the job has, as far as the pool's process is there."""
-        ...
-
-    def stop_job(self, job: JobId, reason: str) -> None: ...
-
-    def job_over(self, job: JobId, placement: int, ending: JobEnding) -> None:
-        """A job's process has ended."""
-        ...
-
-    def fail(self, what: str) -> None: ...
-
-
 class ModelWire:
     """One connection: messages arrive in order, or not at all once it is cut."""
 
-    def __init__(self, world: ModelWorld) -> None:
+    def __init__(self, world: "PoolWorld") -> None:
         self.world = world
         self.open = True
         self._free_ns = {True: 0, False: 0}
@@ -128,7 +68,7 @@ class ModelResident:
 class ModelKeeper:
     """A keeper's process: the production's decisions, and modelled residents."""
 
-    def __init__(self, world: ModelWorld, node: NodeId, phase: PhaseKind) -> None:
+    def __init__(self, world: "PoolWorld", node: NodeId, phase: PhaseKind) -> None:
         self.world, self.node, self.phase = world, node, phase
         self.alive = True
         self.wire: ModelWire | None = None
@@ -304,7 +244,9 @@ class ModelKeeper:
 class ModelJob:
     """A job's directory, and its process while there is one."""
 
-    def __init__(self, world: ModelWorld, request: JobRequest, profile: PhasePlan, *, script: bool, both: bool) -> None:
+    def __init__(
+        self, world: "PoolWorld", request: JobRequest, profile: PhasePlan, *, script: bool, both: bool
+    ) -> None:
         self.world, self.request, self.profile, self.script, self.both = world, request, profile, script, both
         self.keeper: ModelKeeper | None = None
         self.computes_on: tuple[NodeId, ...] = ()

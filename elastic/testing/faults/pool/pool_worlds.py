@@ -118,11 +118,14 @@ class PoolWorld:
         self.incarnations = 0
         self.faults_seen: Counter[str] = Counter()
         self.progress_ns = 0
+        """When a job has last finished a step."""
         self.returned_ns = 0
         self.excused = 0
+        """The last permit whose phase may have been disturbed."""
         self.died_of: list[tuple[NodeId, JobId, str]] = []
         self.cancelled: set[JobId] = set()
         self.starts_ns: dict[tuple[NodeId, JobId], Nanoseconds] = {}
+        """How long the next start of a resident takes, where that is not drawn."""
         self._state_before = ""
         times = PoolTimes(silence_ns=10 * S, park_ns=10 * S, keeper_start_ns=60 * S)
         self._times = times
