@@ -8,7 +8,7 @@ from typing import Any
 import _common  # noqa: F401 - first: without it benchmarks/providers.py hides the package of that name
 from _proof import judge_tokens
 
-from elastic.compose import replay
+from elastic.compose.incarnations import replay
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S

@@ -220,7 +220,7 @@ def forks() -> ForkServerContext:
 
 
 def _main(part: Part, home: Path, database: str, port: int, job: Path, log: Path) -> None:
-    from elastic import compose
+    from elastic.compose.processes import run_loop
     from elastic.server.serving import listen, open_store, run_runner, serve
     from elastic.system.logs import STANDARD_ERROR, log_to
 
@@ -229,8 +229,8 @@ def _main(part: Part, home: Path, database: str, port: int, job: Path, log: Path
     settings = _settings(home, database, job)
     store = open_store(settings)
     if part == "runner":
-        compose.run_loop(run_runner(store, settings))
+        run_loop(run_runner(store, settings))
     else:
         with listen(HOST, port) as listener:
-            compose.run_loop(serve(store, settings, listener, with_runner=False))
+            run_loop(serve(store, settings, listener, with_runner=False))
     store.close()

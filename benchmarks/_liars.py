@@ -19,7 +19,7 @@ import msgspec
 from _live import replay
 from _orchestrated import RUN, OwnWorkers, orchestrator
 
-from elastic import compose
+from elastic.compose.plan import TRAINER_PROVIDER
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -267,7 +267,7 @@ async def play(frames: int, seed: int) -> PlayedRun:
         kept.path.mkdir()
         honest = Honest(config, kept.path)
         providers = [
-            OwnWorkers(compose.TRAINER_PROVIDER, 1, partial(honest.work, trains=True)),
+            OwnWorkers(TRAINER_PROVIDER, 1, partial(honest.work, trains=True)),
             OwnWorkers("spot", HONEST, honest.work),
             *([OwnWorkers(LIAR, LIARS, Liars(told, Random(seed), names).work)] if frames else []),
         ]
@@ -321,7 +321,7 @@ async def play_beside(arm: str, steps: int, token_s: float) -> RunBeside:
         kept.path.mkdir()
         honest = Honest(config, kept.path, BESIDE_CREDIT, token_s)
         providers = [
-            OwnWorkers(compose.TRAINER_PROVIDER, 1, partial(honest.work, trains=True)),
+            OwnWorkers(TRAINER_PROVIDER, 1, partial(honest.work, trains=True)),
             OwnWorkers("spot", 1, honest.work),
             *([OwnWorkers(LIAR, 1, partial(_lone_liar, arm), loses_barred=True)] if arm else []),
         ]

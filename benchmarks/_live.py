@@ -12,7 +12,10 @@ from typing import Any, TypeAlias, TypeVar
 import structlog
 from pydantic import BaseModel
 
-from elastic import compose
+from elastic.compose.execution import RunOutcome, execute
+from elastic.compose.plan import RunPlan
+from elastic.compose.processes import run_loop
+from elastic.compose.scheduling import limits, policies
 from elastic.config import Config
 from elastic.core.commands import Command
 from elastic.core.digest import digest
@@ -84,7 +87,7 @@ def reserved(workers: int) -> Capacity:
 class LiveRun:
     """A run under way. `now_ns` of its orchestrator is the clock of its journal."""
 
-    def __init__(self, orchestrator: Orchestrator, run_dir: Path, outcome: "asyncio.Task[compose.RunOutcome]") -> None:
+    def __init__(self, orchestrator: Orchestrator, run_dir: Path, outcome: "asyncio.Task[RunOutcome]") -> None:
         self.orchestrator = orchestrator
         self._run_dir = run_dir
         self._outcome = outcome
@@ -121,7 +124,7 @@ async def live_run(
     environment_settings: BaseModel,
 ) -> AsyncIterator[LiveRun]:
     """A run in `run_dir`, from its orchestrator's start to the end of all its processes."""
-    plan = compose.RunPlan(
+    plan = RunPlan(
         config=config,
         providers={name: settings for name, (_, settings) in providers.items()},
         provider_types={name: kind for name, (kind, _) in providers.items()},
@@ -131,7 +134,7 @@ async def live_run(
     run_dir.mkdir()  # noqa: ASYNC240 - nothing else runs yet
     (run_dir / "config.json").write_text(config.model_dump_json())
     ready: asyncio.Future[Orchestrator] = asyncio.get_running_loop().create_future()
-    outcome = asyncio.create_task(compose.execute(plan, run_dir, on_ready=ready.set_result))
+    outcome = asyncio.create_task(execute(plan, run_dir, on_ready=ready.set_result))
     await asyncio.wait({ready, outcome}, return_when=asyncio.FIRST_COMPLETED)
     if not ready.done():
         raise RunEnded(outcome.result().failed)
@@ -151,7 +154,7 @@ def replay(config: Config, run_dir: Path, live: Scheduler) -> Iterator[tuple[Nan
 
     Raises `RuntimeError` at the end if it did not come to the state of the `live` one.
     """
-    scheduler = Scheduler(live.plan, compose.limits(config), compose.policies(config), 0)
+    scheduler = Scheduler(live.plan, limits(config), policies(config), 0)
     with RunDirectory(run_dir).newest_journal() as journal:
         for t_ns, event in journal.events():
             yield t_ns, event, scheduler.handle(event, t_ns)
@@ -170,7 +173,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; SIGINT and SIGTERM end it, with all it started, and exit. Logs faults to stderr only."""
     log_faults_only()
     try:
-        return compose.run_loop(_until_signal(work))
+        return run_loop(_until_signal(work))
     except asyncio.CancelledError:
         sys.exit(130)
 

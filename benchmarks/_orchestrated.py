@@ -8,7 +8,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias, cast
 
-from elastic import compose
+from elastic.compose import scheduling
+from elastic.compose.plan import TRAINER_PROVIDER, resolve
+from elastic.compose.scheduling import policies, run_plan
 from elastic.config import Config
 from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.scheduler import Scheduler
@@ -50,7 +52,7 @@ class OwnWorkers:
         self._offer()
 
     def _offer(self) -> None:
-        role = WorkerRole.TRAINER if self.name == compose.TRAINER_PROVIDER else WorkerRole.ELASTIC
+        role = WorkerRole.TRAINER if self.name == TRAINER_PROVIDER else WorkerRole.ELASTIC
         available = self._places - len(self._workers)
         self._emit(OfferChanged(offer=Offer(provider=self.name, role=role, available=available, usd_per_gpu_hour=1.0)))
 
@@ -105,7 +107,7 @@ def orchestrator(
         return {provider.name: cast(Provider, provider) for provider in providers}
 
     limits = config.scheduler
-    plan = compose.run_plan(compose.resolve(config, [], RUN))
+    plan = run_plan(resolve(config, [], RUN))
     wiring = Wiring(
         make_providers=make_providers,
         make_environment=make_environment,
@@ -125,5 +127,5 @@ def orchestrator(
         kept=run,
         certificate=certificate,
     )
-    scheduler = Scheduler(plan, compose.limits(config), compose.policies(config), 0)
+    scheduler = Scheduler(plan, scheduling.limits(config), policies(config), 0)
     return Orchestrator(config, scheduler, journal, wiring)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic import compose
+from elastic.compose.incarnations import replay
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.digest import digest
@@ -93,7 +93,7 @@ def judge(run: RunDirectory) -> Verdict:
             f"{run.path}: its status is {status!r}, and only a run that is {FINISHED!r} is judged as whole"
         )
     witness = _Witness()
-    found = digest(compose.replay(run, witness.hear))
+    found = digest(replay(run, witness.hear))
     episodes, summary = trajectories(run), summarise(run)
     with run.journals() as journals:
         said = journals[-1].meta()["digest"]

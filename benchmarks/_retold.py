@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elastic import compose
-from elastic.compose.incarnations import BEGAN, Began
+from elastic.compose.incarnations import BEGAN, replay
+from elastic.compose.plan import resolve
+from elastic.compose.runs import save_run_config
+from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -14,9 +16,10 @@ from elastic.core.digest import digest
 from elastic.core.scheduler import Scheduler
 from elastic.protocol import wire
 from elastic.runtime import states
-from elastic.runtime.journal import RunDirectory, event_row, frame_row
+from elastic.runtime.journal import RUNNING, RunDirectory, event_row, frame_row
 from elastic.runtime.recollection import Recollection
 from elastic.runtime.trainer import kept_steps
+from elastic.system.boot_clock import Began
 
 TOKEN, LOGPROB = 5, -0.5
 
@@ -30,12 +33,12 @@ def retell(config: Config, providers: Sequence[str], simulated: RunDirectory, ru
 
     Beside each checkpoint that its trainer would have kept there is the run's state; the checkpoints are empty.
     """
-    compose.save_run_config(run.path, config)
+    save_run_config(run.path, config)
     notes = {
         "run": run.name,
         "config": config.model_dump_json(),
         "providers": ",".join(providers),
-        "status": compose.RUNNING,
+        "status": RUNNING,
         BEGAN: msgspec.json.encode(Began.now()).decode(),
     }
     journal = run.begin_journal(config.journal, waits=True, notes=notes)
@@ -53,7 +56,7 @@ def retell(config: Config, providers: Sequence[str], simulated: RunDirectory, ru
             stepped.append((journal.events, event.version))
 
     try:
-        compose.replay(simulated, write)
+        replay(simulated, write)
     except _Enough:
         pass
     finally:
@@ -77,8 +80,8 @@ def _body(event: e.TokensReceived) -> bytes:
 def _save_states(
     config: Config, providers: Sequence[str], run: RunDirectory, stepped: Sequence[tuple[int, int]]
 ) -> None:
-    plan = compose.resolve(config, providers, str(run.path))
-    scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+    plan = resolve(config, providers, str(run.path))
+    scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
     recollection, heard = Recollection(scheduler, kept_steps(config)), 0
     with run.newest_journal() as journal:
         entries = journal.entries()

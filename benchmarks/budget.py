@@ -14,7 +14,9 @@ from typing import Any
 
 from _common import emit, parse_arguments
 
-from elastic import compose
+from elastic.compose.incarnations import configured_budget
+from elastic.compose.plan import resolve
+from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.scheduler import Scheduler
@@ -67,11 +69,11 @@ def budgeted(seed: int, billing: str) -> tuple[Config, float]:
 
 def stopped_run(config: Config) -> SimulatedRun:
     """A run that has come to the end of its budget."""
-    plan = compose.resolve(config, ["spot"], "budget")
-    scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+    plan = resolve(config, ["spot"], "budget")
+    scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
     experiment = simulation.Experiment(profile="H100/Qwen3-8B", frame_s=FRAME_S)
     run = simulation.build(plan, experiment, scheduler, NullJournal())
-    failed = run.live(told=compose.configured_budget(config))
+    failed = run.live(told=configured_budget(config))
     if failed or not scheduler.stopped.startswith(BUDGET_EXHAUSTED):
         raise RuntimeError(f"the run did not end for its budget: {failed or scheduler.stopped or 'it finished'}")
     return run

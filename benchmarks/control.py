@@ -36,7 +36,7 @@ from _hosted import CONFIG, HOST, HostedSite
 from _http_load import EventStream, ReadPool, ServerHungUp, request
 from _postgres import cluster, skipped_without_postgresql
 
-from elastic import compose
+from elastic.compose.processes import run_loop
 from elastic.config import JournalConfig, validate
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
@@ -119,7 +119,7 @@ def measure(database: str, load_s: float) -> dict[str, Any]:
             jobs = [_begun(client) for _ in range(JOBS)]
             new_key = {"name": "viewer", "role": "viewer", "server_wide": True}
             viewer = client.post("/v1/keys", json=new_key).raise_for_status().json()["secret"]
-            measured = compose.run_loop(load(site, jobs, long_run, load_s, viewer))
+            measured = run_loop(load(site, jobs, long_run, load_s, viewer))
             listed = sum(1 for _ in _listed(client))
     answers, late, delays = (np.array(one) for one in (measured.answers_ms, measured.late_ms, measured.delays_ms))
     return {

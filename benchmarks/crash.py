@@ -31,8 +31,8 @@ from _proof import judge, same_episode, same_weights, trajectories
 from _retold import retell
 from _runs import EXAMPLE, prepare, sets
 
-from elastic import compose
-from elastic.compose.incarnations import previous_incarnation
+from elastic.compose.incarnations import past_incarnations, previous_incarnation
+from elastic.compose.plan import resolve
 from elastic.config import load_config
 from elastic.runtime.journal import RunDirectory
 from elastic.simulation import run as simulation
@@ -113,14 +113,14 @@ def crash(directory: Path, steps: int, victims: deque[Victim], rng: random.Rando
 def long_resume_s(directory: Path, steps: int, events: int) -> float:
     simulated, run = RunDirectory(directory / "simulated"), RunDirectory(directory / "long")
     config = load_config(EXAMPLE, [f"run.steps={steps}"])
-    plan = compose.resolve(config, ["serving", "spot"], str(EXAMPLE))
+    plan = resolve(config, ["serving", "spot"], str(EXAMPLE))
     for kept in (simulated, run):
         kept.path.mkdir()
     simulation.simulate(plan, simulated.path, simulation.Experiment())
     retell(config, list(plan.providers), simulated, run, events)
     gc.collect()
     began_s = time.perf_counter()
-    compose.past_incarnations(run)
+    past_incarnations(run)
     former = previous_incarnation(run, config)
     took_s = time.perf_counter() - began_s
     if former.state is None:

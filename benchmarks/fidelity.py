@@ -15,7 +15,8 @@ from typing import Any
 from _common import Arguments, emit, parse_arguments
 from _runs import EXAMPLE, prepare, run
 
-from elastic import compose
+from elastic.compose.plan import resolve
+from elastic.compose.runs import new_run_dir
 from elastic.config import load_config
 from elastic.report import as_json, summarise
 from elastic.runtime.journal import RunDirectory
@@ -70,8 +71,8 @@ def simulated(directory: Path, live_dir: Path, seed: int, steps: int, profile: P
     """The summary of the simulation that stands beside a live run."""
     overrides = [f"run.directory={directory}", f"run.seed={seed}", f"run.steps={steps}", "run.name=simulated", *SLOWED]
     config = load_config(EXAMPLE, overrides)
-    plan = compose.resolve(config, PROVIDERS.split(","), str(EXAMPLE))
-    run_dir = compose.new_run_dir(config)
+    plan = resolve(config, PROVIDERS.split(","), str(EXAMPLE))
+    run_dir = new_run_dir(config)
     simulation.simulate(plan, run_dir, simulation.Experiment(profile=str(profile), turns=str(live_dir)))
     return as_json(summarise(RunDirectory(run_dir)))
 

@@ -19,8 +19,9 @@ from typing import Any
 
 from _common import ROOT, Arguments, emit, parse_arguments
 
-from elastic import compose
 from elastic.compose import scheduling
+from elastic.compose.plan import RunPlan, resolve
+from elastic.compose.runs import new_run_dir
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -43,13 +44,13 @@ MEASURED = 1_000
 """Leases over which CPU time is taken: the second so many are `early`, the last ones `late`."""
 
 
-def plan_of(arm: str, update_s: float, steps: int, directory: Path) -> compose.RunPlan:
+def plan_of(arm: str, update_s: float, steps: int, directory: Path) -> RunPlan:
     body: dict[str, Any] = tomllib.loads(PLANNER.read_text())
     body["run"] |= {"steps": steps, "directory": str(directory)}
     body["simulation"]["numbers"] = {"update_s": update_s}
     body["provisioning"] = {"hold": "run" if arm == "run" else "rollouts"}
     body["providers"]["spot"]["billing"] = "second"
-    return compose.resolve(Config.model_validate(body), ["spot"], str(PLANNER))
+    return resolve(Config.model_validate(body), ["spot"], str(PLANNER))
 
 
 def arm(name: str, update_s: float, steps: int) -> dict[str, float]:
@@ -59,7 +60,7 @@ def arm(name: str, update_s: float, steps: int) -> dict[str, float]:
         # No configuration asks for this arm: it stands here for what foresight is worth.
         scheduling.HoldForRollouts = partial(HoldForRollouts, foreseen=name != "late")  # type: ignore[misc,assignment]
         try:
-            outcome = simulation.simulate(plan, compose.new_run_dir(plan.config), simulation.Experiment())
+            outcome = simulation.simulate(plan, new_run_dir(plan.config), simulation.Experiment())
         finally:
             scheduling.HoldForRollouts = foreseeing  # type: ignore[misc]
         assert not outcome.failed, outcome.failed

@@ -23,7 +23,9 @@ from typing import Any
 
 from _common import Arguments, emit, parse_arguments
 
-from elastic import compose
+from elastic.compose import scheduling
+from elastic.compose.plan import resolve
+from elastic.compose.scheduling import policies, run_plan
 from elastic.config import Config
 from elastic.core.ledger import overhead_share
 from elastic.core.scheduler import Scheduler
@@ -110,8 +112,8 @@ def simulated(
         "rollout": rollout | sections.get("rollout", {}),
     }
     config = Config.model_validate(body)
-    plan = compose.resolve(config, list(providers), "long turns")
-    scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+    plan = resolve(config, list(providers), "long turns")
+    scheduler = Scheduler(run_plan(plan), scheduling.limits(config), policies(config), 0)
     experiment = simulation.Experiment(profile=profile, profiles=dict(profiles or {}))
     run = simulation.build(plan, experiment, scheduler, NullJournal())
     run.environments.episodes = task

@@ -31,7 +31,9 @@ from typing import Any
 import msgspec
 from _common import emit, parse_arguments
 
-from elastic import compose
+from elastic.compose import scheduling
+from elastic.compose.plan import resolve
+from elastic.compose.scheduling import limits, run_plan
 from elastic.config import Config
 from elastic.core.cluster import ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.core.cluster.types import PhaseKind
@@ -138,9 +140,9 @@ class JobRun:
     def make(self, world: ModelledCluster, member: PoolMember) -> SimulatedRun:
         setting, kind = self.setting, self.kind
         config = config_of(self.name, kind, setting, self._pace, len(member.train_nodes))
-        plan = compose.resolve(config, [], self.name)
+        plan = resolve(config, [], self.name)
         device = device_of(kind, setting, self._pace, config)
-        scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+        scheduler = Scheduler(run_plan(plan), limits(config), scheduling.policies(config), 0)
 
         def ended() -> None:
             self.ended_ns = world.loop.now_ns
@@ -338,8 +340,8 @@ def pipelined(name: str, kind: JobType, setting: Setting, pace: Pace) -> float:
         "provisioning": {"hold": "run"},
     }
     config = Config.model_validate(body)
-    plan = compose.resolve(config, ["reserved"], name)
-    scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+    plan = resolve(config, ["reserved"], name)
+    scheduler = Scheduler(run_plan(plan), limits(config), scheduling.policies(config), 0)
     experiment = simulation.Experiment(profile=f"H800/{kind.model}", frame_s=10.0)
     devices = {"reserved": device_of(kind, setting, pace, config)}
     run = simulation.build(plan, experiment, scheduler, NullJournal(), devices=devices)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 from _common import Arguments, emit, parse_arguments
 from _live import endless, live_run, run_to_end, write_policy
 
-from elastic import compose
+from elastic.compose.plan import resolve
 from elastic.config import Config
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, Account, EndCause
@@ -84,7 +84,7 @@ def simulated(directory: Path, notice_s: int, lives: int) -> dict[str, Any]:
             },
         }
     )
-    plan = compose.resolve(config, ["spot"], "notice")
+    plan = resolve(config, ["spot"], "notice")
     run = RunDirectory(directory / "run")
     run.path.mkdir()
     end_s = lives * LIFE_S + 250.0 + notice_s

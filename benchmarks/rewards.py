@@ -18,7 +18,9 @@ from _arms import by_name, in_turn
 from _common import emit, parse_arguments
 from _live import run_to_end, write_policy
 
-from elastic import compose
+from elastic.compose.execution import execute
+from elastic.compose.plan import resolve
+from elastic.compose.runs import save_run_config
 from elastic.config import Config
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import CallRow, RunDirectory, StepRow
@@ -63,8 +65,8 @@ async def measure(checkpoint: Path, mode: str, steps: int) -> tuple[float, float
         run_dir = Path(directory) / mode
         run_dir.mkdir()
         config = configuration(checkpoint, mode, steps)
-        compose.save_run_config(run_dir, config)
-        outcome = await compose.execute(compose.resolve(config, ["reserved"], "benchmark"), run_dir)
+        save_run_config(run_dir, config)
+        outcome = await execute(resolve(config, ["reserved"], "benchmark"), run_dir)
         if outcome.failed:
             raise RuntimeError(outcome.failed)
         with RunDirectory(run_dir).newest_journal() as journal:

@@ -20,7 +20,8 @@ from _episodes import EpisodePlayer, episode
 from _proof import Verdict, judge, trajectories
 from _runs import prepare, run
 
-from elastic import compose
+from elastic.compose.plan import read_model_config, resolve
+from elastic.compose.runs import load_run_config
 from elastic.core.types import WeightMode
 from elastic.engine import create_engine
 from elastic.engine.model.checkpoint import read_config, read_tensors
@@ -75,18 +76,18 @@ def identical_share(directory: Path, seed: int) -> tuple[float, Verdict, dict[st
 
 def held_out(run_dir: Path) -> tuple[HeldOut, HeldOut]:
     """The base policy and the run's last weights on the same held-out maps."""
-    config = compose.load_run_config(run_dir)
+    config = load_run_config(run_dir)
     base = config.model.checkpoint
     relay = open_relay(str((run_dir / "weights").resolve()))
     with RunDirectory(run_dir).newest_journal() as journal:
         trust = Trust(run_dir.name, journal.meta()["publisher"])
     last = Puller(relay, trust).pull(max(published_versions(relay)))
-    plan = compose.resolve(config, [], str(run_dir))
+    plan = resolve(config, [], str(run_dir))
     settings = config.engine.model_copy(update={"pacing": None, "max_batch": 64, "kv_blocks": 4096})
 
     scores: list[HeldOut] = []
     for tensors in (read_tensors(base, read_config(base)), last):
-        engine = create_engine(compose.read_model_config(config), settings)
+        engine = create_engine(read_model_config(config), settings)
         stop_token_ids = plan.environment.stop_token_ids
         player = EpisodePlayer(engine, config.rollout, stop_token_ids, settings.max_context_tokens)
         try:

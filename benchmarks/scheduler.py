@@ -15,7 +15,7 @@ from random import Random
 
 from _common import emit, parse_arguments
 
-from elastic import compose
+from elastic.compose.scheduling import limits, policies
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -81,7 +81,7 @@ class DrivenScheduler:
         groups = 4 * TURNS // GROUP_SIZE
         plan = Plan(steps=1, groups=groups, group_size=GROUP_SIZE)
         config = Config.model_validate(CONFIGURATION)
-        self.scheduler = Scheduler(plan, compose.limits(config), compose.policies(config), 0)
+        self.scheduler = Scheduler(plan, limits(config), policies(config), 0)
         self.waiting: list[str] = []
         self.answers: list[e.Event] = []
         self.turns_of: dict[str, int] = {}

@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 from _common import ROOT, Arguments, emit, parse_arguments
 
-from elastic import compose
+from elastic.compose.plan import resolve
+from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import load_config
 from elastic.core.scheduler import Scheduler
 from elastic.runtime.journal import NullJournal, RunDirectory
@@ -54,8 +55,8 @@ def simulate(
 ) -> dict[str, float]:
     """One run, with its journal in `run_dir` if that is given: its events, CPU time and virtual time."""
     config = load_config(EXAMPLE, overrides)
-    plan = compose.resolve(config, providers, str(EXAMPLE))
-    scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+    plan = resolve(config, providers, str(EXAMPLE))
+    scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
     journal = None if run_dir is None else RunDirectory(run_dir).begin_journal(config.journal, waits=True)
     run = simulation.build(plan, simulation.Experiment(frame_s=frame_s), scheduler, journal or NullJournal())
     began_s = time.process_time()

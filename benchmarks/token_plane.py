@@ -31,7 +31,7 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from elastic import compose
+from elastic.compose.plan import TRAINER_PROVIDER
 from elastic.config import Config
 from elastic.core.types import Account, Capabilities
 from elastic.protocol import wire
@@ -123,7 +123,7 @@ async def _orchestrate(pipe: Pipe, workers: int, streams: int, seconds: float, e
         pipe.send(ticket)
         await asyncio.Event().wait()
 
-    providers = [OwnWorkers(compose.TRAINER_PROVIDER, 1, elsewhere), OwnWorkers("spot", workers - 1, elsewhere)]
+    providers = [OwnWorkers(TRAINER_PROVIDER, 1, elsewhere), OwnWorkers("spot", workers - 1, elsewhere)]
     with tempfile.TemporaryDirectory() as directory:
         kept = RunDirectory(Path(directory))
         journal = kept.begin_journal(config.journal)

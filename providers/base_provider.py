@@ -12,6 +12,7 @@ import structlog
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
+from elastic.system.boot_clock import ClockTimer, sleep_until
 from elastic.system.files import write_whole
 from elastic.system.processes import records
 from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderEvent, ProviderSettings
@@ -19,8 +20,6 @@ from providers.markets import CapacityUnavailable, LeaseEnding, Market, Settings
 
 log = structlog.get_logger(__name__)
 
-LOOK_S = 1.0
-"""How often a lease's deadline is compared with the run's clock."""
 RETRY_S = 1.0
 """Pause between two attempts to give something back."""
 
@@ -49,7 +48,7 @@ class _LeaseTask:
     at_ns: Nanoseconds = 0
     expires_at_ns: int | None = None
     noticed: LeaseEnding | None = None
-    deadline: asyncio.TimerHandle | None = None
+    deadline: ClockTimer | None = None
 
 
 class _Bar(msgspec.Struct, frozen=True):
@@ -252,7 +251,7 @@ class BaseProvider(Generic[SettingsT]):
 
     async def _follow_market(self) -> None:
         while (next_ns := self.market.next_ns) is not None:
-            await asyncio.sleep((next_ns - self.context.now_ns()) / NS_PER_S)
+            await sleep_until(self.context.now_ns, next_ns)
             for taken in self.market.advance(next_ns):
                 self.give_notice(taken)
             self.announce()
@@ -315,17 +314,13 @@ class BaseProvider(Generic[SettingsT]):
         self.announce()
 
     def _end_at(self, lease: _LeaseTask, deadline_ns: Nanoseconds, ending: LeaseEnding) -> None:
-        left_s = (deadline_ns - self.context.now_ns()) / NS_PER_S
-        if left_s <= 0:
-            self.end(lease.request.lease, ending)
+        lease_id = lease.request.lease
+        if deadline_ns <= self.context.now_ns():
+            self.end(lease_id, ending)
             return
         if lease.deadline is not None:
             lease.deadline.cancel()
-        loop = asyncio.get_running_loop()
-        if left_s > LOOK_S:  # The loop's own time stands still while the machine is suspended.
-            lease.deadline = loop.call_later(LOOK_S, self._end_at, lease, deadline_ns, ending)
-        else:
-            lease.deadline = loop.call_later(left_s, self.end, lease.request.lease, ending)
+        lease.deadline = ClockTimer(self.context.now_ns, deadline_ns, lambda: self.end(lease_id, ending))
 
     async def _take(self, lease: _LeaseTask) -> LeaseHandle:
         if self._closing:

@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic import compose
 from elastic.compose import incarnations
+from elastic.compose.incarnations import PastIncarnations, past_incarnations
+from elastic.compose.plan import resolve
 from elastic.compose.processes import worker_ticket
 from elastic.compose.relay import weights_relay
+from elastic.compose.runs import claimed, is_claimed, load_run_config, new_run_dir
+from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config, ConfigError, JournalConfig
 from elastic.core.policy import StepRecord
 from elastic.core.scheduler import Scheduler
@@ -37,7 +40,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_runs_are_found_by_name_path_or_latest(config: Config, tmp_path: Path) -> None:
-    runs = [compose.new_run_dir(config) for _ in range(3)]
+    runs = [new_run_dir(config) for _ in range(3)]
     for age, run in enumerate(runs):
         os.utime(run / "config.json", (age, age))
     store = DirectoryStore(tmp_path)
@@ -45,19 +48,19 @@ def test_runs_are_found_by_name_path_or_latest(config: Config, tmp_path: Path) -
     assert store.find("latest").path == runs[-1]
     assert store.find(runs[0].name).path == runs[0]
     assert DirectoryStore(Path("elsewhere")).find(str(runs[1])).path == runs[1]
-    assert compose.load_run_config(runs[0]) == config
+    assert load_run_config(runs[0]) == config
     with pytest.raises(ConfigError, match=f"no run 'x'.*{runs[2].name}"):
         store.find("x")
 
 
 def test_a_run_is_one_process_at_a_time(tmp_path: Path) -> None:
     with (
-        compose.claimed(tmp_path),
+        claimed(tmp_path),
         pytest.raises(ConfigError, match="still going on in another process"),
-        compose.claimed(tmp_path),
+        claimed(tmp_path),
     ):
         pass
-    with compose.claimed(tmp_path):
+    with claimed(tmp_path):
         pass
 
 
@@ -66,54 +69,54 @@ def test_who_looks_whether_a_run_is_claimed_is_not_in_its_way(tmp_path: Path) ->
 
     def look() -> None:
         while not over.is_set():
-            compose.is_claimed(tmp_path)
+            is_claimed(tmp_path)
 
     with ThreadPoolExecutor(2) as lookers:
         for _ in range(2):
             lookers.submit(look)
         try:
             for _ in range(100):
-                with compose.claimed(tmp_path):
+                with claimed(tmp_path):
                     pass
         finally:
             over.set()
 
 
 def test_past_incarnations_is_what_the_journal_says(run: RunDirectory) -> None:
-    assert compose.past_incarnations(run) == compose.PastIncarnations()
+    assert past_incarnations(run) == PastIncarnations()
     record = StepRecord(step=6, duration_ns=1, seeding_ns=1, rollout_ns=1, groups_trained=1, groups_dropped=0)
     with live(run, providers="serving,spot", status="finished") as journal:
         journal.append(StepRow(step=6, t_ns=1, record=record, success_rate=None, trainer={}))
-    past = compose.past_incarnations(run)
-    assert past == compose.PastIncarnations(providers=("serving", "spot"), status="finished", steps_done=7)
+    past = past_incarnations(run)
+    assert past == PastIncarnations(providers=("serving", "spot"), status="finished", steps_done=7)
 
 
 def test_what_hardly_began_says_nothing_of_the_past(run: RunDirectory) -> None:
     for said in ({"providers": "spot"}, {"providers": "serving"}, {}):
         with live(run, **said):
             pass
-    assert compose.past_incarnations(run).providers == ("serving",)
+    assert past_incarnations(run).providers == ("serving",)
     (run.path / "journal.3.sqlite").unlink()
-    assert compose.past_incarnations(run).providers == ("serving",)
+    assert past_incarnations(run).providers == ("serving",)
 
 
 def test_a_simulated_run_cannot_go_on(run: RunDirectory) -> None:
     with live(run, providers="spot", simulated="{}"):
         pass
     with pytest.raises(ConfigError, match=r"journal\.sqlite: a simulated run; only live ones can go on"):
-        compose.past_incarnations(run)
+        past_incarnations(run)
 
 
 def test_a_past_that_cannot_be_read_is_not_forgotten(run: RunDirectory) -> None:
     (run.path / "journal.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(ConfigError, match=r"journal\.sqlite: .*moved away"):
-        compose.past_incarnations(run)
+        past_incarnations(run)
 
 
 class TestNextLife:
     @pytest.fixture
     def run(self, config: Config) -> RunDirectory:
-        run = RunDirectory(compose.new_run_dir(config))
+        run = RunDirectory(new_run_dir(config))
         with live(run, providers="spot", status="first"):
             pass
         return run
@@ -133,7 +136,7 @@ class TestNextLife:
             "journal.2.sqlite": "second",
             "journal.3.sqlite": "third",
         }
-        assert compose.load_run_config(run.path).run.steps == 7
+        assert load_run_config(run.path).run.steps == 7
         assert kept_in(run) == {"config.json", "start", *journals(run)}
 
     @pytest.mark.parametrize("came_to", ["journal.2.sqlite", "journal.2.sqlite-wal", ""])
@@ -149,7 +152,7 @@ class TestNextLife:
         with pytest.raises(GatewayError):
             refused()
         assert journals(run) == {"journal.sqlite": "first"}
-        assert compose.load_run_config(run.path) == config
+        assert load_run_config(run.path) == config
         assert kept_in(run) == {"config.json", "start", "journal.sqlite"}
 
     def test_is_kept_once_it_has_begun(self, run: RunDirectory, changed: Config) -> None:
@@ -163,7 +166,7 @@ class TestNextLife:
         with pytest.raises(JournalError):
             broken_off()
         assert journals(run) == {"journal.sqlite": "first", "journal.2.sqlite": "second"}
-        assert compose.load_run_config(run.path) == changed
+        assert load_run_config(run.path) == changed
 
     def test_on_a_full_disk_the_former_configuration_stands(
         self, run: RunDirectory, config: Config, changed: Config, monkeypatch: pytest.MonkeyPatch
@@ -181,7 +184,7 @@ class TestNextLife:
 
         with pytest.raises(ConfigError, match="No space left"):
             resume()
-        assert compose.load_run_config(run.path) == config
+        assert load_run_config(run.path) == config
         assert kept_in(run) == {"config.json", "start", "journal.sqlite"}
 
 
@@ -238,8 +241,8 @@ def journals(run: RunDirectory) -> dict[str, str]:
 
 
 def scheduler(config: Config) -> Scheduler:
-    plan = compose.resolve(config, [], "test")
-    return Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+    plan = resolve(config, [], "test")
+    return Scheduler(run_plan(plan), limits(config), policies(config), 0)
 
 
 async def test_a_runs_weights_are_served_again_where_they_were(tmp_path: Path, config: Config) -> None:

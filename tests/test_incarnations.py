@@ -16,9 +16,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic import compose
 from elastic.compose import incarnations
-from elastic.compose.incarnations import MAY_DIFFER, PreviousIncarnation, check_same, previous_incarnation
+from elastic.compose.execution import execute
+from elastic.compose.incarnations import (
+    MAY_DIFFER,
+    PreviousIncarnation,
+    check_same,
+    past_incarnations,
+    previous_incarnation,
+    replay,
+)
+from elastic.compose.plan import resolve
+from elastic.compose.runs import claimed, load_run_config
 from elastic.config import Config, ConfigError, load_config
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -62,7 +71,7 @@ def config() -> Config:
 def retold(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Callable[[float], RunDirectory]:
     """A run that was killed after this share of its events, with the states that it had saved."""
     simulated = RunDirectory(tmp_path_factory.mktemp("simulated"))
-    simulation.simulate(compose.resolve(config, PROVIDERS, "test"), simulated.path, simulation.Experiment())
+    simulation.simulate(resolve(config, PROVIDERS, "test"), simulated.path, simulation.Experiment())
 
     def retell(share: float) -> RunDirectory:
         run = RunDirectory(tmp_path_factory.mktemp("died") / "run")
@@ -95,7 +104,7 @@ def run(died: Path, tmp_path: Path) -> RunDirectory:
 @pytest.fixture(scope="session")
 def whole(died: Path) -> str:
     """The digest to which the journal leads."""
-    return digest(compose.replay(RunDirectory(died)))
+    return digest(replay(RunDirectory(died)))
 
 
 def events(path: Path) -> int:
@@ -130,7 +139,7 @@ def test_a_run_is_taken_up_where_its_journal_leads(run: RunDirectory, config: Co
         went_on(run, former, config)
         former = previous_incarnation(run, config)
         assert former.digest == whole
-        assert digest(compose.replay(run)) == whole
+        assert digest(replay(run)) == whole
     assert former.journal == "journal.4.sqlite"
 
 
@@ -144,7 +153,7 @@ def test_a_run_that_had_done_its_steps_has_no_more_to_do_unless_more_are_wanted(
         last = "(SELECT MAX(seq) FROM events WHERE kind = 'LeaseEnded')"
         journal.execute(f"DELETE FROM events WHERE seq >= {last} AND ?", (short_of_all,))
         journal.commit()
-    core = compose.replay(run)
+    core = replay(run)
     assert core.phase is (Phase.STOPPING if short_of_all else Phase.ENDED)
     assert previous_incarnation(run, config).digest == digest(core)
     more = config.model_copy(update={"run": config.run.model_copy(update={"steps": config.run.steps + 1})})
@@ -254,7 +263,7 @@ class TestJournal:
             assert journal.execute(statement, values).rowcount > 0
             journal.commit()
 
-    @pytest.mark.parametrize("read", [previous_incarnation, lambda run, _: compose.past_incarnations(run)])
+    @pytest.mark.parametrize("read", [previous_incarnation, lambda run, _: past_incarnations(run)])
     def test_of_a_newer_program(self, run: RunDirectory, config: Config, read: Callable[..., object]) -> None:
         self.alter(run, "UPDATE meta SET value = '99' WHERE key = 'schema_version'")
         with pytest.raises(ConfigError, match=r"journal\.sqlite: schema version 99, written by a newer.*moved away"):
@@ -407,24 +416,24 @@ def test_another_configuration_is_named_before_anything_is_read(run: RunDirector
 
 
 async def test_a_run_is_taken_up_by_one_process(run: RunDirectory, config: Config) -> None:
-    plan = compose.resolve(config, PROVIDERS, "test")
+    plan = resolve(config, PROVIDERS, "test")
     before = sorted(run.path.rglob("*"))
-    with compose.claimed(run.path), pytest.raises(ConfigError, match="still going on in another process"):
-        await compose.execute(plan, run.path, resume=True)
+    with claimed(run.path), pytest.raises(ConfigError, match="still going on in another process"):
+        await execute(plan, run.path, resume=True)
     assert sorted(run.path.rglob("*")) == sorted({*before, run.path / "lock"})
 
 
 async def test_on_a_full_disk_a_run_stays_as_it_was(died: Path, config: Config, whole: str, small_disk: Path) -> None:
     run = RunDirectory(Path(shutil.copytree(died, small_disk / "run")))
     ballast = small_disk / "ballast"
-    plan = compose.resolve(config, PROVIDERS, "test")
+    plan = resolve(config, PROVIDERS, "test")
     for spare_kib in (0, 4, 32):
         fill(ballast, spare_kib)
         with pytest.raises((ConfigError, JournalError), match=r"disk/run/.*(full|No space left)"):
-            await compose.execute(plan, run.path, resume=True)
+            await execute(plan, run.path, resume=True)
         ballast.unlink()
         assert previous_incarnation(run, config).digest == whole
-        assert compose.load_run_config(run.path) == config
+        assert load_run_config(run.path) == config
         assert [path.name for path in run.journal_paths()] == ["journal.sqlite"]
 
 
@@ -501,7 +510,7 @@ class TestCommands:
 
     def test_who_begins_anew_is_told_what_holds_and_what_was_paid(self, run: RunDirectory, config: Config) -> None:
         self.tell(run, e.BudgetSet(command="budget", usd=5.0), self.CAP, self.STOP)
-        self.keep(run, *compose.replay(run).ledger.books.values())
+        self.keep(run, *replay(run).ledger.books.values())
         with run.journals() as journals:
             told = incarnations.what_holds(journals, config)
             bill = sum(book.cost_nano_usd(journals[-1].last_ns()) for book in journals[-1].books())

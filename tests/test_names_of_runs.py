@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.compose import new_run_dir
+from elastic.compose.runs import new_run_dir
 from elastic.config import Config, load_config
 from elastic.protocol.run_secrets import RunSecrets
 from tests.providers.conftest import context_of

@@ -268,7 +268,8 @@ def _run_settings(
     config: Path | None, providers: str | None, overrides: list[str], seed: int | None, resume: str
 ) -> tuple[Config, Path | None, list[str]]:
     """The configuration, the directory of the run to resume (if any), and the providers' names."""
-    from elastic.compose import load_run_config, past_incarnations
+    from elastic.compose.incarnations import past_incarnations
+    from elastic.compose.runs import load_run_config
     from elastic.runtime.journal import DirectoryStore
 
     if seed is not None:
@@ -443,7 +444,7 @@ def profile(
 
     Example: elastic profile latest --engine examples/frozenlake.toml -o machine.toml
     """
-    from elastic.compose import resolve
+    from elastic.compose.plan import resolve
 
     if not name and engine is None:
         raise ConfigError("elastic profile: give a RUN, --engine CONFIG, or both")

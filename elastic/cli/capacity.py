@@ -6,8 +6,7 @@ import msgspec
 from rich.table import Table
 
 from elastic.cli.output import EXIT_FAILED, console, emit
-from elastic.compose import asks_a_vendor, resolve
-from elastic.compose.plan import RunPlan
+from elastic.compose.plan import RunPlan, asks_a_vendor, resolve
 from elastic.config import Config
 from providers.base import CapacityNow, Examination
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import typer
 
-from elastic import compose
 from elastic.cli.account import run_on_disk
 from elastic.cli.output import bad_input
+from elastic.compose.runs import is_claimed
 from elastic.report.log_files import LogFollower, log_files
 
 POLL_S = 0.1
@@ -22,7 +22,7 @@ def disk_logs_command(name: str, directory: Path, source: str, tail: int | None,
     follower = LogFollower(source, lambda: path.open("rb"))
     follower.seek("", tail)
     while True:
-        goes_on = follow and compose.is_claimed(run.path)
+        goes_on = follow and is_claimed(run.path)
         lines = follower.read()
         for one in lines:
             typer.echo(one.line)

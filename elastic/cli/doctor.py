@@ -13,8 +13,9 @@ from rich.table import Table
 
 from elastic.cli.capacity import examined, plan_of
 from elastic.cli.output import EXIT_FAILED, console, emit
-from elastic.compose import end_left_behind, short_limits
+from elastic.compose.execution import end_left_behind
 from elastic.compose.modal_deployment import rewards_fault
+from elastic.compose.scheduling import short_limits
 from elastic.config import Config, ConfigError
 from elastic.runtime.journal import DirectoryStore
 from elastic.runtime.left_behind import left_behind

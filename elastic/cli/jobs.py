@@ -14,11 +14,12 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
 
-from elastic import compose
 from elastic.cli.output import EXIT_FAILED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.pool import asked, doing, find_pool, jobs_table
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
+from elastic.compose.plan import RunPlan, check_live, check_policy, resolve
 from elastic.compose.pool_config import job_request
+from elastic.compose.runs import discard_run, new_run_dir, private
 from elastic.config import (
     Config,
     ConfigError,
@@ -66,7 +67,7 @@ class ScriptConfig(BaseModel):
     job: JobConfig
 
 
-@compose.private()
+@private()
 def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool, as_json: bool) -> int:
     """Check the job as `elastic run` does, ask the pool where it would go, submit it; returns the exit code."""
     if said.slo is not None and not said.slo >= 1:
@@ -84,7 +85,7 @@ def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool,
         config, steps, job, plan = None, script.run.steps, script.job, None
         environment = inherited(*script.run.pass_env)
     if plan is not None:
-        compose.check_policy(plan)
+        check_policy(plan)
     path = find_pool(pool, directory)
     control = PoolControl(path)
     name = said.name or (config.run.name if config is not None else Path(said.script[0]).name if said.script else "job")
@@ -93,7 +94,7 @@ def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool,
         _show_plan(found, path, as_json=as_json)
         return 0
     if config is not None:
-        where = compose.new_run_dir(_from_anywhere(config)).resolve()
+        where = new_run_dir(_from_anywhere(config)).resolve()
         name = said.name or where.name
     else:
         where = Path.cwd()
@@ -117,10 +118,10 @@ def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool,
         return EXIT_FAILED
     except ControlError as error:
         if config is not None:
-            compose.discard_run(where)
+            discard_run(where)
         return asked(_raised(error))
     if answer.repeated and config is not None:
-        compose.discard_run(where)
+        discard_run(where)
     placed = answer.placement or found
     if as_json:
         emit(
@@ -145,15 +146,15 @@ async def _raised(error: ControlError) -> int:
     raise error
 
 
-def _of_run(said: AskedJob, overrides: Sequence[str]) -> tuple[Config, int, JobConfig, compose.RunPlan]:
+def _of_run(said: AskedJob, overrides: Sequence[str]) -> tuple[Config, int, JobConfig, RunPlan]:
     """Raises `ConfigError` for a run that could not be."""
     if said.config is None:
         raise ConfigError("elastic jobs submit: give a configuration file, or a command behind --")
     if said.phases is not None:
         raise ConfigError("--phases: is for a script, whose command stands behind --")
     config = load_config(said.config, overrides)
-    plan = compose.resolve(config, said.providers, str(said.config))
-    compose.check_live(plan)
+    plan = resolve(config, said.providers, str(said.config))
+    check_live(plan)
     return config, config.run.steps, config.job, plan
 
 
@@ -366,15 +367,15 @@ def _command(
     return 0
 
 
-@compose.private()
+@private()
 def profile_command(path: Path, overrides: list[str], steps: int, *, as_json: bool) -> int:
     """Run a few steps in a directory of their own, which is gone afterwards; returns the exit code."""
     config = load_config(path, overrides)
     with tempfile.TemporaryDirectory(prefix="elastic-profile-") as directory:
         changed = [*overrides, *profile_overrides(config, steps + 1), f"run.directory='{directory}'"]
-        plan = compose.resolve(load_config(path, changed), [PROFILED_ON], str(path))
-        compose.check_live(plan)
-        compose.check_policy(plan)
+        plan = resolve(load_config(path, changed), [PROFILED_ON], str(path))
+        check_live(plan)
+        check_policy(plan)
         options = [word for change in changed for word in ("--set", change)]
         command = [
             sys.executable,

@@ -13,11 +13,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from elastic import compose
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
 from elastic.cli.supervise import keep_up
 from elastic.cli.tables import listing
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
+from elastic.compose.runs import is_claimed, private
 from elastic.config import ConfigError, given_path
 from elastic.pool.control_messages import OtherPoolVersion, PoolControl, PoolStanding
 from elastic.protocol.run_control import CommandRefused, ControlError, RunNotFound, RunSilent, new_command_id
@@ -48,7 +48,7 @@ def find_pool(name: str, directory: Path) -> Path:
                 return candidate
     there = sorted(path.parent for path in directory.glob(f"*/{POOL_CONFIG}"))
     if not name:
-        running = [path for path in there if compose.is_claimed(path)]
+        running = [path for path in there if is_claimed(path)]
         if len(there) == 1 or len(running) == 1:
             return (running or there)[0]
     named = ", ".join(path.name for path in there) or "none"
@@ -78,12 +78,12 @@ def asked(question: Coroutine[Any, Any, T], command_id: str = "") -> T:
         raise SystemExit(EXIT_FAILED) from error
 
 
-@compose.private()
+@private()
 def start_command(path: Path, max_restarts: int, wait_s: float, *, foreground: bool, as_json: bool) -> int:
     """Start the pool and wait until it answers; with `foreground` until it has ended. Returns the exit code."""
     config = load_pool(path)
     directory = config.path
-    if compose.is_claimed(directory):
+    if is_claimed(directory):
         raise ConfigError(f"pool {config.pool.name} in {directory} is running already; {program()} pool status")
     prepared_pool(path)
     if foreground:
@@ -168,14 +168,6 @@ def supervise_pool(directory: Path, restarts_max: int) -> int:
     ends = (0, EXIT_BAD_INPUT, EXIT_INTERRUPTED)
     what = "the pool's process"
     return keep_up(command, lambda status: status not in ends, restarts_max, what, settled_s=SETTLED_S, forgives=True)
-
-
-@compose.private()
-def run_command(directory: Path) -> int:
-    """Be the pool's process until it has been stopped; returns the exit code."""
-    from elastic.compose.pool import run_pool
-
-    return run_pool(directory)
 
 
 def status_command(name: str, directory: Path, every_s: float | None, *, as_json: bool) -> int:
@@ -289,9 +281,9 @@ def stop_command(name: str, directory: Path, wait_s: float, command_id: str, *, 
     if wait_s and not now:
         say(f"pool {path.name} stops: its jobs come to their step's end")
     deadline = time.monotonic() + wait_s
-    while compose.is_claimed(path) and time.monotonic() < deadline:
+    while is_claimed(path) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    ended = not compose.is_claimed(path)
+    ended = not is_claimed(path)
     if as_json:
         emit({"pool": path.name, "command": "stop", "id": answer.id, "repeated": answer.repeated, "ended": ended})
     if ended:

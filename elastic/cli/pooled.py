@@ -275,11 +275,11 @@ def pool_run(
 
     Example: elastic pool-run pools/lab
     """
-    raise typer.Exit(
-        deferred.pool.run_command(directory)
-        if supervise is None
-        else deferred.pool.supervise_pool(directory, supervise)
-    )
+    if supervise is not None:
+        raise typer.Exit(deferred.pool.supervise_pool(directory, supervise))
+    from elastic.compose.pool import run_pool
+
+    raise typer.Exit(run_pool(directory))
 
 
 def pool_host() -> None:

@@ -16,7 +16,6 @@ import msgspec
 import typer
 from rich.table import Table
 
-from elastic import compose
 from elastic.cli.account import KEY_VARIABLE, Login, account_path, connected, forget_account, save_account
 from elastic.cli.control import cap_of, cap_words, dollars
 from elastic.cli.output import (
@@ -32,6 +31,7 @@ from elastic.cli.output import (
 )
 from elastic.cli.report import show_rows
 from elastic.cli.run import show_plan
+from elastic.compose.plan import Acquisition, RewardCalls
 from elastic.config import ConfigError, apply_override, read_sections
 from elastic.protocol.api import ENDED, HostedRun, RunBudget, RunChange, RunPhase
 from elastic.protocol.api_client import ApiError, Client, ClientError
@@ -201,8 +201,8 @@ def _show_dry_run(client: Client, raw: dict[str, Any], providers: list[str], *, 
     plan = client.dry_run(raw, providers)
     for warning in plan.warnings:
         say(f"warning: {warning}")
-    rows = [compose.Acquisition(**row.model_dump()) for row in plan.would_acquire]
-    calls = None if plan.would_call is None else msgspec.convert(plan.would_call, compose.RewardCalls)
+    rows = [Acquisition(**row.model_dump()) for row in plan.would_acquire]
+    calls = None if plan.would_call is None else msgspec.convert(plan.would_call, RewardCalls)
     show_plan(plan.config, rows, calls, plan.warnings, as_json=as_json)
 
 

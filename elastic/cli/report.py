@@ -4,13 +4,13 @@ from pathlib import Path
 
 import typer
 
-from elastic import compose
 from elastic.cli.account import run_on_disk
 from elastic.cli.output import EXIT_FAILED, console, emit
 from elastic.cli.tables import show_listing
+from elastic.compose.runs import is_claimed
 from elastic.report import as_json as report_as_json
 from elastic.report import as_markdown, closing_table, compare, comparison_table, summarise, write_html
-from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory
+from elastic.runtime.journal import RUNNING, UNEXPECTED, DirectoryStore, JournalError, RunDirectory
 
 
 def report_command(
@@ -77,6 +77,6 @@ def _row(run: RunDirectory) -> dict[str, str]:
             meta = journal.meta()
     except JournalError:
         meta = {"status": "no journal"}
-    if meta.get("status") == compose.RUNNING and not compose.is_claimed(run.path):
-        meta["status"] = compose.UNEXPECTED
+    if meta.get("status") == RUNNING and not is_claimed(run.path):
+        meta["status"] = UNEXPECTED
     return {"run": run.name} | {key: meta.get(key, "") for key in ("started_at", "providers", "status")}

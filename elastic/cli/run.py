@@ -9,14 +9,29 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from elastic import compose
 from elastic.cli.capacity import vendor_prices
 from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.progress import ProgressDisplay, bar
+from elastic.compose.execution import CANNOT_BEGIN, RunOutcome, execute
+from elastic.compose.incarnations import PastIncarnations, past_incarnations
+from elastic.compose.plan import (
+    Acquisition,
+    RewardCalls,
+    RunPlan,
+    acquisitions,
+    check_live,
+    check_policy,
+    resolve,
+    reward_calls,
+)
+from elastic.compose.preparation import Prepared, prepare
+from elastic.compose.processes import run_loop
 from elastic.compose.reference import changed
+from elastic.compose.runs import discard_run, new_run_dir, private
+from elastic.compose.scheduling import short_limits
 from elastic.config import Config
 from elastic.core.controls import BUDGET_EXHAUSTED
-from elastic.runtime.journal import JournalError, RunDirectory
+from elastic.runtime.journal import INTERRUPTED, RUNNING, JournalError, RunDirectory
 from elastic.runtime.loop_watch import LoopWatch
 from elastic.runtime.orchestrator import Orchestrator
 from elastic.system.logs import STANDARD_ERROR, log_to
@@ -24,20 +39,20 @@ from elastic.system.outages import EXIT_OUTAGE, Outage
 from elastic.system.signals import TERMINATION_OR_HANGUP, act_on
 
 PREPARED = {
-    compose.Prepared.MADE: "made",
-    compose.Prepared.THERE: "is there already",
-    compose.Prepared.OF_OTHER_SETTINGS: "is there already, made for other environment.settings or by another version; "
+    Prepared.MADE: "made",
+    Prepared.THERE: "is there already",
+    Prepared.OF_OTHER_SETTINGS: "is there already, made for other environment.settings or by another version; "
     "used as it is, unless --force makes it anew",
 }
 
 
 def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bool) -> None:
-    plan = compose.resolve(config, names, where)
-    compose.check_live(plan)
-    compose.check_policy(plan)
+    plan = resolve(config, names, where)
+    check_live(plan)
+    check_policy(plan)
     asked_usd, unpriced = vendor_prices(plan)
-    rows, calls = compose.acquisitions(plan, asked_usd), compose.reward_calls(plan)
-    warnings = [*compose.short_limits(config), *unpriced]
+    rows, calls = acquisitions(plan, asked_usd), reward_calls(plan)
+    warnings = [*short_limits(config), *unpriced]
     for warning in warnings:
         say(f"warning: {warning}")
     show_plan(plan.resolved(), rows, calls, warnings, as_json=as_json)
@@ -45,8 +60,8 @@ def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bo
 
 def show_plan(
     resolved: dict[str, Any],
-    rows: list[compose.Acquisition],
-    calls: compose.RewardCalls | None,
+    rows: list[Acquisition],
+    calls: RewardCalls | None,
     warnings: list[str],
     *,
     as_json: bool,
@@ -79,28 +94,28 @@ def show_plan(
         )
 
 
-@compose.private()
+@private()
 def run_command(config: Config, names: list[str], where: str, resumed: Path | None, *, as_json: bool) -> int:
     """Run to the end and report; returns the exit code."""
-    plan = compose.resolve(config, names, where)
-    past = compose.past_incarnations(RunDirectory(resumed)) if resumed else compose.PastIncarnations()
+    plan = resolve(config, names, where)
+    past = past_incarnations(RunDirectory(resumed)) if resumed else PastIncarnations()
     if resumed and past.status == "finished" and past.steps_done >= config.run.steps:
         say(f"all {past.steps_done} steps of {resumed} are done; --set run.steps=N asks for more")
         conclude(resumed, as_json=as_json)
         return 0
-    compose.check_live(plan)
-    if past.status != compose.RUNNING:  # Of a process that died; what it began with has been checked.
+    check_live(plan)
+    if past.status != RUNNING:  # Of a process that died; what it began with has been checked.
         # A pool's job does not have seconds at its start, where its trainer says the same.
-        compose.check_policy(plan, None if plan.shared else resumed)
-    run_dir = resumed or compose.new_run_dir(config)
+        check_policy(plan, None if plan.shared else resumed)
+    run_dir = resumed or new_run_dir(config)
     progress = ProgressDisplay(console(stderr=True))
     go_on = f"go on with: {program()} run --resume {run_dir}"
     try:
         with _logging_to(run_dir / "logs" / "orchestrator.log"), progress.context:
-            outcome = compose.run_loop(_execute(plan, run_dir, resume=resumed is not None, progress=progress))
-    except compose.CANNOT_BEGIN as error:
+            outcome = run_loop(_execute(plan, run_dir, resume=resumed is not None, progress=progress))
+    except CANNOT_BEGIN as error:
         if not resumed:
-            compose.discard_run(run_dir)
+            discard_run(run_dir)
         elif isinstance(error, Outage):
             say(f"error: {error}")
             say(f"hint: this may pass, and the run is as it was; go on with: {program()} run --resume {run_dir}")
@@ -130,9 +145,7 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
     return 0
 
 
-async def _execute(
-    plan: compose.RunPlan, run_dir: Path, *, resume: bool, progress: ProgressDisplay
-) -> compose.RunOutcome:
+async def _execute(plan: RunPlan, run_dir: Path, *, resume: bool, progress: ProgressDisplay) -> RunOutcome:
     def stop_on_signals(orchestrator: Orchestrator) -> None:
         signals = iter((_stop, _kill))
 
@@ -143,16 +156,16 @@ async def _execute(
 
     watch = LoopWatch(progress.say)
     with watch.watching():
-        return await compose.execute(plan, run_dir, resume=resume, observe=progress.observe, on_ready=stop_on_signals)
+        return await execute(plan, run_dir, resume=resume, observe=progress.observe, on_ready=stop_on_signals)
 
 
 def _stop(orchestrator: Orchestrator, progress: ProgressDisplay) -> None:
-    orchestrator.stop(compose.INTERRUPTED)
+    orchestrator.stop(INTERRUPTED)
     progress.say("stopping: workers hand over what they have; once more kills them at once")
 
 
 def _kill(orchestrator: Orchestrator, progress: ProgressDisplay) -> None:
-    orchestrator.kill(compose.INTERRUPTED)
+    orchestrator.kill(INTERRUPTED)
     progress.say("killing everything")
 
 
@@ -188,7 +201,7 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 
 def prepare_command(config: Config, where: str, *, force: bool) -> None:
-    plan = compose.resolve(config, [], where)
+    plan = resolve(config, [], where)
     with bar("base policy") as show:
-        prepared = compose.prepare(plan, lambda done, total, _: show(done, total, ""), force=force)
+        prepared = prepare(plan, lambda done, total, _: show(done, total, ""), force=force)
     say(f"{config.model.checkpoint}: {PREPARED[prepared]}")

@@ -10,9 +10,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from elastic import compose
 from elastic.cli.output import bad_input, console, say
 from elastic.cli.pool import prepared_pool
+from elastic.compose.plan import TRAINER_PROVIDER
+from elastic.compose.processes import run_loop
+from elastic.compose.runs import private
 from elastic.config import ConfigError
 from elastic.protocol.api import AccessRole
 from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
@@ -63,7 +65,7 @@ class RunsPlace(NamedTuple):
         return RunsPlace(listen, advertise and str(Address(advertise, 0)).removesuffix(":0"))
 
 
-@compose.private()
+@private()
 def serve_command(
     host: str,
     port: int,
@@ -126,7 +128,7 @@ def serve_command(
         with listener:
             store = open_store(settings)
             secret = first_key(store)
-            compose.run_loop(serve(store, settings, listener, with_runner=runner, on_ready=ready))
+            run_loop(serve(store, settings, listener, with_runner=runner, on_ready=ready))
             store.close()
     except* (StoreError, RunnerBusy) as group:
         bad_input(str(group.exceptions[0]))
@@ -192,7 +194,7 @@ def _price(text: str) -> tuple[str, float]:
         price = float(usd)
     except ValueError:
         price = -1.0
-    kinds = [compose.TRAINER_PROVIDER, *sorted(installed("elastic.providers"))]
+    kinds = [TRAINER_PROVIDER, *sorted(installed("elastic.providers"))]
     if kind not in kinds or not 0 <= price <= USD_MAX:
         bad_input(
             f"--price: found {text!r}; allowed: KIND=USD with USD from 0 to {USD_MAX:g}; kinds: {', '.join(kinds)}"
@@ -207,7 +209,7 @@ def _network(text: str, option: str = "--webhook-network") -> IPv4Network | IPv6
         bad_input(f"{option}: {error}; allowed: such as 10.1.0.0/16")
 
 
-@compose.private()
+@private()
 def runner_command(home: Path, database: str, fair_share_period_s: float, runs: RunsPlace) -> None:
     """Look after runs until a signal comes; they go on."""
     try:
@@ -229,7 +231,7 @@ def runner_command(home: Path, database: str, fair_share_period_s: float, runs: 
     try:
         store = open_store(settings)
         say(f"the runner looks after the runs in {home}")
-        compose.run_loop(run_runner(store, settings))
+        run_loop(run_runner(store, settings))
         store.close()
     except* (StoreError, RunnerBusy) as group:
         bad_input(str(group.exceptions[0]))
@@ -237,7 +239,7 @@ def runner_command(home: Path, database: str, fair_share_period_s: float, runs: 
         bad_input(f"--database: {group.exceptions[0]}")
 
 
-@compose.private()
+@private()
 def support_command(home: Path, database: str, url: str, logs: list[Path], output: Path | None) -> None:
     """Write a bundle, and say what could not be had of it."""
     try:

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from elastic import compose
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, console, say
 from elastic.cli.progress import ProgressDisplay
 from elastic.cli.run import conclude
+from elastic.compose.plan import resolve
+from elastic.compose.runs import claimed, discard_run, new_run_dir, private
 from elastic.config import Config, ConfigError
 from elastic.runtime.journal import JournalError
 from elastic.simulation import run as simulation
@@ -28,17 +29,17 @@ def split_profiles(options: Sequence[str]) -> tuple[str, dict[str, str]]:
     return default, by_provider
 
 
-@compose.private()
+@private()
 def simulate_command(
     config: Config, names: list[str], where: str, experiment: simulation.Experiment, *, as_json: bool
 ) -> int:
     """Simulate to the end and report; returns the exit code."""
-    plan = compose.resolve(config, names, where)
+    plan = resolve(config, names, where)
     experiment = simulation.settled(config, experiment)
-    run_dir = compose.new_run_dir(config)
+    run_dir = new_run_dir(config)
     progress = ProgressDisplay(console(stderr=True), learns=False)
     try:
-        with compose.claimed(run_dir), _stoppable() as stopped, progress.context:
+        with claimed(run_dir), _stoppable() as stopped, progress.context:
             outcome = simulation.simulate(
                 plan,
                 run_dir,
@@ -48,7 +49,7 @@ def simulate_command(
                 note=lambda text: progress.say(f"note: {text}"),
             )
     except ConfigError as error:
-        compose.discard_run(run_dir)
+        discard_run(run_dir)
         say(f"error: {error}")
         return EXIT_BAD_INPUT
     except (SimulationError, JournalError) as error:

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from elastic import compose
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, say
+from elastic.compose.incarnations import past_incarnations
+from elastic.compose.plan import check_live, check_policy, resolve
+from elastic.compose.runs import new_run_dir
 from elastic.config import Config
-from elastic.runtime.journal import RunDirectory
+from elastic.runtime.journal import RUNNING, UNEXPECTED, RunDirectory
 from elastic.system.outages import EXIT_OUTAGE
 from elastic.system.processes import signal_name
 from elastic.system.signals import INTERRUPT, handled
@@ -25,11 +27,11 @@ def supervise_command(
     config: Config, names: list[str], where: str, resumed: Path | None, options: Sequence[str], restarts_max: int
 ) -> int:
     """Check what can be checked, then supervise; returns the exit code."""
-    plan = compose.resolve(config, names, where)
-    compose.check_live(plan)
+    plan = resolve(config, names, where)
+    check_live(plan)
     if resumed is None:
-        compose.check_policy(plan)
-    run_dir = resumed or compose.new_run_dir(config)
+        check_policy(plan)
+    run_dir = resumed or new_run_dir(config)
     return supervise(run_dir, ["--providers", ",".join(plan.providers), *options], restarts_max)
 
 
@@ -92,8 +94,8 @@ def _died(run_dir: Path, status: int) -> bool:
         return False
     if status == EXIT_OUTAGE:
         return True
-    past = compose.past_incarnations(RunDirectory(run_dir))
-    return past.status in ("", compose.RUNNING, compose.UNEXPECTED)
+    past = past_incarnations(RunDirectory(run_dir))
+    return past.status in ("", RUNNING, UNEXPECTED)
 
 
 @contextlib.contextmanager

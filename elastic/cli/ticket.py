@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 import typer
 
-from elastic import compose
 from elastic.cli.output import bad_input, console, emit, say
 from elastic.cli.tables import show_listing
+from elastic.compose.plan import kind_of
+from elastic.compose.runs import is_claimed, load_run_config
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.ticket_store import TicketBook
 from elastic.protocol.tickets import JoinTicket, TicketRefused, TicketTerms
@@ -81,10 +82,10 @@ def _endpoint(run: RunDirectory) -> Endpoint:
     """Where a run that goes on hears whoever joins it."""
     with run.newest_journal() as journal:
         meta = journal.meta()
-    if not compose.is_claimed(run.path) or "endpoint" not in meta:
+    if not is_claimed(run.path) or "endpoint" not in meta:
         bad_input(f"run {run.name} does not go on now: nobody would answer whoever joins it; `elastic run` starts one")
-    config = compose.load_run_config(run.path)
-    if not any(compose.kind_of(config.providers, name) == "joined" for name in meta.get("providers", "").split(",")):
+    config = load_run_config(run.path)
+    if not any(kind_of(config.providers, name) == "joined" for name in meta.get("providers", "").split(",")):
         bad_input(f"run {run.name} takes nobody who joins by ticket; it would with --providers joined")
     return msgspec.json.decode(meta["endpoint"], type=Endpoint)
 

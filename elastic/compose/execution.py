@@ -12,7 +12,6 @@ import msgspec
 import structlog
 
 from elastic.compose.incarnations import (
-    RUNNING,
     PastIncarnations,
     PreviousIncarnation,
     configured_budget,
@@ -40,7 +39,7 @@ from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.ticket_store import TicketBook
 from elastic.protocol.tls import Certificate, TlsError, given_certificate, run_certificate
 from elastic.runtime.gateway import GatewayError
-from elastic.runtime.journal import INTERRUPTED, RELAY, RunDirectory
+from elastic.runtime.journal import INTERRUPTED, RELAY, RUNNING, RunDirectory
 from elastic.runtime.left_behind import left_behind, write_down
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.status import RunStatus

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from elastic.runtime.journal import (
     JOIN,
     PUBLISHER,
     RELAY,
+    UNEXPECTED,
     CallRow,
     JournalError,
     JournalReader,
@@ -42,13 +42,10 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.recollection import Recollection, gone_on
 from elastic.runtime.trainer import kept_steps
+from elastic.system.boot_clock import Began
 from elastic.system.outages import Outage
-from elastic.system.processes import boot_id, boottime_ns
 
 log = structlog.get_logger(__name__)
-
-RUNNING = "running"
-UNEXPECTED = "failed: it ended unexpectedly"
 
 
 @dataclass
@@ -124,22 +121,6 @@ def next_incarnation(run: RunDirectory, config: Config, scheduler: Scheduler) ->
                 run.discard_journal(journal)
                 put_back()
             raise
-
-
-class Began(msgspec.Struct, frozen=True):
-    """When a run's time began: by the clock of this boot, which knows of no leaps, and by the calendar."""
-
-    boot: str
-    boottime_ns: int = msgspec.field(name="monotonic_ns")
-    unix_ns: int
-
-    @classmethod
-    def now(cls) -> "Began":
-        return cls(boot_id(), boottime_ns(), time.time_ns())
-
-    def since_ns(self) -> int:
-        now = Began.now()
-        return now.boottime_ns - self.boottime_ns if now.boot == self.boot else now.unix_ns - self.unix_ns
 
 
 RESUMED, BEGAN = "resumed", "began"

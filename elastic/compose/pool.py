@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from elastic.compose.incarnations import Began
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, phase_plan
 from elastic.compose.processes import run_loop
@@ -31,6 +30,7 @@ from elastic.protocol.control_socket import LineSocket
 from elastic.protocol.endpoint import Address, Endpoint, is_loopback
 from elastic.protocol.tls import Certificate, TlsError, run_certificate
 from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
+from elastic.system.boot_clock import Began
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.logs import log_to
 from elastic.system.processes import inherited

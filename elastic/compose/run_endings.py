@@ -5,12 +5,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.compose.execution import INTERRUPTED as INTERRUPTED_STATUS
-from elastic.compose.incarnations import RUNNING, UNEXPECTED
 from elastic.compose.runs import is_claimed
-from elastic.runtime.journal import JournalError, RunDirectory
+from elastic.runtime.journal import INTERRUPTED as INTERRUPTED_STATUS
+from elastic.runtime.journal import RUNNING, UNEXPECTED, JournalError, RunDirectory
+from elastic.system.boot_clock import boot_id
 from elastic.system.outages import EXIT_OUTAGE
-from elastic.system.processes import boot_id, identity, signal_name
+from elastic.system.processes import identity, signal_name
 from elastic.system.tenant_files import opened
 
 FINISHED, FAILED, STOPPED, INTERRUPTED = "finished", "failed", "stopped", "interrupted"

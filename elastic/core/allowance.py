@@ -11,28 +11,15 @@ were granted now, for they may be at any moment, at the highest price that they 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import msgspec
-
 from elastic.core.ledger import NANO_USD_PER_USD, Price
 from elastic.core.run_state import RunState
-from elastic.core.types import NS_PER_S, LeaseState, Nanoseconds, Offer, WorkerRole
+from elastic.core.types import NS_PER_S, BudgetForecast, LeaseState, Nanoseconds, Offer, WorkerRole
 
 SLACK_NS = NS_PER_S
 """Time between a decision and its effect: durable writes, messages, a late wake-up."""
 WARNED_SHARE = 0.8
 """Share of a budget at which the run warns, counting what is committed."""
 FOREVER_NS = 100 * 365 * 24 * 3600 * NS_PER_S
-
-
-class BudgetForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """How a budget stands. `committed_usd` is what the run costs if it is stopped now; `ends_in_s` is when it will be
-    with what it holds, None where that is never."""
-
-    budget_usd: float
-    committed_usd: float
-    used_share: float
-    warned: bool
-    ends_in_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

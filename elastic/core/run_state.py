@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, Protocol
 
-import msgspec
 from msgspec import UNSET
 
 from elastic.core.agreement import Agreement
@@ -33,6 +32,7 @@ from elastic.core.types import (
     Limits,
     Nanoseconds,
     Plan,
+    RunWarning,
     WorkerId,
     WorkerKind,
     WorkerRole,
@@ -54,13 +54,6 @@ _AT_THEIR_TIME = ("expiry", "early replacement", "departure", "budget", "lull", 
 
 
 WARNINGS_MAX = 32
-
-
-class RunWarning(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that the run's owner is to know at once: its kind in one word, and a sentence."""
-
-    kind: str
-    message: str
 
 
 class Phase(StrEnum):

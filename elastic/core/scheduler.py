@@ -11,7 +11,7 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.agreement import Agreement
-from elastic.core.allowance import BudgetForecast, budget_forecast, spent_nano_usd
+from elastic.core.allowance import budget_forecast, spent_nano_usd
 from elastic.core.balancer import Balancer
 from elastic.core.control_manager import ControlManager
 from elastic.core.controls import Controls
@@ -25,7 +25,7 @@ from elastic.core.patience import Patience
 from elastic.core.policy import Policies, SeedingPlan, StepRecord
 from elastic.core.profiles import BatchProfile
 from elastic.core.reward_manager import RewardManager, Scoring
-from elastic.core.run_state import Phase, RunState, RunWarning, SchedulerPart
+from elastic.core.run_state import Phase, RunState, SchedulerPart
 from elastic.core.step_controller import StepController
 from elastic.core.steps import Step
 from elastic.core.timers import Timers
@@ -33,7 +33,7 @@ from elastic.core.trainer_device import TrainerDevice, TrainerMode
 from elastic.core.trainer_permit import TrainerPermit
 from elastic.core.turn_manager import TurnManager
 from elastic.core.turns import Turns
-from elastic.core.types import Limits, Nanoseconds, Plan, TrajectoryId, WorkerKind
+from elastic.core.types import BudgetForecast, Limits, Nanoseconds, Plan, RunWarning, TrajectoryId, WorkerKind
 from elastic.core.worker_manager import WorkerManager
 
 __all__ = ["Phase", "Scheduler", "TrainerMode"]

@@ -353,3 +353,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     declares."""
     max_failed_share: float = 1.0
     """A run fails of whose trajectories a larger share has failed in the last steps."""
+
+
+class BudgetForecast(msgspec.Struct, frozen=True, kw_only=True):
+    """How a budget stands. `committed_usd` is what the run costs if it is stopped now; `ends_in_s` is when it will be
+    with what it holds, None where that is never."""
+
+    budget_usd: float
+    committed_usd: float
+    used_share: float
+    warned: bool
+    ends_in_s: float | None
+
+
+class RunWarning(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that the run's owner is to know at once: its kind in one word, and a sentence."""
+
+    kind: str
+    message: str

@@ -19,8 +19,9 @@ from elastic.pool.keeper import RESIDENTS
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry
 from elastic.pool.shell import PoolShell
 from elastic.protocol.run_control import ControlError, RunControl
+from elastic.system.boot_clock import CLOCK_LOOK_S
 from elastic.system.isolation import IsolatedLoop, ItemAttempt
-from elastic.system.processes import CLOCK_LOOK_S, RecordedProcesses, end_left_over
+from elastic.system.processes import RecordedProcesses, end_left_over
 
 log = structlog.get_logger(__name__)
 

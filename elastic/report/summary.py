@@ -14,8 +14,7 @@ import numpy as np
 
 from elastic.core import events as e
 from elastic.core.agreement import Mismatch
-from elastic.core.allowance import BudgetForecast
-from elastic.core.types import NS_PER_S, EndCause, Nanoseconds
+from elastic.core.types import NS_PER_S, BudgetForecast, EndCause, Nanoseconds
 from elastic.report.agreement import WorkerAgreement, agreements_of
 from elastic.report.alone import AloneCost, alone_costs
 from elastic.report.batches import TRAINED, Batches, batches_of

@@ -6,8 +6,7 @@ from datetime import datetime
 
 import msgspec
 
-from elastic.core.allowance import BudgetForecast
-from elastic.core.types import DEATHS, Account
+from elastic.core.types import DEATHS, Account, BudgetForecast
 from elastic.report import units
 from elastic.report.batches import TRAINED
 from elastic.report.comparison import Comparison

@@ -20,7 +20,7 @@ from elastic.runtime.gateway import Door
 from elastic.runtime.ports import Feed, WorkerOrder
 from elastic.runtime.rollout import OpenTurn
 from elastic.runtime.tasks import Spawn
-from elastic.system.processes import CLOCK_LOOK_S, boottime_ns
+from elastic.system.boot_clock import ClockTimer, boottime_ns
 from elastic.weights.rights import RelayRights
 from providers.base import KnownLease, LeaseRequest, Provider, WorkerTicket
 
@@ -28,10 +28,7 @@ log = structlog.get_logger(__name__)
 
 
 class LoopClock:
-    """Nanoseconds since the run began, `begun_ns` ago, and timers by that time.
-
-    The event loop's own time stands still while the machine is suspended, so it is set for `CLOCK_LOOK_S` at the most.
-    """
+    """Nanoseconds since the run began, `begun_ns` ago, and timers by that time."""
 
     def __init__(self, clock_ns: Callable[[], int] = boottime_ns, begun_ns: Nanoseconds = 0) -> None:
         self._clock_ns = clock_ns
@@ -41,11 +38,7 @@ class LoopClock:
         return self._clock_ns() - self._start_ns
 
     def at(self, when_ns: Nanoseconds, action: Callable[[], None]) -> None:
-        left_s = (when_ns - self.now_ns()) / 1e9
-        if left_s > CLOCK_LOOK_S:
-            asyncio.get_running_loop().call_later(CLOCK_LOOK_S, self.at, when_ns, action)
-        else:
-            asyncio.get_running_loop().call_later(max(0.0, left_s), action)
+        ClockTimer(self.now_ns, when_ns, action)
 
 
 class GatewayWorkers:

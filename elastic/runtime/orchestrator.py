@@ -41,8 +41,8 @@ from elastic.runtime.sampler import Sampler
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.status import RunStatus
 from elastic.runtime.trainer import GatewayTrainer, kept_steps
+from elastic.system.boot_clock import boottime_ns
 from elastic.system.machine import CpuSampler
-from elastic.system.processes import boottime_ns
 from elastic.weights.rights import RelayRights
 from functions.base import Call
 from providers.base import REMARK, KnownLease, Provider

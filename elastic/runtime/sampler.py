@@ -9,7 +9,8 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds
 from elastic.runtime.journal import SampleRow, SqliteJournal
 from elastic.runtime.scribe import Scribe
-from elastic.runtime.status import RunStatus, run_status, tokens_per_s, total_tokens
+from elastic.runtime.snapshot import run_status
+from elastic.runtime.status import RunStatus, tokens_per_s, total_tokens
 
 log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from elastic import compose
+from elastic.compose.runs import is_claimed
 from elastic.pool.control_messages import JOBS_PAGE, PoolControl, PoolStanding
 from elastic.protocol.api import HostedJob, HostedPool
 from elastic.protocol.run_control import CommandRefused, ControlError
@@ -172,7 +172,7 @@ class PoolSupervisors:
     def _look(self, path: Path, delay_s: dict[Path, float], max_s: float) -> None:
         child = self._started.get(path)
         lives = child is not None and child.poll() is None
-        if lives or compose.is_claimed(path) or time.monotonic() < self._not_before_s.get(path, 0.0):
+        if lives or is_claimed(path) or time.monotonic() < self._not_before_s.get(path, 0.0):
             return
         if child is not None:
             log.warning("a pool's supervisor has ended", pool=path.name, status=child.returncode)

@@ -6,12 +6,17 @@ from pathlib import Path
 
 import msgspec
 
-from elastic import compose
+from elastic.compose import scheduling
+from elastic.compose.execution import RunOutcome, notes_of
+from elastic.compose.incarnations import configured_budget, journaled
+from elastic.compose.plan import TRAINER_PROVIDER, RunPlan
+from elastic.compose.scheduling import policies, run_plan
 from elastic.config import Config, ConfigError, EngineConfig
 from elastic.core.ids import parse_turn
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, WeightMode
 from elastic.runtime.journal import (
+    INTERRUPTED,
     DirectoryStore,
     JournalError,
     JournalWriter,
@@ -78,17 +83,17 @@ def settled(config: Config, experiment: Experiment) -> Experiment:
     )
 
 
-def devices_of(plan: compose.RunPlan, experiment: Experiment) -> dict[str, Device]:
+def devices_of(plan: RunPlan, experiment: Experiment) -> dict[str, Device]:
     """What the trainer's device and the workers of each provider are. Raises `ConfigError`."""
     config = plan.config
-    gpus = {compose.TRAINER_PROVIDER: ("trainer.gpus", config.trainer.gpus)}
+    gpus = {TRAINER_PROVIDER: ("trainer.gpus", config.trainer.gpus)}
     gpus |= {name: (f"providers.{name}.gpus_per_worker", s.gpus_per_worker) for name, s in plan.providers.items()}
     for name in experiment.profiles:
         if name not in gpus:
             raise ConfigError(f"--profile {name}=…: the run has no provider {name!r}; allowed: {', '.join(gpus)}")
     devices: dict[str, Device] = {}
     for name, (key, count) in gpus.items():
-        where = "engine" if name == compose.TRAINER_PROVIDER else f"providers.{name}.engine"
+        where = "engine" if name == TRAINER_PROVIDER else f"providers.{name}.engine"
         engine = plan.engine(name)
         profile = _profile_of(experiment.profiles.get(name, experiment.profile), engine, key, count)
         profile = _with_numbers(profile, config.simulation.numbers)
@@ -221,7 +226,7 @@ def _shapes(rows: Sequence[TurnRow], started_ns: int | None) -> tuple[EpisodeTur
 
 
 def build(
-    plan: compose.RunPlan,
+    plan: RunPlan,
     experiment: Experiment,
     scheduler: Scheduler,
     journal: JournalWriter,
@@ -236,7 +241,7 @@ def build(
     config = plan.config
     devices = devices_of(plan, experiment) | dict(devices or {})
     rewards = config.rewards
-    reward_s = max(rewards.pacing_s, devices[compose.TRAINER_PROVIDER].profile.reward_s)
+    reward_s = max(rewards.pacing_s, devices[TRAINER_PROVIDER].profile.reward_s)
     settings = RunSettings(
         heartbeat_ns=round(config.scheduler.heartbeat_interval_s * NS_PER_S),
         flush_ns=round((experiment.frame_s or config.scheduler.flush_interval_s) * NS_PER_S),
@@ -287,15 +292,15 @@ def _check_patience(config: Config, run: SimulatedRun) -> None:
 
 
 def simulate(
-    plan: compose.RunPlan,
+    plan: RunPlan,
     run_dir: Path,
     experiment: Experiment,
     *,
     observe: Callable[[RunStatus], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
     note: Callable[[str], None] = lambda _: None,
-) -> compose.RunOutcome:
-    """Live through the run on virtual time, into `run_dir`, as `compose.execute` does on wall time.
+) -> RunOutcome:
+    """Live through the run on virtual time, into `run_dir`, as `elastic.compose.execution` does on wall time.
 
     `stopped` is asked at each sample; once it is true the run gives everything back. `note` is told what a reader of
     the figures must know, as the report says it, too. Raises `ConfigError` when it cannot begin, and
@@ -311,11 +316,11 @@ def simulate(
         journal.meta("notes", msgspec.json.encode(notes).decode())
 
     experiment = settled(config, experiment)
-    scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+    scheduler = Scheduler(run_plan(plan), scheduling.limits(config), policies(config), 0)
     settings = config.journal.model_copy(update={"commit_interval_s": JOURNAL_INTERVAL_S})
-    told = compose.notes_of(plan, run_dir) | {"simulated": msgspec.json.encode(experiment).decode()}
+    told = notes_of(plan, run_dir) | {"simulated": msgspec.json.encode(experiment).decode()}
     journal = RunDirectory(run_dir).begin_journal(settings, waits=True, notes=told)
-    with compose.journaled(journal, scheduler) as ending:
+    with journaled(journal, scheduler) as ending:
         run = build(plan, experiment, scheduler, journal)
         tell([line for name, settings in plan.providers.items() for line in doubts(name, settings)])
         sampler = Sampler(config.run.name, scheduler, run.scribe, journal, observe, window=2)
@@ -327,13 +332,11 @@ def simulate(
                 raise journal.failed
             if not asked and stopped():
                 asked = True
-                run.stop(compose.INTERRUPTED)
+                run.stop(INTERRUPTED)
             sampler.sample(run.loop.now_ns)
 
-        failed = run.live(told=compose.configured_budget(config), sample=sample)
+        failed = run.live(told=configured_budget(config), sample=sample)
         sample()
         tell(run.environments.episodes.notes())
         ending.conclude(failed, scheduler.stopped)
-    return compose.RunOutcome(
-        run_dir=run_dir, failed=failed, interrupted=failed == compose.INTERRUPTED, stopped=scheduler.stopped
-    )
+    return RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == INTERRUPTED, stopped=scheduler.stopped)

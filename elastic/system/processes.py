@@ -10,17 +10,16 @@
 import asyncio
 import contextlib
 import fnmatch
-import functools
 import os
 import secrets
 import signal
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import structlog
 
+from elastic.system.boot_clock import boot_id
 from elastic.system.files import write_whole
 
 log = structlog.get_logger(__name__)
@@ -77,21 +76,6 @@ def identity(pid: int) -> Identity | None:
         return None
     # The second field is the command in parentheses, which may hold spaces and parentheses; the 22nd is the start.
     return Identity(pid, int(text.rpartition(")")[2].split()[19]), boot_id())
-
-
-CLOCK_LOOK_S = 1.0
-"""How often a wait for a time of `boottime_ns` looks at it: an event loop's own clock stands still in a suspension."""
-
-
-def boottime_ns() -> int:
-    """Return the time since the machine's boot. It goes on while the machine is suspended, as bills and leases do."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-
-
-@functools.cache
-def boot_id() -> str:
-    """Return the id of the machine's present boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def records(run_dir: Path) -> Path:

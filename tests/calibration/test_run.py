@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic import compose
+from elastic.compose.plan import resolve
+from elastic.compose.runs import claimed, new_run_dir, save_run_config
 from elastic.config import Config, ConfigError
 from elastic.core import events as e
 from elastic.core.ids import parse_turn
@@ -47,7 +48,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     ) -> Path:
         run_dir = tmp_path / "runs" / f"run-{next(numbers)}"
         run_dir.mkdir(parents=True)
-        compose.save_run_config(run_dir, config)
+        save_run_config(run_dir, config)
         journal = RunDirectory(run_dir).begin_journal(config.journal)
         for t_s, event in events:
             journal.append(event_row(event, round(t_s * NS_PER_S)))
@@ -313,7 +314,7 @@ def test_a_run_that_did_not_go_well_is_refused(configured, write, tmp_path: Path
 
 def test_a_run_that_goes_on_is_refused(configured, write, tmp_path: Path) -> None:
     run_dir = write(configured(pacing=PACING), status="running")
-    with compose.claimed(run_dir), pytest.raises(CalibrationError, match="still going on"):
+    with claimed(run_dir), pytest.raises(CalibrationError, match="still going on"):
         profile_run(run_dir, tmp_path / "machine.toml")
 
 
@@ -355,7 +356,7 @@ def test_the_profile_of_a_run_simulates_it(configured, write, tmp_path: Path) ->
     config = configured({"providers": {"spot": {"trace": str(market), "max_workers": 1, "usd_per_gpu_hour": 2.0}}})
     path = tmp_path / "machine.toml"
     profile_run(write(config, in_order(*EVERYTHING, reports("spot-1", 40)), turns=TURNS, pulls=PULLS), path)
-    plan = compose.resolve(config, ["spot"], "test")
-    outcome = simulation.simulate(plan, compose.new_run_dir(config), simulation.Experiment(profile=str(path)))
+    plan = resolve(config, ["spot"], "test")
+    outcome = simulation.simulate(plan, new_run_dir(config), simulation.Experiment(profile=str(path)))
     assert outcome.failed == ""
     assert tomllib.loads(path.read_text()).keys() >= {"boot_s", "decode_step_s"}

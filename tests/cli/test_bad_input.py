@@ -9,12 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from elastic import compose
+from elastic.compose.incarnations import past_incarnations
 from elastic.compose.run_endings import OUTAGE, ending_of, world
+from elastic.compose.runs import new_run_dir
 from elastic.config import TrainerConfig, load_config
 from elastic.engine.model.checkpoint import load_model, model_tensors, read_config, write_checkpoint
 from elastic.engine.model.qwen3 import Qwen3
-from elastic.runtime.journal import RunDirectory
+from elastic.runtime.journal import RUNNING, UNEXPECTED, RunDirectory
 from elastic.system.outages import EXIT_OUTAGE
 from elastic.worker.trainer.trainer import GRPOTrainer
 
@@ -226,7 +227,7 @@ class TestCheckpointToResume:
     def run(self, config: Path, checkpoint: Path) -> Path:
         """A run that was interrupted, with a checkpoint of its trainer."""
         settings = load_config(config)
-        run = compose.new_run_dir(settings)
+        run = new_run_dir(settings)
         GRPOTrainer(TrainerConfig(), load_model(checkpoint), 2, 1.0).save(run / "checkpoints" / "00000001.safetensors")  # type: ignore[call-arg]
         return run
 
@@ -293,7 +294,7 @@ def test_nothing_is_rented_that_could_never_join(refused, elastic, config: Path,
 
 
 def test_what_may_pass_at_a_restart_ends_no_run(elastic, config: Path) -> None:
-    run_dir = compose.new_run_dir(load_config(config))
+    run_dir = new_run_dir(load_config(config))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = elastic("run", "--resume", run_dir, "--providers", "spot", "--set", f"run.port={port}")
@@ -302,7 +303,7 @@ def test_what_may_pass_at_a_restart_ends_no_run(elastic, config: Path) -> None:
     (run_dir / "log").write_text(ended.err)
     ending = ending_of(run_dir, Path("log"), 0, world(), ended.code)
     assert (ending.how, f"127.0.0.1:{port}" in ending.cause) == (OUTAGE, True)
-    assert compose.past_incarnations(RunDirectory(run_dir)).status in ("", compose.RUNNING, compose.UNEXPECTED)
+    assert past_incarnations(RunDirectory(run_dir)).status in ("", RUNNING, UNEXPECTED)
 
 
 def test_port_in_use_while_weights_are_served(refused, elastic, config: Path) -> None:

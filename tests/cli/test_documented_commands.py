@@ -16,8 +16,8 @@ import click
 import pytest
 from typer.main import get_command
 
-from elastic import compose
 from elastic.cli.app import app
+from elastic.compose.plan import resolve
 from elastic.config import load_config
 
 CLONE = Path(__file__).parents[2]
@@ -103,7 +103,7 @@ def _check_run(command: click.Command, context: click.Context, words: list[str])
     """A run of an example resolves with what is set."""
     options, _, _ = command.make_parser(context).parse_args(list(words))
     config = load_config(CLONE / words[0], options.get("overrides") or [])
-    compose.resolve(config, [name for name in (options.get("providers") or "").split(",") if name], words[0])
+    resolve(config, [name for name in (options.get("providers") or "").split(",") if name], words[0])
 
 
 def _check_python(words: list[str]) -> None:

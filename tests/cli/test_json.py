@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic import compose
+from elastic.compose.runs import claimed, new_run_dir
 from elastic.config import load_config
-from elastic.runtime.journal import RunDirectory
+from elastic.runtime.journal import RUNNING, RunDirectory
 
 
 def parsed(out: str) -> dict:
@@ -98,7 +98,7 @@ def test_no_runs_yet(elastic, tmp_path: Path) -> None:
 def test_the_latest_run_is_one_run_in_every_command(elastic, config: Path) -> None:
     settings = load_config(config)
     for number in range(2):
-        run = RunDirectory(compose.new_run_dir(settings))
+        run = RunDirectory(new_run_dir(settings))
         journal = run.begin_journal(settings.journal)
         journal.meta("status", f"stopped: {number}")
         journal.close()
@@ -114,15 +114,15 @@ def test_the_latest_run_is_one_run_in_every_command(elastic, config: Path) -> No
 
 
 def test_a_run_whose_process_was_killed_runs_no_more(elastic, config: Path) -> None:
-    run = compose.new_run_dir(load_config(config))
+    run = new_run_dir(load_config(config))
     journal = RunDirectory(run).begin_journal(load_config(config).journal)
-    journal.meta("status", compose.RUNNING)
+    journal.meta("status", RUNNING)
     journal.close()
 
     def status() -> str:
         (row,) = parsed(elastic("runs", "--directory", run.parent, "--json").out)["runs"]
         return row["status"]
 
-    with compose.claimed(run):
+    with claimed(run):
         assert status() == "running"
     assert status() == "failed: it ended unexpectedly"

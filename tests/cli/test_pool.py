@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic import compose
 from elastic.compose.pool_config import load_pool, save_pool
+from elastic.compose.runs import load_run_config
 from elastic.core.cluster import events as e
 from tests.pool.stand_in import POOL, StandIn
 
@@ -55,7 +55,7 @@ def test_a_submission_is_checked_placed_and_has_its_runs_directory(elastic, pool
     assert sent.providers == ("spot",)
     run_dir = Path(sent.directory)
     assert run_dir.is_absolute()
-    assert compose.load_run_config(run_dir).job.slo == 1.8
+    assert load_run_config(run_dir).job.slo == 1.8
     assert told["placement"]["placement"]["how"] == "new"  # type: ignore[index]
     second = submit(elastic, job)
     assert str(second["job"]).startswith("small-")

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic import compose
+from elastic.compose.runs import is_claimed
 from elastic.pool.control_messages import PoolControl
 from elastic.protocol.run_control import ControlError
 from tests.cli.test_signals import until
@@ -55,7 +55,7 @@ def test_a_pool_is_up_comes_back_and_ends(
     assert code == 0, err
     assert "has ended" in err
     until(lambda: not supervisor.is_running() or supervisor.status() == psutil.STATUS_ZOMBIE, 20)
-    assert not compose.is_claimed(directory)
+    assert not is_claimed(directory)
     until(lambda: not any(psutil.pid_exists(pid) for pid in keepers), 20)
     code, out, err = elastic("report", "lab", "--json")
     assert code == 0, err

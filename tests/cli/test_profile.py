@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic import compose
+from elastic.compose.runs import new_run_dir
 from elastic.config import load_config
 from elastic.runtime.journal import RunDirectory
 
@@ -62,7 +62,7 @@ def test_engines_that_are_not_there(elastic, config: Path, tmp_path: Path, overr
 
 def test_runs_are_told_with_their_estimates(elastic, config: Path, tmp_path: Path) -> None:
     settings = load_config(config)
-    run_dir = compose.new_run_dir(settings)
+    run_dir = new_run_dir(settings)
     journal = RunDirectory(run_dir).begin_journal(settings.journal)
     journal.meta("status", "finished")
     journal.meta("config", settings.model_dump_json())

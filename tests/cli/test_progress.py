@@ -10,7 +10,7 @@ from rich.console import Console
 
 from elastic.cli.output import console, say
 from elastic.cli.progress import ProgressDisplay, line, render
-from elastic.core.run_state import RunWarning
+from elastic.core.types import RunWarning
 from elastic.runtime.status import ProviderStatus, RunStatus
 
 

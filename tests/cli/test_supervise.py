@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic import compose
 from elastic.cli import supervise
+from elastic.compose.incarnations import PastIncarnations
 from elastic.runtime.journal import RunDirectory
 from elastic.system.outages import EXIT_OUTAGE
 from tests.cli.test_signals import START_TIMEOUT_S, nothing_left, read, run_dirs, until
@@ -93,9 +93,7 @@ def test_an_end_is_an_end(run_dir: Path, quick: None, monkeypatch: pytest.Monkey
 
 
 def test_a_run_that_failed_is_not_begun_again(run_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        compose, "past_incarnations", lambda run: compose.PastIncarnations(status="failed: no capacity")
-    )
+    monkeypatch.setattr(supervise, "past_incarnations", lambda run: PastIncarnations(status="failed: no capacity"))
     began = processes(monkeypatch, "raise SystemExit(1)")
     assert supervise.supervise(run_dir, [], 5) == 1
     assert len(began) == 1

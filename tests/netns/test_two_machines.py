@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.compose import replay
+from elastic.compose.incarnations import replay
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.testing.faults.bad_link import BadLink, LinkQuality

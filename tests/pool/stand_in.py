@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from elastic import compose
 from elastic.compose.pool_config import load_pool, save_pool
+from elastic.compose.runs import claimed
 from elastic.core.cluster import Cluster, ClusterError
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
@@ -63,7 +63,7 @@ class StandIn:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over = asyncio.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
-        self._lock = compose.claimed(self.directory)
+        self._lock = claimed(self.directory)
 
     def __enter__(self) -> "StandIn":
         self._lock.__enter__()

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic.compose import replay
+from elastic.compose.incarnations import replay
 from elastic.core.events import LeaseEnded, LeaseGranted, TokensReceived
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.weights.errors import RelayError

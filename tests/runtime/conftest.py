@@ -17,7 +17,9 @@ import torch
 import uvloop
 from pydantic import BaseModel
 
-from elastic import compose
+from elastic.compose.execution import RunOutcome, execute
+from elastic.compose.plan import resolve
+from elastic.compose.runs import new_run_dir
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import WorkerState
@@ -95,7 +97,7 @@ class LiveRun(msgspec.Struct):
     """A run that has ended: what it left, and its scheduler as it was at the end."""
 
     run_dir: Path
-    outcome: compose.RunOutcome
+    outcome: RunOutcome
     scheduler: Scheduler
     kills: int
 
@@ -203,16 +205,16 @@ async def live(live_config: Callable[..., Config]) -> AsyncIterator[Callable[...
         hunter: type[Killer] = Killer,
         provider_types: Mapping[str, type] | None = None,
     ) -> LiveRun:
-        plan = compose.resolve(config, providers, "test")
+        plan = resolve(config, providers, "test")
         plan = msgspec.structs.replace(plan, provider_types={**plan.provider_types, **(provider_types or {})})
-        run_dir = compose.new_run_dir(config)
+        run_dir = new_run_dir(config)
         names.append(run_dir.name)
         killer = hunter(run_dir, kills)
         if kills:
             environment = gated(environment, killer.gate)
         plan = msgspec.structs.replace(plan, environment=environment, environment_settings=NoSettings())
         ready: asyncio.Future[Orchestrator] = asyncio.get_running_loop().create_future()
-        running = asyncio.create_task(compose.execute(plan, run_dir, on_ready=ready.set_result))
+        running = asyncio.create_task(execute(plan, run_dir, on_ready=ready.set_result))
         async with asyncio.timeout(240):
             scheduler = (await ready).scheduler
             hunting = asyncio.create_task(killer.hunt(scheduler))

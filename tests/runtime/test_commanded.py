@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic import compose
-from elastic.compose import RunOutcome
+from elastic.compose.execution import RunOutcome, execute
+from elastic.compose.plan import resolve
+from elastic.compose.runs import new_run_dir
 from elastic.config import Config
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.ledger import NANO_USD_PER_USD
@@ -28,10 +29,10 @@ async def process(
     config: Config, run_dir: Path, *, resume: bool = False
 ) -> AsyncIterator[tuple[Scheduler, "asyncio.Task[RunOutcome]"]]:
     """One process of the run, from when it takes commands on."""
-    plan = compose.resolve(config, ("spot",), "test")
+    plan = resolve(config, ("spot",), "test")
     plan = msgspec.structs.replace(plan, environment=Parity, environment_settings=NoSettings())
     ready: asyncio.Future[Orchestrator] = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(compose.execute(plan, run_dir, resume=resume, on_ready=ready.set_result))
+    running = asyncio.create_task(execute(plan, run_dir, resume=resume, on_ready=ready.set_result))
     async with asyncio.timeout(130):
         try:
             core = (await ready).scheduler
@@ -55,7 +56,7 @@ def status(run_dir: Path) -> str:
 async def test_commands_hold_for_every_process_of_a_run(live_config) -> None:
     config: Config = live_config(trainer={"usd_per_gpu_hour": 3600.0, "checkpoint_every_steps": 1})
     config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 500})})
-    run_dir = compose.new_run_dir(config)
+    run_dir = new_run_dir(config)
     control = RunControl(run_dir)
 
     async with process(config, run_dir) as (core, running):

@@ -28,7 +28,7 @@ from elastic.protocol.run_control import (
     RunSilent,
 )
 from elastic.runtime.control import CommandManager, ControlSocket
-from elastic.runtime.status import run_status
+from elastic.runtime.snapshot import run_status
 from elastic.testing.faults.core.incarnation import policies
 from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic import compose
+from elastic.compose.incarnations import replay
 from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.ids import provider_of
@@ -97,7 +97,7 @@ async def test_a_worker_that_serves_other_weights_is_named_and_fenced_and_the_ru
     honest = [one for one in summary.agreements if one.worker != mismatch.worker]
     assert honest
     assert all(one.worst < 0.02 for one in honest)
-    compose.replay(RunDirectory(run.run_dir))
+    replay(RunDirectory(run.run_dir))
 
 
 @pytest.mark.nightly

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from elastic import compose
+from elastic.compose.incarnations import replay
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.digest import digest
@@ -103,7 +103,7 @@ async def test_nothing_is_lost_when_workers_are_killed(live, live_config) -> Non
     assert meta["status"] == "finished"
     assert [step.step for step in steps] == [0, 1]
     assert moves
-    assert proof.digest == digest(run.scheduler) == digest(compose.replay(RunDirectory(run.run_dir))) == meta["digest"]
+    assert proof.digest == digest(run.scheduler) == digest(replay(RunDirectory(run.run_dir))) == meta["digest"]
     assert sorted(event.lease for event in granted) == sorted(event.lease for event in ended)
     assert not run.scheduler.leases.leases
     assert all(book.closed_ns is not None for book in run.scheduler.ledger.books.values())

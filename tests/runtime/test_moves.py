@@ -8,7 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic import compose
+from elastic.compose.execution import execute
+from elastic.compose.plan import resolve
+from elastic.compose.runs import new_run_dir
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core.scheduler import Scheduler
@@ -19,10 +21,10 @@ from elastic.runtime.journal import JournalReader, MoveRow, RunDirectory
 @pytest.mark.nightly
 async def test_turns_of_a_frozen_worker_are_journaled_as_moves(tmp_path: Path, checkpoint: Path) -> None:
     """It is fenced by time alone: no connection breaks, and no lease has ended yet, when its turns are moved."""
-    plan = compose.resolve(_config(tmp_path, checkpoint), [], "test")
-    run_dir = compose.new_run_dir(plan.config)
+    plan = resolve(_config(tmp_path, checkpoint), [], "test")
+    run_dir = new_run_dir(plan.config)
     ready = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(compose.execute(plan, run_dir, on_ready=ready.set_result))
+    running = asyncio.create_task(execute(plan, run_dir, on_ready=ready.set_result))
     try:
         async with asyncio.timeout(120):
             scheduler = (await ready).scheduler

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic import compose
+from elastic.compose.scheduling import limits, policies
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -458,7 +458,7 @@ def test_the_end_has_the_cores_cause_and_a_kill_its_own() -> None:
 def test_a_lease_is_asked_for_once_that_is_durable_with_as_many_workers_as_were_offered() -> None:
     config = Config.model_validate({"model": {"checkpoint": "."}})
     plan = Plan(steps=1, groups=1, group_size=2)
-    world = World(Scheduler(plan, compose.limits(config), compose.policies(config), 0))
+    world = World(Scheduler(plan, limits(config), policies(config), 0))
     offer = Offer(provider="trainer", role=WorkerRole.TRAINER, available=1, usd_per_gpu_hour=1.0, workers_per_lease=2)
     world.run.feed(e.OfferChanged(offer=offer))
     assert world.called() == [("durable",)]

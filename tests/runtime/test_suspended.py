@@ -9,7 +9,7 @@ import msgspec
 from elastic.core.events import LeaseEnded, LeaseGranted
 from elastic.core.types import EndCause, Nanoseconds
 from elastic.runtime.live import LoopClock
-from elastic.system.processes import boottime_ns
+from elastic.system.boot_clock import boottime_ns
 from providers.base_provider import BaseProvider
 from providers.markets import LeaseEnding
 from tests.providers.conftest import Recorder, context_of, lease_request, provider_of

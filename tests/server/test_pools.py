@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from pydantic import BaseModel
 
-from elastic import compose
+from elastic.compose.runs import load_run_config
 from elastic.config import Config
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import PhaseKind
@@ -64,7 +64,7 @@ def test_a_job_goes_to_the_pool_and_its_project_alone_sees_it(pooled: Site, pool
     assert (sent.request.id, sent.request.slo, sent.providers, sent.script) == (name, 1.5, ("spot",), ())
     run_dir = Path(sent.directory)
     assert run_dir.parent.name == pooled.projects["ours"]
-    assert compose.load_run_config(run_dir).model.checkpoint.is_absolute()
+    assert load_run_config(run_dir).model.checkpoint.is_absolute()
     assert made.headers["location"] == f"{JOBS}/{name}"
     assert made.json()["project"] == pooled.projects["ours"]
     assert [one["id"] for one in ours.get(JOBS).json()["data"]] == [name]
@@ -240,7 +240,7 @@ def test_a_job_keeps_every_key_of_its_submission(pooled: Site, pool: StandIn, jo
         named = {place for place in changes if place[-1] in answer.text or (rejected and place[0] == "job")}
         assert named, answer.text
         changes = {place: value for place, value in changes.items() if place not in named}
-    kept = compose.load_run_config(Path(pool.submitted[-1].directory))
+    kept = load_run_config(Path(pool.submitted[-1].directory))
     for place, value in changes.items():
         found: Any = kept
         for part in place:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from elastic import compose
+from elastic.compose.runs import private
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.server.retention import records
 from elastic.server.runner import RunnerBusy, RunnerLoop, launching, retiring
@@ -323,7 +323,7 @@ def bring_back(database: Path) -> None:
 @pytest.fixture
 def open_site() -> Iterator[Site]:
     """A server whose home lies where everybody may go, as in /var/lib."""
-    with tempfile.TemporaryDirectory() as place, compose.private():
+    with tempfile.TemporaryDirectory() as place, private():
         Path(place).chmod(0o711)
         made = make_site(Path(place))
         yield made

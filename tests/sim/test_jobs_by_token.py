@@ -2,7 +2,8 @@
 
 import pytest
 
-from elastic import compose
+from elastic.compose.plan import resolve
+from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config
 from elastic.core.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.core.cluster import events as e
@@ -65,12 +66,10 @@ def lived(policy: str, seeds: tuple[int, ...], nodes: int, plan: PhasePlan) -> C
         settled = config(f"job-{number}", seed)
 
         def make(member: PoolMember, settled: Config = settled) -> SimulatedRun:
-            name, resolved = settled.run.name, compose.resolve(settled, [], "here")
+            name, resolved = settled.run.name, resolve(settled, [], "here")
             profile = load_profile("H20/Qwen3-8B")
             device = Device(profile=profile, rates=simulation.rates_of(settled.engine, profile, "engine"))
-            scheduler = Scheduler(
-                compose.run_plan(resolved), compose.limits(settled), compose.policies(settled), loop.now_ns
-            )
+            scheduler = Scheduler(run_plan(resolved), limits(settled), policies(settled), loop.now_ns)
             shared = SharedPool(
                 loop=loop,
                 member=member,

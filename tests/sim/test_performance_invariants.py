@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from elastic import compose
+from elastic.compose.plan import resolve
+from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import load_config
 from elastic.core.invariants import check
 from elastic.core.scheduler import Scheduler
@@ -55,8 +56,8 @@ def test_invariants_hold_after_every_event(mix: str, seed: int, monkeypatch: pyt
     example, providers, overrides = MIXES[mix]
     path = EXAMPLES / f"{example}.toml"
     config = load_config(path, [*SMALL, *overrides, f"run.seed={seed}"])
-    plan = compose.resolve(config, list(providers), str(path))
-    scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+    plan = resolve(config, list(providers), str(path))
+    scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
     run = simulation.build(plan, simulation.Experiment(), scheduler, NullJournal())
     assert run.live() == ""
     assert scheduler.ledger.imbalance_ns() == 0

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic import compose
+from elastic.compose.incarnations import replay
+from elastic.compose.plan import resolve
+from elastic.compose.runs import new_run_dir
 from elastic.config import Config, ConfigError, load_config
 from elastic.core import events as e
 from elastic.core.digest import digest
@@ -54,8 +56,8 @@ def simulate(
     directory: Path, experiment: simulation.Experiment = PLAIN, provider: str = "spot", **sections: object
 ) -> Path:
     settings = config(directory, **sections)
-    plan = compose.resolve(settings, [provider], "test")
-    outcome = simulation.simulate(plan, compose.new_run_dir(settings), experiment)
+    plan = resolve(settings, [provider], "test")
+    outcome = simulation.simulate(plan, new_run_dir(settings), experiment)
     assert outcome.failed == ""
     return outcome.run_dir
 
@@ -91,7 +93,7 @@ def test_its_journal_replays_to_the_same_state(tmp_path: Path) -> None:
     run_dir = simulate(tmp_path)
     with RunDirectory(run_dir).newest_journal() as journal:
         wanted = journal.meta()["digest"]
-    assert digest(compose.replay(RunDirectory(run_dir))) == wanted
+    assert digest(replay(RunDirectory(run_dir))) == wanted
 
 
 def test_turn_lengths_of_another_run(tmp_path: Path) -> None:
@@ -222,8 +224,8 @@ def test_a_run_that_only_repeats_itself_is_given_up(tmp_path: Path) -> None:
 
 def test_no_training_in_time_is_a_failure_with_its_cause(tmp_path: Path) -> None:
     settings = config(tmp_path, trainer={"updates_per_step": 1, "step_timeout_s": 0.001})
-    plan = compose.resolve(settings, ["spot"], "test")
-    outcome = simulation.simulate(plan, compose.new_run_dir(settings), PLAIN)
+    plan = resolve(settings, ["spot"], "test")
+    outcome = simulation.simulate(plan, new_run_dir(settings), PLAIN)
     assert outcome.failed == "the trainer's device did not change between training and generating"
 
 
@@ -279,9 +281,9 @@ def test_turns_of_a_run_with_other_limits(tmp_path: Path) -> None:
     told: list[str] = []
     limits = ROLLOUT | {"groups": 5, "max_turns": 2, "max_tokens_per_turn": 8}
     settings = config(tmp_path, rollout=limits)
-    plan = compose.resolve(settings, ["spot"], "test")
+    plan = resolve(settings, ["spot"], "test")
     experiment = simulation.Experiment(turns=str(first))
-    outcome = simulation.simulate(plan, compose.new_run_dir(settings), experiment, note=told.append)
+    outcome = simulation.simulate(plan, new_run_dir(settings), experiment, note=told.append)
     assert outcome.failed == ""
     found = simulation.recorded_episodes(RunDirectory(outcome.run_dir))
     assert all(
@@ -330,9 +332,9 @@ def test_nothing_comes_of_nothing_and_says_so(tmp_path: Path, spot: dict[str, An
     trace = tmp_path / "late.csv"
     trace.write_text("time_s,event,instance_id\n0,add,a\n9,add,b\n400,remove,a\n410,remove,b\n")
     settings = config(tmp_path, providers={"spot": {"trace": str(trace), **spot}})
-    plan = compose.resolve(settings, ["spot"], "test")
+    plan = resolve(settings, ["spot"], "test")
     told: list[str] = []
-    outcome = simulation.simulate(plan, compose.new_run_dir(settings), PLAIN, note=told.append)
+    outcome = simulation.simulate(plan, new_run_dir(settings), PLAIN, note=told.append)
     assert outcome.failed == ""
     (line,) = told
     assert line.startswith("providers.spot")
@@ -342,8 +344,8 @@ def test_nothing_comes_of_nothing_and_says_so(tmp_path: Path, spot: dict[str, An
 def test_the_planners_example(tmp_path: Path) -> None:
     overrides = ["run.steps=1", "rollout.groups=4", "rollout.group_size=4", f"run.directory={tmp_path}"]
     settings = load_config(PLANNER, overrides)
-    plan = compose.resolve(settings, settings.simulation.providers, str(PLANNER))
-    outcome = simulation.simulate(plan, compose.new_run_dir(settings), PLAIN)
+    plan = resolve(settings, settings.simulation.providers, str(PLANNER))
+    outcome = simulation.simulate(plan, new_run_dir(settings), PLAIN)
     assert outcome.failed == ""
     gpus = {name: s.max_workers * s.gpus_per_worker for name, s in plan.providers.items()}
     assert settings.trainer.gpus + sum(gpus.values()) == 64

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic import compose
+from elastic.compose.plan import resolve
+from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import load_config
 from elastic.core import commands as c
 from elastic.core.scheduler import Scheduler
@@ -21,8 +22,8 @@ WHILE_TURNS_RUN_NS = 8 * NS_PER_S
 def simulated() -> SimulatedRun:
     overrides = ["run.steps=2", "rollout.groups=8", "providers.reserved.max_workers=2"]
     config = load_config(EXAMPLE, overrides)
-    plan = compose.resolve(config, ["reserved"], str(EXAMPLE))
-    scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+    plan = resolve(config, ["reserved"], str(EXAMPLE))
+    scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
     return simulation.build(plan, simulation.Experiment(), scheduler, NullJournal())
 
 

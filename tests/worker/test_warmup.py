@@ -6,7 +6,7 @@ import pytest
 LEND = """
 import sys
 import msgspec
-from elastic import compose
+from elastic.compose import processes
 from elastic.config import EngineConfig
 from elastic.worker import agent, serving_host
 from elastic.worker.warmup import warm_up

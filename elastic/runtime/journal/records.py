@@ -16,9 +16,11 @@ from functions.base import Call, CallOutcome
 CONTINUES = "continues"
 """The key under which a journal names the journal that it continues."""
 JOIN, RELAY, PUBLISHER = "join", "relay", "publisher"
+"""Keys of a journal's notes: where workers dial and pull weights, and whose weights they believe."""
+RUNNING, UNEXPECTED = "running", "failed: it ended unexpectedly"
+"""What the note of a run's status says until its end, and of an end that nobody foresaw."""
 INTERRUPTED = "interrupted"
 """The cause of a run that ended as failed because a person or a signal ended it."""
-"""Keys of a journal's notes: where workers dial and pull weights, and whose weights they believe."""
 TRACEBACK = "traceback"
 """The key of a journal's note of where an environment raised first."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic import compose
+from elastic.compose import incarnations
 from elastic.config import ConfigError
 from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook
 from elastic.core.types import NS_PER_S
@@ -99,7 +99,7 @@ def _figures_of(run_dir: Path, former: int) -> RunFigures | None:
 def cost_nano_usd(run_dir: Path) -> int:
     """Return the most that a run can have cost according to all of its journals; 0 if they cannot be read."""
     with contextlib.suppress(JournalError, ConfigError, OSError), as_owner(run_dir):
-        return compose.cost_nano_usd(RunDirectory(run_dir))
+        return incarnations.cost_nano_usd(RunDirectory(run_dir))
     return 0
 
 

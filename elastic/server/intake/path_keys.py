@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.errors import PydanticInvalidForJsonSchema
 
-from elastic import compose
+from elastic.compose.plan import kind_of
 from elastic.config import Config, EngineConfig
 from elastic.system.installed import installed
 
@@ -30,7 +30,7 @@ def _settings_at(raw: Mapping[str, Any], place: Place) -> tuple[type[BaseModel] 
                 return settings_of("elastic.engines", rest[0]), tuple(rest[1:])
             return EngineConfig, tuple(rest)
         case ("providers", name, *rest) if isinstance(raw["providers"][name], dict):
-            return settings_of("elastic.providers", compose.kind_of(raw["providers"], name)), tuple(rest)
+            return settings_of("elastic.providers", kind_of(raw["providers"], name)), tuple(rest)
         case ("environment", "settings", *rest):
             return settings_of("elastic.environments", raw["environment"].get("name", "frozenlake")), tuple(rest)
         case ("rewards", "pool_settings", *rest):

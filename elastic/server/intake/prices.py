@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from elastic import compose
+from elastic.compose.plan import kind_of
 from elastic.config import RewardsConfig, TrainerConfig
 from elastic.server.intake.path_keys import settings_of
 from elastic.server.store.quotas import TRAINER
@@ -46,7 +46,7 @@ def _price(raw: Mapping[str, Any], name: str, prices: Mapping[str, float]) -> fl
     sections: Any = raw.get("providers", {})
     if not isinstance(sections, dict) or not isinstance(sections.get(name, {}), dict):
         return None
-    return prices.get(compose.kind_of(sections, name))
+    return prices.get(kind_of(sections, name))
 
 
 def _sections(
@@ -60,7 +60,7 @@ def _sections(
     providers: Any = raw.get("providers")
     for name, section in providers.items() if isinstance(providers, dict) else ():
         if isinstance(section, dict):
-            settings = settings_of("elastic.providers", compose.kind_of(providers, name))
+            settings = settings_of("elastic.providers", kind_of(providers, name))
             if settings is not None:
                 yield ("providers", name), section, settings, _price(raw, name, prices)
 

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 import traces
-from elastic import compose
+from elastic.compose.plan import RunPlan, acquisitions, check_live, resolve, reward_calls, unpriced
+from elastic.compose.scheduling import short_limits
 from elastic.config import Config, ConfigError, validate
 from elastic.protocol.api import DryRun, ProblemError, Submission, WouldAcquire
 from elastic.server.intake.path_keys import names_file
@@ -36,18 +37,18 @@ _NO_PATHS_IN = ("simulation",)
 CHECKPOINT = "model.checkpoint"
 
 
-def check(settings: ServerSettings, submission: Submission, project: str) -> tuple[NewRun, compose.RunPlan]:
+def check(settings: ServerSettings, submission: Submission, project: str) -> tuple[NewRun, RunPlan]:
     """The run that is asked for, and its plan. Raises `ApiProblem` with all faults that can be told at once."""
     raw = json.loads(json.dumps(submission.config))
     low = list(settle_prices(raw, submission.providers, settings.prices))
     errors = [*_forbidden(raw), *map(_too_low, low), *_settle_paths(raw, settings, project)]
     names = [*submission.providers, *(["reserved"] if "reserved" in raw.get("providers", {}) else [])]
-    plan: compose.RunPlan | None = None
+    plan: RunPlan | None = None
     try:
         config = validate(Config, settings.placed(raw), _WHERE)
         if not errors:
-            plan = compose.resolve(config, submission.providers, _WHERE)
-            compose.check_live(plan)
+            plan = resolve(config, submission.providers, _WHERE)
+            check_live(plan)
     except ConfigError as error:
         errors += [_fault(line) for line in str(error).splitlines()]
     errors += [
@@ -74,15 +75,15 @@ def check(settings: ServerSettings, submission: Submission, project: str) -> tup
     return run, plan
 
 
-def dry_run(plan: compose.RunPlan) -> DryRun:
+def dry_run(plan: RunPlan) -> DryRun:
     """Return what the run would hold at most, and what that costs."""
-    acquired, calls = compose.acquisitions(plan), compose.reward_calls(plan)
+    acquired, calls = acquisitions(plan), reward_calls(plan)
     return DryRun(
         config=plan.resolved(),
         would_acquire=[WouldAcquire(**msgspec.to_builtins(row)) for row in acquired],
         would_call=None if calls is None else msgspec.to_builtins(calls),
         usd_per_hour_max=sum(row.usd_per_hour_max or 0.0 for row in acquired),
-        warnings=[*compose.short_limits(plan.config), *compose.unpriced(acquired)],
+        warnings=[*short_limits(plan.config), *unpriced(acquired)],
     )
 
 

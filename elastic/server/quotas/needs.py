@@ -4,7 +4,7 @@ import json
 
 import msgspec
 
-from elastic import compose
+from elastic.compose.plan import RunPlan, acquisitions, kind_of, resolve, reward_calls
 from elastic.config import Config, ConfigError, validate
 from elastic.core.ledger import NANO_USD_PER_USD
 from providers.base import INCREMENTS_S, Billing
@@ -31,22 +31,22 @@ class RunNeeds(msgspec.Struct, frozen=True):
     providers: dict[str, ProviderNeeds] = {}
 
 
-def needs_of(plan: compose.RunPlan) -> RunNeeds:
+def needs_of(plan: RunPlan) -> RunNeeds:
     """A slice lasts long enough to begin whatever increments are billed, and to stop."""
     config = plan.config
     billings: list[Billing] = [config.trainer.billing, *(settings.billing for settings in plan.providers.values())]
     stopping_s = config.scheduler.drain_timeout_s + config.scheduler.release_timeout_s
     slice_s = max(SLICE_S, 2 * (max(INCREMENTS_S.get(billing, 0) for billing in billings) + stopping_s))
-    acquired = {row.provider: row for row in compose.acquisitions(plan)}
+    acquired = {row.provider: row for row in acquisitions(plan)}
     usd = sum(row.usd_per_hour_max or 0.0 for row in acquired.values()) * slice_s / 3600
-    if (calls := compose.reward_calls(plan)) is not None:
+    if (calls := reward_calls(plan)) is not None:
         usd += calls.concurrency * (calls.usd_per_call + calls.usd_per_s * slice_s)
     return RunNeeds(
         trainer_gpus=config.trainer.gpus,
         slice_nano_usd=round(usd * NANO_USD_PER_USD),
         providers={
             name: ProviderNeeds(
-                compose.kind_of(config.providers, name),
+                kind_of(config.providers, name),
                 settings.max_workers * settings.gpus_per_worker,
                 settings.gpus_per_worker,
                 acquired[name].usd_per_hour_max is not None,
@@ -59,6 +59,6 @@ def needs_of(plan: compose.RunPlan) -> RunNeeds:
 def needs_of_config(config: str, providers: list[str]) -> RunNeeds:
     """Return the needs of a stored configuration. An invalid one needs a trainer only."""
     try:
-        return needs_of(compose.resolve(validate(Config, json.loads(config), "config"), providers, "config"))
+        return needs_of(resolve(validate(Config, json.loads(config), "config"), providers, "config"))
     except ConfigError:
         return RunNeeds()

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic import compose
 from elastic.compose.run_endings import ending_of, world
+from elastic.compose.runs import save_run_config
 from elastic.config import Config, validate
 from elastic.protocol.run_control import ExpectedPeer, RunControl
 from elastic.runtime.journal import CONFIG
@@ -67,7 +67,7 @@ def prepare(settings: ServerSettings, run: HostedRunRow, user: str | None) -> No
             tenant_files.hand_over(directory, account.pw_uid, account.pw_gid)
     if not tenant_files.is_file(path, CONFIG):
         with tenant_files.as_owner(path):
-            compose.save_run_config(path, validate(Config, json.loads(run.config), "the submission"))
+            save_run_config(path, validate(Config, json.loads(run.config), "the submission"))
 
 
 def begin(

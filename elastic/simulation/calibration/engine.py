@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from elastic.compose import read_model_config
+from elastic.compose.plan import read_model_config
 from elastic.config import Config, EngineConfig
 from elastic.core.types import WeightMode
 from elastic.simulation.calibration.fit import FitError, IterationSample, Rates, fit_rates

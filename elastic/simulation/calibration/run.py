@@ -8,12 +8,24 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from elastic.compose import INTERRUPTED, RUNNING, TRAINER_PROVIDER, UNEXPECTED, is_claimed
+from elastic.compose.plan import TRAINER_PROVIDER
+from elastic.compose.runs import is_claimed
 from elastic.config import Config, ConfigError, PacingConfig, validate
 from elastic.core import events as e
 from elastic.core.ids import group_of, parse_trajectory, parse_turn, provider_of, turn_id
 from elastic.core.types import NS_PER_S, Account, LeaseId, Nanoseconds, WorkerId
-from elastic.runtime.journal import CallRow, DirectoryStore, JournalError, JournalReader, PullRow, RunDirectory, TurnRow
+from elastic.runtime.journal import (
+    INTERRUPTED,
+    RUNNING,
+    UNEXPECTED,
+    CallRow,
+    DirectoryStore,
+    JournalError,
+    JournalReader,
+    PullRow,
+    RunDirectory,
+    TurnRow,
+)
 from elastic.simulation.calibration.fit import FitError, IterationSample, fit_rates
 from elastic.simulation.calibration.numbers import (
     DEFAULT_BASE,

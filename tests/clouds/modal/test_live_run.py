@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic.compose import replay
+from elastic.compose.incarnations import replay
 from elastic.core.events import LeaseEnded, LeaseGranted, RewardScored, TokensReceived, WeightsApplied
 from elastic.core.ids import lease_of, tagged
 from elastic.core.ledger import NANO_USD_PER_USD

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import sqlalchemy as sa
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from elastic import compose
 from elastic.compose.pool_config import job_request
+from elastic.compose.runs import discard_run, save_run_config
 from elastic.config import Config, ConfigError, validate
 from elastic.core.cluster import JobRequest
 from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
@@ -126,13 +126,13 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     settings.storage(project).mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     (path / "logs").mkdir(mode=0o700, exist_ok=True)
-    compose.save_run_config(path, config)
+    save_run_config(path, config)
     try:
         submission = SubmitJob(id=command, request=request, directory=str(path), providers=tuple(body.providers))
         asked(control.submit(submission))
     except ApiProblem as problem:
         if problem.kind != "pool-away":
-            compose.discard_run(path)
+            discard_run(path)
             with state.store.writing() as tx:
                 jobs.remove(tx, job)
         raise

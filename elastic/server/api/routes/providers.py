@@ -6,7 +6,7 @@ from typing import Any
 import sqlalchemy as sa
 from fastapi import APIRouter, Request, Response
 
-from elastic import compose
+from elastic.compose.plan import kind_of
 from elastic.protocol.api import ENDED, Listed, ProviderChange, ProviderFigures, ProviderKind, RunFigures
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
@@ -67,7 +67,7 @@ def _kinds(caller: CallerDep, state: StateDep) -> list[ProviderKind]:
     for config, figures in rows:
         sections = _providers(config)
         for name, one in RunFigures.model_validate(figures).providers.items():
-            held.setdefault(compose.kind_of(sections, name), []).append(one)
+            held.setdefault(kind_of(sections, name), []).append(one)
     return [_kind(name, _settings(point), shared.get(name), held.get(name, [])) for name, point in points]
 
 

@@ -15,12 +15,11 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from elastic.compose import incarnations
 from elastic.core.types import NS_PER_S
 from elastic.protocol import ticket_store as ticket_book
 from elastic.runtime import orchestrator
 from elastic.runtime.journal import writer
-from elastic.system import machine
+from elastic.system import boot_clock, machine
 from elastic.testing.faults.shell import threads
 from elastic.testing.faults.shell.loops import Ordered, WorldClock
 from elastic.weights import client, codecs, digest, publisher, reading, signing
@@ -53,7 +52,7 @@ def governs(clock: WorldClock, seed: str, longest_turn_s: float, open_relay: Ope
     answers: list[tuple[Any, str, Any]] = [
         (time, "monotonic_ns", clock.monotonic_ns),
         (time, "perf_counter_ns", clock.monotonic_ns),
-        (time, "clock_gettime_ns", lambda _clock: clock.monotonic_ns()),
+        (time, "clock_gettime_ns", lambda _clock: clock.boottime_ns()),
         (time, "time_ns", clock.unix_ns),
         (time, "monotonic", lambda: clock.monotonic_ns() / NS_PER_S),
         (time, "perf_counter", lambda: clock.monotonic_ns() / NS_PER_S),
@@ -66,7 +65,7 @@ def governs(clock: WorldClock, seed: str, longest_turn_s: float, open_relay: Ope
         *((module, "ThreadPoolExecutor", threads.SimulatedPool) for module in POOLED),
         (signing, "Ed25519PrivateKey", SimpleNamespace(generate=_private_key)),
         (ticket_book, "secrets", _Secrets),
-        (incarnations, "boot_id", clock.boot_id),
+        (boot_clock, "boot_id", clock.boot_id),
         (importlib.metadata, "entry_points", functools.partial(_entry_points, open_relay)),
         (sqlite3, "connect", clock.connect),
         (machine, "out_of_descriptors", clock.out_of_descriptors),

@@ -6,7 +6,7 @@ moment. Then the weights that the trainer has in the end count.
 
 import msgspec
 
-from elastic.compose import replay
+from elastic.compose.incarnations import replay
 from elastic.core import events as e
 from elastic.core.agreement import DISBELIEVED, LAST_TOKENS, LEAST_TOKENS
 from elastic.core.ids import parse_trajectory

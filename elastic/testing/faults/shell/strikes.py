@@ -6,7 +6,7 @@ from functools import partial
 
 import msgspec
 
-from elastic.compose import TRAINER_PROVIDER
+from elastic.compose.plan import TRAINER_PROVIDER
 from elastic.core.types import NS_PER_S, EndCause, WorkerRole
 from elastic.protocol import wire
 from elastic.protocol.run_control import CapProvider, SetBudget, StopRun

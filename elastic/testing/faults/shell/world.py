@@ -16,9 +16,9 @@ from typing import Any, cast
 import msgspec
 import structlog
 
-from elastic import compose
 from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
-from elastic.compose.plan import POOL_KIND
+from elastic.compose.plan import POOL_KIND, TRAINER_PROVIDER, resolve
+from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config, validate
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, LogprobCheck, Nanoseconds, WorkerId, WorkerRole
@@ -28,7 +28,7 @@ from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.run_control import Acknowledged, CapProvider, SetBudget, StopRun
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.ticket_store import TicketBook
-from elastic.runtime.journal import JournalError, RunDirectory
+from elastic.runtime.journal import RUNNING, JournalError, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.testing.faults.shell.answers import governs
 from elastic.testing.faults.shell.cloud import Cloud, CloudProvider
@@ -231,7 +231,7 @@ class World:
             name, role, places, Random(f"{plan.seed}/{name}"), self.after, self._boot, self._end_worker
         )
         self.clouds = {
-            compose.TRAINER_PROVIDER: make(compose.TRAINER_PROVIDER, WorkerRole.TRAINER, 1),
+            TRAINER_PROVIDER: make(TRAINER_PROVIDER, WorkerRole.TRAINER, 1),
             ELASTIC: make(ELASTIC, WorkerRole.ELASTIC, plan.places),
         }
 
@@ -414,15 +414,15 @@ class World:
     async def _orchestrate(self) -> str:
         """Run an orchestrator as `elastic.compose.execute` does, around models."""
         run, plan = self.run, self.plan
-        resolved = compose.resolve(self.config, self.providers, "chaos")
+        resolved = resolve(self.config, self.providers, "chaos")
         config = resolved.config
         former = previous_incarnation(run, config) if self.incarnations > 1 else PreviousIncarnation()
         waiting_room = WaitingRoom(self._tickets)
-        scheduler = Scheduler(compose.run_plan(resolved), compose.limits(config), compose.policies(config), 0)
+        scheduler = Scheduler(run_plan(resolved), limits(config), policies(config), 0)
         secrets = RunSecrets(b"%32d" % plan.seed)
         notes = {
             "run": RUN,
-            "status": compose.RUNNING,
+            "status": RUNNING,
             "config": config.model_dump_json(),
             "providers": self.providers[0],
             "seed": str(config.run.seed),
@@ -448,7 +448,7 @@ class World:
                     kept=run,
                     make_reward_pool=(lambda meter: ModelPool(meter, self._function_mishap)) if plan.scored else None,
                     engines={name: config.engine.model_dump(mode="json") for name in (*self.clouds, *self.providers)},
-                    relays={compose.TRAINER_PROVIDER: self.relay.url},
+                    relays={TRAINER_PROVIDER: self.relay.url},
                     relay_rights=self.relay.rights,
                     resident=[n for n, settings in resolved.providers.items() if settings.kind == POOL_KIND],
                     waiting_room=waiting_room if plan.machines else None,
@@ -652,7 +652,7 @@ class World:
         refused = self.disk.forgot and OUT_OF_STEP in result
         wants = isinstance(error, JournalError | OSError) or NO_DESCRIPTORS in result
         # A user mends what kept the trainer from starting, and resumes the run.
-        unable = CANNOT_START in result and self.witness.cannot_start(compose.TRAINER_PROVIDER)
+        unable = CANNOT_START in result and self.witness.cannot_start(TRAINER_PROVIDER)
         if wants or refused or unable or result == STOPPED:
             self._begin_again(BEGIN_AGAIN_S)
         else:

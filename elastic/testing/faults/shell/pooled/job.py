@@ -6,7 +6,8 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol, cast
 
-from elastic import compose
+from elastic.compose.plan import TRAINER_PROVIDER
+from elastic.compose.runs import save_run_config
 from elastic.config import Config, validate
 from elastic.core.types import WorkerId
 from elastic.pool.client import PoolClient, PoolMembership
@@ -71,7 +72,7 @@ class JobWorld(World):
         self.providers = [POOL]
         self._relay_port = self.relays_from = RELAY_PORT + RELAYS_APART * number
         self.witness.all_ail(FOR_EVER_S)
-        compose.save_run_config(self.run.path, self.config)
+        save_run_config(self.run.path, self.config)
 
     def _configured(self) -> Config:
         config = config_of(self.plan).model_dump(mode="json")
@@ -122,8 +123,8 @@ class JobWorld(World):
         self.address = endpoint.address
         context = self._context(waiting_room, pool, endpoint, now_ns)
         found: dict[str, Any] = {
-            compose.TRAINER_PROVIDER: PoolTrainerProvider(
-                compose.TRAINER_PROVIDER, PoolTrainerProvider.Settings.model_validate({"max_workers": 1}), context
+            TRAINER_PROVIDER: PoolTrainerProvider(
+                TRAINER_PROVIDER, PoolTrainerProvider.Settings.model_validate({"max_workers": 1}), context
             ),
             POOL: PoolProvider(POOL, PoolSettings.model_validate({}), context),
         }
