@@ -9,6 +9,7 @@ import pytest
 from elastic.compose.runs import claimed, new_run_dir
 from elastic.config import load_config
 from elastic.runtime.journal import RUNNING, RunDirectory
+from elastic.runtime.left_behind import left_behind, write_down
 
 
 def parsed(out: str) -> dict:
@@ -24,6 +25,22 @@ def test_doctor(elastic) -> None:
     assert code == (0 if body["healthy"] else 1)
     found = {finding["what"] for finding in body["findings"]}
     assert {"python", "torch", "numba", "xxhash", "zstandard", "disk", "elastic.providers"} <= found
+
+
+def test_doctor_looks_for_what_a_run_has_left(elastic, config: Path) -> None:
+    run_dir = new_run_dir(load_config(config))
+    write_down(run_dir, {"spot": "one process"})
+
+    def found() -> dict:
+        findings = parsed(elastic("doctor", config, "--json").out)["findings"]
+        return {one["what"]: one for one in findings}.get(f"{run_dir.name}: spot", {})
+
+    with claimed(run_dir):
+        assert "one process" in found()["found"]
+    assert left_behind(run_dir) == {"spot": "one process"}
+    assert found()["found"] == "nothing is left any more"
+    assert left_behind(run_dir) == {}
+    assert not found()
 
 
 def test_doctor_tells_little_from_none(elastic, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,6 +291,18 @@ def test_what_goes_before_a_job_has_its_row_is_missed(pooled: Site, pool: StandI
     assert (refused.status_code, refused.json()["detail"]) == (400, f"upload {upload} was deleted meanwhile")
 
 
+def test_a_job_does_not_go_on_without_what_it_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    upload, name = market_job(client, job)
+    pool.tell(e.JobFailed(job=name, cause="killed"))
+    settle_jobs(pooled.store, pooled.settings)
+    assert client.delete(f"/v1/uploads/{upload}").status_code == 204
+    told = len(pool.commands)
+    refused = client.post(f"{JOBS}/{name}/resubmit")
+    assert (refused.status_code, refused.json()["detail"]) == (400, f"upload {upload} was deleted meanwhile")
+    assert len(pool.commands) == told
+
+
 def test_retention_leaves_what_a_job_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
     client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
     name = client.post(JOBS, json=job).json()["id"]

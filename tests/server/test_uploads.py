@@ -221,6 +221,9 @@ def test_what_a_run_needs_stays(site: Site, submission: Submission) -> None:
     assert client.delete(f"/v1/uploads/{upload}").status_code == 204
     assert left(site) == []
     assert client.post("/v1/runs/dry-run", json=body).status_code == 400
+    refused = client.post(f"/v1/runs/{run}/resume")
+    assert (refused.status_code, refused.json()["detail"]) == (400, f"upload {upload} was deleted meanwhile")
+    assert client.get(f"/v1/runs/{run}").json()["phase"] == RunPhase.STOPPED
 
 
 def test_what_goes_between_a_submission_s_check_and_its_row_is_missed(site: Site, submission: Submission) -> None:

@@ -177,7 +177,7 @@ def cancel_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
 @router.post(
     "/{pool}/jobs/{job}/resubmit",
     response_model=HostedJob,
-    **rules(Action.RUNS_WRITE, "not-found", "job-conflict", "quota-exceeded", "pool-away"),
+    **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found", "job-conflict", "quota-exceeded", "pool-away"),
 )
 def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
     """Have a job that has failed go on from its last checkpoint, as a new arrival."""
@@ -190,6 +190,7 @@ def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
     with state.store.writing() as tx:
         row = jobs.find(tx, job)
         if row is not None:
+            refuse_gone(tx, found.project, row["config"])
             refuse_beyond(tx, found.project, RunNeeds(), row["train_gpus"], but=job)
             jobs.settle(tx, job, usd=row["usd"], over=False)
     try:

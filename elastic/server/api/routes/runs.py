@@ -165,7 +165,7 @@ def stop(run: RunId, write: WriteDep, body: StopRequest | None = None) -> Respon
 @router.post(
     "/{run}/resume",
     response_model=HostedRun,
-    **rules(Action.RUNS_WRITE, "not-found", "run-active", "run-finished", "run-retired"),
+    **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found", "run-active", "run-finished", "run-retired"),
 )
 def resume(run: RunId, write: WriteDep, body: ResumeRequest | None = None) -> Response:
     """Go on with a run that has ended, from its journal or its last checkpoint; a finished one with more steps."""
@@ -177,6 +177,7 @@ def resume(run: RunId, write: WriteDep, body: ResumeRequest | None = None) -> Re
             raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
         if gone := [part for part in UNRESUMABLE if part in (found.retired or {})]:
             raise ApiProblem("run-retired", f"{run} has no {' and '.join(gone)} any more", run=run)
+        refuse_gone(tx, found.project, found.config)
         config = json.loads(found.config)
         steps = found.figures.steps
         if found.phase is RunPhase.FINISHED and (asked.steps is None or asked.steps <= steps):
