@@ -28,6 +28,13 @@ class Tick(_Event, frozen=True):
     """Time has reached the core's wake-up; nothing else happened."""
 
 
+class Suspended(_Event, frozen=True):
+    """The machine was suspended for so long. Nothing could be heard meanwhile, so nobody was silent; leases went
+    on, and cost what they cost."""
+
+    for_ns: Nanoseconds
+
+
 class OfferChanged(_Event, frozen=True):
     """A provider's capacity or price is now this."""
 
@@ -358,6 +365,7 @@ class Resumed(_Event, frozen=True):
 
 Event: TypeAlias = (
     Tick
+    | Suspended
     | OfferChanged
     | LeaseGranted
     | LeaseRefused

@@ -14,7 +14,7 @@ from msgspec import UNSET
 from elastic.core.agreement import Agreement
 from elastic.core.commands import Command
 from elastic.core.controls import Controls
-from elastic.core.events import Event, Resumed
+from elastic.core.events import Event, Resumed, Suspended
 from elastic.core.fleet import Fleet, Worker
 from elastic.core.leases import LeaseTable
 from elastic.core.ledger import Ledger
@@ -200,6 +200,13 @@ class RunState:
         for wait in self.timers.waits():
             if wait.what not in _AT_THEIR_TIME:
                 self.wait(wait.what, wait.key, wait.until_ns - wait.since_ns)
+
+    def sleep_through(self, event: Suspended) -> None:
+        """Put off every deadline by the time in which no peer could be heard."""
+        self.timers.put_off(event.for_ns, _AT_THEIR_TIME)
+        for turn in self.turns.live.values():
+            turn.started_ns += event.for_ns
+            turn.ends_ns += event.for_ns
 
     def hear(self, worker_id: WorkerId, epoch: int) -> Worker | None:
         """The worker, if it may be believed, and then it is alive: its epoch is current and its lease is live."""

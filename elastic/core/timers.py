@@ -1,6 +1,6 @@
 """Named deadlines: everything that waits in the core waits here, with a reason and a bound."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple, TypeAlias
@@ -82,6 +82,13 @@ class Timers:
                     del self._queued[name]
         if not old and len(self._heap) > 2 * len(self._waits) + LEAST_SWEPT:
             self._heap, self._old_heap = old, self._heap
+
+    def put_off(self, by_ns: Nanoseconds, but: Collection[str]) -> None:
+        """Move all waits on by so much, but for those for one of `but`."""
+        for (what, _), wait in self._waits.items():
+            if what not in but:
+                wait.since_ns += by_ns
+                wait.until_ns += by_ns
 
     def clear(self, what: str, key: str) -> None:
         self._waits.pop((what, key), None)

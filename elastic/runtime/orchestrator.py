@@ -41,7 +41,7 @@ from elastic.runtime.sampler import Sampler
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.status import RunStatus
 from elastic.runtime.trainer import GatewayTrainer, kept_steps
-from elastic.system.boot_clock import boottime_ns
+from elastic.system.boot_clock import boottime_ns, suspended_ns
 from elastic.system.machine import CpuSampler
 from elastic.weights.rights import RelayRights
 from functions.base import Call
@@ -120,6 +120,7 @@ class Orchestrator:
         told: Sequence[e.Event] = (),
         observe: Callable[[RunStatus], None] = lambda _: None,
         clock_ns: Callable[[], int] = boottime_ns,
+        suspended_ns: Callable[[], int] = suspended_ns,
     ) -> None:
         self.scheduler = scheduler
         self._config = config
@@ -129,7 +130,7 @@ class Orchestrator:
         self._told = told
         self._warned = self._traced = False
         self._stopped = dict[str, str]()
-        self._clock = LoopClock(clock_ns, former.now_ns if former else 0)
+        self._clock = LoopClock(clock_ns, suspended_ns, former.now_ns if former else 0)
         self._ended = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._scribe = Scribe(scheduler, journal, self._when, self._stored)

@@ -23,6 +23,10 @@ class Feed(Protocol):
 class Clock(Protocol):
     def now_ns(self) -> Nanoseconds: ...
 
+    def slept_ns(self) -> Nanoseconds:
+        """Return for how long of this time the machine was suspended."""
+        ...
+
     def at(self, when_ns: Nanoseconds, action: Callable[[], None]) -> None:
         """Call `action` at that time, or at once if it has passed; later where the clock is held up."""
         ...

@@ -44,11 +44,15 @@ class Alarm:
     What is read after the process was held up counts as having come before the first deadline, and puts others off from
     then on only. So the core's time goes on from there, twice as fast until it has made up for the hold-up: whoever is
     alive is heard in between.
+
+    All of that counts the time in which the machine was awake. While it was suspended nothing could be read: the core
+    is told of that before anything else (`slept_ns`), and of the present time.
     """
 
     def __init__(self, clock: Clock, next_ns: Callable[[], Nanoseconds | None], wake: Callable[[], None]) -> None:
         self._clock = clock
-        self._now_ns = clock.now_ns
+        self._slept_ns: Nanoseconds = 0
+        """Of this the core knows: so much later it is for it than for the times below."""
         self._next_ns = next_ns
         self._wake = wake
         self._due_ns: Nanoseconds | None = None
@@ -63,16 +67,25 @@ class Alarm:
     def event_ns(self) -> Nanoseconds:
         """When an event of now counts as having happened: before any deadline that has passed without a wake-up."""
         now_ns, due_ns = self._core_ns(), self._due_ns
-        return now_ns if due_ns is None or now_ns <= due_ns else due_ns - 1
+        return self._slept_ns + (now_ns if due_ns is None or now_ns <= due_ns else due_ns - 1)
+
+    def slept_ns(self) -> Nanoseconds:
+        """Return for how long the machine was suspended since this was last asked."""
+        before_ns, self._slept_ns = self._slept_ns, self._clock.slept_ns()
+        return self._slept_ns - before_ns
 
     def arm(self) -> None:
-        due_ns = self._due_ns = self._next_ns()
+        next_ns = self._next_ns()
+        due_ns = self._due_ns = None if next_ns is None else next_ns - self._slept_ns
         if due_ns is not None and (self._set_to_ns is None or due_ns < self._set_to_ns):
             self._set_to_ns = due_ns
             self._ring_at(self._clock_ns(due_ns), due_ns)
 
     def stop(self) -> None:
         self._due_ns = self._set_to_ns = None
+
+    def _now_ns(self) -> Nanoseconds:
+        return self._clock.now_ns() - self._clock.slept_ns()
 
     def _core_ns(self) -> Nanoseconds:
         now_ns = self._now_ns()
@@ -85,14 +98,17 @@ class Alarm:
 
     def _ring_at(self, when_ns: Nanoseconds, set_to_ns: Nanoseconds) -> None:
         expected_ns = max(when_ns, self._now_ns())
-        self._clock.at(when_ns, partial(self._ring, set_to_ns, expected_ns))
+        self._set_clock(when_ns, set_to_ns, expected_ns)
+
+    def _set_clock(self, when_ns: Nanoseconds, set_to_ns: Nanoseconds, expected_ns: Nanoseconds) -> None:
+        self._clock.at(when_ns + self._clock.slept_ns(), partial(self._ring, set_to_ns, expected_ns))
 
     def _ring(self, set_to_ns: Nanoseconds, expected_ns: Nanoseconds) -> None:
         if self._set_to_ns != set_to_ns:
             return
         now_ns = self._now_ns()
         if self.held:
-            self._clock.at(now_ns + LATE_WAKEUP_NS // 2, partial(self._ring, set_to_ns, expected_ns))
+            self._set_clock(now_ns + LATE_WAKEUP_NS // 2, set_to_ns, expected_ns)
             return
         if now_ns - expected_ns > LATE_WAKEUP_NS and self._late < LATE_WAKEUPS_MAX:
             self._late += 1
@@ -204,6 +220,11 @@ class Run:
             self._start_turn(order)
 
     def _handle(self, event: e.Event, payload: Any) -> None:
+        if slept_ns := self._alarm.slept_ns():
+            self._take(e.Suspended(for_ns=slept_ns), None)
+        self._take(event, payload)
+
+    def _take(self, event: e.Event, payload: Any) -> None:
         now_ns = self._alarm.event_ns()
         commands: Sequence[c.Command] = ()
         try:

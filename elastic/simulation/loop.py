@@ -65,5 +65,8 @@ class VirtualClock:
     def now_ns(self) -> Nanoseconds:
         return self._loop.now_ns
 
+    def slept_ns(self) -> Nanoseconds:
+        return 0
+
     def at(self, when_ns: Nanoseconds, action: Callable[[], None]) -> None:
         self._loop.at(when_ns, action, Priority.WAKE_UP)

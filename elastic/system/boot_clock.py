@@ -20,6 +20,11 @@ def boottime_ns() -> int:
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
+def suspended_ns() -> int:
+    """Return for how long of the time since its boot the machine was suspended, but for some microseconds."""
+    return boottime_ns() - time.monotonic_ns()
+
+
 @functools.cache
 def boot_id() -> str:
     """Return the id of the machine's present boot."""

@@ -47,6 +47,11 @@ def test_nobody_is_fenced_for_the_orchestrators_own_silence(seed: int) -> None:
     simulate(seed, draw_plan(seed, [FaultKind.HOLD_UP]))
 
 
+@pytest.mark.parametrize("seed", [4, 7])
+def test_no_peer_is_judged_by_the_time_that_the_machine_slept_and_leases_are(seed: int) -> None:
+    assert simulate(seed, draw_plan(seed, [FaultKind.SUSPEND])).faults
+
+
 @pytest.mark.parametrize("lie", LASTING_SEEDS)
 def test_a_worker_that_lies_on_and_on_is_named_and_holds_nobody_up(lie: str) -> None:
     seed, kind = LASTING_SEEDS[lie], FaultKind(lie)

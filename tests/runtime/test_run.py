@@ -25,11 +25,14 @@ class ManualClock:
     """Time is what the test says. Timers ring in `ring`, as late as the test likes."""
 
     def __init__(self) -> None:
-        self.time_ns = 0
+        self.time_ns = self.suspended_ns = 0
         self.timers: list[tuple[int, Callable[[], None]]] = []
 
     def now_ns(self) -> int:
         return self.time_ns
+
+    def slept_ns(self) -> int:
+        return self.suspended_ns
 
     def at(self, when_ns: int, action: Callable[[], None]) -> None:
         self.timers.append((max(when_ns, self.time_ns), action))
@@ -279,6 +282,18 @@ def test_an_earlier_deadline_takes_the_place_of_a_later_one() -> None:
     assert world.core.heard[-1] == (100 * MS, e.Tick())
     assert world.clock.ring(300 * MS) == 1
     assert len(world.core.heard) == 3, "the later one is superseded"
+
+
+def test_the_core_is_told_first_that_its_machine_slept() -> None:
+    world = World()
+    world.core.wakeup_ns = 100 * MS
+    world.run.feed(BEAT)
+    world.clock.time_ns, world.clock.suspended_ns = 5000 * MS, 4950 * MS
+    world.core.wakeup_ns = 5050 * MS
+    world.run.feed(BEAT)
+    assert world.core.heard[-2:] == [(5000 * MS, e.Suspended(for_ns=4950 * MS)), (5000 * MS, BEAT)]
+    world.clock.ring(5050 * MS)
+    assert world.core.heard[-1] == (5050 * MS, e.Tick())
 
 
 def test_what_is_heard_late_counts_as_heard_before_the_deadline_that_has_passed() -> None:

@@ -10,6 +10,7 @@ from typing import ClassVar
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
 from elastic.protocol.endpoint import Endpoint
+from elastic.system.boot_clock import ClockTimer
 from providers.base import (
     Emit,
     KnownLease,
@@ -31,6 +32,11 @@ class _Lease:
     granted: bool = False
     alive: dict[WorkerId, None] = field(default_factory=dict[WorkerId, None])
     notice: LeaseNotice | None = None
+    expires_at_ns: Nanoseconds | None = None
+
+    def grant(self) -> LeaseGranted:
+        workers = tuple(ticket.worker for ticket in self.request.tickets)
+        return LeaseGranted(lease=self.request.lease, workers=workers, expires_at_ns=self.expires_at_ns)
 
 
 class Cloud:
@@ -45,6 +51,7 @@ class Cloud:
         after: Callable[[float, Callable[[], None]], None],
         boot: Boot,
         end: Callable[[WorkerId], None],
+        life_s: float | None = None,
     ) -> None:
         self.name = name
         self.role = role
@@ -62,6 +69,7 @@ class Cloud:
         self._after = after
         self._boot = boot
         self._end_process = end
+        self._life_s = life_s
 
     def tell(self, event: ProviderEvent) -> None:
         if self.listener is not None:
@@ -93,7 +101,9 @@ class Cloud:
             lease.alive[ticket.worker] = None
             boot_s = self._chance.uniform(0.05, 0.5)
             self._after(boot_s, lambda ticket=ticket: self._begin(lease, ticket))
-        self.tell(LeaseGranted(lease=name, workers=tuple(ticket.worker for ticket in lease.request.tickets)))
+        if self._life_s is not None:
+            lease.expires_at_ns = self.run_now_ns() + round(self._life_s * NS_PER_S)
+        self.tell(lease.grant())
         self.offer()
 
     def _begin(self, lease: _Lease, ticket: WorkerTicket) -> None:
@@ -176,7 +186,7 @@ class Cloud:
             elif lease is None:
                 unheard.append(name)
             elif lease.granted and not wanted.granted:
-                self.tell(LeaseGranted(lease=name, workers=tuple(t.worker for t in lease.request.tickets)))
+                self.tell(lease.grant())
             if lease is not None and lease.notice is not None:
                 self.tell(lease.notice)
         return unheard
@@ -193,9 +203,21 @@ class CloudProvider:
         self._context = context
 
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
-        self._cloud.listener = partial(asyncio.get_running_loop().call_soon, emit)
+        self._cloud.listener = partial(asyncio.get_running_loop().call_soon, partial(self._hear, emit))
         self._cloud.run_now_ns = self._context.now_ns
+        for lease in known:
+            self._end_at(lease.request.lease, lease.expires_at_ns)
         return self._cloud.take_over(known)
+
+    def _hear(self, emit: Emit, event: ProviderEvent) -> None:
+        if isinstance(event, LeaseGranted):
+            self._end_at(event.lease, event.expires_at_ns)
+        emit(event)
+
+    def _end_at(self, lease: LeaseId, at_ns: Nanoseconds | None) -> None:
+        """End the lease then, as `providers.base_provider` does: no process of the run, no end."""
+        if at_ns is not None:
+            ClockTimer(self._context.now_ns, at_ns, partial(self._cloud.end, lease, EndCause.EXPIRED))
 
     async def start(self, emit: Emit) -> None:
         self._cloud.offer()

@@ -23,6 +23,8 @@ class FaultKind(StrEnum):
     """A worker does not run for a while. Its machine may be suspended, so that no time passes there."""
     HOLD_UP = "hold_up"
     """The orchestrator does not run for a while, so that its timers are late."""
+    SUSPEND = "suspend"
+    """The orchestrator's machine is suspended for a while, with the workers that are on it. Leases go on."""
     CUT = "cut"
     STALL = "stall"
     """No byte passes a worker's connection for a while; then all of them arrive late."""
@@ -137,7 +139,7 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     `drift` is the most by which a machine's clock runs faster than the world's. With `lying_disk` the disk loses synced
     data with its power. With `scored` functions compute the rewards. `machines` machines join with tickets. With `far`
-    workers may be on other machines.
+    workers may be on other machines. With `life_s` the cloud's leases expire after that.
     """
 
     seed: int
@@ -160,6 +162,7 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_turns: int = 4
     keyframe_every: int = 16
     merge_every: int = 4
+    life_s: float | None = None
     faults: tuple[Fault, ...] = ()
     end_s: float = 0.0
     only: tuple[FaultKind, ...] = ()
@@ -174,9 +177,13 @@ def options_of(only: Sequence[FaultKind], faults: Sequence[Fault], drawn: Sequen
     return told
 
 
-OFTEN = tuple(kind for kind in KINDS_OF_RUNS if kind is not FaultKind.STILLBORN and kind not in LASTING)
+SELDOM = (FaultKind.STILLBORN, FaultKind.SUSPEND, *LASTING)
+OFTEN = tuple(kind for kind in KINDS_OF_RUNS if kind not in SELDOM)
 STILLBORN_SHARE = 1 / 8
 """Share of worlds with workers that cannot start, besides their other faults."""
+SUSPENDED_SHARE = 1 / 8
+"""Share of worlds of all kinds of faults whose machine is suspended, too. Leases expire in those."""
+LIFE_S = 4.0, 20.0
 SPAN_S = 30.0
 LONG_SHARE = 1 / 50
 """Share of worlds whose turns take hours."""
@@ -197,6 +204,10 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
         faults += [draw_fault(starts, FaultKind.STILLBORN, span_s) for _ in range(2)]
     if not only and not long and lasting.random() < LASTING_SHARE:
         faults.append(draw_fault(lasting, lasting.choice(LASTING), span_s))
+    suspensions = Random(f"{seed}/suspensions")
+    if not only and not long and suspensions.random() < SUSPENDED_SHARE:
+        faults += [draw_fault(suspensions, FaultKind.SUSPEND, span_s) for _ in range(2)]
+    life_s = suspensions.uniform(*LIFE_S) if any(fault.kind is FaultKind.SUSPEND for fault in faults) else None
     faults.sort(key=lambda fault: fault.at_s)
     calm = Fault(kind=FaultKind.WEATHER, at_s=span_s)
     one_slot = rng.random() < 1 / 10
@@ -219,6 +230,7 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
         machines=rng.choice((0, 0, 2)),
         far=rng.random() < 1 / 2,
         max_turns=rng.choice((2, 4)),
+        life_s=life_s,
         faults=(*faults, calm),
         end_s=span_s,
         only=tuple(only),

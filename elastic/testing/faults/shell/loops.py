@@ -19,7 +19,8 @@ EPOCH_NS = 1_700_000_000 * NS_PER_S
 class Machine:
     """The clocks of one machine. They run at `rate` times the world's rate; the calendar is `ahead_ns` ahead.
 
-    The monotonic clock stands still while the machine is `suspended`, and restarts when it is `rebooted`.
+    The monotonic clock stands still while the machine is suspended, the clock of its boot does not. No process of it
+    runs meanwhile. Both restart when it is rebooted.
     """
 
     def __init__(self, world: "WorldClock", rate: float = 1.0) -> None:
@@ -28,11 +29,18 @@ class Machine:
         self.boots = 1
         self.no_descriptors_until_ns: Nanoseconds = 0
         self._world = world
+        self._suspended_ns: Nanoseconds = 0
         self.since_ns = self._at_ns = world.now_ns
 
     def monotonic_ns(self) -> Nanoseconds:
         passed_ns = max(0, self._world.now_ns - self.since_ns)
         return self._at_ns + (passed_ns if self.rate == 1 else round(passed_ns * self.rate))
+
+    def suspended_ns(self) -> Nanoseconds:
+        return self._suspended_ns
+
+    def boottime_ns(self) -> Nanoseconds:
+        return self.monotonic_ns() + self._suspended_ns
 
     def unix_ns(self) -> Nanoseconds:
         return EPOCH_NS + self._world.now_ns + self.ahead_ns
@@ -46,10 +54,13 @@ class Machine:
         return self.no_descriptors_until_ns > self._world.now_ns
 
     def suspend(self, duration_ns: Nanoseconds) -> None:
-        until_ns = max(self.since_ns, self._world.now_ns + duration_ns)
+        now_ns = max(self.since_ns, self._world.now_ns)
+        until_ns = max(now_ns, self._world.now_ns + duration_ns)
+        self._suspended_ns += round((until_ns - now_ns) * self.rate)
         self._at_ns, self.since_ns = self.monotonic_ns(), until_ns
 
     def reboot(self) -> None:
+        self._suspended_ns = 0
         self._at_ns, self.since_ns = NS_PER_S, self._world.now_ns
         self.boots += 1
 
@@ -63,6 +74,9 @@ class WorldClock:
 
     def monotonic_ns(self) -> Nanoseconds:
         return self.now_ns if self.here is None else self.here.monotonic_ns()
+
+    def boottime_ns(self) -> Nanoseconds:
+        return self.now_ns if self.here is None else self.here.boottime_ns()
 
     def unix_ns(self) -> Nanoseconds:
         return EPOCH_NS + self.now_ns if self.here is None else self.here.unix_ns()
@@ -177,7 +191,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
 
     def next_ns(self) -> Nanoseconds | None:
         """Return when the loop next has work."""
-        now_ns = self.clock.now_ns
+        now_ns = max(self.clock.now_ns, self.machine.since_ns)
         if self._inner._ready:
             return now_ns
         scheduled = self._inner._scheduled

@@ -204,6 +204,7 @@ class WorldTransport(asyncio.Transport):
     peer: "WorldTransport | None" = None
     unread: deque[bytes] = field(default_factory=deque[bytes])
     """Bytes that have arrived while nothing reads them."""
+    on_way: deque[bytes] = field(default_factory=deque[bytes])
     on_way_bytes: int = 0
     free_ns: Nanoseconds = 0
     stalled_until_ns: Nanoseconds = 0
@@ -243,10 +244,11 @@ class WorldTransport(asyncio.Transport):
             delay_s += chance.uniform(0, weather.slow_s)
         self.on_way_bytes += len(piece)
         self.free_ns = max(self.free_ns + APART_NS, self.opens_ns(delay_s))
-        peer.loop.at_world(self.free_ns, peer._arrive, piece)
+        peer.on_way.append(piece)
+        peer.loop.at_world(self.free_ns, peer._arrive)
 
-    def _arrive(self, piece: bytes) -> None:
-        self.unread.append(piece)
+    def _arrive(self) -> None:
+        self.unread.append(self.on_way.popleft())  # In order, also after a suspension.
         self._read()
 
     def _read(self) -> None:

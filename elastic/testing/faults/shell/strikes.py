@@ -36,6 +36,8 @@ NEARLY_LATE = 0.8
 """Of the time that a token may take."""
 SPAM, SPAM_S = 20, 0.05
 FLAP_S = 0.3
+LONG_SUSPENSION_S = 30.0
+"""Added to some suspensions: longer than workers wait for the orchestrator."""
 FOR_EVER_S = 1e6
 """Duration of weather that no other weather ends, in worlds with only some of the drawn faults."""
 
@@ -249,6 +251,7 @@ def _lose_power(world: World, orchestrator: Process, fault: Fault) -> None:
     world.crash_orchestrator(fault.duration_s)
     world.disk.lose_power()
     world.machine.reboot()
+    world.witness.held.clear()
 
 
 def _stop(world: World, orchestrator: Process, fault: Fault) -> bool:
@@ -281,7 +284,22 @@ def _hold_up(world: World, orchestrator: Process, fault: Fault) -> None:
     """Hold up the orchestrator. This excuses no fence, since no worker was silent; it may excuse lost connections."""
     world.witness.connections_ail(fault.duration_s)
     world.witness.weights_ail(fault.duration_s)
+    world.witness.lags(2 * fault.duration_s)
     orchestrator.frozen_until_ns = world.until_ns(fault.duration_s)
+
+
+def _suspend(world: World, orchestrator: Process, fault: Fault) -> None:
+    """Suspend the orchestrator's machine. As with `_hold_up`; only workers elsewhere may give it up."""
+    duration_s = fault.duration_s + (LONG_SUSPENSION_S if fault.chance < 1 / 4 else 0.0)
+    world.witness.connections_ail(duration_s)
+    world.witness.weights_ail(duration_s)
+    machines = [world.machine]
+    if not world.plan.far:
+        machines += [worker.loop.machine for worker in world.workers()]
+    elif duration_s >= ORCHESTRATOR_TIMEOUT_S:
+        world.witness.all_ail(duration_s)
+    for machine in machines:
+        machine.suspend(round(duration_s * NS_PER_S))
 
 
 def _weather(world: World, fault: Fault) -> None:
@@ -382,6 +400,7 @@ _OF_THE_RUN: Mapping[FaultKind, Callable[[World, Process, Fault], bool | None]] 
     FaultKind.POWER: _lose_power,
     FaultKind.STOP: _stop,
     FaultKind.HOLD_UP: _hold_up,
+    FaultKind.SUSPEND: _suspend,
 }
 _OF_ALL: Mapping[FaultKind, Callable[[World, Fault], None]] = {
     FaultKind.WEATHER: _weather,

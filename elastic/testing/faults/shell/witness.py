@@ -3,6 +3,7 @@
 - The core's invariants hold.
 - A pull uses the relay that the worker was told of. A failed load is reported on the connection on which it was
   ordered.
+- A lease ends when it expires, and counts all of its time, whatever the machine did meanwhile.
 - No act is needless: a healthy worker is not fenced, does not leave, need not dial again, and gets the weights that it
   is told to load; its turns are neither moved nor sent again; and a failed peer is left alone for a while before a
   retry.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
+from typing import NamedTuple
 
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -42,6 +44,8 @@ DRIFT_MAX = 1e-3
 """Most by which any worker's clock drifts."""
 DIALS_MAX, DIALS_WITHIN_S = 60, 5.0
 """More attempts to connect within this time show a peer without a back-off."""
+LATE_S = 3.0
+"""How much later than it expires a lease may end, and how far its time may be from the world's."""
 OF_NO_CONCERN = ("its lease ended", "it has no live lease", "expired", "lost", "released")
 """Reasons for a fence that do not blame the worker: its lease is over, or it has left."""
 AT_WORK = (WorkerState.LOADING, WorkerState.READY, WorkerState.ASLEEP)
@@ -88,6 +92,14 @@ class Lasting:
     others_finished: int = 0
 
 
+class Held(NamedTuple):
+    """A lease since it was granted, by the world's time and by the core's."""
+
+    since_ns: Nanoseconds
+    core_ns: Nanoseconds
+    expires_at_ns: Nanoseconds | None
+
+
 class Witness:
     """Watches one `core` at a time. Violations are collected in `found`, even if the process that caused them dies."""
 
@@ -102,6 +114,8 @@ class Witness:
         self._all_ailing_ns: Nanoseconds = 0
         self._connections_ailing_ns: Nanoseconds = 0
         self._weights_ailing_ns: Nanoseconds = 0
+        self._lagging_ns: Nanoseconds = 0
+        self.held: dict[LeaseId, Held] = {}
         self._liars: dict[WorkerId, None] = {}
         self.lasting: dict[WorkerId, Lasting] = {}
         """Those that lie for as long as they live."""
@@ -171,6 +185,10 @@ class Witness:
     def weights_ail(self, for_s: float = 0.0) -> None:
         """Note a fault that may delay or prevent the loads that workers are told to make."""
         self._weights_ailing_ns = max(self._weights_ailing_ns, self._until_ns(for_s + LOAD_S))
+
+    def lags(self, for_s: float) -> None:
+        """Note a fault by which the core's time may be behind for so long."""
+        self._lagging_ns = max(self._lagging_ns, self._until_ns(for_s))
 
     def lies(self, worker: WorkerId) -> None:
         self._liars[worker] = None
@@ -254,7 +272,10 @@ class Witness:
                 _require(not well, Act.RETRY, f"{event.worker}: {event.reason}")
             case e.WorkerDisconnected():
                 self._disconnected(core, event)
+            case e.LeaseGranted():
+                self.held.setdefault(event.lease, Held(self._now_ns(), core.now_ns, event.expires_at_ns))
             case e.LeaseEnded():
+                self._in_time(core, event.lease)
                 self._lease_ended(core, event)
             case e.WorkerJoined():
                 if (worker := core.fleet.workers.get(event.worker)) is not None:
@@ -344,6 +365,19 @@ class Witness:
         failed_ns = self._failed_loads.pop((command.worker, command.epoch, command.version), None)
         late_enough = failed_ns is None or core.now_ns - failed_ns >= core.limits.retry_base_ns
         _require(late_enough, Act.RETRY, f"{command.worker} loads {command.version} again without a back-off")
+
+    def _in_time(self, core: Scheduler, lease: LeaseId) -> None:
+        held = self.held.pop(lease, None)
+        if held is None or self._now_ns() <= max(self._all_ailing_ns, self._connections_ailing_ns, self._lagging_ns):
+            return
+        lived_ns, counted_ns = self._now_ns() - held.since_ns, core.now_ns - held.core_ns
+        off_s = abs(lived_ns - counted_ns) / NS_PER_S
+        if off_s > LATE_S:
+            raise AssertionError(f"{lease} counts {counted_ns / NS_PER_S:.1f} s instead of {lived_ns / NS_PER_S:.1f} s")
+        if held.expires_at_ns is not None:
+            late_s = (lived_ns + held.core_ns - held.expires_at_ns) / NS_PER_S
+            if late_s > LATE_S:
+                raise AssertionError(f"{lease} ends {late_s:.1f} s after it has expired")
 
     def _lease_ended(self, core: Scheduler, event: e.LeaseEnded) -> None:
         """Check that a provider is given up for starts that have failed alike, and for nothing else."""

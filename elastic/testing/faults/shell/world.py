@@ -227,12 +227,12 @@ class World:
         self._tickets = _Tickets(self.run.path, self._spent)
         self.config = self._configured()
         self.providers = [ELASTIC, JOINED] if plan.machines else [ELASTIC]
-        make = lambda name, role, places: Cloud(  # noqa: E731
-            name, role, places, Random(f"{plan.seed}/{name}"), self.after, self._boot, self._end_worker
+        make = lambda name, role, places, life_s=None: Cloud(  # noqa: E731
+            name, role, places, Random(f"{plan.seed}/{name}"), self.after, self._boot, self._end_worker, life_s
         )
         self.clouds = {
             TRAINER_PROVIDER: make(TRAINER_PROVIDER, WorkerRole.TRAINER, 1),
-            ELASTIC: make(ELASTIC, WorkerRole.ELASTIC, plan.places),
+            ELASTIC: make(ELASTIC, WorkerRole.ELASTIC, plan.places, plan.life_s),
         }
 
     def _configured(self) -> Config:
@@ -462,7 +462,8 @@ class World:
                     wiring,
                     former.taken_up(),
                     told=former.told,
-                    clock_ns=self.machine.monotonic_ns,
+                    clock_ns=self.machine.boottime_ns,
+                    suspended_ns=self.machine.suspended_ns,
                 )
                 self.shell = orchestrator
                 if pool is not None:
