@@ -1,14 +1,15 @@
-"""A run's connection to its pool. After every reconnection it tells the pool again what the run wants and holds.
+"""A job's connection to its pool. After every reconnection it tells the pool again what the job wants and holds.
 
 `JobPart` is the pure half: the phases that the job wants, its permits, slices and trainer, and the messages that
-follow. `PoolClient` dials the pool's process for as long as the run lasts, and passes messages to their users: the
-provider of rollout slices, and the trainer's permits and lease.
+follow. `PoolClient` dials the pool's process for as long as the job lasts, and passes messages to their users: of a
+run the provider of rollout slices, and the trainer's permits and lease; of a script its thread that waits for a turn.
 
 While the pool's process is away, phases under way run to their deadlines, and orders are sent once it is back. Source:
 docs/jobs.md; `elastic.pool.messages`.
 """
 
 import asyncio
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,24 +58,29 @@ class PoolMembership(msgspec.Struct, frozen=True, kw_only=True):
         address = variables.get(POOL_VARIABLE, "")
         if not address:
             return None
-        job, placement, token = (variables.get(name, "") for name in (JOB_VARIABLE, PLACEMENT_VARIABLE, TOKEN_VARIABLE))
-        if not job or not token or not placement.isdecimal():
+        names = JOB_VARIABLE, PLACEMENT_VARIABLE, TOKEN_VARIABLE
+        if missing := [name for name in names if not variables.get(name)]:
             raise PoolUnavailable(
-                f"{POOL_VARIABLE} is set, but not {JOB_VARIABLE}, {TOKEN_VARIABLE} and a number in "
-                f"{PLACEMENT_VARIABLE} (found {placement!r}): a pool sets them all for the jobs that it starts"
+                f"{POOL_VARIABLE} is set, and {' and '.join(missing)} is not: a pool sets them all for the jobs that "
+                "it starts"
             )
+        job, placement, token = (variables[name] for name in names)
+        if not placement.isdecimal():
+            raise PoolUnavailable(f"{PLACEMENT_VARIABLE}: found {placement!r}; allowed: a number")
         endpoint = Endpoint(address, fingerprint=variables.get(FINGERPRINT_VARIABLE, ""))
         return cls(endpoint=endpoint, job=job, placement=int(placement), token=token)
 
 
 @dataclass(slots=True)
 class HeldTurn:
-    """A permit of the run. Times are in seconds, on the clock of the caller of `JobPart`."""
+    """A permit of the job. Times are in seconds, on the clock of the caller of `JobPart`."""
 
     permit: int
     phase: PhaseKind
     nodes: tuple[str, ...]
     until_s: float
+    both: bool = False
+    """Whether its nodes are those of both phases."""
     recalled: bool = False
     tail: tuple[str, ...] = ()
     """The nodes that the phase's last responses are to move to; empty before that."""
@@ -112,7 +118,8 @@ class JobPart:
     """
 
     def __init__(self) -> None:
-        self.wanted: dict[PhaseKind, None] = {}
+        self.wanted: dict[PhaseKind, bool] = {}
+        """Whether a phase is wanted with the nodes of both."""
         self.permits: dict[int, HeldTurn] = {}
         self.slices: dict[str, LentSlice] = {}
         """By node."""
@@ -128,19 +135,17 @@ class JobPart:
         """Return the newest permit for this phase."""
         return max((x for x in self.permits.values() if x.phase is phase), key=lambda x: x.permit, default=None)
 
-    # What the run does
+    # What the job does
 
-    def ask(self, phase: PhaseKind) -> list[w.FromJob]:
-        if phase in self.wanted:
+    def ask(self, phase: PhaseKind, *, both: bool = False) -> list[w.FromJob]:
+        if self.wanted.get(phase) == both:
             return []
-        self.wanted[phase] = None
+        self.wanted[phase] = both
         return self._wants(phase)
 
     def withdraw(self, phase: PhaseKind) -> list[w.FromJob]:
-        if phase not in self.wanted:
-            return []
-        del self.wanted[phase]
-        return [w.WithdrawPhase(phase)]
+        both = self.wanted.pop(phase, None)
+        return [] if both is None else [w.WithdrawPhase(phase, both)]
 
     def lend(self, permit: int, node: str, ticket: w.WorkerTicketFrame) -> list[w.FromJob]:
         """Start a worker on an idle node of a permit that the job holds."""
@@ -168,12 +173,14 @@ class JobPart:
         self.trainer.ending = True
         return [w.EndTrainer(self.trainer.worker)]
 
-    def leave(self, permit: int, *, finished: bool) -> list[w.FromJob]:
+    def leave(self, permit: int, *, finished: bool, switch_s: float = 0.0) -> list[w.FromJob]:
         """Yield a permit. No worker may be left under it. Does nothing for a permit that is over."""
         held = self.permits.pop(permit, None)
         if held is None:
             return []
-        self._yields[permit] = said = w.YieldPhase(permit, finished)
+        if finished and held.phase is PhaseKind.ROLLOUT:
+            self.progress = None
+        self._yields[permit] = said = w.YieldPhase(permit, finished, switch_s)
         return [said, *self._wants(held.phase)]
 
     def leave_for_tail(self, permit: int) -> list[w.FromJob]:
@@ -182,13 +189,15 @@ class JobPart:
         held.nodes, held.tail_left = held.tail, True
         return [w.TailLeft(permit)]
 
-    def tell_progress(self, step: int, done: int, of: int) -> list[w.FromJob]:
-        say: list[w.FromJob] = []
-        if self._steps != step:
-            self._steps = step
-            say.append(w.StepsDone(step))
+    def tell_steps(self, steps: int) -> list[w.FromJob]:
+        if self._steps == steps:
+            return []
+        self._steps = steps
+        return [w.StepsDone(steps)]
+
+    def tell_progress(self, done: int, of: int) -> list[w.FromJob]:
         self.progress = (done, of)
-        return say + self._progress()
+        return self._progress()
 
     # What the pool does
 
@@ -205,7 +214,7 @@ class JobPart:
             if found.permit in self._yields:
                 say.append(self._yields[found.permit])
             else:
-                news += self._granted(w.Granted(found.permit, found.phase, found.nodes, found.left_s), now_s)
+                news += self._granted(found, now_s)
                 if found.recalled:
                     news += self._recalled(w.Recalled(found.permit, found.left_s), now_s)
         for node, worker in welcome.slices.items():
@@ -275,8 +284,10 @@ class JobPart:
         held = self.permits.get(message.permit)
         until_s = now_s + message.left_s
         if held is None:
-            self.permits[message.permit] = HeldTurn(message.permit, message.phase, message.nodes, until_s)
-            self.wanted.pop(message.phase, None)
+            held = HeldTurn(message.permit, message.phase, message.nodes, until_s, message.both)
+            self.permits[message.permit] = held
+            if self.wanted.get(message.phase) == message.both:
+                del self.wanted[message.phase]
             return [message]
         more = [node for node in message.nodes if node not in held.nodes]
         held.until_s = until_s
@@ -329,24 +340,31 @@ class JobPart:
         return []
 
     def _wants(self, phase: PhaseKind) -> list[w.FromJob]:
-        return [w.AskPhase(phase)] if phase in self.wanted and self.permit_of(phase) is None else []
+        wanted = phase in self.wanted and self.permit_of(phase) is None
+        return [w.AskPhase(phase, self.wanted[phase])] if wanted else []
 
     def _progress(self) -> list[w.FromJob]:
-        held = self.permit_of(PhaseKind.ROLLOUT)
+        held = next((x for x in self.permits.values() if x.phase is PhaseKind.ROLLOUT or x.both), None)
         return [] if held is None or self.progress is None else [w.PhaseProgress(held.permit, *self.progress)]
 
 
 class PoolClient:
-    """The pool connection of one run's process. `hears` gets the news for each user as they come.
+    """The pool connection of one job's process. `hears` gets the news for each user as they come.
 
-    `turned_away` is called with the reason when the pool has dismissed this process.
+    `turned_away` is called with the reason when the pool has dismissed this process, or was away for longer than
+    `away_s`. Of a script, `held` tells the permit under which the process itself computes; 0 for none.
     """
 
     welcome: w.JobWelcome
 
-    def __init__(self, membership: PoolMembership) -> None:
+    def __init__(
+        self, membership: PoolMembership, held: Callable[[], int] | None = None, away_s: float = math.inf
+    ) -> None:
         self.membership = membership
+        self._held, self._away_s = held, away_s
         self.part = JobPart()
+        self.heard_of: Callable[[str], None] = self._note
+        """Called as the pool's process goes away, with the reason, and with none as it is there."""
         self.turned_away: Callable[[str], None] = lambda reason: None
         self._rollouts: Hear | None = None
         self._permits: Hear | None = None
@@ -354,6 +372,10 @@ class PoolClient:
         self._link: PoolLink[w.ToJob] | None = None
         self._task: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
+
+    @property
+    def is_there(self) -> bool:
+        return self._link is not None
 
     @property
     def on_this_machine(self) -> bool:
@@ -398,8 +420,8 @@ class PoolClient:
 
     # Orders
 
-    def ask(self, phase: PhaseKind) -> None:
-        self._say(self.part.ask(phase))
+    def ask(self, phase: PhaseKind, *, both: bool = False) -> None:
+        self._say(self.part.ask(phase, both=both))
 
     def withdraw(self, phase: PhaseKind) -> None:
         self._say(self.part.withdraw(phase))
@@ -416,14 +438,17 @@ class PoolClient:
     def end_trainer(self) -> None:
         self._say(self.part.end_trainer())
 
-    def leave(self, permit: int, *, finished: bool) -> None:
-        self._say(self.part.leave(permit, finished=finished))
+    def leave(self, permit: int, *, finished: bool, switch_s: float = 0.0) -> None:
+        self._say(self.part.leave(permit, finished=finished, switch_s=switch_s))
 
     def leave_for_tail(self, permit: int) -> None:
         self._say(self.part.leave_for_tail(permit))
 
-    def tell_progress(self, step: int, done: int, of: int) -> None:
-        self._say(self.part.tell_progress(step, done, of))
+    def tell_steps(self, steps: int) -> None:
+        self._say(self.part.tell_steps(steps))
+
+    def tell_progress(self, done: int, of: int) -> None:
+        self._say(self.part.tell_progress(done, of))
 
     # The connection
 
@@ -434,6 +459,10 @@ class PoolClient:
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
+    def _note(self, why: str) -> None:
+        told = {"job": self.membership.job}
+        log.warning("the pool is not there", **told, reason=why) if why else log.info("the pool is there", **told)
+
     def _say(self, messages: list[w.FromJob]) -> None:
         if self._link is not None:
             for message in messages:
@@ -441,13 +470,18 @@ class PoolClient:
 
     async def _join(self, within_s: float) -> PoolLink[w.ToJob]:
         mine = self.membership
-        hello = w.JobHello(w.POOL_PROTOCOL_VERSION, mine.job, mine.token, mine.placement)
-        link, self.welcome = await join(mine.endpoint, TO_JOB, lambda: hello, w.JobWelcome, within_s)
+
+        def hello() -> w.JobHello:
+            script, held = self._held is not None, self._held() if self._held else 0
+            return w.JobHello(w.POOL_PROTOCOL_VERSION, mine.job, mine.token, mine.placement, script, held)
+
+        link, self.welcome = await join(mine.endpoint, TO_JOB, hello, w.JobWelcome, within_s)
         link.watch(self.welcome.silence_s)
         self._link = link
         news, say = self.part.welcomed(self.welcome, self._now_s())
         self._say(say)
         self._tell(news)
+        self.heard_of("")
         return link
 
     async def _live(self, link: PoolLink[w.ToJob]) -> None:
@@ -464,16 +498,16 @@ class PoolClient:
                         self._tell(news)
                 except (LinkLost, NotLetIn) as error:
                     why = _final(error)
-                    log.warning("the pool is not there", job=self.membership.job, reason=str(error))
                     self._link = None
+                    self.heard_of(str(error))
                     link.abort()
+                gone_s = self._now_s()
                 while self._link is None and not why:
                     try:
-                        link = await self._join(REDIAL_S)
-                        log.info("the pool is there again", job=self.membership.job)
+                        link = await self._join(min(REDIAL_S, self._away_s))
                     except (LinkLost, NotLetIn) as error:
-                        why = _final(error)
-                        log.warning("the pool is still not there", job=self.membership.job, reason=str(error))
+                        why = str(error) if self._now_s() - gone_s >= self._away_s else _final(error)
+                        self.heard_of(str(error))
         except Exception as error:
             log.exception("the pool's connection failed", job=self.membership.job)
             why = f"internal error: {type(error).__name__}: {error}"
@@ -492,7 +526,7 @@ class PoolClient:
                     hears = (self._rollouts if one.phase is PhaseKind.ROLLOUT else self._permits,)
                 case w.Recalled() | w.PermitOver():
                     hears = (self._rollouts, self._permits)
-            for hear in hears:
+            for hear in dict.fromkeys(hears):
                 if hear is not None:
                     hear(one)
 

@@ -60,9 +60,7 @@ class JobLives:
             gpus_per_train_node=spec.train.gpus,
             grant_within_s=min(SECONDS_MAX, (3 * record.request.limit_ns + 20 * notice_ns) / NS_PER_S),
             permits=tuple(
-                w.HeldPermit(
-                    one.number, job, one.phase, one.nodes, pool.ends_s(one.deadline_ns), one.recalled, one.both
-                )
+                w.Granted(one.number, one.phase, one.nodes, pool.ends_s(one.deadline_ns), one.both, one.recalled)
                 for one in permits
             ),
             trainer=live.trainer.worker if live.trainer is not None else "",

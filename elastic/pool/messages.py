@@ -49,18 +49,6 @@ class WorkerTicketFrame(msgspec.Struct, frozen=True, array_like=True):
     orchestrator_timeout_s: Seconds = 60.0
 
 
-class HeldPermit(msgspec.Struct, frozen=True, array_like=True):
-    """A permit that the sender holds, or that the pool believes the receiver to hold."""
-
-    permit: Count
-    job: Text
-    phase: PhaseKind
-    nodes: Names
-    left_s: Seconds
-    recalled: bool = False
-    both: bool = False
-
-
 # From a job: a run's orchestrator, or a script with phases.
 
 
@@ -162,6 +150,21 @@ class StepsDone(_PoolMessage, frozen=True):
 # To a job.
 
 
+class Granted(_PoolMessage, frozen=True):
+    """The slice begins, or gets further nodes (under the same number). It ends in `left_s` seconds at the latest.
+
+    With `both` the nodes are those of rollouts and of training, and the phase counts as training. `recalled` says in a
+    welcome that a `Recalled` went before it.
+    """
+
+    permit: Count
+    phase: PhaseKind
+    nodes: Names
+    left_s: Seconds
+    both: bool = False
+    recalled: bool = False
+
+
 class JobWelcome(_PoolMessage, frozen=True):
     """`grant_within_s` bounds every wait for a turn. `permits` are the permits that the pool believes the job to hold.
 
@@ -175,7 +178,7 @@ class JobWelcome(_PoolMessage, frozen=True):
     gpus_per_rollout_node: Count
     gpus_per_train_node: Count
     grant_within_s: Seconds
-    permits: Annotated[tuple[HeldPermit, ...], msgspec.Meta(max_length=16)] = ()
+    permits: Annotated[tuple[Granted, ...], msgspec.Meta(max_length=16)] = ()
     trainer: Text = ""
     slices: Annotated[dict[Text, Text], msgspec.Meta(max_length=NODES_MAX)] = {}
     """By node, the worker that the node's resident works as."""
@@ -188,19 +191,6 @@ class PoolRefused(_PoolMessage, frozen=True):
 
     reason: Text
     retry: bool
-
-
-class Granted(_PoolMessage, frozen=True):
-    """The slice begins, or gets further nodes (under the same number). It ends in `left_s` seconds at the latest.
-
-    With `both` the nodes are those of rollouts and of training, and the phase counts as training.
-    """
-
-    permit: Count
-    phase: PhaseKind
-    nodes: Names
-    left_s: Seconds
-    both: bool = False
 
 
 class Recalled(_PoolMessage, frozen=True):

@@ -32,7 +32,8 @@ class PoolPermits:
         self._client.leave(permit, finished=finished)
 
     def tell_progress(self, step: int, done: int, of: int) -> None:
-        self._client.tell_progress(step, done, of)
+        self._client.tell_steps(step)
+        self._client.tell_progress(done, of)
 
     def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:
         """Begin. Called once, before anything else, also for a new run."""

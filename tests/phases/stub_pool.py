@@ -23,7 +23,7 @@ class StubPool:
     def __init__(self, *, grants: bool = True) -> None:
         self.grants = grants
         self.heard: list[msgspec.Struct] = []
-        self.held: w.HeldPermit | None = None
+        self.held: w.Granted | None = None
         self.permits = 0
         self.grant_within_s = 60.0
         self.welcomes = 0
@@ -103,9 +103,9 @@ class StubPool:
     def _grant(self, phase: PhaseKind, *, both: bool = False) -> None:
         self.permits += 1
         nodes = (*NODES[PhaseKind.ROLLOUT], *NODES[PhaseKind.TRAIN]) if both else NODES[phase]
-        self.held = w.HeldPermit(self.permits, "script", phase, nodes, 30.0, both=both)
+        self.held = w.Granted(self.permits, phase, nodes, 30.0, both)
         if self._links:
-            self._links[-1].send(w.Granted(self.permits, phase, nodes, 30.0, both))
+            self._links[-1].send(self.held)
 
     def _connected(self, link: PoolLink[FromDialler]) -> None:
         self._links.append(link)

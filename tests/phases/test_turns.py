@@ -150,7 +150,7 @@ def test_a_grant_that_was_lost_with_its_connection_is_in_the_welcome(pool: StubP
     thread.start()
     pool.until(lambda stub: len(stub.said(w.AskPhase)) == 1)
     pool.stop()
-    pool.permits, pool.held = 9, w.HeldPermit(9, "script", ROLLOUT, ("rollout-1",), 10.0)
+    pool.permits, pool.held = 9, w.Granted(9, ROLLOUT, ("rollout-1",), 10.0)
     pool.start()
     assert entered.wait(20)
     thread.join(20)
@@ -188,8 +188,9 @@ def test_who_can_give_up_nodes_is_asked_to(pool: StubPool) -> None:
     with elastic.phase("rollout"):
         pool.tell(w.TailMove(1, ("rollout-1",)))
         pool.until(lambda stub: stub.said(w.TailLeft) == [w.TailLeft(1)])
-        elastic.on_consolidate(cannot)
-        pool.tell(w.TailMove(1, ("rollout-2",)))
+    elastic.on_consolidate(cannot)
+    with elastic.phase("rollout"):
+        pool.tell(w.TailMove(2, ("rollout-2",)))
         eventually(lambda: len(asked) == 2)
     assert asked == [("rollout-1",), ()]
     assert len(pool.said(w.TailLeft)) == 1

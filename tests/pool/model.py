@@ -15,7 +15,7 @@ class JobsPool:
         self.send = send
         self.nodes = {ROLLOUT: nodes, TRAIN: ("train-1",)}
         self.asked: set[PhaseKind] = set()
-        self.permits: dict[int, w.HeldPermit] = {}
+        self.permits: dict[int, w.Granted] = {}
         self.slices: dict[str, str] = {}
         self.trainer = ""
         self.permit_numbers = 0
@@ -71,14 +71,14 @@ class JobsPool:
         """Also unasked for: the job may have withdrawn it meanwhile."""
         self.asked.discard(phase)
         self.permit_numbers += 1
-        held = w.HeldPermit(self.permit_numbers, "job", phase, nodes or self.nodes[phase], self.left_s)
+        held = w.Granted(self.permit_numbers, phase, nodes or self.nodes[phase], self.left_s)
         self.permits[held.permit] = held
-        self.send(w.Granted(held.permit, phase, held.nodes, held.left_s))
+        self.send(held)
         return held.permit
 
     def recall(self, permit: int, left_s: float = 5.0) -> None:
         held = self.permits[permit]
-        self.permits[permit] = w.HeldPermit(held.permit, held.job, held.phase, held.nodes, left_s, recalled=True)
+        self.permits[permit] = w.Granted(held.permit, held.phase, held.nodes, left_s, recalled=True)
         self.send(w.Recalled(permit, left_s))
 
     def take(self, permit: int, cause: str = "it was not yielded in time") -> None:

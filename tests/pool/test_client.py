@@ -130,7 +130,8 @@ class JobAndPool(RuleBasedStateMachine):
 
     @rule(step=st.integers(0, 3), done=st.integers(0, 8))
     def progress(self, step: int, done: int) -> None:
-        self.say(self.part.tell_progress(step, done, 8))
+        self.say(self.part.tell_steps(step))
+        self.say(self.part.tell_progress(done, 8))
 
     @rule()
     def die(self) -> None:
@@ -224,8 +225,10 @@ def test_the_environment_says_whether_a_pool_has_started_the_process():
     assert PoolMembership.of({}) is None
     assert PoolMembership.of(variables) == membership("127.0.0.1:7")
     for missing in ("ELASTIC_POOL_JOB", "ELASTIC_POOL_PLACEMENT", "ELASTIC_POOL_TOKEN"):
-        with pytest.raises(PoolUnavailable, match="ELASTIC_POOL_PLACEMENT"):
+        with pytest.raises(PoolUnavailable, match=f"and {missing} is not"):
             PoolMembership.of({**variables, missing: ""})
+    with pytest.raises(PoolUnavailable, match="found 'x'; allowed: a number"):
+        PoolMembership.of({**variables, "ELASTIC_POOL_PLACEMENT": "x"})
 
 
 class Server:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from elastic.core.cluster.types import PhaseKind
-from elastic.pool.phases import POOL_VARIABLE, PhaseError, ScriptPhase
-from elastic.pool.phases.client import Consolidate, PhaseClient, ScriptTurn
+from elastic.pool.client import HeldTurn, PoolMembership, PoolUnavailable
+from elastic.pool.phases import PhaseError, ScriptPhase
+from elastic.pool.phases.client import Consolidate, PhaseClient
 from elastic.pool.phases.states import StateArena
-from elastic.protocol.endpoint import Endpoint
 
 _log = logging.getLogger("elastic.pool.phases")
 
@@ -21,9 +21,9 @@ class TurnSource(Protocol):
     @property
     def recalled(self) -> bool: ...
 
-    def ask(self, phase: PhaseKind, *, both: bool = False) -> ScriptTurn: ...
+    def ask(self, phase: PhaseKind, *, both: bool = False) -> HeldTurn: ...
 
-    def yield_turn(self, turn: ScriptTurn, *, finished: bool, switch_s: float) -> None: ...
+    def yield_turn(self, *, finished: bool, switch_s: float) -> None: ...
 
     def progress(self, done: int, of: int) -> None: ...
 
@@ -43,7 +43,7 @@ class PhaseSession:
         self._lock = threading.Lock()
         self._current: ScriptPhase | None = None
         self._lingers = False
-        self._turn: ScriptTurn | None = None
+        self._turn: HeldTurn | None = None
         self._resume_s = 0.0
         self._rolled_out = False
         self._steps: int | None = 0
@@ -52,20 +52,12 @@ class PhaseSession:
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> "PhaseSession":
         """Make the session from environment variables. Raises `PhaseError` if one is missing or no number."""
-
-        def variable(name: str) -> str:
-            try:
-                return environment[name]
-            except KeyError:
-                raise PhaseError(
-                    f"{POOL_VARIABLE} is set, and {name} is not: this process is no job of a pool"
-                ) from None
-
-        placement = variable("ELASTIC_POOL_PLACEMENT")
-        if not placement.isdecimal():
-            raise PhaseError(f"ELASTIC_POOL_PLACEMENT: found {placement!r}; allowed: a number")
-        endpoint = Endpoint(variable(POOL_VARIABLE), fingerprint=environment.get("ELASTIC_POOL_FINGERPRINT", ""))
-        return cls(PhaseClient(endpoint, variable("ELASTIC_POOL_JOB"), variable("ELASTIC_POOL_TOKEN"), int(placement)))
+        try:
+            membership = PoolMembership.of(environment)
+        except PoolUnavailable as error:
+            raise PhaseError(str(error)) from error
+        assert membership is not None, "a script without a pool has no session"
+        return cls(PhaseClient(membership))
 
     @property
     def recalled(self) -> bool:
@@ -143,7 +135,7 @@ class PhaseSession:
         """Take all of the script's states off the device, wait for a turn, and bring this phase's states to the
         device."""
         self._arena.park()
-        kind = PhaseKind.ROLLOUT if phase.kind == "rollout" else PhaseKind.TRAIN
+        kind = PhaseKind.ROLLOUT if phase.kind == "rollout" and not phase.both else PhaseKind.TRAIN
         asked_s = time.monotonic()
         self._turn = self._turns.ask(kind, both=phase.both)
         started_s = time.monotonic()
@@ -170,8 +162,7 @@ class PhaseSession:
     def _leave(self, *, finished: bool) -> None:
         started_s = time.monotonic()
         self._arena.park()
-        turn, self._turn = self._turn, None
-        assert turn is not None
+        self._turn = None
         switch_s = self._resume_s + time.monotonic() - started_s
-        self._turns.yield_turn(turn, finished=finished, switch_s=switch_s)
+        self._turns.yield_turn(finished=finished, switch_s=switch_s)
         self._resume_s = 0.0
