@@ -37,7 +37,7 @@ from _http_load import EventStream, ReadPool, ServerHungUp, request
 from _postgres import cluster, skipped_without_postgresql
 
 from elastic.compose.processes import run_loop
-from elastic.config import JournalConfig, validate
+from elastic.config import Config, JournalConfig, validate
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
 from elastic.core.policy import StepRecord
@@ -145,14 +145,14 @@ def measure(database: str, load_s: float) -> dict[str, Any]:
 
 def fill(site: HostedSite) -> str:
     """Put runs that are over into the store, one of them with a long history: its id."""
-    store = open_store(site.settings)
+    store, config = open_store(site.settings), validate(Config, CONFIG, "a job")
     long_run = ""
     with store.writing() as tx:
         project = people.project(tx, people.DEFAULT_PROJECT)
         assert project is not None
         for number in range(RUNS):
             labels = {"n": str(number)}
-            old = runs.NewRun(project=project["id"], name="old", config=CONFIG, providers=["spot"], labels=labels)
+            old = runs.NewRun(project=project["id"], name="old", config=config, providers=["spot"], labels=labels)
             long_run = runs.insert(tx, old, "nobody", []).id
         tx.execute(sa.update(table).values(phase=RunPhase.FINISHED.value, managed=False))
     store.close()

@@ -4,8 +4,9 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -15,8 +16,29 @@ from elastic.system.given import expanded, read_text
 T = TypeVar("T", bound=BaseModel)
 
 
+class ConfigProblem(NamedTuple):
+    """One fault of a configuration: the key, from section to section, and what was found and what is allowed.
+
+    `where` is the file, the option or whatever else it comes from.
+    """
+
+    detail: str
+    key: tuple[str, ...] = ()
+    where: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.where, ".".join(self.key), self.detail) if part)
+
+
 class ConfigError(ValueError):
     """The configuration cannot be used; the message has a line for each problem."""
+
+    def __init__(self, *problems: ConfigProblem | str) -> None:
+        super().__init__(*problems)
+        self.problems = tuple(ConfigProblem(one) if isinstance(one, str) else one for one in problems)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.problems))
 
 
 GivenPath = Annotated[Path, AfterValidator(expanded)]
@@ -458,8 +480,8 @@ class JobPlanConfig(_Section):
     train_switch_s: float = Field(0.0, ge=0, le=PHASE_S_MAX, description="resuming and parking of a training phase")
 
 
-class JobConfig(_Section):
-    """What the run asks of a pool that many jobs share; a run that is no pool's does not look at it."""
+class JobNeeds(_Section):
+    """What a job asks of a pool that many jobs share, besides its phases."""
 
     slo: float = Field(1.5, ge=1, le=1e6, description="largest slowdown that it accepts: a step's time over that alone")
     rollout_nodes: int = Field(1, ge=1, description="rollout nodes that the job asks for")
@@ -471,6 +493,11 @@ class JobConfig(_Section):
     )
     restart_s: float = Field(0.0, ge=0, le=PHASE_S_MAX, description="what it takes to move it elsewhere")
     max_resubmissions: int = Field(0, ge=0, description="how often it is submitted again once it has failed")
+
+
+class JobConfig(JobNeeds):
+    """What the run asks of a pool that many jobs share; a run that is no pool's does not look at it."""
+
     max_restarts: int = Field(3, ge=0, description="deaths of its process in one placement before it has failed")
     plan: JobPlanConfig | None = Field(None, description="its phases; without it a few steps are timed first")
     plan_quantile: float | None = Field(
@@ -555,7 +582,7 @@ def read_sections(path: Path) -> dict[str, Any]:
     return raw
 
 
-def validate(kind: type[T], raw: Mapping[str, Any], where: str, section: str = "") -> T:
+def validate(kind: type[T], raw: Mapping[str, Any], where: str, *section: str) -> T:
     """`raw` as a `kind`, or a `ConfigError` that names each key, what was found and what is allowed.
 
     Types are strict, by the rules for JSON: `true` and `"3"` are no numbers, but a list may stand for a tuple and a
@@ -565,29 +592,26 @@ def validate(kind: type[T], raw: Mapping[str, Any], where: str, section: str = "
     try:
         valid = kind.model_validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError("\n".join(_line(where, section, kind, problem) for problem in error.errors())) from error
+        raise ConfigError(*(_problem(where, section, kind, problem) for problem in error.errors())) from error
     problems = [
-        f"{where}: {key}: must be a finite number (found {number})" for key, number in _infinite(valid, section)
+        ConfigProblem(f"must be a finite number (found {number})", key, where)
+        for key, number in _infinite(valid, section)
     ]
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(*problems)
     return valid
 
 
-def _infinite(value: Any, key: str) -> Iterator[tuple[str, float]]:
+def _infinite(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
     """Every infinite or undefined number with its key: TOML can say them, and no setting can mean them."""
     if isinstance(value, float) and not math.isfinite(value):
         yield key, value
     elif isinstance(value, BaseModel | Mapping):
         for name, inner in dict(value).items():
-            yield from _infinite(inner, _join(key, name))
+            yield from _infinite(inner, (*key, str(name)))
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from _infinite(inner, _join(key, index))
-
-
-def _join(*parts: str | int) -> str:
-    return ".".join(str(part) for part in parts if part != "")
+            yield from _infinite(inner, (*key, str(index)))
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
@@ -607,15 +631,17 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         table[last] = text
 
 
-def _line(where: str, section: str, kind: type[BaseModel], problem: Any) -> str:
-    key, found = _join(section, *problem["loc"]), problem["input"]
-    return ": ".join(part for part in (where, key, _complaint(kind, problem, found)) if part)
+def _problem(where: str, section: tuple[str, ...], kind: type[BaseModel], problem: Any) -> ConfigProblem:
+    key = (*section, *map(str, problem["loc"]))
+    return ConfigProblem(_complaint(kind, problem, problem["input"]), key, where)
 
 
 def _complaint(kind: type[BaseModel], problem: Any, found: Any) -> str:
     match problem["type"]:
         case "extra_forbidden" | "dict_type" if _is_unknown(kind, problem):
-            return f"unknown key; allowed: {', '.join(_siblings(kind, problem['loc'][:-1])) or 'none'}"
+            allowed = _siblings(kind, problem["loc"][:-1])
+            near = ", ".join(get_close_matches(str(problem["loc"][-1]), allowed))
+            return f"unknown key; allowed: {', '.join(allowed) or 'none'}{near and f' (near: {near})'}"
         case "missing":
             return "required but missing"
         case "model_type" | "dict_type":
@@ -635,8 +661,8 @@ def _is_unknown(kind: type[BaseModel], problem: Any) -> bool:
 
 
 def _siblings(kind: type[BaseModel], path: Sequence[str | int]) -> list[str]:
-    for part in path:
-        field = kind.model_fields.get(str(part))
+    for part in (part for part in path if isinstance(part, str)):
+        field = kind.model_fields.get(part)
         annotation = field.annotation if field else None
         candidates = [annotation, *getattr(annotation, "__args__", ())]
         inner = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)

@@ -31,6 +31,7 @@ from elastic.config import (
     validate,
 )
 from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
+from elastic.pool.ports import JobEntry
 from elastic.protocol.run_control import ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.report.log_files import LogFollower, log_files
 from elastic.runtime.journal import DirectoryStore, JournalError
@@ -89,7 +90,7 @@ def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool,
     path = find_pool(pool, directory)
     control = PoolControl(path)
     name = said.name or (config.run.name if config is not None else Path(said.script[0]).name if said.script else "job")
-    found = asked(control.plan(job_request(name, job, steps)))
+    found = asked(control.plan(job_request(name, job, steps, job.plan)))
     if dry_run:
         _show_plan(found, path, as_json=as_json)
         return 0
@@ -100,9 +101,8 @@ def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool,
         where = Path.cwd()
         name = said.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     command_id = said.command_id or new_command_id()
-    command = SubmitJob(
-        id=command_id,
-        request=job_request(name, job, steps),
+    entry = JobEntry(
+        job=name,
         directory=str(where),
         providers=tuple(said.providers),
         script=said.script or (),
@@ -110,6 +110,7 @@ def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool,
         environment=environment,
         max_restarts=job.max_restarts,
     )
+    command = SubmitJob(id=command_id, request=job_request(name, job, steps, job.plan), entry=entry)
     try:
         answer = asyncio.run(control.submit(command))
     except RunSilent as error:

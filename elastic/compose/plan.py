@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from elastic.config import Config, ConfigError, EngineConfig, RewardsConfig, validate
+from elastic.config import Config, ConfigError, ConfigProblem, EngineConfig, RewardsConfig, validate
 from elastic.engine import resolve_engine
 from elastic.environments.base import Environment
 from elastic.pool.client import NOT_A_JOB, PoolUnavailable, membership_here
@@ -21,6 +21,7 @@ from elastic.system.given import read_text
 from elastic.system.installed import installed
 from providers.base import Provider, ProviderSettings
 
+PROVIDERS_OPTION = "--providers"
 TRAINER_PROVIDER, POOL_KIND = "trainer", "pool"
 BFLOAT16_BYTES = 2
 TRACE_PLAYERS = {name: f"{name}-replay" for name in ("serving", "serverless", "spot")}
@@ -87,14 +88,14 @@ def kind_of(sections: Mapping[str, Mapping[str, Any]], name: str) -> str:
     return str(sections.get(name, {}).get("kind") or TRACE_PLAYERS.get(name, name))
 
 
-def _pick(kind: str, name: str, where: str) -> importlib.metadata.EntryPoint:
+def _pick(kind: str, name: str, where: str, *key: str) -> importlib.metadata.EntryPoint:
     points = installed(f"elastic.{kind}s")
     if name not in points:
         short = [name for name, player in TRACE_PLAYERS.items() if player in points] if kind == "provider" else []
         what, there = kind.replace("_", " "), ", ".join(sorted([*points, *short])) or "none"
         near = get_close_matches(name, [*points, *short], 1)
         meant = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ConfigError(f"{where}: unknown {what} {name!r}{meant}; installed: {there}")
+        raise ConfigError(ConfigProblem(f"unknown {what} {name!r}{meant}; installed: {there}", key, where))
     return points[name]
 
 
@@ -116,46 +117,49 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
     if "reserved" in config.providers and "reserved" not in names:
         names.append("reserved")
     for name in (*names, *config.providers):
-        source = f"{where}: providers.{name}" if name in config.providers else "--providers"
+        source = (where, "providers", name) if name in config.providers else (PROVIDERS_OPTION,)
         kind = kind_of(config.providers, name)
-        found = types.setdefault(name, _pick("provider", kind, source).load())
+        found = types.setdefault(name, _pick("provider", kind, *source).load())
         section = config.providers.get(name, {}) | {"kind": kind}
-        checked = validate(found.Settings, section, where, f"providers.{name}")
+        checked = validate(found.Settings, section, where, "providers", name)
         if name in names:
             settings[name] = checked
     if unknown := sorted(config.run.caps.keys() - {*names, *config.providers}):
         allowed = ", ".join(sorted({*names, *config.providers})) or "none"
-        raise ConfigError(f"{where}: run.caps.{unknown[0]}: names no provider; allowed: {allowed}")
-    environment = _pick("environment", config.environment.name, f"{where}: environment.name").load()
-    reward = config.rewards.name and _pick("reward", config.rewards.name, f"{where}: rewards.name").value
+        problem = f"names no provider; allowed: {allowed}"
+        raise ConfigError(*(ConfigProblem(problem, ("run", "caps", name), where) for name in unknown))
+    environment = _pick("environment", config.environment.name, where, "environment", "name").load()
+    reward = config.rewards.name and _pick("reward", config.rewards.name, where, "rewards", "name").value
     if any(chosen.kind == POOL_KIND for chosen in settings.values()):
         config = _in_turns(config)
     _check_pool(config.rewards, where)
     resolve_engine(config.engine, where)
-    _check_engine(config, config.trainer.engine, where, "trainer.engine")
+    _check_engine(config, config.trainer.engine, where, "trainer", "engine")
     for name, chosen in settings.items():
-        _check_engine(config, chosen.engine, where, f"providers.{name}.engine")
+        _check_engine(config, chosen.engine, where, "providers", name, "engine")
     return RunPlan(
         config=config,
         providers=settings,
         provider_types={name: types[name] for name in names},
         environment=environment,
-        environment_settings=validate(environment.Settings, config.environment.settings, where, "environment.settings"),
+        environment_settings=validate(
+            environment.Settings, config.environment.settings, where, "environment", "settings"
+        ),
         reward=reward,
     )
 
 
 def _check_pool(rewards: RewardsConfig, where: str) -> None:
-    pool = _pick("function_pool", rewards.pool, f"{where}: rewards.pool").load()
+    pool, key = _pick("function_pool", rewards.pool, where, "rewards", "pool").load(), ("rewards", "pool_settings")
     settings = getattr(pool, "Settings", None)
     if settings is not None:
-        validate(settings, rewards.pool_settings, where, "rewards.pool_settings")
+        validate(settings, rewards.pool_settings, where, *key)
     elif rewards.pool_settings:
-        raise ConfigError(f"{where}: rewards.pool_settings: pool {rewards.pool!r} takes none")
+        raise ConfigError(ConfigProblem(f"pool {rewards.pool!r} takes none", key, where))
 
 
-def _check_engine(config: Config, own: dict[str, Any], where: str, section: str) -> None:
-    resolve_engine(validate(EngineConfig, config.engine.overlaid(own), where, section), where, section)
+def _check_engine(config: Config, own: dict[str, Any], where: str, *section: str) -> None:
+    resolve_engine(validate(EngineConfig, config.engine.overlaid(own), where, *section), where, section)
 
 
 def acquisitions(plan: RunPlan, asked_usd: Mapping[str, float] | None = None) -> list[Acquisition]:
@@ -249,13 +253,14 @@ def check_live(plan: RunPlan) -> None:
             raise ConfigError(str(error)) from error
         if membership is None:
             name = next(name for name, settings in plan.providers.items() if settings.kind == POOL_KIND)
-            raise ConfigError(f"--providers {name}: {NOT_A_JOB}")
+            raise ConfigError(ConfigProblem(NOT_A_JOB, where=f"{PROVIDERS_OPTION} {name}"))
     gpus = plan.config.trainer.gpus
     if gpus != 1:
-        raise ConfigError(
-            f"trainer.gpus: found {gpus}, but the trainer is one process on one GPU, and the others would be billed "
-            "for nothing; allowed in live runs: 1 (`elastic simulate` takes any number)"
+        problem = (
+            f"found {gpus}, but the trainer is one process on one GPU, and the others would be billed for nothing; "
+            "allowed in live runs: 1 (`elastic simulate` takes any number)"
         )
+        raise ConfigError(ConfigProblem(problem, ("trainer", "gpus")))
     _check_reach(plan)
 
 
@@ -266,11 +271,12 @@ def _check_reach(plan: RunPlan) -> None:
         return
     for name, settings in plan.providers.items():
         if plan.provider_types[name].elsewhere(settings):
-            raise ConfigError(
-                f"providers.{name}: its workers are on other machines, and a run at {run.advertise or run.host} is "
-                "reached from this one alone; have it listen where they reach it (--listen HOST:PORT, and --advertise "
-                "HOST where they know this machine by another name; on a server: elastic serve --runs-listen)"
+            problem = (
+                f"its workers are on other machines, and a run at {run.advertise or run.host} is reached from this one "
+                "alone; have it listen where they reach it (--listen HOST:PORT, and --advertise HOST where they know "
+                "this machine by another name; on a server: elastic serve --runs-listen)"
             )
+            raise ConfigError(ConfigProblem(problem, ("providers", name)))
 
 
 def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:

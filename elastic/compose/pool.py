@@ -19,7 +19,6 @@ from elastic.config import ConfigError
 from elastic.core.cluster.types import NodeId, PhaseKind, PhasePlan
 from elastic.pool import messages as w
 from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolCommandManager, invalid
-from elastic.pool.control_messages import SubmitJob
 from elastic.pool.gateway import KeeperTimes, PoolGateway, PoolTokens
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
 from elastic.pool.keeper import Keeper, KeeperTicket
@@ -163,25 +162,16 @@ class PoolPrograms:
         """Return where a job's logs are: a run's in its directory, a script's in the pool's."""
         return (self._directory / "logs" / entry.job if entry.script else Path(entry.directory) / "logs").resolve()
 
-    def describe(self, submission: SubmitJob) -> JobEntry:
-        """Return the record of a submission. Raises `ValueError` if it cannot be started."""
-        path = Path(submission.directory)
+    def admit(self, entry: JobEntry) -> JobEntry:
+        """Return the record of a job as it is kept. Raises `ValueError` if it cannot be started."""
+        path = Path(entry.directory)
         if not path.is_absolute() or not path.is_dir():
-            raise ConfigError(f"job {submission.request.id}: directory: found {path}; allowed: an absolute one")
-        max_restarts = submission.max_restarts
-        if not submission.script:
-            if not (path / CONFIG).exists():
-                raise ConfigError(f"job {submission.request.id}: {path} is no run's directory: it has no {CONFIG}")
-            max_restarts = load_run_config(path).job.max_restarts
-        return JobEntry(
-            job=submission.request.id,
-            directory=submission.directory,
-            providers=submission.providers,
-            script=submission.script,
-            phases=submission.phases,
-            environment=submission.environment,
-            max_restarts=max_restarts,
-        )
+            raise ConfigError(f"job {entry.job}: directory: found {path}; allowed: an absolute one")
+        if entry.script:
+            return entry
+        if not (path / CONFIG).exists():
+            raise ConfigError(f"job {entry.job}: {path} is no run's directory: it has no {CONFIG}")
+        return msgspec.structs.replace(entry, max_restarts=load_run_config(path).job.max_restarts)
 
 
 def run_pool(directory: Path, programs: type[PoolPrograms] = PoolPrograms) -> int:
@@ -226,7 +216,7 @@ async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]
         keeper_start_ns=round(KEEPER_START_S * _NS),
     )
     shell = PoolShell(cluster, ports, times, journal.entries(), market=config.pool.rollout.market())
-    command_manager = PoolCommandManager(config.pool.name, shell, journal, made.describe, ports.jobs.pid, made.logs)
+    command_manager = PoolCommandManager(config.pool.name, shell, journal, made.admit, ports.jobs.pid, made.logs)
     socket = LineSocket(directory, command_manager.answer, invalid, SUBMISSION_BYTES_MAX)
     heed_no_more = _stops_by_signal(shell, journal)
     log.info("pool's process begins", pool=config.pool.name, events=journal.events, address=address, anew=anew)

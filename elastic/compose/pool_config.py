@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from elastic.config import ConfigError, GivenPath, JobConfig, JobPlanConfig, read_sections, validate
+from elastic.config import ConfigError, GivenPath, JobNeeds, JobPlanConfig, read_sections, validate
 from elastic.core.cluster.policy import ClusterPolicies
 from elastic.core.cluster.types import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.system.files import write_whole
@@ -147,13 +147,14 @@ def save_pool(config: PoolConfig) -> Path:
     return path
 
 
-def job_request(name: str, job: JobConfig, steps: int) -> JobRequest:
-    """Return the request of a job of this name. Raises `ConfigError`."""
+def job_request(name: str, job: JobNeeds, steps: int, plan: JobPlanConfig | None) -> JobRequest:
+    """Return the request of a job of this name; without a `plan` a few of its steps are timed first. Raises
+    `ConfigError`."""
     try:
         return JobRequest(
             id=name,
             slo=job.slo,
-            plan=None if job.plan is None else phase_plan(job.plan),
+            plan=None if plan is None else phase_plan(plan),
             steps=steps,
             rollout_nodes=job.rollout_nodes,
             train_nodes=job.train_nodes,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.config import ConfigError, EngineConfig, validate
+from elastic.config import ConfigError, ConfigProblem, EngineConfig, validate
 from elastic.engine.base import DeviceShare, EngineKind, EngineSettings, RolloutEngine
 from elastic.system.installed import installed
 
@@ -23,7 +23,7 @@ def create_engine(
 
 
 def resolve_engine(
-    config: EngineConfig, where: str, section: str = "engine"
+    config: EngineConfig, where: str, section: tuple[str, ...] = ("engine",)
 ) -> tuple[type[EngineKind], EngineSettings]:
     """What an engine is made by, and its own settings; the sections of all others are looked at as well.
 
@@ -33,14 +33,16 @@ def resolve_engine(
     known = installed(ENTRY_POINTS)
     names = ", ".join(sorted(known)) or "none"
     if config.kind not in known:
-        raise ConfigError(f"{where}: {section}.kind: unknown engine {config.kind!r}; installed: {names}")
+        unknown = f"unknown engine {config.kind!r}; installed: {names}"
+        raise ConfigError(ConfigProblem(unknown, (*section, "kind"), where))
     for name in config.sections:
         if name not in known:
             keys = ", ".join(sorted(EngineConfig.model_fields))
-            raise ConfigError(f"{where}: {section}.{name}: unknown key; allowed: {keys}, and sections of: {names}")
+            unknown = f"unknown key; allowed: {keys}, and sections of: {names}"
+            raise ConfigError(ConfigProblem(unknown, (*section, name), where))
     kinds: dict[str, type[EngineKind]] = {name: known[name].load() for name in {config.kind, *config.sections}}
     settings = {
-        name: validate(kind.Settings, config.sections.get(name, {}), where, f"{section}.{name}")
+        name: validate(kind.Settings, config.sections.get(name, {}), where, *section, name)
         for name, kind in kinds.items()
     }
     return kinds[config.kind], settings[config.kind]

@@ -46,8 +46,8 @@ decode_pool_request = msgspec.json.Decoder(PoolRequest).decode
 class PoolCommandManager:
     """Turns requests into events of the shell. Each request takes effect once.
 
-    `describe` returns the record of a submission, and raises `ValueError` for one that cannot be started. `pid` returns
-    the id of a job's process, and `logs` where its logs are.
+    `admit` returns the record of a job as it is kept, and raises `ValueError` for one that cannot be started. `pid`
+    returns the id of a job's process, and `logs` where its logs are.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class PoolCommandManager:
         pool: str,
         shell: PoolShell,
         journal: PoolJournal,
-        describe: Callable[[SubmitJob], JobEntry],
+        admit: Callable[[JobEntry], JobEntry],
         pid: Callable[[str], int | None],
         logs: Callable[[JobEntry], Path],
     ) -> None:
         self._pool, self._shell, self._journal = pool, shell, journal
-        self._describe, self._pid, self._logs = describe, pid, logs
+        self._admit, self._pid, self._logs = admit, pid, logs
 
     async def answer(self, line: bytes) -> PoolAnswer:
         """Answer one request. Raises `msgspec.DecodeError` if the line is not a request."""
@@ -109,7 +109,7 @@ class PoolCommandManager:
             return PoolRefusal(kind="conflict", message=message)
         try:
             placement = plan_of(cluster, request.request)
-            entry = self._describe(request)
+            entry = self._admit(request.entry)
         except ClusterError as error:
             return PoolRefusal(kind="rejected", message=str(error))
         except ValueError as error:
@@ -235,7 +235,7 @@ def _words(request: PoolRequest) -> str:
     """Return the text that tells one command from another. Secrets in a submission's environment are left out."""
     match request:
         case SubmitJob():
-            return f"submit {request.request.id} in {request.directory}"
+            return f"submit {request.request.id} in {request.entry.directory}"
         case CancelJob(job=job):
             return f"cancel {job}"
         case ResubmitJob(job=job):

@@ -12,9 +12,10 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from elastic.core.cluster.types import JobRequest
+from elastic.pool.ports import JobEntry
 from elastic.protocol.run_control import CommandRefused, ControlError, ControlLine, new_command_id
 
-POOL_CONTROL_VERSION = "2"
+POOL_CONTROL_VERSION = "3"
 """Version of these messages. A pool's process names its own in `PoolStanding.version`."""
 
 CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -30,21 +31,11 @@ class _PoolRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="command
 
 
 class SubmitJob(_PoolRequest, frozen=True, tag="submit"):
-    """Submit a job. `directory` is its run's directory (with its configuration), or where a script is to run.
-
-    `providers` are the job's own besides the pool. A script has its `command`, and `phases` if a file names its phases.
-    `environment` is added to what it inherits. A script survives `max_restarts` deaths of its process in one placement;
-    a run's configuration says how many.
-    """
+    """Submit a job, with its record besides the request. How many deaths a run survives its configuration says."""
 
     id: CommandId
     request: JobRequest
-    directory: str
-    providers: tuple[str, ...] = ()
-    script: tuple[str, ...] = ()
-    phases: str = ""
-    environment: dict[str, str] = {}
-    max_restarts: int = 3
+    entry: JobEntry
 
 
 class PlanJob(_PoolRequest, frozen=True, tag="plan"):

@@ -22,8 +22,14 @@ class JobEnding(msgspec.Struct, frozen=True):
     cause: str = ""
 
 
-class JobEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a submission besides its request. A job with a `script` is no run: it parks by itself."""
+class JobEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The record of a submission besides its request, the same on the wire, in memory and in the journal.
+
+    `directory` is the run's directory (with its configuration), or where a script is to run. `providers` are the job's
+    own besides the pool. A job with a `script`, its command line, is no run: it parks by itself; `phases` is the file
+    that names its phases, if any. `environment` is added to what it inherits. `max_restarts` deaths of its process in
+    one placement are survived.
+    """
 
     job: JobId
     directory: str

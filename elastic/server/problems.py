@@ -1,6 +1,6 @@
 """Failures of requests: one documented type for each cause, as problem+json (RFC 9457)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import structlog
@@ -11,6 +11,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
+from elastic.compose.plan import PROVIDERS_OPTION
+from elastic.config import ConfigProblem
 from elastic.protocol.api import Problem, ProblemError
 from elastic.server.store import StoreUnavailable
 from elastic.server.store.vault import VaultError
@@ -143,6 +145,27 @@ def not_found(what: str, name: str) -> ApiProblem:
     return ApiProblem("not-found", f"no {what} {name[:100]!r}")
 
 
+def pointer_to(*parts: int | str) -> str:
+    """Return the JSON pointer to a part of a request's body."""
+    return "#" + "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in parts)
+
+
+def configuration_errors(problems: Iterable[ConfigProblem]) -> list[ProblemError]:
+    """Return what is wrong with a submission, each with its place in the body."""
+    return [
+        ProblemError(
+            pointer="#/providers" if one.where.startswith(PROVIDERS_OPTION) else pointer_to("config", *one.key),
+            detail=one.detail,
+        )
+        for one in problems
+    ]
+
+
+def invalid_configuration(errors: list[ProblemError]) -> ApiProblem:
+    detail = "; ".join(f"{one.pointer}: {one.detail}" for one in errors)
+    return ApiProblem("invalid-configuration", detail, errors)
+
+
 def problem_response(request: Request, problem: ApiProblem) -> Response:
     """Return the response for a failed request."""
     kind = TYPES[problem.kind]
@@ -224,5 +247,5 @@ def _pointer(location: tuple[int | str, ...]) -> str:
     """Return where a fault is: a JSON pointer within the body, else the kind and name of the parameter."""
     first, *rest = location
     if first == "body":
-        return "#" + "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in rest)
+        return pointer_to(*rest)
     return "/".join(map(str, location))

@@ -72,6 +72,8 @@ class ServerSettings:
     ping_s: float = 15.0
     """How often an idle stream sends a ping, so that no proxy cuts it."""
     body_bytes_max: int = 4 * 2**20
+    check_timeout_s: float = 10.0
+    """Longest that the check of a submission takes; then it is refused."""
     prices: Mapping[str, float] = field(default_factory=dict[str, float])
     """Least price of a GPU for an hour, by kind of provider and of the `trainer`. Submissions cannot go below it."""
     project_uploads_bytes_max: int = 256 * 2**30
@@ -101,8 +103,7 @@ class ServerSettings:
     @property
     def runs_place(self) -> dict[str, str]:
         """Where runs listen, as the keys of their configuration's section `run`."""
-        place = {"host": self.runs_listen, "advertise": self.runs_advertise}
-        return {key: value for key, value in place.items() if value}
+        return {"host": self.runs_listen or "127.0.0.1", "advertise": self.runs_advertise}
 
     def placed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """A run's configuration with the place where it listens here, as far as it is well-formed."""

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic.protocol.api import VENDORS, ProblemError
+from elastic.config import ConfigProblem
+from elastic.protocol.api import VENDORS
 
 PREFIX = "SECRET_"
 WELL_KNOWN = frozenset(
@@ -68,7 +69,7 @@ def environment_of(opened: Mapping[str, str], user: str | None) -> tuple[dict[st
     return {**found, **without}, sorted({*own, *without})
 
 
-def profiles_in(config: Mapping[str, Any]) -> Iterator[ProblemError]:
+def profiles_in(config: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Yield a fault for each provider whose credentials are those of a profile in a file."""
     providers = config.get("providers")
     for name, section in providers.items() if isinstance(providers, dict) else ():
@@ -77,4 +78,4 @@ def profiles_in(config: Mapping[str, Any]) -> Iterator[ProblemError]:
                 "is a profile of the server's user; allowed for projects with a unix_user; else keep the credentials "
                 f"as the project's (elastic secrets set-vendor {name})"
             )
-            yield ProblemError(pointer=f"#/config/providers/{name}/profile", detail=words)
+            yield ConfigProblem(words, ("providers", name, "profile"))

@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import traces
-from elastic.config import ConfigError
+from elastic.config import ConfigError, ConfigProblem
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.engine.coserving.front import ERROR_HANDLERS, ServingFront, openai_error
 from elastic.protocol import wire
@@ -295,8 +295,9 @@ def parse_settings(settings_json: str) -> HostSettings:
         return HostSettings.model_validate_json(settings_json)
     except ValidationError as error:
         problems = error.errors(include_input=False, include_url=False)
-        lines = (f"{HOST_VARIABLE}: {'.'.join(map(str, p['loc'])) or 'settings'}: {p['msg']}" for p in problems)
-        raise ConfigError("\n".join(lines)) from None
+        raise ConfigError(
+            *(ConfigProblem(p["msg"], tuple(map(str, p["loc"])) or ("settings",), HOST_VARIABLE) for p in problems)
+        ) from None
 
 
 def _listen(settings: HostSettings) -> socket.socket:

@@ -101,7 +101,7 @@ class StandIn:
     def _status(self) -> dict[str, Any]:
         status = standing(self.cluster)
         for job in status["jobs"]:
-            job["directory"] = next(s.directory for s in self.submitted if s.request.id == job["name"])
+            job["directory"] = next(s.entry.directory for s in self.submitted if s.request.id == job["name"])
         return status
 
     def _answer(self, request: PoolRequest) -> PoolAnswer:

@@ -15,11 +15,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from elastic.compose.pool import PoolPrograms, run_pool
 from elastic.core.cluster.types import NodeId, PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.connection import TO_JOB, TO_RESIDENT, LinkLost, PoolLink, join, over_socket
-from elastic.pool.control_messages import SubmitJob
 from elastic.pool.ports import JobEnding, JobEntry
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.logs import STANDARD_ERROR, log_to
@@ -54,13 +55,10 @@ class StubPrograms(PoolPrograms):
                 return JobEnding(how, "as it said")
         return JobEnding("died", "its process died" if status is None else f"status {status}")
 
-    def describe(self, submission: SubmitJob) -> JobEntry:
-        return JobEntry(
-            job=submission.request.id,
-            directory=submission.directory,
-            max_restarts=json.loads((Path(submission.directory) / "script.json").read_text()).get("max_restarts", 3),
-            script=(*STUB, "job", submission.directory) if submission.script else (),
-        )
+    def admit(self, entry: JobEntry) -> JobEntry:
+        said = json.loads((Path(entry.directory) / "script.json").read_text())
+        script = (*STUB, "job", entry.directory) if entry.script else ()
+        return msgspec.structs.replace(entry, max_restarts=said.get("max_restarts", 3), script=script)
 
 
 class Device:

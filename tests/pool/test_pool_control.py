@@ -25,6 +25,7 @@ from elastic.pool.control_messages import (
     StopPool,
     SubmitJob,
 )
+from elastic.pool.ports import JobEntry
 from elastic.protocol.run_control import SOCKET, CommandRefused, RunNotFound, RunSilent, socket_address
 
 REQUEST = JobRequest(id="one", slo=1.5, plan=PhasePlan(rollout_ns=10, train_ns=5))
@@ -67,7 +68,9 @@ async def test_a_command_goes_out_as_it_was_meant_once_the_version_is_known(tmp_
 
     async with served(tmp_path, answer) as asked:
         pool = PoolControl(tmp_path)
-        submission = SubmitJob(id="a", request=REQUEST, directory="/runs/one", providers=("spot",))
+        submission = SubmitJob(
+            id="a", request=REQUEST, entry=JobEntry(job="one", directory="/runs/one", providers=("spot",))
+        )
         assert (await pool.submit(submission)).placement == {"group": None}
         assert await pool.plan(REQUEST) == {"job": "one"}
         assert (await pool.cancel("one", "b")).id == "b"

@@ -26,6 +26,7 @@ from elastic.pool.control_messages import PoolControl, PoolStanding, SubmitJob
 from elastic.pool.gateway import PoolTokens
 from elastic.pool.journal import JOURNAL, pool_secret, read_deaths, read_records
 from elastic.pool.keeper import Keeper, KeeperTicket
+from elastic.pool.ports import JobEntry
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.run_control import ControlError
 from elastic.protocol.tls import run_certificate
@@ -75,7 +76,8 @@ class Pool:
             id=job, slo=slo, plan=plan, steps=steps, rollout_nodes=rollout_nodes, rollout_bytes=2 * S, train_bytes=2 * S
         )
         command = ("stub",) if script.get("script") else ()
-        return SubmitJob(id=f"submit {job}", request=request, directory=str(where), script=command)
+        entry = JobEntry(job=job, directory=str(where), script=command)
+        return SubmitJob(id=f"submit {job}", request=request, entry=entry)
 
     async def standing(self) -> PoolStanding:
         while True:

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.protocol.api import ENDED, RunFigures, RunPhase
+from elastic.protocol.api import ENDED, Condition, RunFigures, RunPhase
 from elastic.server.runner import conditions, decisions
 from elastic.server.runner.decisions import Decision, Ending, NextStep, ProcessSeen, decide
 from elastic.server.store import runs
@@ -44,7 +44,7 @@ records = st.builds(
     restarts=st.integers(0, 5),
     max_restarts=st.integers(0, 5),
     not_before_us=st.sampled_from([0, NOW_US - 1, NOW_US + 1]),
-    waits=st.none() | st.just({"reason": "RunsAtOnce", "message": "the project may have 1 runs at once by now"}),
+    waits=st.none() | st.just(runs.QuotaWait("RunsAtOnce", "the project may have 1 runs at once by now")),
 )
 hows = [
     decisions.FINISHED,
@@ -142,18 +142,18 @@ def test_deaths_count_since_the_furthest_step(steps: list[int], max_restarts: in
 
 @given(phases=st.lists(st.sampled_from(RunPhase), min_size=1, max_size=6), ready=st.integers(0, 2))
 def test_conditions_change_their_time_with_their_status_only(phases: list[RunPhase], ready: int) -> None:
-    run, former = record(budget_usd=2.0), list[dict[str, Any]]()
+    run, former = record(budget_usd=2.0), list[Condition]()
     providers = {"spot": {"ready": ready, "preemptions": 1}}
     figures = RunFigures.model_validate({"usd": 1.7, "budget": BUDGET, "providers": providers})
     for number, phase in enumerate(phases):
         found = conditions.findings(run, phase, "", figures)
-        now = [one.model_dump() for one in conditions.updated(former, found, number * 10**6, 1)]
-        assert len({one["type"] for one in now}) == len(now)
-        before = {one["type"]: one for one in former}
+        now = conditions.updated(former, found, number * 10**6, 1)
+        assert len({one.type for one in now}) == len(now)
+        before = {one.type: one for one in former}
         for one in now:
-            then = before.get(one["type"], {})
-            assert then.get("status") != one["status"] or then["lastTransitionTime"] == one["lastTransitionTime"]
-        reasons = {one["type"]: one["reason"] for one in now}
+            then = before.get(one.type)
+            assert then is None or then.status != one.status or then.lastTransitionTime == one.lastTransitionTime
+        reasons = {one.type: one.reason for one in now}
         assert reasons["WithinBudget"] == "BudgetWarning"
         assert (reasons["Ended"] == "GoingOn") == (phase not in ENDED)
         former = now
@@ -161,7 +161,7 @@ def test_conditions_change_their_time_with_their_status_only(phases: list[RunPha
 
 def test_no_capacity_is_said_with_its_reason() -> None:
     def reason(share: int | None = None, **figures: int) -> str:
-        shares = None if share is None else {"spot": {"gpus": share, "since_us": 0}}
+        shares = None if share is None else {"spot": runs.RunShare(share, 0)}
         seen = RunFigures.model_validate({"providers": {"spot": figures}})
         found = conditions.findings(record(shares=shares), RunPhase.RUNNING, "", seen)
         (one,) = (one for one in found if one.type == "CapacityAvailable")

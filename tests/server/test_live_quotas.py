@@ -101,7 +101,7 @@ async def test_three_runs_take_turns_on_one_gpu(live: Site, checkpoint: Path) ->
     def all_served() -> bool:
         with live.store.reading() as connection:
             found = {run.id: run for run in runs.managed(connection)}
-        known = [said["caps"].get("spot", 1) for run in found.values() for said in [run.told or run.limits] if said]
+        known = [said.caps.get("spot", 1) for run in found.values() for said in [run.told or run.limits] if said]
         most.append(sum(known))
         return all(client.get(f"/v1/runs/{run}/leases").text.count('"spot-') for run in names)
 
@@ -120,7 +120,7 @@ async def test_a_project_budget_is_given_in_slices_and_never_exceeded(
     monkeypatch.setattr(needs, "SLICE_S", 1.0)
     quick = {"drain_timeout_s": 2.0, "release_timeout_s": 2.0}
     run = submit(live, checkpoint, scheduler=quick, trainer={"usd_per_gpu_hour": 36.0}, providers={})
-    slice_usd = row(live, run).needed.slice_nano_usd / NANO_USD_PER_USD
+    slice_usd = row(live, run).needs.slice_nano_usd / NANO_USD_PER_USD
     client, where = live.client(), f"/v1/projects/{live.projects['ours']}/quota"
     budget_usd = round(5 * slice_usd, 4)
     client.patch(where, json={"budget_usd": budget_usd}, headers={"if-match": "*"})

@@ -61,8 +61,8 @@ def test_a_job_goes_to_the_pool_and_its_project_alone_sees_it(pooled: Site, pool
     assert made.status_code == 201, made.text
     name = made.json()["id"]
     (sent,) = pool.submitted
-    assert (sent.request.id, sent.request.slo, sent.providers, sent.script) == (name, 1.5, ("spot",), ())
-    run_dir = Path(sent.directory)
+    assert (sent.request.id, sent.request.slo, sent.entry.providers, sent.entry.script) == (name, 1.5, ("spot",), ())
+    run_dir = Path(sent.entry.directory)
     assert run_dir.parent.name == pooled.projects["ours"]
     assert load_run_config(run_dir).model.checkpoint.is_absolute()
     assert made.headers["location"] == f"{JOBS}/{name}"
@@ -240,7 +240,7 @@ def test_a_job_keeps_every_key_of_its_submission(pooled: Site, pool: StandIn, jo
         named = {place for place in changes if place[-1] in answer.text or (rejected and place[0] == "job")}
         assert named, answer.text
         changes = {place: value for place, value in changes.items() if place not in named}
-    kept = load_run_config(Path(pool.submitted[-1].directory))
+    kept = load_run_config(Path(pool.submitted[-1].entry.directory))
     for place, value in changes.items():
         found: Any = kept
         for part in place:

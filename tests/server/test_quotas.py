@@ -143,7 +143,7 @@ async def test_a_run_waits_for_its_slice_and_no_more_than_there_is_is_given(
     site: Site, quick: ServerSettings, submitted: Any
 ) -> None:
     first, second = submitted(project="ours"), submitted(project="ours")
-    slice_usd = row(site, first).needed.slice_nano_usd / 1e9
+    slice_usd = row(site, first).needs.slice_nano_usd / 1e9
     allow(site, budget_usd=1.5 * slice_usd)
     async with running(site, quick):
         pid = await process_of(site, quick, first)
@@ -152,7 +152,7 @@ async def test_a_run_waits_for_its_slice_and_no_more_than_there_is_is_given(
         assert use["allotted_usd"] == pytest.approx(slice_usd)
         told = row(site, first).told
         assert told is not None
-        assert told["budget_usd"] == pytest.approx(slice_usd)
+        assert told.budget_usd == pytest.approx(slice_usd)
         os.kill(pid, signal.SIGUSR1)
         # It has cost nothing, and its slice comes back.
         await process_of(site, quick, second)

@@ -9,12 +9,13 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from msgspec.structs import replace
 
 from elastic.compose.runs import private
 from elastic.protocol.api import AccessRole, RunPhase
@@ -82,9 +83,11 @@ def quick(site: Site, tmp_path: Path) -> ServerSettings:
 
 
 @contextlib.asynccontextmanager
-async def running(site: Site, settings: ServerSettings) -> AsyncIterator[RunnerLoop]:
+async def running(
+    site: Site, settings: ServerSettings, begin: launching.Begin = launching.begin
+) -> AsyncIterator[RunnerLoop]:
     """A runner, for a while; what it began goes on."""
-    runner = RunnerLoop(site.store, settings)
+    runner = RunnerLoop(site.store, settings, begin=begin)
     task = asyncio.create_task(runner.run())
     try:
         yield runner
@@ -156,7 +159,7 @@ async def test_what_lives_is_adopted_and_never_begun_twice(site: Site, quick: Se
     for forgotten in (False, True, False):
         if forgotten:  # The former runner died right after it had begun the process.
             with site.store.writing() as tx:
-                runs.observe(tx, run, process=None, phase=RunPhase.STARTING.value)
+                runs.observe(tx, run, process=None, phase=RunPhase.STARTING)
         async with running(site, quick) as runner:
             began_s = runner.ticked_s
             await until(lambda: runner.ticked_s > began_s)  # noqa: B023 - is awaited here
@@ -193,25 +196,23 @@ async def test_what_dies_while_nobody_looks_is_followed(site: Site, quick: Serve
     assert row(site, run).restarts == 1
 
 
-async def test_a_full_disk_is_waited_for(
-    site: Site, quick: ServerSettings, submitted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_is_waited_for(site: Site, quick: ServerSettings, submitted: Any) -> None:
     """However long: no restart counts, and the run begins once there is room."""
-    attempts = list[str]()
+    attempts, full = list[str](), True
 
-    def full(settings: ServerSettings, run: HostedRunRow, user: str | None) -> None:
+    def begin(settings: ServerSettings, run: HostedRunRow, user: str | None, secrets: Mapping[str, str]) -> Any:
         attempts.append(run.id)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return launching.begin(settings, run, user, secrets)
 
     run = submitted(max_restarts=1)
-    prepare = launching.prepare
-    monkeypatch.setattr(launching, "prepare", full)
-    async with running(site, dataclasses.replace(quick, restart_max_s=0.05)):
+    async with running(site, dataclasses.replace(quick, restart_max_s=0.05), begin):
         await until(lambda: len(attempts) >= 4)
         waiting = row(site, run)
         assert (waiting.restarts, waiting.ended) == (0, False)
         assert "No space left" in waiting.cause
-        monkeypatch.setattr(launching, "prepare", prepare)
+        full = False
         await process_of(site, quick, run)
 
 
@@ -225,7 +226,7 @@ async def test_what_goes_down_with_its_machine_does_not_count(
     process = row(site, run).process
     assert process is not None
     with site.store.writing() as tx:
-        runs.observe(tx, run, process={**process, "world": "an earlier boot"})
+        runs.observe(tx, run, process=replace(process, world="an earlier boot"))
     async with running(site, quick):
         await process_of(site, quick, run, other_than=pid)
     assert (row(site, run).restarts, row(site, run).cause) == (0, "its machine or container went down")
@@ -381,19 +382,23 @@ async def test_a_run_that_cannot_be_looked_at_ends_no_others(
 ) -> None:
     """It is said in its conditions, looked at again later, and the runner goes on; mended, it goes on as well."""
     poisoned, other = submitted(), submitted()
-    with site.store.writing() as tx:
-        tx.execute(sa.update(tables.runs).where(tables.runs.c.id == poisoned).values(providers=[5]))
+    config = row(site, poisoned).config
+
+    def become(config: str) -> None:
+        with site.store.writing() as tx:
+            tx.execute(sa.update(tables.runs).where(tables.runs.c.id == poisoned).values(config=config))
 
     def told() -> list[str]:
-        return [one["message"] for one in row(site, poisoned).conditions if one["type"] == "Attended"]
+        return [one.message for one in row(site, poisoned).conditions if one.type == "Attended"]
+
+    become("[]")
 
     async with running(site, dataclasses.replace(quick, restart_max_s=0.2)) as runner:
         await process_of(site, quick, other)
         await until(told)
         assert "TypeError" in told()[0]
         assert runner.ticked_s > 0
-        with site.store.writing() as tx:
-            tx.execute(sa.update(tables.runs).where(tables.runs.c.id == poisoned).values(providers=["spot"]))
+        become(config)
         await process_of(site, quick, poisoned)
         await until(lambda: not told())
     assert row(site, poisoned).restarts == 0

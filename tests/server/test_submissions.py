@@ -37,7 +37,10 @@ def test_all_faults_at_once(shared_site: Site, submission: Submission) -> None:
 
 
 def test_unknown_components(shared_site: Site, submission: Submission) -> None:
-    assert "installed:" in str(pointers(shared_site, submission(providers=["moon"])))
+    assert "installed:" in pointers(shared_site, submission(providers=["moon"]))["#/providers"]
+    dotted = submission()
+    dotted["config"]["providers"]["a.b"] = {"kind": "moon"}
+    assert "installed:" in pointers(shared_site, dotted)["#/config/providers/a.b"]
     for section, name in (("environment", "os.path:join"), ("rewards", "os:system"), ("engine", None)):
         body = submission()
         body["config"].setdefault(section, {}).update({"name": name} if name else {"kind": "os:system"})
@@ -101,7 +104,7 @@ def test_only_what_is_typed_as_a_path_is_one(site: Site, submission: Submission,
     raw, project = Body(config=body["config"], providers=["spot"]), site.projects["ours"]
     reached = replace(site.settings, runs_listen="0.0.0.0", runs_advertise="gpu.example")
     kept, _ = submissions.check(reached, raw, project)
-    assert kept.config["providers"]["spot"] == section
+    assert kept.config.providers["spot"] == section
 
 
 CLOUD = {"kind": "ec2", "image": "ami-0123456789abcdef0", "max_workers": 4}

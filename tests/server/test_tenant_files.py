@@ -107,7 +107,6 @@ def test_a_log_that_is_none_harms_its_own_run_only(site: Site, run: HostedRunRow
     else:
         log.symlink_to(planted if kind == "link" else made)
     settings = replace(site.settings, command=("/bin/echo",))
-    launching.prepare(settings, run, None)
     with pytest.raises(tenant_files.NotAFile):
         launching.begin(settings, run, None, {})
     assert planted.read_text() == SECRET
@@ -206,7 +205,7 @@ def test_another_runs_socket_is_told_nothing(site: Site, run: HostedRunRow, tmp_
     try:
         found = identity(child.pid)
         assert found is not None
-        begun = replace(run, process=launching.kept(found, 0))
+        begun = replace(run, process=launching.RunProcess(found, launching.world(), 0))
         with listening(tmp_path / SOCKET) as listener:
             with pytest.raises(RunOfAnotherUser):
                 stop(site, begun)

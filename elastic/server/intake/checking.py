@@ -30,7 +30,7 @@ from traces.errors import untrusted
 
 log = structlog.get_logger(__name__)
 
-CHECK_TIMEOUT_S, START_TIMEOUT_S = 10.0, 60.0
+START_TIMEOUT_S = 60.0
 WAIT_S = 20.0
 """Longest that a check waits for a process."""
 PROCESSES = 2
@@ -82,7 +82,7 @@ class _CheckProcess:
     def ask(self, order: _CheckOrder) -> object:
         """Return its answer. Raises `EOFError`, `OSError`, `TimeoutError`."""
         self._line.send(order)
-        if not self._line.poll(CHECK_TIMEOUT_S):
+        if not self._line.poll(order.settings.check_timeout_s):
             raise TimeoutError
         return self._line.recv()
 
@@ -104,7 +104,7 @@ class CheckProcesses:
 
     def checked(self, settings: ServerSettings, submission: Submission, project: str) -> CheckedSubmission:
         """Return the run that is asked for. Raises `ApiProblem` with all faults that can be told at once."""
-        with self._process(project) as process:
+        with self._process(project, settings.check_timeout_s) as process:
             answer = process.ask(_CheckOrder(settings, submission, project))
         if isinstance(answer, ApiProblem):
             raise answer
@@ -139,7 +139,7 @@ class CheckProcesses:
             process.end()
 
     @contextlib.contextmanager
-    def _process(self, project: str) -> Iterator[_CheckProcess]:
+    def _process(self, project: str, within_s: float) -> Iterator[_CheckProcess]:
         """A context: a process for one check. Raises `ApiProblem` if there is none, or if the check takes too long."""
         process = self._take(project)
         keep = False
@@ -152,7 +152,7 @@ class CheckProcesses:
         except TimeoutError:
             raise ApiProblem(
                 "invalid-configuration",
-                f"its check took longer than {CHECK_TIMEOUT_S:g} s; allowed: fewer keys, smaller files",
+                f"its check took longer than {within_s:g} s; allowed: fewer keys, smaller files",
             ) from None
         except (EOFError, OSError) as error:
             log.error("a process that checks submissions has ended", error=str(error))

@@ -1,7 +1,6 @@
 """Checks submissions completely before anything is kept. They may name installed components and their project's
 files only."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,12 +11,12 @@ import msgspec
 import traces
 from elastic.compose.plan import RunPlan, acquisitions, check_live, resolve, reward_calls, unpriced
 from elastic.compose.scheduling import short_limits
-from elastic.config import Config, ConfigError, validate
+from elastic.config import Config, ConfigError, ConfigProblem, RunConfig, validate
 from elastic.protocol.api import DryRun, ProblemError, Submission, WouldAcquire
 from elastic.server.intake.path_keys import names_file
 from elastic.server.intake.prices import LowPrice, settle_prices
 from elastic.server.intake.upload_files import SCHEME, named
-from elastic.server.problems import ApiProblem
+from elastic.server.problems import ApiProblem, configuration_errors, invalid_configuration
 from elastic.server.quotas.needs import RunNeeds, needs_of
 from elastic.server.settings import ServerSettings
 from elastic.server.store.quotas import TRAINER, QuotaRow
@@ -29,6 +28,8 @@ _SERVERS_OWN = (
     *("run.pass_env", "weights.port", "weights.relay"),
 )
 """Keys that the server sets itself: where a run listens, what it inherits, where it is kept."""
+_RUNNERS_OWN = ("budget_usd", "caps", "host", "advertise")
+"""Keys of the section `run` that the runner sets as it starts a process."""
 _REFUSED_KEYS = frozenset({"address", "arguments", "endpoint_url", "urls"})
 """Keys of providers and engines that are refused: hosts to dial, or arbitrary engine arguments."""
 _PATH_LIKE = re.compile(r"[/\\\0]|^~|^\.\.?$")
@@ -38,37 +39,40 @@ CHECKPOINT = "model.checkpoint"
 
 
 def check(settings: ServerSettings, submission: Submission, project: str) -> tuple[NewRun, RunPlan]:
-    """The run that is asked for, and its plan. Raises `ApiProblem` with all faults that can be told at once."""
-    raw = json.loads(json.dumps(submission.config))
+    """The run that is asked for, and its plan. The submission's sections are used up: prices and paths are put there.
+
+    Raises `ApiProblem` with all faults that can be told at once.
+    """
+    raw = submission.config
     low = list(settle_prices(raw, submission.providers, settings.prices))
-    errors = [*_forbidden(raw), *map(_too_low, low), *_settle_paths(raw, settings, project)]
+    problems = [*_forbidden(raw), *map(_too_low, low), *_settle_paths(raw, settings, project)]
     names = [*submission.providers, *(["reserved"] if "reserved" in raw.get("providers", {}) else [])]
     plan: RunPlan | None = None
     try:
         config = validate(Config, settings.placed(raw), _WHERE)
-        if not errors:
+        if not problems:
             plan = resolve(config, submission.providers, _WHERE)
             check_live(plan)
     except ConfigError as error:
-        errors += [_fault(line) for line in str(error).splitlines()]
+        problems += error.problems
+    errors = configuration_errors(problems)
     errors += [
         ProblemError(pointer=f"#/caps/{name}", detail=f"names no provider of this run; allowed: {', '.join(names)}")
         for name in {**_caps_in(raw), **submission.caps}
         if name not in names
     ]
     if errors or plan is None:
-        detail = "; ".join(f"{one.pointer}: {one.detail}" for one in errors)
-        raise ApiProblem("invalid-configuration", detail, errors)
-    own = raw.get("run", {}).pop("budget_usd", None)
-    own_caps = raw.get("run", {}).pop("caps", {})
+        raise invalid_configuration(errors)
+    own = plan.config.run
+    settled = own.model_copy(update={key: RunConfig.model_fields[key].default for key in _RUNNERS_OWN})
     run = NewRun(
         project=project,
-        name=plan.config.run.name,
-        config=raw,
+        name=own.name,
+        config=plan.config.model_copy(update={"run": settled}),
         providers=list(plan.providers),
         labels=submission.labels,
-        budget_usd=own if submission.budget_usd is None else submission.budget_usd,
-        caps={**own_caps, **submission.caps},
+        budget_usd=own.budget_usd if submission.budget_usd is None else submission.budget_usd,
+        caps={**own.caps, **submission.caps},
         max_restarts=submission.max_restarts,
         needs=needs_of(plan),
     )
@@ -114,23 +118,23 @@ def refuse_beyond(quota: QuotaRow, needs: RunNeeds) -> None:
         raise ApiProblem("quota-exceeded", "; ".join(one.detail for one in faults), faults)
 
 
-def _too_low(price: LowPrice) -> ProblemError:
+def _too_low(price: LowPrice) -> ConfigProblem:
     detail = f"found {price.own:g}; allowed: at least this server's price, {price.floor:g} (elastic serve --price)"
-    return ProblemError(pointer=_pointer(price.place), detail=detail)
+    return ConfigProblem(detail, price.place)
 
 
-def _forbidden(raw: Mapping[str, Any]) -> Iterator[ProblemError]:
+def _forbidden(raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     for key in _SERVERS_OWN:
         section, _, name = key.partition(".")
         if isinstance(raw.get(section), dict) and name in raw[section]:
-            yield ProblemError(pointer=_pointer((section, name)), detail="is the server's to choose; leave it out")
+            yield ConfigProblem("is the server's to choose; leave it out", (section, name))
     for top in ("engine", "providers", "trainer"):
         for path, _ in _leaves(raw.get(top), (top,)):
             if _REFUSED_KEYS & set(path):
-                yield ProblemError(pointer=_pointer(path), detail="cannot be set in a run on a server; leave it out")
+                yield ConfigProblem("cannot be set in a run on a server; leave it out", path)
 
 
-def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -> Iterator[ProblemError]:
+def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -> Iterator[ConfigProblem]:
     """Put what lies in the project's storage, or for checkpoints in `models`, in the place of its name."""
     storage = settings.storage(project).resolve()
     for path, value in list(_leaves({k: v for k, v in raw.items() if k not in _NO_PATHS_IN}, ())):
@@ -142,7 +146,7 @@ def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -
             found = named(settings, project, value)
             if found is None:
                 detail = f"no complete upload {value!r} in the project; allowed: upload:ID, upload:ID/FILE"
-                yield ProblemError(pointer=_pointer(path), detail=detail)
+                yield ConfigProblem(detail, path)
             else:
                 _put(raw, path, str(found))
             continue
@@ -155,7 +159,7 @@ def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -
         elif (is_file and value not in traces.shipped()) or _PATH_LIKE.search(value):
             what = "no base policy" if is_checkpoint else "no file"
             where = "the project's storage" + (" or the server's models" if is_checkpoint else "")
-            yield ProblemError(pointer=_pointer(path), detail=f"{what} {value!r} in {where}")
+            yield ConfigProblem(f"{what} {value!r} in {where}", path)
 
 
 def _inside(name: str, roots: Sequence[Path]) -> Path | None:
@@ -195,15 +199,3 @@ def _put(raw: Any, path: Sequence[str], value: str) -> None:
         raw = raw[int(part)] if isinstance(raw, list) else raw[part]
     last = path[-1]
     raw[int(last) if isinstance(raw, list) else last] = value
-
-
-def _pointer(path: Sequence[str]) -> str:
-    return "#/config" + "".join(f"/{part.replace('~', '~0').replace('/', '~1')}" for part in path)
-
-
-def _fault(line: str) -> ProblemError:
-    """A line of a `ConfigError`, with the pointer that it names the key of."""
-    found = re.match(rf"(?:{_WHERE}: )?([A-Za-z_][\w.\-]*): (.*)", line)
-    if found is None:
-        return ProblemError(pointer="#/config", detail=line.removeprefix(f"{_WHERE}: "))
-    return ProblemError(pointer=_pointer(found[1].split(".")), detail=found[2])

@@ -1,11 +1,8 @@
 """What a run needs of quotas and budgets: GPUs by provider, and the money to make progress. Pure."""
 
-import json
-
 import msgspec
 
-from elastic.compose.plan import RunPlan, acquisitions, kind_of, resolve, reward_calls
-from elastic.config import Config, ConfigError, validate
+from elastic.compose.plan import RunPlan, acquisitions, kind_of, reward_calls
 from elastic.core.ledger import NANO_USD_PER_USD
 from providers.base import INCREMENTS_S, Billing
 
@@ -54,11 +51,3 @@ def needs_of(plan: RunPlan) -> RunNeeds:
             for name, settings in plan.providers.items()
         },
     )
-
-
-def needs_of_config(config: str, providers: list[str]) -> RunNeeds:
-    """Return the needs of a stored configuration. An invalid one needs a trainer only."""
-    try:
-        return needs_of(resolve(validate(Config, json.loads(config), "config"), providers, "config"))
-    except ConfigError:
-        return RunNeeds()

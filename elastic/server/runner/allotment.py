@@ -5,7 +5,7 @@ The decision covers all runs together. Its result is in the store before any pro
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.protocol.api import ALIVE, RunPhase
@@ -14,14 +14,7 @@ from elastic.server.quotas.budgets import ProjectAccount, RunAccount
 from elastic.server.quotas.sharing import LeaseClaim, SharedProvider
 from elastic.server.store import runs
 from elastic.server.store.quotas import TRAINER, QuotaRow
-from elastic.server.store.runs import HostedRunRow
-
-
-class QuotaWait(NamedTuple):
-    """Why a run does not begin yet: `reason` for programs, `message` for people."""
-
-    reason: str
-    message: str
+from elastic.server.store.runs import HostedRunRow, QuotaWait, RunLimits, RunShare
 
 
 class ProjectSpending(NamedTuple):
@@ -57,19 +50,19 @@ class ProjectStanding:
 class RunAllotment:
     """What one run may have from now on; fields as in the runs' table."""
 
-    shares: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    shares: dict[str, RunShare] = field(default_factory=dict[str, RunShare])
     caps: dict[str, int] = field(default_factory=dict[str, int])
     allotted_nano_usd: int | None = None
     day: int = 0
     day_base_nano_usd: int = 0
     waits: QuotaWait | None = None
 
-    def limits(self, run: HostedRunRow) -> dict[str, Any]:
+    def limits(self, run: HostedRunRow) -> RunLimits:
         """Return the limits for the run's process."""
         allotted = self.allotted_nano_usd
         bounds = [run.budget_usd, None if allotted is None else allotted / NANO_USD_PER_USD]
         budget_usd = min((usd for usd in bounds if usd is not None), default=None)
-        return {"caps": self.caps, "budget_usd": budget_usd}
+        return RunLimits(self.caps, budget_usd)
 
 
 def going(run: HostedRunRow) -> bool:
@@ -124,7 +117,7 @@ def _share(
         sections = [
             (run, name)
             for run in records
-            for name, one in run.needed.providers.items()
+            for name, one in run.needs.providers.items()
             if one.kind == kind and (kind in capacities or run.project in bound)
         ]
         claims = {(run.id, name): _claim(run, name, held, now_us) for run, name in sections}
@@ -133,12 +126,12 @@ def _share(
         for (run, name), claim in claims.items():
             share = given[claim.key]
             since_us = claim.since_us_after(share, told[claim.key], now_us)
-            made[run].shares[name] = {"gpus": share, "since_us": since_us}
+            made[run].shares[name] = RunShare(share, since_us)
             made[run].caps[name] = min(told[claim.key], made[run].caps.get(name, told[claim.key]))
 
 
 def _claim(run: HostedRunRow, name: str, held: Mapping[str, Mapping[str, int]], now_us: int) -> LeaseClaim:
-    needs, share = run.needed.providers[name], (run.shares or {}).get(name, {})
+    needs, share = run.needs.providers[name], (run.shares or {}).get(name, RunShare(0, now_us))
     wants = run.phase in (RunPhase.STARTING, RunPhase.RUNNING, RunPhase.RESTARTING) and run.wanted == runs.RUN
     most = min(needs.gpus, run.caps.get(name, needs.gpus)) if wants else 0
     return LeaseClaim(
@@ -146,8 +139,8 @@ def _claim(run: HostedRunRow, name: str, held: Mapping[str, Mapping[str, int]], 
         project=run.project,
         gpus=most,
         unit=needs.unit,
-        share=int(share.get("gpus", 0)),
-        since_us=int(share.get("since_us", now_us)),
+        share=share.gpus,
+        since_us=share.since_us,
         told=_known_cap(run, name, needs.gpus) if going(run) else 0,
         held=held.get(run.id, {}).get(name, 0),
     )
@@ -155,16 +148,16 @@ def _claim(run: HostedRunRow, name: str, held: Mapping[str, Mapping[str, int]], 
 
 def _known_cap(run: HostedRunRow, name: str, most: int) -> int:
     """The highest cap that its process may know: what it was told, or is about to be."""
-    known = [said["caps"].get(name, most) for said in (run.told, run.limits) if said is not None]
+    known = [said.caps.get(name, most) for said in (run.told, run.limits) if said is not None]
     return min(most, max(known, default=most))
 
 
 def _make_room(records: Sequence[HostedRunRow], quota: QuotaRow, made: Mapping[str, RunAllotment]) -> None:
     """Stop the runs submitted last if there are more runs than allowed now. They wait."""
     staying = [run for run in records if going(run) and run.wanted == runs.RUN]
-    count, trainers = len(staying), sum(run.needed.trainer_gpus for run in staying)
+    count, trainers = len(staying), sum(run.needs.trainer_gpus for run in staying)
     for run in reversed(staying):
-        gpus = run.needed.trainer_gpus
+        gpus = run.needs.trainer_gpus
         if quota.runs_max is not None and count > quota.runs_max:
             made[run.id].waits = QuotaWait("RunsAtOnce", f"the project may have {quota.runs_max} runs at once by now")
         elif gpus and trainers > quota.gpus.get(TRAINER, trainers):
@@ -180,12 +173,12 @@ def _admit(
 ) -> list[HostedRunRow]:
     """The runs that may begin now, as far as there is money; the others are told what they wait for."""
     live = [run for run in records if going(run)]
-    count, trainers = len(live), sum(run.needed.trainer_gpus for run in live)
+    count, trainers = len(live), sum(run.needs.trainer_gpus for run in live)
     admitted: list[HostedRunRow] = []
     for run in records:
         if run.phase is not RunPhase.PENDING or run.wanted != runs.RUN or run.not_before_us > now_us:
             continue
-        gpus = run.needed.trainer_gpus
+        gpus = run.needs.trainer_gpus
         if quota.runs_max is not None and count >= quota.runs_max:
             made[run.id].waits = QuotaWait("RunsAtOnce", f"the project has {count} of {quota.runs_max} runs at once")
         elif trainers + gpus > quota.gpus.get(TRAINER, trainers + gpus):
@@ -240,7 +233,7 @@ def _account(run: HostedRunRow, allotment: RunAllotment, begins: bool) -> RunAcc
         committed_nano_usd=committed,
         known_nano_usd=_known_budget(run) if going(run) else 0,
         own_nano_usd=own,
-        slice_nano_usd=run.needed.slice_nano_usd,
+        slice_nano_usd=run.needs.slice_nano_usd,
         alive=going(run) and run.wanted == runs.RUN,
         begins=begins and unfunded,
     )
@@ -248,7 +241,7 @@ def _account(run: HostedRunRow, allotment: RunAllotment, begins: bool) -> RunAcc
 
 def _known_budget(run: HostedRunRow) -> int:
     """The highest budget that its process may know: what it was told, or is about to be."""
-    known = [said["budget_usd"] for said in (run.told, run.limits) if said is not None]
+    known = [said.budget_usd for said in (run.told, run.limits) if said is not None]
     return max((int(usd * NANO_USD_PER_USD) for usd in known if usd is not None), default=0)
 
 

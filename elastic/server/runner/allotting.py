@@ -58,7 +58,7 @@ async def _held(
         return run.id, held
 
     asked = [
-        run for run in records if run.phase in ALIVE and any(one.kind in kinds for one in run.needed.providers.values())
+        run for run in records if run.phase in ALIVE and any(one.kind in kinds for one in run.needs.providers.values())
     ]
     return dict(await asyncio.gather(*(ask(run) for run in asked)))
 
@@ -103,7 +103,7 @@ def _changes(run: HostedRunRow, made: RunAllotment) -> dict[str, Any]:
         "allotted_nano_usd": made.allotted_nano_usd,
         "day": made.day,
         "day_base_nano_usd": made.day_base_nano_usd,
-        "waits": None if made.waits is None else made.waits._asdict(),
+        "waits": made.waits,
         "limits": limits,
         "limits_number": run.limits_number + (limits != run.limits),
     }

@@ -1,7 +1,7 @@
 """Conditions of a run, each with a reason for programs and a message for people. Pure."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from elastic.core.allowance import WARNED_SHARE
 from elastic.core.controls import BUDGET_EXHAUSTED
@@ -41,7 +41,7 @@ def findings(run: HostedRunRow, phase: RunPhase, cause: str, figures: RunFigures
     """Return the conditions of a run in this phase, with these figures."""
     found = [SUBMITTED, _process(phase, cause, run)]
     if phase not in ENDED and run.waits is not None:
-        found.append(ConditionFinding("QuotaAvailable", "False", run.waits["reason"], run.waits["message"]))
+        found.append(ConditionFinding("QuotaAvailable", "False", run.waits.reason, run.waits.message))
     if phase is RunPhase.RUNNING:
         found.append(_capacity(run, figures))
     if run.budget_usd is not None:
@@ -50,21 +50,21 @@ def findings(run: HostedRunRow, phase: RunPhase, cause: str, figures: RunFigures
     return found
 
 
-def with_fault(former: Sequence[Mapping[str, Any]], fault: str, now_us: int, generation: int) -> list[dict[str, Any]]:
+def with_fault(former: Sequence[Condition], fault: str, now_us: int, generation: int) -> list[Condition]:
     """Return the conditions with what keeps the runner from looking at the run, or without it if `fault` is empty."""
-    others = [dict(one) for one in former if one["type"] != ATTENDED]
+    others = [one for one in former if one.type != ATTENDED]
     if not fault:
         return others
     words = f"the runner cannot look at it now, and tries again: {fault}"
     told = ConditionFinding(ATTENDED, "False", "Unexpected", words)
-    return others + [one.model_dump() for one in updated(former, [told], now_us, generation)]
+    return others + updated(former, [told], now_us, generation)
 
 
 def updated(
-    former: Sequence[Mapping[str, Any]], found: Sequence[ConditionFinding], now_us: int, generation: int
+    former: Sequence[Condition], found: Sequence[ConditionFinding], now_us: int, generation: int
 ) -> list[Condition]:
     """The conditions as they are now: a transition is when a status changes, not when its words do."""
-    since = {one["type"]: (one["status"], one["lastTransitionTime"]) for one in former}
+    since = {one.type: (one.status, one.lastTransitionTime) for one in former}
     now = rfc3339(now_us) or ""
     made: list[Condition] = []
     for one in found:
@@ -97,7 +97,7 @@ def _capacity(run: HostedRunRow, figures: RunFigures) -> ConditionFinding:
         return ConditionFinding("CapacityAvailable", "True", "TrainerOnly", "the trainer's own device does all")
     if ready:
         return ConditionFinding("CapacityAvailable", "True", "WorkersReady", "workers of its providers are ready")
-    none_now = [name for name, share in (run.shares or {}).items() if not share["gpus"]]
+    none_now = [name for name, share in (run.shares or {}).items() if not share.gpus]
     if none_now and not booting:
         words = f"of {', '.join(none_now)} other runs have all that there is now; its turn comes"
         return ConditionFinding("CapacityAvailable", "False", "FairShare", words)

@@ -22,7 +22,7 @@ async def told_to_stop(settings: ServerSettings, run: HostedRunRow) -> bool:
     """Tell the run's process to stop; returns whether its journal has the command."""
     reason, command = STOPPED_BY_SERVER, f"{run.id}:{run.generation}:stop"
     if run.wanted == runs.RUN:
-        reason, command = f"{QUOTA_LOWERED}: {(run.waits or {}).get('message', '')}", f"{run.id}:{run.attempt}:pause"
+        reason, command = f"{QUOTA_LOWERED}: {run.waits.message if run.waits else ''}", f"{run.id}:{run.attempt}:pause"
     try:
         await control_of(settings, run, TIMEOUT_S).stop(reason, command)
     except CommandRefused:
@@ -40,11 +40,11 @@ async def told_its_limits(settings: ServerSettings, run: HostedRunRow) -> bool:
     limits, told = run.limits or NO_LIMITS, run.told
     try:
         for provider in run.providers:
-            cap = limits["caps"].get(provider)
-            if told is None or told["caps"].get(provider) != cap:
+            cap = limits.caps.get(provider)
+            if told is None or told.caps.get(provider) != cap:
                 await control.cap(provider, cap, f"{prefix}:cap:{provider}")
-        if told is None or told["budget_usd"] != limits["budget_usd"]:
-            await control.budget(limits["budget_usd"], f"{prefix}:budget")
+        if told is None or told.budget_usd != limits.budget_usd:
+            await control.budget(limits.budget_usd, f"{prefix}:budget")
     except CommandRefused as error:
         log.warning("the run does not take its limits", run=run.id, error=str(error))
     except ControlError:

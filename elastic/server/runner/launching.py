@@ -7,29 +7,30 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from elastic.compose.run_endings import ending_of, world
-from elastic.compose.runs import save_run_config
-from elastic.config import Config, validate
 from elastic.protocol.run_control import ExpectedPeer, RunControl
 from elastic.runtime.journal import CONFIG
 from elastic.server.history.journals import count_journals
 from elastic.server.runner.decisions import Ending
 from elastic.server.settings import ServerSettings
-from elastic.server.store.runs import HostedRunRow
+from elastic.server.store.runs import HostedRunRow, RunLimits, RunProcess
 from elastic.server.store.vault import Vault
 from elastic.server.vendors import environment_of
 from elastic.system import tenant_files
+from elastic.system.files import write_whole
 from elastic.system.processes import Adopted, Identity, identity, inherited, marked
 
 SERVED_VARIABLE = "ELASTIC_SERVED"
 """Environment variable with the hosted run and its proof, for its process only and not for that process's children."""
+Begin = Callable[
+    [ServerSettings, HostedRunRow, str | None, Mapping[str, str]], tuple["subprocess.Popen[bytes]", RunProcess]
+]
 LOG = Path("logs") / "process.log"
-NO_LIMITS: dict[str, Any] = {"caps": {}, "budget_usd": None}
+NO_LIMITS = RunLimits()
 
 
 @dataclass
@@ -54,10 +55,11 @@ class HeldProcess:
         return None if self.child is None else self.child.wait()
 
 
-def prepare(settings: ServerSettings, run: HostedRunRow, user: str | None) -> None:
-    """Create the run's directory, its configuration and its project's storage if missing; they are the user's.
+def prepare(settings: ServerSettings, run: HostedRunRow, user: str | None, passed_on: Sequence[str]) -> None:
+    """Create the run's directory and its project's storage if missing, and write the run's configuration with its
+    present limits and place; all are the user's.
 
-    Raises `OSError`.
+    The run's children get the variables that are `passed_on`. Raises `OSError`.
     """
     path, storage = settings.run_dir(run.id), settings.storage(run.project)
     for directory in (storage, path):
@@ -65,14 +67,16 @@ def prepare(settings: ServerSettings, run: HostedRunRow, user: str | None) -> No
         if user is not None:
             account = pwd.getpwnam(user)
             tenant_files.hand_over(directory, account.pw_uid, account.pw_gid)
-    if not tenant_files.is_file(path, CONFIG):
-        with tenant_files.as_owner(path):
-            save_run_config(path, validate(Config, json.loads(run.config), "the submission"))
+    config, limits = json.loads(run.config), run.limits or NO_LIMITS
+    own = {"caps": limits.caps, "budget_usd": limits.budget_usd, "pass_env": list(passed_on)}
+    config["run"] |= {**own, **settings.runs_place}
+    with tenant_files.as_owner(path):
+        write_whole(path / CONFIG, json.dumps(config, indent=2).encode())
 
 
 def begin(
     settings: ServerSettings, run: HostedRunRow, user: str | None, secrets: Mapping[str, str]
-) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
+) -> tuple["subprocess.Popen[bytes]", RunProcess]:
     """Start a process that continues the run; returns it and its record for the store. Raises `OSError`.
 
     The process, its workers and its reward functions get the project's `secrets` as variables; its credentials for
@@ -80,19 +84,10 @@ def begin(
     """
     path, storage = settings.run_dir(run.id).resolve(), settings.storage(run.project).resolve()
     journals = count_journals(path)
-    steps = json.loads(run.config).get("run", {}).get("steps")
-    limits = run.limits or NO_LIMITS
-    given = {"run.steps": steps, "run.budget_usd": limits["budget_usd"]}
-    given |= {f"run.{key}": json.dumps(value) for key, value in settings.runs_place.items()}
-    if limits["caps"]:
-        given["run.caps"] = "{" + ", ".join(f"{json.dumps(k)} = {n}" for k, n in limits["caps"].items()) + "}"
     variables, passed_on = environment_of(secrets, user)
-    if passed_on:
-        given["run.pass_env"] = json.dumps(passed_on)
+    prepare(settings, run, user, passed_on)
     command = [*(settings.command or (sys.executable, "-P", "-m", "elastic.cli", "run")), "--resume", str(path)]
     command += ["--providers", ",".join(run.providers)]
-    for key, value in given.items():
-        command += ["--set", f"{key}={value}"] if value is not None else []
     # The project's files are no place to import from.
     environment = {**inherited(), **settings.environment, **variables, "PYTHONSAFEPATH": "1"}
     environment[SERVED_VARIABLE] = proof_of(settings, run.id)
@@ -119,14 +114,7 @@ def begin(
         )
     found = identity(child.pid)
     assert found is not None, "a child that nobody has waited for is there, if only as a zombie"
-    return child, kept(found, journals)
-
-
-def kept(process: Identity, journals: int) -> dict[str, Any]:
-    """Return the store's record of a process. `journals` is the number of the run's journals before it."""
-    return {"identity": {key: getattr(process, key) for key in process.__struct_fields__}, "world": world()} | {
-        "journals": journals
-    }
+    return child, RunProcess(found, world(), journals)
 
 
 def proof_of(settings: ServerSettings, run: str) -> str:
@@ -163,9 +151,10 @@ def control_of(settings: ServerSettings, run: HostedRunRow, timeout_s: float) ->
 
 def ending(settings: ServerSettings, run: HostedRunRow, status: int | None) -> Ending:
     """Return how the run's last process ended: from the journal that it wrote, else from its exit status."""
-    process = run.process or {"world": world(), "journals": 0}
+    known = run.process
+    journals, its_world = (0, world()) if known is None else (known.journals, known.world)
     with tenant_files.as_owner(settings.run_dir(run.id)):
-        return ending_of(settings.run_dir(run.id), LOG, process["journals"], process["world"], status)
+        return ending_of(settings.run_dir(run.id), LOG, journals, its_world, status)
 
 
 def _lend(uploads: Path, gid: int) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import structlog
 
 from elastic.config import ConfigError
-from elastic.protocol.api import ALIVE, ENDED, RunFigures, RunPhase
+from elastic.protocol.api import ALIVE, ENDED, Condition, RunFigures, RunPhase
 from elastic.server.history.journals import cost_nano_usd, count_journals, figures_of
 from elastic.server.quotas.budgets import day_of
 from elastic.server.runner import conditions, decisions, launching
@@ -53,10 +53,17 @@ class RunnerBusy(Exception):
 
 
 class RunnerLoop:
-    """Starts, adopts and ends runs. Any thread may call `wake`."""
+    """Starts, adopts and ends runs. Any thread may call `wake`. `begin` starts a run's process."""
 
-    def __init__(self, store: Store, settings: ServerSettings, faults: LoopFaults | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: ServerSettings,
+        faults: LoopFaults | None = None,
+        begin: launching.Begin = launching.begin,
+    ) -> None:
         self._store = store
+        self._begin_process = begin
         self._settings = settings
         base_s, max_s = settings.restart_base_s, settings.restart_max_s
         self._isolated = IsolatedLoop("runner", faults or LoopFaults(), base_s, max_s, passes=(StoreUnavailable,))
@@ -205,15 +212,15 @@ class RunnerLoop:
         if run.identity == found:
             return
         # Its server died after it had begun it, and before it had said so.
-        journals = run.process["journals"] if run.process else 0
+        process = launching.RunProcess(found, launching.world(), run.process.journals if run.process else 0)
         with self._store.writing() as tx:
-            runs.observe(tx, run.id, process=launching.kept(found, journals), phase=_while_alive(run).value)
+            runs.observe(tx, run.id, process=process, phase=_while_alive(run))
 
     async def _start(self, run: HostedRunRow) -> None:
         """Start a process: record the intent in the store, start it, and record the process."""
         user, sealed = await asyncio.to_thread(self._announce, run)
         try:
-            child, kept = await asyncio.to_thread(self._begin, run, user, sealed)
+            child, process = await asyncio.to_thread(self._begin, run, user, sealed)
         except Exception as error:
             expected = isinstance(error, (OSError, ConfigError, KeyError, VaultError))
             full = isinstance(error, OSError) and error.errno in FULL
@@ -230,11 +237,11 @@ class RunnerLoop:
                 raise
             log.error("a run's process cannot be begun", run=run.id, error=str(error))
             return
-        held = HeldProcess(launching.Adopted(launching.Identity(**kept["identity"])), child)
+        held = HeldProcess(launching.Adopted(process.identity), child)
         self._held[run.id] = held
         asyncio.create_task(self._wake_at_end(held), name=f"watch {run.id}")  # noqa: RUF006 - ends with its process
         log.info("begun", run=run.id, pid=child.pid, attempt=run.attempt + 1)
-        await asyncio.to_thread(self._write, run.id, process=kept)
+        await asyncio.to_thread(self._write, run.id, process=process)
 
     async def _wake_at_end(self, held: HeldProcess) -> None:
         await held.watched.wait()
@@ -248,7 +255,7 @@ class RunnerLoop:
             runs.observe(
                 tx,
                 run.id,
-                phase=phase.value,
+                phase=phase,
                 process=None,
                 attempt=run.attempt + 1,
                 started_us=run.started_us or now_us(),
@@ -261,8 +268,7 @@ class RunnerLoop:
     def _begin(self, run: HostedRunRow, user: str | None, sealed: dict[str, bytes]):
         vault = Vault(self._settings.home)
         opened = {name: vault.opened(value) for name, value in sealed.items()}
-        launching.prepare(self._settings, run, user)
-        return launching.begin(self._settings, run, user, opened)
+        return self._begin_process(self._settings, run, user, opened)
 
     async def _wait(self, run: HostedRunRow) -> None:
         """Leave the run waiting. Its conditions say why."""
@@ -280,7 +286,7 @@ class RunnerLoop:
                 held.stop()
         if run.phase is not RunPhase.STOPPING:
             found = self._conditions(run, RunPhase.STOPPING, run.cause, run.figures)
-            await asyncio.to_thread(self._write, run.id, phase=RunPhase.STOPPING.value, conditions=found)
+            await asyncio.to_thread(self._write, run.id, phase=RunPhase.STOPPING, conditions=found)
 
     async def _observe(self, run: HostedRunRow) -> None:
         """Record the status of a living run, and send it new commands."""
@@ -288,8 +294,8 @@ class RunnerLoop:
         if now_s - self._observed_s.get(run.id, 0.0) < self._settings.observe_s:
             return
         self._observed_s[run.id] = now_s
-        former = run.process["journals"] if run.process else 0
-        figures = await asyncio.to_thread(figures_of, self._settings.run_dir(run.id), former)
+        journals = run.process.journals if run.process else 0
+        figures = await asyncio.to_thread(figures_of, self._settings.run_dir(run.id), journals)
         if run.told != run.limits and await told_its_limits(self._settings, run):
             run = replace(run, told=run.limits)
             await asyncio.to_thread(self._write, run.id, told=run.told)
@@ -298,15 +304,13 @@ class RunnerLoop:
         phase = _while_alive(run) if figures is None else RunPhase.RUNNING
         if run.phase is RunPhase.STOPPING and (run.wanted != runs.RUN or self._held[run.id].stopped):
             phase = run.phase
-        now, furthest = figures or run.figures, run.furthest_step
+        now, former = figures or run.figures, run
         run = decisions.since_progress(run, figures)
         found = self._conditions(run, phase, run.cause, now)
         warned = conditions.budget_nearly_used(run.budget_usd, now)
-        seen = {"phase": phase.value, "figures": now.model_dump(), "conditions": found, "warned": warned}
-        known = {"figures": run.figures.model_dump(), "conditions": run.conditions, "warned": run.warned}
-        if run.furthest_step > furthest:
-            seen |= {"furthest_step": run.furthest_step, "restarts": run.restarts}
-        if seen != {"phase": run.phase.value, **known}:
+        seen = {"phase": phase, "figures": now, "conditions": found, "warned": warned}
+        seen |= {"furthest_step": run.furthest_step, "restarts": run.restarts}
+        if any(value != getattr(former, key) for key, value in seen.items()):
             await asyncio.to_thread(self._write, run.id, **seen)
 
     def _become(self, run: HostedRunRow, decision: Decision) -> None:
@@ -322,12 +326,12 @@ class RunnerLoop:
             runs.observe(
                 tx,
                 run.id,
-                phase=phase.value,
+                phase=phase,
                 cause=decision.cause,
                 restarts=counted,
                 furthest_step=run.furthest_step,
                 not_before_us=decision.not_before_us,
-                figures=figures.model_dump(),
+                figures=figures,
                 conditions=self._conditions(run, phase, decision.cause, figures),
                 ended_us=now_us() if phase in ENDED else None,
                 cost_nano_usd=cost,
@@ -367,11 +371,9 @@ class RunnerLoop:
         with self._store.writing() as tx:
             runs.observe(tx, id_, **seen)
 
-    def _conditions(
-        self, run: HostedRunRow, phase: RunPhase, cause: str, figures: RunFigures
-    ) -> list[dict[str, object]]:
+    def _conditions(self, run: HostedRunRow, phase: RunPhase, cause: str, figures: RunFigures) -> list[Condition]:
         found = conditions.findings(run, phase, cause, figures)
-        return [one.model_dump() for one in conditions.updated(run.conditions, found, now_us(), run.generation)]
+        return conditions.updated(run.conditions, found, now_us(), run.generation)
 
 
 def _while_alive(run: HostedRunRow) -> RunPhase:

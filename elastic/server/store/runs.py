@@ -4,17 +4,20 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
+from pydantic import BaseModel
 from sqlalchemy.exc import SQLAlchemyError
 
+from elastic.config import Config
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.protocol.api import ENDED, Condition, HostedRun, HostedRunDetail, RunFigures, RunPhase
 from elastic.server import ids
 from elastic.server.clock import rfc3339
-from elastic.server.quotas.needs import RunNeeds, needs_of_config
+from elastic.server.quotas.needs import RunNeeds
 from elastic.server.store import webhooks
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import idempotency, runs
@@ -24,6 +27,36 @@ RUN, STOP, DELETE = "run", "stop", "delete"
 """The requests for a run."""
 Attempting = Callable[[str], AbstractContextManager[object]]
 """Gives the context in which an item of many is read; the default one lets its exception end all."""
+
+
+class RunShare(msgspec.Struct, frozen=True):
+    """A run's share of one provider that is shared, and since when it is as large."""
+
+    gpus: int
+    since_us: int
+
+
+class RunLimits(msgspec.Struct, frozen=True):
+    """The most GPUs that a run may hold by provider, and the most that it may cost."""
+
+    caps: dict[str, int] = {}
+    budget_usd: float | None = None
+
+
+class QuotaWait(msgspec.Struct, frozen=True):
+    """Why a run does not begin yet: `reason` for programs, `message` for people."""
+
+    reason: str
+    message: str
+
+
+class RunProcess(msgspec.Struct, frozen=True):
+    """A run's process, the machine or container in which it was begun, and the number of the run's journals before
+    it."""
+
+    identity: Identity
+    world: str
+    journals: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +71,7 @@ class HostedRunRow:
     labels: dict[str, str]
     wanted: str
     force: bool
-    budget_usd: float | None
+    budget_usd: float | None = None
     caps: dict[str, int]
     max_restarts: int
     generation: int
@@ -48,33 +81,27 @@ class HostedRunRow:
     observed_generation: int
     phase: RunPhase
     cause: str
-    conditions: list[dict[str, Any]]
+    conditions: list[Condition]
     figures: RunFigures
-    process: dict[str, Any] | None
+    process: RunProcess | None = None
     attempt: int
     restarts: int
     furthest_step: int
     not_before_us: int
-    started_us: int | None
-    ended_us: int | None
-    needs: dict[str, Any] | None = None
-    shares: dict[str, Any] | None = None
-    limits: dict[str, Any] | None = None
-    told: dict[str, Any] | None = None
+    started_us: int | None = None
+    ended_us: int | None = None
+    needs: RunNeeds = field(default_factory=RunNeeds)
+    shares: dict[str, RunShare] | None = None
+    limits: RunLimits | None = None
+    told: RunLimits | None = None
     limits_number: int = 0
     allotted_nano_usd: int | None = None
     cost_nano_usd: int = 0
     day: int = 0
     day_base_nano_usd: int = 0
     warned: bool = False
-    waits: dict[str, str] | None = None
+    waits: QuotaWait | None = None
     retired: dict[str, str] | None = None
-
-    @property
-    def needed(self) -> RunNeeds:
-        if self.needs is None:
-            return needs_of_config(self.config, self.providers)
-        return msgspec.convert(self.needs, RunNeeds)
 
     @property
     def seen_nano_usd(self) -> int:
@@ -92,16 +119,16 @@ class HostedRunRow:
     @property
     def identity(self) -> Identity | None:
         """The identity of the run's process, if one was seen."""
-        return None if self.process is None else Identity(**self.process["identity"])
+        return None if self.process is None else self.process.identity
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewRun:
-    """A checked submission."""
+    """A checked submission. What its budget and caps are in `config`, and where it listens, is left out there."""
 
     project: str
     name: str
-    config: dict[str, Any]
+    config: Config
     providers: list[str]
     labels: dict[str, str] = field(default_factory=dict[str, str])
     budget_usd: float | None = None
@@ -112,8 +139,12 @@ class NewRun:
 
 def as_record(row: sa.RowMapping) -> HostedRunRow:
     """Return a run from all columns of its row."""
-    typed = {"phase": RunPhase(row["phase"]), "figures": RunFigures.model_validate(row["figures"])}
-    return HostedRunRow(**{**row, **typed})
+    columns = {str(name): value for name, value in row.items() if value is not None}
+    return msgspec.convert(columns, HostedRunRow, dec_hook=lambda kind, value: kind.model_validate(value))
+
+
+def _columns(typed: Mapping[str, Any]) -> dict[str, Any]:
+    return msgspec.to_builtins(typed, enc_hook=BaseModel.model_dump)
 
 
 def insert(tx: sa.Connection, new: NewRun, created_by: str, conditions: list[Condition]) -> HostedRunRow:
@@ -121,7 +152,7 @@ def insert(tx: sa.Connection, new: NewRun, created_by: str, conditions: list[Con
         "id": ids.new_id(ids.RUN),
         "project": new.project,
         "name": new.name,
-        "config": json.dumps(new.config),
+        "config": new.config.model_dump_json(),
         "providers": new.providers,
         "labels": new.labels,
         "wanted": RUN,
@@ -130,12 +161,12 @@ def insert(tx: sa.Connection, new: NewRun, created_by: str, conditions: list[Con
         "max_restarts": new.max_restarts,
         "created_by": created_by,
         "created_us": now_us(),
-        "phase": RunPhase.PENDING.value,
-        "conditions": [one.model_dump() for one in conditions],
-        "figures": {"steps": new.config.get("run", {}).get("steps", 0)},
-        "needs": msgspec.to_builtins(new.needs),
+        "phase": RunPhase.PENDING,
+        "conditions": conditions,
+        "figures": RunFigures(steps=new.config.run.steps),
+        "needs": new.needs,
     }
-    tx.execute(sa.insert(runs).values(**row))
+    tx.execute(sa.insert(runs).values(**_columns(row)))
     made = find(tx, row["id"])
     assert made is not None
     return made
@@ -185,8 +216,9 @@ def managed(
 
 def want(tx: sa.Connection, id_: str, **changes: Any) -> None:
     """Change the request for a run. The runner carries it out."""
+    changed = _columns(changes)
     tx.execute(
-        sa.update(runs).where(runs.c.id == id_).values(**changes, managed=True, generation=runs.c.generation + 1)
+        sa.update(runs).where(runs.c.id == id_).values(**changed, managed=True, generation=runs.c.generation + 1)
     )
 
 
@@ -203,7 +235,7 @@ def observe(tx: sa.Connection, id_: str, **seen: Any) -> None:
         if former is not None and not former.warned:
             told = {"run": id_, "name": former.name, "budget_usd": former.budget_usd}
             webhooks.announce(tx, former.project, "run.budget_warning", told)
-    tx.execute(sa.update(runs).where(runs.c.id == id_).values(**seen))
+    tx.execute(sa.update(runs).where(runs.c.id == id_).values(**_columns(seen)))
 
 
 def settle(tx: sa.Connection, id_: str, generation: int) -> None:
@@ -230,18 +262,18 @@ LISTED = [runs.c[name] for name in (*_SHOWN, *_SHOWN_TIMES.values())]
 
 
 def as_run(record: HostedRunRow) -> HostedRun:
-    return HostedRun(**_shown(vars(record)))
+    return HostedRun(**_shown(partial(getattr, record)))
 
 
 def as_run_detail(record: HostedRunRow) -> HostedRunDetail:
-    return HostedRunDetail(**_shown(vars(record)), config=json.loads(record.config))
+    return HostedRunDetail(**_shown(partial(getattr, record)), config=json.loads(record.config))
 
 
 def as_listed_run(row: sa.RowMapping) -> HostedRun:
     """Return a run from the columns in `LISTED`."""
-    return HostedRun(**_shown(row))
+    return HostedRun(**_shown(row.__getitem__))
 
 
-def _shown(row: Mapping[Any, Any]) -> dict[str, Any]:
-    times = {name: rfc3339(row[column]) for name, column in _SHOWN_TIMES.items()}
-    return {name: row[name] for name in _SHOWN} | times
+def _shown(column: Callable[[str], Any]) -> dict[str, Any]:
+    times = {name: rfc3339(column(of)) for name, of in _SHOWN_TIMES.items()}
+    return {name: column(name) for name in _SHOWN} | times

@@ -7,8 +7,9 @@ from typing import Annotated
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from elastic.config import ConfigError, read_sections, validate
-from elastic.core.cluster import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.compose.pool_config import PoolNodesConfig, job_request
+from elastic.config import ConfigError, JobNeeds, JobPlanConfig, read_sections, validate
+from elastic.core.cluster import ClusterError, PoolSpec, WaitLimits
 from elastic.report.jobs import NodeSlice, PoolReport
 from elastic.report.pool import history_of, pool_report
 from elastic.simulation.jobs.phases import Arrival, JobsWorld, S
@@ -17,11 +18,8 @@ from policies.clusters import CLUSTER_POLICIES
 from traces import TraceError, find
 from traces.jobs import read_jobs
 
-GB = 1_000_000_000
 OPTIMA = ("optimum", "optimum_unsaturated")
 
-Seconds = Annotated[float, Field(ge=0)]
-SomeSeconds = Annotated[float, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 
 
@@ -29,20 +27,12 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class PoolNodes(_Part):
-    """`usd_per_gpu_hour` defaults in neither kind: a bill is made of it."""
+class PoolNodes(PoolNodesConfig):
+    """Nodes of one kind, by default as large as a real one is."""
 
     nodes: AtLeastOne
     gpus: AtLeastOne = 8
     memory_gb: Annotated[float, Field(ge=0)] = 1000.0
-    usd_per_gpu_hour: Annotated[float, Field(ge=0)]
-
-    def kind(self) -> NodeKind:
-        return NodeKind(
-            gpus=self.gpus,
-            memory_bytes=round(self.memory_gb * GB),
-            nano_usd_per_hour=round(self.gpus * self.usd_per_gpu_hour * 1e9),
-        )
 
 
 class WorkloadPool(_Part):
@@ -50,24 +40,16 @@ class WorkloadPool(_Part):
     train: PoolNodes
 
 
-class WorkloadJob(_Part):
-    """One job; times in seconds, planned at its token limit. Its phases last `shortest` to 1 of that."""
+class WorkloadJob(JobNeeds, JobPlanConfig):
+    """One job; its phases are planned at its token limit, and last `shortest` to 1 of that."""
 
     name: str
     at_s: float = 0.0
     slo: float
     steps: AtLeastOne
-    rollout_s: SomeSeconds
-    train_s: SomeSeconds
-    sync_s: Seconds = 0.0
-    rollout_switch_s: Seconds = 0.0
-    train_switch_s: Seconds = 0.0
-    rollout_nodes: AtLeastOne = 1
-    train_nodes: AtLeastOne = 1
-    rollout_gb: Annotated[float, Field(ge=0)] = 0.0
-    train_gb: Annotated[float, Field(ge=0)] = 0.0
-    train_efficiency: Annotated[float, Field(ge=0, le=1)] = 1.0
-    restart_s: Seconds = float(RESTART_S)
+    rollout_memory_gb: Annotated[float, Field(ge=0)] = 0.0
+    train_memory_gb: Annotated[float, Field(ge=0)] = 0.0
+    restart_s: Annotated[float, Field(ge=0)] = float(RESTART_S)
     shortest: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
@@ -115,8 +97,15 @@ def arrivals_of(workload: Workload, where: str) -> list[Arrival]:
                     f"job {job.name}: at_s: found {job.at_s:g}; allowed: at least {earliest_s:g}, in order"
                 )
             earliest_s = job.at_s
-        return [_arrival(job) for job in workload.jobs]
-    except (ClusterError, TraceError) as error:
+        return [
+            Arrival(
+                at_ns=round(job.at_s * S),
+                request=job_request(job.name, job, job.steps, job),
+                shortest=job.shortest,
+            )
+            for job in workload.jobs
+        ]
+    except (ClusterError, ConfigError, TraceError) as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
@@ -130,29 +119,6 @@ def _traced(trace: WorkloadTrace, seed: int) -> list[Arrival]:
         msgspec.structs.replace(arrival, shortest=trace.shortest)
         for arrival in from_trace(jobs, trace.profile, trace.slo, seed)
     ]
-
-
-def _arrival(job: WorkloadJob) -> Arrival:
-    plan = PhasePlan(
-        rollout_ns=round(job.rollout_s * S),
-        train_ns=round(job.train_s * S),
-        sync_ns=round(job.sync_s * S),
-        rollout_switch_ns=round(job.rollout_switch_s * S),
-        train_switch_ns=round(job.train_switch_s * S),
-    )
-    request = JobRequest(
-        id=job.name,
-        slo=job.slo,
-        plan=plan,
-        steps=job.steps,
-        rollout_nodes=job.rollout_nodes,
-        train_nodes=job.train_nodes,
-        rollout_bytes=round(job.rollout_gb * GB),
-        train_bytes=round(job.train_gb * GB),
-        train_efficiency=job.train_efficiency,
-        restart_ns=round(job.restart_s * S),
-    )
-    return Arrival(at_ns=round(job.at_s * S), request=request, shortest=job.shortest)
 
 
 def spec_of(workload: Workload, where: str) -> PoolSpec:

@@ -12,7 +12,14 @@ from elastic.server import ids
 from elastic.server.api.auth import Caller, CallerDep, RequesterDep, requires
 from elastic.server.api.state import ServerState, state_of
 from elastic.server.permissions import Action
-from elastic.server.problems import MEDIA_TYPE, TYPES, ApiProblem, not_found
+from elastic.server.problems import (
+    MEDIA_TYPE,
+    TYPES,
+    ApiProblem,
+    configuration_errors,
+    invalid_configuration,
+    not_found,
+)
 from elastic.server.store import people, runs, uploads
 from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor, page
 from elastic.server.store.runs import HostedRunRow
@@ -137,9 +144,9 @@ def project_of(connection: sa.Connection, caller: Caller, wanted: str | None) ->
 def refuse_profiles(connection: sa.Connection, project: str, config: Mapping[str, Any]) -> None:
     """Raise `ApiProblem` where a run of the server's own user would have its credentials from that user's files."""
     found = people.project(connection, project)
-    errors = list(profiles_in(config)) if found is None or found["unix_user"] is None else []
-    if errors:
-        raise ApiProblem("invalid-configuration", "; ".join(f"{one.pointer}: {one.detail}" for one in errors), errors)
+    problems = list(profiles_in(config)) if found is None or found["unix_user"] is None else []
+    if problems:
+        raise invalid_configuration(configuration_errors(problems))
 
 
 def refuse_gone(tx: sa.Connection, project: str, config: str) -> None:

@@ -11,9 +11,10 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from elastic.compose.pool_config import job_request
 from elastic.compose.runs import discard_run, save_run_config
-from elastic.config import Config, ConfigError, validate
+from elastic.config import Config, ConfigError
 from elastic.core.cluster import JobRequest
 from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
+from elastic.pool.ports import JobEntry
 from elastic.protocol.api import HostedJob, HostedPool, JobPlacement, JobSubmission, Listed, Submission
 from elastic.protocol.run_control import new_command_id
 from elastic.server import ids
@@ -26,7 +27,7 @@ from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult
 from elastic.server.intake.checking import checked
 from elastic.server.permissions import Action
 from elastic.server.pools import as_job, as_pool, asked, control_of, project_of_job, settle_jobs
-from elastic.server.problems import ApiProblem, not_found
+from elastic.server.problems import ApiProblem, configuration_errors, invalid_configuration, not_found
 from elastic.server.quotas.needs import RunNeeds
 from elastic.server.settings import ServerSettings
 from elastic.server.store import jobs, people, quotas
@@ -128,8 +129,8 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     (path / "logs").mkdir(mode=0o700, exist_ok=True)
     save_run_config(path, config)
     try:
-        submission = SubmitJob(id=command, request=request, directory=str(path), providers=tuple(body.providers))
-        asked(control.submit(submission))
+        entry = JobEntry(job=job, directory=str(path), providers=tuple(body.providers))
+        asked(control.submit(SubmitJob(id=command, request=request, entry=entry)))
     except ApiProblem as problem:
         if problem.kind != "pool-away":
             discard_run(path)
@@ -204,9 +205,9 @@ def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
 def _request(job: str, config: Config) -> JobRequest:
     """Raises `ApiProblem`."""
     try:
-        return job_request(job, config.job, config.run.steps)
+        return job_request(job, config.job, config.run.steps, config.job.plan)
     except ConfigError as error:
-        raise ApiProblem("invalid-configuration", str(error)) from error
+        raise invalid_configuration(configuration_errors(error.problems)) from error
 
 
 def _settle_for_quota(state: ServerState, project: str) -> None:
@@ -243,19 +244,14 @@ def _checked(state: ServerState, body: JobSubmission, caller: Caller) -> tuple[s
             "untrusted-neighbours",
             f"runs of this project are processes of {row['unix_user']!r}, a pool's are the server's own",
         )
-    raw: dict[str, Any] = json.loads(json.dumps(body.config))
-    if body.slo is not None:
-        section = raw.setdefault("job", {})
-        if isinstance(section, dict):
-            section["slo"] = body.slo
+    raw, section = dict(body.config), body.config.get("job", {})
+    if body.slo is not None and isinstance(section, dict):
+        raw["job"] = {**section, "slo": body.slo}
     run = Submission(config=raw, providers=body.providers, project=body.project)
     new = checked(state.settings, run, project).new
     own = {"budget_usd": new.budget_usd, "caps": new.caps}  # A hosted run's are the runner's, a job's its own.
-    try:
-        config = {**new.config, "run": {**new.config["run"], **own}}
-        return project, validate(Config, config, "config"), new.needs
-    except ConfigError as error:
-        raise ApiProblem("invalid-configuration", str(error)) from error
+    config = new.config
+    return project, config.model_copy(update={"run": config.run.model_copy(update=own)}), new.needs
 
 
 def _pool(settings: ServerSettings, name: str, caller: Caller) -> HostedPool:

@@ -99,7 +99,7 @@ def as_quota(connection: sa.Connection, row: quotas.QuotaRow) -> ProjectQuota:
 
 def gpus_of(run: runs.HostedRunRow) -> dict[str, int]:
     """Return the GPUs that a run held when it was last seen, by kind of provider."""
-    needs = run.needed
+    needs = run.needs
     held = {TRAINER: needs.trainer_gpus}
     for name, one in needs.providers.items():
         if name in run.figures.providers:

@@ -178,12 +178,12 @@ def resume(run: RunId, write: WriteDep, body: ResumeRequest | None = None) -> Re
         if gone := [part for part in UNRESUMABLE if part in (found.retired or {})]:
             raise ApiProblem("run-retired", f"{run} has no {' and '.join(gone)} any more", run=run)
         refuse_gone(tx, found.project, found.config)
-        config = json.loads(found.config)
         steps = found.figures.steps
         if found.phase is RunPhase.FINISHED and (asked.steps is None or asked.steps <= steps):
             raise ApiProblem("run-finished", f"{run} finished its {steps} steps; `steps` asks for more", run=run)
+        config = json.loads(found.config)
         if asked.steps is not None:
-            config.setdefault("run", {})["steps"] = asked.steps
+            config["run"]["steps"] = asked.steps
         pending = conditions.findings(found, RunPhase.PENDING, "", found.figures)
         runs.want(
             tx,
@@ -193,15 +193,12 @@ def resume(run: RunId, write: WriteDep, body: ResumeRequest | None = None) -> Re
             config=json.dumps(config),
             budget_usd=found.budget_usd if asked.budget_usd is None else asked.budget_usd,
             limits=None,
-            phase=RunPhase.PENDING.value,
+            phase=RunPhase.PENDING,
             cause="",
             restarts=0,
             not_before_us=0,
             ended_us=None,
-            conditions=[
-                one.model_dump()
-                for one in conditions.updated(found.conditions, pending, now_us(), found.generation + 1)
-            ],
+            conditions=conditions.updated(found.conditions, pending, now_us(), found.generation + 1),
         )
         return _changed(tx, write.caller, run)
 

@@ -232,8 +232,9 @@ class PooledWorld:
     # Commands.
 
     def _submit(self, job: JobWorld) -> None:
-        request = job_request(job.name, job.config.job, job.plan.steps)
-        self._command(SubmitJob(id=f"submit-{job.name}", request=request, directory=str(job.run.path)))
+        request = job_request(job.name, job.config.job, job.plan.steps, job.config.job.plan)
+        entry = JobEntry(job=job.name, directory=str(job.run.path))
+        self._command(SubmitJob(id=f"submit-{job.name}", request=request, entry=entry))
 
     def _command(self, request: SubmitJob | StopPool) -> None:
         """Send a command until it is acknowledged, also to later processes of the pool."""
