@@ -72,6 +72,9 @@ class Surroundings:
     def now_ns(self) -> Nanoseconds:
         return self.clock_ns
 
+    def slept_ns(self) -> Nanoseconds:
+        return 0
+
     def append(
         self,
         record: bytes,

@@ -19,7 +19,7 @@ from elastic.pool.keeper import RESIDENTS
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry
 from elastic.pool.shell import PoolShell
 from elastic.protocol.run_control import ControlError, RunControl
-from elastic.system.boot_clock import CLOCK_LOOK_S
+from elastic.system.boot_clock import CLOCK_LOOK_S, Suspensions
 from elastic.system.isolation import IsolatedLoop, ItemAttempt
 from elastic.system.processes import RecordedProcesses, end_left_over
 
@@ -80,6 +80,7 @@ class LivePorts:
         self._pool, self._journal, self._gateway, self._programs = pool, journal, gateway, programs
         self._now_ns = now_ns
         self._isolated = isolated
+        self._suspensions = Suspensions()
         self._shell: PoolShell | None = None
         self._stirred = asyncio.Event()
         self._failed: BaseException | None = None
@@ -99,6 +100,9 @@ class LivePorts:
 
     def now_ns(self) -> Nanoseconds:
         return self._now_ns()
+
+    def slept_ns(self) -> Nanoseconds:
+        return self._suspensions.news_ns()
 
     def append(
         self,

@@ -88,6 +88,10 @@ class PoolPorts(Protocol):
         """Returns the time since the pool began. Never decreases."""
         ...
 
+    def slept_ns(self) -> Nanoseconds:
+        """Returns for how long the machine was suspended since this was last asked."""
+        ...
+
     def append(
         self,
         record: bytes,

@@ -178,6 +178,7 @@ class PoolShell:
         return min(times, default=None)
 
     def pass_time(self) -> None:
+        self._sleep_through()
         now_ns = self._pool.ports.now_ns()
         for what, key in self._pool.timers.pop_due(now_ns):
             with self._pool.ports.attempting(f"{what} {key}") as attempt:
@@ -327,6 +328,12 @@ class PoolShell:
         self._profiles.not_profiled(job, cause)
         self._drain()
 
+    def _sleep_through(self) -> None:
+        """Put off what is waited for by the time in which nobody could be heard. The market's times are its own."""
+        if slept_ns := self._pool.ports.slept_ns():
+            self._pool.timers.put_off(slept_ns, ("market",))
+            self._pool.news.appendleft((e.Suspended(for_ns=slept_ns), None, None))
+
     def _drain(self) -> None:
         """Give all pending events to the cluster, and bring the world to the new state.
 
@@ -336,6 +343,7 @@ class PoolShell:
             return
         self._at_work = True
         try:
+            self._sleep_through()
             while True:
                 while self._pool.news:
                     event, entry, command = self._pool.news.popleft()

@@ -20,14 +20,11 @@ from elastic.runtime.gateway import Door
 from elastic.runtime.ports import Feed, WorkerOrder
 from elastic.runtime.rollout import OpenTurn
 from elastic.runtime.tasks import Spawn
-from elastic.system.boot_clock import ClockTimer, boottime_ns, suspended_ns
+from elastic.system.boot_clock import ClockTimer, Suspensions, boottime_ns, suspended_ns
 from elastic.weights.rights import RelayRights
 from providers.base import KnownLease, LeaseRequest, Provider, WorkerTicket
 
 log = structlog.get_logger(__name__)
-
-LEAST_SLEPT_NS = 10_000_000
-"""A shorter suspension is not told from the time between the looks at two clocks."""
 
 
 class LoopClock:
@@ -39,19 +36,12 @@ class LoopClock:
         suspended_ns: Callable[[], int] = suspended_ns,
         begun_ns: Nanoseconds = 0,
     ) -> None:
-        self._clock_ns, self._suspended_ns = clock_ns, suspended_ns
+        self._clock_ns = clock_ns
         self._start_ns = clock_ns() - begun_ns
-        self._suspended_before_ns = suspended_ns()
-        self._slept_ns: Nanoseconds = 0
+        self.slept_ns = Suspensions(suspended_ns).slept_ns
 
     def now_ns(self) -> Nanoseconds:
         return self._clock_ns() - self._start_ns
-
-    def slept_ns(self) -> Nanoseconds:
-        slept_ns = self._suspended_ns() - self._suspended_before_ns
-        if slept_ns - self._slept_ns > LEAST_SLEPT_NS:
-            self._slept_ns = slept_ns
-        return self._slept_ns
 
     def at(self, when_ns: Nanoseconds, action: Callable[[], None]) -> None:
         ClockTimer(self.now_ns, when_ns, action)

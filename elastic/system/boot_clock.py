@@ -25,6 +25,29 @@ def suspended_ns() -> int:
     return boottime_ns() - time.monotonic_ns()
 
 
+class Suspensions:
+    """For how long the machine was suspended since this was made."""
+
+    LEAST_NS = 10_000_000
+    """A shorter suspension is not told from the time between the looks at two clocks."""
+
+    def __init__(self, suspended_ns: Callable[[], int] = suspended_ns) -> None:
+        self._suspended_ns, self._before_ns = suspended_ns, suspended_ns()
+        self._slept_ns = self._told_ns = 0
+
+    def slept_ns(self) -> int:
+        """Return all of it."""
+        slept_ns = self._suspended_ns() - self._before_ns
+        if slept_ns - self._slept_ns > self.LEAST_NS:
+            self._slept_ns = slept_ns
+        return self._slept_ns
+
+    def news_ns(self) -> int:
+        """Return how much has come since this was last asked."""
+        before_ns, self._told_ns = self._told_ns, self.slept_ns()
+        return self._told_ns - before_ns
+
+
 @functools.cache
 def boot_id() -> str:
     """Return the id of the machine's present boot."""

@@ -66,6 +66,18 @@ def test_who_overruns_gives_way_and_goes_on_in_the_next_turn() -> None:
     assert who(pool.ask("b", TRAIN, 200)) == [("b", "train")]
 
 
+def test_while_the_machine_was_suspended_nobody_was_late() -> None:
+    pool = Driver()
+    pool.run(job("a"), job("b"))
+    (granted,) = pool.ask("a", ROLLOUT, 0)
+    pool.ask("b", ROLLOUT, 0)
+    assert pool.tick(109) == []
+    assert pool.tell(e.Suspended(for_ns=3600 * S), 109 + 3600) == []
+    assert pool.tick(109 + 3600) == []
+    assert [type(command) for command in pool.tick(110 + 3600)] == [c.RecallPermit]
+    assert pool.cluster.state.permits[granted.permit].deadline_ns == granted.deadline_ns + 3600 * S
+
+
 def test_who_does_not_give_way_is_killed_at_the_deadline() -> None:
     pool = Driver()
     pool.run(job("a"), job("b"))

@@ -16,6 +16,12 @@ class TimePassed(_ClusterEvent, frozen=True):
     """Time has reached the cluster's wake-up; nothing else happened."""
 
 
+class Suspended(_ClusterEvent, frozen=True):
+    """The pool's machine was suspended for so long, and nobody could be heard."""
+
+    for_ns: Nanoseconds
+
+
 class NodeJoined(_ClusterEvent, frozen=True):
     node: NodeId
     phase: PhaseKind
@@ -158,6 +164,7 @@ class ResidencyMeasured(_ClusterEvent, frozen=True):
 
 ClusterEvent: TypeAlias = (
     TimePassed
+    | Suspended
     | NodeJoined
     | NodeLost
     | JobSubmitted

@@ -337,6 +337,9 @@ class PoolWorld:
     def now_ns(self) -> Nanoseconds:
         return self.loop.now_ns
 
+    def slept_ns(self) -> Nanoseconds:
+        return 0
+
     def append(
         self,
         record: bytes,
