@@ -42,7 +42,8 @@ class Pipe(WorldTransport):
             return
         self.on_way_bytes += len(data)
         self.free_ns = max(self.free_ns + 1000, self.loop.clock.now_ns + round(PIPE_S * NS_PER_S))
-        peer.loop.at_world(self.free_ns, peer._arrive, bytes(data))
+        peer.on_way.append(bytes(data))
+        peer.loop.at_world(self.free_ns, peer._arrive)
 
 
 class PairedSocket:
