@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import msgspec
 import structlog
 
-from elastic.system.processes import RecordedProcesses, inherited
+from elastic.system.processes import inherited
+from elastic.system.supervision import RecordedProcesses
 from functions.base import (
     BadResult,
     Call,

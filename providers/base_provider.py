@@ -14,7 +14,7 @@ from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefu
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from elastic.system.boot_clock import ClockTimer, sleep_until
 from elastic.system.files import write_whole
-from elastic.system.processes import records
+from elastic.system.supervision import records
 from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderEvent, ProviderSettings
 from providers.markets import CapacityUnavailable, LeaseEnding, Market, SettingsT, TakenBack
 

@@ -20,6 +20,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, Offer
+from elastic.system.outages import backoff
 from providers.base import ProviderSettings
 from providers.markets import CapacityUnavailable, Market, TakenBack
 
@@ -191,7 +192,7 @@ class Ec2Market(Market[Ec2Settings]):
             if before is not None and before.until_ns > self.at_ns and before.code == code:
                 continue  # Told of the same moment by another request.
             times = before.times + 1 if before else 1
-            pause_s = min(self.settings.retry_max_s, self.settings.retry_s * 2 ** (times - 1))
+            pause_s = backoff(times - 1, self.settings.retry_s, self.settings.retry_max_s)
             self.failures[one] = Failure(code, message, times, self.at_ns + round(pause_s * NS_PER_S))
 
     def launched(self, pool: SpotPool) -> None:

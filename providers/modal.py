@@ -32,7 +32,7 @@ from elastic.system import compiled
 from elastic.system import modal as modal_platform
 from elastic.system.modal import ModalUnusable, told
 from elastic.system.outages import Outage
-from elastic.system.processes import RecordedProcesses, records, signal_name
+from elastic.system.supervision import RecordedProcesses, how_ended, records
 from providers.base import (
     CapacityNow,
     Emit,
@@ -337,7 +337,7 @@ class ModalProvider(BaseProvider[Any]):
                 continue
             if end.status == 0:
                 return LeaseEnding(EndCause.RELEASED, "the worker ended")
-            how = f"was killed by {signal_name(-end.status)}" if end.status < 0 else f"exited with status {end.status}"
+            how = how_ended(end.status)
             return LeaseEnding(
                 EndCause.LOST,
                 f"the worker of call {rollout.id} {how}; `modal app logs {self.settings.app}` has its log",

@@ -2,11 +2,10 @@
 
 Each runs in a session and process group of its own, with its output in `logs/`. They outlive the process that started
 them: the run's next one finds them by their record in `leases/`, and what they started by its mark, as
-`elastic.system.processes` has it, and takes them over or ends them.
+`elastic.system.supervision` has it, and takes them over or ends them.
 """
 
 import asyncio
-import contextlib
 import shutil
 import signal
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,15 +16,8 @@ import traces
 from elastic.core.types import NS_PER_S, EndCause, LeaseId
 from elastic.system.compiled import place_below
 from elastic.system.last_words import last_words
-from elastic.system.processes import (
-    Adopted,
-    RecordedProcesses,
-    end_left_over,
-    inherited,
-    records,
-    signal_name,
-    told_secrets,
-)
+from elastic.system.processes import inherited, told_secrets
+from elastic.system.supervision import RecordedProcesses, end_left_over, how_ended, records
 from providers.base import (
     Emit,
     KnownLease,
@@ -49,23 +41,16 @@ class Exit(NamedTuple):
     status: int | None
     log: Path
 
-    @property
-    def how(self) -> str:
-        if self.status is None:
-            return "ended; how is not known, as an earlier process had started it"
-        if self.status < 0:
-            return f"was killed by {signal_name(-self.status)}"
-        return f"exited with status {self.status}"
-
     def __str__(self) -> str:
-        return f"{self.name} {self.how}" if self.status == 0 else f"{self.name} {self.how}; its output is in {self.log}"
+        how = f"{self.name} {how_ended(self.status)}"
+        return how if self.status == 0 else f"{how}; its output is in {self.log}"
 
     def fault(self, secrets: Iterable[str]) -> str:
         """How it failed, with the last words of its log; empty where it did not, or where others have ended it."""
         status = self.status or 0
         if not (status > 0 or -status in _CRASHES) or status - SHELL_SIGNALS in _OTHERS:
             return ""
-        return ": ".join(part for part in (f"its process {self.how}", last_words(self.log, secrets)) if part)
+        return ": ".join(part for part in (f"its process {how_ended(status)}", last_words(self.log, secrets)) if part)
 
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
@@ -73,12 +58,6 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal
 _OTHERS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 SHELL_SIGNALS = 128
 """What is added to a signal's number in the exit status of a process that ends for it in good order."""
-
-
-class _Member(NamedTuple):
-    name: str
-    process: asyncio.subprocess.Process | Adopted
-    log: Path
 
 
 class ProcessGroup:
@@ -90,75 +69,42 @@ class ProcessGroup:
     def __init__(self, context: ProviderContext, recorded: RecordedProcesses) -> None:
         self._context = context
         self._recorded = recorded
-        self._members = [_Member(name, Adopted(one), self._log(name)) for name, one in recorded.processes.items()]
+        self._members = recorded.adopted()
 
-    async def start(
+    def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
     ) -> None:
         """Start one more process. `environment` is added to what it inherits.
 
-        Raises `OSError`, having started nothing. When cancelled, the process may have started and is ours to kill.
+        Raises `OSError`, having left nothing running.
         """
-        starting = asyncio.create_task(self._start(name, command, environment, pass_fds))
-        try:
-            await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            # Cut short, the event loop would kill the process without telling anyone when it is dead.
-            await asyncio.gather(starting, return_exceptions=True)
-            raise
-
-    async def _start(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int]
-    ) -> None:
-        if not self._members:
-            self._recorded.write()
         log = self._log(name)
         log.parent.mkdir(parents=True, exist_ok=True)
+        ours = {**place_below(self._context.run_dir), **inherited(*WORKER_VARIABLES, *self._context.pass_env)}
         with log.open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                env={
-                    **place_below(self._context.run_dir),
-                    **inherited(*WORKER_VARIABLES, *self._context.pass_env),
-                    **environment,
-                    **self._recorded.marks,
-                },
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                pass_fds=pass_fds,
+            self._members[name] = self._recorded.start(
+                name, command, {**ours, **environment}, output, pass_fds=pass_fds
             )
-        self._members.append(_Member(name, process, log))
-        try:
-            self._recorded.add(name, process.pid)
-        except OSError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            self._members.pop()
-            raise
 
     async def wait(self) -> Exit:
         """Wait until the first of the processes has ended."""
-        waits = {asyncio.create_task(member.process.wait()): member for member in self._members}
+        waits = {asyncio.create_task(process.wait()): name for name, process in self._members.items()}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in waits:
                 task.cancel()
         first = done.pop()
-        return Exit(waits[first].name, first.result(), waits[first].log)
+        return Exit(waits[first], first.result(), self._log(waits[first]))
 
     async def kill(self) -> None:
         """SIGKILL everything, and return once it is reaped. Raises `TimeoutError` when it is not in time."""
-        members = list(self._members)
-        for member in members:
-            with contextlib.suppress(ProcessLookupError):
-                member.process.kill()
+        members = list(self._members.values())
+        for process in members:
+            process.kill()
         async with asyncio.timeout(self._context.release_timeout_s):
-            for member in members:
-                await member.process.wait()
+            for process in members:
+                await process.wait()
             await self._recorded.end()
         self._members.clear()
 
@@ -185,7 +131,7 @@ class LocalWorkers:
         try:
             for ticket in self._request.tickets:
                 environment = worker_environment(self._context, ticket, self._context.endpoint.here())
-                await self._processes.start(ticket.worker, self._context.worker_command, environment)
+                self._processes.start(ticket.worker, self._context.worker_command, environment)
         except BaseException:
             await self._processes.kill()
             raise

@@ -21,7 +21,7 @@ import structlog
 
 from elastic.core.types import EndCause, LeaseId, WorkerId
 from elastic.protocol.http_clients import async_client
-from elastic.system.processes import RecordedProcesses, end_left_over, records
+from elastic.system.supervision import RecordedProcesses, end_left_over, records
 from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable
 from providers.base_provider import BaseProvider, Found, LeaseHandle
 from providers.markets import LeaseEnding, ServingMarket
@@ -298,7 +298,7 @@ class ServingProvider(BaseProvider[ServingSettings]):
             )
             environment = {HOST_VARIABLE: settings.to_json()}
             try:
-                await group.start(name, self.context.host_command, environment, (listener.fileno(),))
+                group.start(name, self.context.host_command, environment, (listener.fileno(),))
             except BaseException:
                 await group.kill()
                 raise

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from elastic.system.isolation import ITEMS_KEPT, LOGGED_AT_ONCE, IsolatedLoop, LoopFaults
-from elastic.system.processes import signal_name
+from elastic.system.supervision import signal_name
 
 
 class Clock:

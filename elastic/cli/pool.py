@@ -1,6 +1,7 @@
 """`elastic pool`: a pool's process and its supervisor, how it stands, its end."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from elastic.config import ConfigError, given_path
 from elastic.pool.control_messages import OtherPoolVersion, PoolControl, PoolStanding
 from elastic.protocol.run_control import CommandRefused, ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.report.log_files import LogFollower
+from elastic.system.supervision import start_detached
 
 T = TypeVar("T")
 
@@ -92,9 +94,7 @@ def start_command(path: Path, max_restarts: int, wait_s: float, *, foreground: b
     command = [sys.executable, "-m", "elastic.cli", "pool-run", str(directory), "--supervise", str(max_restarts)]
     log = directory / "logs" / "supervisor.log"
     with log.open("ab") as output:
-        supervisor = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+        supervisor = start_detached(command, os.environ, output)
     standing = _up(directory, supervisor, wait_s)
     if standing is None:
         if supervisor.poll() is None:

@@ -14,9 +14,9 @@ from elastic.compose.plan import check_live, check_policy, resolve
 from elastic.compose.runs import new_run_dir
 from elastic.config import Config
 from elastic.runtime.journal import RUNNING, UNEXPECTED, RunDirectory
-from elastic.system.outages import EXIT_OUTAGE
-from elastic.system.processes import signal_name
+from elastic.system.outages import EXIT_OUTAGE, backoff
 from elastic.system.signals import INTERRUPT, handled
+from elastic.system.supervision import how_ended
 
 RETRY_BASE_S, RETRY_MAX_S = 1.0, 30.0
 SETTLED_S = 60.0
@@ -59,33 +59,32 @@ def keep_up(
     `died` judges an exit status. A process that was up for `settled_s` is replaced at once; with `forgives`, restarts
     before it do not count. Signals go to the process that there is.
     """
-    restarts, delay_s = 0, RETRY_BASE_S
+    restarts = failures = 0
     while True:
         began_s = time.monotonic()
         with _forwarding(subprocess.Popen(command)) as process:
             status = process.wait()
         lived_s = time.monotonic() - began_s
-        how = f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
+        how = how_ended(status)
         if not died(status):
             return status
-        if status == EXIT_OUTAGE:
-            say(f"{what} could not begin; again in {delay_s:g} s, which counts as no restart")
-            time.sleep(delay_s)
-            delay_s = min(delay_s * 2, RETRY_MAX_S)
-            continue
-        settled = lived_s > settled_s
-        if settled:
-            delay_s = RETRY_BASE_S
+        outage, settled = status == EXIT_OUTAGE, lived_s > settled_s
+        if settled and not outage:
+            failures = 0
             restarts = 0 if forgives else restarts
-        if restarts == restarts_max:
+        delay_s = backoff(failures, RETRY_BASE_S, RETRY_MAX_S)
+        if outage:
+            say(f"{what} could not begin; again in {delay_s:g} s, which counts as no restart")
+        elif restarts == restarts_max:
             say(f"error: {what} {how}; it has been started again {restarts} times, and is not any more")
             return EXIT_FAILED
-        restarts += 1
-        when = "at once" if settled else f"in {delay_s:g} s"
-        say(f"{what} {how} after {lived_s:.0f} s; again {when} ({restarts} of {restarts_max})")
-        if not settled:
+        else:
+            restarts += 1
+            when = "at once" if settled else f"in {delay_s:g} s"
+            say(f"{what} {how} after {lived_s:.0f} s; again {when} ({restarts} of {restarts_max})")
+        if outage or not settled:
             time.sleep(delay_s)
-            delay_s = min(delay_s * 2, RETRY_MAX_S)
+            failures += 1
 
 
 def _died(run_dir: Path, status: int) -> bool:

@@ -45,7 +45,7 @@ from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.status import RunStatus
 from elastic.system.installed import installed
 from elastic.system.machine import raise_descriptor_limit
-from elastic.system.processes import RecordedProcesses, end_left_over, records
+from elastic.system.supervision import RecordedProcesses, end_left_over, records
 from elastic.weights.rights import RelayRights
 from functions.base import FunctionError, FunctionPool, Meter
 from functions.local import FUNCTIONS, Prices

@@ -10,7 +10,8 @@ from elastic.runtime.journal import INTERRUPTED as INTERRUPTED_STATUS
 from elastic.runtime.journal import RUNNING, UNEXPECTED, JournalError, RunDirectory
 from elastic.system.boot_clock import boot_id
 from elastic.system.outages import EXIT_OUTAGE
-from elastic.system.processes import identity, signal_name
+from elastic.system.processes import identity
+from elastic.system.supervision import how_ended
 from elastic.system.tenant_files import opened
 
 FINISHED, FAILED, STOPPED, INTERRUPTED = "finished", "failed", "stopped", "interrupted"
@@ -71,10 +72,8 @@ def _death(status: int | None, with_world: bool, path: Path, log: Path) -> str:
         return "its machine or container went down"
     if status is None:
         return "its process died"
-    if status < 0:
-        return f"its process was killed by {signal_name(-status)}"
-    words = _last_words(path, log)
-    return f"its process exited with status {status}{f': {words}' if words else ''}"
+    words = "" if status < 0 else _last_words(path, log)
+    return f"its process {how_ended(status)}{f': {words}' if words else ''}"
 
 
 def _last_words(path: Path, log_path: Path) -> str:

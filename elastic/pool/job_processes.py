@@ -10,11 +10,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import structlog
-
-from elastic.system.processes import MARK_VARIABLE, Adopted, RecordedProcesses, end_left_over, identity
-
-log = structlog.get_logger(__name__)
+from elastic.system.supervision import RecordedProcesses, WatchedProcess, end_left_over
 
 _MEMBER = "process"
 END_TIMEOUT_S = 30.0
@@ -24,10 +20,10 @@ Over = Callable[[str, int | None], None]
 
 
 class _DetachedProcess:
-    def __init__(
-        self, recorded: RecordedProcesses, watched: Adopted | None, child: "subprocess.Popen[bytes] | None"
-    ) -> None:
-        self.recorded, self.watched, self.child = recorded, watched, child
+    """A process, and who waits for its end. One that has ended before this process began is not watched."""
+
+    def __init__(self, recorded: RecordedProcesses, watched: WatchedProcess | None = None) -> None:
+        self.recorded, self.watched = recorded, watched
         self.task: asyncio.Task[None] | None = None
 
 
@@ -45,15 +41,13 @@ class DetachedProcesses:
         living: dict[str, Mapping[str, str]] = {}
         ended: dict[str, Mapping[str, str]] = {}
         for recorded in RecordedProcesses.found(self._directory, self._pool, self._owner):
-            name = recorded.kept["name"]
-            process = recorded.processes.get(_MEMBER)
-            watched = None if process is None else Adopted(process)
+            name, watched = recorded.kept["name"], recorded.adopted().get(_MEMBER)
             if watched is None or watched.over:
                 ended[name] = recorded.kept
-                self._running[name] = _DetachedProcess(recorded, None, None)
+                self._running[name] = _DetachedProcess(recorded)
             else:
                 living[name] = recorded.kept
-                self._watch(name, recorded, watched, None)
+                self._watch(name, recorded, watched)
         return living, ended
 
     async def settle(self, name: str) -> None:
@@ -84,23 +78,10 @@ class DetachedProcesses:
         recorded = RecordedProcesses(
             self._directory, self._pool, self._owner, f"{self._owner}-{safe}", {**(kept or {}), "name": name}
         )
-        recorded.write()
         log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mark = {MARK_VARIABLE: recorded.marks[MARK_VARIABLE]}
         with log_path.open("ab") as output:
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=output,
-                env={**environment, **mark},
-                cwd=cwd,
-                start_new_session=True,
-            )
-        found = identity(child.pid)
-        assert found is not None, "a child that nobody has waited for is there, if only as a zombie"
-        recorded.add(_MEMBER, child.pid)
-        self._watch(name, recorded, Adopted(found), child)
+            watched = recorded.start(_MEMBER, command, environment, output, stdout=subprocess.DEVNULL, cwd=cwd)
+        self._watch(name, recorded, watched)
 
     def kill(self, name: str) -> None:
         """Kill a process. `over` is called once all of it is gone."""
@@ -116,15 +97,12 @@ class DetachedProcesses:
             if running.watched is not None:
                 running.watched.close()
 
-    def _watch(
-        self, name: str, recorded: RecordedProcesses, watched: Adopted, child: "subprocess.Popen[bytes] | None"
-    ) -> None:
-        running = self._running[name] = _DetachedProcess(recorded, watched, child)
+    def _watch(self, name: str, recorded: RecordedProcesses, watched: WatchedProcess) -> None:
+        running = self._running[name] = _DetachedProcess(recorded, watched)
         running.task = asyncio.create_task(self._await_end(name, running, watched), name=f"{self._owner} {name}")
 
-    async def _await_end(self, name: str, running: _DetachedProcess, watched: Adopted) -> None:
-        await watched.wait()
-        status = None if running.child is None else running.child.wait()
+    async def _await_end(self, name: str, running: _DetachedProcess, watched: WatchedProcess) -> None:
+        status = await watched.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
                 await running.recorded.end()

@@ -35,7 +35,8 @@ from elastic.pool.keeper_state import (
 )
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.isolation import IsolatedLoop, LoopFaults
-from elastic.system.processes import RecordedProcesses, inherited, signal_name
+from elastic.system.processes import inherited
+from elastic.system.supervision import RecordedProcesses, how_ended
 
 log = structlog.get_logger(__name__)
 
@@ -254,9 +255,8 @@ class Keeper:
                 task.cancel()
         if status is None:
             return "it does not speak with its keeper any more", None
-        if status < 0:
-            return f"it was killed by {signal_name(-status)}", status
-        return f"it exited with status {status}; its output is in {resident.order.log}", status
+        where = "" if status < 0 else f"; its output is in {resident.order.log}"
+        return f"it {how_ended(status)}{where}", status
 
     async def _listen(self, resident: _Resident) -> None:
         if resident.link is None:

@@ -21,7 +21,7 @@ from elastic.pool.shell import PoolShell
 from elastic.protocol.run_control import ControlError, RunControl
 from elastic.system.boot_clock import CLOCK_LOOK_S, Suspensions
 from elastic.system.isolation import IsolatedLoop, ItemAttempt
-from elastic.system.processes import RecordedProcesses, end_left_over
+from elastic.system.supervision import RecordedProcesses, end_left_over
 
 log = structlog.get_logger(__name__)
 

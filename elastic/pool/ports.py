@@ -11,6 +11,7 @@ from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.pool import messages as w
 from elastic.system.isolation import ItemAttempt
+from elastic.system.outages import backoff
 
 HowEnded = Literal["finished", "stopped", "failed", "died"]
 
@@ -75,7 +76,7 @@ class PoolTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     def retry_ns(self, failures: int) -> Nanoseconds:
         """How long to wait after so many failures in a row, the first of which is not counted."""
-        return min(self.retry_base_ns * 2 ** min(failures, 16), self.retry_max_ns)
+        return backoff(failures, self.retry_base_ns, self.retry_max_ns)
 
 
 class PoolPorts(Protocol):

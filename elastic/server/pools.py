@@ -22,6 +22,7 @@ from elastic.server.store import Store, jobs
 from elastic.server.store.database import now_us
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.processes import inherited
+from elastic.system.supervision import start_detached
 
 T = TypeVar("T")
 
@@ -184,12 +185,4 @@ class PoolSupervisors:
         command = [sys.executable, "-P", "-m", "elastic.cli", "pool-run", str(path), "--supervise", "10"]
         (path / "logs").mkdir(mode=0o700, exist_ok=True)
         with (path / "logs" / "supervisor.log").open("ab") as output:
-            self._started[path] = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=inherited(),
-                start_new_session=True,
-                umask=0o077,
-            )
+            self._started[path] = start_detached(command, inherited(), output, umask=0o077)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import structlog
 
+from elastic.system.outages import backoff
+
 log = structlog.get_logger(__name__)
 
 LOGGED_AT_ONCE, LOGGED_EVERY_S = 20, 10.0
@@ -105,7 +107,7 @@ class IsolatedLoop:
         except Exception as error:
             made.fault = words_of(error)
             times = self._failed.pop(item, (0, 0.0))[0]
-            wait_s = min(self._base_s * 2 ** min(times, 30), self._max_s)
+            wait_s = backoff(times, self._base_s, self._max_s)
             self._failed[item] = times + 1, self._clock() + wait_s
             if len(self._failed) > ITEMS_KEPT:
                 self._failed.popitem(last=False)

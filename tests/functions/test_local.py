@@ -8,7 +8,7 @@ import msgspec
 import psutil
 import pytest
 
-from elastic.system.processes import RecordedProcesses
+from elastic.system.supervision import RecordedProcesses
 from functions.base import BadResult, Call, FunctionRaised, FunctionUnavailable
 from functions.local import FUNCTIONS
 from functions.process import ANSWER_BYTES_MAX, LOG_BYTES_MAX

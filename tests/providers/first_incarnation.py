@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from elastic.core.events import LeaseGranted
-from elastic.system.processes import RecordedProcesses
+from elastic.system.supervision import RecordedProcesses
 from providers.base import ProviderContext, ProviderEvent
 from providers.pool import PoolProvider
 from providers.serving import ServingProvider

@@ -13,7 +13,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from elastic.core.events import LeaseRefused
-from elastic.system.processes import Adopted, Identity, RecordedProcesses, identity, records
+from elastic.system.processes import Identity, identity
+from elastic.system.supervision import RecordedProcesses, WatchedProcess, records
 from elastic.worker import weights
 from providers.base import ProviderContext, ProviderSettings, ProviderUnavailable
 from providers.processes import WORKER_VARIABLES, ProcessGroup, new_record
@@ -37,7 +38,7 @@ time.sleep(600)
 
 async def test_what_left_its_session_ends_with_its_group(context: ProviderContext) -> None:
     group = group_of(context)
-    await group.start("worker-1", (sys.executable, "-c", SETSID), {})
+    group.start("worker-1", (sys.executable, "-c", SETSID), {})
     await eventually(lambda: len(processes_with(ELASTIC_RUN=context.run)) == 2)
     await group.kill()
     assert processes_with(ELASTIC_RUN=context.run) == []
@@ -53,8 +54,8 @@ end_own_kin()
 
 async def test_who_leaves_by_itself_takes_along_what_it_started_and_nothing_else(context: ProviderContext) -> None:
     bystander, group = ProcessGroup(context, new_record(context, "provider", "lease-2")), group_of(context)
-    await bystander.start("worker-2", SLEEP, {})
-    await group.start("worker-1", (sys.executable, "-c", LEAVES), {})
+    bystander.start("worker-2", SLEEP, {})
+    group.start("worker-1", (sys.executable, "-c", LEAVES), {})
     assert (await group.wait()).status == 0
     await eventually(lambda: len(processes_with(ELASTIC_RUN=context.run)) == 1)
     await bystander.kill()
@@ -103,7 +104,7 @@ async def test_a_recycled_process_id_is_left_alone(context: ProviderContext, oth
         assert found is not None
         path = record_of(context, msgspec.structs.replace(found, **other))
         (left,) = left_over(context)
-        watched = Adopted(left.processes["worker-0"])
+        watched = WatchedProcess(left.processes["worker-0"])
         watched.kill()
         await watched.wait()
         assert await left.end() == []
@@ -125,7 +126,7 @@ async def test_workers_inherit_what_they_need_and_no_secret(
     named = msgspec.structs.replace(context, pass_env=("WANDB_API_KEY", "NAMED_*"))
     group = group_of(named)
     script = "import os, json; print(json.dumps(dict(os.environ)))"
-    await group.start("worker-1", (sys.executable, "-c", script), {"WORD": "said"})
+    group.start("worker-1", (sys.executable, "-c", script), {"WORD": "said"})
     found = json.loads((await group.wait()).log.read_text())
     await group.kill()
     assert not found.keys() & {*secrets, "NAMED_TOKEN"}
@@ -152,7 +153,7 @@ async def test_an_adopted_process_is_watched_and_killed(context: ProviderContext
     child = await asyncio.to_thread(subprocess.Popen, SLEEP)
     found = identity(child.pid)
     assert found is not None
-    watched, closed = Adopted(found), Adopted(found)
+    watched, closed = WatchedProcess(found), WatchedProcess(found)
     closed.close()
     waiting = asyncio.create_task(watched.wait())
     await asyncio.sleep(0)
@@ -160,16 +161,16 @@ async def test_an_adopted_process_is_watched_and_killed(context: ProviderContext
     watched.kill()
     async with asyncio.timeout(TIMEOUT_S):
         await waiting
-        await Adopted(found).wait()
+        await WatchedProcess(found).wait()
     assert child.wait() == -9
-    await Adopted(found).wait()
+    await WatchedProcess(found).wait()
     watched.kill()
 
 
 async def test_output_goes_to_the_log(context: ProviderContext) -> None:
     group = group_of(context)
     script = "import os; print(os.environ['WORD']); raise SystemExit(3)"
-    await group.start("worker-1", (sys.executable, "-c", script), {"WORD": "said"})
+    group.start("worker-1", (sys.executable, "-c", script), {"WORD": "said"})
     end = await group.wait()
     await group.kill()
     assert end.status == 3
@@ -180,7 +181,7 @@ async def test_output_goes_to_the_log(context: ProviderContext) -> None:
 async def test_what_cannot_be_recorded_does_not_run(context: ProviderContext) -> None:
     (context.run_dir / "leases").write_text("in the way")
     with pytest.raises(OSError, match="leases"):
-        await group_of(context).start("worker-1", SLEEP, {})
+        group_of(context).start("worker-1", SLEEP, {})
     assert processes_with(ELASTIC_RUN=context.run) == []
 
 
@@ -202,18 +203,6 @@ async def test_a_command_that_does_not_exist_is_named(context: ProviderContext, 
         await provider.start(recorder.emit)
     await provider.aclose()
     assert recorder.events == []
-
-
-@pytest.mark.parametrize("ticks", range(6))
-async def test_a_start_that_is_cut_short_leaves_nothing(context: ProviderContext, ticks: int) -> None:
-    group = group_of(context)
-    starting = asyncio.create_task(group.start("worker-1", SLEEP, {}))
-    for _ in range(ticks):
-        await asyncio.sleep(0)
-    starting.cancel()
-    await asyncio.gather(starting, return_exceptions=True)
-    await group.kill()
-    assert processes_with(ELASTIC_RUN=context.run) == []
 
 
 SAYS = "import os, signal, sys; print('told', {token!r}, file=sys.stderr, flush=True); {end}"

@@ -42,7 +42,8 @@ from elastic.engine.torch.costs import LearnedCosts
 from elastic.engine.torch.pacing import IterationLoad
 from elastic.engine.vllm import VllmSettings
 from elastic.engine.vllm import messages as m
-from elastic.system.processes import signal_name
+from elastic.system.outages import backoff
+from elastic.system.supervision import signal_name
 from elastic.weights.errors import VersionSuperseded, WeightsCorrupted, WeightsError
 from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightsSource
 
@@ -429,7 +430,7 @@ class VllmEngine:
                     )
                     self._changed.notify_all()
                 return False
-            pause_s = min(settings.restart_max_s, settings.restart_base_s * 2 ** (self._restarts - 1))
+            pause_s = backoff(self._restarts - 1, settings.restart_base_s, settings.restart_max_s)
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, pause_s)
             try:

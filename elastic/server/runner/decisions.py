@@ -17,10 +17,10 @@ from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.protocol.api import ALIVE, RunFigures, RunPhase
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
+from elastic.system.outages import backoff
 
 QUOTA_LOWERED = "QuotaLowered"
 """Prefix of the reason of runs that are stopped to make room."""
-MAX_DOUBLINGS = 16
 
 
 class NextStep(StrEnum):
@@ -133,7 +133,7 @@ def _gone(run: HostedRunRow, seen: ProcessSeen, now_us: int, base_s: float, max_
     if run.restarts >= run.max_restarts:
         given_up = f"{cause}; it has been started again {run.restarts} times, and is not any more"
         return Decision(step=NextStep.BECOME, phase=RunPhase.FAILED, cause=given_up)
-    delay_s = min(base_s * 2 ** min(run.restarts, MAX_DOUBLINGS), max_s)
+    delay_s = backoff(run.restarts, base_s, max_s)
     return Decision(
         step=NextStep.BECOME,
         phase=RunPhase.RESTARTING,

@@ -17,17 +17,18 @@ from elastic.runtime.journal import CONFIG
 from elastic.server.history.journals import count_journals
 from elastic.server.runner.decisions import Ending
 from elastic.server.settings import ServerSettings
-from elastic.server.store.runs import HostedRunRow, RunLimits, RunProcess
+from elastic.server.store.runs import HostedRunRow, RunLimits
 from elastic.server.store.vault import Vault
 from elastic.server.vendors import environment_of
 from elastic.system import tenant_files
 from elastic.system.files import write_whole
-from elastic.system.processes import Adopted, Identity, identity, inherited, marked
+from elastic.system.processes import Identity, identity, inherited, marked
+from elastic.system.supervision import WatchedProcess, start_detached
 
 SERVED_VARIABLE = "ELASTIC_SERVED"
 """Environment variable with the hosted run and its proof, for its process only and not for that process's children."""
 Begin = Callable[
-    [ServerSettings, HostedRunRow, str | None, Mapping[str, str]], tuple["subprocess.Popen[bytes]", RunProcess]
+    [ServerSettings, HostedRunRow, str | None, Mapping[str, str]], tuple["subprocess.Popen[bytes]", int]
 ]
 LOG = Path("logs") / "process.log"
 NO_LIMITS = RunLimits()
@@ -35,10 +36,9 @@ NO_LIMITS = RunLimits()
 
 @dataclass
 class HeldProcess:
-    """A run's process. `child` is set if this server started it; only then the exit status is known."""
+    """A run's process. Its exit status is known if this server started it."""
 
-    watched: Adopted
-    child: "subprocess.Popen[bytes] | None" = None
+    watched: WatchedProcess
     since_s: float = field(default_factory=time.monotonic)
     stopped: bool = False
     killed: bool = False
@@ -48,11 +48,6 @@ class HeldProcess:
         everything."""
         self.killed, self.stopped = self.stopped, True
         self.watched.send(signal.SIGTERM)
-
-    @property
-    def status(self) -> int | None:
-        """Return the exit status of a finished process, if known."""
-        return None if self.child is None else self.child.wait()
 
 
 def prepare(settings: ServerSettings, run: HostedRunRow, user: str | None, passed_on: Sequence[str]) -> None:
@@ -76,8 +71,8 @@ def prepare(settings: ServerSettings, run: HostedRunRow, user: str | None, passe
 
 def begin(
     settings: ServerSettings, run: HostedRunRow, user: str | None, secrets: Mapping[str, str]
-) -> tuple["subprocess.Popen[bytes]", RunProcess]:
-    """Start a process that continues the run; returns it and its record for the store. Raises `OSError`.
+) -> tuple["subprocess.Popen[bytes]", int]:
+    """Start a process that continues the run; returns it, and how many journals were before it. Raises `OSError`.
 
     The process, its workers and its reward functions get the project's `secrets` as variables; its credentials for
     vendors the process alone.
@@ -99,22 +94,18 @@ def begin(
         uid, gid = account.pw_uid, account.pw_gid
         _lend(settings.uploads(run.project), gid)
     with tenant_files.appended(path, str(LOG)) as log:
-        child = subprocess.Popen(
+        child = start_detached(
             command,
-            stdin=subprocess.DEVNULL,
+            environment,
+            log,
             stdout=subprocess.DEVNULL,  # Its report, which is made whenever it is asked for.
-            stderr=log,
             cwd=storage,
-            env=environment,
-            start_new_session=True,
             umask=0o077,
             user=uid,
             group=gid,
             extra_groups=None if uid is None else [],
         )
-    found = identity(child.pid)
-    assert found is not None, "a child that nobody has waited for is there, if only as a zombie"
-    return child, RunProcess(found, world(), journals)
+    return child, journals
 
 
 def proof_of(settings: ServerSettings, run: str) -> str:

@@ -33,10 +33,12 @@ from elastic.server.runner.retiring import retire
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable, people, quotas, runs, secrets
 from elastic.server.store.database import Leadership, now_us
-from elastic.server.store.runs import HostedRunRow
+from elastic.server.store.runs import HostedRunRow, RunProcess
 from elastic.server.store.vault import Vault, VaultError
 from elastic.system import tenant_files
 from elastic.system.isolation import IsolatedLoop, LoopFaults
+from elastic.system.processes import Identity
+from elastic.system.supervision import WatchedProcess
 
 log = structlog.get_logger(__name__)
 
@@ -191,15 +193,14 @@ class RunnerLoop:
         if held is None:
             found = await asyncio.to_thread(launching.living, self._settings, run) if began or run.attempt else None
             if found is not None:
-                held = self._held[run.id] = HeldProcess(launching.Adopted(found))
+                held = self._held[run.id] = HeldProcess(WatchedProcess(found))
                 log.info("adopted", run=run.id, pid=found.pid)
                 await asyncio.to_thread(self._adopted, run, held, found)
         if held is not None and not held.watched.over:
             return ProcessSeen(alive=True, signalled=held.stopped, killed=held.killed)
         status, signalled = None, held is not None and held.stopped
         if held is not None:
-            status = await asyncio.to_thread(lambda: held.status)
-            held.watched.close()
+            status = held.watched.status
             del self._held[run.id]
         leaves = await asyncio.to_thread(count_journals, self._settings.run_dir(run.id)) > 0
         if not began:
@@ -208,11 +209,11 @@ class RunnerLoop:
         log.info("a run's process has ended", run=run.id, how=ending.how, cause=ending.cause)
         return ProcessSeen(alive=False, signalled=signalled, ending=ending, leaves=leaves)
 
-    def _adopted(self, run: HostedRunRow, held: HeldProcess, found: launching.Identity) -> None:
+    def _adopted(self, run: HostedRunRow, held: HeldProcess, found: Identity) -> None:
         if run.identity == found:
             return
         # Its server died after it had begun it, and before it had said so.
-        process = launching.RunProcess(found, launching.world(), run.process.journals if run.process else 0)
+        process = RunProcess(found, launching.world(), run.process.journals if run.process else 0)
         with self._store.writing() as tx:
             runs.observe(tx, run.id, process=process, phase=_while_alive(run))
 
@@ -220,7 +221,7 @@ class RunnerLoop:
         """Start a process: record the intent in the store, start it, and record the process."""
         user, sealed = await asyncio.to_thread(self._announce, run)
         try:
-            child, process = await asyncio.to_thread(self._begin, run, user, sealed)
+            child, journals = await asyncio.to_thread(self._begin, run, user, sealed)
         except Exception as error:
             expected = isinstance(error, (OSError, ConfigError, KeyError, VaultError))
             full = isinstance(error, OSError) and error.errno in FULL
@@ -237,11 +238,12 @@ class RunnerLoop:
                 raise
             log.error("a run's process cannot be begun", run=run.id, error=str(error))
             return
-        held = HeldProcess(launching.Adopted(process.identity), child)
+        held = HeldProcess(WatchedProcess(child))
         self._held[run.id] = held
         asyncio.create_task(self._wake_at_end(held), name=f"watch {run.id}")  # noqa: RUF006 - ends with its process
         log.info("begun", run=run.id, pid=child.pid, attempt=run.attempt + 1)
-        await asyncio.to_thread(self._write, run.id, process=process)
+        record = RunProcess(held.watched.identity, launching.world(), journals)
+        await asyncio.to_thread(self._write, run.id, process=record)
 
     async def _wake_at_end(self, held: HeldProcess) -> None:
         await held.watched.wait()

@@ -13,6 +13,7 @@ from elastic.server import ids
 from elastic.server.clock import rfc3339
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import deliveries, webhooks
+from elastic.system.outages import backoff
 
 WAITING, DELIVERED, FAILED = "waiting", "delivered", "failed"
 TEST = "webhook.test"
@@ -156,7 +157,7 @@ def refused(tx: sa.Connection, row: sa.RowMapping, answer: str) -> None:
 def opens_for_s(failures: int) -> int:
     """Return for how long a circuit opens after so many failed attempts in a row."""
     beyond = failures - OPENS_AFTER
-    return 0 if beyond < 0 else min(OPEN_BASE_S * 2 ** min(beyond, 16), OPEN_MAX_S)
+    return 0 if beyond < 0 else backoff(beyond, OPEN_BASE_S, OPEN_MAX_S)
 
 
 def gone(tx: sa.Connection, row: sa.RowMapping, answer: str) -> None:

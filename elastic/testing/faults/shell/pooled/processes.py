@@ -128,7 +128,7 @@ class ModelledChild(asyncio.SubprocessTransport):
 
 
 class ModelledRecord:
-    """`elastic.system.processes.RecordedProcesses` of one resident."""
+    """`elastic.system.supervision.RecordedProcesses` of one resident."""
 
     marks: Mapping[str, str] = {}
 

@@ -203,7 +203,7 @@ class PooledWorld:
         self._ends.setdefault(process, []).append(tell)
 
     async def end_residents(self, found: Sequence[ModelledRecord], timeout_s: float) -> None:
-        """`elastic.system.processes.end_left_over` of a keeper's residents."""
+        """`elastic.system.supervision.end_left_over` of a keeper's residents."""
         for record in found:
             for process in self._residents_of.pop(record.owner.removeprefix(f"{keeper.RESIDENTS} "), []):
                 self.end(process, KILLED)
