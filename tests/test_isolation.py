@@ -62,7 +62,7 @@ def test_a_flood_of_faults_is_counted_and_logged_within_bounds() -> None:
 
 
 async def test_what_is_no_fault_passes() -> None:
-    loop = IsolatedLoop("tests", LoopFaults(), passes=(LookupError,))
+    loop = IsolatedLoop("tests", LoopFaults(), outages=(LookupError,))
     for raised in (KeyError(), asyncio.CancelledError(), KeyboardInterrupt()):
         with pytest.raises(type(raised)), loop.attempt("a"):
             raise raised

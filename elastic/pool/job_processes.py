@@ -15,8 +15,8 @@ from elastic.system.supervision import RecordedProcesses, WatchedProcess, end_le
 _MEMBER = "process"
 END_TIMEOUT_S = 30.0
 
-Over = Callable[[str, int | None], None]
-"""Called with the name of a process that has ended, and its exit status if known."""
+Over = Callable[[str, Mapping[str, str], int | None], None]
+"""Called with the name of a process that has ended, what was kept of it, and its exit status if known."""
 
 
 class _DetachedProcess:
@@ -58,6 +58,11 @@ class DetachedProcesses:
 
     def names(self) -> list[str]:
         return list(self._running)
+
+    def kept(self, name: str) -> Mapping[str, str]:
+        """Return what was kept of a process; nothing if there is none of this name."""
+        running = self._running.get(name)
+        return {} if running is None else running.recorded.kept
 
     def pid(self, name: str) -> int | None:
         running = self._running.get(name)
@@ -108,4 +113,4 @@ class DetachedProcesses:
                 await running.recorded.end()
         if self._running.get(name) is running:
             del self._running[name]
-            self._over(name, status)
+            self._over(name, running.recorded.kept, status)

@@ -84,7 +84,6 @@ class LivePorts:
         self._shell: PoolShell | None = None
         self._stirred = asyncio.Event()
         self._failed: BaseException | None = None
-        self._kept: dict[JobId, Mapping[str, str]] = {}
         self._stops: dict[JobId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.keepers = DetachedProcesses(self._records, pool, KEEPERS, self._keeper_over)
@@ -193,7 +192,6 @@ class LivePorts:
             try:
                 launch = self._programs.job(entry, placement)
                 kept = {**launch.kept, "placement": str(placement), "restarts": str(restarts)}
-                self._kept[entry.job] = kept
                 self._start(self.jobs, entry.job, msgspec.structs.replace(launch, kept=kept))
             except (OSError, ValueError) as error:
                 ending = JobEnding("failed", f"its process could not be started: {error}")
@@ -207,7 +205,7 @@ class LivePorts:
             self._stops[job] = self._spawn(f"stop of {job}", self._stop(job, reason))
 
     async def _stop(self, job: JobId, reason: str) -> None:
-        entry, kept = self.shell.entries[job], self._kept.get(job, {})
+        entry, kept = self.shell.entries[job], self.jobs.kept(job)
         control = RunControl(Path(entry.directory))
         while job in self.jobs.names():
             with self._isolated.attempt(f"stop of {job}"):
@@ -231,9 +229,7 @@ class LivePorts:
     async def _profile(self, entry: JobEntry) -> None:
         await self.profiles.settle(entry.job)
         try:
-            launch = self._programs.profile(entry)
-            self._kept[f"profile {entry.job}"] = launch.kept
-            self._start(self.profiles, entry.job, launch)
+            self._start(self.profiles, entry.job, self._programs.profile(entry))
         except (OSError, ValueError) as error:
             self.shell.not_profiled(entry.job, f"its steps cannot be timed: {error}")
 
@@ -245,13 +241,12 @@ class LivePorts:
 
     # What becomes of it.
 
-    def _keeper_over(self, node: str, status: int | None) -> None:
+    def _keeper_over(self, node: str, _: Mapping[str, str], status: int | None) -> None:
         log.warning("keeper ended", node=node, status=status)
         self._spawn(f"residents of {node}", self._end_residents(node))
         self.shell.keeper_gone(node)
 
-    def _job_over(self, job: str, status: int | None) -> None:
-        kept = self._kept.pop(job, {})
+    def _job_over(self, job: str, kept: Mapping[str, str], status: int | None) -> None:
         stopping = self._stops.pop(job, None)
         if stopping is not None:
             stopping.cancel()
@@ -262,8 +257,8 @@ class LivePorts:
         log.info("job's process ended", job=job, how=ending.how, cause=ending.cause)
         self.shell.job_ended(job, int(kept.get("placement", "0")), ending)
 
-    def _profile_over(self, job: str, status: int | None) -> None:
-        kept, entry = self._kept.pop(f"profile {job}", {}), self.shell.entries.get(job)
+    def _profile_over(self, job: str, kept: Mapping[str, str], status: int | None) -> None:
+        entry = self.shell.entries.get(job)
         if entry is None:
             return  # The job was over meanwhile.
         plan, cause = None, ""
@@ -287,24 +282,22 @@ class LivePorts:
     async def run(self, shell: PoolShell, *, anew: bool, stop: str) -> None:
         """Drive the shell until the pool was stopped. `stop` continues an earlier stop: "", "stop" or "now"."""
         self._shell = shell
-        for job, kept in self.profiles.found()[0].items():
+        for job in self.profiles.found()[0]:
             self.profiles.kill(job)
-            self._kept[f"profile {job}"] = kept
         living, dead = self.keepers.found()
         for node in dead:
             await self.keepers.settle(node)
             await self._end_residents(node)
         running, ended = self.jobs.found()
-        self._kept |= {**running, **ended}
         # Those that have ended are judged once the shell has taken them up.
         processes = {job: (int(kept["placement"]), int(kept["restarts"])) for job, kept in {**running, **ended}.items()}
         known = dict.fromkeys(living, True) | {node: False for node in self._journal.keepers() if node not in living}
         for node in dead:
             known[node] = False
         shell.begin(known, processes, anew=anew)
-        for job in ended:
+        for job, kept in ended.items():
             await self.jobs.settle(job)
-            self._job_over(job, None)
+            self._job_over(job, kept, None)
         self._gateway.serve(shell)
         if stop:
             shell.stop(now=stop == "now")

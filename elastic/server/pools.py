@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, jobs
 from elastic.server.store.database import now_us
 from elastic.system.isolation import IsolatedLoop, LoopFaults
+from elastic.system.outages import backoff
 from elastic.system.processes import inherited
 from elastic.system.supervision import start_detached
 
@@ -33,7 +35,7 @@ ARRIVES_US = 120_000_000
 """How long after a job was noted its pool may not have heard of it."""
 LOOK_S = 1.0
 """How often the server checks that a pool's supervisor lives."""
-SETTLE_S = 60.0
+SETTLING, SETTLE_S = "jobs", 60.0
 """How often the server asks what became of jobs. Whoever needs to know asks by itself."""
 _KINDS = {"rejected": "job-rejected", "conflict": "job-conflict", "unknown_job": "not-found", "ending": "job-conflict"}
 
@@ -149,28 +151,27 @@ class PoolSupervisors:
 
     def __init__(self, store: Store, settings: ServerSettings, faults: LoopFaults | None = None) -> None:
         self._store, self._settings = store, settings
-        self._pools = settings.pools
         self._settled_s = float("-inf")
         self._isolated = IsolatedLoop("pools", faults or LoopFaults())
         self._started: dict[Path, subprocess.Popen[bytes]] = {}
+        self._starts: Counter[Path] = Counter()
         self._not_before_s: dict[Path, float] = {}
 
-    async def run(self, base_s: float, max_s: float) -> None:
-        """Restart dead supervisors until cancelled, with a back-off from `base_s` up to `max_s`."""
-        delay_s = dict.fromkeys(self._pools, base_s)
-        while True:
-            for path in self._pools:
-                if self._isolated.wait_s(path.name):
-                    continue
-                with self._isolated.attempt(path.name):
-                    self._look(path, delay_s, max_s)
-            if self._pools and time.monotonic() - self._settled_s > SETTLE_S:
-                with self._isolated.attempt(), contextlib.suppress(ApiProblem):  # It is asked again.
-                    await asyncio.to_thread(settle_jobs, self._store, self._settings)
-                self._settled_s = time.monotonic()
-            await asyncio.sleep(LOOK_S)
+    async def run(self) -> None:
+        """Restart dead supervisors until cancelled, with a back-off."""
+        await self._isolated.repeat(self._look, LOOK_S)
 
-    def _look(self, path: Path, delay_s: dict[Path, float], max_s: float) -> None:
+    async def _look(self) -> None:
+        for path in self._settings.pools:
+            if not self._isolated.wait_s(path.name):
+                with self._isolated.attempt(path.name):
+                    self._keep_up(path)
+        if self._settings.pools and time.monotonic() - self._settled_s > SETTLE_S:
+            with self._isolated.attempt(SETTLING), contextlib.suppress(ApiProblem):  # It is asked again.
+                await asyncio.to_thread(settle_jobs, self._store, self._settings)
+            self._settled_s = time.monotonic()
+
+    def _keep_up(self, path: Path) -> None:
         child = self._started.get(path)
         lives = child is not None and child.poll() is None
         if lives or is_claimed(path) or time.monotonic() < self._not_before_s.get(path, 0.0):
@@ -178,8 +179,9 @@ class PoolSupervisors:
         if child is not None:
             log.warning("a pool's supervisor has ended", pool=path.name, status=child.returncode)
         self._start(path)
-        self._not_before_s[path] = time.monotonic() + delay_s[path]
-        delay_s[path] = min(2 * delay_s[path], max_s)
+        wait_s = backoff(self._starts[path], self._settings.restart_base_s, self._settings.restart_max_s)
+        self._not_before_s[path] = time.monotonic() + wait_s
+        self._starts[path] += 1
 
     def _start(self, path: Path) -> None:
         command = [sys.executable, "-P", "-m", "elastic.cli", "pool-run", str(path), "--supervise", "10"]

@@ -110,8 +110,7 @@ async def serve(
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(runner.run(), name="runner") if runner else None
         looking = tasks.create_task(checks.run(), name="sign-ins") if checks else None
-        supervisors = PoolSupervisors(store, settings, faults)
-        keeping = tasks.create_task(supervisors.run(settings.restart_base_s, settings.restart_max_s), name="pools")
+        keeping = tasks.create_task(PoolSupervisors(store, settings, faults).run(), name="pools")
         telling = tasks.create_task(deliveries.run(), name="webhooks")
         async with serving(app, listener, peer_limits(settings)) as url:
             on_ready(url)

@@ -1,20 +1,25 @@
 """Loops that serve all: one item that cannot be worked on ends no loop, and is tried again later, ever more rarely.
 
-A loop attempts each item, and itself, within `IsolatedLoop.attempt`. An unexpected exception is counted, logged within
-bounds, and makes the item wait. What is expected to fail the loop catches itself.
+A loop looks again and again for items (`IsolatedLoop.repeat`), and attempts each, and its look, within
+`IsolatedLoop.attempt`. An unexpected exception is counted, logged within bounds, and makes the item wait; the loop
+settles the item, as what it is about wants it. What is expected to fail the loop catches itself.
 """
 
+import asyncio
 import contextlib
 import threading
 import time
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn, TypeVar
 
 import structlog
 
 from elastic.system.outages import backoff
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -71,7 +76,8 @@ class ItemAttempt:
 class IsolatedLoop:
     """The items of one loop; the item "" is the loop itself. An item that failed waits from `base_s` up to `max_s`.
 
-    Exceptions of the types in `passes` are the loop's own to handle. Threads may attempt different items.
+    Exceptions of the types in `outages` are no item's fault: they end the look, and the next one comes in its time.
+    Threads may attempt different items.
     """
 
     def __init__(
@@ -81,12 +87,14 @@ class IsolatedLoop:
         base_s: float = 1.0,
         max_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
-        passes: tuple[type[Exception], ...] = (),
+        outages: tuple[type[Exception], ...] = (),
     ) -> None:
-        self._name, self._faults, self._clock, self._passes = name, faults, clock, passes
+        self._name, self._faults, self._clock, self._outages = name, faults, clock, outages
         self._base_s, self._max_s = base_s, max_s
         self._failed: OrderedDict[str, tuple[int, float]] = OrderedDict()
         """How often in a row an item has failed, and when it may be tried again."""
+        self._woken = asyncio.Event()
+        self._runs_on: asyncio.AbstractEventLoop | None = None
 
     def wait_s(self, item: str = "") -> float:
         """Return how long the item still waits; 0 if it may be tried."""
@@ -102,7 +110,7 @@ class IsolatedLoop:
         made = ItemAttempt()
         try:
             yield made
-        except self._passes:
+        except self._outages:
             raise
         except Exception as error:
             made.fault = words_of(error)
@@ -114,6 +122,34 @@ class IsolatedLoop:
             self._faults.note(self._name, item, made.fault, error, wait_s)
         else:
             self._failed.pop(item, None)
+
+    async def repeat(self, look: Callable[[], Awaitable[object]], every_s: float) -> NoReturn:
+        """Look until cancelled: every `every_s`, at once when woken, and later after a fault."""
+        self._runs_on = asyncio.get_running_loop()
+        while True:
+            self._woken.clear()
+            try:
+                with self.attempt():
+                    await look()
+            except self._outages as error:
+                log.warning("a loop waits for what does not answer", loop=self._name, error=str(error))
+            await asyncio.sleep(self.wait_s())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(every_s):
+                    await self._woken.wait()
+
+    def wake(self) -> None:
+        """Have the loop look now. Any thread may call this."""
+        if self._runs_on is not None:
+            with contextlib.suppress(RuntimeError):  # It has been closed: whoever comes next will look.
+                self._runs_on.call_soon_threadsafe(self._woken.set)
+
+    async def persist(self, item: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Work on an item until that has gone without a fault; returns what came of it."""
+        while True:
+            with self.attempt(item):
+                return await work()
+            await asyncio.sleep(self.wait_s(item))
 
 
 def words_of(error: BaseException) -> str:

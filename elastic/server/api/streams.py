@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import sqlalchemy as sa
-import structlog
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -17,8 +16,6 @@ from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.store import Store, StoreUnavailable
 from elastic.system.isolation import IsolatedLoop, LoopFaults
-
-log = structlog.get_logger(__name__)
 
 LOOK_S = 0.4
 """How often it is looked whether streams may go on."""
@@ -64,7 +61,7 @@ class OpenStreams:
 
     def __init__(self, store: Store, admits: Admits, faults: LoopFaults, look_s: float = LOOK_S) -> None:
         self._store, self._admits, self._look_s = store, admits, look_s
-        self._isolated = IsolatedLoop("streams", faults, passes=(StoreUnavailable,))
+        self._isolated = IsolatedLoop("streams", faults, outages=(StoreUnavailable,))
         self._open: dict[_Claim, tuple[Request, set[asyncio.Timeout]]] = {}
         self._looking: asyncio.Task[None] | None = None
 
@@ -80,7 +77,9 @@ class OpenStreams:
         _, open_now = self._open.setdefault(claim, (request, set()))
         open_now.add(sending)
         if self._looking is None:
-            self._looking = asyncio.create_task(self._look(), name="open streams")
+            self._looking = asyncio.create_task(
+                self._isolated.repeat(self._look, self._look_s), name="open streams"
+            )
         try:
             yield
         finally:
@@ -92,16 +91,10 @@ class OpenStreams:
                 self._looking = None
 
     async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(max(self._look_s, self._isolated.wait_s()))
-            try:
-                with self._isolated.attempt():
-                    for claim in await asyncio.to_thread(self._no_more, list(self._open.items())):
-                        _, lost = self._open.pop(claim, (None, ()))
-                        for sending in lost:
-                            sending.reschedule(0.0)
-            except StoreUnavailable as error:
-                log.warning("the database does not answer; streams go on", error=str(error))
+        for claim in await asyncio.to_thread(self._no_more, list(self._open.items())):
+            _, lost = self._open.pop(claim, (None, ()))
+            for sending in lost:
+                sending.reschedule(0.0)
 
     def _no_more(self, open_now: Sequence[tuple[_Claim, tuple[Request, object]]]) -> list[_Claim]:
         lost: list[_Claim] = []

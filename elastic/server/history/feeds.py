@@ -53,11 +53,7 @@ class RunFeed:
 
     async def run(self) -> None:
         """Read the journal until the run is over, or until cancelled."""
-        name = self._run_dir.name
-        while not self.over:
-            with self._isolated.attempt(name):
-                await self._follow()
-            await asyncio.sleep(self._isolated.wait_s(name))
+        await self._isolated.persist(self._run_dir.name, self._follow)
 
     async def _follow(self) -> None:
         position = self._positions[-1] if self._positions else self._floor

@@ -8,6 +8,7 @@
 """
 
 import asyncio
+from functools import partial
 
 import sqlalchemy as sa
 import structlog
@@ -55,17 +56,11 @@ class SignInChecks:
         self._settings = provider.settings
         self._vault = Vault(settings.home)
         self._provider = provider
-        self._isolated = IsolatedLoop("sign-ins", faults or LoopFaults(), passes=(StoreUnavailable,))
+        self._isolated = IsolatedLoop("sign-ins", faults or LoopFaults(), outages=(StoreUnavailable,))
 
     async def run(self) -> None:
         """Check people until cancelled."""
-        while True:
-            await asyncio.sleep(max(self._settings.recheck_s / TICKS, self._isolated.wait_s()))
-            try:
-                with self._isolated.attempt():
-                    await asyncio.to_thread(self.look)
-            except StoreUnavailable as error:
-                log.warning("the database does not answer; people are looked at again later", error=str(error))
+        await self._isolated.repeat(partial(asyncio.to_thread, self.look), self._settings.recheck_s / TICKS)
 
     def look(self) -> None:
         """Check everybody who is due. Raises `StoreUnavailable`."""

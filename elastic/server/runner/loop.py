@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -68,45 +69,31 @@ class RunnerLoop:
         self._begin_process = begin
         self._settings = settings
         base_s, max_s = settings.restart_base_s, settings.restart_max_s
-        self._isolated = IsolatedLoop("runner", faults or LoopFaults(), base_s, max_s, passes=(StoreUnavailable,))
+        self._isolated = IsolatedLoop("runner", faults or LoopFaults(), base_s, max_s, outages=(StoreUnavailable,))
         self._held: dict[str, HeldProcess] = {}
-        self._woken = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.wake = self._isolated.wake
+        """Have it look at the runs now, because a request has changed. Any thread may call this."""
         self._observed_s: dict[str, float] = {}
         self._housekept_s = float("-inf")
         self._allotted_s = float("-inf")
         self.ticked_s = time.monotonic()
         """When it last looked at everything: its health."""
 
-    def wake(self) -> None:
-        """Look at the runs now, because a request has changed."""
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # The loop has been closed: whoever comes next will look.
-                self._loop.call_soon_threadsafe(self._woken.set)
-
     async def run(self) -> None:
         """Work until cancelled. Runs are left as they are. Raises `RunnerBusy`."""
-        self._loop = asyncio.get_running_loop()
         with claimed_home(self._settings.home), self._store.leading() as leadership:
             try:
                 await self._lead(leadership)
-                while True:
-                    self._woken.clear()
-                    try:
-                        with self._isolated.attempt():
-                            if await asyncio.to_thread(leadership.holds):
-                                await self.tick()
-                            else:
-                                log.warning("another runner attends to this database; waiting")
-                    except StoreUnavailable as error:
-                        log.warning("the database does not answer; runs go on", error=str(error))
-                    await asyncio.sleep(self._isolated.wait_s())
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(self._settings.tick_s):
-                            await self._woken.wait()
+                await self._isolated.repeat(partial(self._look_if_leading, leadership), self._settings.tick_s)
             finally:
                 for held in self._held.values():
                     held.watched.close()
+
+    async def _look_if_leading(self, leadership: Leadership) -> None:
+        if await asyncio.to_thread(leadership.holds):
+            await self.tick()
+        else:
+            log.warning("another runner attends to this database; waiting")
 
     async def _lead(self, leadership: Leadership) -> None:
         """Wait until this is the database's only runner. Raises `RunnerBusy`."""
@@ -247,7 +234,7 @@ class RunnerLoop:
 
     async def _wake_at_end(self, held: HeldProcess) -> None:
         await held.watched.wait()
-        self._woken.set()
+        self.wake()
 
     def _announce(self, run: HostedRunRow) -> tuple[str | None, dict[str, bytes]]:
         """Record the intent to start; returns the process's user, and the project's secrets, encrypted."""

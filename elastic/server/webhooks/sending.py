@@ -1,7 +1,6 @@
 """Sends what webhooks are still to be told: at least once each, a slow receiver in nobody's way."""
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -45,46 +44,32 @@ class DeliveryLoop:
         self._settings = settings
         self._vault = Vault(settings.home)
         self._forgot_s = float("-inf")
-        self._isolated = IsolatedLoop("webhooks", faults or LoopFaults(), passes=(StoreUnavailable,))
+        self._isolated = IsolatedLoop("webhooks", faults or LoopFaults(), outages=(StoreUnavailable,))
         self._on_the_way: Counter[str] = Counter()
         """Deliveries that are being sent, by project."""
-        self._woken = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.wake = self._isolated.wake
+        """Have it look for messages now, because a request may have made one. Any thread may call this."""
         self._names = ThreadPoolExecutor(NAMES_AT_ONCE, "names")
-
-    def wake(self) -> None:
-        """Look for messages now, because a request may have made one. Any thread may call this."""
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # The loop has been closed: whoever comes next will look.
-                self._loop.call_soon_threadsafe(self._woken.set)
 
     async def run(self) -> None:
         """Go on until cancelled. What was being sent then is sent again."""
-        self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
-            while True:
-                self._woken.clear()
+
+            async def begin() -> None:
                 for row in await self._claimed():
                     tasks.create_task(self._deliver(row), name=f"webhook {row['id']}")
-                await asyncio.sleep(self._isolated.wait_s())
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._settings.webhook_tick_s):
-                        await self._woken.wait()
+
+            await self._isolated.repeat(begin, self._settings.webhook_tick_s)
 
     async def tick(self) -> int:
-        """Send what is due now, one delivery for each webhook; returns how many."""
+        """Send what is due now, one delivery for each webhook; returns how many. Raises `StoreUnavailable`."""
         due = await self._claimed()
         await asyncio.gather(*(self._deliver(row) for row in due))
         return len(due)
 
     async def _claimed(self) -> list[sa.RowMapping]:
         """Claim what may be sent now, and count it as on the way."""
-        due: list[sa.RowMapping] = []
-        try:
-            with self._isolated.attempt():
-                due = await asyncio.to_thread(self._claim, Counter(self._on_the_way))
-        except StoreUnavailable as error:
-            log.warning("the database does not answer; webhooks wait", error=str(error))
+        due = await asyncio.to_thread(self._claim, Counter(self._on_the_way))
         self._on_the_way.update(row["project"] for row in due)
         return due
 
@@ -115,7 +100,7 @@ class DeliveryLoop:
         finally:
             self._on_the_way[row["project"]] -= 1
             self._on_the_way += Counter()  # Without projects that have nothing on the way.
-            self._woken.set()
+            self.wake()
 
     def _settle(self, row: sa.RowMapping, status: int, answer: str) -> None:
         with self._store.writing() as tx:

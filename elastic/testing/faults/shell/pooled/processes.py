@@ -170,7 +170,7 @@ class ModelledProcesses:
         directory: Path,
         pool: str,
         owner: str,
-        over: Callable[[str, int | None], None],
+        over: Callable[[str, Mapping[str, str], int | None], None],
     ) -> None:
         self._host, self._owner, self._over = host, owner, over
         self._loop = NetworkLoop.here()
@@ -200,6 +200,10 @@ class ModelledProcesses:
 
     def names(self) -> list[str]:
         return list(self._running)
+
+    def kept(self, name: str) -> Mapping[str, str]:
+        record = self._running.get(name)
+        return {} if record is None else record.kept
 
     def pid(self, name: str) -> int | None:
         record = self._running.get(name)
@@ -233,7 +237,7 @@ class ModelledProcesses:
                 del self._running[name]
                 if self._records.get(name) is record:
                     del self._records[name]
-                self._over(name, status[0])
+                self._over(name, record.kept, status[0])
 
         status: list[int] = []
 
