@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,8 +149,14 @@ class PoolSupervisors:
     It also notes now and then what became of the pools' jobs.
     """
 
-    def __init__(self, store: Store, settings: ServerSettings, faults: LoopFaults | None = None) -> None:
-        self._store, self._settings = store, settings
+    def __init__(
+        self,
+        store: Store,
+        settings: ServerSettings,
+        faults: LoopFaults | None = None,
+        program: Sequence[str] = (sys.executable, "-P", "-m", "elastic.cli", "pool-run"),
+    ) -> None:
+        self._store, self._settings, self._program = store, settings, program
         self._settled_s = float("-inf")
         self._isolated = IsolatedLoop("pools", faults or LoopFaults())
         self._started: dict[Path, subprocess.Popen[bytes]] = {}
@@ -184,7 +190,7 @@ class PoolSupervisors:
         self._starts[path] += 1
 
     def _start(self, path: Path) -> None:
-        command = [sys.executable, "-P", "-m", "elastic.cli", "pool-run", str(path), "--supervise", "10"]
+        command = [*self._program, str(path), "--supervise", "10"]
         (path / "logs").mkdir(mode=0o700, exist_ok=True)
         with (path / "logs" / "supervisor.log").open("ab") as output:
             self._started[path] = start_detached(command, inherited(), output, umask=0o077)

@@ -92,7 +92,7 @@ def _user(pid: int) -> int | None:
 
 def end_own_kin() -> None:
     """SIGKILL whatever carries the mark that this process has, but not itself: what it has started, at its end."""
-    mark, own = os.environ.get(MARK_VARIABLE), os.getpid()
+    mark, own = os.environ.get(MARK_VARIABLE, ""), os.getpid()
     for pid in pids() if mark else ():
         if pid != own and carries(pid, MARK_VARIABLE, mark):
             with contextlib.suppress(ProcessLookupError, PermissionError):

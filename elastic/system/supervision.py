@@ -33,8 +33,9 @@ def start_detached(
 
     `options` are further ones of `subprocess.Popen`. Raises `OSError`.
     """
-    given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, **options}
-    return subprocess.Popen(command, env=environment, start_new_session=True, **given)
+    given: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, **options}
+    process: subprocess.Popen[bytes] = subprocess.Popen(command, env=environment, start_new_session=True, **given)
+    return process
 
 
 def signal_name(number: int) -> str:

@@ -77,9 +77,7 @@ class OpenStreams:
         _, open_now = self._open.setdefault(claim, (request, set()))
         open_now.add(sending)
         if self._looking is None:
-            self._looking = asyncio.create_task(
-                self._isolated.repeat(self._look, self._look_s), name="open streams"
-            )
+            self._looking = asyncio.create_task(self._isolated.repeat(self._look, self._look_s), name="open streams")
         try:
             yield
         finally:
@@ -100,10 +98,14 @@ class OpenStreams:
         lost: list[_Claim] = []
         with self._store.reading() as connection:
             for claim, (request, _) in open_now:
-                try:
-                    admitted = self._admits(connection, request, claim.action, claim.project)
-                except ApiProblem:
-                    admitted = False
-                if not admitted:
-                    lost.append(claim)
+                item = f"{claim.credentials.hex()[:16]}: {claim.action} in {claim.project}"
+                if self._isolated.wait_s(item):
+                    continue
+                with self._isolated.attempt(item):
+                    try:
+                        admitted = self._admits(connection, request, claim.action, claim.project)
+                    except ApiProblem:
+                        admitted = False
+                    if not admitted:
+                        lost.append(claim)
         return lost

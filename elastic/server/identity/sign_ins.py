@@ -67,6 +67,8 @@ class SignInChecks:
         with self._store.reading() as connection:
             due = sign_ins.due(connection, now_us() - int(self._settings.recheck_s * 1e6))
         for one in due:
+            if self._isolated.wait_s(one["person"]):
+                continue
             with self._store.writing() as tx:
                 mine = sign_ins.claim(tx, one["person"], one["checked_us"])
             if mine:
