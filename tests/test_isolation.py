@@ -2,8 +2,6 @@
 
 import asyncio
 import signal
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -69,13 +67,7 @@ async def test_what_is_no_fault_passes() -> None:
     assert not loop.has_failed("a")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGRTMIN, signal.SIGRTMIN + 3, signal.SIGRTMAX - 1])
-def test_any_signal_has_a_name(number: int) -> None:
-    code = f"import os; os.kill(os.getpid(), {int(number)})"
-    status = subprocess.run([sys.executable, "-S", "-c", code], check=False).returncode
-    assert status == -number
-    assert signal_name(-status).startswith("SIG")
-
-
-def test_what_is_no_signal_has_one_too() -> None:
+def test_whatever_a_process_ends_by_has_a_name() -> None:
+    for number in (signal.SIGKILL, signal.SIGRTMIN, signal.SIGRTMIN + 3, signal.SIGRTMAX - 1):
+        assert signal_name(number).startswith("SIG")
     assert [signal_name(number) for number in (0, 99)] == ["signal 0", "signal 99"]

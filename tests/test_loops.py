@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import signal
 import time
 import tomllib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
@@ -431,11 +432,16 @@ async def keeper(path: Path, faults: LoopFaults) -> AsyncIterator[PoisonedLoop]:
                 link.send(order)
                 return lambda: job in gone and gone[job].placement == placement and gone[job].code == 0
 
+            def dies() -> Callable[[], object]:
+                job = f"other-{time.monotonic_ns()}"
+                start(job, 1, "sh", "-c", f"kill -{int(signal.SIGRTMIN + 5)} $$")
+                return lambda: job in gone and gone[job].cause == "it was killed by SIGRTMIN+5"
+
             async with going(listen()):
                 start(POISONED, 1)
                 yield PoisonedLoop(
                     running,
-                    other=lambda: start(f"other-{time.monotonic_ns()}", 1, "true"),
+                    other=dies,
                     heal=lambda: start(POISONED, 2, "true"),
                     healed=lambda: POISONED in gone and gone[POISONED].code == 0,
                     shown=lambda: POISONED in gone and "TypeError" in gone[POISONED].cause,

@@ -26,8 +26,6 @@ from elastic.protocol.endpoint import Endpoint
 from elastic.system.logs import STANDARD_ERROR, log_to
 
 STUB = (sys.executable, str(Path(__file__).resolve()))
-POISONED = "poisoned"
-"""A job that the pool's process cannot start residents for."""
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
 
@@ -41,8 +39,6 @@ class StubPrograms(PoolPrograms):
     def resident(
         self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
     ) -> w.StartResidentFrame:
-        if entry.job == POISONED:
-            raise RuntimeError("nobody expects this")
         frame = super().resident(entry, placement, node, phase, ticket)
         frame.environment.update(
             STUB_NODE=node, STUB_PLACEMENT=str(placement), STUB_DEVICES=str(self._directory.resolve() / "devices")

@@ -32,7 +32,7 @@ from elastic.protocol.run_control import ControlError
 from elastic.protocol.tls import run_certificate
 from elastic.report.jobs import as_text
 from policies.clusters import CLUSTER_POLICIES
-from tests.pool.stubs import POISONED, STUB
+from tests.pool.stubs import STUB
 from traces.spot import read_spot_trace
 
 S = 10**9
@@ -215,22 +215,6 @@ async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_
         )
         assert "wrong token" in await Keeper(stranger).run()
         await finished(pool, "one", "two")
-
-
-@pytest.mark.nightly
-async def test_a_job_that_nothing_can_be_done_for_ends_neither_the_pool_nor_others(tmp_path: Path):
-    async with running(tmp_path) as pool:
-        await pool.control.submit(pool.submit(POISONED))
-        await pool.control.submit(pool.submit("one"))
-        await finished(pool, "one")
-        assert not (await pool.job(POISONED))["over"]
-        await pool.control.cancel(POISONED)
-        await pool.until_over(POISONED)
-        assert pool.process is not None
-        assert pool.process.poll() is None
-    told = (pool.directory / "logs" / "pool.log").read_text()
-    assert "nobody expects this" in told
-    assert len(told.splitlines()) < 1000
 
 
 async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):

@@ -247,37 +247,6 @@ def test_a_host_that_cannot_be_encoded_is_refused(shared_site: Site, host: str) 
     assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (400, "#/url")
 
 
-@pytest.mark.parametrize("url", [f"https://{LONG_LABEL}.example.com/", "https://127.0.0.1:1/\x01", "no url at all"])
-async def test_a_poisoned_webhook_ends_no_loop(
-    site: Site, hooked: tuple[str, str, str], receiver: Receiver, url: str
-) -> None:
-    """Whatever stands in the store, by whatever version: it is settled as failed, and others are told."""
-    with site.store.writing() as tx:
-        poisoned = sa.insert(webhooks).from_select(
-            ["id", "project", "url", "events", "secret", "version", "created_us"],
-            sa.select(
-                sa.literal("wh_poisoned"),
-                webhooks.c.project,
-                sa.literal(url),
-                webhooks.c.events,
-                sa.literal(b"no secret", sa.LargeBinary()) if url.startswith("no") else webhooks.c.secret,
-                sa.literal(1),
-                sa.literal(0, sa.BigInteger()),
-            ).where(webhooks.c.id == hooked[1]),
-        )
-        tx.execute(poisoned)
-    becomes(site, hooked[0], RunPhase.FINISHED)
-    task = asyncio.create_task(loop_of(site).run())
-    async with asyncio.timeout(20):
-        while not (receiver.got and deliveries_of(site, "wh_poisoned")[0]["attempts"]):
-            assert not task.done()
-            await asyncio.sleep(0.01)
-    assert not task.done()
-    task.cancel()
-    assert deliveries_of(site, "wh_poisoned")[0]["state"] == "waiting"
-    assert deliveries_of(site, "wh_poisoned")[0]["answer"].startswith("not sent")
-
-
 async def test_a_receiver_that_fails_is_left_alone_and_probed(
     site: Site, hooked: tuple[str, str, str], receiver: Receiver
 ) -> None:
