@@ -9,7 +9,7 @@ after must be spared for, too: it waits for the iteration, and its prefill delay
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import accumulate
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import msgspec
 
@@ -149,6 +149,3 @@ class ExclusiveAdmission(msgspec.Struct, frozen=True, kw_only=True):
 
     def allowance_ns(self, view: ServingView) -> Nanoseconds:
         return 0 if view.busy else UNBOUNDED_NS
-
-
-Admission: TypeAlias = SloAdmission | NoAdmission | ExclusiveAdmission

@@ -19,8 +19,9 @@ from fastapi import Request
 from elastic.compose.run_endings import world
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
+from elastic.pool.job_processes import ProcessLaunch
 from elastic.pool.keeper import Keeper, KeeperTicket
-from elastic.pool.live import LivePorts, ProcessLaunch
+from elastic.pool.live import LivePorts
 from elastic.pool.ports import JobEnding, JobEntry
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.server.api.streams import OpenStreams

@@ -20,9 +20,10 @@ from elastic.core.cluster.types import NodeId, PhaseKind, PhasePlan
 from elastic.pool import messages as w
 from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolCommandManager, invalid
 from elastic.pool.gateway import KeeperTimes, PoolGateway, PoolTokens
+from elastic.pool.job_processes import ProcessLaunch
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
 from elastic.pool.keeper import Keeper, KeeperTicket
-from elastic.pool.live import LivePorts, ProcessLaunch
+from elastic.pool.live import LivePorts
 from elastic.pool.ports import HowEnded, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.protocol.control_socket import LineSocket

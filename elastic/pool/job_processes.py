@@ -10,7 +10,20 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from elastic.system.supervision import RecordedProcesses, WatchedProcess, end_left_over
+
+
+class ProcessLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """How to start a process. Whoever started it, or comes after that, gets `kept` again once it has ended."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+    kept: Mapping[str, str] = {}
+    cwd: Path | None = None
+
 
 _MEMBER = "process"
 END_TIMEOUT_S = 30.0
@@ -68,24 +81,17 @@ class DetachedProcesses:
         running = self._running.get(name)
         return None if running is None or running.watched is None else running.watched.pid
 
-    def start(
-        self,
-        name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        log_path: Path,
-        kept: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
-    ) -> None:
-        """Start a process with no environment but `environment` and its mark. Raises `OSError` if nothing was
-        started."""
+    def start(self, name: str, launch: ProcessLaunch) -> None:
+        """Start a process with no environment but the launch's and its mark. Raises `OSError`."""
         safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)
         recorded = RecordedProcesses(
-            self._directory, self._pool, self._owner, f"{self._owner}-{safe}", {**(kept or {}), "name": name}
+            self._directory, self._pool, self._owner, f"{self._owner}-{safe}", {**launch.kept, "name": name}
         )
-        log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with log_path.open("ab") as output:
-            watched = recorded.start(_MEMBER, command, environment, output, stdout=subprocess.DEVNULL, cwd=cwd)
+        launch.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with launch.log.open("ab") as output:
+            watched = recorded.start(
+                _MEMBER, launch.command, launch.environment, output, stdout=subprocess.DEVNULL, cwd=launch.cwd
+            )
         self._watch(name, recorded, watched)
 
     def kill(self, name: str) -> None:

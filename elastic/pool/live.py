@@ -13,7 +13,7 @@ from elastic.core.cluster import Cluster, ClusterPolicies
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePlan
 from elastic.pool import messages as w
 from elastic.pool.gateway import PoolGateway
-from elastic.pool.job_processes import DetachedProcesses
+from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import NotedDeath, PoolJournal
 from elastic.pool.keeper import RESIDENTS
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry
@@ -27,16 +27,6 @@ log = structlog.get_logger(__name__)
 
 STOP_RETRY_S = 1.0
 KEEPERS, JOBS, PROFILES = "keepers", "jobs", "profiles"
-
-
-class ProcessLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """How to start a process. `Programs` gets `kept` again once the process has ended."""
-
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    log: Path
-    kept: Mapping[str, str] = {}
-    cwd: Path | None = None
 
 
 class Programs(Protocol):
@@ -153,7 +143,7 @@ class LivePorts:
     async def _start_keeper(self, node: NodeId) -> None:
         await self.keepers.settle(node)
         try:
-            self._start(self.keepers, node, self._programs.keeper(node, self._journal.mint_ticket(node)))
+            self.keepers.start(node, self._programs.keeper(node, self._journal.mint_ticket(node)))
         except OSError as error:
             log.error("keeper not started", node=node, cause=str(error))
             self.shell.keeper_gone(node)
@@ -192,7 +182,7 @@ class LivePorts:
             try:
                 launch = self._programs.job(entry, placement)
                 kept = {**launch.kept, "placement": str(placement), "restarts": str(restarts)}
-                self._start(self.jobs, entry.job, msgspec.structs.replace(launch, kept=kept))
+                self.jobs.start(entry.job, msgspec.structs.replace(launch, kept=kept))
             except (OSError, ValueError) as error:
                 ending = JobEnding("failed", f"its process could not be started: {error}")
         if attempt.fault:
@@ -229,15 +219,12 @@ class LivePorts:
     async def _profile(self, entry: JobEntry) -> None:
         await self.profiles.settle(entry.job)
         try:
-            self._start(self.profiles, entry.job, self._programs.profile(entry))
+            self.profiles.start(entry.job, self._programs.profile(entry))
         except (OSError, ValueError) as error:
             self.shell.not_profiled(entry.job, f"its steps cannot be timed: {error}")
 
     def end_profile(self, job: JobId) -> None:
         self.profiles.kill(job)
-
-    def _start(self, processes: DetachedProcesses, name: str, launch: ProcessLaunch) -> None:
-        processes.start(name, launch.command, launch.environment, launch.log, launch.kept, launch.cwd)
 
     # What becomes of it.
 

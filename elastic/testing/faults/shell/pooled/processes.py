@@ -3,11 +3,12 @@ between a keeper and its resident."""
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from elastic.core.types import NS_PER_S
+from elastic.pool.job_processes import ProcessLaunch
 from elastic.testing.faults.shell.network import NetworkLoop, WorldTransport
 from elastic.testing.faults.shell.process import Process
 
@@ -157,7 +158,6 @@ class StartedProcess:
 
     def __init__(self, kept: Mapping[str, str], process: Process, pid: int) -> None:
         self.kept, self.process, self.pid = kept, process, pid
-        self.watched_by: ModelledProcesses | None = None
 
 
 class ModelledProcesses:
@@ -209,17 +209,9 @@ class ModelledProcesses:
         record = self._running.get(name)
         return record.pid if record is not None and record.process.alive else None
 
-    def start(
-        self,
-        name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        log_path: Path,
-        kept: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
-    ) -> None:
-        process = self._host.start(self._owner, name, environment)
-        record = StartedProcess(dict(kept or {}), process, FIRST_PID + len(self._records))
+    def start(self, name: str, launch: ProcessLaunch) -> None:
+        process = self._host.start(self._owner, name, launch.environment)
+        record = StartedProcess(dict(launch.kept), process, FIRST_PID + len(self._records))
         self._records[name] = self._running[name] = record
         self._watch(name, record)
 

@@ -76,7 +76,6 @@ class PooledOutcome(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     ended_s: float
     events: int
-    pool_events: int
     incarnations: int
     faults: int
     permits: int
@@ -460,13 +459,10 @@ class PooledWorld:
         outcomes = [job.outcome() for job in self.jobs]
         assert self.cluster is not None
         told = "/".join((cluster_digest(self.cluster), *(one.history for one in outcomes)))
-        with contextlib.closing(PoolJournal(self._directory)) as journal:
-            events = journal.events
         return PooledOutcome(
             seed=self.plan.seed,
             ended_s=self.clock.now_ns / NS_PER_S,
             events=sum(one.events for one in outcomes),
-            pool_events=events,
             incarnations=self.incarnations + sum(one.incarnations for one in outcomes),
             faults=self.struck,
             permits=self.permits,
