@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, say
@@ -35,14 +36,22 @@ def supervise_command(
     return supervise(run_dir, ["--providers", ",".join(plan.providers), *options], restarts_max)
 
 
-def supervise(run_dir: Path, options: Sequence[str], restarts_max: int) -> int:
+def supervise(
+    run_dir: Path,
+    options: Sequence[str],
+    restarts_max: int,
+    *,
+    start: Callable[[Sequence[str]], "subprocess.Popen[bytes]"] = subprocess.Popen,
+    wait: Callable[[float], None] = time.sleep,
+) -> int:
     """Have the run in `run_dir` go on until it has ended; returns the exit code of its last process.
 
     Each process is `elastic run --resume` with these `options`. One that ends without an end of the run in its journal
     has died: the next goes on from there, at most `restarts_max` times. Signals go to the process that there is.
     """
     command = [sys.executable, "-m", "elastic.cli", "run", "--resume", str(run_dir), *options]
-    return keep_up(command, lambda status: _died(run_dir, status), restarts_max, "the orchestrator")
+    died = partial(_died, run_dir)
+    return keep_up(command, died, restarts_max, "the orchestrator", start=start, wait=wait)
 
 
 def keep_up(
@@ -53,6 +62,8 @@ def keep_up(
     *,
     settled_s: float = SETTLED_S,
     forgives: bool = False,
+    start: Callable[[Sequence[str]], "subprocess.Popen[bytes]"] = subprocess.Popen,
+    wait: Callable[[float], None] = time.sleep,
 ) -> int:
     """Start the command again, with back-off, whenever its process has died; returns the exit code of the last one.
 
@@ -62,7 +73,7 @@ def keep_up(
     restarts = failures = 0
     while True:
         began_s = time.monotonic()
-        with _forwarding(subprocess.Popen(command)) as process:
+        with _forwarding(start(command)) as process:
             status = process.wait()
         lived_s = time.monotonic() - began_s
         how = how_ended(status)
@@ -83,7 +94,7 @@ def keep_up(
             when = "at once" if settled else f"in {delay_s:g} s"
             say(f"{what} {how} after {lived_s:.0f} s; again {when} ({restarts} of {restarts_max})")
         if outage or not settled:
-            time.sleep(delay_s)
+            wait(delay_s)
             failures += 1
 
 

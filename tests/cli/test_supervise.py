@@ -2,7 +2,9 @@
 
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -24,30 +26,26 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "RETRY_BASE_S", 0.01)
-    monkeypatch.setattr(supervise, "RETRY_MAX_S", 0.02)
+class Processes:
+    """The orchestrator's processes are these programs, one after the other. Waits are noted, and over at once."""
+
+    def __init__(self, *programs: str) -> None:
+        self._left = list(programs)
+        self.began: list[Sequence[str]] = []
+        self.waits_s: list[float] = []
+
+    def start(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+        self.began.append(command)
+        return subprocess.Popen([sys.executable, "-S", "-c", self._left.pop(0)])
+
+    def supervised(self, run_dir: Path, restarts_max: int, *options: str) -> int:
+        return supervise.supervise(run_dir, options, restarts_max, start=self.start, wait=self.waits_s.append)
 
 
-def processes(monkeypatch: pytest.MonkeyPatch, *programs: str) -> list[list[str]]:
-    """Have the orchestrator's processes be these, one after the other; the commands that started them."""
-    left, began, popen = list(programs), list[list[str]](), supervise.subprocess.Popen
-
-    def start(command: list[str]) -> object:
-        began.append(command)
-        return popen([sys.executable, "-c", left.pop(0)])
-
-    monkeypatch.setattr(supervise.subprocess, "Popen", start)
-    return began
-
-
-def test_what_dies_is_started_again_until_it_ends(
-    run_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    began = processes(monkeypatch, DIES, "raise SystemExit(1)", DIES, "")
-    assert supervise.supervise(run_dir, ["--providers", "spot"], 5) == 0
-    assert all(command[-5:] == ["run", "--resume", str(run_dir), "--providers", "spot"] for command in began)
+def test_what_dies_is_started_again_until_it_ends(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = Processes(DIES, "raise SystemExit(1)", DIES, "")
+    assert ours.supervised(run_dir, 5, "--providers", "spot") == 0
+    assert all(command[-5:] == ["run", "--resume", str(run_dir), "--providers", "spot"] for command in ours.began)
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(" after")[0] for line in said] == [
         "the orchestrator was killed by SIGKILL",
@@ -55,48 +53,46 @@ def test_what_dies_is_started_again_until_it_ends(
         "the orchestrator was killed by SIGKILL",
     ]
     assert said[-1].endswith("(3 of 5)")
+    assert ours.waits_s == [1.0, 2.0, 4.0]
 
 
-def test_there_is_a_limit(
-    run_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    began = processes(monkeypatch, *[DIES] * 10)
-    assert supervise.supervise(run_dir, [], 2) == 1
-    assert len(began) == 3
+def test_there_is_a_limit(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = Processes(*[DIES] * 10)
+    assert ours.supervised(run_dir, 2) == 1
+    assert len(ours.began) == 3
     assert "has been started again 2 times, and is not any more" in capsys.readouterr().err
 
 
 def test_what_had_settled_is_replaced_at_once_and_forgiven(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    processes(monkeypatch, *[DIES] * 4, "")
-    monkeypatch.setattr(supervise, "RETRY_BASE_S", 3600.0)
-    assert supervise.keep_up([], bool, 1, "it", settled_s=0.0, forgives=True) == 0
+    ours = Processes(*[DIES] * 4, "")
+    ports = {"start": ours.start, "wait": ours.waits_s.append}
+    assert supervise.keep_up([], bool, 1, "it", settled_s=0.0, forgives=True, **ports) == 0
+    assert ours.waits_s == []
     assert capsys.readouterr().err.count("again at once (1 of 1)") == 4
 
 
-def test_outages_are_waited_for_and_count_as_no_restart(
-    run_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_outages_are_waited_for_and_count_as_no_restart(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outage = f"raise SystemExit({EXIT_OUTAGE})"
-    began = processes(monkeypatch, *[outage] * 4, DIES, outage, "")
-    assert supervise.supervise(run_dir, [], 1) == 0
-    assert len(began) == 7
+    ours = Processes(*[outage] * 4, DIES, outage, "")
+    assert ours.supervised(run_dir, 1) == 0
+    assert len(ours.began) == 7
     assert capsys.readouterr().err.count("which counts as no restart") == 5
 
 
 @pytest.mark.parametrize("status", [0, 2, 130])
-def test_an_end_is_an_end(run_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    began = processes(monkeypatch, f"raise SystemExit({status})")
-    assert supervise.supervise(run_dir, [], 5) == status
-    assert len(began) == 1
+def test_an_end_is_an_end(run_dir: Path, status: int) -> None:
+    ours = Processes(f"raise SystemExit({status})")
+    assert ours.supervised(run_dir, 5) == status
+    assert len(ours.began) == 1
 
 
-def test_a_run_that_failed_is_not_begun_again(run_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_failed_is_not_begun_again(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "past_incarnations", lambda run: PastIncarnations(status="failed: no capacity"))
-    began = processes(monkeypatch, "raise SystemExit(1)")
-    assert supervise.supervise(run_dir, [], 5) == 1
-    assert len(began) == 1
+    ours = Processes("raise SystemExit(1)")
+    assert ours.supervised(run_dir, 5) == 1
+    assert len(ours.began) == 1
 
 
 @pytest.mark.nightly
