@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from fastapi import Request
+from fastapi.responses import StreamingResponse
 
 from elastic.compose.run_endings import world
 from elastic.core.cluster.types import PhaseKind
@@ -276,10 +277,18 @@ async def streams(path: Path, faults: LoopFaults) -> AsyncIterator[PoisonedLoop]
         opened = OpenStreams(site.store, admits, faults, look_s=0.02)
 
         def stream(project: str) -> "asyncio.Task[None]":
+            async def receive() -> dict[str, str]:
+                await asyncio.Event().wait()
+                return {}
+
+            async def send(_: object) -> None: ...
+
             async def follow() -> None:
-                request = Request({"type": "http"})
-                async for _ in opened.while_admitted(request, "key", Action.RUNS_READ, project, body()):
-                    pass
+                scope = {"type": "http"}
+                whole = StreamingResponse(body())
+                await opened.while_admitted(Request(scope), "key", Action.RUNS_READ, project, whole)(
+                    scope, receive, send
+                )
 
             made.append(tasks.create_task(follow()))
             return made[-1]
