@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import signal
+import subprocess
 import time
 import tomllib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
@@ -17,7 +18,6 @@ import sqlalchemy as sa
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from elastic.compose.run_endings import world
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.job_processes import ProcessLaunch
@@ -34,12 +34,12 @@ from elastic.server.pools import PoolSupervisors
 from elastic.server.retention import records
 from elastic.server.runner import RunnerLoop
 from elastic.server.settings import ClaimMapping, OidcSettings
-from elastic.server.store import people, runs, tables, webhooks
+from elastic.server.store import people, tables, webhooks
+from elastic.server.store.runs import HostedRunRow
 from elastic.server.store.vault import Vault
 from elastic.server.webhooks import DeliveryLoop
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.outages import backoff
-from elastic.system.processes import boot_id
 from tests.pool.test_link import served
 from tests.server.conftest import CONFIG, Site, make_site
 
@@ -132,24 +132,30 @@ def column(site: Site, run: str, name: str) -> Any:
 
 @asynccontextmanager
 async def runner(path: Path, faults: LoopFaults) -> AsyncIterator[PoisonedLoop]:
-    """A run's process died, and the record of it lacks something."""
-    process = {"world": world(), "identity": {"pid": 1, "start_ticks": -1, "boot": boot_id()}}
-    died = {"phase": RunPhase.RUNNING.value, "wanted": runs.STOP, "attempt": 1}
-    async with site_at(path) as site, going(RunnerLoop(site.store, site.settings, faults).run()) as running:
-        run = run_in(site, **died, process=process)
+    """A run's process cannot be begun."""
+    fails = [True]
+
+    def begin(_: object, run: HostedRunRow, *__: object) -> "tuple[subprocess.Popen[bytes], int]":
+        if run.name == POISONED and fails:
+            raise RuntimeError("nobody expects this")
+        return subprocess.Popen(["true"]), 0
+
+    async with site_at(path) as site:
+        run = run_in(site, name=POISONED)
 
         def other() -> Callable[[], object]:
-            one = run_in(site, **died, process=process | {"journals": 0})
-            return lambda: column(site, one, "phase") == RunPhase.STOPPED.value
+            one = run_in(site, name="other")
+            return lambda: column(site, one, "phase") == RunPhase.FINISHED.value
 
-        yield PoisonedLoop(
-            running,
-            other,
-            heal=lambda: change(site, run, process=process | {"journals": 0}),
-            healed=lambda: column(site, run, "phase") == RunPhase.STOPPED.value,
-            shown=lambda: "KeyError" in str(column(site, run, "conditions")),
-            base_s=BASE_S,
-        )
+        async with going(RunnerLoop(site.store, site.settings, faults, begin).run()) as running:
+            yield PoisonedLoop(
+                running,
+                other,
+                heal=fails.clear,
+                healed=lambda: column(site, run, "phase") == RunPhase.FINISHED.value,
+                shown=lambda: "RuntimeError" in str(column(site, run, "conditions")),
+                base_s=BASE_S,
+            )
 
 
 @asynccontextmanager
