@@ -19,10 +19,8 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubPool]:
     with StubPool() as stub:
         for name, value in stub.environment().items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(phases, "_live", None)
         yield stub
-        if phases._live is not None:
-            phases._live.close()
+        phases.leave()
 
 
 def test_what_the_model_is_used_for_is_its_phase(pool: StubPool) -> None:
@@ -40,8 +38,7 @@ def test_what_the_model_is_used_for_is_its_phase(pool: StubPool) -> None:
         state.global_step = step
         callback.on_step_end(None, state, control)  # type: ignore[arg-type]
         model.state_dict()
-    assert phases._live is not None
-    phases._live.close()
+    phases.leave()
     pool.until(lambda stub: stub.held is None and len(stub.said(w.YieldPhase)) == 4)
     assert [ask.phase for ask in pool.said(w.AskPhase)] == [PhaseKind.ROLLOUT, PhaseKind.TRAIN] * 2
     assert [done.steps for done in pool.said(w.StepsDone)] == [11, 12]

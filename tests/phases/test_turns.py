@@ -27,10 +27,8 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubPool]:
     with StubPool() as stub:
         for name, value in stub.environment().items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(phases, "_live", None)
         yield stub
-        if phases._live is not None:
-            phases._live.close()
+        phases.leave()
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -316,7 +314,6 @@ def test_a_phase_that_there_is_not_is_named_anywhere(monkeypatch: pytest.MonkeyP
 
 def test_outside_of_a_pool_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ELASTIC_POOL", raising=False)
-    monkeypatch.setattr(phases, "_live", None)
     engine = Sleeper()
 
     @elastic.phase("train", state=[engine, object()])
@@ -330,7 +327,6 @@ def test_outside_of_a_pool_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert update(3) == 3
     assert engine.awake
-    assert phases._live is None
 
 
 def test_elastic_is_light() -> None:

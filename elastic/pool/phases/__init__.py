@@ -187,6 +187,15 @@ def steps_done(steps: int) -> None:
         session.steps_done(steps)
 
 
+def leave() -> None:
+    """End this process's session with the pool, if it has one. The next phase opens another."""
+    global _live
+    with _beginning:
+        session, _live = _live, None
+    if session is not None:
+        session.close()
+
+
 _live: "PhaseSession | None" = None
 _beginning = threading.Lock()
 
@@ -200,7 +209,7 @@ def _session() -> "PhaseSession | None":
             from elastic.pool.phases.session import PhaseSession
 
             _live = PhaseSession.of_environment(os.environ)
-            atexit.register(_live.close)
+            atexit.register(leave)
     return _live
 
 
