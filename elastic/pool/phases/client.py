@@ -39,7 +39,7 @@ class PhaseClient:
         self._client.turned_away = self._end
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="elastic phases", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="elastic phases", daemon=True)
         self._gone: PhaseError | None = None
         self._wanted: tuple[PhaseKind, bool] | None = None
         self._waiter: asyncio.Future[HeldTurn] | None = None
@@ -79,12 +79,23 @@ class PhaseClient:
 
     def close(self) -> None:
         """Send all pending messages, if the pool's process is there, and end the thread."""
-        if not self._thread.is_alive() or os.getpid() != self._process:
+        if os.getpid() != self._process:
+            return
+        if self._thread.ident is None:
+            self._loop.close()
+        if not self._thread.is_alive():
             return
         with contextlib.suppress(TimeoutError, PhaseError):
             asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
+
+    def _work(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(asyncio.sleep(0))  # A connection is closed in the turn after it was told to.
+            self._loop.close()
 
     def _there(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine on the client's thread and return its result."""
