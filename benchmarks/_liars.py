@@ -30,7 +30,8 @@ from elastic.protocol import wire
 from elastic.report.history import history_of
 from elastic.report.refusals import refused_of
 from elastic.runtime.journal import GroupRow, JournalRecord, PullRow, RunDirectory, StepRow, TrajectoryRow, TurnRow
-from elastic.system.thread_lane import Lane, lanes
+from elastic.system.host import HOST, Host
+from elastic.system.thread_lane import Lane
 from elastic.testing.faults.core.lies import KINDS, Liar
 from elastic.testing.faults.shell.models import (
     ModelDevice,
@@ -147,7 +148,7 @@ class Honest:
         self._run_dir = run_dir
 
     async def work(self, ticket: Ticket, *, trains: bool = False) -> None:
-        lanes.set(lambda _: CallingLane())
+        HOST.set(Host(lane=lambda _: CallingLane()))
         build_engine, trainer = self._build_engine, None
         if trains:
             trainer = TrainerHost(self._config, self._run_dir, False, self._make_trainer, self._build_engine)

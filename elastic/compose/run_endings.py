@@ -8,7 +8,7 @@ from pathlib import Path
 from elastic.compose.runs import is_claimed
 from elastic.runtime.journal import INTERRUPTED as INTERRUPTED_STATUS
 from elastic.runtime.journal import RUNNING, UNEXPECTED, JournalError, RunDirectory
-from elastic.system.boot_clock import boot_id
+from elastic.system.host import here
 from elastic.system.outages import EXIT_OUTAGE
 from elastic.system.processes import identity
 from elastic.system.supervision import how_ended
@@ -36,7 +36,7 @@ def world() -> str:
     """Return an identity that changes when the machine or container goes down: its boot, and this namespace's first
     process."""
     first = identity(1)
-    return f"{boot_id()}:{first.start_ticks if first else 0}"
+    return f"{here().boot_id()}:{first.start_ticks if first else 0}"
 
 
 def ending_of(path: Path, log: Path, journals: int, its_world: str, status: int | None) -> Ending:

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from elastic.protocol.proxies import HttpSettingsError, proxy_for, without_password
+from elastic.system.host import here
 
 
 def sync_client(
@@ -14,7 +15,7 @@ def sync_client(
 ) -> httpx.Client:
     """A client of the server at `url`; with `by_proxy` through the environment's proxy, if it names one for it, and
     trusting whom the environment trusts. Raises `HttpSettingsError`."""
-    proxy = None
+    proxy, transport = None, transport or here().http_transport(url)
     if by_proxy and transport is None:
         found = proxy_for(url)
         proxy = found.url if found else None

@@ -10,15 +10,15 @@ import fcntl
 import hashlib
 import hmac
 import re
-import secrets
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from elastic.core.types import NS_PER_S
 from elastic.protocol.tickets import TicketRefused, TicketTerms
 from elastic.system.files import write_whole
+from elastic.system.host import here, new_secret
 
 DIRECTORY, LOCK = "tickets", "lock"
 VALID_S = 3600.0
@@ -33,13 +33,13 @@ class TicketBook:
 
     def mint(self, label: str, usd_per_gpu_hour: float | None, valid_s: float = VALID_S) -> tuple[TicketTerms, str]:
         """A new ticket and its token, which nobody can be told again. Raises `OSError`."""
-        token = secrets.token_urlsafe(32)
+        token = new_secret()
         alphabet = "abcdefghijklmnopqrstuvwxyz0123456789"
         terms = TicketTerms(
-            ticket="".join(secrets.choice(alphabet) for _ in range(8)),
+            ticket="".join(here().chance.choice(alphabet) for _ in range(8)),
             digest=_digest(token),
             label=label,
-            expires_s=time.time() + valid_s,
+            expires_s=here().unix_ns() / NS_PER_S + valid_s,
             usd_per_gpu_hour=usd_per_gpu_hour,
         )
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -107,7 +107,7 @@ class TicketBook:
 
 
 def _check_valid(terms: TicketTerms) -> None:
-    if (state := terms.state(time.time())) != "valid":
+    if (state := terms.state(here().unix_ns() / NS_PER_S)) != "valid":
         raise TicketRefused(f"ticket {terms.ticket} is {state}; `elastic ticket RUN -o FILE` mints another")
 
 

@@ -36,7 +36,7 @@ from elastic.runtime.ports import Ports, UnsharedDevice
 from elastic.runtime.refusals import REFUSED_NOTE
 from elastic.runtime.rewards import MakePool, RewardDispatch
 from elastic.runtime.rollout import RolloutLimits, Rollouts, ScoringSettings
-from elastic.runtime.run import Run
+from elastic.runtime.run import Decided, Run
 from elastic.runtime.sampler import Sampler
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.status import RunStatus
@@ -50,7 +50,6 @@ from providers.waiting_room import WaitingRoom
 
 log = structlog.get_logger(__name__)
 
-SAMPLE_INTERVAL_S = 0.5
 CLOSING_SHOWN_S = 5.0
 """How often the end of a run says what it waits for."""
 CLOSING_SLACK_S = 5.0
@@ -85,6 +84,8 @@ class Wiring:
     pool: PoolClient | None = None
     control_socket: bool = True
     """Whether commands come through a socket in the run's directory."""
+    sample_interval_s: float = 0.5
+    """Between two samples of the machine and the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,8 @@ class ResumePoint:
 class Orchestrator:
     """One incarnation of a run. `run` returns the cause of failure, empty when the run reached its end.
 
-    With a `former` one it goes on where that was, else it is `told` these events first.
+    With a `former` one it goes on where that was, else it is `told` these events first. `observe` is told the run's
+    status from time to time, `decided` every event with what the core makes of it.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Orchestrator:
         *,
         told: Sequence[e.Event] = (),
         observe: Callable[[RunStatus], None] = lambda _: None,
+        decided: Decided = lambda event, commands: None,
         clock_ns: Callable[[], int] = boottime_ns,
         suspended_ns: Callable[[], int] = suspended_ns,
     ) -> None:
@@ -135,7 +138,7 @@ class Orchestrator:
         self._tasks: asyncio.TaskGroup | None = None
         self._scribe = Scribe(scheduler, journal, self._when, self._stored)
         self._sampler = Sampler(config.run.name, scheduler, self._scribe, journal, observe, CpuSampler().share)
-        self._run = Run(scheduler, self._connect)
+        self._run = Run(scheduler, self._connect, decided)
         self.command_manager = CommandManager(
             scheduler,
             self._command,
@@ -420,7 +423,7 @@ class Orchestrator:
 
     async def _sample_forever(self) -> None:
         while True:
-            await asyncio.sleep(SAMPLE_INTERVAL_S)
+            await asyncio.sleep(self._wiring.sample_interval_s)
             self._sample()
 
     def _journal_changed(self) -> None:

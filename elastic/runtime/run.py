@@ -124,12 +124,18 @@ class Alarm:
             self.arm()
 
 
+Decided = Callable[[e.Event, Sequence[c.Command]], None]
+
+
 class Run:
     """`connect` makes the ports of the run it is given; they may feed it from then on. `failed` is why the run has
-    failed, empty while it has not."""
+    failed, empty while it has not. `decided` is told what the core makes of each event, before that has an effect."""
 
-    def __init__(self, scheduler: Scheduler, connect: "Callable[[Run], Ports]") -> None:
+    def __init__(
+        self, scheduler: Scheduler, connect: "Callable[[Run], Ports]", decided: Decided = lambda event, commands: None
+    ) -> None:
         self.scheduler = scheduler
+        self._decided = decided
         self.failed = ""
         self.closed = False
         self._inbox: deque[tuple[e.Event, Any]] = deque()
@@ -229,6 +235,7 @@ class Run:
         commands: Sequence[c.Command] = ()
         try:
             commands = self.scheduler.handle(event, now_ns)
+            self._decided(event, commands)
         finally:
             self._record(now_ns, event, payload, commands)
         for command in commands:

@@ -4,12 +4,11 @@ An event loop's own clock stands still meanwhile, so that timeouts count only th
 """
 
 import asyncio
-import functools
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
+
+from elastic.system.host import here
 
 CLOCK_LOOK_S = 1.0
 """How often a wait for a time of the boot's clock looks at it."""
@@ -17,12 +16,12 @@ CLOCK_LOOK_S = 1.0
 
 def boottime_ns() -> int:
     """Return the time since the machine's boot."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    return here().boottime_ns()
 
 
 def suspended_ns() -> int:
     """Return for how long of the time since its boot the machine was suspended, but for some microseconds."""
-    return boottime_ns() - time.monotonic_ns()
+    return boottime_ns() - here().monotonic_ns()
 
 
 class Suspensions:
@@ -48,12 +47,6 @@ class Suspensions:
         return self._told_ns - before_ns
 
 
-@functools.cache
-def boot_id() -> str:
-    """Return the id of the machine's present boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 class Began(msgspec.Struct, frozen=True):
     """When something's time began: by the clock of this boot, which knows of no leaps, and by the calendar."""
 
@@ -63,7 +56,7 @@ class Began(msgspec.Struct, frozen=True):
 
     @classmethod
     def now(cls) -> "Began":
-        return cls(boot_id(), boottime_ns(), time.time_ns())
+        return cls(here().boot_id(), boottime_ns(), here().unix_ns())
 
     def since_ns(self) -> int:
         now = Began.now()

@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-import errno
 import gc
 import os
 import resource
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -26,17 +24,6 @@ def raise_descriptor_limit() -> int:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
-
-
-def out_of_descriptors() -> bool:
-    """Whether this process can open no further file, or not the two that SQLite opens beside one."""
-    try:
-        with contextlib.ExitStack() as opened:
-            for _ in range(3):
-                opened.enter_context(Path(os.devnull).open("rb"))
-    except OSError as error:
-        return error.errno in (errno.EMFILE, errno.ENFILE)
-    return False
 
 
 LOWEST_PRIORITY = 19

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.system.boot_clock import boot_id
+from elastic.system.host import here
 
 RUN_VARIABLE, MARK_VARIABLE = "ELASTIC_RUN", "ELASTIC_MARK"
 
@@ -67,7 +67,7 @@ def identity(pid: int) -> Identity | None:
     except OSError:
         return None
     # The second field is the command in parentheses, which may hold spaces and parentheses; the 22nd is the start.
-    return Identity(pid, int(text.rpartition(")")[2].split()[19]), boot_id())
+    return Identity(pid, int(text.rpartition(")")[2].split()[19]), here().boot_id())
 
 
 def marked(variable: str, value: str, uid: int) -> Identity | None:

@@ -6,6 +6,8 @@ import stat
 from pathlib import Path
 from typing import Literal
 
+from elastic.system.host import here
+
 BUSY_TIMEOUT_S = 5.0
 
 
@@ -22,4 +24,4 @@ def open_sqlite(
         if not stat.S_ISREG(path.stat().st_mode):  # To open a pipe would wait for its other end.
             raise sqlite3.OperationalError(f"{path.name} is no regular file")
     uri = f"{path.absolute().as_uri()}?mode={mode}"
-    return sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=not any_thread)
+    return here().connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=not any_thread)

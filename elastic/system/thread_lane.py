@@ -1,9 +1,8 @@
-"""Runs blocking calls on a thread of their own, or wherever the current world wants them run."""
+"""Runs blocking calls one after the other, on a thread of their own."""
 
 import queue
 import threading
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Protocol
 
 
@@ -33,7 +32,3 @@ class ThreadLane:
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-
-
-lanes: ContextVar[Callable[[str], Lane]] = ContextVar("lanes", default=ThreadLane)
-"""What makes the lanes of the code that runs now, by their names."""

@@ -5,13 +5,13 @@
 - A version that does not verify is an error, and what was held stays.
 """
 
-import threading
-import time
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from elastic.system.host import here
 from elastic.weights.errors import VersionSuperseded
+from elastic.weights.reading import SHARE_BYTES
 from elastic.weights.relay import Relay, open_relay
 from elastic.weights.sharding import Shard, ShardOf
 from elastic.weights.signing import Trust
@@ -30,19 +30,21 @@ AUDIT_REST_MAX_S = 5.0
 
 
 def _rest(busy_s: float) -> None:
-    time.sleep(min(AUDIT_REST_MAX_S, busy_s / AUDIT_SHARE))
+    here().sleep(min(AUDIT_REST_MAX_S, busy_s / AUDIT_SHARE))
 
 
 class WeightsClient:
     """Stages versions on one thread, and applies them on that or another.
 
     With a `shard` (`elastic.weights.placements`), or a function that makes it of the shapes of the model's tensors,
-    tensors and changes are the rank's own, by its own names; without one they are the model's.
+    tensors and changes are the rank's own, by its own names; without one they are the model's. A blob is fetched in
+    parts of `share_bytes` at least.
     """
 
-    def __init__(self, shard: Shard | ShardOf | None = None) -> None:
+    def __init__(self, shard: Shard | ShardOf | None = None, share_bytes: int = SHARE_BYTES) -> None:
         self._shard = shard
-        self._lock = threading.Lock()
+        self._share_bytes = share_bytes
+        self._lock = here().lock()
         self._puller: Puller | None = None
         self._relay: Relay | None = None
         self._source: RelaySource | None = None
@@ -56,14 +58,14 @@ class WeightsClient:
 
         Raises `WeightsError`, and `TimeoutError` where the pull before has not ended in time.
         """
-        begun_s = time.monotonic()
+        begun_s = here().monotonic()
         # The pull that an order before this one began may still be under way.
         if not self._lock.acquire(timeout=timeout_s):
             raise TimeoutError(f"the pull before that of version {source.version} has not ended")
         try:
             self._staged = None
             puller = self._open(source)
-            staged = puller.stage(source.version, timeout_s - (time.monotonic() - begun_s), follow=True)
+            staged = puller.stage(source.version, timeout_s - (here().monotonic() - begun_s), follow=True)
             self._staged = source, staged, puller.changes(staged)
         finally:
             self._lock.release()
@@ -122,10 +124,12 @@ class WeightsClient:
         else:
             if puller is None:
                 # Deltas come after the keyframe; by then their decoders are loaded.
-                threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
+                here().thread(target=warm_up, name="warm-up").start()
             self.close()
             relay, another_copy = self._opened(source, trust)
-            self._puller = puller = Puller(relay, trust, shard=self._shard, another_copy=another_copy)
+            self._puller = puller = Puller(
+                relay, trust, shard=self._shard, another_copy=another_copy, share_bytes=self._share_bytes
+            )
         self._source = source
         return puller
 

@@ -6,10 +6,10 @@ is that of its pieces' digests.
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
 from elastic.system.cores import cores
+from elastic.system.host import here
 from elastic.weights.blobs import Buffer
 
 DIGEST_BYTES = 32
@@ -28,7 +28,7 @@ def digest_of(*parts: Buffer) -> str:
 
 def blob_digest_of(parts: Sequence[Buffer]) -> str:
     """Digest, by pieces, of the parts' concatenation. Other threads run meanwhile."""
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="digest") as executor:
+    with here().executor(THREADS, "digest") as executor:
         return digest_of(*executor.map(_hashed, _pieces(parts)))
 
 

@@ -1,9 +1,8 @@
 """Keyframes and deltas onto a relay: what one trainer rank has of them, and, from rank 0, the manifest."""
 
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import structlog
 from torch import Tensor
 
+from elastic.system.host import here
 from elastic.weights.blobs import Buffer
 from elastic.weights.bucket import encode_bucket
 from elastic.weights.choice import COSTS, choose_codec, estimate_change
@@ -175,17 +175,17 @@ class Encoder:
         if self._share is not None or self._settings.keyframe_in_buckets:
             nothing = self._nothing(layout)
             return self.put_delta(nothing, version, bits, filled)
-        begun_s = time.monotonic()
+        begun_s = here().monotonic()
         deque(filled, maxlen=0)
         held = Version(version, layout, bits, tile_sums(bits, layout.ends) if sums is None else sums)
-        encoded_s = time.monotonic()
+        encoded_s = here().monotonic()
         try:
             _put_blob(self._relay, self._run, held, self._model_config, self._key)
         except BlobConflict as error:
             log.warning("keyframe replaced", version=version, reason=str(error))
             withdraw_keyframe(self._relay, version)
             _put_blob(self._relay, self._run, held, self._model_config, self._key)
-        put_s = time.monotonic() - encoded_s
+        put_s = here().monotonic() - encoded_s
         size = bits.nbytes
         return held, PublishReport(version, "keyframe", size, size, {}, encoded_s - begun_s, put_s)
 
@@ -206,7 +206,7 @@ class Encoder:
         `bits` may still be `filled` meanwhile, which yields each time how many elements are there. Raises `RelayError`,
         and `WeightsCorrupted` where another rank's part does not belong to it.
         """
-        started_s = time.monotonic()
+        started_s = here().monotonic()
         layout, own = base.layout, base.layout.tiles[self._rank]
         sums, changed = base.sums.copy(), np.zeros(len(layout.ends), np.int64)
         begun, parts_of = self._announce(base, version)
@@ -221,7 +221,7 @@ class Encoder:
                 buckets.append(BucketEntry(tiles.start, tiles.stop - tiles.start, codec, size, digest_of(*parts)))
             puts.finish()
             put_s = puts.waited_s
-        begun_s = time.monotonic()
+        begun_s = here().monotonic()
         if self.leads:
             buckets += self._others_buckets(layout, parts_of, sums, changed)
         by_tensor = np.zeros(len(layout.tensors), np.int64)
@@ -250,12 +250,12 @@ class Encoder:
                 tile_sums=sums[own].astype("<u8").tobytes(),
             )
         claim(self._relay, key, self._key.seal(record))
-        put_s += time.monotonic() - begun_s
+        put_s += here().monotonic() - begun_s
         per_name = dict.fromkeys((entry.name for entry in layout.tensors), 0)
         for entry, count in zip(layout.tensors, by_tensor.tolist(), strict=True):
             per_name[entry.name] += count
         kind, per_name = ("keyframe", {}) if base.version == NOTHING else ("delta", per_name)
-        size, encode_s = sum(bucket.size_bytes for bucket in buckets), time.monotonic() - started_s - put_s
+        size, encode_s = sum(bucket.size_bytes for bucket in buckets), here().monotonic() - started_s - put_s
         held = Version(version, layout, bits, sums)
         return held, PublishReport(version, kind, size, bits.nbytes, per_name, encode_s, put_s)
 
@@ -319,7 +319,7 @@ class Encoder:
     ) -> list[BucketEntry]:
         """Returns the other ranks' buckets, by rank, and fills in their sums and changes."""
         buckets: list[BucketEntry] = []
-        deadline_s = time.monotonic() + PART_TIMEOUT_S
+        deadline_s = here().monotonic() + PART_TIMEOUT_S
         for rank, of in parts_of.items():
             own = layout.tiles[rank]
             content = awaited(self._relay, part_key(of.version, of.base_version, rank), deadline_s)
@@ -336,28 +336,28 @@ class _Puts:
 
     def __init__(self, relay: Relay, at_once: int) -> None:
         self._relay = relay
-        self._executor = ThreadPoolExecutor(at_once, thread_name_prefix="puts") if at_once > 1 else None
+        self._executor = here().executor(at_once, "puts") if at_once > 1 else None
         self._at_once = at_once
         self._pending: deque[Future[None]] = deque()
         self.waited_s = 0.0
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """`claim` it. Raises what one before it came to."""
-        begun_s = time.monotonic()
+        begun_s = here().monotonic()
         if self._executor is None:
             claim(self._relay, key, *parts)
         else:
             if len(self._pending) == self._at_once:
                 self._pending.popleft().result()
             self._pending.append(self._executor.submit(claim, self._relay, key, *parts))
-        self.waited_s += time.monotonic() - begun_s
+        self.waited_s += here().monotonic() - begun_s
 
     def finish(self) -> None:
         """All are there."""
-        begun_s = time.monotonic()
+        begun_s = here().monotonic()
         while self._pending:
             self._pending.popleft().result()
-        self.waited_s += time.monotonic() - begun_s
+        self.waited_s += here().monotonic() - begun_s
 
     def close(self) -> None:
         if self._executor is not None:

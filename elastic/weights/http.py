@@ -1,6 +1,5 @@
 """A relay over HTTP, as `elastic.weights.server` serves it: workers pull straight from the trainer's host."""
 
-import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
@@ -10,6 +9,7 @@ import msgspec
 
 from elastic.protocol.http_clients import sync_client
 from elastic.protocol.tls import anchored_context
+from elastic.system.host import here
 from elastic.weights.blobs import Buffer, check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, InvalidKey, RelayError, RelayUnavailable
 
@@ -39,20 +39,15 @@ class HttpRelay:
     """`elastic.weights.relay.Relay` at a URL. Threads may share it; the token is sent, never shown.
 
     Over HTTPS the relay's certificate is `anchor` (PEM) or by it; without one it is by whom this machine trusts.
-    Another `transport` than the network's carries the requests where it is given.
     """
 
-    def __init__(
-        self, url: str, token: str | None = None, anchor: str = "", transport: httpx.BaseTransport | None = None
-    ) -> None:
+    def __init__(self, url: str, token: str | None = None, anchor: str = "") -> None:
         self._url = url.rstrip("/")
         headers = {"authorization": f"Bearer {token}"} if token else {}
         timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         verify = anchored_context(anchor) if anchor and url.startswith("https:") else True
         # Proxies are for the way out; a relay is named by the run itself.
-        self._client = sync_client(
-            url, by_proxy=False, transport=transport, headers=headers, timeout=timeout, verify=verify
-        )
+        self._client = sync_client(url, by_proxy=False, headers=headers, timeout=timeout, verify=verify)
 
     def put(self, key: str, *parts: Buffer) -> None:
         size = sum(memoryview(part).nbytes for part in parts)
@@ -96,11 +91,11 @@ class HttpRelay:
 
 
 def _read(response: httpx.Response) -> bytes:
-    deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+    deadline_s = here().monotonic() + ANSWER_TIMEOUT_S
     content = bytearray()
     for chunk in response.iter_bytes():
         content += chunk
-        if time.monotonic() > deadline_s:
+        if here().monotonic() > deadline_s:
             raise httpx.ReadTimeout(f"no complete answer within {ANSWER_TIMEOUT_S} s")
     return bytes(content)
 

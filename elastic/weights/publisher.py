@@ -1,13 +1,13 @@
 """The trainer's side: a version's weights onto a relay, as keyframe and deltas."""
 
-import time
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import structlog
 from torch import Tensor
 
+from elastic.system.host import here
 from elastic.weights.compact import Mirror, on_device
 from elastic.weights.encoder import (
     PART_TIMEOUT_S,
@@ -72,7 +72,7 @@ class Publisher:
         """The version of the last keyframe on request, and when that was."""
         self._keyframe_version = 0
         self._keyframe_wanted = self._keyframe_ordered = False
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._executor = here().executor(1, "publisher")
         self._later: Future[None] | None = None
 
     def publish(self, version: int, tensors: Mapping[str, Tensor], pulled: Collection[int] = ()) -> PublishReport:
@@ -111,7 +111,7 @@ class Publisher:
     def _is_keyframe_ordered(self, held: Version, last: Version) -> bool:
         if self._encoder.leads:
             return self._keyframe_ordered
-        deadline_s = time.monotonic() + PART_TIMEOUT_S
+        deadline_s = here().monotonic() + PART_TIMEOUT_S
         awaited(self._relay, begun_key(held.version, last.version), deadline_s)
         try:
             fetch(self._relay, begun_key(held.version, NOTHING), deadline_s)
@@ -134,7 +134,7 @@ class Publisher:
             return False
         requests = self._relay.list_keys(REQUESTS)
         version, answered_s = self._answered
-        if not requests or (version == held.version and time.monotonic() < answered_s + RENEW_S):
+        if not requests or (version == held.version and here().monotonic() < answered_s + RENEW_S):
             return False
         refused = request_key(held.version) in requests
         asked = refused or PublishedUpdate(held.version, None) not in self._updates
@@ -144,7 +144,7 @@ class Publisher:
                 self._put_keyframe(held)
             else:
                 self.request_keyframe()
-            self._answered = held.version, time.monotonic()
+            self._answered = held.version, here().monotonic()
         for key in requests:
             self._relay.delete(key)
         return asked

@@ -1,6 +1,5 @@
 """The worker's side: a version's weights off a relay, verified, or an error and nothing else."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 
@@ -8,6 +7,7 @@ import numpy as np
 import structlog
 from torch import Tensor
 
+from elastic.system.host import here
 from elastic.weights.errors import (
     BlobNotFound,
     RelayError,
@@ -18,7 +18,7 @@ from elastic.weights.errors import (
 )
 from elastic.weights.memory import Memory
 from elastic.weights.plan import PublishedUpdate, shortest_path
-from elastic.weights.reading import CHUNK_BYTES, TRANSFERS, RelayReading
+from elastic.weights.reading import CHUNK_BYTES, SHARE_BYTES, TRANSFERS, RelayReading
 from elastic.weights.records import TensorEntry, request_key
 from elastic.weights.relay import Relay
 from elastic.weights.sharding import Shard, ShardOf, needed, whole
@@ -55,6 +55,7 @@ class Puller:
         another_copy: Callable[[int], bool] = lambda version: False,
         transfers: int = TRANSFERS,
         chunk_bytes: int = CHUNK_BYTES,
+        share_bytes: int = SHARE_BYTES,
     ) -> None:
         self._relay = relay
         self._trust = trust
@@ -68,6 +69,7 @@ class Puller:
         """The next tile to audit."""
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
+        self._share_bytes = share_bytes
         self._refused: list[WeightsRefusal] = []
         self._reading: RelayReading | None = None
         self._received_bytes = 0
@@ -147,7 +149,7 @@ class Puller:
             raise
 
     def _stage(self, version: int, timeout_s: float, follow: bool) -> StagedVersion:
-        reading = RelayReading(self._relay, timeout_s, self._transfers, self._chunk_bytes)
+        reading = RelayReading(self._relay, timeout_s, self._transfers, self._chunk_bytes, self._share_bytes)
         self._received_bytes, self._reading = self.received_bytes, reading
         staging = Staging(reading, self._trust, self._hosted, self._memory)
         refused: dict[PublishedUpdate, Exception] = {}
@@ -179,7 +181,7 @@ class Puller:
 
     def _report(self, reading: RelayReading, held: ResidentWeights) -> PullReport:
         # Of differences between clock readings, what is left for decoding may round to less than nothing.
-        decode_s = max(0.0, time.monotonic() - reading.begun_s - reading.wire_s - reading.encode_s)
+        decode_s = max(0.0, here().monotonic() - reading.begun_s - reading.wire_s - reading.encode_s)
         return PullReport(
             size_bytes=reading.size_bytes,
             full_bytes=held.bits.nbytes,
@@ -197,7 +199,7 @@ class Puller:
         the processor's seconds that took.
         """
         wrong: list[int] = []
-        begun_s = time.thread_time()
+        begun_s = here().thread_time()
         held = None if self._writing is not None else self._resident
         for tile, right in held.audited(self._audited) if held else ():
             if self._writing is not None or self._resident is not held:
@@ -205,8 +207,8 @@ class Puller:
             self._audited = tile + 1
             if not right:
                 wrong.append(tile)
-            rest(time.thread_time() - begun_s)
-            begun_s = time.thread_time()
+            rest(here().thread_time() - begun_s)
+            begun_s = here().thread_time()
         if held and wrong:
             self._distrusted = True
             self._refuse(
@@ -261,7 +263,7 @@ class Puller:
         held = base.version if base else None
         if held == version:
             return []
-        begun_s = time.monotonic()
+        begun_s = here().monotonic()
         while True:
             keys = reading.list_keys(VERSIONS)
             for coming in (None, version) if follow else (None,):

@@ -1,14 +1,15 @@
 """Bytes off a relay for one pull: until its deadline, several blobs at once, again where a transfer broke."""
 
 import random
-import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from functools import partial
 from math import inf
 from typing import TypeVar
 
+from elastic.system.host import here
 from elastic.weights.digest import ArrivingBlob, digest_of
 from elastic.weights.errors import WeightsCorrupted
 from elastic.weights.relay import Relay
@@ -29,8 +30,8 @@ T = TypeVar("T")
 class RelayReading:
     """`elastic.weights.staging.Reading` off a relay. Counts bytes, and seconds by what they were spent on."""
 
-    def __init__(self, relay: Relay, timeout_s: float, transfers: int, chunk_bytes: int) -> None:
-        self.begun_s = time.monotonic()
+    def __init__(self, relay: Relay, timeout_s: float, transfers: int, chunk_bytes: int, share_bytes: int) -> None:
+        self.begun_s = here().monotonic()
         self.size_bytes = 0
         """Bytes read by `get_into` and `several` so far."""
         self.wire_s = 0.0
@@ -41,6 +42,7 @@ class RelayReading:
         self._deadline_s = self.begun_s + timeout_s
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
+        self._share_bytes = share_bytes
 
     def list_keys(self, prefix: str) -> list[str]:
         with self._on_the_wire():
@@ -48,11 +50,11 @@ class RelayReading:
 
     def look_again(self, since_s: float) -> bool:
         """Waits a little for what has been absent since `since_s` (monotonic). Returns whether there is time for it."""
-        begun_s = time.monotonic()
+        begun_s = here().monotonic()
         try:
             return look_again(since_s, self._deadline_s)
         finally:
-            self.encode_s += time.monotonic() - begun_s
+            self.encode_s += here().monotonic() - begun_s
 
     def get(self, key: str) -> bytes:
         with self._on_the_wire():
@@ -64,7 +66,7 @@ class RelayReading:
 
     def get_into(self, key: str, memory: memoryview) -> str:
         blob = ArrivingBlob(memory)
-        step = min(self._chunk_bytes, max(SHARE_BYTES, len(memory) // SHARES))
+        step = min(self._chunk_bytes, max(self._share_bytes, len(memory) // SHARES))
 
         def fill(start: int) -> None:
             chunk = memory[start : start + step]
@@ -118,14 +120,24 @@ class RelayReading:
         """Yields each number with its ended `job`; runs as many at once as there may be transfers."""
         left = iter(order)
         pending: dict[Future[T], int] = {}
-        with ThreadPoolExecutor(self._transfers, thread_name_prefix="puller") as executor:
+        ended, some = deque[Future[T]](), here().condition()
+
+        def end(future: Future[T]) -> None:
+            with some:
+                ended.append(future)
+                some.notify()
+
+        with here().executor(self._transfers, "puller") as executor:
             try:
                 while True:
                     while len(pending) < self._transfers and (number := next(left, None)) is not None:
-                        pending[executor.submit(job, number)] = number
+                        pending[future := executor.submit(job, number)] = number
+                        future.add_done_callback(end)
                     if not pending:
                         return
-                    done = next(iter(wait(pending, return_when=FIRST_COMPLETED).done))
+                    with some:
+                        some.wait_for(lambda: ended)
+                    done = ended.popleft()
                     yield pending.pop(done), done
             finally:
                 for future in pending:
@@ -133,13 +145,13 @@ class RelayReading:
 
     @contextmanager
     def _on_the_wire(self) -> "Iterator[_There]":
-        begun_s = time.monotonic()
+        begun_s = here().monotonic()
         there = _There(begun_s)
         try:
             yield there
         finally:
             self.encode_s += there.since_s - begun_s
-            self.wire_s += time.monotonic() - there.since_s
+            self.wire_s += here().monotonic() - there.since_s
 
 
 class _There:
@@ -149,7 +161,7 @@ class _There:
         self.since_s = since_s
 
     def not_yet(self) -> None:
-        self.since_s = time.monotonic()
+        self.since_s = here().monotonic()
 
 
 def _from_anywhere(order: Sequence[int]) -> list[int]:

@@ -3,13 +3,13 @@
 Source: docs/design.md, `Relay`.
 """
 
-import importlib.metadata
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import structlog
 
+from elastic.system.installed import installed
 from elastic.weights.blobs import Buffer
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobConflict, RelayError
@@ -71,7 +71,7 @@ def open_relay(url: str, token: str | None = None, anchor: str = "") -> Relay:
     parts = urlsplit(url)
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return DirectoryRelay(Path(unquote(parts.path)))
-    kinds = {point.name: point for point in importlib.metadata.entry_points(group="elastic.relays")}
+    kinds = installed("elastic.relays")
     if parts.scheme in kinds:
         return kinds[parts.scheme].load()(url, token, anchor)
     allowed = ", ".join(f"{scheme}://" for scheme in sorted(kinds))

@@ -9,9 +9,10 @@ A directory knows no tokens: a process that can write its files can put anything
 (`elastic.weights.signing`).
 """
 
-import secrets
 from dataclasses import dataclass, field
 from hashlib import sha256
+
+from elastic.system.host import new_secret
 
 REQUESTS_OPEN = 8
 """A worker's requests that the trainer has not answered yet; an honest one has one or two."""
@@ -33,7 +34,7 @@ class RelayRights:
     """The tokens of one relay. Only digests of them are kept, but for the owner's."""
 
     def __init__(self, owner: str | None = None) -> None:
-        self.owner = secrets.token_urlsafe(32) if owner is None else owner
+        self.owner = new_secret() if owner is None else owner
         """The token that may do everything: the trainer's."""
         if not self.owner:
             raise ValueError("relay: needs a token; without one anybody could delete the weights")
@@ -48,7 +49,7 @@ class RelayRights:
         One it had before counts no more.
         """
         self.revoke(worker)
-        token = token or secrets.token_urlsafe(32)
+        token = token or new_secret()
         self._issued[worker] = _digest(token)
         self._bearers[_digest(token)] = Bearer(worker, owner=False)
         return token

@@ -15,6 +15,7 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from elastic.system.host import here
 from elastic.weights.errors import WeightsCorrupted, WeightsForged
 
 _PURPOSE = b"elastic weights\0"
@@ -55,7 +56,7 @@ class SigningKey:
     """The trainer's Ed25519 key. It cannot be written down, shown or pickled."""
 
     def __init__(self) -> None:
-        self._private = Ed25519PrivateKey.generate()
+        self._private = Ed25519PrivateKey.from_private_bytes(here().chance.randbytes(32))
         self.public = self._private.public_key().public_bytes_raw().hex()
         """The public key, in hexadecimal: workers verify signatures with it."""
 

@@ -1,11 +1,11 @@
 """Reading what a relay does not have yet, or cannot give just now, until a deadline; a relay that is asked so."""
 
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+from tenacity import Retrying, retry_if_exception_type, wait_exponential
 
+from elastic.system.host import here
 from elastic.weights.blobs import Buffer
 from elastic.weights.errors import BlobNotFound, RelayUnavailable
 from elastic.weights.relay import Relay
@@ -49,7 +49,7 @@ class PatientRelay:
         self._relay.close()
 
     def _ask(self, what: str, ask: Callable[[], T]) -> T:
-        return patiently(time.monotonic() + self._patience_s, what, ask)
+        return patiently(here().monotonic() + self._patience_s, what, ask)
 
 
 def fetch(relay: Relay, key: str, deadline_s: float, start: int = 0, length: int | None = None) -> bytes:
@@ -59,16 +59,17 @@ def fetch(relay: Relay, key: str, deadline_s: float, start: int = 0, length: int
 
 def patiently(deadline_s: float, what: str, ask: Callable[[], T]) -> T:
     """What `ask` returns, again and again while the relay is unavailable, until `deadline_s` (monotonic)."""
-    if time.monotonic() >= deadline_s:
+    if here().monotonic() >= deadline_s:
         raise RelayUnavailable(f"{what}: not pulled in time")
     try:
         # Those who poll ask hundreds of times a second; preparing to ask again takes longer than asking.
         return ask()
     except RelayUnavailable:
-        time.sleep(min(RETRY_S, max(deadline_s - time.monotonic(), 0.0)))
+        here().sleep(min(RETRY_S, max(deadline_s - here().monotonic(), 0.0)))
     attempts = Retrying(
         retry=retry_if_exception_type(RelayUnavailable),
-        stop=stop_after_delay(max(deadline_s - time.monotonic(), 0.0)),
+        sleep=here().sleep,
+        stop=lambda _: here().monotonic() >= deadline_s,
         wait=wait_exponential(multiplier=2 * RETRY_S, max=1.0),
         reraise=True,
     )
@@ -85,7 +86,7 @@ def awaited(
     absent: Callable[[], object] = lambda: None,
 ) -> bytes:
     """`fetch` of what may not be there yet; says `absent` whenever it was not. Raises `BlobNotFound` after all."""
-    begun_s = time.monotonic()
+    begun_s = here().monotonic()
     while True:
         try:
             return fetch(relay, key, deadline_s, start, length)
@@ -97,11 +98,11 @@ def awaited(
 
 def look_again(begun_s: float, deadline_s: float) -> bool:
     """Wait a little for what has not been there since `begun_s` (monotonic); whether there is time for that."""
-    now_s = time.monotonic()
+    now_s = here().monotonic()
     pause_s = pause_after_s(now_s - begun_s)
     if now_s + pause_s > deadline_s:
         return False
-    time.sleep(pause_s)
+    here().sleep(pause_s)
     return True
 
 

@@ -2,12 +2,12 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elastic.core.types import NS_PER_S, Account, Nanoseconds
 from elastic.engine.meter import AccountMeter
+from elastic.system.host import here
 
 
 def process_start_ns() -> Nanoseconds:
@@ -18,8 +18,8 @@ def process_start_ns() -> Nanoseconds:
     # The second field is the program's name in brackets, which may have spaces; the start is the 22nd.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started_ns = int(fields[19]) * NS_PER_S // os.sysconf("SC_CLK_TCK")
-    age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - started_ns
-    return time.monotonic_ns() - age_ns
+    age_ns = here().boottime_ns() - started_ns
+    return here().monotonic_ns() - age_ns
 
 
 class DeviceAccounts:
@@ -61,7 +61,7 @@ class DeviceAccounts:
     def _switch(self, account: Account | None, instead_of: Account | None) -> None:
         with self._lock:
             if self._read is None:
-                self._before.switch(time.monotonic_ns(), {account or Account.BOOTING: 1.0})
+                self._before.switch(here().monotonic_ns(), {account or Account.BOOTING: 1.0})
             else:
                 self._settle(self._read())
             self._devoted, self._instead_of = account, instead_of

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
@@ -17,13 +16,14 @@ from elastic.core.types import Nanoseconds
 from elastic.engine import create_engine
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.protocol import wire
+from elastic.system.host import here
 from elastic.system.parking import Parkable
 from elastic.system.processes import end_own_kin
 from elastic.system.signals import TERMINATION, act_on
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
 from elastic.worker.device_permit import DevicePermit
-from elastic.worker.service import AgentExit, Service
+from elastic.worker.service import USUAL, AgentExit, Intervals, Service
 from elastic.worker.threads import DaemonThread
 from elastic.worker.training import Trainer
 
@@ -54,6 +54,7 @@ async def run_agent(
     permit: DevicePermit | None = None,
     accounts: DeviceAccounts | None = None,
     leave: asyncio.Event | None = None,
+    intervals: Intervals = USUAL,
 ) -> AgentExit:
     """Be the ticket's worker until drained (code 0), or refused, cut off or failed (code 1).
 
@@ -77,7 +78,7 @@ async def run_agent(
                     end = AgentExit(0, "terminated before it was ready")
                 else:
                     ticket, welcome, connection, engine, granted_ns = booted
-                    service = Service(ticket, welcome, connection, engine, device, share, trainer, permit)
+                    service = Service(ticket, welcome, connection, engine, device, share, trainer, permit, intervals)
                     # Before that the device was its owner's: it waited for a lease.
                     end = await service.run(DeviceAccounts(granted_ns) if ticket.ticket else accounts, leave)
     except (ConnectionLost, SessionRefused, _NotBuilt) as error:
@@ -133,7 +134,7 @@ async def _obey(
 
 async def _boot(ticket: Ticket, build_engine: BuildEngine, device: DaemonThread, permit: DevicePermit) -> "_Booted":
     connection, welcome = await dial(ticket, "", ticket.wait_s)
-    granted_ns = time.monotonic_ns()
+    granted_ns = here().monotonic_ns()
     if welcome.worker:
         ticket = msgspec.structs.replace(ticket, worker=welcome.worker)
     try:

@@ -7,14 +7,13 @@ follows the job's versions there, so that the weights are ready when the next sl
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import structlog
 
-from elastic.core.types import Account, Capabilities, WeightMode
+from elastic.core.types import Account, Capabilities, WeightMode, WorkerId
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, RolloutEngine, TokenChunk
 from elastic.pool.connection import TO_RESIDENT, LinkLost, PoolLink, over_socket
 from elastic.pool.messages import (
@@ -31,6 +30,7 @@ from elastic.pool.messages import (
 )
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint
+from elastic.system.host import here
 from elastic.system.parking import Parkable, Switch
 from elastic.weights.errors import RelayError, VersionSuperseded
 from elastic.weights.records import open_update
@@ -40,6 +40,7 @@ from elastic.weights.source import PullReport, RelaySource, WeightsSource
 from elastic.weights.versions import published_updates
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.agent import AgentExit, BuildEngine, Ticket, build_engine, run_agent
+from elastic.worker.service import USUAL, Intervals
 from elastic.worker.threads import run_in_thread
 
 log = structlog.get_logger(__name__)
@@ -131,7 +132,7 @@ class KeptEngine:
 
     def __init__(self, make: BuildEngine) -> None:
         self._make = make
-        self._changing = threading.Lock()
+        self._changing = here().lock()
         """Held while the engine is built, parked or resumed."""
         self.engine: RolloutEngine | None = None
         self._asked: tuple[Any, ...] = ()
@@ -159,9 +160,9 @@ class KeptEngine:
                 return Switch(0.0, 0)
             if isinstance(self.engine, Parkable):
                 return self.engine.park()
-            begun_s = time.monotonic()
+            begun_s = here().monotonic()
             self._close()
-            return Switch(time.monotonic() - begun_s, 0)
+            return Switch(here().monotonic() - begun_s, 0)
 
     def resume(self) -> Switch:
         with self._changing:
@@ -216,11 +217,19 @@ class _ResidentSlice:
 
 
 class RolloutResident:
-    """Obeys its keeper: resumes, works, and parks, one after the other."""
+    """Obeys its keeper: resumes, works, and parks, one after the other. `works_as` is told the worker of each slice."""
 
-    def __init__(self, make_engine: BuildEngine = build_engine, follow_s: float = FOLLOW_S) -> None:
+    def __init__(
+        self,
+        make_engine: BuildEngine = build_engine,
+        follow_s: float = FOLLOW_S,
+        intervals: Intervals = USUAL,
+        works_as: Callable[[WorkerId], object] = lambda worker: None,
+    ) -> None:
         self.kept = KeptEngine(make_engine)
         self._follow_s = follow_s
+        self._intervals = intervals
+        self._works_as = works_as
         self._link: PoolLink[ToResident]
         self._accounts: DeviceAccounts | None = None
         """Of the slice's first worker: they began with the slice."""
@@ -274,7 +283,7 @@ class RolloutResident:
                     self._slice.leave.set()
 
     async def _resume(self) -> Switch:
-        accounts = DeviceAccounts(time.monotonic_ns())
+        accounts = DeviceAccounts(here().monotonic_ns())
         accounts.devote(Account.SWITCHING)
         if self._following is not None:
             self._following.cancel()
@@ -285,7 +294,8 @@ class RolloutResident:
         return switch
 
     async def _work(self, permit: int, frame: WorkerTicketFrame, work: _ResidentSlice) -> None:
-        accounts, self._accounts = self._accounts or DeviceAccounts(time.monotonic_ns()), None
+        self._works_as(frame.worker)
+        accounts, self._accounts = self._accounts or DeviceAccounts(here().monotonic_ns()), None
         ticket = Ticket(
             endpoint=Endpoint(frame.join, fingerprint=frame.fingerprint),
             run=frame.run,
@@ -294,7 +304,9 @@ class RolloutResident:
             wait_s=frame.orchestrator_timeout_s,
         )
         try:
-            end = await run_agent(ticket, self.kept.lend, accounts=accounts, leave=work.leave)
+            end = await run_agent(
+                ticket, self.kept.lend, accounts=accounts, leave=work.leave, intervals=self._intervals
+            )
         except ValueError as error:
             end = AgentExit(1, str(error))
         self._slice = None

@@ -8,8 +8,8 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from elastic.core.run_state import TRAINER_PATIENCE
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase
 from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine
 from elastic.protocol import wire
+from elastic.system.host import here
 from elastic.weights.errors import VersionSuperseded, WeightsError, WeightsRefusal
 from elastic.weights.source import PullReport, RelaySource
 from elastic.worker.accounts import DeviceAccounts
@@ -40,11 +41,21 @@ ABORT_TIMEOUT_S = 1.0
 
 CLOSE_TIMEOUT_S = 5.0
 
-AUDIT_PAUSE_S, AUDIT_TIMEOUT_S = 60.0, 3600.0
-"""Pause between two audits of the weights, and the limit of one audit."""
+AUDIT_TIMEOUT_S = 3600.0
+"""Limit of one audit of the weights."""
 
-SHARE_INTERVAL_S = 0.01
-"""How often a co-serving worker asks whether it must hold back: well within one decode iteration."""
+
+@dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """Pauses of a worker between two looks, in seconds."""
+
+    audit_s: float = 60.0
+    """Between two audits of the weights."""
+    share_s: float = 0.01
+    """Of a co-serving worker until it asks again whether it must hold back: well within one decode iteration."""
+
+
+USUAL = Intervals()
 
 
 class AgentExit(msgspec.Struct, frozen=True):
@@ -67,6 +78,7 @@ class Service:
         share: DeviceShare | None,
         trainer: Trainer | None,
         permit: DevicePermit,
+        intervals: Intervals,
     ) -> None:
         self._ticket = ticket
         self._welcome = welcome
@@ -76,6 +88,7 @@ class Service:
         self._share = share
         self._trainer = trainer
         self._permit = permit
+        self._intervals = intervals
         self._stream = TokenStream(welcome.flush_interval_s, self._send, whole_turns=welcome.whole_turns)
         self._operations: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._wanted: wire.PullWeights | None = None
@@ -128,7 +141,7 @@ class Service:
     async def _start(self) -> None:
         self._engine.start(self._stream.sink)
         self._name_idle_time()
-        self._accounts.engine_started(lambda: self._engine.statistics().accounts_ns, time.monotonic_ns())
+        self._accounts.engine_started(lambda: self._engine.statistics().accounts_ns, here().monotonic_ns())
         if self._training is not None:
             await self._training.begin()
             self._name_idle_time()
@@ -247,7 +260,7 @@ class Service:
                 self._engine.abort(self._stream.stall(HELD_BACK))
             if self._credit(self._engine.statistics()) != self._announced_turns:
                 self._heartbeat()
-            await asyncio.sleep(SHARE_INTERVAL_S)
+            await asyncio.sleep(self._intervals.share_s)
 
     def _credit(self, now: EngineStatistics) -> int:
         if self._drain_reason:
@@ -342,7 +355,7 @@ class Service:
     async def _audit(self) -> None:
         """Audit the held weights from time to time, and replace wrong ones at once."""
         while True:
-            await asyncio.sleep(AUDIT_PAUSE_S)
+            await asyncio.sleep(self._intervals.audit_s)
             try:
                 sound = await run_in_thread(AUDIT_TIMEOUT_S, self._engine.audit)
             except TimeoutError:
@@ -355,7 +368,7 @@ class Service:
         if not again and self._engine.statistics().weights_version == order.version:
             self._send(wire.WeightsReport(order.version, "", 0, 0.0, 0.0))
             return
-        timeout_s, begun_s = self._welcome.pull_timeout_s, time.monotonic()
+        timeout_s, begun_s = self._welcome.pull_timeout_s, here().monotonic()
         source = source_of(self._welcome, order)
         self._load_phase = LoadPhase.PULLING
         try:
@@ -367,7 +380,7 @@ class Service:
             refused = error.refused if isinstance(error, WeightsError) else ()
             self._report_failure(order, asked, f"{type(error).__name__}: {error}", refused)
         else:
-            times_s = begun_s, time.monotonic()
+            times_s = begun_s, here().monotonic()
             self._load_phase = LoadPhase.APPLYING
             self._operations.put_nowait(functools.partial(self._apply, order, asked, source, pulled, times_s))
 
@@ -383,7 +396,7 @@ class Service:
         if order is not self._wanted:
             return
         ordered_s, pulled_s = times_s
-        begun_s, paused_ns = time.monotonic(), self._paused_ns()
+        begun_s, paused_ns = here().monotonic(), self._paused_ns()
         try:
             written_s = await self._device.run_while(
                 self._applying, self._welcome.load_timeout_s, self._engine.load_version, source, order.mode
@@ -399,7 +412,7 @@ class Service:
         else:
             self._load_phase = LoadPhase.NONE
             self._name_idle_time()
-            applied_s = time.monotonic()
+            applied_s = here().monotonic()
             split_s: dict[wire.PullPart, float] = {
                 "encode": pulled.encode_s,
                 "wire": pulled.wire_s,

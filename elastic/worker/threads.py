@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from elastic.system.thread_lane import lanes
+from elastic.system.host import here
 
 LOOK_SHARE = 1 / 10
 """Interval of looking at progress, as a share of the timeout."""
@@ -22,7 +22,7 @@ class DaemonThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._lane = lanes.get()(name)
+        self._lane = here().lane(name)
 
     async def run(self, timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the call's result. Raises `TimeoutError` if it is late; the call itself goes on."""

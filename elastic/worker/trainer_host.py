@@ -4,10 +4,8 @@ One of them uses the device at a time. The orchestrator alternates Sleep, traini
 thread takes orders one by one, and the engine sleeps through every one of the trainer's, so they never overlap.
 """
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, assert_never
 
@@ -19,6 +17,7 @@ from elastic.core.types import LogprobCheck, WeightMode
 from elastic.engine.base import RolloutEngine
 from elastic.engine.model.checkpoint import load_model
 from elastic.protocol import wire
+from elastic.system.host import here
 from elastic.system.logs import PaceLog
 from elastic.system.parking import Parkable, Switch
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
@@ -123,6 +122,7 @@ class TrainerHost:
         make_trainer: MakeTrainer = grpo_trainer,
         make_engine: BuildEngine = build_engine,
         shares_device: bool = False,
+        request_poll_s: float = REQUEST_POLL_S,
     ) -> None:
         # An orchestrator that is away may have taken the relay with it.
         self.timeout_s = config.trainer.step_timeout_s + config.run.orchestrator_timeout_s
@@ -135,12 +135,13 @@ class TrainerHost:
         self.publisher = self._key.public
         self._checkpoints = run_dir / "checkpoints"
         self._resume = resume
-        self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publishing")
+        self._publishing = here().executor(1, "publishing")
         self._publication: Future[wire.PublishedFrame] = Future()
         self._stepped: wire.Stepped | None = None
         self._checks: dict[str, list[LogprobCheck]] = {}
         """By the group of this step with whose answer they were told."""
         self._shares_device = shares_device
+        self._request_poll_s = request_poll_s
         self._parked = shares_device
         self._learning: Parkable | None = None
         self._seeding: Parkable | None = None
@@ -162,7 +163,7 @@ class TrainerHost:
         settings = _publish_settings(self._config.weights)
         self._publisher = Publisher(self._relay, self._run, welcome.model, settings, key=self._key)
         self._publication.set_result(self._publish(self._trainer.version, (), self._tensors()))
-        threading.Thread(target=self._answer_requests, name="requests", daemon=True).start()
+        here().thread(target=self._answer_requests, name="requests").start()
         return self._make_engine(welcome)
 
     def load_policy(self, engine: RolloutEngine) -> None:
@@ -213,7 +214,7 @@ class TrainerHost:
                 assert_never(order)
 
     def carry_out(self, order: TrainerOrder) -> TrainerReply:
-        began_s = time.monotonic()
+        began_s = here().monotonic()
         match order:
             case wire.TrainGroupFrame():
                 if not self.has(order):
@@ -221,7 +222,7 @@ class TrainerHost:
                     self._trainer.train_group(order)
                     self._checks[order.group] = self._trainer.take_checks()
                     self._pace(began_s, _tokens_s(self._config.trainer.pacing, order))
-                return wire.Trained(order.group, time.monotonic() - began_s, self._checks[order.group])
+                return wire.Trained(order.group, here().monotonic() - began_s, self._checks[order.group])
             case wire.SkipGroup():
                 if not self.has(order):
                     self._given(order.index)
@@ -237,11 +238,11 @@ class TrainerHost:
 
     def _pace(self, began_s: float, modelled_s: float) -> None:
         """Wait until the modelled time is over."""
-        left_s = modelled_s - (time.monotonic() - began_s)
+        left_s = modelled_s - (here().monotonic() - began_s)
         if modelled_s:
             self._paces.took(held=left_s >= 0)
         if left_s > 0:
-            time.sleep(left_s)
+            here().sleep(left_s)
 
     def _given(self, slot: int, *groups: str) -> None:
         stands = self._standing
@@ -257,12 +258,12 @@ class TrainerHost:
         self._publication = self._publishing.submit(self._publish, order.version, order.pulled, tensors)
         self._standing = Standing(order.version)
         self._checks.clear()
-        began_s = time.monotonic()
+        began_s = here().monotonic()
         self._apply(tensors)
-        applied_s = time.monotonic()
+        applied_s = here().monotonic()
         if self._checkpoint_due():
             self._save()
-        times = {"apply_s": applied_s - began_s, "checkpoint_s": time.monotonic() - applied_s}
+        times = {"apply_s": applied_s - began_s, "checkpoint_s": here().monotonic() - applied_s}
         if order.version == self._config.run.steps:
             self._publication.result()  # No rollouts follow, and once they are over the device is given back.
         unusable = {group: wire.clipped(why) for group, why in self._trainer.unusable.items()}
@@ -278,10 +279,10 @@ class TrainerHost:
 
     def _publish(self, version: int, pulled: Sequence[int], tensors: dict[str, torch.Tensor]) -> wire.PublishedFrame:
         """Publish the version while the engine already generates with it and workers pull it bucket by bucket."""
-        began_s = time.monotonic()
+        began_s = here().monotonic()
         published = self._publisher.publish(version, tensors, pulled)
         figures = {
-            "publish_s": time.monotonic() - began_s,
+            "publish_s": here().monotonic() - began_s,
             "weights_encode_s": published.encode_s,
             "weights_put_s": published.put_s,
             "weights_bytes": float(published.size_bytes),
@@ -294,7 +295,7 @@ class TrainerHost:
     def _answer_requests(self) -> None:
         """Publish keyframes for workers that can verify no chain of deltas, until the process ends."""
         while True:
-            time.sleep(REQUEST_POLL_S)
+            here().sleep(self._request_poll_s)
             try:
                 self._publisher.answer_requests()
             except Exception:  # the run goes on without; the next poll may fare better

@@ -48,7 +48,7 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.journal.records import KINDS, TABLES
 from elastic.runtime.journal.tables import ROWS_AT_ONCE, JournalTable
-from elastic.system.machine import out_of_descriptors
+from elastic.system.host import here
 from tests.run_status import run_status
 
 CHUNK = wire.Chunk("0/0/0/0", 1, 0, [5, 6, 7], [-0.5, -1.0, -1.5], 3, FinishReason.STOP)
@@ -707,7 +707,7 @@ def test_a_sound_journal_is_not_blamed_for_descriptors_that_have_run_out(path: P
     resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
     try:
         with contextlib.ExitStack() as opened:
-            while not out_of_descriptors():
+            while not here().out_of_descriptors():
                 opened.enter_context(Path("/dev/null").open())
             with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
                 JournalReader(path)

@@ -34,6 +34,6 @@ def put_in_force(puller: Puller, version: int, *args: Any, **options: Any) -> St
     return staged
 
 
-def sharing(cache: PeerCacheRelay, trust: Trust = TRUST) -> Puller:
+def sharing(cache: PeerCacheRelay, trust: Trust = TRUST, **options: Any) -> Puller:
     """A puller that reads by way of a site."""
-    return Puller(cache, trust, another_copy=cache.refuse)
+    return Puller(cache, trust, another_copy=cache.refuse, **options)

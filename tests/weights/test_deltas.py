@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks._throttle import RelayAround
-from elastic.weights import puller as pulling
-from elastic.weights import reading
+from elastic.system.host import Host, on
 from elastic.weights.codecs import CODECS
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted, WeightsRefusal
@@ -448,12 +447,11 @@ class Timed(RelayAround):
 
 @pytest.mark.parametrize(("now_s", "answer_s"), [(0.1, 0.4), (0.2, 0.8), (0.2, 0.9)])
 def test_no_part_of_a_pull_takes_less_than_no_time(
-    history: History, directory: DirectoryRelay, monkeypatch: pytest.MonkeyPatch, now_s: float, answer_s: float
+    history: History, directory: DirectoryRelay, now_s: float, answer_s: float
 ):
     relay = Timed(directory, now_s, answer_s)
-    for module in (pulling, reading):
-        monkeypatch.setattr(module, "time", relay)
-    report = Puller(relay, TRUST).stage(0, timeout_s=1e9).report
+    with on(Host(monotonic=relay.monotonic)):
+        report = Puller(relay, TRUST).stage(0, timeout_s=1e9).report
     assert report.wire_s > 0
     assert min(report.encode_s, report.decode_s) >= 0
 

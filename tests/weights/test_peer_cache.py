@@ -348,7 +348,6 @@ def test_workers_of_a_site_fetch_different_parts_of_a_keyframe_at_once(
 ):
     begins = count(step=8)
     monkeypatch.setattr(reading.random, "randrange", lambda chunks: next(begins) % chunks)
-    monkeypatch.setattr(reading, "SHARE_BYTES", 100)
     opened, crowd = threading.Event(), threading.Semaphore(0)
 
     def hold(key: str, start: int) -> None:
@@ -361,7 +360,7 @@ def test_workers_of_a_site_fetch_different_parts_of_a_keyframe_at_once(
         relays = [PeerCacheRelay(far, near, f"w{number}", TRUST) for number in range(4)]
         for relay in relays:
             relay._proven = True
-        pulled = [executor.submit(Puller(relay, TRUST).pull, 0) for relay in relays]
+        pulled = [executor.submit(Puller(relay, TRUST, share_bytes=100).pull, 0) for relay in relays]
         under_way = [crowd.acquire(timeout=30) for _ in range(4 * reading.TRANSFERS)]
         at_first = [read for read in far.reads if read[0].endswith(".bin")]
         opened.set()
@@ -411,7 +410,6 @@ def test_workers_that_die_amid_a_piece_leave_the_others_what_they_claimed(
 ):
     monkeypatch.setattr(peer_cache, "CLAIM_S", 0.2)
     monkeypatch.setattr(peer_cache, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(reading, "SHARE_BYTES", 500)
     relay = published(tmp_path / "far", [1.0, 2.0])
 
     class Lost(Watched):
@@ -425,13 +423,14 @@ def test_workers_that_die_amid_a_piece_leave_the_others_what_they_claimed(
             raise RelayError("dead")
 
     for number in range(3):
+        dead = PeerCacheRelay(Watched(relay, die), Lost(near), f"dead-{number}", TRUST)
         with pytest.raises(RelayError, match="dead"):
-            sharing(PeerCacheRelay(Watched(relay, die), Lost(near), f"dead-{number}", TRUST)).pull(0)
+            sharing(dead, share_bytes=500).pull(0)
     left = claims(near)
     assert left
 
     def live(number: int) -> None:
-        puller = sharing(PeerCacheRelay(relay, near, f"w{number}", TRUST))
+        puller = sharing(PeerCacheRelay(relay, near, f"w{number}", TRUST), share_bytes=500)
         assert_pulls(puller, 0, 1.0)
         assert_pulls(puller, 1, 2.0)
 

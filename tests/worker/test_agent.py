@@ -20,6 +20,7 @@ from elastic.weights.source import PullReport, RelaySource
 from elastic.worker import connection
 from elastic.worker.accounts import process_start_ns
 from elastic.worker.agent import Ticket, run_agent
+from elastic.worker.service import Intervals
 from tests.worker.conftest import FETCHED, PATIENCE_S, DeadPath, Orchestra, ScriptedEngine, generate, token_at
 
 FINISH = WeightMode.FINISH
@@ -259,10 +260,7 @@ async def test_weights_that_cannot_be_had_are_reported_and_not_served(orchestra:
     await orchestra.until(lambda: orchestra.of(wire.WeightsReport)[-1].version == 2)  # type: ignore[attr-defined]
 
 
-async def test_weights_that_an_audit_finds_wrong_are_pulled_again_and_reported(
-    orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("elastic.worker.service.AUDIT_PAUSE_S", 0.01)
+async def test_weights_that_an_audit_finds_wrong_are_pulled_again_and_reported(orchestra: Orchestra) -> None:
     engine, wrong = ScriptedEngine(), threading.Event()
     refusals: list[WeightsRefusal] = []
 
@@ -279,7 +277,7 @@ async def test_weights_that_an_audit_finds_wrong_are_pulled_again_and_reported(
         return msgspec.structs.replace(FETCHED, refused=told)
 
     engine.fetch, engine.sound = fetch, sound
-    orchestra.employ(engine)
+    orchestra.employ(engine, intervals=Intervals(audit_s=0.01))
     await orchestra.first(wire.Ready)
     orchestra.send(wire.PullWeights(3, FINISH))
     await orchestra.first(wire.WeightsReport)

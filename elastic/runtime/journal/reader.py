@@ -22,7 +22,7 @@ from elastic.runtime.journal.migrations import MIGRATIONS, migrated
 from elastic.runtime.journal.records import TABLES, BookRow, NoteRow, TrajectoryFilter, TrajectoryPlace, TrajectoryRow
 from elastic.runtime.journal.tables import R
 from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, no_room
-from elastic.system import machine
+from elastic.system.host import here
 from elastic.system.sqlite import open_sqlite
 
 _decode_event = msgspec.msgpack.Decoder(e.Event).decode
@@ -77,7 +77,7 @@ class JournalReader:
         except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
             if isinstance(error, sqlite3.OperationalError) and no_room(self.path):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
-            if isinstance(error, sqlite3.OperationalError) and machine.out_of_descriptors():
+            if isinstance(error, sqlite3.OperationalError) and here().out_of_descriptors():
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self.path)) from error
             raise JournalError(f"{self.path}: {error}") from error
 

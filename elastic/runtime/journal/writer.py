@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import sqlite3
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,6 +22,7 @@ from elastic.core.types import Account, WorkerId
 from elastic.runtime.journal.records import TABLES, BookRow, EventRow, NoteRow
 from elastic.runtime.journal.tables import JournalRecord, JournalTable, Row
 from elastic.system.files import StandingFiles
+from elastic.system.host import here
 from elastic.system.sqlite import open_sqlite
 
 SCHEMA_VERSION = 3
@@ -112,8 +112,8 @@ class SqliteJournal:
         self._lock_timeout_s = lock_timeout_s
         self._bound_bytes = pending_bytes
         self._waits = waits
-        self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
+        self._lock = here().lock()
+        self._work = here().condition(self._lock)
         self._batch = _Batch()
         self._committing_bytes = 0
         self._hurry = False
@@ -205,7 +205,7 @@ class SqliteJournal:
     # The writer's thread
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
+        self._thread = here().thread(target=self._write, name="journal")
         self._thread.start()
 
     def _finish(self) -> None:

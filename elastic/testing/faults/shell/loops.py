@@ -28,6 +28,8 @@ class Machine:
         self.ahead_ns: Nanoseconds = 0
         self.boots = 1
         self.no_descriptors_until_ns: Nanoseconds = 0
+        self.connect: Callable[..., sqlite3.Connection] = sqlite3.connect
+        """Opens databases on its disk."""
         self._world = world
         self._suspended_ns: Nanoseconds = 0
         self.since_ns = self._at_ns = world.now_ns
@@ -66,34 +68,10 @@ class Machine:
 
 
 class WorldClock:
-    """The world's time. `here` is the machine whose process is being stepped, if any."""
+    """The world's time."""
 
     def __init__(self) -> None:
         self.now_ns: Nanoseconds = NS_PER_S
-        self.here: Machine | None = None
-
-    def monotonic_ns(self) -> Nanoseconds:
-        return self.now_ns if self.here is None else self.here.monotonic_ns()
-
-    def boottime_ns(self) -> Nanoseconds:
-        return self.now_ns if self.here is None else self.here.boottime_ns()
-
-    def unix_ns(self) -> Nanoseconds:
-        return EPOCH_NS + self.now_ns if self.here is None else self.here.unix_ns()
-
-    def boot_id(self) -> str:
-        return "" if self.here is None else f"boot {self.here.boots}"
-
-    def out_of_descriptors(self) -> bool:
-        return self.here is not None and self.here.is_out_of_descriptors()
-
-    def connect(self, *arguments: Any, **options: Any) -> sqlite3.Connection:
-        if self.out_of_descriptors():
-            raise sqlite3.OperationalError("unable to open database file")
-        return _connect(*arguments, **options)
-
-
-_connect = sqlite3.connect
 
 
 class Ordered:
@@ -213,7 +191,6 @@ class ProcessLoop(asyncio.BaseEventLoop):
             handle = heapq.heappop(scheduled)
             handle._scheduled = False
             ready.append(handle)
-        self.clock.here = self.machine
         events._set_running_loop(self)
         try:
             for _ in range(len(ready) if most is None else min(most, len(ready))):
@@ -222,7 +199,6 @@ class ProcessLoop(asyncio.BaseEventLoop):
                     handle._run()
         finally:
             events._set_running_loop(None)
-            self.clock.here = None
 
     def bury(self) -> None:
         """Take the rest of a process apart once nothing that it does can matter."""

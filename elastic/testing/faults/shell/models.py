@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import itertools
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,12 +22,15 @@ from elastic.core.types import Account, Capabilities, FinishReason, LogprobCheck
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.environments.base import StepResult
 from elastic.protocol import wire
+from elastic.system.host import here
 from elastic.weights.client import WeightsClient
 from elastic.weights.errors import VersionSuperseded
 from elastic.weights.source import PullReport, RelaySource, WeightsSource
 from functions.base import Call, CallOutcome, FunctionRaised, FunctionTimedOut, Meter
 
 STOP = 0
+SHARE_BYTES = 256
+"""Bytes of a keyframe that one request of an engine reads, so that small keyframes need several requests too."""
 VOCABULARY = 64
 
 
@@ -101,7 +103,7 @@ class ModelDevice:
         is none."""
         fails, self.fails = self.fails, None
         if fails is not None:
-            time.sleep(self.fails_after_s)
+            here().sleep(self.fails_after_s)
             raise fails("the device fails")
 
     def takes(self) -> float:
@@ -176,7 +178,7 @@ class ModelEngine:
         self._watch = watch
         self._began: deque[tuple[RelaySource, Nanoseconds]] = deque(maxlen=LOADS_MAX)
         """Loads, and when, by the world's time."""
-        self._client = WeightsClient()
+        self._client = WeightsClient(share_bytes=SHARE_BYTES)
         self._tensors: Mapping[str, object] = {}
         self._rotten = False
         """Whether some of them are not what was pulled, and nobody has found that yet."""

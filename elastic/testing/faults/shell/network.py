@@ -10,6 +10,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+import httpx
 import msgspec
 
 from elastic.core.types import NS_PER_S, Nanoseconds
@@ -55,6 +56,8 @@ class Network:
         self.weather = Weather()
         self.chance = chance
         self.dialled: Callable[[NetworkLoop], None] = lambda _: None
+        self.serve_http: Callable[[str], httpx.BaseTransport] | None = None
+        """Carries HTTP requests to a URL."""
         self._listening: dict[tuple[str, int], _Server] = {}
         self._taken: set[tuple[str, int]] = set()
         self._port = 40_000
@@ -63,6 +66,9 @@ class Network:
     def address(self) -> str:
         self._addresses += 1
         return f"10.0.{self._addresses // 250}.{self._addresses % 250}"
+
+    def http_transport(self, url: str) -> httpx.BaseTransport | None:
+        return None if self.serve_http is None else self.serve_http(url)
 
     def listen(self, loop: "NetworkLoop", factory: Callable[[], Any], host: str, port: int) -> "_Server":
         """Listen on an address. Raises `OSError` if a living process listens there."""

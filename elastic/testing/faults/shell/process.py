@@ -1,13 +1,13 @@
-"""Simulated processes: each has a loop of its own, and lanes for the calls that block."""
+"""Simulated processes: each has a loop of its own, on a machine of the world."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from elastic.core.types import Nanoseconds
-from elastic.system.thread_lane import lanes
+from elastic.system.host import HOST
+from elastic.testing.faults.shell.answers import host_of
 from elastic.testing.faults.shell.models import ModelDevice
 from elastic.testing.faults.shell.network import NetworkLoop
-from elastic.testing.faults.shell.threads import SimulatedLane
 
 
 class Process:
@@ -23,7 +23,7 @@ class Process:
         self.callbacks_left: int | None = None
         """After which it is killed."""
         self.at_its_end: Callable[[], None] = lambda: None
-        loop.context.run(lanes.set, lambda _: SimulatedLane(loop))
+        loop.context.run(HOST.set, host_of(loop.machine, loop.network))
         self.main = loop.create_task(work(), context=loop.context)
 
     @property

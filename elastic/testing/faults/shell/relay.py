@@ -1,6 +1,5 @@
 """The relay of a run's orchestrator, with faults: it answers late, with errors, in part, or with wrong bytes."""
 
-import time
 from collections.abc import Callable
 from enum import StrEnum
 from random import Random
@@ -10,7 +9,7 @@ import httpx
 import msgspec
 
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.weights.http import HttpRelay
+from elastic.system.host import here
 from elastic.weights.relay import REQUESTS
 from elastic.weights.rights import RelayRights
 
@@ -64,9 +63,9 @@ class RelayStore:
             self._away_until_ns = max(until_ns, self._away_until_ns)
         self._troubles[trouble] = max(until_ns, self._troubles.get(trouble, 0))
 
-    def open(self, url: str, token: str | None, anchor: str) -> HttpRelay:
-        """Open the production client with its requests directed to this store."""
-        return HttpRelay(url, token, anchor, _ModelTransport(self, url))
+    def transport(self, url: str) -> httpx.BaseTransport:
+        """Return what carries a client's requests to this store."""
+        return _ModelTransport(self, url)
 
     def trouble(self) -> RelayTrouble | None:
         """Return the trouble of the next request, if any."""
@@ -122,19 +121,19 @@ class _ModelTransport(httpx.BaseTransport):
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         store, chance = self._store, self._store.chance
         store.asked(self._url)
-        time.sleep(chance.uniform(0.0005, 0.004))
+        here().sleep(chance.uniform(0.0005, 0.004))
         trouble = store.trouble()
         if store.url != self._url or trouble is RelayTrouble.REFUSES:
             raise httpx.ConnectError("[Errno 111] Connection refused", request=request)
         if trouble is RelayTrouble.FAILS:
             return httpx.Response(chance.choice((429, 500, 502, 503, 504)), content=b"not now")
         if trouble is RelayTrouble.SILENT:
-            time.sleep(SILENCE_S)
+            here().sleep(SILENCE_S)
             raise httpx.ReadTimeout("timed out", request=request)
         if trouble is RelayTrouble.LATE:
-            time.sleep(chance.uniform(0, LATE_MAX_S))
+            here().sleep(chance.uniform(0, LATE_MAX_S))
         status, content = store.answer(request.method, request, trouble)
-        time.sleep(chance.uniform(0.0002, 0.002))
+        here().sleep(chance.uniform(0.0002, 0.002))
         if trouble is RelayTrouble.BREAKS_OFF:
             return httpx.Response(status, stream=_BrokenOff(content[: chance.randint(0, len(content))]))
         return httpx.Response(status, content=content)

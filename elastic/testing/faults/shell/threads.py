@@ -14,10 +14,12 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from elastic.system.thread_lane import Lane
 from elastic.testing.faults.shell.loops import Ordered, ProcessLoop
+
+T = TypeVar("T")
 
 
 class ThreadBuried(BaseException):
@@ -59,6 +61,11 @@ class SimulatedThread(Ordered):
     def waker(self) -> Callable[[], object]:
         """Return a function that wakes the thread from its next wait."""
         return partial(self.loop.call_soon, self._go_on, self._waits, True)
+
+    def hurry(self) -> None:
+        """Let it go on until it ends, whatever it waits for."""
+        while self._waits >= 0:
+            self._go_on(self._waits)
 
     def bury(self) -> None:
         self._buried = True
@@ -152,8 +159,62 @@ class SimulatedLane(Lane):
         pass
 
 
+class SimulatedCondition(threading.Condition):
+    """`threading.Condition` of simulated threads, which wait in virtual time."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        thread, inner = SimulatedThread.running, cast(Any, self)
+        if thread is None:
+            raise AssertionError("an event loop is made to wait")
+        waiter = SimpleNamespace(release=thread.waker())
+        inner._waiters.append(waiter)
+        state = inner._release_save()
+        try:
+            return thread.wait(timeout)
+        finally:
+            inner._acquire_restore(state)
+            with contextlib.suppress(ValueError):  # whoever notifies has removed it
+                inner._waiters.remove(waiter)
+
+    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
+        end_s = None if timeout is None else loop_here().time() + timeout
+        while not (result := predicate()):
+            left_s = None if end_s is None else end_s - loop_here().time()
+            if left_s is not None and left_s <= 0:
+                break
+            self.wait(left_s)
+        return result
+
+
+class SimulatedLock:
+    """`threading.Lock` of simulated threads."""
+
+    def __init__(self) -> None:
+        self._free, self._freed = True, SimulatedCondition()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        with self._freed:
+            if blocking:
+                self._freed.wait_for(lambda: self._free, None if timeout < 0 else timeout)
+            acquired, self._free = self._free, False
+            return acquired
+
+    def release(self) -> None:
+        with self._freed:
+            self._free = True
+            self._freed.notify()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
 class _PoolFuture(Ordered, Future[Any]):
-    pass
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = SimulatedCondition()
 
 
 class SimulatedPool(Executor):
@@ -164,7 +225,7 @@ class SimulatedPool(Executor):
         self._most = max_workers
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._busy = 0
-        self._ended = threading.Condition()
+        self._ended = SimulatedCondition()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = _PoolFuture()
@@ -195,48 +256,28 @@ class SimulatedPool(Executor):
             self._ended.notify_all()
 
 
-class _Thread:
+class StartedThread:
     """`threading.Thread` of the process that runs now."""
 
-    def __init__(self, *, target: Callable[[], object], name: str = "", daemon: bool = False) -> None:
+    def __init__(self, *, target: Callable[[], object], name: str = "") -> None:
         self._target = target
+        self._thread: SimulatedThread | None = None
 
     def start(self) -> None:
-        SimulatedThread(loop_here(), self._target)
+        self._thread = SimulatedThread(loop_here(), self._target)
 
-
-THREADING = SimpleNamespace(
-    Thread=_Thread, Lock=threading.Semaphore, Condition=threading.Condition, Event=threading.Event
-)
-"""Replaces the `threading` module for production code. Its locks wait on conditions, and so for virtual time."""
+    def join(self) -> None:
+        """Have it come to its end at once: a loop cannot wait for a thread that it has to run."""
+        if self._thread is not None:
+            self._thread.hurry()
 
 
 def sleep(duration_s: float) -> None:
-    """Replaces `time.sleep`. Raises in code that would block an event loop."""
+    """`time.sleep`. Raises in code that would block an event loop."""
     thread = SimulatedThread.running
     if thread is None:
         raise AssertionError("an event loop is made to sleep")
     thread.wait(duration_s)
-
-
-def wait_on(condition: threading.Condition, timeout: float | None = None) -> bool:
-    """Replaces `threading.Condition.wait`, on which futures, events and semaphores wait too."""
-    thread = SimulatedThread.running
-    if thread is None:
-        return _wait(condition, timeout)
-    inner: Any = condition
-    waiter = SimpleNamespace(release=thread.waker())
-    inner._waiters.append(waiter)
-    state = inner._release_save()
-    try:
-        return thread.wait(timeout)
-    finally:
-        inner._acquire_restore(state)
-        with contextlib.suppress(ValueError):  # whoever notifies has removed it
-            inner._waiters.remove(waiter)
-
-
-_wait = threading.Condition.wait
 
 
 def loop_here() -> ProcessLoop:

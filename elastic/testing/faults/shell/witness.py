@@ -146,25 +146,6 @@ class Witness:
         for known in (self._refused_ns, self._failed_loads, self._sent, self._unstarted, self._asked_since):
             known.clear()
 
-    @contextlib.contextmanager
-    def watches(self) -> Iterator[None]:
-        witness, handle = self, Scheduler.handle
-
-        def watched(self: Scheduler, event: e.Event, now_ns: Nanoseconds) -> list[c.Command]:
-            commands = handle(self, event, now_ns)
-            if self is witness.core:
-                try:
-                    witness._hear(self, event, commands)
-                except AssertionError as error:
-                    witness.found.append(error)
-            return commands
-
-        Scheduler.handle = watched
-        try:
-            yield
-        finally:
-            Scheduler.handle = handle
-
     # What is true
 
     def ails(self, worker: WorkerId, for_s: float = 0.0) -> None:
@@ -257,7 +238,15 @@ class Witness:
         if self._well(worker, LOAD_S):
             self.found.append(AssertionError(f"{worker} has left with {what}"))
 
-    def _hear(self, core: Scheduler, event: e.Event, commands: Sequence[c.Command]) -> None:
+    def hear(self, core: Scheduler, event: e.Event, commands: Sequence[c.Command]) -> None:
+        """Judge what a core makes of an event, if it is the one that is watched."""
+        if core is self.core:
+            try:
+                self._judge(core, event, commands)
+            except AssertionError as error:
+                self.found.append(error)
+
+    def _judge(self, core: Scheduler, event: e.Event, commands: Sequence[c.Command]) -> None:
         self.events += 1
         if self.lasting:
             self._follow_lasting(event, commands)

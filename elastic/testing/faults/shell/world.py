@@ -30,7 +30,7 @@ from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.ticket_store import TicketBook
 from elastic.runtime.journal import RUNNING, JournalError, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
-from elastic.testing.faults.shell.answers import governs
+from elastic.testing.faults.shell.answers import governs, intervals
 from elastic.testing.faults.shell.cloud import Cloud, CloudProvider
 from elastic.testing.faults.shell.disk import Disk, ModelledJournal
 from elastic.testing.faults.shell.faults import Fault, FaultKind, WorldPlan
@@ -204,10 +204,15 @@ class World:
         self.began_anew = False
         """Whether a user has resumed a run that had failed. It goes on from the trainer's checkpoint."""
         self.address = ""
+        longest_turn_s = plan.max_tokens * plan.token_s
+        self.rare_s = longest_turn_s / 100
+        """Pause between two looks that would take most of a world's time in runs of hours."""
+        self.intervals = intervals(longest_turn_s)
         self.relay = RelayStore(Random(f"{plan.seed}/relay"), lambda: self.clock.now_ns)
         self.relay.asked = lambda url: self.witness.asks(loop_here(), url)
+        self.network.serve_http = self.relay.transport
         self.environments_down_until_ns = self.functions_down_until_ns = 0
-        self._alive: list[Process] = [] if beside is None else beside._alive
+        self.alive: list[Process] = [] if beside is None else beside.alive
         self._struck = 0
         self._relay_port = RELAY_PORT
         self._numbers = itertools.count() if beside is None else beside._numbers
@@ -221,8 +226,8 @@ class World:
         """Trainers that have been told of a relay, and hear of no other one before their engine is built."""
         self._machines: dict[str, Process] = {}
         """Those that come by themselves, by their tickets."""
-        self._directory = Path(tempfile.mkdtemp(prefix="elastic-chaos-", dir=_memory()))
-        self.run = RunDirectory(self._directory / RUN)
+        self.directory = Path(tempfile.mkdtemp(prefix="elastic-chaos-", dir=_memory()))
+        self.run = RunDirectory(self.directory / RUN)
         self.run.path.mkdir()
         self._tickets = _Tickets(self.run.path, self._spent)
         self.config = self._configured()
@@ -255,17 +260,15 @@ class World:
     @contextlib.contextmanager
     def begins(self) -> Iterator[None]:
         """A context: production code gets this world's answers, and everything is taken apart at its end."""
-        longest_turn_s = self.plan.max_tokens * self.plan.token_s
-        governed = governs(self.clock, f"{self.plan.seed}/code", longest_turn_s, self.relay.open)
-        with governed, self.witness.watches(), self._logged():
+        with governs(self.clock, self.network, f"{self.plan.seed}/code"), self.logged():
             try:
                 self.begin_orchestrator()
                 for _ in range(self.plan.machines):
                     self.after(self.chance.uniform(0, 5), self._join)
                 yield
             finally:
-                self._bury()
-                shutil.rmtree(self._directory, ignore_errors=True)
+                self.bury()
+                shutil.rmtree(self.directory, ignore_errors=True)
 
     def befalls(self, fault: Fault, done: bool) -> None:
         """Record that a fault has come, and whether it was `done` to a target."""
@@ -274,7 +277,7 @@ class World:
             self._tell(f"{self.clock.now_ns / NS_PER_S:9.3f} *** {fault}")
 
     @contextlib.contextmanager
-    def _logged(self) -> Iterator[None]:
+    def logged(self) -> Iterator[None]:
         def process(_: Any, level: str, event: MutableMapping[str, Any]) -> Any:
             if self._tell is not None:
                 what = event.pop("event")
@@ -295,28 +298,28 @@ class World:
         turns = plan.steps * plan.groups * TURNS_MAX
         until_s = plan.end_s + LIVENESS_S + 4 * turns * plan.max_tokens * plan.token_s
         for _ in range(STEPS_MAX):
-            if self.result is not None and not self._alive:
+            if self.result is not None and not self.alive:
                 return
             if not self._step(until_s * NS_PER_S):
                 break
-        alive = [process.name for process in self._alive]
+        alive = [process.name for process in self.alive]
         raise AssertionError(f"no end: result {self.result!r}, alive {alive}")
 
     def _step(self, until_ns: float) -> bool:
         """Take the next step, in whichever process it is."""
-        chosen, goes_on = self._next(until_ns)
+        chosen, goes_on = self.next_process(until_ns)
         if chosen is not None:
             chosen.step()
             self.clock.now_ns += WORK_NS
             self._look_at(chosen)
         return goes_on
 
-    def _next(self, until_ns: float) -> tuple[Process | None, bool]:
+    def next_process(self, until_ns: float) -> tuple[Process | None, bool]:
         """Return the process that is due next, and whether anything was; carry out an action of the world's own."""
         now_ns = self.clock.now_ns
         due_ns: float = self._later[0][0] if self._later else until_ns + 1
         chosen: Process | None = None
-        for process in self._alive:
+        for process in self.alive:
             next_ns = process.loop.next_ns()
             if next_ns is not None:
                 if next_ns < process.frozen_until_ns:
@@ -349,7 +352,7 @@ class World:
     def workers(self) -> list[Process]:
         """Return the run's workers, with the trainer's, and machines that are about to join."""
         machines = self._machines.values()
-        return [process for process in self._alive if process.name in self._workers or process in machines]
+        return [process for process in self.alive if process.name in self._workers or process in machines]
 
     def begin(
         self,
@@ -362,7 +365,7 @@ class World:
             name, NetworkLoop(self.clock, machine, self.network), work, device or ModelDevice(lambda: self.clock.now_ns)
         )
         self.processes.append(process)
-        self._alive.append(process)
+        self.alive.append(process)
         return process
 
     def kill(self, process: Process, *, noticed: bool) -> None:
@@ -370,7 +373,7 @@ class World:
         if not process.alive:
             return
         process.loop.kill(noticed)
-        self._alive.remove(process)
+        self.alive.remove(process)
         for cloud in self.clouds.values():
             cloud.exited(process.name)
         if process in self._machines.values():
@@ -454,6 +457,7 @@ class World:
                     waiting_room=waiting_room if plan.machines else None,
                     pool=pool,
                     control_socket=False,
+                    sample_interval_s=max(0.5, self.rare_s),
                 )
                 orchestrator = Orchestrator(
                     config,
@@ -462,6 +466,7 @@ class World:
                     wiring,
                     former.taken_up(),
                     told=former.told,
+                    decided=partial(self.witness.hear, scheduler),
                     clock_ns=self.machine.boottime_ns,
                     suspended_ns=self.machine.suspended_ns,
                 )
@@ -592,9 +597,10 @@ class World:
         async def work() -> AgentExit:
             accounts = DeviceAccounts(machine.monotonic_ns())
             if not trains:
-                return await run_agent(bought, engine, share=None if bought.ticket else device, accounts=accounts)
+                share = None if bought.ticket else device
+                return await run_agent(bought, engine, share=share, accounts=accounts, intervals=self.intervals)
             host = self._trainer_host(name, engine)
-            return await run_agent(bought, host.build_engine, trainer=host, accounts=accounts)
+            return await run_agent(bought, host.build_engine, trainer=host, accounts=accounts, intervals=self.intervals)
 
         if self.network.is_taken(bought.endpoint.address):
             self.witness.doomed(name)
@@ -610,7 +616,7 @@ class World:
             self._building[worker] = None
             return ModelTrainer(self._learnt, has, self._compared, self._trained_on, self.config.trainer.mismatch_max)
 
-        host = TrainerHost(self.config, self.run.path, True, trainer, engine)
+        host = TrainerHost(self.config, self.run.path, True, trainer, engine, request_poll_s=max(1.0, self.rare_s))
         return host
 
     def _learnt(self, weights: Weights) -> None:
@@ -633,7 +639,7 @@ class World:
         if process is not None and process.alive:
             self.witness.ails(worker)
             process.loop.kill(noticed=True)
-            self._alive.remove(process)
+            self.alive.remove(process)
 
     def _ended(self, process: Process) -> None:
         """Note that a process has ended by itself."""
@@ -684,7 +690,7 @@ class World:
             history=history.hexdigest(),
         )
 
-    def _bury(self) -> None:
+    def bury(self) -> None:
         """Take killed processes apart, now that nothing in their `finally` blocks can matter."""
         for process in self.processes:
             process.loop.alive = False

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, cast
 
 from elastic.compose.plan import TRAINER_PROVIDER
@@ -11,7 +12,6 @@ from elastic.compose.runs import save_run_config
 from elastic.config import Config, validate
 from elastic.core.types import WorkerId
 from elastic.pool.client import PoolClient, PoolMembership
-from elastic.pool.messages import WorkerTicketFrame
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint
 from elastic.testing.faults.shell.loops import Machine
@@ -164,12 +164,16 @@ class JobWorld(World):
             if not worker:
                 leave = asyncio.Event()
                 with on_termination(leave.set):
-                    return await _NamedResident(self, box[0], engine).run(keeper, leave)
+                    named = partial(self.named, box[0])
+                    resident = RolloutResident(engine, intervals=self.intervals, works_as=named)
+                    return await resident.run(keeper, leave)
             host = self._sharing_host(worker, engine, place)
             accounts = DeviceAccounts(machine.monotonic_ns())
             bought = self._ticket(environment)
             permit = DevicePermit(keeper)
-            return await run_agent(bought, host.build_engine, trainer=host, permit=permit, accounts=accounts)
+            return await run_agent(
+                bought, host.build_engine, trainer=host, permit=permit, accounts=accounts, intervals=self.intervals
+            )
 
         process = self.begin(worker or f"{self.name} on {node}", machine, work, device)
         box.append(process)
@@ -219,15 +223,3 @@ class JobWorld(World):
             end: AgentExit = process.main.result()
             if not end.code and process.name in self._hosts:
                 self._kept(process.name, self._hosts[process.name])
-
-
-class _NamedResident(RolloutResident):
-    """The production resident. The job's world is told as which worker it works."""
-
-    def __init__(self, world: JobWorld, process: Process, engine: BuildEngine) -> None:
-        super().__init__(engine)
-        self._world, self._process = world, process
-
-    async def _work(self, permit: int, frame: WorkerTicketFrame, work: Any) -> None:
-        self._world.named(self._process, frame.worker)
-        await super()._work(permit, frame, work)

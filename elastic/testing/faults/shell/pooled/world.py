@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import msgspec
 
 from elastic.compose import pool as composed
@@ -55,7 +56,6 @@ from elastic.testing.faults.shell.pooled.processes import (
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.strikes import strike
 from elastic.testing.faults.shell.world import WORK_NS
-from elastic.weights.http import HttpRelay
 from policies.clusters import CLUSTER_POLICIES
 
 STEPS_MAX = 4_000_000
@@ -99,6 +99,7 @@ class PooledWorld:
         """Its clock, network and processes are everybody's."""
         self.clock, self.network = self.world.clock, self.world.network
         self.network.dialled = lambda loop: None
+        self.network.serve_http = self._serve_http
         self.chance = Random(f"{plan.seed}/pool")
         self.found: list[AssertionError] = []
         self.faults = LoopFaults()
@@ -191,7 +192,7 @@ class PooledWorld:
         if not process.alive:
             return
         process.loop.kill(noticed=True)
-        self.world._alive.remove(process)
+        self.world.alive.remove(process)
         for job in self.jobs:
             if job.orchestrator is process:
                 job.gone()
@@ -278,10 +279,8 @@ class PooledWorld:
     def begins(self) -> Iterator[None]:
         """A context: production code gets this world's answers, and everything is taken apart at its end."""
         with contextlib.ExitStack() as answers:
-            answers.enter_context(governs(self.clock, f"{self.plan.seed}/code", 1.0, self._open_relay))
-            for job in self.jobs:
-                answers.enter_context(job.witness.watches())
-            answers.enter_context(self.world._logged())
+            answers.enter_context(governs(self.clock, self.network, f"{self.plan.seed}/code"))
+            answers.enter_context(self.world.logged())
             answers.enter_context(self._answers())
             try:
                 self.begin_pool()
@@ -289,9 +288,9 @@ class PooledWorld:
                     self.world.after(job.shape.at_s, partial(self._submit, job))
                 yield
             finally:
-                self.world._bury()
+                self.world.bury()
                 for job in self.jobs:
-                    shutil.rmtree(job._directory, ignore_errors=True)
+                    shutil.rmtree(job.directory, ignore_errors=True)
                 shutil.rmtree(self._directory, ignore_errors=True)
                 PairedSocket.open_ends.clear()
 
@@ -321,24 +320,24 @@ class PooledWorld:
             for where, name, answer in former:
                 setattr(where, name, answer)
 
-    def _open_relay(self, url: str, token: str | None, anchor: str) -> HttpRelay:
+    def _serve_http(self, url: str) -> httpx.BaseTransport:
         port = urlsplit(url).port or 0
         job = next(job for job in reversed(self.jobs) if port >= job.relays_from)
-        return job.relay.open(url, token, anchor)
+        return job.relay.transport(url)
 
     def go_on(self) -> None:
         """Run until all jobs have ended, and then the pool. Raises `AssertionError` if that takes much too long."""
         until_ns = round((self.plan.end_s + LIVENESS_S) * NS_PER_S)
         stopping = False
         for _ in range(STEPS_MAX):
-            if self.over and not self.world._alive:
+            if self.over and not self.world.alive:
                 return
             if not stopping and self._jobs_are_over():
                 stopping = True
                 self._command(StopPool(id="stop"))
             if not self._step(until_ns):
                 break
-        alive = [process.name for process in self.world._alive]
+        alive = [process.name for process in self.world.alive]
         cluster = self.cluster
         states = {} if cluster is None else {job: record.state.value for job, record in cluster.jobs.items()}
         permits = {} if cluster is None else {p.number: (p.job, p.phase.value) for p in cluster.permits.values()}
@@ -351,7 +350,7 @@ class PooledWorld:
         return all(record.ended or record.state is JobState.FAILED for record in cluster.jobs.values())
 
     def _step(self, until_ns: int) -> bool:
-        process, goes_on = self.world._next(until_ns)
+        process, goes_on = self.world.next_process(until_ns)
         if not goes_on:
             return False
         if process is not None:
