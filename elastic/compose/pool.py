@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -16,11 +17,13 @@ from elastic.compose.processes import run_loop
 from elastic.compose.run_endings import DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, ending_of, world
 from elastic.compose.runs import claimed, load_run_config, private, save_run_config
 from elastic.config import ConfigError
+from elastic.core.cluster import Cluster
+from elastic.core.cluster.events import ClusterEvent
 from elastic.core.cluster.types import NodeId, PhaseKind, PhasePlan
 from elastic.pool import messages as w
 from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolCommandManager, invalid
 from elastic.pool.gateway import KeeperTimes, PoolGateway, PoolTokens
-from elastic.pool.job_processes import ProcessLaunch
+from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
 from elastic.pool.keeper import Keeper, KeeperTicket
 from elastic.pool.live import LivePorts
@@ -28,6 +31,7 @@ from elastic.pool.ports import HowEnded, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.protocol.control_socket import LineSocket
 from elastic.protocol.endpoint import Address, Endpoint, is_loopback
+from elastic.protocol.run_control import RunControl
 from elastic.protocol.tls import Certificate, TlsError, run_certificate
 from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
 from elastic.system.boot_clock import Began
@@ -35,6 +39,7 @@ from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.logs import log_to
 from elastic.system.processes import inherited
 from elastic.system.signals import TERMINATION, act_on
+from elastic.system.supervision import RecordedProcesses
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +57,7 @@ _NS = 1_000_000_000
 
 
 class PoolPrograms:
-    """The programs of a pool's processes. Tests replace some of them."""
+    """The programs of a pool's processes."""
 
     def __init__(self, config: PoolConfig, directory: Path, endpoint: Endpoint, tokens: PoolTokens) -> None:
         self._config, self._directory, self._endpoint, self._tokens = config, directory, endpoint, tokens
@@ -175,7 +180,21 @@ class PoolPrograms:
         return msgspec.structs.replace(entry, max_restarts=load_run_config(path).job.max_restarts)
 
 
-def run_pool(directory: Path, programs: type[PoolPrograms] = PoolPrograms) -> int:
+@dataclass(frozen=True, kw_only=True)
+class PoolWiring:
+    """What a pool's process is put together from besides its configuration, as `LivePorts` has it. `after` is told what
+    an event has made of the cluster."""
+
+    programs: type[PoolPrograms] = PoolPrograms
+    detached: Callable[..., DetachedProcesses] = DetachedProcesses
+    recorded: Callable[[Path, str, str], Sequence[RecordedProcesses]] = RecordedProcesses.found
+    control: Callable[[Path], RunControl] = RunControl
+    line_socket: Callable[..., LineSocket] = LineSocket
+    after: Callable[[Cluster, ClusterEvent], None] = lambda cluster, event: None
+    faults: LoopFaults = field(default_factory=LoopFaults)
+
+
+def run_pool(directory: Path, wiring: PoolWiring | None = None) -> int:
     """Be the process of the pool in this directory until it is stopped; returns the exit code.
 
     Raises `ConfigError` for a directory that is no pool's, or is another process's.
@@ -187,19 +206,20 @@ def run_pool(directory: Path, programs: type[PoolPrograms] = PoolPrograms) -> in
         with (logs / "pool.log").open("ab") as file:
             log_to(file.fileno())
             try:
-                run_loop(_run(config, directory, programs))
+                run_loop(serve_pool(config, directory, wiring or PoolWiring()))
             except PoolJournalError as error:
                 raise ConfigError(str(error)) from error
     return 0
 
 
-async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]) -> None:
+async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) -> None:
+    """Be the pool of this directory, which nobody else is, until it is stopped."""
     journal = PoolJournal(directory)
     cluster, last_ns = journal.open_pool(config.spec(), config.wait_limits(), config.policies(), config.pool.policy)
     began, anew = _began(journal, last_ns)
     limits = config.limits
     tokens = PoolTokens(pool_secret(directory))
-    isolated = IsolatedLoop("pool", LoopFaults(), clock=asyncio.get_running_loop().time)
+    isolated = IsolatedLoop("pool", wiring.faults, clock=asyncio.get_running_loop().time)
     gateway = PoolGateway(tokens, journal, KeeperTimes(limits.silence_s, limits.orphan_s, limits.measure_s), isolated)
     certificate = _certificate(config, directory)
     address = await _listen(gateway, config, journal, certificate)
@@ -207,18 +227,31 @@ async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]
     endpoint = Endpoint(
         str(Address.parse(address).here()), fingerprint="" if certificate is None else certificate.fingerprint
     )
-    made = programs(config, directory, endpoint, tokens)
+    made = wiring.programs(config, directory, endpoint, tokens)
     ports = LivePorts(
-        directory, config.pool.name, journal, gateway, made, lambda: max(last_ns, began.since_ns()), isolated
+        directory,
+        config.pool.name,
+        journal,
+        gateway,
+        made,
+        lambda: max(last_ns, began.since_ns()),
+        isolated,
+        wiring.detached,
+        wiring.recorded,
+        wiring.control,
     )
     times = PoolTimes(
         silence_ns=round(limits.silence_s * _NS),
         park_ns=round(limits.park_s * _NS),
         keeper_start_ns=round(KEEPER_START_S * _NS),
     )
-    shell = PoolShell(cluster, ports, times, journal.entries(), market=config.pool.rollout.market())
+
+    def after(event: ClusterEvent) -> None:
+        wiring.after(shell.cluster, event)
+
+    shell = PoolShell(cluster, ports, times, journal.entries(), after, config.pool.rollout.market())
     command_manager = PoolCommandManager(config.pool.name, shell, journal, made.admit, ports.jobs.pid, made.logs)
-    socket = LineSocket(directory, command_manager.answer, invalid, SUBMISSION_BYTES_MAX)
+    socket = wiring.line_socket(directory, command_manager.answer, invalid, SUBMISSION_BYTES_MAX)
     heed_no_more = _stops_by_signal(shell, journal)
     log.info("pool's process begins", pool=config.pool.name, events=journal.events, address=address, anew=anew)
     try:

@@ -23,6 +23,7 @@ from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.frames import FrameBuffer, WireError, framed
 from elastic.protocol.sockets import listening_socket
 from elastic.protocol.tls import Certificate, TlsError, TlsServer, check_pin, pinning_context
+from elastic.system.host import after
 
 FRAME_BYTES_MAX = 2 * 1024 * 1024
 UNSENT_BYTES_MAX = 4 * FRAME_BYTES_MAX
@@ -253,7 +254,7 @@ async def join(
     attempts = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(_may_pass),
         wait=tenacity.wait_random_exponential(multiplier=0.1, max=1.0),
-        stop=tenacity.stop_after_delay(within_s),
+        stop=after(within_s),
         reraise=True,
     )
     return await attempts(once)

@@ -7,8 +7,6 @@
 
 import asyncio
 import contextlib
-import os
-import socket
 from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,6 +32,7 @@ from elastic.pool.keeper_state import (
     TimePassed,
 )
 from elastic.protocol.endpoint import Endpoint
+from elastic.system.host import here
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.processes import inherited
 from elastic.system.supervision import RecordedProcesses, how_ended
@@ -87,10 +86,12 @@ class Keeper:
         ticket: KeeperTicket,
         memory: Callable[[Iterable[int]], int] | None = None,
         faults: LoopFaults | None = None,
+        recorded: Callable[[Path | None, str, str, str], RecordedProcesses] = RecordedProcesses,
     ) -> None:
         self._ticket = ticket
         self._isolated = IsolatedLoop("keeper", faults or LoopFaults(), clock=_now_s)
         self._memory = memory or held_bytes
+        self._recorded = recorded
         self._token = ticket.token
         self._state = KeeperState()
         self._residents: dict[JobId, _Resident] = {}
@@ -141,8 +142,8 @@ class Keeper:
             w.POOL_PROTOCOL_VERSION,
             ticket.node,
             self._token,
-            os.getpid(),
-            socket.gethostname(),
+            here().pid(),
+            here().name(),
             state.last_permit,
             state.residents(),
             state.scripts_over(),
@@ -173,7 +174,7 @@ class Keeper:
             case Launch(order=order):
                 name = f"{self._ticket.node}-{order.job}-{order.placement}"
                 owner = f"{RESIDENTS} {self._ticket.node}"
-                recorded = RecordedProcesses(self._ticket.records, self._ticket.pool, owner, name)
+                recorded = self._recorded(self._ticket.records, self._ticket.pool, owner, name)
                 resident = self._residents[order.job] = _Resident(command, recorded)
                 self._spawn(self._attend(resident))
             case Signal(job=job, cause=cause):
@@ -208,7 +209,7 @@ class Keeper:
 
     async def _launch(self, resident: _Resident) -> None:
         order = resident.order
-        ours, theirs = socket.socketpair()
+        ours, theirs = here().socketpair()
         try:
             environment = inherited() | resident.recorded.marks | order.environment
             if resident.quietly:

@@ -54,7 +54,11 @@ class Programs(Protocol):
 
 
 class LivePorts:
-    """`PoolPorts` of a live pool. `run` is called with the shell, and returns when the pool is over."""
+    """`PoolPorts` of a live pool. `run` is called with the shell, and returns when the pool is over.
+
+    Processes that outlive this one are `detached`; `recorded` finds what keepers have left; by its `control` a run is
+    told to stop.
+    """
 
     def __init__(
         self,
@@ -65,20 +69,24 @@ class LivePorts:
         programs: Programs,
         now_ns: Callable[[], Nanoseconds],
         isolated: IsolatedLoop,
+        detached: Callable[..., DetachedProcesses] = DetachedProcesses,
+        recorded: Callable[[Path, str, str], Sequence[RecordedProcesses]] = RecordedProcesses.found,
+        control: Callable[[Path], RunControl] = RunControl,
     ) -> None:
         self._records = directory / "leases"
         self._pool, self._journal, self._gateway, self._programs = pool, journal, gateway, programs
         self._now_ns = now_ns
         self._isolated = isolated
         self._suspensions = Suspensions()
+        self._recorded, self._control = recorded, control
         self._shell: PoolShell | None = None
         self._stirred = asyncio.Event()
         self._failed: BaseException | None = None
         self._stops: dict[JobId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.keepers = DetachedProcesses(self._records, pool, KEEPERS, self._keeper_over)
-        self.jobs = DetachedProcesses(self._records, pool, JOBS, self._job_over)
-        self.profiles = DetachedProcesses(self._records, pool, PROFILES, self._profile_over)
+        self.keepers = detached(self._records, pool, KEEPERS, self._keeper_over)
+        self.jobs = detached(self._records, pool, JOBS, self._job_over)
+        self.profiles = detached(self._records, pool, PROFILES, self._profile_over)
 
     @property
     def shell(self) -> PoolShell:
@@ -156,7 +164,7 @@ class LivePorts:
 
     async def _end_residents(self, node: NodeId) -> None:
         """End the residents of a keeper that is gone."""
-        found = RecordedProcesses.found(self._records, self._pool, f"{RESIDENTS} {node}")
+        found = self._recorded(self._records, self._pool, f"{RESIDENTS} {node}")
         try:
             await end_left_over(found, 30.0)
         except TimeoutError:
@@ -196,7 +204,7 @@ class LivePorts:
 
     async def _stop(self, job: JobId, reason: str) -> None:
         entry, kept = self.shell.entries[job], self.jobs.kept(job)
-        control = RunControl(Path(entry.directory))
+        control = self._control(Path(entry.directory))
         while job in self.jobs.names():
             with self._isolated.attempt(f"stop of {job}"):
                 try:

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import random
+import socket
 import sqlite3
 import threading
 import time
@@ -17,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from elastic.system.thread_lane import Lane, ThreadLane
 
@@ -36,7 +37,7 @@ class Lock(Protocol):
 
     def __enter__(self) -> bool: ...
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, kind: Any, error: Any, traceback: Any, /) -> None: ...
 
 
 class Thread(Protocol):
@@ -114,6 +115,9 @@ class Host:
     """Whether this process can open no further file, or not the two that SQLite opens beside one."""
     http_transport: Callable[[str], "httpx.BaseTransport | None"] = _by_network
     """What carries HTTP requests to a URL; None for the network."""
+    socketpair: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair
+    pid: Callable[[], int] = os.getpid
+    name: Callable[[], str] = socket.gethostname
 
 
 _THIS = Host()
@@ -123,6 +127,12 @@ HOST: ContextVar[Host] = ContextVar("host", default=_THIS)
 def here() -> Host:
     """The machine that the calling code is on."""
     return HOST.get()
+
+
+def after(duration_s: float) -> Callable[[object], bool]:
+    """Return what says, of anything, whether so many seconds are over: what ends attempts."""
+    until_s = here().monotonic() + duration_s
+    return lambda _: here().monotonic() >= until_s
 
 
 @contextlib.contextmanager

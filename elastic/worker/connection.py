@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import socket
 import ssl
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from elastic.core.types import WorkerId
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.tls import TlsError, check_pin, pinning_context
+from elastic.system.host import after, here
 
 log = structlog.get_logger(__name__)
 
@@ -220,19 +220,18 @@ async def dial(ticket: Ticket, key: str, within_s: float) -> tuple[Connection, w
     Raises `SessionRefused`; `ConnectionLost` after `within_s` without a welcome; `ValueError` if the ticket has no
     address. Nothing is sent before the peer has proved the identity in the ticket.
     """
-    who = wire.PROTOCOL_VERSION, ticket.worker, key or ticket.token, bool(key), os.getpid(), socket.gethostname()
+    who = wire.PROTOCOL_VERSION, ticket.worker, key or ticket.token, bool(key), here().pid(), here().name()
     hello = wire.Hello(*who, ticket.run, "" if key else ticket.ticket)
     attempts = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(_may_pass),
         wait=tenacity.wait_random_exponential(multiplier=0.1, max=1.0),
-        stop=tenacity.stop_after_delay(within_s),
         reraise=True,
     )
     timeout_s = min(within_s, ATTEMPT_TIMEOUT_S)
     Address.to_dial(ticket.endpoint.address)  # of which a dial would only say that it cannot be reached
     while True:
         with contextlib.suppress(LostInWaiting):
-            return await attempts(_dial_once, ticket.endpoint, hello, timeout_s)
+            return await attempts.copy(stop=after(within_s))(_dial_once, ticket.endpoint, hello, timeout_s)
 
 
 async def _dial_once(endpoint: Endpoint, hello: wire.Hello, timeout_s: float) -> tuple[Connection, wire.Welcome]:

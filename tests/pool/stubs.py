@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.compose.pool import PoolPrograms, run_pool
+from elastic.compose.pool import PoolPrograms, PoolWiring, run_pool
 from elastic.core.cluster.types import NodeId, PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.connection import TO_JOB, TO_RESIDENT, LinkLost, PoolLink, join, over_socket
@@ -280,7 +280,7 @@ if __name__ == "__main__":
     log_to(STANDARD_ERROR)
     what, where = sys.argv[1], Path(sys.argv[2])
     if what == "pool":
-        raise SystemExit(run_pool(where, StubPrograms))
+        raise SystemExit(run_pool(where, PoolWiring(programs=StubPrograms)))
     if what == "resident":
         with contextlib.suppress(LinkLost):
             asyncio.run(be_resident(where))

@@ -51,6 +51,9 @@ def host_of(machine: Machine, network: Network) -> Host:
         connect=connect,
         out_of_descriptors=machine.is_out_of_descriptors,
         http_transport=network.http_transport,
+        socketpair=network.socketpair,
+        pid=lambda: 1,
+        name=lambda: "node",
     )
 
 

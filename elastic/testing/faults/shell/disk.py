@@ -1,23 +1,21 @@
 """The orchestrator's disk, which may be slow, full or without power. After a loss of power it has everything that was
 synced, and perhaps more.
 
-The journal on it is the production journal, on a thread of its process.
+Below a sync at each commit ("FULL"), SQLite syncs when it moves the log into the database.
 """
 
 import errno
 import os
-from collections.abc import Mapping
+import sqlite3
 from pathlib import Path
 from random import Random
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from elastic.core.types import Nanoseconds
-from elastic.runtime.journal import SqliteJournal
-from elastic.testing.faults.shell.loops import ProcessLoop
-from elastic.testing.faults.shell.threads import SimulatedThread, sleep
+from elastic.testing.faults.shell.threads import SimulatedThread, loop_here, sleep
 
 SECTOR_BYTES = 512
-FULL = 2
-"""SQLite's name for a sync at each commit. Below it, SQLite syncs when it moves the log into the database."""
 CHECKPOINT_PAGES = 60
 """Low enough that the journals of worlds sometimes move their log into the database."""
 ENDLESS_PAGES = 2**30
@@ -43,17 +41,38 @@ class Disk:
         """Whether the newest journal's name is in the directory for certain: once its log has been synced."""
         self._database = self._log = b""
         """What is certain to be in its files."""
-        self._journal: ModelledJournal | None = None
+        self._journal: _OnDisk | None = None
         self._commits = 0
 
-    def begun(self, journal: "ModelledJournal") -> None:
+    def connect(self, database: str, **options: Any) -> sqlite3.Connection:
+        """`sqlite3.connect` of files on this disk. Journals are written to by way of it."""
+        mode = database.rpartition("=")[2]
+        if mode == "rwc" and self.is_full:
+            raise sqlite3.OperationalError(os.strerror(errno.ENOSPC))
+        if mode != "rw":
+            return sqlite3.connect(database, **options)
+        connection = sqlite3.connect(database, factory=_OnDisk, **options)
+        connection.disk, connection.path = self, Path(unquote(urlsplit(database).path))
+        return connection
+
+    @property
+    def is_full(self) -> bool:
+        return self.full_until_ns > loop_here().clock.now_ns
+
+    def turns(self) -> None:
+        """Take the time of a commit, if a thread waits for it."""
+        loop = loop_here()
+        if SimulatedThread.running is not None:
+            sleep(loop.offload_s() + (self.slow_s if self.slow_until_ns > loop.clock.now_ns else 0.0))
+
+    def begun(self, journal: "_OnDisk") -> None:
         """Note that a journal was made and its database synced."""
         self._journal = journal
         if self._loses_power:
             self._named, self._database, self._log = False, journal.path.read_bytes(), b""
             self._commits = 0
 
-    def committed(self, path: Path, synced: bool) -> None:
+    def committed(self, journal: "_OnDisk") -> None:
         """Note that a transaction was committed to the journal, with or without a sync of its log.
 
         The log is also synced before it is moved into the database, and the database after that.
@@ -61,9 +80,9 @@ class Disk:
         self._commits += 1
         if not self._loses_power or self.lies:
             return
-        database = path.read_bytes()
-        if synced or database != self._database:
-            self._named, self._database, self._log = True, database, _log(path).read_bytes()
+        database = journal.path.read_bytes()
+        if journal.synced or database != self._database:
+            self._named, self._database, self._log = True, database, _log(journal.path).read_bytes()
 
     def lose_power(self) -> None:
         """Reduce the newest journal to what was synced and an arbitrary part of the rest."""
@@ -71,7 +90,7 @@ class Disk:
             return
         path, log = self._journal.path, _log(self._journal.path)
         database, written = path.read_bytes(), log.read_bytes()
-        self._journal.forsake()  # In this process SQLite would go on with what it knows of the files.
+        self._journal.close()  # In this process SQLite would go on with what it knows of the files.
         if not self._named and self._chance.random() < 1 / 4:
             path.unlink()
             self.forgot |= self._commits > 0
@@ -100,54 +119,25 @@ def _log(path: Path) -> Path:
     return path.with_name(f"{path.name}-wal")
 
 
-class ModelledJournal(SqliteJournal):
-    """The journal with its files in memory, where `disk` harms them."""
+class _OnDisk(sqlite3.Connection):
+    """A connection to a journal on a disk, which syncs nothing itself."""
 
-    def __init__(
-        self,
-        path: Path,
-        commit_interval_s: float,
-        durable_against: str,
-        pending_bytes: int,
-        notes: Mapping[str, str],
-        disk: Disk,
-    ) -> None:
-        self._loop = ProcessLoop.here()
-        self._disk = disk
-        super().__init__(
-            path, commit_interval_s, durable_against=durable_against, pending_bytes=pending_bytes, notes=notes
-        )
-        (level,) = self._connection.execute("PRAGMA synchronous").fetchone()
-        self._synced = level >= FULL
-        self._connection.execute("PRAGMA synchronous=OFF")
-        self._connection.execute(f"PRAGMA wal_autocheckpoint={0 if disk.lies else CHECKPOINT_PAGES}")
-        disk.begun(self)
+    disk: Disk
+    path: Path
+    synced = False
+    """Whether a commit is to wait for the disk."""
 
-    @property
-    def _is_full(self) -> bool:
-        return self._disk.full_until_ns > self._loop.clock.now_ns
-
-    def _create(self, notes: Mapping[str, str]) -> None:
-        if self._is_full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super()._create(notes)
-
-    def _write_once(self) -> bool:
-        if SimulatedThread.running is not None and (self._batch.bytes or self._batch.waiting):
-            slow = self._disk.slow_until_ns > self._loop.clock.now_ns
-            sleep(self._loop.offload_s() + (self._disk.slow_s if slow else 0.0))
-        return super()._write_once()
-
-    def _commit(self, batch: object) -> None:
-        pages = 1 if self._is_full else ENDLESS_PAGES  # One page is less than there are: not one more can be had.
-        self._connection.execute(f"PRAGMA max_page_count={pages}")
-        super()._commit(batch)  # pyright: ignore[reportArgumentType]
-        self._disk.committed(self.path, self._synced)
-
-    def _finish(self) -> None:
-        """Write the rest at once. The loop cannot wait for a thread that it has to step."""
-        self._write_once()
-
-    def forsake(self) -> None:
-        """Close the files as they are. The next process finds other files after a loss of power."""
-        self._connection.close()
+    def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
+        disk = self.disk
+        if sql.startswith("PRAGMA synchronous="):
+            self.synced, sql = sql.endswith("FULL"), "PRAGMA synchronous=OFF"
+            super().execute(f"PRAGMA wal_autocheckpoint={0 if disk.lies else CHECKPOINT_PAGES}")
+            disk.begun(self)
+        elif sql == "BEGIN IMMEDIATE":
+            disk.turns()
+            pages = 1 if disk.is_full else ENDLESS_PAGES  # One page is less than there are: not one more can be had.
+            super().execute(f"PRAGMA max_page_count={pages}")
+        done = super().execute(sql, *parameters)
+        if sql == "COMMIT":
+            disk.committed(self)
+        return done

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class Network:
         self.dialled: Callable[[NetworkLoop], None] = lambda _: None
         self.serve_http: Callable[[str], httpx.BaseTransport] | None = None
         """Carries HTTP requests to a URL."""
+        self.socketpair: Callable[[], Any] = socket.socketpair
         self._listening: dict[tuple[str, int], _Server] = {}
         self._taken: set[tuple[str, int]] = set()
         self._port = 40_000

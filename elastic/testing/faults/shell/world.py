@@ -28,11 +28,11 @@ from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.run_control import Acknowledged, CapProvider, SetBudget, StopRun
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.ticket_store import TicketBook
-from elastic.runtime.journal import RUNNING, JournalError, RunDirectory
+from elastic.runtime.journal import RUNNING, JournalError, RunDirectory, SqliteJournal
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.testing.faults.shell.answers import governs, intervals
 from elastic.testing.faults.shell.cloud import Cloud, CloudProvider
-from elastic.testing.faults.shell.disk import Disk, ModelledJournal
+from elastic.testing.faults.shell.disk import Disk
 from elastic.testing.faults.shell.faults import Fault, FaultKind, WorldPlan
 from elastic.testing.faults.shell.loops import Machine, WorldClock
 from elastic.testing.faults.shell.models import (
@@ -188,6 +188,7 @@ class World:
         )
         self.machine = Machine(self.clock)
         """The orchestrator's."""
+        self.machine.connect = self.disk.connect
         self.processes: list[Process] = [] if beside is None else beside.processes
         self.weights = Weights()
         self.compared: dict[str, Mapping[str, LogprobCheck]] = {}
@@ -430,13 +431,12 @@ class World:
             "providers": self.providers[0],
             "seed": str(config.run.seed),
         } | former.notes_to_keep()
-        journal = ModelledJournal(
+        journal = SqliteJournal(
             run.next_journal_path(),
             config.journal.commit_interval_s,
-            config.journal.durable_against,
-            round(config.journal.pending_mb * 2**20),
-            notes,
-            self.disk,
+            durable_against=config.journal.durable_against,
+            pending_bytes=round(config.journal.pending_mb * 2**20),
+            notes=notes,
         )
         self.witness.follow(scheduler)
         self._serve_relay(RelayRights(secrets.relay_owner()))

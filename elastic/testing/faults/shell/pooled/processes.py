@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from elastic.core.types import NS_PER_S
 from elastic.pool.job_processes import ProcessLaunch
+from elastic.system.supervision import RecordedProcesses
 from elastic.testing.faults.shell.network import NetworkLoop, WorldTransport
 from elastic.testing.faults.shell.process import Process
 
@@ -128,16 +129,14 @@ class ModelledChild(asyncio.SubprocessTransport):
         pass
 
 
-class ModelledRecord:
-    """`elastic.system.supervision.RecordedProcesses` of one resident."""
+class ModelledRecord(RecordedProcesses):
+    """The record of a keeper's residents, of which this machine knows nothing. `ends` ends what a keeper has left."""
 
-    marks: Mapping[str, str] = {}
-
-    def __init__(self, directory: object, pool: str, owner: str, name: str) -> None:
-        self.owner, self.name = owner, name
-
-    def write(self) -> None:
-        pass
+    def __init__(
+        self, directory: Path | None, pool: str, owner: str, name: str, ends: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(None, pool, owner, name)
+        self._ends = ends
 
     def add(self, name: str, pid: int) -> None:
         pass
@@ -145,12 +144,10 @@ class ModelledRecord:
     def living(self) -> list[int]:
         return []
 
-    async def end(self) -> None:
+    async def kill(self) -> list[int]:
+        self._ends()
         await asyncio.sleep(0)
-
-    @classmethod
-    def found(cls, directory: object, pool: str, owner: str) -> "list[ModelledRecord]":
-        return [cls(directory, pool, owner, "")]
+        return []
 
 
 class StartedProcess:

@@ -31,7 +31,6 @@ from elastic.pool.control_messages import PoolAcknowledged, StopPool, SubmitJob
 from elastic.pool.journal import PoolJournal
 from elastic.pool.keeper import Keeper, KeeperTicket
 from elastic.pool.ports import JobEntry
-from elastic.pool.shell import PoolShell
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.run_control import ControlError, StopRun
 from elastic.system.isolation import LoopFaults
@@ -100,6 +99,7 @@ class PooledWorld:
         self.clock, self.network = self.world.clock, self.world.network
         self.network.dialled = lambda loop: None
         self.network.serve_http = self._serve_http
+        self.network.socketpair = PairedSocket.pair
         self.chance = Random(f"{plan.seed}/pool")
         self.found: list[AssertionError] = []
         self.faults = LoopFaults()
@@ -143,7 +143,16 @@ class PooledWorld:
 
     def begin_pool(self) -> None:
         self.incarnations += 1
-        work = partial(composed._run, self._config, self._directory, _Programs)
+        wiring = composed.PoolWiring(
+            programs=_Programs,
+            detached=partial(ModelledProcesses, self, self._records),
+            recorded=self._recorded,
+            control=self._run_control,
+            line_socket=self._line_socket,
+            after=self._happened,
+            faults=self.faults,
+        )
+        work = partial(composed.serve_pool, self._config, self._directory, wiring)
         self.pool = self.world.begin(f"pool {self.incarnations}", Machine(self.clock), work)
 
     def start(self, owner: str, name: str, environment: Mapping[str, str]) -> Process:
@@ -165,7 +174,7 @@ class PooledWorld:
             node=environment[composed.NODE_VARIABLE],
             token=environment[composed.TOKEN_VARIABLE],
         )
-        return await Keeper(ticket, faults=self.faults).run()
+        return await Keeper(ticket, memory_of, self.faults, ModelledRecord).run()
 
     def _launch(
         self,
@@ -202,11 +211,14 @@ class PooledWorld:
     def at_end(self, process: Process, tell: Callable[[int], None]) -> None:
         self._ends.setdefault(process, []).append(tell)
 
-    async def end_residents(self, found: Sequence[ModelledRecord], timeout_s: float) -> None:
-        """`elastic.system.supervision.end_left_over` of a keeper's residents."""
-        for record in found:
-            for process in self._residents_of.pop(record.owner.removeprefix(f"{keeper.RESIDENTS} "), []):
+    def _recorded(self, directory: Path, pool: str, owner: str) -> list[ModelledRecord]:
+        """What a keeper has left."""
+
+        def end() -> None:
+            for process in self._residents_of.pop(owner.removeprefix(f"{keeper.RESIDENTS} "), []):
                 self.end(process, KILLED)
+
+        return [ModelledRecord(directory, pool, owner, "", end)]
 
     def device(self, node: str) -> NodeDevice:
         if node not in self._devices:
@@ -216,16 +228,12 @@ class PooledWorld:
     def job_over(self, job: JobWorld, result: str) -> None:
         require(not result, f"the run of {job.name} failed: {result}")
 
-    def shell(self, cluster: Cluster, *arguments: Any, **options: Any) -> PoolShell:
-        """Make the pool's shell, and check the cluster after every event."""
+    def _happened(self, cluster: Cluster, event: e.ClusterEvent) -> None:
+        """Check the cluster after every event."""
         self.cluster = cluster
-        return PoolShell(cluster, *arguments, **options, after=self._happened)
-
-    def _happened(self, event: e.ClusterEvent) -> None:
-        assert self.cluster is not None
-        self.permits = max((self.permits, *self.cluster.permits))
+        self.permits = max((self.permits, *cluster.permits))
         try:
-            check(self.cluster, slos=False)
+            check(cluster, slos=False)
         except AssertionError as error:
             self.found.append(AssertionError(f"after {event}: {error}"))
 
@@ -252,7 +260,7 @@ class PooledWorld:
             pool.loop.create_task(ask(), context=pool.loop.context)
         self.world.after(ASK_AGAIN_S, partial(self._command, request))
 
-    def line_socket(self, directory: Path, answer: Callable[[bytes], Any], *_: Any) -> Any:
+    def _line_socket(self, directory: Path, answer: Callable[[bytes], Any], *_: Any) -> Any:
         """`elastic.protocol.control_socket.LineSocket` of the pool's process."""
 
         async def start() -> None:
@@ -263,7 +271,7 @@ class PooledWorld:
 
         return SimpleNamespace(start=start, aclose=aclose)
 
-    def run_control(self, directory: Path) -> Any:
+    def _run_control(self, directory: Path) -> Any:
         """`elastic.protocol.run_control.RunControl` of one of the jobs."""
         (job,) = [job for job in self.jobs if job.run.path == directory]
 
@@ -281,7 +289,6 @@ class PooledWorld:
         with contextlib.ExitStack() as answers:
             answers.enter_context(governs(self.clock, self.network, f"{self.plan.seed}/code"))
             answers.enter_context(self.world.logged())
-            answers.enter_context(self._answers())
             try:
                 self.begin_pool()
                 for job in self.jobs:
@@ -293,32 +300,6 @@ class PooledWorld:
                     shutil.rmtree(job.directory, ignore_errors=True)
                 shutil.rmtree(self._directory, ignore_errors=True)
                 PairedSocket.open_ends.clear()
-
-    @contextlib.contextmanager
-    def _answers(self) -> Iterator[None]:
-        there = SimpleNamespace(socketpair=PairedSocket.pair, gethostname=lambda: "node")
-        answers: list[tuple[Any, str, Any]] = [
-            (keeper, "socket", there),
-            (keeper, "os", SimpleNamespace(getpid=lambda: 1)),
-            (keeper, "inherited", dict),
-            (keeper, "RecordedProcesses", ModelledRecord),
-            (keeper, "held_bytes", memory_of),
-            (live, "DetachedProcesses", partial(ModelledProcesses, self, self._records)),
-            (live, "RecordedProcesses", ModelledRecord),
-            (live, "end_left_over", self.end_residents),
-            (live, "RunControl", self.run_control),
-            (composed, "LineSocket", self.line_socket),
-            (composed, "PoolShell", self.shell),
-            (composed, "LoopFaults", lambda: self.faults),
-        ]
-        former = [(where, name, getattr(where, name)) for where, name, _ in answers]
-        try:
-            for where, name, answer in answers:
-                setattr(where, name, answer)
-            yield
-        finally:
-            for where, name, answer in former:
-                setattr(where, name, answer)
 
     def _serve_http(self, url: str) -> httpx.BaseTransport:
         port = urlsplit(url).port or 0
