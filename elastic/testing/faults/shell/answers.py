@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import itertools
 import random
 import sqlite3
 from collections.abc import Iterator
@@ -69,7 +68,7 @@ def governs(clock: WorldClock, network: Network, seed: str) -> Iterator[None]:
     chance, collects = random.getstate(), gc.get_threshold()
     random.seed(seed)
     gc.set_threshold(*COLLECTS)
-    Ordered.ages = itertools.count()
+    Ordered.begin_anew()
     try:
         with on(host_of(Machine(clock), network)):
             yield

@@ -82,6 +82,10 @@ class Ordered:
     """Counts the objects of one world, since the order of a set depends on the hash values themselves."""
     _age: int
 
+    @classmethod
+    def begin_anew(cls) -> None:
+        cls.ages = itertools.count()
+
     def __hash__(self) -> int:
         try:
             return self._age
@@ -173,21 +177,21 @@ class ProcessLoop(asyncio.BaseEventLoop):
         if self._inner._ready:
             return now_ns
         scheduled = self._inner._scheduled
-        while scheduled and scheduled[0]._cancelled:
+        while scheduled and scheduled[0].cancelled():
             heapq.heappop(scheduled)._scheduled = False
         if not scheduled:
             return None
         head, since_ns = scheduled[0], self.machine.since_ns
         if head is not self._head or since_ns != self._head_since_ns:
             self._head, self._head_since_ns = head, since_ns
-            self._head_ns = self.machine.world_ns(round(head._when * NS_PER_S))
+            self._head_ns = self.machine.world_ns(round(head.when() * NS_PER_S))
         return self._head_ns if self._head_ns > now_ns else now_ns
 
     def step(self, most: int | None = None) -> None:
         """Run the callbacks that are due now, or the first `most` of them."""
         ready, scheduled = self._inner._ready, self._inner._scheduled
         end_s = self.time() + self._clock_resolution
-        while scheduled and scheduled[0]._when <= end_s:
+        while scheduled and scheduled[0].when() <= end_s:
             handle = heapq.heappop(scheduled)
             handle._scheduled = False
             ready.append(handle)
@@ -195,7 +199,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         try:
             for _ in range(len(ready) if most is None else min(most, len(ready))):
                 handle = ready.popleft()
-                if not handle._cancelled:
+                if not handle.cancelled():
                     handle._run()
         finally:
             events._set_running_loop(None)
