@@ -145,7 +145,7 @@ class PooledWorld:
         self.incarnations += 1
         wiring = composed.PoolWiring(
             programs=_Programs,
-            detached=partial(ModelledProcesses, self, self._records),
+            detached=self._detached,
             recorded=self._recorded,
             control=self._run_control,
             line_socket=self._line_socket,
@@ -210,6 +210,9 @@ class PooledWorld:
 
     def at_end(self, process: Process, tell: Callable[[int], None]) -> None:
         self._ends.setdefault(process, []).append(tell)
+
+    def _detached(self, *arguments: Any) -> Any:
+        return ModelledProcesses(self, self._records, *arguments)
 
     def _recorded(self, directory: Path, pool: str, owner: str) -> list[ModelledRecord]:
         """What a keeper has left."""
