@@ -89,7 +89,8 @@ def is_production_shell() -> bool:
     classes that a live run has."""
     from elastic.compose import execution
     from elastic.runtime import gateway, journal, orchestrator, rollout, run
-    from elastic.testing.faults.shell import models, relay, simulate, world
+    from elastic.system.installed import installed
+    from elastic.testing.faults.shell import models, simulate, world
     from elastic.testing.faults.shell.faults import draw_plan
     from elastic.weights import client, http
     from elastic.worker import agent, service, trainer_host
@@ -103,12 +104,12 @@ def is_production_shell() -> bool:
         and type(shell._run) is run.Run
         and type(shell._gateway) is gateway.Gateway
         and type(shell._rollouts) is rollout.Rollouts
-        and isinstance(shell._journal, journal.SqliteJournal)
+        and type(shell._journal) is journal.SqliteJournal
         and world.run_agent is agent.run_agent
         and agent.Service is service.Service
         and world.TrainerHost is trainer_host.TrainerHost
         and models.WeightsClient is client.WeightsClient
-        and relay.HttpRelay is http.HttpRelay
+        and installed("elastic.relays")["http"].load() is http.HttpRelay
     )
 
 
