@@ -1,30 +1,45 @@
-"""`elastic keys`, `secrets`, `webhooks` and `audit`: who may do what on a server, with options and one example each."""
+"""`elastic keys`, `secrets`, `webhooks` and `audit`: who may do what on a server."""
 
+import itertools
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from elastic.cli import deferred
-from elastic.cli.hosted import AsJson, ProjectOption, RoleOption
-from elastic.cli.whole_help import WholeHelp
+from elastic.cli.options import AsJson, ProjectOption, RoleOption, group
+from elastic.cli.output import bad_input, failed, say, tell
+from elastic.cli.projects import own_project, role_of
+from elastic.cli.remote import server, validated
+from elastic.cli.tables import show_objects
+from elastic.protocol.api import (
+    VENDORS,
+    CreatedKey,
+    CreatedWebhook,
+    NewKey,
+    NewOwnKey,
+    NewWebhook,
+    SecretValue,
+    WebhookChange,
+)
+from elastic.protocol.api_client import Client
+from elastic.system.given import read_text
 
-_KEYS_HELP = """Make, list and revoke keys of a server.
+_DAY_S = 86_400
 
-Example: elastic keys create nightly --role runner --expires-days 90
-"""
-_SECRETS_HELP = """Variables that a project's runs have, whose values nobody reads again.
-
-Example: elastic secrets set HF_TOKEN
-"""
-_WEBHOOKS_HELP = """URLs that are told what becomes of a project's runs.
-
-Example: elastic webhooks add https://example.com/elastic --event run.failed
-"""
-
-keys = typer.Typer(cls=WholeHelp, name="keys", help=_KEYS_HELP, no_args_is_help=True, rich_markup_mode=None)
-secrets = typer.Typer(cls=WholeHelp, name="secrets", help=_SECRETS_HELP, no_args_is_help=True, rich_markup_mode=None)
-webhooks = typer.Typer(cls=WholeHelp, name="webhooks", help=_WEBHOOKS_HELP, no_args_is_help=True, rich_markup_mode=None)
+keys = group(
+    "keys",
+    "Make, list and revoke keys of a server.\n\nExample: elastic keys create nightly --role runner --expires-days 90",
+)
+secrets = group(
+    "secrets",
+    "Variables that a project's runs have, whose values nobody reads again.\n\nExample: elastic secrets set HF_TOKEN",
+)
+webhooks = group(
+    "webhooks",
+    "URLs that are told what becomes of a project's runs.\n\n"
+    "Example: elastic webhooks add https://example.com/elastic --event run.failed",
+)
 Mine = Annotated[bool, typer.Option("--mine", help="One's own, as a person: it ends with the membership.")]
 KeyName = Annotated[str, typer.Argument(metavar="KEY", help="A key's id, or its name if no other one has it.")]
 SecretName = Annotated[
@@ -51,9 +66,21 @@ def create_key(
 
     Example: elastic keys create nightly --role runner --expires-days 90 > nightly.key
     """
-    deferred.remote_access.create_key_command(
-        name, role, scope or [], expires_days, project, server_wide=server_wide, mine=mine, as_json=as_json
-    )
+    if mine and (project or server_wide):
+        bad_input("--mine: one's own key is of the project that one is in; leave out --project and --server-wide")
+    said: dict[str, Any] = {"name": name, "role": role_of(role), "scopes": scope or []}
+    if expires_days is not None:
+        said["expires_in_s"] = expires_days * _DAY_S
+    with server() as client:
+        if mine:
+            made = client.create_own_key(validated(NewOwnKey, said))
+        else:
+            said |= {"project": project or None, "server_wide": server_wide}
+            made = client.create_key(validated(NewKey, said))
+    where = f"of project {made.project}" if made.project else "of all projects"
+    until = f", until {made.expires_at}" if made.expires_at else ""
+    words = f"made key {made.id}, {made.role} {where}{until}; its secret, shown this once:"
+    _tell_secret(made, words, f"elastic keys revoke {made.id}", as_json=as_json)
 
 
 @keys.command("list")
@@ -62,16 +89,21 @@ def list_keys(mine: Mine = False, as_json: AsJson = False) -> None:
 
     Example: elastic keys list --json
     """
-    deferred.remote_access.keys_command(mine=mine, as_json=as_json)
+    columns = ("id", "name", "project", "role", "hint", "expires_at", "revoked_at")
+    with server() as client:
+        show_objects(client.own_keys() if mine else client.keys(), columns, as_json=as_json)
 
 
 @keys.command("revoke")
-def revoke_key(key: KeyName, mine: Mine = False) -> None:
+def revoke_key(name: KeyName, mine: Mine = False) -> None:
     """Revoke a key: from now on it opens nothing.
 
     Example: elastic keys revoke nightly
     """
-    deferred.remote_access.revoke_key_command(key, mine=mine)
+    with server() as client:
+        key = name if name.startswith("key_") else _key_named(client, name, mine=mine)
+        (client.revoke_own_key if mine else client.revoke_key)(key)
+    say(f"revoked {name}")
 
 
 @secrets.command("set")
@@ -86,7 +118,14 @@ def set_secret(
 
     Example: elastic secrets set HF_TOKEN < token
     """
-    deferred.remote_access.set_secret_command(name, from_file, project)
+    if from_file is None and sys.stdin.isatty():
+        value = typer.prompt(name, hide_input=True, err=True)
+    else:
+        value = _given(from_file)
+    secret = validated(SecretValue, {"value": value.removesuffix("\n")})
+    with server() as client:
+        client.put_secret(own_project(client, project), name, secret)
+    say(f"kept {name}; runs that begin or resume from now on have it")
 
 
 @secrets.command("list")
@@ -95,7 +134,9 @@ def list_secrets(project: ProjectOption = "", as_json: AsJson = False) -> None:
 
     Example: elastic secrets list
     """
-    deferred.remote_access.secrets_command(project, of_vendors=False, as_json=as_json)
+    with server() as client:
+        found = client.secrets(own_project(client, project))
+    show_objects(found, ("id", "updated_at"), as_json=as_json)
 
 
 @secrets.command("delete")
@@ -104,7 +145,9 @@ def delete_secret(name: SecretName, project: ProjectOption = "") -> None:
 
     Example: elastic secrets delete HF_TOKEN
     """
-    deferred.remote_access.delete_secret_command(name, project, of_vendor=False)
+    with server() as client:
+        client.delete_secret(own_project(client, project), name)
+    say(f"removed {name}")
 
 
 @secrets.command("set-vendor")
@@ -122,7 +165,12 @@ def set_credentials(
 
     Example: elastic secrets set-vendor modal --from-file modal.json
     """
-    deferred.remote_access.set_credentials_command(vendor, from_file, project)
+    if vendor not in VENDORS:
+        bad_input(f"VENDOR: found {vendor!r}; allowed: {', '.join(VENDORS)}")
+    credentials = validated(VENDORS[vendor], _given(from_file))
+    with server() as client:
+        client.put_credentials(own_project(client, project), credentials)
+    say(f"kept the credentials for {vendor}; runs that begin or resume from now on use them")
 
 
 @secrets.command("list-vendors")
@@ -131,7 +179,9 @@ def list_credentials(project: ProjectOption = "", as_json: AsJson = False) -> No
 
     Example: elastic secrets list-vendors
     """
-    deferred.remote_access.secrets_command(project, of_vendors=True, as_json=as_json)
+    with server() as client:
+        found = client.credentials(own_project(client, project))
+    show_objects(found, ("id", "updated_at"), as_json=as_json)
 
 
 @secrets.command("delete-vendor")
@@ -140,7 +190,9 @@ def delete_credentials(vendor: VendorName, project: ProjectOption = "") -> None:
 
     Example: elastic secrets delete-vendor aws
     """
-    deferred.remote_access.delete_secret_command(vendor, project, of_vendor=True)
+    with server() as client:
+        client.delete_credentials(own_project(client, project), vendor)
+    say(f"removed the credentials for {vendor}")
 
 
 @webhooks.command("add")
@@ -156,7 +208,11 @@ def add_webhook(
 
     Example: elastic webhooks add https://example.com/elastic --event run.failed > webhook.secret
     """
-    deferred.remote_access.add_webhook_command(url, event or [], project, as_json=as_json)
+    chosen: dict[str, Any] = {"project": project or None, **({"events": event} if event else {})}
+    with server() as client:
+        made = client.create_webhook(validated(NewWebhook, {"url": url, **chosen}))
+    words = f"made webhook {made.id}, told of {', '.join(made.events)}; the secret of its signatures, shown this once:"
+    _tell_secret(made, words, f"elastic webhooks delete {made.id}", as_json=as_json)
 
 
 @webhooks.command("list")
@@ -165,7 +221,9 @@ def list_webhooks(as_json: AsJson = False) -> None:
 
     Example: elastic webhooks list
     """
-    deferred.remote_access.webhooks_command(as_json=as_json)
+    with server() as client:
+        columns = ("id", "url", "events", "enabled", "disabled_because", "circuit")
+        show_objects(client.webhooks(), columns, as_json=as_json)
 
 
 @webhooks.command("test")
@@ -174,7 +232,9 @@ def try_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
 
     Example: elastic webhooks test hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
-    deferred.remote_access.try_webhook_command(webhook, as_json=as_json)
+    with server() as client:
+        made = client.try_webhook(webhook)
+    tell(made, f"{made.id} is sent; what came of it: elastic webhooks deliveries {webhook}", as_json=as_json)
 
 
 @webhooks.command("deliveries")
@@ -183,7 +243,9 @@ def list_deliveries(webhook: WebhookName, as_json: AsJson = False) -> None:
 
     Example: elastic webhooks deliveries hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
-    deferred.remote_access.deliveries_command(webhook, as_json=as_json)
+    with server() as client:
+        columns = ("id", "type", "state", "attempts", "answer", "created_at")
+        show_objects(client.deliveries(webhook), columns, as_json=as_json)
 
 
 @webhooks.command("enable")
@@ -192,7 +254,7 @@ def enable_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
 
     Example: elastic webhooks enable hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
-    deferred.remote_access.switch_webhook_command(webhook, enabled=True, as_json=as_json)
+    _switch(webhook, "told again", enabled=True, as_json=as_json)
 
 
 @webhooks.command("disable")
@@ -201,7 +263,13 @@ def disable_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
 
     Example: elastic webhooks disable hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
-    deferred.remote_access.switch_webhook_command(webhook, enabled=False, as_json=as_json)
+    _switch(webhook, "told nothing for now", enabled=False, as_json=as_json)
+
+
+def _switch(webhook: str, words: str, *, enabled: bool, as_json: bool) -> None:
+    with server() as client:
+        made = client.change_webhook(webhook, WebhookChange(enabled=enabled))
+    tell(made, f"{made.id} is {words}", as_json=as_json)
 
 
 @webhooks.command("delete")
@@ -210,7 +278,9 @@ def delete_webhook(webhook: WebhookName) -> None:
 
     Example: elastic webhooks delete hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
-    deferred.remote_access.delete_webhook_command(webhook)
+    with server() as client:
+        client.delete_webhook(webhook)
+    say(f"removed {webhook}")
 
 
 def audit(
@@ -221,4 +291,31 @@ def audit(
 
     Example: elastic audit -n 20 --json
     """
-    deferred.remote_access.audit_command(limit, as_json=as_json)
+    with server() as client:
+        columns = ("at", "actor", "action", "resource", "project", "status")
+        show_objects(itertools.islice(client.audit(), limit), columns, as_json=as_json)
+
+
+def _key_named(client: Client, name: str, *, mine: bool) -> str:
+    keys = client.own_keys() if mine else client.keys()
+    found = [key.id for key in keys if key.name == name and key.revoked_at is None]
+    if len(found) != 1:
+        bad_input(f"{len(found)} keys are called {name!r}; `elastic keys list` has their ids")
+    return found[0]
+
+
+def _given(source: Path | None) -> str:
+    """What --from-file names, else standard input."""
+    try:
+        return sys.stdin.read() if source is None else read_text(source)
+    except (OSError, ValueError) as error:
+        bad_input(f"--from-file: {source} cannot be read ({error})")
+
+
+def _tell_secret(made: CreatedKey | CreatedWebhook, words: str, undo: str, *, as_json: bool) -> None:
+    """Print a secret this once, alone on standard output."""
+    if made.secret is None:
+        failed(f"the answer with the secret was lost; {undo}, and make another")
+    tell(made, words, as_json=as_json)
+    if not as_json:
+        typer.echo(made.secret)

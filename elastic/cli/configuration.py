@@ -5,7 +5,11 @@
 
 import sys
 from itertools import groupby
+from typing import Annotated
 
+import typer
+
+from elastic.cli.options import AsJson, group
 from elastic.cli.output import console, emit
 from elastic.compose.reference import KeyMeaning, explained, key_meanings
 
@@ -21,7 +25,22 @@ a configuration changes. `--set KEY=VALUE` overrides any of them.
 """
 
 
-def explain_command(key: str, *, as_json: bool) -> None:
+config = group(
+    "config", "Say what the keys of a configuration mean.\n\nExample: elastic config explain trainer.learning_rate"
+)
+
+
+@config.command("explain")
+def explain(
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="A key, such as rollout.groups, or a section: trainer, providers.ec2.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Explain a key, or all of a section: what it means, its unit, default and bounds.
+
+    Example: elastic config explain trainer.learning_rate
+    """
     found = explained(key)
     if as_json:
         emit({"keys": found})

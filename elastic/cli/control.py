@@ -1,15 +1,20 @@
-"""`elastic stop`, `elastic cap` and `elastic budget`: commands to a run's process, on the machine where it is."""
+"""`elastic stop`, `elastic cap` and `elastic budget`: commands to a run's process, on the machine where it is, or by
+its server."""
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, emit, program, say
+import typer
+
+from elastic.cli.account import run_on_disk
+from elastic.cli.options import AnyRunName, AsJson, CommandIdOption, Remote, RunName, RunsDirectory, dollars_of, gpus_of
+from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, emit, program, say, tell
+from elastic.cli.remote import is_hosted, latest, server
 from elastic.config import ConfigError
+from elastic.protocol.api import RunChange
 from elastic.protocol.run_control import (
-    GPUS_MAX,
-    USD_MAX,
     Acknowledged,
     CommandRefused,
     ControlError,
@@ -20,13 +25,35 @@ from elastic.protocol.run_control import (
 )
 from elastic.runtime.journal import RunDirectory
 
-NONE = "none"
-"""The word that lifts a cap or a budget."""
 _BAD_INPUT = ("invalid", "unknown_provider", "conflict")
 """Codes of refusals that are the caller's mistakes."""
 
 
-def disk_stop_command(run: RunDirectory, reason: str, command_id: str, *, as_json: bool) -> int:
+def stop(
+    name: AnyRunName,
+    force: Annotated[
+        bool, typer.Option("--force", help="On a server: kill what it has, without a checkpoint.")
+    ] = False,
+    reason: Annotated[
+        str, typer.Option(help="Of a run on disk: why; it stands in its report.")
+    ] = "stopped from the command line",
+    command_id: CommandIdOption = "",
+    remote: Remote = False,
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> int:
+    """Stop a run: it makes a checkpoint, gives everything back and ends; it can be resumed.
+
+    Example: elastic stop latest --reason "the GPUs are needed"
+    """
+    if remote or is_hosted(name):
+        with server() as client:
+            stopped = client.stop(latest(client, name), force=force)
+        tell(stopped, f"{stopped.id} is stopping; go on with: elastic runs resume {stopped.id}", as_json=as_json)
+        return 0
+    if force:
+        raise ConfigError("elastic stop: --force is for runs on a server")
+    run = run_on_disk(directory, name)
     return _done(
         run,
         command_id,
@@ -38,34 +65,65 @@ def disk_stop_command(run: RunDirectory, reason: str, command_id: str, *, as_jso
     )
 
 
-def cap_of(cap: str) -> tuple[str, int | None]:
-    """Return a provider and its cap; None lifts the cap. Raises `ConfigError`."""
-    provider, equals, said = cap.partition("=")
-    gpus = None if said == NONE else int(said) if said.isdecimal() and said.isascii() else -1
-    if not provider or not equals or (gpus is not None and not 0 <= gpus <= GPUS_MAX):
-        raise ConfigError(f"elastic cap: found {cap!r}; allowed: PROVIDER=GPUS with a whole number or {NONE}: spot=8")
-    return provider, gpus
+def cap(
+    name: RunName,
+    wanted: Annotated[
+        str, typer.Argument(metavar="PROVIDER=GPUS", help="Such as spot=8, or spot=none to lift the cap.")
+    ],
+    command_id: CommandIdOption = "",
+    remote: Remote = False,
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> int:
+    """Limit how many GPUs of a provider a run holds from now on: what exceeds that drains, and no token is lost.
 
-
-def cap_words(gpus: int | None) -> str:
-    return f"at most {gpus} GPUs" if gpus is not None else "as many GPUs as its section allows"
-
-
-def cap_command(run: RunDirectory, cap: str, command_id: str, *, as_json: bool) -> int:
-    provider, gpus = cap_of(cap)
+    Example: elastic cap latest spot=8
+    """
+    provider, gpus = gpus_of("elastic cap", wanted, "PROVIDER=GPUS", "spot=8")
+    words = f"at most {gpus} GPUs" if gpus is not None else "as many GPUs as its section allows"
+    if remote or is_hosted(name):
+        with server() as client:
+            hosted = client.run(latest(client, name))
+            kept = {key: most for key, most in hosted.caps.items() if key != provider}
+            caps = kept if gpus is None else {**kept, provider: gpus}
+            changed = client.change(hosted.id, RunChange(caps=caps))
+        tell(changed, f"run {changed.id} holds {words} of {provider}; what exceeds that drains", as_json=as_json)
+        return 0
+    run = run_on_disk(directory, name)
     return _done(
         run,
         command_id,
         lambda control, command: control.cap(provider, gpus, command),
         {"command": "cap", "provider": provider, "gpus": gpus},
-        f"run {run.name} holds {cap_words(gpus)} of {provider}; what exceeds that drains",
+        f"run {run.name} holds {words} of {provider}; what exceeds that drains",
         as_json=as_json,
     )
 
 
-def budget_command(run: RunDirectory, budget: str, command_id: str, *, as_json: bool) -> int:
-    usd = None if budget == NONE else dollars(budget)
+def budget(
+    name: RunName,
+    amount: Annotated[
+        str, typer.Argument(metavar="USD", help="In dollars, all that the run has cost included; `none` for no limit.")
+    ],
+    command_id: CommandIdOption = "",
+    remote: Remote = False,
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> int:
+    """Set what a run may cost in all: it stops in time, and can be resumed with more.
+
+    Example: elastic budget latest 25
+    """
+    usd = dollars_of("elastic budget", amount)
     words = f"never costs more than ${usd:.2f} in all" if usd is not None else "may cost any amount"
+    if remote or is_hosted(name):
+        if not usd:
+            raise ConfigError(f"elastic budget: found {amount!r}; allowed on a server: more than 0 dollars")
+        with server() as client:
+            changed = client.change(latest(client, name), RunChange(budget_usd=usd))
+        tell(changed, f"run {changed.id} {words}", as_json=as_json)
+        return 0
+    run = run_on_disk(directory, name)
     return _done(
         run,
         command_id,
@@ -74,17 +132,6 @@ def budget_command(run: RunDirectory, budget: str, command_id: str, *, as_json: 
         f"run {run.name} {words}",
         as_json=as_json,
     )
-
-
-def dollars(said: str) -> float:
-    """Return an amount in USD. Raises `ConfigError` if it is no budget."""
-    try:
-        usd = float(said.removeprefix("$"))
-    except ValueError:
-        usd = math.nan
-    if not 0 <= usd <= USD_MAX:
-        raise ConfigError(f"elastic budget: found {said!r}; allowed: dollars such as 12.50, or {NONE}")
-    return usd
 
 
 def _done(

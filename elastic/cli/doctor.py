@@ -6,17 +6,20 @@ import platform
 import shutil
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import psutil
+import typer
 from rich.table import Table
 
 from elastic.cli.capacity import examined, plan_of
+from elastic.cli.options import AsJson
 from elastic.cli.output import EXIT_FAILED, console, emit
 from elastic.compose.execution import end_left_behind
 from elastic.compose.modal_deployment import rewards_fault
 from elastic.compose.scheduling import short_limits
-from elastic.config import Config, ConfigError
+from elastic.config import Config, ConfigError, load_config
 from elastic.runtime.journal import DirectoryStore
 from elastic.runtime.left_behind import left_behind
 from elastic.system.cores import cores
@@ -40,9 +43,18 @@ class Finding(msgspec.Struct, frozen=True):
     warns: bool = False
 
 
-def doctor_command(config: Config | None, *, as_json: bool) -> int:
-    """Returns the exit code. With a configuration its limits are looked at too."""
-    findings = findings_of(config)
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="A run's TOML file, whose limits to look at too.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Check what this machine has, and with CONFIG what the clouds of its providers say: credentials, quotas, reach.
+
+    Example: elastic doctor examples/frozenlake.toml
+    """
+    findings = findings_of(load_config(config) if config is not None else None)
     healthy = all(finding.ok for finding in findings)
     if as_json:
         emit({"healthy": healthy, "findings": findings})

@@ -8,16 +8,19 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
+from typer.core import TyperCommand
 
+from elastic.cli.options import AsJson, JobCommandIdOption, Overrides, PoolsDirectory, Tail, group, names_in, with_seed
 from elastic.cli.output import EXIT_FAILED, EXIT_STOPPED, bad_input, console, emit, program, say
-from elastic.cli.pool import asked, doing, find_pool, jobs_table
+from elastic.cli.pool import asked, doing, find_pool, jobs_table, refused
+from elastic.cli.tables import show_listing
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
-from elastic.compose.plan import RunPlan, check_live, check_policy, resolve
+from elastic.compose.plan import check_live, check_policy, resolve
 from elastic.compose.pool_config import job_request
 from elastic.compose.runs import discard_run, new_run_dir, private
 from elastic.config import (
@@ -46,17 +49,29 @@ AWAY_S = 60.0
 """So long a pool's process may be away while a job is waited for: its supervisor starts it again."""
 
 
-class AskedJob(NamedTuple):
-    """What `elastic jobs submit` is told. `script` is a command line; None for a run."""
+jobs = group(
+    "jobs",
+    "Submit jobs to a pool and look after them.\n\nExample: elastic jobs submit examples/jobs/one.toml --slo 1.5",
+)
+PoolOption = Annotated[
+    str, typer.Option("--pool", metavar="POOL", help="A pool's name, directory or POOL.toml; else the only one.")
+]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's name; a part of it will do if only one has it.")]
+SCRIPT = "script"
 
-    config: Path | None
-    overrides: list[str]
-    slo: float | None
-    providers: list[str]
-    name: str
-    phases: Path | None
-    script: tuple[str, ...] | None
-    command_id: str
+
+class ScriptCommand(TyperCommand):
+    """A command that takes another program's command line behind `--`, as it is."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta[SCRIPT] = tuple(args[at + 1 :])
+            args = args[:at]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- COMMAND…]"]
 
 
 class ScriptConfig(BaseModel):
@@ -68,66 +83,97 @@ class ScriptConfig(BaseModel):
     job: JobConfig
 
 
+@jobs.command("submit", cls=ScriptCommand)
 @private()
-def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool, as_json: bool) -> int:
-    """Check the job as `elastic run` does, ask the pool where it would go, submit it; returns the exit code."""
-    if said.slo is not None and not said.slo >= 1:
-        raise ConfigError(f"--slo: found {said.slo:g}; allowed: at least 1, a step's time over that alone")
-    if said.name and not re.fullmatch(JOB_NAME, said.name):
-        raise ConfigError(f"--name: found {said.name!r}; allowed: letters, digits, dots, dashes and underscores")
-    overrides = [*said.overrides, *([] if said.slo is None else [f"job.slo={said.slo}"])]
-    if said.script is None:
-        config, steps, job, plan = _of_run(said, overrides)
-        environment = {}
+def submit_job(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="The job's TOML file.", show_default=False)
+    ] = None,
+    slo: Annotated[
+        float | None, typer.Option(help="Largest slowdown that it accepts: a step's time over that alone (job.slo).")
+    ] = None,
+    providers: Annotated[
+        str, typer.Option(metavar="NAMES", help="Its own besides the pool, comma-separated: spot. Not planned with.")
+    ] = "",
+    overrides: Overrides = None,
+    seed: Annotated[int | None, typer.Option(help="Same as --set run.seed=N.")] = None,
+    name: Annotated[str, typer.Option(help="What the job is called; else as its run's directory.")] = "",
+    phases: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Of a script: which of its functions are which phases (TOML)."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say where it would go, at what cost, and why not elsewhere; no more.")
+    ] = False,
+    pool: PoolOption = "",
+    command_id: JobCommandIdOption = "",
+    as_json: AsJson = False,
+    directory: PoolsDirectory = Path("pools"),
+) -> int:
+    """Submit a job: a run, by its TOML file, or a script of yours with phases, by its command line behind `--`.
+
+    What it asks for is in the file's [job] section. A script's file has [job], and of [run] its name and steps.
+
+    Example: elastic jobs submit examples/jobs/one.toml --slo 1.5 --dry-run
+    """
+    script = _script_of(context)
+    if slo is not None and not slo >= 1:
+        raise ConfigError(f"--slo: found {slo:g}; allowed: at least 1, a step's time over that alone")
+    if name and not re.fullmatch(JOB_NAME, name):
+        raise ConfigError(f"--name: found {name!r}; allowed: letters, digits, dots, dashes and underscores")
+    changes = with_seed(overrides or [], seed) + ([] if slo is None else [f"job.slo={slo}"])
+    run: Config | None = None
+    environment: dict[str, str] = {}
+    if script is None:
+        run = _of_run(config, changes, names_in(providers), phases)
+        steps, job, called = run.run.steps, run.job, name or run.run.name
     else:
-        script = _of_script(said, overrides)
-        if said.phases is not None:
-            said = said._replace(script=_with_phases(said.script, said.phases))
-        config, steps, job, plan = None, script.run.steps, script.job, None
-        environment = inherited(*script.run.pass_env)
-    if plan is not None:
-        check_policy(plan)
+        settings = _of_script(config, changes, names_in(providers))
+        steps, job, called = settings.run.steps, settings.job, name or Path(script[0]).name
+        environment = inherited(*settings.run.pass_env)
+        if phases is not None:
+            script = _with_phases(script, phases)
     path = find_pool(pool, directory)
     control = PoolControl(path)
-    name = said.name or (config.run.name if config is not None else Path(said.script[0]).name if said.script else "job")
-    found = asked(control.plan(job_request(name, job, steps, job.plan)))
+    found = asked(control.plan(job_request(called, job, steps, job.plan)))
     if dry_run:
         _show_plan(found, path, as_json=as_json)
         return 0
-    if config is not None:
-        where = new_run_dir(_from_anywhere(config)).resolve()
-        name = said.name or where.name
+    if run is not None:
+        where = new_run_dir(_from_anywhere(run)).resolve()
+        called = name or where.name
     else:
         where = Path.cwd()
-        name = said.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    command_id = said.command_id or new_command_id()
+        called = name or f"{called}-{time.strftime('%Y%m%d-%H%M%S')}"
     entry = JobEntry(
-        job=name,
+        job=called,
         directory=str(where),
-        providers=tuple(said.providers),
-        script=said.script or (),
-        phases=str(said.phases.resolve()) if said.phases is not None else "",
+        providers=tuple(names_in(providers)),
+        script=script or (),
+        phases=str(phases.resolve()) if phases is not None else "",
         environment=environment,
         max_restarts=job.max_restarts,
     )
-    command = SubmitJob(id=command_id, request=job_request(name, job, steps, job.plan), entry=entry)
+    request = job_request(called, job, steps, job.plan)
+    command = SubmitJob(id=command_id or new_command_id(), request=request, entry=entry)
     try:
         answer = asyncio.run(control.submit(command))
     except RunSilent as error:
         say(f"error: {error}")
-        say(f"hint: it may have been done; {program()} jobs list shows whether job {name} is there")
+        say(f"hint: it may have been done; {program()} jobs list shows whether job {called} is there")
         return EXIT_FAILED
     except ControlError as error:
-        if config is not None:
+        if run is not None:
             discard_run(where)
-        return asked(_raised(error))
-    if answer.repeated and config is not None:
+        refused(error)
+    if answer.repeated and run is not None:
         discard_run(where)
     placed = answer.placement or found
     if as_json:
         emit(
             {
-                "job": name,
+                "job": called,
                 "pool": path.name,
                 "directory": str(where),
                 "id": answer.id,
@@ -136,27 +182,32 @@ def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool,
             }
         )
     elif answer.repeated:
-        say(f"job {name} had been submitted before under this id")
+        say(f"job {called} had been submitted before under this id")
     else:
-        say(f"job {name} is submitted to pool {path.name}: {placement_words(placed)}")
-        say(f"follow it with: {program()} jobs logs {name} -f")
+        say(f"job {called} is submitted to pool {path.name}: {placement_words(placed)}")
+        say(f"follow it with: {program()} jobs logs {called} -f")
     return 0
 
 
-async def _raised(error: ControlError) -> int:
-    raise error
+def _script_of(context: typer.Context) -> tuple[str, ...] | None:
+    """What stood behind `--`; None where there was none. Raises `ConfigError` for nothing behind it."""
+    found: Any = context.meta.get(SCRIPT)
+    if found is not None and not found:
+        raise ConfigError("elastic jobs submit: nothing stands behind --; allowed: a command, such as python train.py")
+    return found
 
 
-def _of_run(said: AskedJob, overrides: Sequence[str]) -> tuple[Config, int, JobConfig, RunPlan]:
+def _of_run(config: Path | None, overrides: Sequence[str], providers: list[str], phases: Path | None) -> Config:
     """Raises `ConfigError` for a run that could not be."""
-    if said.config is None:
+    if config is None:
         raise ConfigError("elastic jobs submit: give a configuration file, or a command behind --")
-    if said.phases is not None:
+    if phases is not None:
         raise ConfigError("--phases: is for a script, whose command stands behind --")
-    config = load_config(said.config, overrides)
-    plan = resolve(config, said.providers, str(said.config))
+    found = load_config(config, overrides)
+    plan = resolve(found, providers, str(config))
     check_live(plan)
-    return config, config.run.steps, config.job, plan
+    check_policy(plan)
+    return found
 
 
 def _from_anywhere(config: Config) -> Config:
@@ -165,14 +216,14 @@ def _from_anywhere(config: Config) -> Config:
     return config.model_copy(update={"model": model})
 
 
-def _of_script(said: AskedJob, overrides: Sequence[str]) -> ScriptConfig:
+def _of_script(config: Path | None, overrides: Sequence[str], providers: list[str]) -> ScriptConfig:
     """Raises `ConfigError` for a script that could not be."""
-    if said.providers:
+    if providers:
         raise ConfigError("--providers: a script has none besides the pool")
-    raw: dict[str, Any] = {} if said.config is None else read_sections(said.config)
+    raw: dict[str, Any] = {} if config is None else read_sections(config)
     for override in overrides:
         apply_override(raw, override)
-    return validate(ScriptConfig, raw, str(said.config or "elastic jobs submit"))
+    return validate(ScriptConfig, raw, str(config or "elastic jobs submit"))
 
 
 def _with_phases(script: tuple[str, ...], phases: Path) -> tuple[str, ...]:
@@ -213,15 +264,23 @@ def _show_plan(plan: dict[str, Any], pool: Path, *, as_json: bool) -> None:
         f"{plan['job']} would go to: {words}" if plan["placement"] else f"{plan['job']}: {words}", highlight=False
     )
     if plan["refusals"]:
-        table = Table(box=None, header_style="dim")
-        for column, side in (("not to", "left"), ("because of", "left"), ("needed", "right"), ("allowed", "right")):
-            table.add_column(column, justify="right" if side == "right" else "left")
-        for one in plan["refusals"]:
-            table.add_row(one["group"], one["reason"], f"{one['needed']:.6g}", f"{one['allowed']:.6g}")
-        shown.print(table)
+        rows = [
+            (one["group"], one["reason"], f"{one['needed']:.6g}", f"{one['allowed']:.6g}") for one in plan["refusals"]
+        ]
+        show_listing(("not to", "because of", "needed", "allowed"), rows, right=("needed", "allowed"))
 
 
-def list_command(pool: str, directory: Path, *, everything: bool, as_json: bool) -> int:
+@jobs.command("list")
+def list_jobs(
+    pool: PoolOption = "",
+    everything: Annotated[bool, typer.Option("--all", help="Those that are over, too.")] = False,
+    as_json: AsJson = False,
+    directory: PoolsDirectory = Path("pools"),
+) -> int:
+    """List a pool's jobs, in the order in which they came.
+
+    Example: elastic jobs list --all
+    """
     path = find_pool(pool, directory)
     rows = asked(PoolControl(path).all_jobs(going_on=not everything))
     if as_json:
@@ -244,7 +303,14 @@ async def job_of(control: PoolControl, name: str) -> dict[str, Any]:
     raise ConfigError(f"no job {name!r} in pool {control.directory.name}; {which}: {there}")
 
 
-def show_command(name: str, pool: str, directory: Path, *, as_json: bool) -> int:
+@jobs.command("show")
+def show_job(
+    name: JobName, pool: PoolOption = "", as_json: AsJson = False, directory: PoolsDirectory = Path("pools")
+) -> int:
+    """Show a job: where it is, what it waits for, how it came there, what it has cost.
+
+    Example: elastic jobs show one
+    """
     path = find_pool(pool, directory)
     job = asked(job_of(PoolControl(path), name))
     if as_json:
@@ -274,7 +340,21 @@ def show_command(name: str, pool: str, directory: Path, *, as_json: bool) -> int
     return 0
 
 
-def logs_command(name: str, pool: str, directory: Path, source: str, tail: int | None, *, follow: bool) -> int:
+@jobs.command("logs")
+def job_logs(
+    name: JobName,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Wait for more until the job is over; Ctrl-C detaches.")
+    ] = False,
+    source: Annotated[str, typer.Option(help="Whose: `orchestrator`, a worker's name, …")] = "",
+    tail: Tail = None,
+    pool: PoolOption = "",
+    directory: PoolsDirectory = Path("pools"),
+) -> int:
+    """Print a job's log.
+
+    Example: elastic jobs logs one -f
+    """
     control = PoolControl(find_pool(pool, directory))
     job = asked(job_of(control, name))
     logs = Path(job.get("logs") or Path(str(job.get("directory", ""))) / "logs")
@@ -310,7 +390,18 @@ def _is_over(control: PoolControl, job: str) -> bool:
         return False
 
 
-def wait_command(name: str, pool: str, directory: Path, timeout_s: float | None, *, as_json: bool) -> int:
+@jobs.command("wait")
+def wait_for_job(
+    name: JobName,
+    timeout_s: Annotated[float | None, typer.Option(min=0, help="Give up after so long, with exit code 1.")] = None,
+    pool: PoolOption = "",
+    as_json: AsJson = False,
+    directory: PoolsDirectory = Path("pools"),
+) -> int:
+    """Wait until a job is over; the exit code is 0 if it has finished, 3 if it was cancelled, else 1.
+
+    Example: elastic jobs wait one
+    """
     control = PoolControl(find_pool(pool, directory))
     began_s, heard_s, told = time.monotonic(), time.monotonic(), False
     job = asked(job_of(control, name))
@@ -338,11 +429,33 @@ def wait_command(name: str, pool: str, directory: Path, timeout_s: float | None,
     return {"finished": 0, "cancelled": EXIT_STOPPED}.get(job["state"], EXIT_FAILED)
 
 
-def cancel_command(name: str, pool: str, directory: Path, command_id: str, *, as_json: bool) -> int:
+@jobs.command("cancel")
+def cancel_job(
+    name: JobName,
+    pool: PoolOption = "",
+    command_id: JobCommandIdOption = "",
+    as_json: AsJson = False,
+    directory: PoolsDirectory = Path("pools"),
+) -> int:
+    """Cancel a job: everything of it ends now.
+
+    Example: elastic jobs cancel one
+    """
     return _command("cancel", PoolControl.cancel, name, pool, directory, command_id, "is cancelled", as_json=as_json)
 
 
-def resubmit_command(name: str, pool: str, directory: Path, command_id: str, *, as_json: bool) -> int:
+@jobs.command("resubmit")
+def resubmit_job(
+    name: JobName,
+    pool: PoolOption = "",
+    command_id: JobCommandIdOption = "",
+    as_json: AsJson = False,
+    directory: PoolsDirectory = Path("pools"),
+) -> int:
+    """Submit a job that has failed once more: it goes on from its last checkpoint.
+
+    Example: elastic jobs resubmit one
+    """
     words = "comes again, and goes on from its last checkpoint"
     return _command("resubmit", PoolControl.resubmit, name, pool, directory, command_id, words, as_json=as_json)
 
@@ -368,13 +481,23 @@ def _command(
     return 0
 
 
+@jobs.command("profile")
 @private()
-def profile_command(path: Path, overrides: list[str], steps: int, *, as_json: bool) -> int:
-    """Run a few steps in a directory of their own, which is gone afterwards; returns the exit code."""
-    config = load_config(path, overrides)
+def profile_job(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The job's TOML file.", show_default=False)],
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="To be timed, besides a first one that does not count.")] = 2,
+    as_json: AsJson = False,
+) -> int:
+    """Time a few steps of a job alone, on this machine, and print the plan that a pool would make of them: without one
+    in the job's file a pool does this first.
+
+    Example: elastic jobs profile examples/jobs/one.toml
+    """
+    settings, overrides = load_config(config, overrides or []), overrides or []
     with tempfile.TemporaryDirectory(prefix="elastic-profile-") as directory:
-        changed = [*overrides, *profile_overrides(config, steps + 1), f"run.directory='{directory}'"]
-        plan = resolve(load_config(path, changed), [PROFILED_ON], str(path))
+        changed = [*overrides, *profile_overrides(settings, steps + 1), f"run.directory='{directory}'"]
+        plan = resolve(load_config(config, changed), [PROFILED_ON], str(config))
         check_live(plan)
         check_policy(plan)
         options = [word for change in changed for word in ("--set", change)]
@@ -383,7 +506,7 @@ def profile_command(path: Path, overrides: list[str], steps: int, *, as_json: bo
             "-m",
             "elastic.cli",
             "run",
-            str(path),
+            str(config),
             "--providers",
             PROFILED_ON,
             *options,
@@ -391,20 +514,20 @@ def profile_command(path: Path, overrides: list[str], steps: int, *, as_json: bo
         ]
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
         if ended.returncode:
-            say(f"error: the steps of {path} could not be timed")
+            say(f"error: the steps of {config} could not be timed")
             return ended.returncode
         (run,) = DirectoryStore(Path(directory)).runs()
         try:
-            found = plan_of_run(run, config)
+            found = plan_of_run(run, settings)
         except (JobProfileError, JournalError) as error:
             say(f"error: {error}")
             return EXIT_FAILED
     body = found.model_dump()
     if as_json:
-        emit({"job": config.run.name, "plan": body})
+        emit({"job": settings.run.name, "plan": body})
     else:
-        where = "at the token limit" if config.job.plan_quantile is None else f"at {config.job.plan_quantile:g}"
-        say(f"{config.run.name}, {where}, from {steps} steps; what switching takes is not in it")
+        where = "at the token limit" if settings.job.plan_quantile is None else f"at {settings.job.plan_quantile:g}"
+        say(f"{settings.run.name}, {where}, from {steps} steps; what switching takes is not in it")
         typer.echo("[job]")
         typer.echo("plan = { " + ", ".join(f"{key} = {value:.3g}" for key, value in body.items()) + " }")
     return 0

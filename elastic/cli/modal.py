@@ -4,17 +4,12 @@ from typing import Annotated
 
 import typer
 
-from elastic.cli import deferred
-from elastic.cli.hosted import AsJson
-from elastic.cli.whole_help import WholeHelp
+from elastic.cli.options import AsJson, group
+from elastic.cli.output import emit, say
+from elastic.compose.modal_deployment import deploy as deploy_app
 from elastic.system.modal import APP
 
-_MODAL_HELP = """Deploy what runs call on Modal.
-
-Example: elastic modal deploy --environment main
-"""
-
-modal = typer.Typer(cls=WholeHelp, name="modal", help=_MODAL_HELP, no_args_is_help=True, rich_markup_mode=None)
+modal = group("modal", "Deploy what runs call on Modal.\n\nExample: elastic modal deploy --environment main")
 AppName = Annotated[str, typer.Option("--app", metavar="NAME", help="What the app is called on Modal.")]
 EnvironmentName = Annotated[
     str, typer.Option("--environment", metavar="NAME", help="Modal's environment; else the profile's.")
@@ -39,4 +34,9 @@ def deploy(
 
     Example: elastic modal deploy --package "transformers>=5" --module my_rewards
     """
-    deferred.modal_deployment.deploy_command(app, environment, package or [], module or [], as_json=as_json)
+    say(f"building and deploying {app}: an image that Modal has not seen takes some minutes")
+    deployed = deploy_app(app, package or [], module or [], environment)
+    if as_json:
+        emit(deployed)
+    else:
+        say(f"deployed {deployed.app}, version {deployed.version}")

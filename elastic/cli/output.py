@@ -95,6 +95,12 @@ def bad_input(message: str) -> NoReturn:
     raise SystemExit(EXIT_BAD_INPUT)
 
 
+def failed(message: str) -> NoReturn:
+    """End the program because something did not come about."""
+    say(f"error: {message}")
+    raise SystemExit(EXIT_FAILED)
+
+
 def program() -> str:
     """What to type for this program: its name where a shell finds it, else its path."""
     return "elastic" if shutil.which("elastic") else str(Path(sys.executable).with_name("elastic"))

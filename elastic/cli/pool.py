@@ -1,4 +1,4 @@
-"""`elastic pool`: a pool's process and its supervisor, how it stands, its end."""
+"""`elastic pool`: a pool's start and its supervisor, how it stands, its end."""
 
 import asyncio
 import os
@@ -7,13 +7,15 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
+import typer
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from elastic.cli.options import AsJson, JobCommandIdOption, PoolsDirectory, group
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
 from elastic.cli.supervise import keep_up
 from elastic.cli.tables import listing
@@ -33,6 +35,135 @@ SETTLED_S = 15.0
 JOURNAL = "journal.sqlite"
 BAD_INPUT = ("invalid", "unknown_job", "conflict", "rejected", "version")
 """What a pool refuses because of how it was asked."""
+
+
+pool = group(
+    "pool",
+    "Have devices that many jobs share, phase by phase: see docs/jobs.md.\n\n"
+    "Example: elastic pool start examples/pool.toml",
+)
+PoolName = Annotated[
+    str, typer.Argument(metavar="POOL", help="A pool's name, directory or POOL.toml; else the only one there is.")
+]
+
+
+@pool.command("start")
+@private()
+def start_pool(
+    config: Annotated[Path, typer.Argument(metavar="POOL.toml", help="The pool's file.", show_default=False)],
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay here: the pool stops with this command, by Ctrl-C or SIGTERM.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often its process is started again within its first minute.")
+    ] = 10,
+    wait_s: Annotated[float, typer.Option(min=0.1, help="How long to wait until it is up.")] = 60.0,
+    as_json: AsJson = False,
+) -> int:
+    """Start a pool: its process, started again whenever it dies, and a keeper on each node. Jobs and the pool outlive
+    the terminal.
+
+    Example: elastic pool start examples/pool.toml
+    """
+    wanted = load_pool(config)
+    directory = wanted.path
+    if is_claimed(directory):
+        raise ConfigError(f"pool {wanted.pool.name} in {directory} is running already; {program()} pool status")
+    prepared_pool(config)
+    if foreground:
+        say(f"pool {wanted.pool.name} in {directory}; Ctrl-C stops it")
+        return supervise_pool(directory, max_restarts)
+    command = [sys.executable, "-m", "elastic.cli", "pool-run", str(directory), "--supervise", str(max_restarts)]
+    log = directory / "logs" / "supervisor.log"
+    with log.open("ab") as output:
+        supervisor = start_detached(command, os.environ, output)
+    standing = _up(directory, supervisor, wait_s)
+    if standing is None:
+        if supervisor.poll() is None:
+            supervisor.terminate()
+            say(f"error: pool {wanted.pool.name} is not up after {wait_s:g} s; it is given up")
+        else:
+            say(f"error: pool {wanted.pool.name} could not be started")
+        _show_end_of(log)
+        say(f"hint: logs are in {directory / 'logs'}")
+        return EXIT_BAD_INPUT if supervisor.poll() == EXIT_BAD_INPUT else EXIT_FAILED
+    if as_json:
+        emit({"pool": wanted.pool.name, "directory": str(directory), "pid": standing.pid, "supervisor": supervisor.pid})
+    spec = wanted.pool
+    most = "" if spec.rollout.spot is None else "up to "
+    say(
+        f"pool {spec.name} is up: {most}{spec.rollout.nodes} rollout and {spec.train.nodes} training nodes, in "
+        f"{directory}; "
+        f"{program()} jobs submit CONFIG brings it work, {program()} pool stop ends it"
+    )
+    return 0
+
+
+@pool.command("status")
+def pool_status(
+    name: PoolName = "",
+    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    every_s: Annotated[float, typer.Option(min=0.1, help="With --watch.")] = 1.0,
+    as_json: AsJson = False,
+    directory: PoolsDirectory = Path("pools"),
+) -> int:
+    """Show a pool's nodes, groups and jobs: who computes where, who waits for what, what it costs.
+
+    With --watch and --json one object a line.
+
+    Example: elastic pool status --watch
+    """
+    path = find_pool(name, directory)
+    control = PoolControl(path)
+    standing = asked(control.standing())
+    if not watch:
+        _show(standing, path, as_json=as_json)
+        return 0
+    try:
+        if as_json:
+            while True:
+                _show(standing, path, as_json=True)
+                time.sleep(every_s)
+                standing = _again(control, standing)
+        with Live(pool_tables(standing, path), console=console(), auto_refresh=False) as live:
+            while True:
+                time.sleep(every_s)
+                standing = _again(control, standing)
+                live.update(pool_tables(standing, path), refresh=True)
+    except KeyboardInterrupt:
+        return 0
+
+
+@pool.command("stop")
+def stop_pool(
+    name: PoolName = "",
+    now: Annotated[bool, typer.Option("--now", help="End everything at once, without checkpoints.")] = False,
+    wait_s: Annotated[float, typer.Option(min=0, help="How long to wait until it has ended.")] = 600.0,
+    command_id: JobCommandIdOption = "",
+    as_json: AsJson = False,
+    directory: PoolsDirectory = Path("pools"),
+) -> int:
+    """Stop a pool: its jobs stop at their step's end and keep their checkpoints; then everything of it ends.
+
+    Example: elastic pool stop
+    """
+    path = find_pool(name, directory)
+    command_id = command_id or new_command_id()
+    answer = asked(PoolControl(path).stop(now=now, command=command_id), command_id)
+    if wait_s and not now:
+        say(f"pool {path.name} stops: its jobs come to their step's end")
+    deadline = time.monotonic() + wait_s
+    while is_claimed(path) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    ended = not is_claimed(path)
+    if as_json:
+        emit({"pool": path.name, "command": "stop", "id": answer.id, "repeated": answer.repeated, "ended": ended})
+    if ended:
+        say(f"pool {path.name} has ended; {program()} pool start POOL.toml goes on with it")
+    elif wait_s:
+        say(f"error: pool {path.name} has not ended within {wait_s:g} s; it goes on stopping")
+        return EXIT_FAILED
+    return 0
 
 
 def find_pool(name: str, directory: Path) -> Path:
@@ -65,56 +196,21 @@ def asked(question: Coroutine[Any, Any, T], command_id: str = "") -> T:
     """What the pool answers. Ends the program with a message where it does not, or says no."""
     try:
         return asyncio.run(question)
-    except CommandRefused as error:
-        say(f"error: {error}")
-        raise SystemExit(EXIT_BAD_INPUT if error.kind in BAD_INPUT else EXIT_FAILED) from error
-    except (RunNotFound, OtherPoolVersion) as error:
-        say(f"error: {error}")
-        if isinstance(error, RunNotFound):
-            say(f"hint: {program()} pool start POOL.toml starts a pool, or goes on with one")
-        raise SystemExit(EXIT_BAD_INPUT) from error
     except ControlError as error:
-        say(f"error: {error}")
-        if isinstance(error, RunSilent) and command_id:
-            say(f"hint: it may have been done; repeat it with --id {command_id}, and it is done once")
-        raise SystemExit(EXIT_FAILED) from error
+        refused(error, command_id)
 
 
-@private()
-def start_command(path: Path, max_restarts: int, wait_s: float, *, foreground: bool, as_json: bool) -> int:
-    """Start the pool and wait until it answers; with `foreground` until it has ended. Returns the exit code."""
-    config = load_pool(path)
-    directory = config.path
-    if is_claimed(directory):
-        raise ConfigError(f"pool {config.pool.name} in {directory} is running already; {program()} pool status")
-    prepared_pool(path)
-    if foreground:
-        say(f"pool {config.pool.name} in {directory}; Ctrl-C stops it")
-        return supervise_pool(directory, max_restarts)
-    command = [sys.executable, "-m", "elastic.cli", "pool-run", str(directory), "--supervise", str(max_restarts)]
-    log = directory / "logs" / "supervisor.log"
-    with log.open("ab") as output:
-        supervisor = start_detached(command, os.environ, output)
-    standing = _up(directory, supervisor, wait_s)
-    if standing is None:
-        if supervisor.poll() is None:
-            supervisor.terminate()
-            say(f"error: pool {config.pool.name} is not up after {wait_s:g} s; it is given up")
-        else:
-            say(f"error: pool {config.pool.name} could not be started")
-        _show_end_of(log)
-        say(f"hint: logs are in {directory / 'logs'}")
-        return EXIT_BAD_INPUT if supervisor.poll() == EXIT_BAD_INPUT else EXIT_FAILED
-    if as_json:
-        emit({"pool": config.pool.name, "directory": str(directory), "pid": standing.pid, "supervisor": supervisor.pid})
-    spec = config.pool
-    most = "" if spec.rollout.spot is None else "up to "
-    say(
-        f"pool {spec.name} is up: {most}{spec.rollout.nodes} rollout and {spec.train.nodes} training nodes, in "
-        f"{directory}; "
-        f"{program()} jobs submit CONFIG brings it work, {program()} pool stop ends it"
+def refused(error: ControlError, command_id: str = "") -> NoReturn:
+    """End the program because the pool did not do what it was asked."""
+    say(f"error: {error}")
+    if isinstance(error, RunNotFound):
+        say(f"hint: {program()} pool start POOL.toml starts a pool, or goes on with one")
+    if isinstance(error, RunSilent) and command_id:
+        say(f"hint: it may have been done; repeat it with --id {command_id}, and it is done once")
+    of_input = isinstance(error, (RunNotFound, OtherPoolVersion)) or (
+        isinstance(error, CommandRefused) and error.kind in BAD_INPUT
     )
-    return 0
+    raise SystemExit(EXIT_BAD_INPUT if of_input else EXIT_FAILED) from error
 
 
 def prepared_pool(path: Path) -> Path:
@@ -168,28 +264,6 @@ def supervise_pool(directory: Path, restarts_max: int) -> int:
     ends = (0, EXIT_BAD_INPUT, EXIT_INTERRUPTED)
     what = "the pool's process"
     return keep_up(command, lambda status: status not in ends, restarts_max, what, settled_s=SETTLED_S, forgives=True)
-
-
-def status_command(name: str, directory: Path, every_s: float | None, *, as_json: bool) -> int:
-    path = find_pool(name, directory)
-    control = PoolControl(path)
-    standing = asked(control.standing())
-    if every_s is None:
-        _show(standing, path, as_json=as_json)
-        return 0
-    try:
-        if as_json:
-            while True:
-                _show(standing, path, as_json=True)
-                time.sleep(every_s)
-                standing = _again(control, standing)
-        with Live(pool_tables(standing, path), console=console(), auto_refresh=False) as live:
-            while True:
-                time.sleep(every_s)
-                standing = _again(control, standing)
-                live.update(pool_tables(standing, path), refresh=True)
-    except KeyboardInterrupt:
-        return 0
 
 
 def _again(control: PoolControl, last: PoolStanding) -> PoolStanding:
@@ -272,23 +346,3 @@ def doing(job: dict[str, Any]) -> str:
     if job["asked"] is not None:
         return f"waits for {job['asked']}"
     return "between phases" if job["state"] == "running" else job["reason"]
-
-
-def stop_command(name: str, directory: Path, wait_s: float, command_id: str, *, now: bool, as_json: bool) -> int:
-    path = find_pool(name, directory)
-    command_id = command_id or new_command_id()
-    answer = asked(PoolControl(path).stop(now=now, command=command_id), command_id)
-    if wait_s and not now:
-        say(f"pool {path.name} stops: its jobs come to their step's end")
-    deadline = time.monotonic() + wait_s
-    while is_claimed(path) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    ended = not is_claimed(path)
-    if as_json:
-        emit({"pool": path.name, "command": "stop", "id": answer.id, "repeated": answer.repeated, "ended": ended})
-    if ended:
-        say(f"pool {path.name} has ended; {program()} pool start POOL.toml goes on with it")
-    elif wait_s:
-        say(f"error: pool {path.name} has not ended within {wait_s:g} s; it goes on stopping")
-        return EXIT_FAILED
-    return 0

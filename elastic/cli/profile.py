@@ -1,12 +1,15 @@
-"""`elastic profile`: display around what is measured."""
+"""`elastic profile`: options, and display around what is measured."""
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
+from elastic.cli.options import AsJson, Overrides, RunsDirectory
 from elastic.cli.output import bad_input, emit, say
 from elastic.cli.progress import bar
-from elastic.config import Config
+from elastic.compose.plan import resolve
+from elastic.config import Config, ConfigError, load_config
 from elastic.simulation.calibration import (
     CalibrationError,
     Measured,
@@ -18,10 +21,39 @@ from elastic.simulation.calibration import (
 from elastic.simulation.performance import ProfileError
 
 
-def profile_command(
-    name: str, directory: Path, config: Config | None, output: Path, base: str, *, as_json: bool
+def profile(
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="The profile to write, a TOML file for `elastic simulate --profile`."),
+    ],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A live run's name or path, or `latest`: the latest live one."),
+    ] = "",
+    engine: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="Drive the engine of this TOML file and measure how fast it is."),
+    ] = None,
+    overrides: Overrides = None,
+    base: Annotated[
+        str, typer.Option(metavar="NAME", help="A profile whose numbers stand in, as estimates, for what was not seen.")
+    ] = "local",
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
 ) -> None:
-    """Of the run `name` (if not empty), the engine of `config` (if given), or both."""
+    """Measure a machine, as a profile to simulate runs with: its engine, everything around it in a live run, or both.
+
+    With RUN alone the engine's speeds are those of the run's `engine.pacing`, or fitted to what its workers reported.
+
+    Example: elastic profile latest --engine examples/frozenlake.toml -o machine.toml
+    """
+    if not name and engine is None:
+        raise ConfigError("elastic profile: give a RUN, --engine CONFIG, or both")
+    if overrides and engine is None:
+        raise ConfigError("elastic profile: --set overrides keys of --engine CONFIG, which is not given")
+    config = load_config(engine, overrides or []) if engine else None
+    if config is not None:
+        resolve(config, [], str(engine))
     try:
         measured = _measure(name, directory, config, output, base)
     except (CalibrationError, ProfileError) as error:

@@ -1,28 +1,59 @@
-"""`elastic report` and `elastic runs`."""
+"""`elastic report`: of a run on disk or on a server, of a pool and of its jobs."""
 
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import typer
 
 from elastic.cli.account import run_on_disk
-from elastic.cli.output import EXIT_FAILED, console, emit
-from elastic.cli.tables import show_listing
-from elastic.compose.runs import is_claimed
+from elastic.cli.options import AsJson, Remote, RunsDirectory, refuse_all_but
+from elastic.cli.output import EXIT_FAILED, console, emit, say
+from elastic.cli.pool_report import pool_report_command, pooled
+from elastic.cli.remote import is_hosted, latest, server
+from elastic.report import Summary, as_markdown, closing_table, comparison_table, summarise, write_html
 from elastic.report import as_json as report_as_json
-from elastic.report import as_markdown, closing_table, compare, comparison_table, summarise, write_html
-from elastic.runtime.journal import RUNNING, UNEXPECTED, DirectoryStore, JournalError, RunDirectory
+from elastic.report import compare as compared
+from elastic.runtime.journal import JournalError
 
 
-def report_command(
-    name: str, directory: Path, output: Path | None, other: str | None, *, markdown: bool, as_json: bool
-) -> None:
-    run, other_run = run_on_disk(directory, name), run_on_disk(directory, other) if other else None
+def report(
+    context: typer.Context,
+    name: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's name or path, or `latest`; or a pool's, or a pool's job's.")
+    ] = "latest",
+    output: Annotated[Path | None, typer.Option(help="Write the HTML here instead of into the run.")] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="A run to hold it against, as a rule of the same seed without providers."),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--md", help="Print Markdown instead.")] = False,
+    remote: Remote = False,
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+    pools: Annotated[Path, typer.Option(help="Where pools are kept.")] = Path("pools"),
+) -> int:
+    """Write a run's report: what it cost, what it gained, where every GPU-second went.
+
+    Of a pool: every node's turns, cycles, bubbles, slowdowns, switches and bills; of a job on it, its part of these.
+
+    Example: elastic report latest --compare frozenlake-20260101-120000
+    Example: elastic report lab
+    """
+    if remote or is_hosted(name):
+        refuse_all_but(context, "--remote", "RUN", "--output", "--md", "--json", "NAME")
+        _hosted_report(name, output, markdown=markdown, as_json=as_json)
+        return 0
+    if (shared := pooled(name, pools)) is not None:
+        refuse_all_but(context, "of a pool or of its job", "--output", "--json", "--pools", "--directory", "NAME")
+        return pool_report_command(shared, output, as_json=as_json)
+    run, other_run = run_on_disk(directory, name), run_on_disk(directory, compare) if compare else None
     try:
         summary = summarise(run)
-        comparison = compare(summary, summarise(other_run)) if other_run else None
+        comparison = compared(summary, summarise(other_run)) if other_run else None
     except JournalError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(EXIT_FAILED) from error
+        say(f"error: {error}")
+        return EXIT_FAILED
     if as_json:
         emit(report_as_json(summary, comparison))
     elif markdown:
@@ -35,48 +66,23 @@ def report_command(
         if comparison is not None:
             shown.print(comparison_table(summary, comparison))
         shown.print(f"report: {path}", soft_wrap=True, highlight=False)
+    return 0
 
 
-def runs_command(directory: Path, *, as_json: bool) -> None:
-    rows = [_row(run) for run in DirectoryStore(directory).runs()]
-    show_rows(rows, f"no runs in {directory}", as_json=as_json)
-
-
-def show_rows(rows: list[dict[str, str]], nothing: str, *, as_json: bool) -> None:
-    """A list of runs, on disk or on a server."""
-    if as_json:
-        emit({"runs": rows})
-        return
-    if not rows:
-        console().print(nothing)
-        return
-    cells = [(row["run"], row["started_at"], row["providers"] or "–", row["status"]) for row in rows]
-    show_listing(("run", "started", "providers", "status"), cells)
-
-
-def show_run_command(name: str, directory: Path, *, as_json: bool) -> None:
-    """How a run on disk stands. Raises `JournalError` where it has not begun."""
-    run = run_on_disk(directory, name)
-    row, summary = _row(run), summarise(run)
-    if as_json:
-        emit(row | {"directory": str(run.path), "report": report_as_json(summary, None)})
-        return
-    shown = console()
-    shown.print(f"{run.name}  {row['status']}  in {run.path}", soft_wrap=True, highlight=False)
-    shown.print(
-        f"step {len(summary.steps)}/{summary.steps_planned or '–'}  ${summary.usd:.4f}  "
-        f"preemptions {summary.total.preemptions}",
-        highlight=False,
-    )
-    shown.print(closing_table(summary))
-
-
-def _row(run: RunDirectory) -> dict[str, str]:
-    try:
-        with run.newest_journal() as journal:
-            meta = journal.meta()
-    except JournalError:
-        meta = {"status": "no journal"}
-    if meta.get("status") == RUNNING and not is_claimed(run.path):
-        meta["status"] = UNEXPECTED
-    return {"run": run.name} | {key: meta.get(key, "") for key in ("started_at", "providers", "status")}
+def _hosted_report(name: str, output: Path | None, *, markdown: bool, as_json: bool) -> None:
+    with server() as client:
+        run = latest(client, name)
+        found = client.report(run)
+        if as_json:
+            emit(found)
+            return
+        summary = msgspec.convert(found, Summary, strict=False)
+        if markdown:
+            typer.echo(as_markdown(summary))
+            return
+        console().print(closing_table(summary))
+        if output is None:
+            console().print(f"report: {client.url}/v1/runs/{run}/report?format=html", soft_wrap=True, highlight=False)
+        else:
+            output.write_text(client.report_text(run, "html"), encoding="utf-8")
+            console().print(f"report: {output}", soft_wrap=True, highlight=False)

@@ -1,17 +1,20 @@
-"""`elastic run` and `elastic prepare`: display around the composition root."""
+"""`elastic run` and `elastic prepare`: options, and display around the composition root."""
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rich.table import Table
+import typer
 from rich.text import Text
 
 from elastic.cli.capacity import vendor_prices
+from elastic.cli.options import AsJson, BudgetOption, Overrides, names_in, refuse_all_but, with_budget, with_seed
 from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.progress import ProgressDisplay, bar
+from elastic.cli.supervise import supervise_run
+from elastic.cli.tables import show_listing
 from elastic.compose.execution import CANNOT_BEGIN, RunOutcome, execute
 from elastic.compose.incarnations import PastIncarnations, past_incarnations
 from elastic.compose.plan import (
@@ -24,14 +27,16 @@ from elastic.compose.plan import (
     resolve,
     reward_calls,
 )
-from elastic.compose.preparation import Prepared, prepare
+from elastic.compose.preparation import Prepared
+from elastic.compose.preparation import prepare as prepare_policy
 from elastic.compose.processes import run_loop
 from elastic.compose.reference import changed
-from elastic.compose.runs import discard_run, new_run_dir, private
+from elastic.compose.runs import discard_run, load_run_config, new_run_dir, private
 from elastic.compose.scheduling import short_limits
-from elastic.config import Config
+from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
 from elastic.core.controls import BUDGET_EXHAUSTED
-from elastic.runtime.journal import INTERRUPTED, RUNNING, JournalError, RunDirectory
+from elastic.protocol.endpoint import Address
+from elastic.runtime.journal import INTERRUPTED, RUNNING, DirectoryStore, JournalError, RunDirectory
 from elastic.runtime.loop_watch import LoopWatch
 from elastic.runtime.orchestrator import Orchestrator
 from elastic.system.logs import STANDARD_ERROR, log_to
@@ -46,7 +51,122 @@ PREPARED = {
 }
 
 
-def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bool) -> None:
+def run(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)
+    ] = None,
+    providers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Comma-separated: serving,spot. Without any, the trainer's own device does all."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    seed: Annotated[int | None, typer.Option(help="Same as --set run.seed=N.")] = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where workers join, such as 0.0.0.0:7433; beyond loopback by TLS, and weights by HTTPS, one port up.",
+        ),
+    ] = "",
+    advertise: Annotated[
+        str, typer.Option(metavar="HOST[:PORT]", help="Where workers elsewhere dial to get there.")
+    ] = "",
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="RUN",
+            help="Go on with a run (its name, its path or `latest`) from its journal, or if it had ended from its last "
+            "checkpoint, with its configuration and providers; CONFIG then only says where runs are kept.",
+        ),
+    ] = "",
+    supervised: Annotated[
+        bool, typer.Option("--supervise", help="Start the orchestrator again when it dies, and go on with the run.")
+    ] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often, with --supervise.")] = 10,
+    budget_usd: BudgetOption = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Show the resolved configuration and what would be acquired; start nothing."),
+    ] = False,
+    remote: Annotated[
+        bool, typer.Option("--remote", help="Run on the server of `elastic api login`, and follow it; Ctrl-C detaches.")
+    ] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="With --remote: submit, and do not follow.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Train a policy, with rollouts on borrowed and preemptible capacity.
+
+    Example: elastic run examples/frozenlake.toml --providers serving,spot
+    """
+    overrides = overrides or []
+    if remote:
+        from elastic.cli.submission import submit
+
+        allowed = ("CONFIG", "--providers", "--set", "--seed", "--budget-usd", "--dry-run", "--detach", "--json")
+        refuse_all_but(context, "--remote", *allowed)
+        if config is None:
+            raise ConfigError(
+                "elastic run --remote: give a configuration file; `elastic runs resume RUN` goes on with a run"
+            )
+        overrides = with_seed(with_budget(overrides, budget_usd), seed)
+        return submit(config, names_in(providers), overrides, dry_run=dry_run, detach=detach, as_json=as_json)
+    if detach:
+        raise ConfigError("elastic run: --detach is for --remote")
+    overrides = with_budget([*overrides, *_listening(listen, advertise)], budget_usd)
+    settings, run_dir, names = run_settings(config, providers, overrides, seed, resume)
+    where = str(config or run_dir)
+    if dry_run:
+        _show_dry_run(settings, names, where, as_json=as_json)
+        return 0
+    if supervised:
+        options = [word for change in with_seed(overrides, seed) for word in ("--set", change)]
+        options += ["--json"] if as_json else []
+        return supervise_run(settings, names, where, run_dir, options, max_restarts)
+    return _run(settings, names, where, run_dir, as_json=as_json)
+
+
+def _listening(listen: str, advertise: str) -> list[str]:
+    """Return the settings of --listen and --advertise."""
+    found = [f"run.advertise='{advertise}'"] if advertise else []
+    if listen:
+        try:
+            host, port = Address.parse(listen)
+        except ValueError as error:
+            raise ConfigError(f"--listen: {error}, such as 0.0.0.0:7433 or [::]:7433") from None
+        found += [f"run.host='{host}'", f"run.port={port}"]
+    return found
+
+
+def run_settings(
+    config: Path | None, providers: str | None, overrides: list[str], seed: int | None, resume: str
+) -> tuple[Config, Path | None, list[str]]:
+    """The configuration, the directory of the run to resume (if any), and the providers' names."""
+    overrides, names = with_seed(overrides, seed), names_in(providers)
+    if resume:
+        run = DirectoryStore(_kept_in(config, overrides)).find(resume)
+        if providers is None:
+            names = list(past_incarnations(run).providers)
+        return load_run_config(run.path, overrides), run.path, names
+    if config is None:
+        raise ConfigError("elastic run: give a configuration file, or --resume RUN")
+    return load_config(config, overrides), None, names
+
+
+def _kept_in(config: Path | None, overrides: list[str]) -> Path:
+    """Return the directory of runs: the last one on the command line, else the configuration's."""
+    said = [override for override in overrides if override.partition("=")[0].strip() == "run.directory"]
+    if config:
+        return load_config(config, said).run.directory
+    raw: dict[str, dict[str, object]] = {"run": {}}
+    for override in said:
+        apply_override(raw, override)
+    return validate(RunConfig, raw["run"], "--set", "run").directory
+
+
+def _show_dry_run(config: Config, names: list[str], where: str, *, as_json: bool) -> None:
     plan = resolve(config, names, where)
     check_live(plan)
     check_policy(plan)
@@ -76,17 +196,18 @@ def show_plan(
         shown.print(f"  {key} = {json.dumps(value, ensure_ascii=False)}", soft_wrap=True, highlight=False)
     shown.print("all of it:", highlight=False)
     shown.print_json(data=resolved)
-    table = Table(title="would acquire, at most", title_justify="left", box=None, header_style="dim")
-    for column in ("provider", "workers", "GPUs each", "$/GPU-hour", "$/hour"):
-        table.add_column(column, justify="left" if column == "provider" else "right")
-    for row in rows:
-        table.add_row(
+    shown.print("would acquire, at most:", highlight=False)
+    figures = ("workers", "GPUs each", "$/GPU-hour", "$/hour")
+    cells = [
+        (
             row.provider,
             str(row.max_workers),
             str(row.gpus_per_worker),
             *("not known" if usd is None else f"{usd:.2f}" for usd in (row.usd_per_gpu_hour, row.usd_per_hour_max)),
         )
-    shown.print(table)
+        for row in rows
+    ]
+    show_listing(("provider", *figures), cells, right=figures)
     if calls is not None:
         shown.print(
             f"rewards by {calls.function}, at most {calls.concurrency} calls at once: "
@@ -95,7 +216,7 @@ def show_plan(
 
 
 @private()
-def run_command(config: Config, names: list[str], where: str, resumed: Path | None, *, as_json: bool) -> int:
+def _run(config: Config, names: list[str], where: str, resumed: Path | None, *, as_json: bool) -> int:
     """Run to the end and report; returns the exit code."""
     plan = resolve(config, names, where)
     past = past_incarnations(RunDirectory(resumed)) if resumed else PastIncarnations()
@@ -200,8 +321,16 @@ def _logging_to(path: Path) -> Iterator[None]:
             log_to(STANDARD_ERROR)
 
 
-def prepare_command(config: Config, where: str, *, force: bool) -> None:
-    plan = resolve(config, [], where)
+def prepare(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)],
+    overrides: Overrides = None,
+    force: Annotated[bool, typer.Option("--force", help="Make it anew, although it is there.")] = False,
+) -> None:
+    """Make an example's base policy by a short supervised warm-up, once.
+
+    Example: elastic prepare examples/frozenlake.toml
+    """
+    plan = resolve(load_config(config, overrides or []), [], str(config))
     with bar("base policy") as show:
-        prepared = prepare(plan, lambda done, total, _: show(done, total, ""), force=force)
-    say(f"{config.model.checkpoint}: {PREPARED[prepared]}")
+        prepared = prepare_policy(plan, lambda done, total, _: show(done, total, ""), force=force)
+    say(f"{plan.config.model.checkpoint}: {PREPARED[prepared]}")

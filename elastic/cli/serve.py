@@ -1,14 +1,17 @@
-"""`elastic serve` and `elastic runner`."""
+"""`elastic serve`, `elastic runner` and `elastic support-bundle`."""
 
 import importlib.util
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import msgspec
+import typer
 
 from elastic.cli.output import bad_input, console, say
 from elastic.cli.pool import prepared_pool
@@ -24,92 +27,134 @@ from elastic.system.installed import installed
 from providers.base import USD_MAX
 
 if TYPE_CHECKING:
-    from elastic.server.settings import ClaimMapping, OidcSettings
+    from elastic.server.settings import ClaimMapping, OidcSettings, ServerSettings
+    from elastic.server.store import Store
 
 OIDC_SECRET_VARIABLE = "ELASTIC_OIDC_CLIENT_SECRET"
 MISSING = "this needs the server's packages: pip install -e '.[server]' in a clone of elastic"
 
 
-class OidcOptions(NamedTuple):
-    """What `elastic serve` is told of the identity provider."""
-
-    issuer: str
-    client_id: str
-    secret_file: Path | None
-    members: list[str]
-    scopes: list[str]
-    name: str
-    sign_in_s: float
-    recheck_s: float
-
-
-class RunsPlace(NamedTuple):
-    """Where the server's runs listen for workers on other machines, as it is told: two hosts, or empty."""
-
-    listen: str
-    advertise: str
-
-    def checked(self) -> "RunsPlace":
-        """As settings have it. Raises `ConfigError`."""
-        try:
-            listen, advertise = self.listen and bare_host(self.listen), self.advertise and bare_host(self.advertise)
-        except ValueError as error:
-            raise ConfigError(f"--runs-listen, --runs-advertise: {error}") from None
-        if is_wildcard(listen) and not advertise:
-            raise ConfigError(
-                f"--runs-advertise is missing: nobody can dial --runs-listen {self.listen}; name the address of this "
-                "machine that workers reach"
-            )
-        if advertise and not listen:
-            raise ConfigError("--runs-advertise is for --runs-listen HOST, which is missing")
-        return RunsPlace(listen, advertise and str(Address(advertise, 0)).removesuffix(":0"))
+RunsListen = Annotated[
+    str, typer.Option(metavar="HOST", help="Where runs listen for workers on other machines, on free ports, by TLS.")
+]
+RunsAdvertise = Annotated[
+    str, typer.Option(metavar="HOST", help="How those workers reach this machine, if by another name.")
+]
+FairSharePeriod = Annotated[
+    float,
+    typer.Option(
+        "--fair-share-period-s", min=1, help="Within it each run gets a lease of what is scarce: more runs take turns."
+    ),
+]
+Home = Annotated[Path, typer.Option(help="Where the server keeps runs, projects' files and its database.")]
+Database = Annotated[
+    str, typer.Option(metavar="URL", help="postgresql://USER@HOST/NAME; else SQLite in the server's home.")
+]
 
 
 @private()
-def serve_command(
-    host: str,
-    port: int,
-    home: Path,
-    database: str,
-    models: list[Path],
-    host_names: list[str],
-    *,
-    runner: bool,
-    shared_trust: bool,
-    pools: list[Path],
-    webhook_networks: list[str],
-    trusted_proxies: list[str],
-    prices: list[str],
-    oidc: OidcOptions,
-    uploads_gb: int,
-    fair_share_period_s: float,
-    runs: RunsPlace,
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback put TLS in front.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7430,
+    home: Home = Path("elastic-server"),
+    database: Database = "",
+    models: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Base policies that every project may start from; .cache unless given."),
+    ] = None,
+    host_name: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A name, besides addresses, that this server goes by.")
+    ] = None,
+    trusted_proxies: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NETWORK", help="Proxies in front, whose x-forwarded-for says who asks; may be repeated."),
+    ] = None,
+    runner: Annotated[bool, typer.Option(help="Look after the runs too, or leave it to `elastic runner`.")] = True,
+    shared_trust: Annotated[
+        bool, typer.Option("--shared-trust", help="Let several projects' runs be processes of one Unix user.")
+    ] = False,
+    uploads_gb: Annotated[int, typer.Option(min=0, help="What a project's uploads may take of the disk.")] = 256,
+    oidc_issuer: Annotated[
+        str, typer.Option(metavar="URL", help="People sign in with this OpenID Connect provider.")
+    ] = "",
+    oidc_client_id: Annotated[str, typer.Option(metavar="ID", help="What the provider calls this server.")] = "",
+    oidc_client_secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Has the client's secret; else ELASTIC_OIDC_CLIENT_SECRET, or there is none."
+        ),
+    ] = None,
+    oidc_member: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CLAIM=VALUE:PROJECT:ROLE",
+            help="Who is a member by what the provider says, such as groups=rl:agents:runner.",
+        ),
+    ] = None,
+    oidc_scope: Annotated[
+        list[str] | None, typer.Option(metavar="SCOPE", help="To ask for besides openid, email, profile: groups.")
+    ] = None,
+    oidc_name: Annotated[str, typer.Option(metavar="NAME", help="What the page calls the provider.")] = "",
+    oidc_sign_in_hours: Annotated[
+        float, typer.Option(min=0.1, max=8760, help="After so long people sign in again, unless it has said so since.")
+    ] = 24.0,
+    oidc_recheck_minutes: Annotated[
+        float, typer.Option(min=0.1, max=1440, help="How often it is asked again, where it gives refresh tokens.")
+    ] = 15.0,
+    pool: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="POOL.toml", help="A pool to keep up, whose jobs come over the API; may be repeated."),
+    ] = None,
+    webhook_network: Annotated[
+        list[str] | None, typer.Option(metavar="CIDR", help="A private network that webhooks may lead into.")
+    ] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND=USD",
+            help="Least price of a GPU for an hour, by kind of provider and of the trainer; may be repeated.",
+        ),
+    ] = None,
+    fair_share_period_s: FairSharePeriod = 600.0,
+    runs_listen: RunsListen = "",
+    runs_advertise: RunsAdvertise = "",
 ) -> None:
-    """Serve until a signal comes; runs go on."""
-    try:
-        from elastic.server.runner import RunnerBusy
-        from elastic.server.serving import first_key, listen, open_store, serve
-        from elastic.server.settings import ServerSettings
-        from elastic.server.store import StoreError, StoreUnavailable
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error}; {MISSING}") from error
+    """Serve the control API: many runs, many people. Runs outlive it; a server that is started again finds them.
 
-    place = runs.checked()
+    On a fresh home it makes a project and prints the first admin key, once.
+
+    Example: elastic serve --home /var/lib/elastic
+    """
+    with _packages():
+        from elastic.server.serving import first_key, listen
+        from elastic.server.serving import serve as serve_runs
+        from elastic.server.settings import ServerSettings
+
+    dialled = _place(runs_listen, runs_advertise)
     settings = ServerSettings(
         home=home,
         database=database,
-        models=tuple(models),
-        host_names=tuple(host_names),
+        models=tuple(models or [Path(".cache")]),
+        host_names=tuple(host_name or ()),
         shared_trust=shared_trust,
-        pools=tuple(prepared_pool(path) for path in pools),
-        webhook_networks=tuple(_network(text) for text in webhook_networks),
-        trusted_proxies=tuple(_network(text, "--trusted-proxies") for text in trusted_proxies),
-        prices=dict(_price(text) for text in prices),
-        oidc=_oidc(oidc),
+        pools=tuple(prepared_pool(path) for path in pool or ()),
+        webhook_networks=tuple(_network(text) for text in webhook_network or ()),
+        trusted_proxies=tuple(_network(text, "--trusted-proxies") for text in trusted_proxies or ()),
+        prices=dict(_price(text) for text in price or ()),
+        oidc=_oidc(
+            oidc_issuer,
+            oidc_client_id,
+            oidc_client_secret_file,
+            oidc_member or [],
+            oidc_scope or [],
+            oidc_name,
+            oidc_sign_in_hours * 3600,
+            oidc_recheck_minutes * 60,
+        ),
         project_uploads_bytes_max=uploads_gb * 2**30,
         fair_share_period_s=fair_share_period_s,
-        runs_listen=place.listen,
-        runs_advertise=place.advertise,
+        runs_listen=dialled[0],
+        runs_advertise=dialled[1],
     )
     try:
         listener = listen(host, port)
@@ -124,53 +169,160 @@ def serve_command(
             console().print(f"first admin key, shown this once: {secret}", highlight=False, soft_wrap=True)
             say(f"log in with: elastic api login {url}")
 
+    with listener, _store(settings) as store:
+        secret = first_key(store)
+        run_loop(serve_runs(store, settings, listener, with_runner=runner, on_ready=ready))
+
+
+@private()
+def runner(
+    home: Home = Path("elastic-server"),
+    database: Database = "",
+    fair_share_period_s: FairSharePeriod = 600.0,
+    runs_listen: RunsListen = "",
+    runs_advertise: RunsAdvertise = "",
+) -> None:
+    """Look after a server's runs in a process of its own, beside `elastic serve --no-runner`.
+
+    Example: elastic runner --home /var/lib/elastic
+    """
+    with _packages():
+        from elastic.server.serving import run_runner
+        from elastic.server.settings import ServerSettings
+
+    dialled = _place(runs_listen, runs_advertise)
+    settings = ServerSettings(
+        home=home,
+        database=database,
+        fair_share_period_s=fair_share_period_s,
+        runs_listen=dialled[0],
+        runs_advertise=dialled[1],
+    )
+    with _store(settings) as store:
+        say(f"the runner looks after the runs in {home}")
+        run_loop(run_runner(store, settings))
+
+
+@private()
+def support_bundle(
+    home: Home = Path("elastic-server"),
+    database: Database = "",
+    url: Annotated[str, typer.Option(help="Where the server listens: asks whether it is ready.")] = "",
+    log: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="The server's or the runner's own log; its end is taken.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to; a new file here unless given.")
+    ] = None,
+) -> None:
+    """Gather what somebody needs who is to help with a server: versions, health, runs' conditions, logs; no secrets.
+
+    Example: elastic support-bundle --home /var/lib/elastic --log /var/log/elastic.log
+    """
+    with _packages():
+        from elastic.server.settings import ServerSettings
+        from elastic.server.support.bundle import write_bundle
+    from elastic.cli.doctor import findings_of
+
+    path = output or Path(time.strftime("elastic-support-%Y%m%d-%H%M%S.tar.gz"))
+    doctor = msgspec.to_builtins(findings_of(None))
+    if not home.is_dir():
+        bad_input(f"--home: {home}: no such directory; allowed: that of a server")
     try:
-        with listener:
-            store = open_store(settings)
-            secret = first_key(store)
-            run_loop(serve(store, settings, listener, with_runner=runner, on_ready=ready))
-            store.close()
+        missing = write_bundle(path, ServerSettings(home=home, database=database), doctor, log or [], url)
+    except OSError as error:
+        bad_input(f"--output: {path} cannot be written ({error.strerror})")
+    for one in missing:
+        say(f"not in the bundle: {one}")
+    say(f"wrote {path}; look into it before you send it: it has logs, and paths of this machine")
+
+
+@contextmanager
+def _packages() -> Iterator[None]:
+    """Around the imports of the server. Raises `ConfigError` where what it needs is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error}; {MISSING}") from error
+
+
+@contextmanager
+def _store(settings: "ServerSettings") -> "Iterator[Store]":
+    """The server's store, around what works on it: a store that is none of ours or away, and another runner on it, end
+    the program."""
+    from elastic.server.runner import RunnerBusy
+    from elastic.server.serving import open_store
+    from elastic.server.store import StoreError, StoreUnavailable
+
+    try:
+        store = open_store(settings)
+        yield store
+        store.close()
     except* (StoreError, RunnerBusy) as group:
         bad_input(str(group.exceptions[0]))
     except* StoreUnavailable as group:
         bad_input(f"--database: {group.exceptions[0]}")
 
 
-def _oidc(said: OidcOptions) -> "OidcSettings | None":
+def _place(listen: str, advertise: str) -> tuple[str, str]:
+    """Where the server's runs listen for workers on other machines, as settings have it. Raises `ConfigError`."""
+    try:
+        host, dialled = listen and bare_host(listen), advertise and bare_host(advertise)
+    except ValueError as error:
+        raise ConfigError(f"--runs-listen, --runs-advertise: {error}") from None
+    if is_wildcard(host) and not dialled:
+        raise ConfigError(
+            f"--runs-advertise is missing: nobody can dial --runs-listen {listen}; name the address of this "
+            "machine that workers reach"
+        )
+    if dialled and not host:
+        raise ConfigError("--runs-advertise is for --runs-listen HOST, which is missing")
+    return host, dialled and str(Address(dialled, 0)).removesuffix(":0")
+
+
+def _oidc(
+    issuer: str,
+    client_id: str,
+    secret_file: Path | None,
+    members: list[str],
+    scopes: list[str],
+    name: str,
+    sign_in_s: float,
+    recheck_s: float,
+) -> "OidcSettings | None":
     """The identity provider, if there is to be one."""
     from elastic.server.identity.oidc import is_safe
     from elastic.server.settings import OidcSettings
 
-    if not said.issuer:
-        if said.client_id or said.secret_file or said.members or said.scopes or said.name:
+    if not issuer:
+        if client_id or secret_file or members or scopes or name:
             bad_input("--oidc-issuer: give it, or none of the other --oidc options")
         return None
     if importlib.util.find_spec("joserfc") is None:
         raise ConfigError(f"--oidc-issuer: no joserfc; {MISSING}")
-    if not is_safe(said.issuer):
-        bad_input(f"--oidc-issuer: found {said.issuer!r}; allowed: an https URL, or http on this machine")
+    if not is_safe(issuer):
+        bad_input(f"--oidc-issuer: found {issuer!r}; allowed: an https URL, or http on this machine")
     try:
-        proxy_for(said.issuer)
+        proxy_for(issuer)
     except HttpSettingsError as error:
         bad_input(f"--oidc-issuer: {error}")
-    if not said.client_id:
+    if not client_id:
         bad_input("--oidc-client-id: give what the provider calls this server")
     secret = os.environ.get(OIDC_SECRET_VARIABLE, "")
-    if said.secret_file is not None:
+    if secret_file is not None:
         try:
-            secret = read_text(said.secret_file)
+            secret = read_text(secret_file)
         except (OSError, ValueError) as error:
-            bad_input(f"--oidc-client-secret-file: {said.secret_file} cannot be read ({error})")
-    scopes = dict.fromkeys([*OidcSettings.scopes, *said.scopes])
+            bad_input(f"--oidc-client-secret-file: {secret_file} cannot be read ({error})")
     return OidcSettings(
-        issuer=said.issuer,
-        client_id=said.client_id,
+        issuer=issuer,
+        client_id=client_id,
         client_secret=secret.strip(),
-        name=said.name or urlsplit(said.issuer).hostname or said.issuer,
-        scopes=tuple(scopes),
-        mappings=tuple(_mapping(text) for text in said.members),
-        sign_in_s=said.sign_in_s,
-        recheck_s=said.recheck_s,
+        name=name or urlsplit(issuer).hostname or issuer,
+        scopes=tuple(dict.fromkeys([*OidcSettings.scopes, *scopes])),
+        mappings=tuple(_mapping(text) for text in members),
+        sign_in_s=sign_in_s,
+        recheck_s=recheck_s,
     )
 
 
@@ -207,56 +359,3 @@ def _network(text: str, option: str = "--webhook-network") -> IPv4Network | IPv6
         return ip_network(text)
     except ValueError as error:
         bad_input(f"{option}: {error}; allowed: such as 10.1.0.0/16")
-
-
-@private()
-def runner_command(home: Path, database: str, fair_share_period_s: float, runs: RunsPlace) -> None:
-    """Look after runs until a signal comes; they go on."""
-    try:
-        from elastic.server.runner import RunnerBusy
-        from elastic.server.serving import open_store, run_runner
-        from elastic.server.settings import ServerSettings
-        from elastic.server.store import StoreError, StoreUnavailable
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error}; {MISSING}") from error
-
-    place = runs.checked()
-    settings = ServerSettings(
-        home=home,
-        database=database,
-        fair_share_period_s=fair_share_period_s,
-        runs_listen=place.listen,
-        runs_advertise=place.advertise,
-    )
-    try:
-        store = open_store(settings)
-        say(f"the runner looks after the runs in {home}")
-        run_loop(run_runner(store, settings))
-        store.close()
-    except* (StoreError, RunnerBusy) as group:
-        bad_input(str(group.exceptions[0]))
-    except* StoreUnavailable as group:
-        bad_input(f"--database: {group.exceptions[0]}")
-
-
-@private()
-def support_command(home: Path, database: str, url: str, logs: list[Path], output: Path | None) -> None:
-    """Write a bundle, and say what could not be had of it."""
-    try:
-        from elastic.server.settings import ServerSettings
-        from elastic.server.support.bundle import write_bundle
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error}; {MISSING}") from error
-    from elastic.cli.doctor import findings_of
-
-    path = output or Path(time.strftime("elastic-support-%Y%m%d-%H%M%S.tar.gz"))
-    doctor = msgspec.to_builtins(findings_of(None))
-    if not home.is_dir():
-        bad_input(f"--home: {home}: no such directory; allowed: that of a server")
-    try:
-        missing = write_bundle(path, ServerSettings(home=home, database=database), doctor, logs, url)
-    except OSError as error:
-        bad_input(f"--output: {path} cannot be written ({error.strerror})")
-    for one in missing:
-        say(f"not in the bundle: {one}")
-    say(f"wrote {path}; look into it before you send it: it has logs, and paths of this machine")

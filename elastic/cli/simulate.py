@@ -1,11 +1,16 @@
-"""`elastic simulate`: display around simulated runs."""
+"""`elastic simulate`: options, and display around simulated runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from elastic.cli.options import GIVEN, AsJson, BudgetOption, Overrides, refuse_all_but, with_budget
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, console, say
 from elastic.cli.progress import ProgressDisplay
-from elastic.cli.run import conclude
+from elastic.cli.run import conclude, run_settings
 from elastic.compose.plan import resolve
 from elastic.compose.runs import claimed, discard_run, new_run_dir, private
 from elastic.config import Config, ConfigError
@@ -15,7 +20,115 @@ from elastic.simulation.performance import SimulationError
 from elastic.system.signals import INTERRUPT, handled
 
 
-def split_profiles(options: Sequence[str]) -> tuple[str, dict[str, str]]:
+def simulate(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)
+    ] = None,
+    providers: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Comma-separated: serving,spot. Without any, those of [simulation]."),
+    ] = None,
+    overrides: Overrides = None,
+    seed: Annotated[int | None, typer.Option(help="Same as --set run.seed=N; with --faults the first seed.")] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[PROVIDER=]NAME",
+            help="Devices: H100/Qwen3-8B, H20/Qwen3-32B:tp2, …, `local`, or a file; for one provider, or `trainer`, "
+            "with its name before: spot=H20/Qwen3-8B.",
+        ),
+    ] = None,
+    turns_from: Annotated[
+        str, typer.Option(metavar="RUN", help="Take turn lengths from a live run, or from `claude-code-sessions`.")
+    ] = "",
+    environment_times: Annotated[
+        bool, typer.Option("--environment-times", help="With --turns-from RUN: environments take as long as there.")
+    ] = False,
+    budget_usd: BudgetOption = None,
+    frame_s: Annotated[float | None, typer.Option(help="Longest that tokens wait to be sent.", hidden=True)] = None,
+    hours: Annotated[float, typer.Option(help="Virtual time after which a run that has no end is given up.")] = 2160.0,
+    faults: Annotated[
+        bool, typer.Option(help="Instead of CONFIG: small worlds full of faults drawn from seeds.")
+    ] = False,
+    worlds: Annotated[int, typer.Option(min=1, help="With --faults: how many seeds, from --seed on.")] = 1,
+    world: Annotated[
+        str, typer.Option(metavar="NAME", help="With --faults: core, run, pool, pool-shell (docs/simulation.md).")
+    ] = "core",
+    only: Annotated[
+        str, typer.Option(metavar="KINDS", help="With --world run or pool: draw only faults of these kinds.")
+    ] = "",
+    keep: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="With --world run or pool: of the faults drawn only these, or none.")
+    ] = "",
+    shrink_within: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="With --world run: so long leave out faults that a failure needs not."),
+    ] = 0.0,
+    log: Annotated[bool, typer.Option("--log", help="With --world run or pool: print what processes log.")] = False,
+    jobs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="WORKLOAD",
+            help="Instead of CONFIG: many jobs on one pool, as a TOML file says.",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="With --jobs: ours, weave, solo, gavel, random, most_idle, naive.")
+    ] = "ours",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="With --jobs: the page to write, an HTML file.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """What a run would cost and how fast it would be: the same scheduler on virtual time, with modelled devices.
+
+    Example: elastic simulate examples/frozenlake.toml --providers serving,spot
+    Example: elastic simulate --jobs examples/jobs.toml --policy ours
+    """
+    if jobs is not None:
+        from elastic.cli.job_simulation import simulate_jobs_command
+
+        refuse_all_but(context, "--jobs", "--policy", "--output", "--json")
+        return simulate_jobs_command(jobs, policy, output, as_json=as_json)
+    _refuse(context, "--jobs", "policy", "output")
+    if faults:
+        from elastic.cli.faults import faults_command
+        from elastic.testing.faults.worlds import WorldOptions
+
+        of_faults = ("--seed", "--worlds", "--world", "--only", "--keep", "--shrink-within", "--log")
+        refuse_all_but(context, "--faults", *of_faults, "--json")
+        options = WorldOptions(only=only, keep=keep, shrink_s=shrink_within, tell=say if log else None)
+        return faults_command(world, seed or 0, worlds, options, as_json=as_json)
+    if config is None:
+        raise ConfigError("elastic simulate: give a configuration file, or --faults")
+    _refuse(context, "--faults", "worlds", "world", "only", "keep", "shrink_within", "log")
+    settings, _, names = run_settings(config, providers, with_budget(overrides or [], budget_usd), seed, "")
+    if providers is None:
+        names = list(settings.simulation.providers)
+    default, by_provider = _split_profiles(profile or [])
+    experiment = simulation.Experiment(
+        profile=default,
+        profiles=by_provider,
+        turns=turns_from,
+        environment_times=environment_times,
+        frame_s=frame_s,
+        horizon_s=hours * 3600,
+    )
+    return _simulate(settings, names, str(config), experiment, as_json=as_json)
+
+
+def _refuse(context: typer.Context, mode: str, *options: str) -> None:
+    """Refuse options that have no meaning without the option `mode`."""
+    for option in options:
+        source = context.get_parameter_source(option)
+        if source is not None and source.name in GIVEN:
+            raise ConfigError(f"elastic simulate: --{option.replace('_', '-')} is for {mode}")
+
+
+def _split_profiles(options: Sequence[str]) -> tuple[str, dict[str, str]]:
     """What `--profile` says of everybody, and of providers by their names."""
     default, by_provider = "", dict[str, str]()
     for option in options:
@@ -30,9 +143,7 @@ def split_profiles(options: Sequence[str]) -> tuple[str, dict[str, str]]:
 
 
 @private()
-def simulate_command(
-    config: Config, names: list[str], where: str, experiment: simulation.Experiment, *, as_json: bool
-) -> int:
+def _simulate(config: Config, names: list[str], where: str, experiment: simulation.Experiment, *, as_json: bool) -> int:
     """Simulate to the end and report; returns the exit code."""
     plan = resolve(config, names, where)
     experiment = simulation.settled(config, experiment)

@@ -24,7 +24,7 @@ SETTLED_S = 60.0
 """A process that has lived so long did not die of how it began: the next one is started at once."""
 
 
-def supervise_command(
+def supervise_run(
     config: Config, names: list[str], where: str, resumed: Path | None, options: Sequence[str], restarts_max: int
 ) -> int:
     """Check what can be checked, then supervise; returns the exit code."""

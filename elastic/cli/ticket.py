@@ -3,10 +3,12 @@
 import socket
 import time
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import typer
 
+from elastic.cli.options import AsJson, RunName, RunsDirectory
 from elastic.cli.output import bad_input, console, emit, say
 from elastic.cli.tables import show_listing
 from elastic.compose.plan import kind_of
@@ -14,14 +16,42 @@ from elastic.compose.runs import is_claimed, load_run_config
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.ticket_store import TicketBook
 from elastic.protocol.tickets import JoinTicket, TicketRefused, TicketTerms
-from elastic.runtime.journal import RunDirectory
+from elastic.runtime.journal import DirectoryStore, RunDirectory
 from elastic.system.files import write_whole
 
 DIAL_TIMEOUT_S = 3.0
 COLUMNS = ("ticket", "label", "state", "usd_per_gpu_hour")
 
 
-def mint_ticket(
+def ticket(
+    name: RunName,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the ticket here; else it is printed.")
+    ] = None,
+    label: Annotated[str, typer.Option(help="Whose machine it is for.")] = "",
+    usd_per_gpu_hour: Annotated[
+        float | None, typer.Option(min=0, help="What it is paid; else as the provider says whose kind is `joined`.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.1, max=10_080, help="Until when it must be used.")] = 60.0,
+    revoke: Annotated[str, typer.Option(metavar="TICKET", help="Instead: have this one let nobody in any more.")] = "",
+    listed: Annotated[bool, typer.Option("--list", help="Instead: list the run's tickets.")] = False,
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> None:
+    """Mint a ticket with which one worker joins a run that goes on, from any machine. It is shown once.
+
+    Example: elastic ticket latest -o machine.ticket --label "the lab's 4090"
+    """
+    run = DirectoryStore(directory).find(name)
+    if listed:
+        _list_tickets(run, as_json=as_json)
+    elif revoke:
+        _revoke_ticket(run, revoke, as_json=as_json)
+    else:
+        _mint_ticket(run, output, label, usd_per_gpu_hour, minutes * 60, as_json=as_json)
+
+
+def _mint_ticket(
     run: RunDirectory, output: Path | None, label: str, usd_per_gpu_hour: float | None, valid_s: float, *, as_json: bool
 ) -> None:
     endpoint = _endpoint(run)
@@ -56,7 +86,7 @@ def unreachable(address: str) -> str:
         return str(error)
 
 
-def list_tickets(run: RunDirectory, *, as_json: bool) -> None:
+def _list_tickets(run: RunDirectory, *, as_json: bool) -> None:
     rows = [_told(terms) for terms in TicketBook(run.path).all()]
     if as_json:
         emit({"tickets": rows})
@@ -64,11 +94,10 @@ def list_tickets(run: RunDirectory, *, as_json: bool) -> None:
     if not rows:
         console().print(f"{run.name} has no tickets")
         return
-    columns = ("ticket", "label", "state", "usd_per_gpu_hour")
-    show_listing(columns, [[str("" if row[key] is None else row[key]) for key in columns] for row in rows])
+    show_listing(COLUMNS, [[str("" if row[key] is None else row[key]) for key in COLUMNS] for row in rows])
 
 
-def revoke_ticket(run: RunDirectory, ticket: str, *, as_json: bool) -> None:
+def _revoke_ticket(run: RunDirectory, ticket: str, *, as_json: bool) -> None:
     try:
         terms = TicketBook(run.path).revoke(ticket)
     except TicketRefused as error:

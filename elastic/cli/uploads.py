@@ -1,14 +1,34 @@
-"""Uploads on the server of `elastic api login`: checkpoints and data that a project's runs may name."""
+"""`elastic uploads`: checkpoints and data on a server, that a project's runs may name."""
 
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from elastic.cli.options import AsJson, ProjectOption, group
 from elastic.cli.output import bad_input, console, emit, say
 from elastic.cli.remote import server
 from elastic.cli.tables import show_listing
 from elastic.protocol.api import NAME
 
+uploads = group(
+    "uploads",
+    "Checkpoints and data in a project's storage on a server.\n\nExample: elastic uploads put .cache/frozenlake-base",
+)
+UploadName = Annotated[str, typer.Argument(metavar="UPLOAD", help="An upload's id.")]
 
-def put_command(source: Path, name: str, project: str, *, as_json: bool) -> None:
+
+@uploads.command("put")
+def put_upload(
+    source: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a directory with files.")],
+    name: Annotated[str, typer.Option(help="What lists call it; else the file's own name.")] = "",
+    project: ProjectOption = "",
+    as_json: AsJson = False,
+) -> None:
+    """Send a file or a directory. Repeated after a failure, it goes on with what is missing.
+
+    Example: elastic uploads put .cache/frozenlake-base
+    """
     if not source.exists():
         bad_input(f"{source}: there is no such file or directory")
     with server() as client:
@@ -24,7 +44,12 @@ def put_command(source: Path, name: str, project: str, *, as_json: bool) -> None
     console().print(f"upload:{made.id}{inside}", highlight=False, soft_wrap=True)
 
 
-def list_command(*, as_json: bool) -> None:
+@uploads.command("list")
+def list_uploads(as_json: AsJson = False) -> None:
+    """List the uploads there are, the newest first.
+
+    Example: elastic uploads list
+    """
     with server() as client:
         found = list(client.uploads())
     if as_json:
@@ -34,13 +59,26 @@ def list_command(*, as_json: bool) -> None:
     show_listing(("id", "name", "state", "files", "bytes", "created_at"), rows)
 
 
-def get_command(upload: str, target: Path) -> None:
+@uploads.command("get")
+def get_upload(
+    upload: UploadName,
+    target: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write its files.")] = Path(),
+) -> None:
+    """Fetch an upload's files.
+
+    Example: elastic uploads get upl_01JD3K5T7WQ8M2N4P6R8S0V2X4 -o base
+    """
     with server() as client:
         for path in client.fetch_upload(upload.removeprefix("upload:"), target):
             say(f"wrote {path}")
 
 
-def delete_upload_command(upload: str) -> None:
+@uploads.command("delete")
+def delete_upload(upload: UploadName) -> None:
+    """Delete an upload that no run which goes on names.
+
+    Example: elastic uploads delete upl_01JD3K5T7WQ8M2N4P6R8S0V2X4
+    """
     with server() as client:
         client.delete_upload(upload.removeprefix("upload:"))
     say(f"deleted {upload}")

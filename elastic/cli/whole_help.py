@@ -9,9 +9,12 @@ from typer.core import TyperGroup
 class WholeHelp(TyperGroup):
     """A group of commands whose list cuts nothing."""
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def listed(self, ctx: Any) -> list[tuple[str, str]]:
+        """Return the commands that help lists, with their first sentences."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        rows = [(name, one.get_short_help_str(sys.maxsize)) for name, one in commands if one and not one.hidden]
-        if rows:
+        return [(name, one.get_short_help_str(sys.maxsize)) for name, one in commands if one and not one.hidden]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        if rows := self.listed(ctx):
             with formatter.section("Commands"):
                 formatter.write_dl(rows)

@@ -108,16 +108,7 @@ def test_what_is_copied_from_tables_is_whole(columns: str, monkeypatch: pytest.M
 def test_lists_of_objects_are_made_in_one_place() -> None:
     """Elsewhere a table is of figures: it lists nothing that has an id."""
     made = {path.name for path in (ROOT / "elastic" / "cli").glob("*.py") if re.search(r"\bTable\(", path.read_text())}
-    assert made == {
-        "capacity.py",
-        "doctor.py",
-        "jobs.py",
-        "progress.py",
-        "remote.py",
-        "remote_quotas.py",
-        "run.py",
-        "tables.py",
-    }
+    assert made == {"doctor.py", "jobs.py", "progress.py", "tables.py"}
 
 
 def test_ctrl_c_while_modules_are_imported_is_one_line() -> None:

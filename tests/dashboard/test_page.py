@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from elastic.cli.remote import code_of
+from elastic.cli.login import code_of
 from elastic.protocol.api import AccessRole, ProviderFigures, RunFigures, RunPhase
 from elastic.server.identity.oidc import IdentityProvider
 from elastic.server.settings import ClaimMapping, OidcSettings

@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 from joserfc.jwk import ECKey, RSAKey
 
-from elastic.cli import remote
+from elastic.cli import login
 from elastic.cli.account import account, account_path
 from elastic.protocol.api import AccessRole
 from elastic.server.api.app import create_app
@@ -404,11 +404,11 @@ def test_a_terminal_logs_in_by_a_page(
     """The secret stays in the terminal; the page is told its hash, and a person says yes."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("ELASTIC_API_KEY", raising=False)
-    monkeypatch.setattr(remote, "LOGIN_POLL_S", 0.01)
+    monkeypatch.setattr(login, "LOGIN_POLL_S", 0.01)
     said: list[str] = []
-    monkeypatch.setattr(remote, "say", said.append)
+    monkeypatch.setattr(login, "say", said.append)
     with served(people.app) as address:
-        terminal = threading.Thread(target=remote.login_command, args=(address,), kwargs={"with_key": False})
+        terminal = threading.Thread(target=login.login, args=(address,))
         terminal.start()
         ends_s = time.monotonic() + 30
         while len(said) < 2:
@@ -417,7 +417,7 @@ def test_a_terminal_logs_in_by_a_page(
         found = re.fullmatch(r"open (\S+)/#/login/([0-9a-f]{64})/(\S+)", said[0])
         assert found is not None
         assert found[1] == address
-        assert remote.code_of(found[2]) in said[1]
+        assert login.code_of(found[2]) in said[1]
         assert not account_path().exists()
         client, _ = sign_in(people)
         token = client.get("/v1/me").json()["csrf_token"]

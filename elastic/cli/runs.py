@@ -1,0 +1,288 @@
+"""`elastic runs`: the runs on disk and on a server, and what is to be known of each."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from elastic.cli.account import run_on_disk
+from elastic.cli.control import stop
+from elastic.cli.logs import logs
+from elastic.cli.options import AnyRunName, AsJson, Follow, Remote, RunsDirectory
+from elastic.cli.output import console, duration, emit, say, tell
+from elastic.cli.remote import detaching, is_hosted, latest, server
+from elastic.cli.tables import show_listing
+from elastic.cli.whole_help import WholeHelp
+from elastic.compose.runs import is_claimed
+from elastic.protocol.api import ENDED, HostedRun, RunBudget
+from elastic.protocol.api_client import Client
+from elastic.report import as_json as report_as_json
+from elastic.report import closing_table, summarise
+from elastic.runtime.journal import RUNNING, UNEXPECTED, DirectoryStore, JournalError, RunDirectory
+
+runs = typer.Typer(cls=WholeHelp, name="runs", rich_markup_mode=None)
+HostedName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id on the server, or `latest` there.")]
+
+
+@runs.callback(invoke_without_command=True)
+def list_runs(
+    context: typer.Context,
+    remote: Remote = False,
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> None:
+    """List the runs there are, oldest first; with --remote those on the server.
+
+    Example: elastic runs --json
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if remote:
+        _list_hosted(as_json=as_json)
+    else:
+        _show_rows([_row(run) for run in DirectoryStore(directory).runs()], f"no runs in {directory}", as_json=as_json)
+
+
+@runs.command("list")
+def list_hosted_runs(
+    phase: Annotated[str, typer.Option(help="Only those in this phase, such as running.")] = "",
+    project: Annotated[str, typer.Option(metavar="NAME", help="Only this project's.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the runs on the server, oldest first.
+
+    Example: elastic runs list --phase running --json
+    """
+    _list_hosted(phase, project, as_json=as_json)
+
+
+def _list_hosted(phase: str = "", project: str = "", *, as_json: bool) -> None:
+    filters = {key: value for key, value in (("phase", phase), ("project", project)) if value}
+    with server() as client:
+        rows = [_hosted_row(run) for run in client.runs(**filters)][::-1]
+    _show_rows(rows, f"no runs on {client.url}", as_json=as_json)
+
+
+def _hosted_row(run: HostedRun) -> dict[str, str]:
+    status = f"{run.phase}: {run.cause}" if run.cause and run.phase in ENDED else run.phase.value
+    return {
+        "run": run.id,
+        "started_at": run.started_at or "",
+        "providers": ",".join(run.providers),
+        "status": status,
+    }
+
+
+def _row(run: RunDirectory) -> dict[str, str]:
+    try:
+        with run.newest_journal() as journal:
+            meta = journal.meta()
+    except JournalError:
+        meta = {"status": "no journal"}
+    if meta.get("status") == RUNNING and not is_claimed(run.path):
+        meta["status"] = UNEXPECTED
+    return {"run": run.name} | {key: meta.get(key, "") for key in ("started_at", "providers", "status")}
+
+
+def _show_rows(rows: list[dict[str, str]], nothing: str, *, as_json: bool) -> None:
+    """A list of runs, on disk or on a server."""
+    if as_json:
+        emit({"runs": rows})
+        return
+    if not rows:
+        console().print(nothing)
+        return
+    cells = [(row["run"], row["started_at"], row["providers"] or "–", row["status"]) for row in rows]
+    show_listing(("run", "started", "providers", "status"), cells)
+
+
+@runs.command()
+def show(
+    name: AnyRunName = "latest",
+    remote: Remote = False,
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> None:
+    """Show how a run stands: its status and figures; on a server its conditions, too.
+
+    Example: elastic runs show latest
+    """
+    if remote or is_hosted(name):
+        _show_hosted(name, as_json=as_json)
+        return
+    run = run_on_disk(directory, name)
+    row, summary = _row(run), summarise(run)
+    if as_json:
+        emit(row | {"directory": str(run.path), "report": report_as_json(summary, None)})
+        return
+    shown = console()
+    shown.print(f"{run.name}  {row['status']}  in {run.path}", soft_wrap=True, highlight=False)
+    shown.print(
+        f"step {len(summary.steps)}/{summary.steps_planned or '–'}  ${summary.usd:.4f}  "
+        f"preemptions {summary.total.preemptions}",
+        highlight=False,
+    )
+    shown.print(closing_table(summary))
+
+
+def _show_hosted(name: str, *, as_json: bool) -> None:
+    with server() as client:
+        run = client.run(latest(client, name))
+        budget = client.budget(run.id)
+    if as_json:
+        emit(run.model_dump(mode="json") | {"budget": budget.model_dump(mode="json", exclude={"object", "run"})})
+        return
+    shown, figures = console(), run.figures
+    shown.print(f"{run.id}  {run.name}  {run.phase}{f': {run.cause}' if run.cause else ''}", highlight=False)
+    shown.print(
+        f"step {figures.step}/{figures.steps}  {figures.tokens_per_s:,.0f} tokens/s  ${figures.usd:.4f}  "
+        f"preemptions {figures.preemptions}  restarts {run.restarts}",
+        highlight=False,
+    )
+    if budget.budget_usd is not None or budget.allotted_usd is not None:
+        shown.print(_budget_words(budget), highlight=False)
+    rows = [(one.type, one.status, one.reason, one.lastTransitionTime, one.message) for one in run.conditions]
+    show_listing(("condition", "status", "reason", "since", "message"), rows)
+
+
+def _budget_words(budget: RunBudget) -> str:
+    words = [f"${budget.usd:.2f} spent"]
+    if budget.committed_usd is not None:
+        words.append(f"${budget.committed_usd:.2f} if it is stopped now")
+    words.append("no budget of its own" if budget.budget_usd is None else f"budget ${budget.budget_usd:.2f}")
+    if budget.allotted_usd is not None:
+        words.append(f"${budget.allotted_usd:.2f} allotted by its project")
+    if budget.ends_in_s is not None:
+        words.append(f"ends in {duration(budget.ends_in_s)} with what it holds")
+    return "  ".join(words)
+
+
+@runs.command()
+def resume(
+    name: HostedName,
+    steps: Annotated[int | None, typer.Option(min=1, help="Train up to this many steps.")] = None,
+    budget_usd: Annotated[float | None, typer.Option(min=0, help="What it may cost in all from now on.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run on the server that has ended.
+
+    Example: elastic runs resume latest --steps 200
+    """
+    with server() as client:
+        run = client.resume(latest(client, name), steps=steps, budget_usd=budget_usd)
+    tell(run, f"{run.id} goes on; follow it with: elastic logs {run.id} -f", as_json=as_json)
+
+
+@runs.command()
+def delete(name: Annotated[str, typer.Argument(metavar="RUN", help="A run's id on the server.")]) -> None:
+    """Delete a run on the server that has ended, with its journal and checkpoints.
+
+    Example: elastic runs delete run_01JD3K5T7WQ8M2N4P6R8S0V2X4
+    """
+    with server() as client:
+        client.delete(name)
+    say(f"deleted {name}")
+
+
+@runs.command()
+def events(
+    name: HostedName = "latest",
+    follow: Follow = False,
+    after: Annotated[str, typer.Option(metavar="ID", help="Begin behind the event with this id.")] = "",
+) -> None:
+    """Print what happens in a run on the server, one JSON object a line.
+
+    Example: elastic runs events latest -f
+    """
+    with server() as client:
+        run = latest(client, name)
+        with detaching(run):
+            for event in client.events(run, after, follow=follow):
+                typer.echo(event.model_dump_json())
+
+
+@runs.command()
+def trajectories(
+    name: HostedName = "latest",
+    step: Annotated[int | None, typer.Option(min=0, help="Only those of this training step.")] = None,
+    reward_min: Annotated[float | None, typer.Option(help="Only those with this reward or more.")] = None,
+    reward_max: Annotated[float | None, typer.Option(help="Only those with this reward or less.")] = None,
+) -> None:
+    """Print a run's trajectories, the best rewarded first, one JSON object a line.
+
+    Example: elastic runs trajectories latest --step 3 | head
+    """
+    asked = {"step": step, "reward_min": reward_min, "reward_max": reward_max}
+    filters = {key: value for key, value in asked.items() if value is not None}
+    _print_lines(lambda client, run: client.trajectories(run, order="reward", **filters), name)
+
+
+@runs.command()
+def trajectory(
+    name: HostedName,
+    trajectory: Annotated[
+        str, typer.Argument(metavar="TRAJECTORY", help="Its id, as `elastic runs trajectories` has it.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Print what was said in a trajectory.
+
+    Example: elastic runs trajectory latest 3/0/2
+    """
+    with server() as client:
+        found = client.trajectory(latest(client, name), trajectory)
+    if as_json:
+        emit(found.model_dump(mode="json"))
+        return
+    ended = f"reward {found.reward:g}" if found.reward is not None else found.cause
+    say(f"{found.id}  step {found.step}  {ended}  {found.turns} turns  {found.policy_tokens} tokens of the policy's")
+    typer.echo(found.text if found.text is not None else " ".join(map(str, found.token_ids)))
+
+
+@runs.command()
+def workers(name: HostedName = "latest") -> None:
+    """Print a run's workers, past and present, with their GPU time by account, one JSON object a line.
+
+    Example: elastic runs workers latest
+    """
+    _print_lines(lambda client, run: client.workers(run), name)
+
+
+@runs.command()
+def checkpoints(name: HostedName = "latest") -> None:
+    """Print a run's checkpoints, one JSON object a line.
+
+    Example: elastic runs checkpoints latest
+    """
+    _print_lines(lambda client, run: client.checkpoints(run), name)
+
+
+@runs.command()
+def leases(name: HostedName = "latest") -> None:
+    """Print a run's leases, past and present, one JSON object a line.
+
+    Example: elastic runs leases latest
+    """
+    _print_lines(lambda client, run: client.leases(run), name)
+
+
+@runs.command()
+def metrics(name: HostedName = "latest") -> None:
+    """Print a run's finished steps, one JSON object a line.
+
+    Example: elastic runs metrics latest
+    """
+    _print_lines(lambda client, run: client.metrics(run).steps, name)
+
+
+def _print_lines(what: Callable[[Client, str], Any], name: str) -> None:
+    """Whatever `what` yields of a run, one JSON object a line."""
+    with server() as client:
+        for one in what(client, latest(client, name)):
+            typer.echo(one.model_dump_json())
+
+
+# Under `elastic runs`, too, where some look for them.
+runs.command()(logs)
+runs.command()(stop)
