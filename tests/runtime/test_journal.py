@@ -540,15 +540,15 @@ class TestReading:
         with pytest.raises(JournalError, match="journal"):
             JournalReader(path)
 
-    @pytest.mark.parametrize(
-        ("version", "found"), [("99", "schema version 99, written by a newer"), ("x", "version x")]
-    )
-    def test_another_schema_is_named(self, path: Path, version: str, found: str) -> None:
+    @pytest.mark.parametrize("version", ["1", "99", "x"])
+    def test_another_schema_is_named(self, path: Path, version: str) -> None:
         SqliteJournal(path).close()
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (version,))
             connection.commit()
-        with pytest.raises(JournalError, match=f"{found}.*reads {SCHEMA_VERSION}"):
+        with pytest.raises(
+            JournalError, match=f"version {version}, written by another version.*reads {SCHEMA_VERSION}"
+        ):
             JournalReader(path)
 
     def test_a_torn_tail_takes_only_what_was_not_committed_with_it(self, path: Path) -> None:

@@ -18,7 +18,6 @@ from elastic.core.ledger import DeviceBook
 from elastic.core.types import Nanoseconds
 from elastic.protocol import wire
 from elastic.runtime.journal.frames import FRAME, read_frame
-from elastic.runtime.journal.migrations import MIGRATIONS, migrated
 from elastic.runtime.journal.records import TABLES, BookRow, NoteRow, TrajectoryFilter, TrajectoryPlace, TrajectoryRow
 from elastic.runtime.journal.tables import R
 from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, no_room
@@ -57,7 +56,7 @@ class JournalReader:
         with self._reading():
             self._connection = open_sqlite(path, "ro")
         try:
-            self._to_present_version()
+            self._check_version()
         except BaseException:
             self.close()
             raise
@@ -81,20 +80,13 @@ class JournalReader:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self.path)) from error
             raise JournalError(f"{self.path}: {error}") from error
 
-    def _to_present_version(self) -> None:
+    def _check_version(self) -> None:
         found = self.meta().get("schema_version", "none")
-        if not found.isdecimal() or (int(found) < SCHEMA_VERSION and int(found) not in MIGRATIONS):
-            raise JournalError(f"{self.path}: schema version {found}; this elastic reads {SCHEMA_VERSION} and earlier")
-        if int(found) > SCHEMA_VERSION:
+        if found != str(SCHEMA_VERSION):
             raise JournalError(
-                f"{self.path}: schema version {found}, written by a newer elastic; this one reads {SCHEMA_VERSION} "
-                "and earlier: read it with the version that wrote it, or a later one"
+                f"{self.path}: schema version {found}, written by another version of elastic; this one reads "
+                f"{SCHEMA_VERSION}: read it with the version that wrote it"
             )
-        if int(found) < SCHEMA_VERSION:
-            with self._reading():
-                copy = migrated(self._connection, int(found), SCHEMA_VERSION)
-            self._connection.close()
-            self._connection = copy
 
     def meta(self) -> dict[str, str]:
         return {note.key: note.value for note in self.rows(NoteRow)}

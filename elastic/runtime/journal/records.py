@@ -1,4 +1,4 @@
-"""What a journal keeps, one record type a table. A change of these is a new `SCHEMA_VERSION` and a migration."""
+"""What a journal keeps, one record type a table. A change of these is a new `SCHEMA_VERSION`."""
 
 import math
 from typing import ClassVar, NamedTuple

@@ -150,16 +150,20 @@ def _cut(connection: sa.Connection) -> None:
     connection.close()
 
 
-def migrate(store: Store, revision: str = "head") -> None:
-    """Bring the database's tables to this version's, or an earlier revision. Raises `StoreError` for those of a newer
-    version."""
+def migrate(store: Store, versions: Path | None = None) -> None:
+    """Make the tables of this version in a new database, or bring those of an earlier one to it, by the revisions in
+    `versions`, which are this version's unless given. Raises `StoreError` for those of a newer version."""
     from alembic import command
     from alembic.config import Config as AlembicConfig
     from alembic.runtime.migration import MigrationContext
     from alembic.script import ScriptDirectory
 
+    from elastic.server.store.tables import metadata
+
     config = AlembicConfig()
     config.set_main_option("script_location", MIGRATIONS.replace("%", "%%"))
+    config.set_main_option("path_separator", "newline")
+    config.set_main_option("version_locations", str(versions or f"{MIGRATIONS}/versions").replace("%", "%%"))
     known = {revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()}
     with store.writing() as connection:
         found = MigrationContext.configure(connection).get_current_revision()
@@ -170,7 +174,11 @@ def migrate(store: Store, revision: str = "head") -> None:
         if not store.is_sqlite:
             connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
         config.attributes["connection"] = connection
-        command.upgrade(config, revision)
+        if found is None:
+            metadata.create_all(connection)
+            command.stamp(config, "head")
+        else:
+            command.upgrade(config, "head")
 
 
 def revisions(connection: sa.Connection) -> tuple[str | None, str | None]:
