@@ -1,4 +1,4 @@
-"""Databases go away and come back, are of older versions, and have one runner at a time."""
+"""Databases go away and come back, are of earlier versions, and have one runner at a time."""
 
 import asyncio
 import contextlib
