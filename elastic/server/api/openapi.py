@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from elastic.server.api.auth import COOKIE, CSRF_HEADER
-from elastic.server.api.examples import EXAMPLES
+from elastic.server.api.examples import example
 from elastic.server.problems import MEDIA_TYPE
 
 DESCRIPTION = """Submit runs of agentic reinforcement learning, watch them, stop and resume them.
@@ -36,7 +36,7 @@ def install(app: FastAPI) -> None:
             schema = get_openapi(title="Elastic", version=app.version, description=DESCRIPTION, routes=app.routes)
             schema.setdefault("components", {})["securitySchemes"] = SCHEMES
             for operation in operations(schema):
-                _polish(operation)
+                _polish(operation, schema["components"]["schemas"])
             schema["components"]["schemas"].pop("HTTPValidationError", None)
             schema["components"]["schemas"].pop("ValidationError", None)
             app.openapi_schema = schema
@@ -52,7 +52,7 @@ def operations(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
         )
 
 
-def _polish(operation: dict[str, Any]) -> None:
+def _polish(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
     """Faults of a request are problems here (400), not what FastAPI says of itself (422)."""
     responses = operation["responses"]
     if "HTTPValidationError" in str(responses.get("422", "")):
@@ -70,17 +70,5 @@ def _polish(operation: dict[str, Any]) -> None:
     bodies = [operation.get("requestBody", {}), *(body for status, body in responses.items() if status[0] == "2")]
     for body in bodies:
         for content in body.get("content", {}).values():
-            example = _example(content.get("schema", {}))
-            if example is not None and "example" not in content:
-                content["example"] = example
-
-
-def _example(schema: dict[str, Any]) -> Any:
-    for one in (schema, *schema.get("anyOf", ())):
-        name = one.get("$ref", "").rpartition("/")[2]
-        if name.startswith("Listed_"):
-            entry = EXAMPLES.get(name.removeprefix("Listed_").rstrip("_"))
-            return {"object": "list", "url": "/v1/…", "data": [entry], "has_more": False}
-        if name in EXAMPLES:
-            return EXAMPLES[name]
-    return None
+            if content.get("schema") and "example" not in content:
+                content["example"] = example(content["schema"], schemas)
