@@ -52,8 +52,8 @@ def test_a_submission_is_checked_placed_and_has_its_runs_directory(elastic, pool
     assert sent.request.slo == 1.8
     assert sent.request.id == told["job"] == "one"
     assert sent.request.rollout_bytes == 1_000_000_000
-    assert sent.providers == ("spot",)
-    run_dir = Path(sent.directory)
+    assert sent.entry.providers == ("spot",)
+    run_dir = Path(sent.entry.directory)
     assert run_dir.is_absolute()
     assert load_run_config(run_dir).job.slo == 1.8
     assert told["placement"]["placement"]["how"] == "new"  # type: ignore[index]
@@ -120,11 +120,11 @@ def test_a_script_brings_its_command_and_no_secrets(
     code, _, err = elastic("jobs", "submit", file, *mine, "--", "python", "train.py", "--json")
     assert code == 0, err
     (sent,) = pool.submitted
-    assert sent.max_restarts == 1
-    assert sent.script == ("python", "train.py", "--json")
-    assert (sent.request.steps, sent.directory) == (7, str(tmp_path))
-    assert sent.environment["MY_DATA"] == "here"
-    assert "AWS_SECRET_ACCESS_KEY" not in sent.environment
+    assert sent.entry.max_restarts == 1
+    assert sent.entry.script == ("python", "train.py", "--json")
+    assert (sent.request.steps, sent.entry.directory) == (7, str(tmp_path))
+    assert sent.entry.environment["MY_DATA"] == "here"
+    assert "AWS_SECRET_ACCESS_KEY" not in sent.entry.environment
     refused(elastic("jobs", "submit", file, "--"), "nothing stands behind --")
     refused(elastic("jobs", "submit", "--", "python", "train.py"), "job: required but missing")
     refused(elastic("jobs", "submit", file, "--providers", "spot", "--", "x"), "--providers: a script has none")
@@ -137,7 +137,7 @@ def test_a_script_with_a_phases_file_is_wrapped(refused, elastic, pool: StandIn,
     code, _, err = elastic("jobs", "submit", file, "--phases", "phases.toml", "--", "python", "-u", "-m", "grpo", "-m")
     assert code == 0, err
     (sent,) = pool.submitted
-    assert sent.script == ("python", "-u", "-m", "elastic.pool.phases.run", str(phases), "-m", "grpo", "-m")
+    assert sent.entry.script == ("python", "-u", "-m", "elastic.pool.phases.run", str(phases), "-m", "grpo", "-m")
     submission = ("jobs", "submit", file, "--phases", "phases.toml", "--")
     refused(
         elastic(*submission, "bash", "run.sh"), "--phases: a phases file goes with a Python program: found 'bash run."
