@@ -27,6 +27,7 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import Account, Capabilities, Nanoseconds
 from elastic.environments.base import Environment, StepResult
 from elastic.protocol import wire
+from elastic.protocol.connection import ConnectionLost
 from elastic.report.history import history_of
 from elastic.report.refusals import refused_of
 from elastic.runtime.journal import GroupRow, JournalRecord, PullRow, RunDirectory, StepRow, TrajectoryRow, TurnRow
@@ -44,7 +45,7 @@ from elastic.testing.faults.shell.models import (
 from elastic.weights.source import RelaySource
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.agent import run_agent
-from elastic.worker.connection import Connection, ConnectionLost, Ticket, dial
+from elastic.worker.connection import OrchestratorLink, Ticket, dial
 from elastic.worker.trainer_host import TrainerHost
 
 STEPS, GROUPS, GROUP_SIZE, TURNS, TOKENS_PER_TURN = 8, 3, 4, 3, 6
@@ -220,10 +221,11 @@ class Liars:
         await _listen(connection, hear)
 
 
-async def _listen(connection: Connection, hear: Callable[[list[wire.FromOrchestrator]], None]) -> None:
+async def _listen(connection: OrchestratorLink, hear: Callable[[list[wire.FromOrchestrator]], None]) -> None:
     try:
         with contextlib.suppress(ConnectionLost):
-            await connection.listen(hear, PATIENCE_S)
+            connection.watch(PATIENCE_S)
+            await connection.listen(hear)
     finally:
         await connection.aclose()
 

@@ -14,7 +14,8 @@ import msgspec
 
 from elastic.core.types import INTEGER_MAX, TEXT_MAX, Account, Capabilities, FinishReason
 from elastic.protocol import wire
-from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
+from elastic.protocol.connection import ConnectionLost, SessionRefused
+from elastic.worker.connection import OrchestratorLink, Ticket, dial
 
 CREDIT = 6
 CAPABILITIES = Capabilities(
@@ -47,13 +48,14 @@ class LoneLiar:
             self._beat(connection)
             lying = asyncio.create_task(self._lie(connection))
             with contextlib.suppress(ConnectionLost):
-                await connection.listen(self._hear(connection), PATIENCE_S)
+                connection.watch(PATIENCE_S)
+                await connection.listen(self._hear(connection))
             lying.cancel()
             await connection.aclose()
             if self._arm != "flap":
                 return
 
-    def _hear(self, connection: Connection) -> Callable[[list[wire.FromOrchestrator]], None]:
+    def _hear(self, connection: OrchestratorLink) -> Callable[[list[wire.FromOrchestrator]], None]:
         def hear(orders: list[wire.FromOrchestrator]) -> None:
             for order in orders:
                 if isinstance(order, wire.PullWeights):
@@ -68,7 +70,7 @@ class LoneLiar:
 
         return hear
 
-    async def _lie(self, connection: Connection) -> None:
+    async def _lie(self, connection: OrchestratorLink) -> None:
         loop = asyncio.get_running_loop()
         if self._arm == "flap":
             await asyncio.sleep(TICK_S if self._turns else 0)
@@ -89,7 +91,7 @@ class LoneLiar:
                 self._flood(connection)
                 await asyncio.sleep(0)
 
-    def _drip(self, connection: Connection) -> None:
+    def _drip(self, connection: OrchestratorLink) -> None:
         chunks: list[wire.Chunk] = []
         for turn, order in list(self._turns.items()):
             at = order.start + self._dripped.get((turn, order.attempt), 0)
@@ -99,7 +101,7 @@ class LoneLiar:
                 del self._turns[turn]
         connection.send(wire.Tokens(chunks))
 
-    def _flood(self, connection: Connection) -> None:
+    def _flood(self, connection: OrchestratorLink) -> None:
         for _ in range(64):
             if self._arm == "flood_tokens":
                 refused = wire.Chunk("nobody's", 1, 0, [1], [-0.5], 0, FinishReason.STALLED, detail=LONG)
@@ -109,7 +111,7 @@ class LoneLiar:
             else:
                 self._beat(connection)
 
-    def _beat(self, connection: Connection) -> None:
+    def _beat(self, connection: OrchestratorLink) -> None:
         self._progress += 1
         waiting, accounts = len(self._turns), {Account.DECODE: 1}
         connection.send(wire.Heartbeat(CREDIT, waiting, 1, self._progress, accounts, 0, 0.0, 0, 0))

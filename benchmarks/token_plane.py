@@ -35,11 +35,12 @@ from elastic.compose.plan import TRAINER_PROVIDER
 from elastic.config import Config
 from elastic.core.types import Account, Capabilities
 from elastic.protocol import wire
+from elastic.protocol.connection import ConnectionLost
 from elastic.protocol.tls import run_certificate
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
 from elastic.testing.faults.shell.models import ModelEnvironment, NoSettings
-from elastic.worker.connection import ConnectionLost, Ticket, dial
+from elastic.worker.connection import Ticket, dial
 
 TOKENS_PER_S = 50
 STREAMS_PER_WORKER = 16
@@ -97,7 +98,8 @@ async def _be_worker(ticket: Ticket, streams: int) -> None:
 
     speaking = asyncio.create_task(speak())
     try:
-        await connection.listen(hear, PATIENCE_S)
+        connection.watch(PATIENCE_S)
+        await connection.listen(hear)
     except ConnectionLost:
         speaking.cancel()
 

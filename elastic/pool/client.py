@@ -20,7 +20,8 @@ import structlog
 
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.connection import TO_JOB, LinkLost, NotLetIn, PoolLink, join
+from elastic.pool.connection import TO_JOB, PoolLink, join
+from elastic.protocol.connection import ConnectionLost, SessionRefused
 from elastic.protocol.endpoint import Endpoint
 
 log = structlog.get_logger(__name__)
@@ -262,7 +263,7 @@ class JobPart:
                 return self._parked(message)
             case w.TrainerEnded():
                 return self._trainer_ended(message)
-            case w.PermitOver() | w.JobWelcome() | w.PoolRefused() | w.StillHere():
+            case w.PermitOver() | w.JobWelcome() | w.RefusedFrame() | w.StillHere():
                 return []
 
     def forsaken(self, why: str) -> list[News]:
@@ -400,7 +401,7 @@ class PoolClient:
             if self._task is None:
                 try:
                     link = await self._join(within_s)
-                except (LinkLost, NotLetIn, ValueError) as error:
+                except (ConnectionLost, SessionRefused, ValueError) as error:
                     raise PoolUnavailable(f"{self._name}: {error}") from error
                 self._task = asyncio.create_task(self._live(link), name="the pool's connection")
         return self.welcome
@@ -491,12 +492,12 @@ class PoolClient:
                 try:
                     while True:
                         message = await link.receive()
-                        if isinstance(message, w.PoolRefused):
-                            raise NotLetIn(message.reason, message.retry)
+                        if isinstance(message, w.RefusedFrame):
+                            raise SessionRefused(message.reason, retry=message.retry)
                         news, say = self.part.heard(message, self._now_s())
                         self._say(say)
                         self._tell(news)
-                except (LinkLost, NotLetIn) as error:
+                except (ConnectionLost, SessionRefused) as error:
                     why = _final(error)
                     self._link = None
                     self.heard_of(str(error))
@@ -505,7 +506,7 @@ class PoolClient:
                 while self._link is None and not why:
                     try:
                         link = await self._join(min(REDIAL_S, self._away_s))
-                    except (LinkLost, NotLetIn) as error:
+                    except (ConnectionLost, SessionRefused) as error:
                         why = str(error) if self._now_s() - gone_s >= self._away_s else _final(error)
                         self.heard_of(str(error))
         except Exception as error:
@@ -533,7 +534,7 @@ class PoolClient:
 
 def _final(error: Exception) -> str:
     """Return why dialling again is useless; empty if it may help."""
-    return str(error) if isinstance(error, NotLetIn) and not error.retry else ""
+    return str(error) if isinstance(error, SessionRefused) and not error.retry else ""
 
 
 def membership_here() -> PoolMembership | None:

@@ -3,10 +3,8 @@
 - Every token is derived from the secret in the pool's directory. So a restarted process knows all tokens, and none is
   stored or logged.
 - A newer connection replaces an older one of the same keeper or job.
-- The number of connections without a hello is bounded, and so is their time.
 """
 
-import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable
@@ -17,14 +15,13 @@ import structlog
 
 from elastic.core.cluster.types import JobId, NodeId
 from elastic.pool import messages as w
-from elastic.pool.connection import ATTEMPT_TIMEOUT_S, STRANGERS_MAX, FromDialler, LinkLost, PoolLink, listen
-from elastic.protocol.sockets import address_of
-from elastic.protocol.tls import Certificate, TlsServer
+from elastic.pool.connection import FROM_DIALLER, FromDialler, PoolLink
+from elastic.protocol.admission import Admission, is_secret
+from elastic.protocol.connection import SessionRefused
+from elastic.protocol.tls import Certificate
 from elastic.system.isolation import IsolatedLoop
 
 log = structlog.get_logger(__name__)
-
-CLOSE_S = 1.0
 
 
 class KeeperTickets(Protocol):
@@ -44,7 +41,7 @@ class PoolListener(Protocol):
 
     def keeper_heard(self, name: NodeId, message: w.FromKeeper) -> None: ...
 
-    def job_joined(self, hello: w.JobHello) -> w.JobWelcome | w.PoolRefused: ...
+    def job_joined(self, hello: w.JobHello) -> w.JobWelcome | w.RefusedFrame: ...
 
     def settle(self) -> None:
         """Called after a peer was welcomed. The shell may now send it messages."""
@@ -88,29 +85,23 @@ class PoolGateway:
     def __init__(self, tokens: PoolTokens, tickets: KeeperTickets, times: KeeperTimes, isolated: IsolatedLoop) -> None:
         self._tokens, self._tickets, self._times = tokens, tickets, times
         self._isolated = isolated
-        self._server: asyncio.Server | TlsServer | None = None
+        self._admission = Admission(FROM_DIALLER, self._greet)
         self._listener: PoolListener | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers: dict[PoolLink[FromDialler], None] = {}
         self._keepers: dict[NodeId, PoolLink[FromDialler]] = {}
         self._jobs: dict[JobId, PoolLink[FromDialler]] = {}
 
     async def start(self, host: str, port: int, certificate: Certificate | None) -> str:
         """Listen; returns `host:port`. No peer is let in before `serve`. Raises `OSError`."""
-        self._server = await listen(host, port, certificate, self._connected)
-        return str(address_of(self._server.sockets[0]))
+        return await self._admission.start(host, port, certificate)
 
     def serve(self, listener: PoolListener) -> None:
         self._listener = listener
 
     async def aclose(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
         self._listener = None
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for links in (self._keepers, self._jobs):
+            links.clear()
+        await self._admission.aclose()
 
     def tell_keeper(self, node: NodeId, message: w.ToKeeper) -> None:
         if node in self._keepers:
@@ -130,118 +121,86 @@ class PoolGateway:
         if link is not None:
             link.abort()
 
-    def _connected(self, link: PoolLink[FromDialler]) -> None:
-        self._strangers[link] = None
-        if len(self._strangers) > STRANGERS_MAX:
-            next(iter(self._strangers)).abort()
-        task = asyncio.create_task(self._attend(link), name="pool connection")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _attend(self, link: PoolLink[FromDialler]) -> None:
-        try:
-            with self._isolated.attempt("connection"):
-                try:
-                    async with asyncio.timeout(ATTEMPT_TIMEOUT_S):
-                        hello = await link.receive()
-                    self._strangers.pop(link, None)
-                    match hello:
-                        case w.KeeperHello():
-                            await self._attend_keeper(link, hello)
-                        case w.JobHello():
-                            await self._attend_job(link, hello)
-                        case _:
-                            await self._refuse(link, "the first message is a hello", retry=False)
-                except (LinkLost, TimeoutError):
-                    pass
-        finally:
-            self._strangers.pop(link, None)
+    def _greet(self, link: PoolLink[FromDialler], hello: FromDialler) -> None:
+        if not isinstance(hello, w.KeeperHello | w.JobHello):
+            raise SessionRefused("the first message is a hello")
+        if self._listener is None:
+            raise SessionRefused("the pool's process is not ready yet", retry=True)
+        if hello.protocol_version != w.POOL_PROTOCOL_VERSION:
+            raise SessionRefused(
+                f"it speaks version {hello.protocol_version} of the pool's protocol; allowed: {w.POOL_PROTOCOL_VERSION}"
+            )
+        refusal: SessionRefused | None = None
+        with self._isolated.attempt("connection") as attempt:
+            try:
+                if isinstance(hello, w.KeeperHello):
+                    self._let_keeper_in(link, hello, self._listener)
+                else:
+                    self._let_job_in(link, hello, self._listener)
+            except SessionRefused as refused:
+                refusal = refused
+        if attempt.fault:
             link.abort()
+        if refusal is not None:
+            raise refusal
 
-    async def _attend_keeper(self, link: PoolLink[FromDialler], hello: w.KeeperHello) -> None:
-        listener, name = self._listener, hello.node
+    def _let_keeper_in(self, link: PoolLink[FromDialler], hello: w.KeeperHello, listener: PoolListener) -> None:
+        name = hello.node
         number, spent = self._tickets.ticket(name)
         session = self._tokens.session(name, number)
-        by_ticket = _same(hello.token, self._tokens.ticket(name, number))
-        if listener is None:
-            await self._refuse(link, "the pool's process is not ready yet", retry=True)
-        elif hello.protocol_version != w.POOL_PROTOCOL_VERSION:
-            await self._refuse(link, _other_version(hello.protocol_version), retry=False)
-        elif not (by_ticket and not spent) and not _same(hello.token, session):
-            await self._refuse(link, "unknown node or wrong token", retry=False)
-        else:
-            if by_ticket:
-                self._tickets.spend_ticket(name)
-            former = self._keepers.get(name)
-            if former is not None:
-                former.abort()
-                listener.keeper_left(name)
-            self._keepers[name] = link
-            times = self._times
-            link.send(w.KeeperWelcome(session, times.silence_s, times.orphan_s, times.measure_s))
-            if refused := listener.keeper_joined(hello):
-                self._keepers.pop(name, None)
-                await self._refuse(link, refused, retry=False)
-                return
-            link.watch(times.silence_s)
-            await self._hear(
-                link, self._keepers, name, lambda message: listener.keeper_heard(name, message), listener.keeper_left
-            )
-
-    async def _attend_job(self, link: PoolLink[FromDialler], hello: w.JobHello) -> None:
-        listener, job = self._listener, hello.job
-        if listener is None:
-            await self._refuse(link, "the pool's process is not ready yet", retry=True)
-            return
-        if hello.protocol_version != w.POOL_PROTOCOL_VERSION:
-            await self._refuse(link, _other_version(hello.protocol_version), retry=False)
-            return
-        if not _same(hello.token, self._tokens.job(job, hello.placement)):
-            await self._refuse(link, "unknown job or wrong token", retry=False)
-            return
-        answer = listener.job_joined(hello)
-        if isinstance(answer, w.PoolRefused):
-            await self._refuse(link, answer.reason, retry=answer.retry)
-            return
-        former = self._jobs.get(job)
+        by_ticket = is_secret(hello.token, self._tokens.ticket(name, number))
+        if not (by_ticket and not spent) and not is_secret(hello.token, session):
+            raise SessionRefused("unknown node or wrong token")
+        if by_ticket:
+            self._tickets.spend_ticket(name)
+        former = self._keepers.get(name)
         if former is not None:
             former.abort()
-        self._jobs[job] = link
+        self._seat(link, self._keepers, name, listener.keeper_heard, listener.keeper_left)
+        times = self._times
+        link.send(w.KeeperWelcome(session, times.silence_s, times.orphan_s, times.measure_s))
+        if refused := listener.keeper_joined(hello):
+            self._keepers.pop(name, None)
+            raise SessionRefused(refused)
+        link.watch(times.silence_s)
+
+    def _let_job_in(self, link: PoolLink[FromDialler], hello: w.JobHello, listener: PoolListener) -> None:
+        job = hello.job
+        if not is_secret(hello.token, self._tokens.job(job, hello.placement)):
+            raise SessionRefused("unknown job or wrong token")
+        answer = listener.job_joined(hello)
+        if isinstance(answer, w.RefusedFrame):
+            raise SessionRefused(answer.reason, retry=answer.retry)
+        former = self._jobs.get(job)
+        self._seat(link, self._jobs, job, listener.job_heard, listener.job_left)
+        if former is not None:
+            former.abort()
         link.send(answer)
         link.watch(answer.silence_s)
         listener.settle()
-        await self._hear(link, self._jobs, job, lambda message: listener.job_heard(job, message), listener.job_left)
 
-    async def _hear(
+    def _seat(
         self,
         link: PoolLink[FromDialler],
         links: dict[str, PoolLink[FromDialler]],
         key: str,
-        hear: Callable[[Any], None],
+        hear: Callable[[str, Any], None],
         left: Callable[[str], None],
     ) -> None:
-        try:
-            while True:
-                message = await link.receive()
-                if links.get(key) is not link:
-                    return
-                with self._isolated.attempt(f"message of {key}"):
-                    hear(message)
-        except LinkLost as loss:
-            log.info("connection lost", who=key, cause=str(loss))
-        finally:
+        """Hear this connection for the keeper or job from now on, and no other."""
+
+        def heard(messages: list[FromDialler]) -> None:
+            for message in messages:
+                if links.get(key) is link:
+                    with self._isolated.attempt(f"message of {key}"):
+                        hear(key, message)
+
+        def ended(cause: Exception) -> None:
             if links.get(key) is link:
+                log.info("connection lost", who=key, cause=str(cause))
                 del links[key]
-                left(key)
+                with self._isolated.attempt("connection"):
+                    left(key)
 
-    async def _refuse(self, link: PoolLink[FromDialler], reason: str, *, retry: bool) -> None:
-        link.send(w.PoolRefused(reason, retry))
-        await link.aclose()
-
-
-def _other_version(found: int) -> str:
-    return f"it speaks version {found} of the pool's protocol; allowed: {w.POOL_PROTOCOL_VERSION}"
-
-
-def _same(shown: str, token: str) -> bool:
-    return hmac.compare_digest(shown.encode(errors="surrogateescape"), token.encode())
+        links[key] = link
+        link.take_over(key, heard, ended)

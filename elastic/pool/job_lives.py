@@ -26,16 +26,16 @@ class JobLives:
         self._pool.timers.clear("restart", job)
         self._workers.forget(live)
 
-    def welcome(self, hello: w.JobHello) -> w.JobWelcome | w.PoolRefused:
+    def welcome(self, hello: w.JobHello) -> w.JobWelcome | w.RefusedFrame:
         """A job has dialled with the token of this placement; what it is told to hold."""
         pool = self._pool
         job, record = hello.job, pool.cluster.jobs.get(hello.job)
         if record is None or record.placement != hello.placement or record.state not in HOLDING or record.seat is None:
-            return w.PoolRefused("the pool has no such start of this job any more", retry=False)
+            return w.RefusedFrame("the pool has no such start of this job any more", retry=False)
         train = pool.cluster.groups[record.seat.group].train
         away = [node for node in (*record.seat.rollout, *train) if not pool.is_connected(node)]
         if away:
-            return w.PoolRefused(f"keepers are not there yet: {', '.join(away)}", retry=True)
+            return w.RefusedFrame(f"keepers are not there yet: {', '.join(away)}", retry=True)
         live = pool.job(job)
         live.connected = True
         if hello.script:

@@ -16,7 +16,7 @@ import structlog
 
 from elastic.core.cluster.types import JobId
 from elastic.pool import messages as w
-from elastic.pool.connection import FROM_RESIDENT, TO_KEEPER, LinkLost, NotLetIn, PoolLink, join, over_socket
+from elastic.pool.connection import FROM_RESIDENT, TO_KEEPER, PoolLink, join
 from elastic.pool.keeper_state import (
     KeeperCommand,
     KeeperEvent,
@@ -31,6 +31,7 @@ from elastic.pool.keeper_state import (
     TellResident,
     TimePassed,
 )
+from elastic.protocol.connection import ConnectionLost, SessionRefused, over_socket
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.host import here
 from elastic.system.isolation import IsolatedLoop, LoopFaults
@@ -116,7 +117,7 @@ class Keeper:
         while True:
             try:
                 link, welcome = await join(self._ticket.endpoint, TO_KEEPER, self._hello, w.KeeperWelcome, within_s)
-            except (NotLetIn, LinkLost) as end:
+            except (SessionRefused, ConnectionLost) as end:
                 return str(end)
             log.info("joined the pool", node=self._ticket.node)
             self._link, self._token, within_s = link, welcome.session, welcome.orphan_s
@@ -125,11 +126,11 @@ class Keeper:
             try:
                 while True:
                     message = await link.receive()
-                    if isinstance(message, w.PoolRefused):
+                    if isinstance(message, w.RefusedFrame):
                         return message.reason
                     with self._isolated.attempt(type(message).__name__):
                         self._heed(message)
-            except LinkLost as loss:
+            except ConnectionLost as loss:
                 log.warning("the pool's process is not heard", cause=str(loss))
             finally:
                 measuring.cancel()
@@ -262,7 +263,7 @@ class Keeper:
     async def _listen(self, resident: _Resident) -> None:
         if resident.link is None:
             await asyncio.Event().wait()
-        with contextlib.suppress(LinkLost):
+        with contextlib.suppress(ConnectionLost):
             while resident.link is not None:
                 message = await resident.link.receive()
                 with self._isolated.attempt(f"message of {resident.order.job}"):

@@ -19,7 +19,7 @@ import msgspec
 
 from elastic.core.cluster.types import PhaseKind
 from elastic.core.types import Count, Text
-from elastic.protocol.frames import Seconds
+from elastic.protocol.frames import RefusedFrame, Seconds
 
 POOL_PROTOCOL_VERSION = 1
 KEEPER_VARIABLE = "ELASTIC_KEEPER_FD"
@@ -184,13 +184,6 @@ class JobWelcome(_PoolMessage, frozen=True):
     """By node, the worker that the node's resident works as."""
     silence_s: Seconds = 30.0
     """A peer that receives nothing for so long dials again."""
-
-
-class PoolRefused(_PoolMessage, frozen=True):
-    """No session for this job or keeper. `retry` says whether dialling again can help."""
-
-    reason: Text
-    retry: bool
 
 
 class Recalled(_PoolMessage, frozen=True):
@@ -458,12 +451,12 @@ FromJob: TypeAlias = (
     | StillHere
 )
 ToJob: TypeAlias = (
-    JobWelcome | PoolRefused | Granted | Recalled | TailMove | PermitOver | SliceParked | TrainerEnded | StillHere
+    JobWelcome | RefusedFrame | Granted | Recalled | TailMove | PermitOver | SliceParked | TrainerEnded | StillHere
 )
 FromKeeper: TypeAlias = KeeperHello | ResidentUp | ResidentGone | DeviceFreed | WorkerLeft | HostMemory | StillHere
 ToKeeper: TypeAlias = (
     KeeperWelcome
-    | PoolRefused
+    | RefusedFrame
     | StartResidentFrame
     | GiveDevice
     | LendWorker

@@ -255,7 +255,7 @@ class PoolShell:
                 pass
         self._drain()
 
-    def job_joined(self, hello: w.JobHello) -> w.JobWelcome | w.PoolRefused:
+    def job_joined(self, hello: w.JobHello) -> w.JobWelcome | w.RefusedFrame:
         """Take in a job with the token of its placement; returns its welcome. `settle` is called next."""
         return self._lives.welcome(hello)
 

@@ -1,7 +1,7 @@
 """Frames on a byte stream: a 4-byte big-endian length and a body. What all our protocols share."""
 
 import struct
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -17,6 +17,20 @@ _LENGTH = struct.Struct(">I")
 
 class WireError(Exception):
     """The peer broke the protocol; the connection is of no further use."""
+
+
+class UnreadableFrame(WireError):
+    """A frame of no use, on a connection that is sound: its sender has to be given an answer."""
+
+    def answer(self) -> Any:
+        raise NotImplementedError
+
+
+class RefusedFrame(msgspec.Struct, frozen=True, tag="Refused", array_like=True):
+    """No session. `retry` says whether dialling again can help. It is the same in every version of every protocol."""
+
+    reason: str
+    retry: bool
 
 
 def framed(body: bytes) -> bytes:

@@ -33,9 +33,18 @@ from elastic.core.types import (
     Text,
     WeightMode,
 )
-from elastic.protocol.frames import MAX_FRAME_BYTES, SECONDS_MAX, FrameBuffer, Seconds, WireError, framed
+from elastic.protocol.frames import (
+    MAX_FRAME_BYTES,
+    SECONDS_MAX,
+    FrameBuffer,
+    RefusedFrame,
+    Seconds,
+    UnreadableFrame,
+    WireError,
+    framed,
+)
 
-__all__ = ["MAX_FRAME_BYTES", "SECONDS_MAX", "FrameBuffer", "Seconds", "WireError"]
+__all__ = ["MAX_FRAME_BYTES", "SECONDS_MAX", "FrameBuffer", "RefusedFrame", "Seconds", "WireError"]
 
 PROTOCOL_VERSION = 5
 MAX_WORKER_FRAME_BYTES = 4 * 1024 * 1024
@@ -307,13 +316,6 @@ class Waiting(_Message, frozen=True):
     `StillThere`, so that both know of each other."""
 
 
-class RefusedFrame(_Message, frozen=True, tag="Refused"):
-    """No session. `retry` says whether dialling again can help."""
-
-    reason: str
-    retry: bool
-
-
 class Generate(_Message, frozen=True):
     """Start an attempt; fields as in `elastic.engine.base.GenerateRequest`."""
 
@@ -509,7 +511,7 @@ def decode_from_worker(body: bytes | memoryview) -> FromWorker:
         raise WireError(f"not a worker's message: {error}") from error
 
 
-class UnreadableOrder(WireError):
+class UnreadableOrder(UnreadableFrame):
     """An order to generate that cannot be read and names its attempt. `answer` gives the attempt back."""
 
     def __init__(self, named: "_NamedAttempt", cause: str) -> None:

@@ -16,12 +16,13 @@ from elastic.core.types import Nanoseconds
 from elastic.engine import create_engine
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.protocol import wire
+from elastic.protocol.connection import ConnectionLost, SessionRefused
 from elastic.system.host import here
 from elastic.system.parking import Parkable
 from elastic.system.processes import end_own_kin
 from elastic.system.signals import TERMINATION, act_on
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
-from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
+from elastic.worker.connection import OrchestratorLink, Ticket, dial
 from elastic.worker.device_permit import DevicePermit
 from elastic.worker.service import USUAL, AgentExit, Intervals, Service
 from elastic.worker.threads import DaemonThread
@@ -152,7 +153,7 @@ async def _boot(ticket: Ticket, build_engine: BuildEngine, device: DaemonThread,
 class _Booted(NamedTuple):
     ticket: Ticket
     welcome: wire.Welcome
-    connection: Connection
+    connection: OrchestratorLink
     engine: RolloutEngine
     granted_ns: Nanoseconds
 

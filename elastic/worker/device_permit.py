@@ -15,8 +15,9 @@ import structlog
 
 from elastic.config import ConfigError
 from elastic.core.types import Account
-from elastic.pool.connection import TO_RESIDENT, over_socket
+from elastic.pool.connection import TO_RESIDENT
 from elastic.pool.messages import KEEPER_VARIABLE, DeviceResumed, Leave, Park, Parked, Resume, Warm, WorkAs
+from elastic.protocol.connection import over_socket
 from elastic.system.parking import Parkable, Switch
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.threads import DaemonThread
@@ -52,8 +53,8 @@ class DevicePermit:
     async def obey(self, state: Parkable, device: DaemonThread, accounts: DeviceAccounts, timeout_s: float) -> NoReturn:
         """Park and resume `state` on the device's thread as the keeper says; it begins without the device.
 
-        Raises `LinkLost` once the keeper is gone, `TimeoutError`, and what parking or resuming raises: the worker is of
-        no more use then.
+        Raises `ConnectionLost` once the keeper is gone, `TimeoutError`, and what parking or resuming raises: the worker
+        is of no more use then.
         """
         assert self._keeper is not None
         accounts.devote(Account.PARKED)

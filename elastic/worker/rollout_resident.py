@@ -15,7 +15,7 @@ import structlog
 
 from elastic.core.types import Account, Capabilities, WeightMode, WorkerId
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, RolloutEngine, TokenChunk
-from elastic.pool.connection import TO_RESIDENT, LinkLost, PoolLink, over_socket
+from elastic.pool.connection import TO_RESIDENT, PoolLink
 from elastic.pool.messages import (
     DeviceResumed,
     Leave,
@@ -29,6 +29,7 @@ from elastic.pool.messages import (
     WorkerTicketFrame,
 )
 from elastic.protocol import wire
+from elastic.protocol.connection import ConnectionLost, over_socket
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.host import here
 from elastic.system.parking import Parkable, Switch
@@ -248,7 +249,7 @@ class RolloutResident:
                 self._link.send(Warm())
                 while True:
                     await self._obey(await self._link.receive())
-        except* LinkLost as lost:
+        except* ConnectionLost as lost:
             end = AgentExit(1, str(lost.exceptions[0]))
         except* _Left:
             end = AgentExit(0, "terminated")

@@ -19,11 +19,12 @@ from elastic.core.run_state import TRAINER_PATIENCE
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase
 from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine
 from elastic.protocol import wire
+from elastic.protocol.connection import ConnectionLost, SessionRefused
 from elastic.system.host import here
 from elastic.weights.errors import VersionSuperseded, WeightsError, WeightsRefusal
 from elastic.weights.source import PullReport, RelaySource
 from elastic.worker.accounts import DeviceAccounts
-from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
+from elastic.worker.connection import OrchestratorLink, Ticket, dial
 from elastic.worker.device_permit import DevicePermit
 from elastic.worker.notices import watch_instance
 from elastic.worker.threads import DaemonThread, run_in_thread
@@ -72,7 +73,7 @@ class Service:
         self,
         ticket: Ticket,
         welcome: wire.Welcome,
-        connection: Connection,
+        connection: OrchestratorLink,
         engine: RolloutEngine,
         device: DaemonThread,
         share: DeviceShare | None,
@@ -172,7 +173,8 @@ class Service:
     async def _converse(self) -> None:
         while not self._exit.done():
             try:
-                await self._connection.listen(self._obey, self._silence_timeout_s)
+                self._connection.watch(self._silence_timeout_s)
+                await self._connection.listen(self._obey)
             except ConnectionLost as loss:
                 await self._reconnect(loss)
 
@@ -364,7 +366,7 @@ class Service:
                 if not sound and self._wanted is not None and (self._loading is None or self._loading.done()):
                     self._order_weights(self._wanted, again=True)
 
-    async def _load(self, order: wire.PullWeights, asked: Connection, again: bool) -> None:
+    async def _load(self, order: wire.PullWeights, asked: OrchestratorLink, again: bool) -> None:
         if not again and self._engine.statistics().weights_version == order.version:
             self._send(wire.WeightsReport(order.version, "", 0, 0.0, 0.0))
             return
@@ -387,7 +389,7 @@ class Service:
     async def _apply(
         self,
         order: wire.PullWeights,
-        asked: Connection,
+        asked: OrchestratorLink,
         source: RelaySource,
         pulled: PullReport,
         times_s: tuple[float, float],
@@ -445,7 +447,7 @@ class Service:
         return self._engine.statistics().accounts_ns.get(Account.APPLYING, 0)
 
     def _report_failure(
-        self, order: wire.PullWeights, asked: Connection, error: str, refused: Iterable[WeightsRefusal] = ()
+        self, order: wire.PullWeights, asked: OrchestratorLink, error: str, refused: Iterable[WeightsRefusal] = ()
     ) -> None:
         """Report a failed load on the connection where it was `asked`. On a new connection the weights are ordered
         again."""

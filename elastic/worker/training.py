@@ -11,7 +11,7 @@ from elastic.core.types import Account
 from elastic.engine.base import RolloutEngine
 from elastic.protocol import wire
 from elastic.worker.accounts import DeviceAccounts
-from elastic.worker.connection import Connection
+from elastic.worker.connection import OrchestratorLink
 from elastic.worker.device_permit import DevicePermit
 from elastic.worker.threads import DaemonThread, run_in_thread
 
@@ -114,7 +114,7 @@ class Training:
         if self._publishing is not None:
             self._tell_of_publication()
 
-    async def obey(self, order: TrainerOrder, asked: Connection) -> None:
+    async def obey(self, order: TrainerOrder, asked: OrchestratorLink) -> None:
         """Carry out an order and answer on the connection where it was `asked`. On another connection it is asked
         again.
 

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from elastic.core.cluster.types import PhaseKind
-from elastic.pool import connection as links
 from elastic.pool import messages as w
-from elastic.pool.connection import FromDialler, LinkLost, PoolLink
+from elastic.pool.connection import FromDialler, PoolLink
+from elastic.protocol.connection import ConnectionLost
 from elastic.protocol.endpoint import Endpoint
+from tests.pool.model import listen_as_pool
 
 NODES = {PhaseKind.ROLLOUT: ("rollout-1", "rollout-2"), PhaseKind.TRAIN: ("train-1",)}
 PATIENCE_S = 20.0
@@ -60,7 +61,7 @@ class StubPool:
 
     def start(self) -> None:
         async def listening() -> None:
-            self._server = await links.listen("127.0.0.1", self.port, None, self._connected)
+            self._server = await listen_as_pool(self._connected, self.port)
             self.port = self._server.sockets[0].getsockname()[1]
 
         self.there(listening)
@@ -120,14 +121,14 @@ class StubPool:
                 with self._changed:
                     self.heard.append(message)
                     self._changed.notify_all()
-        except LinkLost:
+        except ConnectionLost:
             pass
 
     def _hear(self, link: PoolLink[FromDialler], message: FromDialler) -> None:
         match message:
             case w.JobHello(token=token):
                 if token != "token":
-                    link.send(w.PoolRefused("an older process of this job", retry=False))
+                    link.send(w.RefusedFrame("an older process of this job", retry=False))
                     return
                 link.send(
                     w.JobWelcome(

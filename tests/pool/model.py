@@ -1,11 +1,23 @@
 """A pool as one job sees it: it does what it is told as `elastic.pool.messages` says, and what it is made to do."""
 
+import asyncio
 from collections.abc import Callable
 
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
+from elastic.pool.connection import FROM_DIALLER, FromDialler, PoolLink
+from elastic.protocol.admission import listen
+from elastic.protocol.connection import Connection
+from elastic.protocol.tls import Certificate, TlsServer
 
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+
+
+async def listen_as_pool(
+    connected: Callable[[PoolLink[FromDialler]], None], port: int = 0, certificate: Certificate | None = None
+) -> asyncio.Server | TlsServer:
+    """Pass every connection to `connected`, whoever dials."""
+    return await listen("127.0.0.1", port, certificate, lambda: Connection(FROM_DIALLER, "who dialled", connected))
 
 
 class JobsPool:

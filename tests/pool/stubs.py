@@ -20,8 +20,9 @@ import msgspec
 from elastic.compose.pool import PoolPrograms, PoolWiring, run_pool
 from elastic.core.cluster.types import NodeId, PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.connection import TO_JOB, TO_RESIDENT, LinkLost, PoolLink, join, over_socket
+from elastic.pool.connection import TO_JOB, TO_RESIDENT, PoolLink, join
 from elastic.pool.ports import JobEnding, JobEntry
+from elastic.protocol.connection import ConnectionLost, over_socket
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.logs import STANDARD_ERROR, log_to
 
@@ -240,7 +241,7 @@ class StubJob:
             assert self.link is not None
             try:
                 message = await self.link.receive()
-            except LinkLost:
+            except ConnectionLost:
                 await self.dial()
                 assert self.welcome is not None
                 held = self.granted  # What it held may have been yielded meanwhile, to nobody.
@@ -282,7 +283,7 @@ if __name__ == "__main__":
     if what == "pool":
         raise SystemExit(run_pool(where, PoolWiring(programs=StubPrograms)))
     if what == "resident":
-        with contextlib.suppress(LinkLost):
+        with contextlib.suppress(ConnectionLost):
             asyncio.run(be_resident(where))
     else:
         asyncio.run(StubJob(where).run())

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elastic.pool import connection as links
 from elastic.pool import messages as w
 from elastic.pool.client import JobPart, News, PoolClient, PoolMembership, PoolUnavailable
 from elastic.pool.connection import FromDialler, PoolLink
+from elastic.protocol.connection import ConnectionLost
 from elastic.protocol.endpoint import Endpoint
-from tests.pool.model import ROLLOUT, TRAIN, JobsPool
+from tests.pool.model import ROLLOUT, TRAIN, JobsPool, listen_as_pool
 
 PHASES = st.sampled_from([ROLLOUT, TRAIN])
 
@@ -239,13 +239,13 @@ class Server:
         self.pool = JobsPool(lambda message: self.link.send(message) if self.link else None)
         self.connected: asyncio.Queue[PoolLink[FromDialler]] = asyncio.Queue()
         self.address = ""
-        self.refuses: w.PoolRefused | None = None
+        self.refuses: w.RefusedFrame | None = None
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         port = int(self.address.rpartition(":")[2] or 0)
-        self._server = await links.listen("127.0.0.1", port, None, self._accept)  # type: ignore[assignment]
+        self._server = await listen_as_pool(self._accept, port)  # type: ignore[assignment]
         assert self._server is not None
         self.address = "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
 
@@ -266,7 +266,7 @@ class Server:
             self.connected.put_nowait(link)
             while True:
                 self.pool.hear(await link.receive())  # type: ignore[arg-type]
-        except links.LinkLost:
+        except ConnectionLost:
             pass
         finally:
             if self.link is link:
@@ -324,7 +324,7 @@ async def test_who_is_turned_away_has_nothing_any_more_and_says_why():
     permit = server.pool.grant(ROLLOUT)
     await until(lambda: permit in client.part.permits)
     client.lend(permit, "node-1", ticket("worker-1"))
-    server.refuses = w.PoolRefused("placement 4 is the present one", retry=False)
+    server.refuses = w.RefusedFrame("placement 4 is the present one", retry=False)
     server.stop()
     await server.start()
     await until(lambda: reasons)
@@ -338,7 +338,7 @@ async def test_who_is_turned_away_has_nothing_any_more_and_says_why():
 async def test_no_pool_at_that_address_is_said_at_once_or_after_the_wait():
     server = Server()
     await server.start()
-    server.refuses = w.PoolRefused("no such job", retry=False)
+    server.refuses = w.RefusedFrame("no such job", retry=False)
     with pytest.raises(PoolUnavailable, match="no such job"):
         await PoolClient(membership(server.address)).open(10.0)
     server.stop()

@@ -10,12 +10,13 @@ import msgspec
 import pytest
 
 from elastic.core.cluster.types import PhaseKind
-from elastic.pool import connection as links
 from elastic.pool import messages as w
-from elastic.pool.connection import FromDialler, LinkLost, NotLetIn, PoolLink
+from elastic.pool.connection import FROM_DIALLER, TO_JOB, FromDialler, PoolLink, join
+from elastic.protocol.connection import ConnectionLost, SessionRefused, over_socket
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.frames import framed
 from elastic.protocol.tls import run_certificate
+from tests.pool.model import listen_as_pool
 
 HELLO = w.JobHello(w.POOL_PROTOCOL_VERSION, "a", "token", 1)
 WELCOME = w.JobWelcome(("rollout-1",), ("train-1",), 1.0, 2.0, 1, 1, 60.0)
@@ -24,7 +25,7 @@ WELCOME = w.JobWelcome(("rollout-1",), ("train-1",), 1.0, 2.0, 1, 1, 60.0)
 @contextlib.asynccontextmanager
 async def served(certificate=None) -> AsyncIterator[tuple[Endpoint, "asyncio.Queue[PoolLink[FromDialler]]"]]:
     connected: asyncio.Queue[PoolLink[FromDialler]] = asyncio.Queue()
-    server = await links.listen("127.0.0.1", 0, certificate, connected.put_nowait)
+    server = await listen_as_pool(connected.put_nowait, certificate=certificate)
     host, port = server.sockets[0].getsockname()[:2]
     try:
         yield Endpoint(f"{host}:{port}", fingerprint=certificate.fingerprint if certificate else ""), connected
@@ -39,7 +40,7 @@ async def welcomes(connected: "asyncio.Queue[PoolLink[FromDialler]]", *answers: 
         link = await connected.get()
         assert isinstance(await link.receive(), w.JobHello)
         link.send(answer)
-        if not isinstance(answer, w.PoolRefused):
+        if not isinstance(answer, w.RefusedFrame):
             connected.put_nowait(link)
 
 
@@ -48,7 +49,7 @@ async def test_a_job_joins_and_both_hear_each_other_in_order(tmp_path: Path, enc
     certificate = run_certificate(tmp_path, ["127.0.0.1"]) if encrypted else None
     async with served(certificate) as (endpoint, connected), asyncio.timeout(20):
         answering = asyncio.create_task(welcomes(connected, WELCOME))
-        link, welcome = await links.join(endpoint, links.TO_JOB, lambda: HELLO, w.JobWelcome, 10.0)
+        link, welcome = await join(endpoint, TO_JOB, lambda: HELLO, w.JobWelcome, 10.0)
         await answering
         assert welcome == WELCOME
         other = connected.get_nowait()
@@ -59,57 +60,60 @@ async def test_a_job_joins_and_both_hear_each_other_in_order(tmp_path: Path, enc
         other.send(w.Granted(7, PhaseKind.ROLLOUT, ("rollout-1",), 3.0))
         assert await link.receive() == w.Granted(7, PhaseKind.ROLLOUT, ("rollout-1",), 3.0)
         await link.aclose()
-        with pytest.raises(LinkLost, match="closed"):
+        with pytest.raises(ConnectionLost, match="closed"):
             await other.receive()
 
 
 async def test_another_certificate_than_that_of_the_fingerprint_is_told_nothing(tmp_path: Path):
     async with served(run_certificate(tmp_path, ["127.0.0.1"])) as (endpoint, connected), asyncio.timeout(20):
-        with pytest.raises(NotLetIn, match="not to be believed"):
-            await links.dial(msgspec.structs.replace(endpoint, fingerprint="00" * 32), links.TO_JOB, 5.0)
-        with pytest.raises(LinkLost):
+        with pytest.raises(SessionRefused, match="not to be believed"):
+            await join(
+                msgspec.structs.replace(endpoint, fingerprint="00" * 32), TO_JOB, lambda: HELLO, w.JobWelcome, 0.2
+            )
+        with pytest.raises(ConnectionLost):
             await (await connected.get()).receive()
 
 
 async def test_who_is_refused_for_good_does_not_dial_again_and_who_may_does():
     async with served() as (endpoint, connected), asyncio.timeout(20):
         answering = asyncio.create_task(
-            welcomes(connected, w.PoolRefused("later", retry=True), w.PoolRefused("an older process", retry=False))
+            welcomes(connected, w.RefusedFrame("later", retry=True), w.RefusedFrame("an older process", retry=False))
         )
-        with pytest.raises(NotLetIn, match="older"):
-            await links.join(endpoint, links.TO_JOB, lambda: HELLO, w.JobWelcome, 10.0)
+        with pytest.raises(SessionRefused, match="older"):
+            await join(endpoint, TO_JOB, lambda: HELLO, w.JobWelcome, 10.0)
         await answering
 
 
 async def test_a_peer_that_falls_silent_is_lost_and_one_that_only_beats_is_not():
     ours, theirs = socket.socketpair()
     async with asyncio.timeout(20):
-        one = await links.over_socket(ours, links.TO_JOB, "the pool")
-        other = await links.over_socket(theirs, links.FROM_DIALLER, "the job")
+        one = await over_socket(ours, TO_JOB, "the pool")
+        other = await over_socket(theirs, FROM_DIALLER, "the job")
         one.watch(0.3)
         other.watch(0.3)
         waiting = asyncio.create_task(one.receive())
         done, _ = await asyncio.wait([waiting], timeout=1.2)
         assert not done
-        other._still()
-        with pytest.raises(LinkLost, match=r"silent for 0\.3 s"):
+        other.take_over("the job", lambda _: None)  # Beats are over.
+        with pytest.raises(ConnectionLost, match=r"silent for 0\.3 s"):
             await waiting
-        with pytest.raises(LinkLost):
+        with pytest.raises(ConnectionLost):
             await other.receive()
 
 
 async def test_a_peer_that_does_not_read_is_cut_and_one_that_breaks_the_protocol_too():
     ours, theirs = socket.socketpair()
     async with asyncio.timeout(20):
-        link = await links.over_socket(ours, links.TO_JOB, "the pool")
-        while not link.lost:
+        link = await over_socket(ours, TO_JOB, "the pool")
+        while link.open:
             link.send(w.PermitOver(1, "x" * 100_000))
-        with pytest.raises(LinkLost, match="does not read"):
+            await asyncio.sleep(0)
+        with pytest.raises(ConnectionLost, match="does not read"):
             await link.receive()
         theirs.close()
         ours, theirs = socket.socketpair()
-        link = await links.over_socket(ours, links.TO_JOB, "the pool")
+        link = await over_socket(ours, TO_JOB, "the pool")
         theirs.send(framed(b"\x93nothing"))
-        with pytest.raises(LinkLost, match="broke the protocol"):
+        with pytest.raises(ConnectionLost, match="broke the protocol"):
             await link.receive()
         theirs.close()

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic.core.cluster.types import PhaseKind
-from elastic.pool import connection as links
 from elastic.pool import messages as w
 from elastic.pool.client import PoolClient, PoolMembership
 from elastic.pool.connection import FromDialler, PoolLink
+from elastic.protocol.connection import ConnectionLost
 from elastic.protocol.endpoint import Endpoint
-from tests.pool.model import JobsPool
+from tests.pool.model import JobsPool, listen_as_pool
 
 CLIENTS: list[PoolClient] = []
 """Of this process, for whoever is to close them."""
@@ -79,7 +79,7 @@ class LendingPool:
         self._loop.close()
 
     async def _serve(self, listening: threading.Event) -> None:
-        server = await links.listen("127.0.0.1", 0, None, self._connected)
+        server = await listen_as_pool(self._connected)
         host, port = server.sockets[0].getsockname()[:2]
         self._address.write_text(f"{host}:{port}")
         listening.set()
@@ -108,14 +108,14 @@ class LendingPool:
             assert isinstance(hello, w.JobHello)
             job = self._jobs.setdefault(hello.job, _Job(self._command))
             if job.link is not None:
-                job.link.send(w.PoolRefused("another process speaks for the job now", retry=False))
+                job.link.send(w.RefusedFrame("another process speaks for the job now", retry=False))
             job.link = link
             link.send(job.pool.welcome())
             while True:
                 job.pool.hear(await link.receive())  # type: ignore[arg-type]
                 if PhaseKind.ROLLOUT in job.pool.asked:
                     job.pool.grant(PhaseKind.ROLLOUT)
-        except links.LinkLost:
+        except ConnectionLost:
             pass
         finally:
             link.abort()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from elastic.core.types import Capabilities, WeightMode
 from elastic.protocol import wire
+from elastic.protocol.admission import StrangerLimits
 from elastic.runtime.allowances import FAR_BEYOND, OPENINGS_BURST
-from elastic.runtime.gateway import Gateway, GatewayError, GatewayLimits
+from elastic.runtime.gateway import CODEC, Gateway, GatewayError
 from elastic.runtime.refusals import RefusalCount
 
 PATIENCE_S = 10.0
@@ -104,9 +106,9 @@ class Peer:
 class House:
     """A gateway, its listener and a way to dial it."""
 
-    def __init__(self, limits: GatewayLimits | None = None) -> None:
+    def __init__(self, limits: StrangerLimits | None = None, **costs: float) -> None:
         self.ear = Ear()
-        self.gateway = Gateway(limits)
+        self.gateway = Gateway(limits, dataclasses.replace(CODEC, **costs))
         self.door = self.gateway.open("run", self.ear, WELCOME)
         self._peers: list[Peer] = []
 
@@ -486,14 +488,14 @@ async def test_a_worker_that_sends_garbage_is_barred_for_good(house: House) -> N
 
 
 async def test_a_silent_stranger_is_sent_away_in_time() -> None:
-    async with House(GatewayLimits(handshake_timeout_s=0.05)) as house:
+    async with House(StrangerLimits(hello_timeout_s=0.05)) as house:
         peer = await house.dial()
         assert await peer.hear() == wire.RefusedFrame("no Hello within 0.05 s", retry=True)
         assert await peer.hear() is None
 
 
 async def test_the_oldest_stranger_goes_where_there_are_too_many() -> None:
-    async with House(GatewayLimits(unauthenticated=2)) as house:
+    async with House(StrangerLimits(most=2)) as house:
         house.expect()
         oldest, *_ = [await house.dial() for _ in range(3)]
         refused = await oldest.hear()
@@ -552,9 +554,9 @@ class CountingTransport:
 
 async def test_sends_of_one_iteration_are_one_write(house: House) -> None:
     peer, _ = await house.ready()
-    (connection,) = house.gateway._connections
-    transport = CountingTransport(connection._transport)
-    connection._transport = transport  # type: ignore[assignment]
+    (connection,) = house.gateway.connections
+    transport = CountingTransport(connection.transport)
+    connection.transport = transport  # type: ignore[assignment]
     for version in range(100):
         house.door.send("w", 1, wire.PullWeights(version, WeightMode.FINISH))
     assert [await peer.hear() for _ in range(100)]
@@ -562,22 +564,22 @@ async def test_sends_of_one_iteration_are_one_write(house: House) -> None:
 
 
 async def test_a_peer_that_does_not_read_is_dropped_at_a_bound() -> None:
-    async with House(GatewayLimits(unread_bytes=1 << 20)) as house:
+    async with House(unread_bytes=1 << 20) as house:
         await house.ready()
-        (connection,) = house.gateway._connections
+        (connection,) = house.gateway.connections
         order = wire.Drain("x" * 65_536)
         held = 0
         async with asyncio.timeout(PATIENCE_S):
             while house.ear.heard[-1][0] != "disconnected":
                 house.door.send("w", 1, order)
                 await asyncio.sleep(0)
-                held = max(held, connection._transport.get_write_buffer_size())
+                held = max(held, connection.transport.get_write_buffer_size())
         assert held <= 1 << 20
         assert house.ear.heard[-1] == ("disconnected", "w", 1, False)
 
 
 async def test_a_peer_that_reads_nothing_for_too_long_is_dropped() -> None:
-    async with House(GatewayLimits(unread_timeout_s=0.2)) as house:
+    async with House(unread_timeout_s=0.2) as house:
         await house.ready()
         for _ in range(200):
             house.door.send("w", 1, wire.Drain("x" * 65_536))
@@ -607,6 +609,7 @@ async def test_closing_ends_every_connection_and_is_quiet(house: House) -> None:
 _VICTIM = """
 import os, socket, sys, time
 from elastic.protocol import wire
+from elastic.protocol.admission import StrangerLimits
 from elastic.core.types import Capabilities, WeightMode
 host, port = sys.argv[1].split(":")
 s = socket.create_connection((host, int(port)))

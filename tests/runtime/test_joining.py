@@ -8,10 +8,11 @@ import pytest
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
 from elastic.protocol import tls, wire
+from elastic.protocol.connection import SessionRefused
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.ticket_store import TicketBook
 from elastic.runtime.gateway import Gateway
-from elastic.worker.connection import Connection, SessionRefused, Ticket, dial
+from elastic.worker.connection import OrchestratorLink, Ticket, dial
 from providers.base import LeaseRequest, ProviderContext, ProviderUnavailable, WorkerTicket
 from providers.joined import JoinedProvider
 from providers.markets import JoinedSettings
@@ -20,7 +21,7 @@ from tests.providers.conftest import Recorder
 from tests.runtime.test_gateway import READY, WELCOME, Ear
 
 PATIENCE_S = 10.0
-Joining = asyncio.Task[tuple[Connection, wire.Welcome]]
+Joining = asyncio.Task[tuple[OrchestratorLink, wire.Welcome]]
 
 
 class House:
@@ -96,7 +97,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
     await house.aclose()
 
 
-async def done(joining: Joining) -> tuple[Connection, wire.Welcome]:
+async def done(joining: Joining) -> tuple[OrchestratorLink, wire.Welcome]:
     async with asyncio.timeout(PATIENCE_S):
         return await joining
 

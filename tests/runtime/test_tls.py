@@ -13,6 +13,7 @@ import pytest
 from elastic.compose.relay import weights_relay
 from elastic.config import Config
 from elastic.protocol import tls, wire
+from elastic.protocol.connection import ConnectionLost, SessionRefused
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.sockets import listening_socket
 from elastic.protocol.tls import Certificate, TlsError, TlsServer
@@ -20,7 +21,7 @@ from elastic.runtime.gateway import Gateway
 from elastic.weights.errors import RelayUnavailable
 from elastic.weights.http import HttpRelay
 from elastic.weights.rights import RelayRights
-from elastic.worker.connection import ConnectionLost, SessionRefused, Ticket, dial
+from elastic.worker.connection import Ticket, dial
 from tests.runtime.test_gateway import READY, WELCOME, Ear
 
 PATIENCE_S = 10.0
@@ -217,7 +218,7 @@ async def test_a_worker_comes_and_comes_back_over_tls_and_a_silent_one_is_cut(ce
         if wire.Sleep() in messages:
             slept.set_result(None)
 
-    listening = asyncio.create_task(connection.listen(hear, PATIENCE_S))
+    listening = asyncio.create_task(connection.listen(hear))
     async with asyncio.timeout(PATIENCE_S):
         await slept
     listening.cancel()

@@ -296,8 +296,8 @@ class Orchestra:
 
     def cut(self) -> None:
         """Every connection, without a word."""
-        for connection in tuple(self.gateway._connections):
-            connection._transport.abort()
+        for connection in tuple(self.gateway.connections):
+            connection.transport.abort()
 
     async def __aenter__(self) -> Self:
         self.address = await self.gateway.start()

@@ -4,7 +4,7 @@ import asyncio
 import socket
 from typing import Self, TypeVar
 
-from elastic.pool.connection import FROM_RESIDENT, PoolLink, over_socket
+from elastic.pool.connection import FROM_RESIDENT, PoolLink
 from elastic.pool.messages import (
     DeviceResumed,
     FromResident,
@@ -17,6 +17,7 @@ from elastic.pool.messages import (
     WorkAs,
     WorkerTicketFrame,
 )
+from elastic.protocol.connection import over_socket
 from tests.worker.conftest import PATIENCE_S
 
 SaidT = TypeVar("SaidT", Warm, DeviceResumed, Parked, Left)

@@ -326,7 +326,7 @@ class ModelJob:
         hello = w.JobHello(w.POOL_PROTOCOL_VERSION, self.request.id, "", self.placement, self.script, held)
         answer = self.world.within(lambda: shell.job_joined(hello))
         if not isinstance(answer, w.JobWelcome):
-            if isinstance(answer, w.PoolRefused) and not answer.retry:
+            if isinstance(answer, w.RefusedFrame) and not answer.retry:
                 self.die("died", "it was not let in")
             else:
                 self.later(2 * S, self.dial)

@@ -25,8 +25,7 @@ RESET_S = 0.001
 ACCEPT_RETRY_S = 1.0
 """Time after which a loop that could not accept a connection tries again, as asyncio's loops do."""
 ONCE = frozenset(
-    {"Hello", "Ready", "Goodbye", "Welcome", "Refused"}
-    | {"KeeperHello", "JobHello", "KeeperWelcome", "JobWelcome", "PoolRefused"}
+    {"Hello", "Ready", "Goodbye", "Welcome", "Refused"} | {"KeeperHello", "JobHello", "KeeperWelcome", "JobWelcome"}
 )
 """Frames that begin or end an epoch. A connection that repeated them would violate the protocol."""
 
