@@ -12,7 +12,7 @@ from typing import Generic
 import msgspec
 
 from elastic.protocol.connection import CLOSE_GRACE_S, Codec, Connection, HearsT, SaysT, SessionRefused
-from elastic.protocol.frames import RefusedFrame, WireError
+from elastic.protocol.frames import RefusedFrame
 from elastic.protocol.sockets import address_of, listening_socket
 from elastic.protocol.tls import Certificate, TlsServer, oldest_of_crowd
 
@@ -123,8 +123,6 @@ class Admission(Generic[SaysT, HearsT]):
             self._greet(connection, hello)
         except SessionRefused as error:
             self.refuse(connection, str(error), retry=error.retry)
-        except WireError as error:
-            self.refuse(connection, str(error))
         else:
             self._forget(connection)
             if rest and connection.open:

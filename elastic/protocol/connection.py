@@ -132,7 +132,8 @@ class Connection(asyncio.Protocol, Generic[SaysT, HearsT]):
         """Be called from now on, instead of who was before: `hear` with what arrives, and `ended` with the cause once
         the connection is of no further use.
 
-        A peer that breaks the protocol is cut off, unless it is left to `broken`. Beats and watching are over.
+        A peer that breaks the protocol, or of which `hear` says so by a `WireError`, is cut off, unless it is left to
+        `broken`. Beats and watching are over.
         """
         self._still()
         self.peer, self.hear, self._ended, self._broken = peer, hear, ended, broken or self._drop_liar

@@ -319,15 +319,12 @@ class Door:
         except TicketRefused as refusal:
             raise SessionRefused(str(refusal)) from refusal
 
+        def heard(bodies: list[memoryview]) -> None:
+            for body in bodies:
+                _check_still_there(body)
+
         def broken(error: wire.WireError) -> None:
             self._gateway.refuse(link, str(error))
-
-        def heard(bodies: list[memoryview]) -> None:
-            try:
-                for body in bodies:
-                    _check_still_there(body)
-            except wire.WireError as error:
-                broken(error)
 
         def turn_away(reason: str) -> None:
             link.close(wire.RefusedFrame(reason, retry=False))
@@ -346,22 +343,19 @@ class Door:
         return session
 
     def _hear(self, session: "_Session", body: memoryview) -> None:
-        """Take one frame of a session; one that cannot be meant is its last."""
-        try:
-            if session.allowances is not None:
-                session.allowances.said(len(body), _now_s())
-                if session.allowances.far_beyond:
-                    raise wire.WireError(FAR_TOO_MUCH)
-            message = wire.decode_from_worker(body)
-            session.claims.check(message, _now_s())
-            if isinstance(message, wire.WeightsReport):
-                message = self._believable(session, message)
-            if isinstance(message, wire.Heartbeat) and session.ready:
-                message = self._in_time(session, message)
-            if message is not None:
-                self._receive(session, message, body)
-        except wire.WireError as error:
-            self._bar(session, str(error))
+        """Take one frame of a session. Raises `WireError` for one that cannot be meant, which is its last."""
+        if session.allowances is not None:
+            session.allowances.said(len(body), _now_s())
+            if session.allowances.far_beyond:
+                raise wire.WireError(FAR_TOO_MUCH)
+        message = wire.decode_from_worker(body)
+        session.claims.check(message, _now_s())
+        if isinstance(message, wire.WeightsReport):
+            message = self._believable(session, message)
+        if isinstance(message, wire.Heartbeat) and session.ready:
+            message = self._in_time(session, message)
+        if message is not None:
+            self._receive(session, message, body)
 
     def _believable(self, session: "_Session", report: wire.WeightsReport) -> wire.WeightsReport | None:
         """What is believed of a report on weights. What cannot be counts against the worker, and is not shown."""

@@ -8,16 +8,16 @@ from elastic.pool import messages as w
 from elastic.pool.connection import FROM_DIALLER, FromDialler, PoolLink
 from elastic.protocol.admission import listen
 from elastic.protocol.connection import Connection
-from elastic.protocol.tls import Certificate, TlsServer
+from elastic.protocol.tls import TlsServer
 
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
 
 async def listen_as_pool(
-    connected: Callable[[PoolLink[FromDialler]], None], port: int = 0, certificate: Certificate | None = None
+    connected: Callable[[PoolLink[FromDialler]], None], port: int = 0
 ) -> asyncio.Server | TlsServer:
     """Pass every connection to `connected`, whoever dials."""
-    return await listen("127.0.0.1", port, certificate, lambda: Connection(FROM_DIALLER, "who dialled", connected))
+    return await listen("127.0.0.1", port, None, lambda: Connection(FROM_DIALLER, "who dialled", connected))
 
 
 class JobsPool:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,7 +14,6 @@ from elastic.pool.connection import FROM_DIALLER, TO_JOB, FromDialler, PoolLink,
 from elastic.protocol.connection import ConnectionLost, SessionRefused, over_socket
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.frames import framed
-from elastic.protocol.tls import run_certificate
 from tests.pool.model import listen_as_pool
 
 HELLO = w.JobHello(w.POOL_PROTOCOL_VERSION, "a", "token", 1)
@@ -23,12 +21,12 @@ WELCOME = w.JobWelcome(("rollout-1",), ("train-1",), 1.0, 2.0, 1, 1, 60.0)
 
 
 @contextlib.asynccontextmanager
-async def served(certificate=None) -> AsyncIterator[tuple[Endpoint, "asyncio.Queue[PoolLink[FromDialler]]"]]:
+async def served() -> AsyncIterator[tuple[Endpoint, "asyncio.Queue[PoolLink[FromDialler]]"]]:
     connected: asyncio.Queue[PoolLink[FromDialler]] = asyncio.Queue()
-    server = await listen_as_pool(connected.put_nowait, certificate=certificate)
+    server = await listen_as_pool(connected.put_nowait)
     host, port = server.sockets[0].getsockname()[:2]
     try:
-        yield Endpoint(f"{host}:{port}", fingerprint=certificate.fingerprint if certificate else ""), connected
+        yield Endpoint(f"{host}:{port}"), connected
     finally:
         server.close()
         while not connected.empty():
@@ -44,10 +42,8 @@ async def welcomes(connected: "asyncio.Queue[PoolLink[FromDialler]]", *answers: 
             connected.put_nowait(link)
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-async def test_a_job_joins_and_both_hear_each_other_in_order(tmp_path: Path, encrypted: bool):
-    certificate = run_certificate(tmp_path, ["127.0.0.1"]) if encrypted else None
-    async with served(certificate) as (endpoint, connected), asyncio.timeout(20):
+async def test_a_job_joins_and_both_hear_each_other_in_order():
+    async with served() as (endpoint, connected), asyncio.timeout(20):
         answering = asyncio.create_task(welcomes(connected, WELCOME))
         link, welcome = await join(endpoint, TO_JOB, lambda: HELLO, w.JobWelcome, 10.0)
         await answering
@@ -62,16 +58,6 @@ async def test_a_job_joins_and_both_hear_each_other_in_order(tmp_path: Path, enc
         await link.aclose()
         with pytest.raises(ConnectionLost, match="closed"):
             await other.receive()
-
-
-async def test_another_certificate_than_that_of_the_fingerprint_is_told_nothing(tmp_path: Path):
-    async with served(run_certificate(tmp_path, ["127.0.0.1"])) as (endpoint, connected), asyncio.timeout(20):
-        with pytest.raises(SessionRefused, match="not to be believed"):
-            await join(
-                msgspec.structs.replace(endpoint, fingerprint="00" * 32), TO_JOB, lambda: HELLO, w.JobWelcome, 0.2
-            )
-        with pytest.raises(ConnectionLost):
-            await (await connected.get()).receive()
 
 
 async def test_who_is_refused_for_good_does_not_dial_again_and_who_may_does():

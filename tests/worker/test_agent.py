@@ -1,7 +1,6 @@
 """The agent against a real gateway: turns, weights, sleep, credit, and what happens when the path goes dead."""
 
 import asyncio
-import dataclasses
 import os
 import socket
 import threading
@@ -15,13 +14,11 @@ from hypothesis import strategies as st
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, WeightMode
 from elastic.engine.base import WeightsMismatch
 from elastic.protocol import wire
-from elastic.protocol.connection import Connection, ConnectionLost
 from elastic.protocol.endpoint import Endpoint
 from elastic.weights.errors import WeightsCorrupted, WeightsRefusal
 from elastic.weights.source import PullReport, RelaySource
 from elastic.worker.accounts import process_start_ns
 from elastic.worker.agent import Ticket, run_agent
-from elastic.worker.connection import CODEC
 from elastic.worker.service import Intervals
 from tests.worker.conftest import FETCHED, PATIENCE_S, DeadPath, Orchestra, ScriptedEngine, generate, token_at
 
@@ -647,31 +644,6 @@ async def test_an_engine_that_cannot_be_built_ends_the_worker(orchestra: Orchest
     end = await run_agent(orchestra.ticket("w"), build)
     assert end.code == 1
     assert "engine.device: no CUDA here" in end.reason
-
-
-async def test_what_an_orchestrator_does_not_read_is_bounded() -> None:
-    deaf = asyncio.Event()
-
-    async def ignore(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await deaf.wait()
-        writer.close()
-
-    server = await asyncio.start_server(ignore, "127.0.0.1", 0)
-    address = server.sockets[0].getsockname()
-    codec = dataclasses.replace(CODEC, unread_bytes=1 << 20)
-    _, link = await asyncio.get_running_loop().create_connection(lambda: Connection(codec, "it"), *address)
-    frame = wire.TrainerFailedFrame("x" * 65_536)
-    held = 0
-    for _ in range(1000):
-        link.send(frame)
-        await asyncio.sleep(0)
-        held = max(held, link.transport.get_write_buffer_size())
-    assert held <= (1 << 20) + 70_000
-    with pytest.raises(ConnectionLost, match="does not read"):
-        await link.listen(lambda _: None)
-    deaf.set()
-    server.close()
-    await server.wait_closed()
 
 
 @pytest.mark.parametrize("prompt", [[1.5], [1, "2"], "12", {"1": 2}, [None], None])
