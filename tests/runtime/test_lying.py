@@ -79,7 +79,7 @@ async def join(door: Door, address: str, worker: str) -> tuple[asyncio.StreamRea
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(KINDS), st.randoms(use_true_random=False)), min_size=1, max_size=8), st.data()
+    st.lists(st.tuples(st.sampled_from(KINDS), st.randoms(use_true_random=False)), min_size=1, max_size=5), st.data()
 )
 def test_whatever_a_liar_says_the_others_are_heard(lies: list[tuple[type, Random]], data: st.DataObject) -> None:
     """Lies of any kind, one after the other, between the words of an honest worker."""
