@@ -13,7 +13,7 @@ import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import msgspec
 import structlog
@@ -34,8 +34,7 @@ def start_detached(
     `options` are further ones of `subprocess.Popen`. Raises `OSError`.
     """
     given: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, **options}
-    process: subprocess.Popen[bytes] = subprocess.Popen(command, env=environment, start_new_session=True, **given)
-    return process
+    return cast("subprocess.Popen[bytes]", subprocess.Popen(command, env=environment, start_new_session=True, **given))
 
 
 def signal_name(number: int) -> str:
