@@ -30,6 +30,7 @@ from elastic.pool.keeper_state import (
     TellPool,
     TellResident,
     TimePassed,
+    Untaken,
 )
 from elastic.protocol.connection import ConnectionLost, SessionRefused, over_socket
 from elastic.protocol.endpoint import Endpoint
@@ -183,6 +184,9 @@ class Keeper:
                 self._residents[job].signal(command)
             case Refused(permit=permit):
                 log.warning("a permit that counts no more is refused", permit=permit, last=self._state.last_permit)
+            case Untaken(permit=permit, former=former):
+                with self._isolated.attempt("device"):
+                    raise RuntimeError(f"the pool gives the device by permit {permit} and has not taken back {former}")
 
     async def _attend(self, resident: _Resident) -> None:
         """Start a resident, receive its messages, and make sure that all of it is gone at its end."""

@@ -72,8 +72,15 @@ class Refused(msgspec.Struct, frozen=True):
     permit: int
 
 
+class Untaken(msgspec.Struct, frozen=True):
+    """A fault of the pool: it gives the device under `permit` without having taken back what it gave under `former`."""
+
+    permit: int
+    former: int
+
+
 KeeperEvent: TypeAlias = w.ToKeeper | ResidentSaid | ScriptStarted | ResidentEnded | TimePassed
-KeeperCommand: TypeAlias = TellPool | TellResident | Launch | Signal | Refused
+KeeperCommand: TypeAlias = TellPool | TellResident | Launch | Signal | Refused | Untaken
 
 
 @dataclass(slots=True)
@@ -229,6 +236,8 @@ class KeeperState:
         until_s = self._now_s + left_s
         if device is None or device.permit != permit:
             self.last_permit = permit
+            if device is not None and not device.taking:
+                self._commands.append(Untaken(permit, device.permit))
             for other, kept in self._kept.items():
                 if kept.permit:
                     self._kill(other, f"permit {kept.permit} counts no more, and it has not parked")

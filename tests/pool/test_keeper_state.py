@@ -20,6 +20,7 @@ from elastic.pool.keeper_state import (
     TellPool,
     TellResident,
     TimePassed,
+    Untaken,
 )
 
 JOBS = st.sampled_from(["a", "b", "c"])
@@ -69,12 +70,12 @@ def test_who_has_the_device_too_long_or_does_not_park_is_killed():
         assert state.given() == (0, "")
 
 
-def test_a_resident_that_has_not_parked_is_killed_for_the_next_permit_which_waits_for_its_end():
+def test_a_device_that_was_not_taken_back_is_the_pool_s_fault_and_its_holder_is_killed_before_the_next_one_has_it():
     state = KeeperState()
     warm(state, "a", "b")
     state.handle(w.GiveDevice(1, "a", 10), 0)
     cause = "permit 1 counts no more, and it has not parked"
-    assert state.handle(w.GiveDevice(2, "b", 10), 1) == [Signal("a", cause, kill=True)]
+    assert state.handle(w.GiveDevice(2, "b", 10), 1) == [Untaken(2, 1), Signal("a", cause, kill=True)]
     assert state.handle(ResidentEnded("a", "killed"), 2)[-1] == TellResident("b", w.Resume(2))
 
 
@@ -166,6 +167,8 @@ class AnyKeeper(RuleBasedStateMachine):
                 case TellResident(job=job, message=w.Park(permit=permit)):
                     assert self.computing[job] == permit
                     self.parking[job] = permit
+                case Untaken(former=former):
+                    assert former not in self.unanswered, "it has been taken"
                 case Signal(job=job, kill=True):
                     assert job in self.living
                     self.killed.add(job)

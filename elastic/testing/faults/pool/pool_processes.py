@@ -21,6 +21,7 @@ from elastic.pool.keeper_state import (
     TellPool,
     TellResident,
     TimePassed,
+    Untaken,
 )
 from elastic.pool.ports import JobEnding
 from elastic.pool.shell import PoolShell
@@ -147,6 +148,8 @@ class ModelKeeper:
                     self.world.loop.after(self.world.rng.randrange(S // 10), lambda: self._end(one))
                 else:
                     self.world.stop_job(job, cause)
+            case Untaken(permit=permit, former=former):
+                self.world.fail(f"{self.node} is given by permit {permit}, and {former} was not taken back")
             case Refused():
                 pass
 
