@@ -1,6 +1,6 @@
 """Small deliberate mistakes in the code that decides, one at a time.
 
-A mutant is one changed expression or one statement left out, in a module of `elastic/core` or
+A mutant is one changed expression or one statement left out, in a module of `elastic/core`, its cluster or
 `policies`. Those that cannot be told from the original by what they do stand in `equivalent_mutants.toml`, each with
 the reason.
 """
@@ -16,7 +16,7 @@ from random import Random
 
 from _common import HERE, ROOT
 
-PACKAGES = ("elastic/core", "policies")
+PACKAGES = ("elastic/core", "elastic/core/cluster", "policies")
 DATA_ONLY = ("types.py", "events.py", "commands.py", "__init__.py")
 """Modules without a decision in them."""
 EQUIVALENT = HERE / "equivalent_mutants.toml"
