@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import psutil
 from _common import ROOT
 from _runs import RunFailed, elastic, sets
@@ -93,7 +94,7 @@ class LivePool:
                     raise
                 time.sleep(0.05)
             else:
-                return {**standing.status, "pid": standing.pid}
+                return {**msgspec.to_builtins(standing.status), "pid": standing.pid}
 
     def jobs(self) -> list[dict[str, Any]]:
         """Once the pool's process answers."""

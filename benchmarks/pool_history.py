@@ -196,7 +196,7 @@ def main() -> None:
                 began_s = time.monotonic()
                 asyncio.run(PoolControl(directory).standing())
                 status_ms.append(1e3 * (time.monotonic() - began_s))
-            ended_jobs = asyncio.run(PoolControl(directory).standing()).status["jobs_over"]
+            ended_jobs = asyncio.run(PoolControl(directory).standing()).status.jobs_over
         tenth = len(costs_us) // 10
         figures = {
             "ended_jobs": ended_jobs,

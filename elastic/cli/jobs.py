@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
@@ -35,6 +36,7 @@ from elastic.config import (
 )
 from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
 from elastic.pool.ports import JobEntry
+from elastic.pool.standing import JobStanding, PlacementPlan
 from elastic.protocol.run_control import ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.report.log_files import LogFollower, log_files
 from elastic.runtime.journal import DirectoryStore, JournalError
@@ -178,7 +180,7 @@ def submit_job(
                 "directory": str(where),
                 "id": answer.id,
                 "repeated": answer.repeated,
-                "placement": placed,
+                "placement": msgspec.to_builtins(placed),
             }
         )
     elif answer.repeated:
@@ -238,35 +240,31 @@ def _with_phases(script: tuple[str, ...], phases: Path) -> tuple[str, ...]:
         raise ConfigError(f"--phases: {error}") from error
 
 
-def placement_words(plan: dict[str, Any]) -> str:
+def placement_words(plan: PlacementPlan) -> str:
     """Where a job goes, at what marginal cost and planned slowdown."""
-    place = plan.get("placement")
+    place = plan.placement
     if place is None:
-        return plan.get("why", "") or "it is queued"
-    if place["group"] is None:
-        where = f"a group of its own ({place['new_rollout']} rollout and {place['new_train']} training nodes)"
+        return plan.why or "it is queued"
+    if place.group is None:
+        where = f"a group of its own ({place.new_rollout} rollout and {place.new_train} training nodes)"
     else:
-        nodes = [*place["rollout"], *([f"{place['new_rollout']} more"] if place["new_rollout"] else [])]
-        where = f"{place['group']} with {', '.join(place['members'])}, on {', '.join(nodes)} ({place['how']})"
+        nodes = [*place.rollout, *([f"{place.new_rollout} more"] if place.new_rollout else [])]
+        where = f"{place.group} with {', '.join(place.members)}, on {', '.join(nodes)} ({place.how})"
     return (
-        f"{where}, ${place['usd_per_hour']:.2f} an hour more, planned slowdown {place['planned_slowdown']:.3f} of at "
-        f"most {plan['slo']:g} (cycle {place['cycle_s']:.1f} s)"
+        f"{where}, ${place.usd_per_hour:.2f} an hour more, planned slowdown {place.planned_slowdown:.3f} of at "
+        f"most {plan.slo:g} (cycle {place.cycle_s:.1f} s)"
     )
 
 
-def _show_plan(plan: dict[str, Any], pool: Path, *, as_json: bool) -> None:
+def _show_plan(plan: PlacementPlan, pool: Path, *, as_json: bool) -> None:
     if as_json:
-        emit({"pool": pool.name, **plan})
+        emit({"pool": pool.name, **msgspec.to_builtins(plan)})
         return
     shown = console()
     words = placement_words(plan)
-    shown.print(
-        f"{plan['job']} would go to: {words}" if plan["placement"] else f"{plan['job']}: {words}", highlight=False
-    )
-    if plan["refusals"]:
-        rows = [
-            (one["group"], one["reason"], f"{one['needed']:.6g}", f"{one['allowed']:.6g}") for one in plan["refusals"]
-        ]
+    shown.print(f"{plan.job} would go to: {words}" if plan.placement else f"{plan.job}: {words}", highlight=False)
+    if plan.refusals:
+        rows = [(one.group, one.reason, f"{one.needed:.6g}", f"{one.allowed:.6g}") for one in plan.refusals]
         show_listing(("not to", "because of", "needed", "allowed"), rows, right=("needed", "allowed"))
 
 
@@ -284,13 +282,13 @@ def list_jobs(
     path = find_pool(pool, directory)
     rows = asked(PoolControl(path).all_jobs(going_on=not everything))
     if as_json:
-        emit({"pool": path.name, "jobs": rows})
+        emit({"pool": path.name, "jobs": msgspec.to_builtins(rows)})
     else:
         console().print(jobs_table(rows) if rows else f"no jobs in pool {path.name}", crop=False)
     return 0
 
 
-async def job_of(control: PoolControl, name: str) -> dict[str, Any]:
+async def job_of(control: PoolControl, name: str) -> JobStanding:
     """The job with this name, or the only one whose name has it in it. Raises `ConfigError` and `ControlError`."""
     if re.match(JOB_NAME, name) and (exactly := (await control.jobs(names=[name])).jobs):
         return exactly[0]
@@ -298,7 +296,7 @@ async def job_of(control: PoolControl, name: str) -> dict[str, Any]:
     if len(alike) == 1:
         return alike[0]
     latest = alike or (await control.jobs(most=NAMED_MOST)).jobs
-    there = ", ".join(job["name"] for job in reversed(latest[:NAMED_MOST])) or "none"
+    there = ", ".join(job.name for job in reversed(latest[:NAMED_MOST])) or "none"
     which = "several jobs have it in their names" if alike else "the latest are"
     raise ConfigError(f"no job {name!r} in pool {control.directory.name}; {which}: {there}")
 
@@ -314,29 +312,29 @@ def show_job(
     path = find_pool(pool, directory)
     job = asked(job_of(PoolControl(path), name))
     if as_json:
-        emit({"pool": path.name, **job})
+        emit({"pool": path.name, **msgspec.to_builtins(job)})
         return 0
     shown = console()
-    slowdown = f"{job['planned_slowdown']:.3f} of at most {job['slo']:g}" if job["planned_slowdown"] else "–"
+    slowdown = f"{job.planned_slowdown:.3f} of at most {job.slo:g}" if job.planned_slowdown else "–"
     rows = [
-        ("job", job["name"]),
-        ("state", f"{job['state']}: {job['reason']}"),
+        ("job", job.name),
+        ("state", f"{job.state}: {job.reason}"),
         ("now", doing(job)),
-        ("directory", str(job.get("directory", "–"))),
-        ("steps", f"{job['steps_done']} of {job['steps']}"),
-        ("group", job["group"] or "–"),
-        ("nodes", ", ".join([*job["rollout"], *job["train"]]) or "–"),
+        ("directory", job.directory or "–"),
+        ("steps", f"{job.steps_done} of {job.steps}"),
+        ("group", job.group or "–"),
+        ("nodes", ", ".join([*job.rollout, *job.train]) or "–"),
         ("planned slowdown", slowdown),
-        ("cost so far", f"${job['usd']:.4f}"),
-        ("saved if it left", f"${job['saved_if_left_usd_per_hour']:.2f} an hour"),
-        ("moves, resubmissions", f"{job['moves']}, {job['resubmissions']}"),
+        ("cost so far", f"${job.usd:.4f}"),
+        ("saved if it left", f"${job.saved_if_left_usd_per_hour:.2f} an hour"),
+        ("moves, resubmissions", f"{job.moves}, {job.resubmissions}"),
     ]
     table = Table(box=None, show_header=False)
     for row in rows:
         table.add_row(*row)
     shown.print(table, highlight=False)
-    for chapter in job["story"]:
-        shown.print(f"  {chapter['at_s']:>10.1f} s  {chapter['state']}: {chapter['cause']}", highlight=False)
+    for chapter in job.story:
+        shown.print(f"  {chapter.at_s:>10.1f} s  {chapter.state}: {chapter.cause}", highlight=False)
     return 0
 
 
@@ -357,13 +355,11 @@ def job_logs(
     """
     control = PoolControl(find_pool(pool, directory))
     job = asked(job_of(control, name))
-    logs = Path(job.get("logs") or Path(str(job.get("directory", ""))) / "logs")
+    logs = Path(job.logs or Path(job.directory) / "logs")
     source = source or ("orchestrator" if (logs / "orchestrator.log").is_file() else "script")
     path = logs / f"{source}.log"
     if not path.is_file() and not follow:
-        bad_input(
-            f"--source: job {job['name']} has no log {source!r}; there are: {', '.join(log_files(logs)) or 'none'}"
-        )
+        bad_input(f"--source: job {job.name} has no log {source!r}; there are: {', '.join(log_files(logs)) or 'none'}")
     follower = LogFollower(source, lambda: path.open("rb"))
     follower.seek("", tail)
     looked_s, over = time.monotonic(), not follow
@@ -377,7 +373,7 @@ def job_logs(
                     return 0
                 if time.monotonic() - looked_s > 1.0:
                     looked_s = time.monotonic()
-                    over = _is_over(control, job["name"])
+                    over = _is_over(control, job.name)
                 time.sleep(0.1)
     except KeyboardInterrupt:
         return 0
@@ -385,7 +381,7 @@ def job_logs(
 
 def _is_over(control: PoolControl, job: str) -> bool:
     try:
-        return bool(asyncio.run(job_of(control, job))["over"])
+        return asyncio.run(job_of(control, job)).over
     except (ControlError, ConfigError):
         return False
 
@@ -405,13 +401,13 @@ def wait_for_job(
     control = PoolControl(find_pool(pool, directory))
     began_s, heard_s, told = time.monotonic(), time.monotonic(), False
     job = asked(job_of(control, name))
-    while not job["over"]:
+    while not job.over:
         if timeout_s is not None and time.monotonic() - began_s > timeout_s:
-            say(f"error: job {job['name']} is not over after {timeout_s:g} s: {job['state']}, {doing(job)}")
+            say(f"error: job {job.name} is not over after {timeout_s:g} s: {job.state}, {doing(job)}")
             return EXIT_FAILED
         time.sleep(POLL_S)
         try:
-            job = asyncio.run(job_of(control, job["name"]))
+            job = asyncio.run(job_of(control, job.name))
             heard_s, told = time.monotonic(), False
         except (RunNotFound, RunSilent) as error:
             if time.monotonic() - heard_s > AWAY_S:
@@ -423,10 +419,10 @@ def wait_for_job(
         except KeyboardInterrupt:
             return EXIT_STOPPED
     if as_json:
-        emit(job)
+        emit(msgspec.to_builtins(job))
     else:
-        say(f"job {job['name']}: {job['state']} after {job['steps_done']} of {job['steps']} steps: {job['reason']}")
-    return {"finished": 0, "cancelled": EXIT_STOPPED}.get(job["state"], EXIT_FAILED)
+        say(f"job {job.name}: {job.state} after {job.steps_done} of {job.steps} steps: {job.reason}")
+    return {"finished": 0, "cancelled": EXIT_STOPPED}.get(job.state, EXIT_FAILED)
 
 
 @jobs.command("cancel")
@@ -472,7 +468,7 @@ def _command(
     as_json: bool,
 ) -> int:
     control = PoolControl(find_pool(pool, directory))
-    job = str(asked(job_of(control, name))["name"])
+    job = asked(job_of(control, name)).name
     command_id = command_id or new_command_id()
     answer = asked(send(control, job, command_id), command_id)
     if as_json:

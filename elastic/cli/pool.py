@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
+import msgspec
 import typer
 from rich.console import Group
 from rich.live import Live
@@ -22,7 +23,9 @@ from elastic.cli.tables import listing
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
 from elastic.compose.runs import is_claimed, private
 from elastic.config import ConfigError, given_path
+from elastic.core.cluster.types import DeviceAccount, JobState
 from elastic.pool.control_messages import OtherPoolVersion, PoolControl, PoolStanding
+from elastic.pool.standing import JobStanding, NodeStanding
 from elastic.protocol.run_control import CommandRefused, ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.report.log_files import LogFollower
 from elastic.system.supervision import start_detached
@@ -276,7 +279,8 @@ def _again(control: PoolControl, last: PoolStanding) -> PoolStanding:
 
 def _show(standing: PoolStanding, path: Path, *, as_json: bool) -> None:
     if as_json:
-        emit({"pool": standing.pool, "directory": str(path), "pid": standing.pid, **standing.status})
+        status = msgspec.to_builtins(standing.status)
+        emit({"pool": standing.pool, "directory": str(path), "pid": standing.pid, **status})
     else:
         console().print(pool_tables(standing, path), crop=False)
 
@@ -285,64 +289,62 @@ def pool_tables(standing: PoolStanding, path: Path) -> Group:
     """Who computes where, and who waits for what."""
     status = standing.status
     head = Text(
-        f"pool {standing.pool} in {path}, up {duration(status['now_s'])}: ${status['usd']:.4f} so far, "
-        f"${status['usd_unbilled']:.4f} of it for idle nodes, which no job pays; "
-        f"${status['usd_per_hour']:.2f} an hour for its groups"
+        f"pool {standing.pool} in {path}, up {duration(status.now_s)}: ${status.usd:.4f} so far, "
+        f"${status.usd_unbilled:.4f} of it for idle nodes, which no job pays; "
+        f"${status.usd_per_hour:.2f} an hour for its groups"
     )
-    nodes = listing(("node", "group", "account", "job", "busy", "idle", "down"), map(_node_row, status["nodes"]))
+    nodes = listing(("node", "group", "account", "job", "busy", "idle", "down"), map(_node_row, status.nodes))
     groups = [
         (
-            group["name"],
-            f"{group['cycle_s']:.1f} s",
-            f"{group['limit_s']:.1f} s",
-            f"{group['usd_per_hour']:.2f}",
-            ", ".join(group["members"]),
+            group.name,
+            f"{group.cycle_s:.1f} s",
+            f"{group.limit_s:.1f} s",
+            f"{group.usd_per_hour:.2f}",
+            ", ".join(group.members),
         )
-        for group in status["groups"]
+        for group in status.groups
     ]
     parts: list[Any] = [head, nodes]
     if groups:
         parts += [Text(), listing(("group", "cycle", "bears", "$/h", "members, in their order"), groups)]
-    going_on = [job for job in status["jobs"] if not job["over"]]
+    going_on = [job for job in status.jobs if not job.over]
     parts += [Text(), jobs_table(going_on) if going_on else Text("no job goes on")]
-    if left_out := status.get("jobs_left_out", 0):
-        parts.append(Text(f"{left_out} more wait: {program()} jobs list"))
-    if over := status.get("jobs_over", 0):
-        parts.append(Text(f"{over} over: {program()} jobs list --all"))
+    if status.jobs_left_out:
+        parts.append(Text(f"{status.jobs_left_out} more wait: {program()} jobs list"))
+    if status.jobs_over:
+        parts.append(Text(f"{status.jobs_over} over: {program()} jobs list --all"))
     return Group(*parts)
 
 
-def _node_row(node: dict[str, Any]) -> Sequence[str]:
-    accounts = node["accounts_s"]
-    whole_s = sum(accounts.values()) or 1.0
-    busy = accounts.get("slice", 0.0) + accounts.get("switching", 0.0)
-    parts = (busy, accounts.get("idle", 0.0), accounts.get("down", 0.0))
-    names = (node["name"], node["group"] or "–", node["account"], node["job"] or "–")
+def _node_row(node: NodeStanding) -> Sequence[str]:
+    slice_s, switching_s, idle_s, down_s = (node.accounts_s.get(account, 0.0) for account in DeviceAccount)
+    whole_s = sum(node.accounts_s.values()) or 1.0
+    parts = (slice_s + switching_s, idle_s, down_s)
+    names = (node.name, node.group or "–", node.account, node.job or "–")
     return (*names, *(f"{part / whole_s:.0%}" for part in parts))
 
 
-def jobs_table(rows: Sequence[dict[str, Any]]) -> Table:
+def jobs_table(rows: Sequence[JobStanding]) -> Table:
     return listing(("job", "state", "group", "now", "steps", "SLO", "planned", "$"), map(_job_row, rows))
 
 
-def _job_row(job: dict[str, Any]) -> Sequence[str]:
-    slowdown = job["planned_slowdown"]
+def _job_row(job: JobStanding) -> Sequence[str]:
     return (
-        job["name"],
-        job["state"],
-        job["group"] or "–",
+        job.name,
+        job.state,
+        job.group or "–",
         doing(job),
-        f"{job['steps_done']}/{job['steps']}",
-        f"{job['slo']:.2f}",
-        f"{slowdown:.2f} ×" if slowdown else "–",
-        f"{job['usd']:.4f}",
+        f"{job.steps_done}/{job.steps}",
+        f"{job.slo:.2f}",
+        f"{job.planned_slowdown:.2f} ×" if job.planned_slowdown else "–",
+        f"{job.usd:.4f}",
     )
 
 
-def doing(job: dict[str, Any]) -> str:
+def doing(job: JobStanding) -> str:
     """What a job does now, or what it waits for."""
-    if job["permit"] is not None:
+    if job.permit is not None:
         return "has its turn"
-    if job["asked"] is not None:
-        return f"waits for {job['asked']}"
-    return "between phases" if job["state"] == "running" else job["reason"]
+    if job.asked is not None:
+        return f"waits for {job.asked}"
+    return "between phases" if job.state is JobState.RUNNING else job.reason

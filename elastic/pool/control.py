@@ -1,9 +1,8 @@
 """Answers requests at the control socket of a pool's process. Source: `elastic.pool.control_messages`."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -15,7 +14,8 @@ from elastic.pool.control_messages import (
     JOBS_PAGE,
     POOL_CONTROL_VERSION,
     AskJobs,
-    AskPool,
+    AskStatus,
+    AskVersion,
     CancelJob,
     PlanJob,
     PoolAcknowledged,
@@ -25,6 +25,7 @@ from elastic.pool.control_messages import (
     PoolRefusal,
     PoolRequest,
     PoolStanding,
+    PoolVersion,
     ResubmitJob,
     StopPool,
     SubmitJob,
@@ -32,7 +33,7 @@ from elastic.pool.control_messages import (
 from elastic.pool.journal import PoolJournal
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
 from elastic.pool.shell import PoolShell
-from elastic.pool.standing import bills, job_row, plan_of, standing
+from elastic.pool.standing import JobStanding, KeeperStanding, PoolStatus, bills, job_standing, plan_of, standing
 
 SUBMISSION_BYTES_MAX = 1024 * 1024
 NAMED_MOST = 5
@@ -66,10 +67,10 @@ class PoolCommandManager:
         """Answer one request. Raises `msgspec.DecodeError` if the line is not a request."""
         request = decode_pool_request(line)
         match request:
-            case AskPool():
-                return PoolStanding(
-                    pool=self._pool, pid=os.getpid(), version=POOL_CONTROL_VERSION, status=self._status()
-                )
+            case AskVersion():
+                return PoolVersion(pid=os.getpid(), version=POOL_CONTROL_VERSION)
+            case AskStatus():
+                return PoolStanding(pool=self._pool, pid=os.getpid(), status=self._status())
             case AskJobs():
                 return self._jobs(request)
             case PlanJob():
@@ -142,42 +143,31 @@ class PoolCommandManager:
     def _done(self, command_id: str, _: None) -> PoolAcknowledged:
         return PoolAcknowledged(id=command_id)
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> PoolStatus:
         shell = self._shell
         cluster = shell.cluster
         found = standing(cluster, shell.now_ns(), self._first_of_all())
-        over = len(cluster.state.over)
-        known = {job["name"] for job in found["jobs"]}
-        found |= {
-            "events": self._journal.events,
-            "digest": cluster_digest(shell.cluster),
-            "stopping": shell.stopping,
-            "jobs_over": over + self._journal.count_forgotten(),
-            "jobs_left_out": sum(job not in known for job, record in cluster.jobs.items() if not record.over),
-        }
-        for node in found["nodes"]:
-            live = shell.nodes.get(node["name"])
-            node["keeper"] = {
-                "pid": live.pid if live is not None else 0,
-                "up": live is not None and live.connected,
-                "residents": sorted(job for job, one in live.residents.items() if one.up) if live is not None else [],
-            }
-        for job in found["jobs"]:
-            entry, live = shell.entries.get(job["name"]), shell.jobs.get(job["name"])
-            restarts, memory = (0, {}) if live is None else (live.restarts, live.memory)
-            job |= self._beside(job["name"], entry, restarts, memory)
+        known = {job.name for job in found.jobs}
+        found.events = self._journal.events
+        found.digest = cluster_digest(cluster)
+        found.stopping = shell.stopping
+        found.jobs_over = len(cluster.state.over) + self._journal.count_forgotten()
+        found.jobs_left_out = sum(job not in known for job, record in cluster.jobs.items() if not record.over)
+        for node in found.nodes:
+            if (live := shell.nodes.get(node.name)) is not None:
+                up = sorted(job for job, one in live.residents.items() if one.up)
+                node.keeper = KeeperStanding(pid=live.pid, up=live.connected, residents=up)
+        for job in found.jobs:
+            self._beside(job, shell.last_of(job.name))
         return found
 
-    def _beside(self, job: str, entry: JobEntry | None, restarts: int, memory: Mapping[str, int]) -> dict[str, Any]:
-        """What the shell knows of a job besides the cluster."""
-        return {
-            "directory": "" if entry is None else entry.directory,
-            "logs": "" if entry is None else str(self._logs(entry)),
-            "script": entry is not None and bool(entry.script),
-            "pid": self._pid(job),
-            "restarts": restarts,
-            "host_bytes": dict(memory),
-        }
+    def _beside(self, job: JobStanding, last: ForgottenJob) -> JobStanding:
+        """Add what is known of a job besides the cluster."""
+        if last.entry is not None:
+            job.directory, job.logs = last.entry.directory, str(self._logs(last.entry))
+            job.script = bool(last.entry.script)
+        job.pid, job.restarts, job.host_bytes = self._pid(job.name), last.restarts, last.host_bytes
+        return job
 
     def _first_of_all(self) -> list[JobRecord]:
         """The jobs that a status shows, in the order in which they came: first of all those with a place, then those
@@ -209,22 +199,13 @@ class PoolCommandManager:
 
     def _page(self, living: Iterable[JobRecord], kept: Iterable[ForgottenJob | None], most: int | None) -> PoolJobs:
         """The latest `most` of these jobs."""
-        cluster, now_ns = self._shell.cluster, self._shell.now_ns()
-        owed = bills(cluster, max(now_ns, cluster.now_ns))
-        rows: list[tuple[int, dict[str, Any]]] = []
-        for record in living:
-            job, live = record.request.id, self._shell.jobs.get(record.request.id)
-            restarts, memory = (0, {}) if live is None else (live.restarts, live.memory)
-            beside = self._beside(job, self._shell.entries.get(job), restarts, memory)
-            rows.append((record.arrival, job_row(cluster, record, owed[job]) | beside))
-        for one in kept:
-            if one is not None:
-                row = job_row(cluster, one.record, one.record.billed)
-                beside = self._beside(one.record.request.id, one.entry, one.restarts, one.host_bytes)
-                rows.append((one.record.arrival, row | beside))
-        rows.sort(key=lambda row: -row[0])
-        shown = rows[:most]
-        return PoolJobs(jobs=[row for _, row in shown], before=shown[-1][0] if len(rows) > len(shown) else None)
+        cluster, shell = self._shell.cluster, self._shell
+        owed = bills(cluster, max(shell.now_ns(), cluster.now_ns))
+        lasts = [(shell.last_of(record.request.id), owed[record.request.id]) for record in living]
+        lasts += [(one, one.record.billed) for one in kept if one is not None]
+        lasts.sort(key=lambda one: -one[0].record.arrival)
+        jobs = [self._beside(job_standing(cluster, one.record, billed), one) for one, billed in lasts[:most]]
+        return PoolJobs(jobs=jobs, before=jobs[-1].arrival if len(lasts) > len(jobs) else None)
 
 
 def invalid(message: str) -> PoolRefusal:

@@ -7,16 +7,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
 from elastic.core.cluster.types import JobRequest
 from elastic.pool.ports import JobEntry
+from elastic.pool.standing import JobStanding, PlacementPlan, PoolStatus
 from elastic.protocol.run_control import CommandRefused, ControlError, ControlLine, new_command_id
 
-POOL_CONTROL_VERSION = "3"
-"""Version of these messages. A pool's process names its own in `PoolStanding.version`."""
+POOL_CONTROL_VERSION = "4"
+"""Version of these messages. A pool's process names its own in `PoolVersion`."""
 
 CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 JOB_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -65,7 +66,11 @@ class StopPool(_PoolRequest, frozen=True, tag="stop"):
     now: bool = False
 
 
-class AskPool(_PoolRequest, frozen=True, tag="status"):
+class AskVersion(_PoolRequest, frozen=True, tag="version"):
+    """The only request whose answer is the same in every version."""
+
+
+class AskStatus(_PoolRequest, frozen=True, tag="status"):
     pass
 
 
@@ -85,7 +90,7 @@ class AskJobs(_PoolRequest, frozen=True, tag="jobs"):
     most: Annotated[int, msgspec.Meta(ge=1, le=JOBS_PAGE)] = JOBS_PAGE
 
 
-PoolRequest: TypeAlias = SubmitJob | PlanJob | CancelJob | ResubmitJob | StopPool | AskPool | AskJobs
+PoolRequest: TypeAlias = SubmitJob | PlanJob | CancelJob | ResubmitJob | StopPool | AskVersion | AskStatus | AskJobs
 
 
 class _PoolReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer"):
@@ -94,11 +99,11 @@ class _PoolReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer"):
 
 class PoolAcknowledged(_PoolReply, frozen=True, tag="acknowledged"):
     """The command is durable. `repeated`: it was durable before, and nothing was done now. For a submission,
-    `placement` is where the job went, as in `PoolPlan.plan`."""
+    `placement` is where the job went."""
 
     id: str
     repeated: bool = False
-    placement: dict[str, Any] = {}
+    placement: PlacementPlan | None = None
 
 
 class PoolRefusal(_PoolReply, frozen=True, tag="refused"):
@@ -109,27 +114,30 @@ class PoolRefusal(_PoolReply, frozen=True, tag="refused"):
 
 
 class PoolPlan(_PoolReply, frozen=True, tag="plan"):
-    plan: dict[str, Any]
+    plan: PlacementPlan
 
 
 class PoolJobs(_PoolReply, frozen=True, tag="jobs"):
-    """Jobs as in `PoolStanding.status`. `before`: where the next page begins; None after the last one."""
+    """`before`: where the next page begins; None after the last one."""
 
-    jobs: list[dict[str, Any]]
+    jobs: list[JobStanding]
     before: int | None = None
 
 
+class PoolVersion(_PoolReply, frozen=True, tag="version"):
+    pid: int
+    version: str
+
+
 class PoolStanding(_PoolReply, frozen=True, tag="status"):
-    """The state of the pool as plain data: nodes, groups, permits, jobs, waits and bills. docs/jobs.md describes the
-    keys. Of the jobs there are at most `JOBS_PAGE`, first those that go on; `AskJobs` tells of all."""
+    """Of the jobs there are at most `JOBS_PAGE`, first those that go on; `AskJobs` tells of all."""
 
     pool: str
     pid: int
-    version: str
-    status: dict[str, Any]
+    status: PoolStatus
 
 
-PoolAnswer: TypeAlias = PoolAcknowledged | PoolRefusal | PoolPlan | PoolStanding | PoolJobs
+PoolAnswer: TypeAlias = PoolAcknowledged | PoolRefusal | PoolPlan | PoolVersion | PoolStanding | PoolJobs
 R = TypeVar("R", bound=_PoolReply)
 
 
@@ -141,7 +149,7 @@ class PoolControl:
     """Sends requests to the process of the pool in `directory`. Every call raises `ControlError`, and takes at most
     `timeout_s`.
 
-    Before the first command it asks for the process's version. It sends no command to a process of another version.
+    Before the first request it asks for the process's version. It sends nothing else to a process of another version.
     """
 
     def __init__(self, directory: Path, timeout_s: float = 10.0) -> None:
@@ -152,7 +160,7 @@ class PoolControl:
     async def submit(self, command: SubmitJob) -> PoolAcknowledged:
         return await self._ask(command, PoolAcknowledged)
 
-    async def plan(self, request: JobRequest) -> dict[str, Any]:
+    async def plan(self, request: JobRequest) -> PlacementPlan:
         return (await self._ask(PlanJob(request=request), PoolPlan)).plan
 
     async def cancel(self, job: str, command: str = "") -> PoolAcknowledged:
@@ -166,15 +174,7 @@ class PoolControl:
         return await self._ask(StopPool(id=command or new_command_id(), now=now), PoolAcknowledged)
 
     async def standing(self) -> PoolStanding:
-        standing = await self._told(AskPool(), PoolStanding)
-        if standing.version != POOL_CONTROL_VERSION:
-            raise OtherPoolVersion(
-                f"pool {self.directory}: its process {standing.pid} is of another version: found "
-                f"{standing.version or 'none'}; allowed: {POOL_CONTROL_VERSION} (stop it with the program that has "
-                "started it, and start it anew)"
-            )
-        self._understood = True
-        return standing
+        return await self._ask(AskStatus(), PoolStanding)
 
     async def jobs(
         self,
@@ -190,9 +190,9 @@ class PoolControl:
         request = AskJobs(names=tuple(names), like=like, within=within, going_on=going_on, before=before, most=most)
         return await self._ask(request, PoolJobs)
 
-    async def all_jobs(self, *, within: str = "", going_on: bool = False) -> list[dict[str, Any]]:
+    async def all_jobs(self, *, within: str = "", going_on: bool = False) -> list[JobStanding]:
         """Return all jobs, page by page, in the order in which they came."""
-        found: list[dict[str, Any]] = []
+        found: list[JobStanding] = []
         before: int | None = None
         while True:
             page = await self.jobs(within=within, going_on=going_on, before=before)
@@ -203,7 +203,14 @@ class PoolControl:
 
     async def _ask(self, request: PoolRequest, kind: type[R]) -> R:
         if not self._understood:
-            await self.standing()
+            found = await self._told(AskVersion(), PoolVersion)
+            if found.version != POOL_CONTROL_VERSION:
+                raise OtherPoolVersion(
+                    f"pool {self.directory}: its process {found.pid} is of another version: found "
+                    f"{found.version or 'none'}; allowed: {POOL_CONTROL_VERSION} (stop it with the program that has "
+                    "started it, and start it anew)"
+                )
+            self._understood = True
         return await self._told(request, kind)
 
     async def _told(self, request: PoolRequest, kind: type[R]) -> R:

@@ -169,6 +169,10 @@ class PoolShell:
     def stopping(self) -> bool:
         return self._pool.stopping
 
+    def last_of(self, job: JobId) -> ForgottenJob:
+        """Return all that is known of a job of the cluster."""
+        return self._pool.last_of(job)
+
     def now_ns(self) -> Nanoseconds:
         return self._pool.ports.now_ns()
 

@@ -1,22 +1,176 @@
-"""The state of a pool, and where a job would go, as plain data for those who ask the pool's process. Pure.
+"""The state of a pool, and where a job would go, for those who ask the pool's process. Pure.
 
-Times are seconds since the pool began or seconds left, money is dollars. docs/jobs.md describes the keys.
+Times are seconds since the pool began or seconds left, money is dollars. docs/jobs.md describes the fields.
 """
 
 from collections.abc import Iterable
-from typing import Any
+
+import msgspec
 
 from elastic.core.cluster import Cluster, JobRequest
+from elastic.core.cluster.policy import PlacementRefusal
 from elastic.core.cluster.state import JobRecord, NodeRecord
-from elastic.core.cluster.types import NS_PER_HOUR, JobId, Nanoseconds, Permit
+from elastic.core.cluster.types import (
+    NS_PER_HOUR,
+    DeviceAccount,
+    GroupName,
+    JobId,
+    JobState,
+    Nanoseconds,
+    NodeId,
+    Permit,
+    PhaseKind,
+)
 
 NS_PER_S = 1_000_000_000
 NANO_USD = 1_000_000_000
 
 
+class KeeperStanding(msgspec.Struct, kw_only=True):
+    pid: int = 0
+    up: bool = False
+    residents: list[JobId] = []
+
+
+class NodeStanding(msgspec.Struct, kw_only=True):
+    """A node: the job that computes on it, where its time went, and the host memory that each job's resident takes."""
+
+    name: NodeId
+    phase: PhaseKind
+    group: GroupName | None
+    account: DeviceAccount
+    job: JobId | None
+    permit: int | None
+    accounts_s: dict[DeviceAccount, float]
+    residents: dict[JobId, int]
+    keeper: KeeperStanding
+
+
+class GroupStanding(msgspec.Struct, kw_only=True):
+    name: GroupName
+    members: list[JobId]
+    rollout: list[NodeId]
+    train: list[NodeId]
+    cycle_s: float
+    limit_s: float
+    usd_per_hour: float
+
+
+class PermitStanding(msgspec.Struct, kw_only=True):
+    """A permit. `phase` is that of its cycle, or "both"."""
+
+    number: int
+    job: JobId
+    phase: str
+    nodes: list[NodeId]
+    since_s: float
+    left_s: float
+    recalled: bool
+
+
+class WaitStanding(msgspec.Struct, kw_only=True):
+    what: str
+    key: str
+    since_s: float
+    left_s: float
+
+
+class StoryPart(msgspec.Struct, frozen=True):
+    """When a job came to a state, and why."""
+
+    at_s: float
+    state: str
+    cause: str
+
+
+class JobStanding(msgspec.Struct, kw_only=True):
+    """A job, which may have left the cluster. The fields from `directory` on are of its process, not of the cluster."""
+
+    name: JobId
+    arrival: int
+    state: JobState
+    reason: str
+    since_s: float
+    story: list[StoryPart]
+    slo: float
+    steps: int
+    steps_done: int
+    how: str
+    group: GroupName | None
+    rollout: list[NodeId]
+    train: list[NodeId]
+    solo_s: float
+    cycle_s: float
+    planned_slowdown: float | None
+    permit: int | None
+    asked: str | None
+    moves: int
+    resubmissions: int
+    usd: float
+    saved_if_left_usd_per_hour: float
+    over: bool
+    directory: str = ""
+    logs: str = ""
+    script: bool = False
+    pid: int | None = None
+    restarts: int = 0
+    host_bytes: dict[NodeId, int] = {}
+
+
+class PoolStatus(msgspec.Struct, kw_only=True):
+    """How a pool stands: all of it that people and programs are told.
+
+    - `jobs`: the first of them. `jobs_over` counts all that are over, `jobs_left_out` those that go on and are not
+      among `jobs`.
+    - `events`, `digest`: how many events the journal has, and the digest of the cluster after them.
+    """
+
+    now_s: float
+    usd: float
+    usd_unbilled: float
+    usd_per_hour: float
+    nodes: list[NodeStanding]
+    groups: list[GroupStanding]
+    jobs: list[JobStanding]
+    permits: list[PermitStanding]
+    waits: list[WaitStanding]
+    events: int = 0
+    digest: str = ""
+    stopping: bool = False
+    jobs_over: int = 0
+    jobs_left_out: int = 0
+
+
+class Placement(msgspec.Struct, kw_only=True):
+    """A place for a job: in a group with its members, or in a new group if `group` is None."""
+
+    group: GroupName | None
+    how: str
+    rollout: list[NodeId]
+    new_rollout: int
+    new_train: int
+    usd_per_hour: float
+    cycle_s: float
+    planned_slowdown: float
+    members: list[JobId]
+
+
+class PlacementPlan(msgspec.Struct, kw_only=True):
+    """Where a job would go now, and why it cannot join each other group.
+
+    `placement` is None if the job would be queued (`why` says for what), or if its phases are not known yet.
+    """
+
+    job: JobId
+    slo: float
+    placement: Placement | None = None
+    refusals: list[PlacementRefusal] = []
+    why: str = ""
+
+
 def standing(
     cluster: Cluster, now_ns: Nanoseconds | None = None, jobs: Iterable[JobRecord] | None = None
-) -> dict[str, Any]:
+) -> PoolStatus:
     """Return nodes, groups, jobs, permits, waits and bills at `now_ns`, or at the cluster's last event.
 
     `jobs` are those to show; without it all are shown that have not left the cluster.
@@ -25,70 +179,64 @@ def standing(
     billed = bills(cluster, now_ns)
     paid = cluster.books.paid(now_ns)
     shown = cluster.jobs.values() if jobs is None else jobs
-    return {
-        "now_s": now_ns / NS_PER_S,
-        "usd": usd(paid),
-        "usd_unbilled": usd(paid - cluster.state.forgotten_billed - sum(billed.values())),
-        "usd_per_hour": cluster.price_per_hour() / NANO_USD,
-        "nodes": [_node(node, now_ns) for node in cluster.state.nodes.values()],
-        "groups": [
-            {
-                "name": group.name,
-                "members": list(group.members),
-                "rollout": list(group.rollout),
-                "train": list(group.train),
-                "cycle_s": group.cycle_ns / NS_PER_S,
-                "limit_s": group.limit_ns / NS_PER_S,
-                "usd_per_hour": group_price(cluster, group.name) / NANO_USD,
-            }
+    return PoolStatus(
+        now_s=now_ns / NS_PER_S,
+        usd=usd(paid),
+        usd_unbilled=usd(paid - cluster.state.forgotten_billed - sum(billed.values())),
+        usd_per_hour=cluster.price_per_hour() / NANO_USD,
+        nodes=[_node(node, now_ns) for node in cluster.state.nodes.values()],
+        groups=[
+            GroupStanding(
+                name=group.name,
+                members=list(group.members),
+                rollout=list(group.rollout),
+                train=list(group.train),
+                cycle_s=group.cycle_ns / NS_PER_S,
+                limit_s=group.limit_ns / NS_PER_S,
+                usd_per_hour=group_price(cluster, group.name) / NANO_USD,
+            )
             for group in cluster.groups.values()
         ],
-        "jobs": [job_row(cluster, record, billed[record.request.id]) for record in shown],
-        "permits": [_permit(permit, now_ns) for permit in cluster.permits.values()],
-        "waits": [
-            {
-                "what": wait.what,
-                "key": wait.key,
-                "since_s": wait.since_ns / NS_PER_S,
-                "left_s": max(0, wait.until_ns - now_ns) / NS_PER_S,
-            }
+        jobs=[job_standing(cluster, record, billed[record.request.id]) for record in shown],
+        permits=[_permit(permit, now_ns) for permit in cluster.permits.values()],
+        waits=[
+            WaitStanding(
+                what=wait.what,
+                key=wait.key,
+                since_s=wait.since_ns / NS_PER_S,
+                left_s=max(0, wait.until_ns - now_ns) / NS_PER_S,
+            )
             for wait in cluster.waits
         ],
-    }
+    )
 
 
-def plan_of(cluster: Cluster, request: JobRequest) -> dict[str, Any]:
-    """Return where a job would go now, at what marginal cost and planned slowdown, and why it cannot join each other
-    group.
-
-    `placement` is None if the job would be queued (`why` says for what), or if its phases are not known yet. Raises
-    `ClusterError` for a job that would be rejected.
-    """
-    found: dict[str, Any] = {"job": request.id, "slo": request.slo, "placement": None, "refusals": [], "why": ""}
+def plan_of(cluster: Cluster, request: JobRequest) -> PlacementPlan:
+    """Return where a job would go now, at what marginal cost and planned slowdown. Raises `ClusterError` for a job that
+    would be rejected."""
+    found = PlacementPlan(job=request.id, slo=request.slo)
     if request.plan is None:
-        found["why"] = "its phases are not known yet: a few steps of it would be timed first"
+        found.why = "its phases are not known yet: a few steps of it would be timed first"
         return found
     choice, refusals = cluster.dry_run(request)
-    found["refusals"] = [
-        {"group": one.group, "reason": one.reason, "needed": one.needed, "allowed": one.allowed} for one in refusals
-    ]
+    found.refusals = list(refusals)
     if choice is None:
-        found["why"] = (
+        found.why = (
             f"no group takes it, and of {request.rollout_nodes} rollout and {request.train_nodes} train nodes for one "
             f"of its own {cluster.free_rollout} and {cluster.free_train} are free"
         )
         return found
-    found["placement"] = {
-        "group": choice.group,
-        "how": choice.how,
-        "rollout": list(choice.rollout),
-        "new_rollout": choice.new_rollout,
-        "new_train": choice.new_train,
-        "usd_per_hour": choice.marginal_nano_usd_per_hour / NANO_USD,
-        "cycle_s": choice.cycle_ns / NS_PER_S,
-        "planned_slowdown": choice.cycle_ns / request.plan.solo_ns,
-        "members": list(cluster.groups[choice.group].members) if choice.group else [],
-    }
+    found.placement = Placement(
+        group=choice.group,
+        how=choice.how,
+        rollout=list(choice.rollout),
+        new_rollout=choice.new_rollout,
+        new_train=choice.new_train,
+        usd_per_hour=choice.marginal_nano_usd_per_hour / NANO_USD,
+        cycle_s=choice.cycle_ns / NS_PER_S,
+        planned_slowdown=choice.cycle_ns / request.plan.solo_ns,
+        members=list(cluster.groups[choice.group].members) if choice.group else [],
+    )
     return found
 
 
@@ -125,63 +273,65 @@ def usd(owed: int) -> float:
     return owed / NS_PER_HOUR / NANO_USD
 
 
-def _node(node: NodeRecord, now_ns: Nanoseconds) -> dict[str, Any]:
+def _node(node: NodeRecord, now_ns: Nanoseconds) -> NodeStanding:
     accounts = dict(node.accounts_ns)
     accounts[node.account] = accounts.get(node.account, 0) + now_ns - node.settled_ns
-    return {
-        "name": node.id,
-        "phase": node.phase.value,
-        "group": node.group,
-        "account": node.account.value,
-        "job": node.user,
-        "permit": node.permit,
-        "accounts_s": {account.value: length_ns / NS_PER_S for account, length_ns in accounts.items()},
-        "residents": dict(node.residents),
-    }
+    return NodeStanding(
+        name=node.id,
+        phase=node.phase,
+        group=node.group,
+        account=node.account,
+        job=node.user,
+        permit=node.permit,
+        accounts_s={account: length_ns / NS_PER_S for account, length_ns in accounts.items()},
+        residents=dict(node.residents),
+        keeper=KeeperStanding(),
+    )
 
 
-def job_row(cluster: Cluster, record: JobRecord, billed: int) -> dict[str, Any]:
-    """Return one job, which may have left the cluster. It owes `billed` nano-dollars times nanoseconds per hour."""
-    request, seat = record.request, record.seat
+def story_of(record: JobRecord) -> list[StoryPart]:
+    return [StoryPart(chapter.at_ns / NS_PER_S, chapter.state.value, chapter.cause) for chapter in record.story]
+
+
+def job_standing(cluster: Cluster, record: JobRecord, billed: int) -> JobStanding:
+    """Return what the cluster knows of one job. It owes `billed` nano-dollars times nanoseconds per hour."""
+    request, seat, story = record.request, record.seat, story_of(record)
     cycle_ns = cluster.groups[seat.group].cycle_ns if seat is not None else 0
     solo_ns = request.plan.solo_ns if request.plan is not None else 0
-    return {
-        "name": request.id,
-        "arrival": record.arrival,
-        "state": record.state.value,
-        "reason": record.reason,
-        "since_s": record.story[-1].at_ns / NS_PER_S if record.story else 0.0,
-        "story": [
-            {"at_s": chapter.at_ns / NS_PER_S, "state": chapter.state.value, "cause": chapter.cause}
-            for chapter in record.story
-        ],
-        "slo": request.slo,
-        "steps": request.steps,
-        "steps_done": record.steps_done,
-        "how": record.how,
-        "group": seat.group if seat is not None else None,
-        "rollout": list(seat.rollout) if seat is not None else [],
-        "train": list(cluster.groups[seat.group].train) if seat is not None else [],
-        "solo_s": solo_ns / NS_PER_S,
-        "cycle_s": cycle_ns / NS_PER_S,
-        "planned_slowdown": cycle_ns / solo_ns if cycle_ns and solo_ns else None,
-        "permit": record.permit,
-        "asked": "both" if record.asked_both else record.asked.value if record.asked is not None else None,
-        "moves": record.moves,
-        "resubmissions": record.resubmissions,
-        "usd": usd(billed),
-        "saved_if_left_usd_per_hour": saved_if_left(cluster, record) / NANO_USD,
-        "over": record.over,
-    }
+    return JobStanding(
+        name=request.id,
+        arrival=record.arrival,
+        state=record.state,
+        reason=record.reason,
+        since_s=story[-1].at_s if story else 0.0,
+        story=story,
+        slo=request.slo,
+        steps=request.steps,
+        steps_done=record.steps_done,
+        how=record.how,
+        group=seat.group if seat is not None else None,
+        rollout=list(seat.rollout) if seat is not None else [],
+        train=list(cluster.groups[seat.group].train) if seat is not None else [],
+        solo_s=solo_ns / NS_PER_S,
+        cycle_s=cycle_ns / NS_PER_S,
+        planned_slowdown=cycle_ns / solo_ns if cycle_ns and solo_ns else None,
+        permit=record.permit,
+        asked="both" if record.asked_both else record.asked,
+        moves=record.moves,
+        resubmissions=record.resubmissions,
+        usd=usd(billed),
+        saved_if_left_usd_per_hour=saved_if_left(cluster, record) / NANO_USD,
+        over=record.over,
+    )
 
 
-def _permit(permit: Permit, now_ns: Nanoseconds) -> dict[str, Any]:
-    return {
-        "number": permit.number,
-        "job": permit.job,
-        "phase": "both" if permit.both else permit.phase.value,
-        "nodes": list(permit.nodes),
-        "since_s": permit.since_ns / NS_PER_S,
-        "left_s": max(0, permit.deadline_ns - now_ns) / NS_PER_S,
-        "recalled": permit.recalled,
-    }
+def _permit(permit: Permit, now_ns: Nanoseconds) -> PermitStanding:
+    return PermitStanding(
+        number=permit.number,
+        job=permit.job,
+        phase="both" if permit.both else permit.phase,
+        nodes=list(permit.nodes),
+        since_s=permit.since_ns / NS_PER_S,
+        left_s=max(0, permit.deadline_ns - now_ns) / NS_PER_S,
+        recalled=permit.recalled,
+    )

@@ -6,6 +6,7 @@ from importlib.resources import files
 import msgspec
 
 from elastic.core.cluster.types import DeviceAccount
+from elastic.pool.standing import StoryPart
 from elastic.report import charts, svg, units
 from elastic.report.markup import Markup, tag
 
@@ -18,12 +19,6 @@ LANES_S = 7200.0
 LIVE_LANES_S, CYCLES_SHOWN = 300.0, 12
 """Extent of the lanes of a live pool, as a time and as a number of cycles."""
 _GOOD = ("submitted", "profiling", "queued", "placed", "running", "finished")
-
-
-class StoryPart(msgspec.Struct, frozen=True):
-    at_s: float
-    state: str
-    cause: str
 
 
 class PooledJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +89,16 @@ class PoolMark(msgspec.Struct, frozen=True):
     what: str
 
 
+class GroupCycle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A group's planned cycle, the longest that its members bear, and the median of how long theirs lasted."""
+
+    group: str
+    cycle_s: float
+    limit_s: float
+    members: str
+    measured_s: float | None = None
+
+
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     """`usd` is the cost of all groups' nodes, `usd_unbilled` the part of it that no job is billed, `usd_paid` that of
     all nodes. `cycles` are those of the groups as planned when the last job joined, with how long they lasted.
@@ -114,7 +119,7 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     admissions: dict[str, int]
     switches: int
     switch_s: float
-    cycles: list[dict[str, float | str]]
+    cycles: list[GroupCycle]
     jobs: list[PooledJob]
     nodes: list[PooledNode]
     marks: list[PoolMark]
@@ -254,11 +259,11 @@ def _phase_row(job: PooledJob) -> Sequence[str]:
 def _groups_rows(report: PoolReport) -> list[Sequence[str]]:
     return [
         (
-            str(each["group"]),
-            units.duration(float(each["cycle_s"])),
-            units.duration(float(each["measured_s"])) if "measured_s" in each else units.NONE,
-            units.duration(float(each["limit_s"])),
-            str(each["members"]),
+            each.group,
+            units.duration(each.cycle_s),
+            units.duration(each.measured_s),
+            units.duration(each.limit_s),
+            each.members,
         )
         for each in report.cycles
     ]

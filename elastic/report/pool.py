@@ -27,8 +27,8 @@ from elastic.core.cluster.types import (
     PoolSpec,
 )
 from elastic.pool.journal import NotedDeath
-from elastic.pool.standing import NANO_USD, bills, saved_if_left, usd
-from elastic.report.jobs import NodeSlice, PooledJob, PooledNode, PoolMark, PoolReport, StoryPart, shares
+from elastic.pool.standing import NANO_USD, bills, saved_if_left, story_of, usd
+from elastic.report.jobs import GroupCycle, NodeSlice, PooledJob, PooledNode, PoolMark, PoolReport, shares
 
 NS_PER_S = 1_000_000_000
 _ROLLOUT = PhaseKind.ROLLOUT
@@ -73,7 +73,7 @@ class PoolTimeline:
         """Jobs that have left the cluster, as they were then."""
         self.gone: list[tuple[NodeRecord, Nanoseconds]] = []
         """Nodes that were lost, as they were then, and how long each was of a group."""
-        self.cycles: list[dict[str, float | str]] = []
+        self.cycles: list[GroupCycle] = []
         """The groups as they were when the last job had joined."""
         self._turns: dict[int, TurnUnderWay] = {}
         self._goes_on: dict[tuple[JobId, PhaseKind], Nanoseconds] = {}
@@ -125,7 +125,7 @@ class PoolTimeline:
                 seen.started_ns = now_ns if seen.started_ns is None else seen.started_ns
                 if seen.marginal is None:
                     seen.marginal = sum(self._price(node) for node in new)
-                self.cycles = self.groups()
+                self.cycles = self._groups()
             case c.GrantPermit():
                 self._granted(command, now_ns)
             case c.KillResident():
@@ -134,14 +134,14 @@ class PoolTimeline:
             case _:
                 pass
 
-    def groups(self) -> list[dict[str, float | str]]:
+    def _groups(self) -> list[GroupCycle]:
         return [
-            {
-                "group": group.name,
-                "cycle_s": group.cycle_ns / NS_PER_S,
-                "limit_s": group.limit_ns / NS_PER_S,
-                "members": ", ".join(group.members),
-            }
+            GroupCycle(
+                group=group.name,
+                cycle_s=group.cycle_ns / NS_PER_S,
+                limit_s=group.limit_ns / NS_PER_S,
+                members=", ".join(group.members),
+            )
             for group in self.cluster.groups.values()
         ]
 
@@ -321,11 +321,11 @@ def pool_report(
     )
 
 
-def _measured(cycle: dict[str, float | str], jobs: list[PooledJob]) -> dict[str, float | str]:
+def _measured(cycle: GroupCycle, jobs: list[PooledJob]) -> GroupCycle:
     """The group's cycle with how long it has lasted, by its members' median."""
-    members = str(cycle["members"]).split(", ")
+    members = cycle.members.split(", ")
     lasted = [job.cycle_s for job in jobs if job.name in members and job.cycle_s is not None]
-    return cycle | ({"measured_s": statistics.median(lasted)} if lasted else {})
+    return msgspec.structs.replace(cycle, measured_s=statistics.median(lasted) if lasted else None)
 
 
 def _job(
@@ -376,5 +376,5 @@ def _job(
         switches=seen.switches,
         switch_s=seen.switch_ns / NS_PER_S,
         switch_share=seen.switch_ns / NS_PER_S / turned_s if turned_s else None,
-        story=[StoryPart(part.at_ns / NS_PER_S, part.state.value, part.cause) for part in record.story],
+        story=story_of(record),
     )

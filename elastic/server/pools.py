@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
+from msgspec.structs import asdict
 
 from elastic.compose.runs import is_claimed
-from elastic.pool.control_messages import JOBS_PAGE, PoolControl, PoolStanding
+from elastic.pool.control_messages import JOBS_PAGE, PoolControl
+from elastic.pool.standing import JobStanding, PoolStatus
 from elastic.protocol.api import HostedJob, HostedPool
 from elastic.protocol.run_control import CommandRefused, ControlError
 from elastic.server.problems import ApiProblem, not_found
@@ -63,46 +65,45 @@ def asked(question: Coroutine[Any, Any, T]) -> T:
         raise ApiProblem("pool-away", str(error)) from error
 
 
-def project_of_job(settings: ServerSettings, job: Mapping[str, Any]) -> str | None:
+def project_of_job(settings: ServerSettings, job: JobStanding) -> str | None:
     """Return the project of a job, by the job's directory; None for a job that was not submitted to this server."""
-    directory = Path(str(job.get("directory", "")))
     with contextlib.suppress(ValueError):
-        return directory.relative_to(settings.pooled.resolve()).parts[0]
+        return Path(job.directory).relative_to(settings.pooled.resolve()).parts[0]
     return None
 
 
-def as_job(settings: ServerSettings, pool: str, job: Mapping[str, Any]) -> HostedJob:
-    return HostedJob(
-        id=job["name"],
-        pool=pool,
-        project=project_of_job(settings, job),
-        **{name: job[name] for name in HostedJob.model_fields if name in job},
-    )
+def as_job(settings: ServerSettings, pool: str, job: JobStanding) -> HostedJob:
+    return HostedJob(id=job.name, pool=pool, project=project_of_job(settings, job), **asdict(job))
 
 
-def as_pool(settings: ServerSettings, standing: PoolStanding, name: str, project: str | None) -> HostedPool:
+def as_pool(settings: ServerSettings, status: PoolStatus, name: str, project: str | None) -> HostedPool:
     """Return the pool as this project may see it, without the names of other projects' jobs; None sees all jobs."""
-    status = standing.status
-    own = {job["name"] for job in status["jobs"] if project is None or project_of_job(settings, job) == project}
+    own = {job.name for job in status.jobs if project is None or project_of_job(settings, job) == project}
 
     def seen(job: str | None) -> str | None:
         return job if job is None or project is None or job in own else "another project's"
 
     nodes = [
-        {key: value for key, value in node.items() if key in ("name", "phase", "group", "account", "accounts_s")}
-        | {"job": seen(node["job"])}
-        for node in status["nodes"]
+        {
+            "name": node.name,
+            "phase": node.phase,
+            "group": node.group,
+            "account": node.account,
+            "accounts_s": node.accounts_s,
+            "job": seen(node.job),
+        }
+        for node in status.nodes
     ]
     return HostedPool(
         id=name,
         away=False,
-        now_s=status["now_s"],
-        usd=status["usd"],
-        usd_per_hour=status["usd_per_hour"],
+        now_s=status.now_s,
+        usd=status.usd,
+        usd_per_hour=status.usd_per_hour,
         nodes=nodes,
-        groups=[{**group, "members": [seen(job) for job in group["members"]]} for group in status["groups"]],
-        permits=[{**permit, "job": seen(permit["job"])} for permit in status["permits"]],
-        waits=[wait for wait in status["waits"] if project is None or wait["key"] in own],
+        groups=[asdict(group) | {"members": [seen(job) for job in group.members]} for group in status.groups],
+        permits=[asdict(permit) | {"job": seen(permit.job)} for permit in status.permits],
+        waits=[asdict(wait) for wait in status.waits if project is None or wait.key in own],
     )
 
 
@@ -119,12 +120,12 @@ def settle_jobs(store: Store, settings: ServerSettings, project: str | None = No
                 continue
             living = {row["id"]: row for row in jobs.living(connection, path.name, project)}
         control = control_of(settings, path.name)
-        told = {job["name"]: job for job in asked(control.all_jobs(within=within, going_on=True))}
+        told = {job.name: job for job in asked(control.all_jobs(within=within, going_on=True))}
         told = {name: job for name, job in told.items() if project_of_job(settings, job) is not None}
         others = [name for name in living if name not in told]
         for first in range(0, len(others), JOBS_PAGE):
             names = others[first : first + JOBS_PAGE]
-            told |= {job["name"]: job for job in asked(control.jobs(names=names)).jobs}
+            told |= {job.name: job for job in asked(control.jobs(names=names)).jobs}
         changed = [job for name, job in told.items() if _has_changed(living.get(name), job)]
         # The request that submitted one of these has died before its pool heard of it.
         unheard = [
@@ -134,13 +135,13 @@ def settle_jobs(store: Store, settings: ServerSettings, project: str | None = No
             continue
         with store.writing() as tx:
             for job in changed:
-                jobs.settle(tx, job["name"], usd=job["usd"], over=job["over"])
+                jobs.settle(tx, job.name, usd=job.usd, over=job.over)
             for row in unheard:
                 jobs.remove(tx, row["id"], row["created_us"])
 
 
-def _has_changed(row: Mapping[Any, Any] | None, job: Mapping[str, Any]) -> bool:
-    return row is None or job["over"] or row["usd"] != job["usd"]
+def _has_changed(row: Mapping[Any, Any] | None, job: JobStanding) -> bool:
+    return row is None or job.over or row["usd"] != job.usd
 
 
 class PoolSupervisors:

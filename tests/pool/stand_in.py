@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -15,7 +14,8 @@ from elastic.core.cluster import events as e
 from elastic.pool.control_messages import (
     POOL_CONTROL_VERSION,
     AskJobs,
-    AskPool,
+    AskStatus,
+    AskVersion,
     CancelJob,
     PlanJob,
     PoolAcknowledged,
@@ -25,11 +25,12 @@ from elastic.pool.control_messages import (
     PoolRefusal,
     PoolRequest,
     PoolStanding,
+    PoolVersion,
     ResubmitJob,
     StopPool,
     SubmitJob,
 )
-from elastic.pool.standing import plan_of, standing
+from elastic.pool.standing import PoolStatus, plan_of, standing
 from elastic.protocol.run_control import SOCKET, socket_address
 from policies.clusters import CLUSTER_POLICIES
 
@@ -98,30 +99,32 @@ class StandIn:
         writer.close()
         await writer.wait_closed()
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> PoolStatus:
         status = standing(self.cluster)
-        for job in status["jobs"]:
-            job["directory"] = next(s.entry.directory for s in self.submitted if s.request.id == job["name"])
+        for job in status.jobs:
+            job.directory = next(s.entry.directory for s in self.submitted if s.request.id == job.name)
         return status
 
     def _answer(self, request: PoolRequest) -> PoolAnswer:
         if isinstance(request, SubmitJob | CancelJob | ResubmitJob):
             self.commands.append(request.id)
         match request:
-            case AskPool():
-                return PoolStanding(pool="lab", pid=7, version=self._version, status=self._status())
+            case AskVersion():
+                return PoolVersion(pid=7, version=self._version)
+            case AskStatus():
+                return PoolStanding(pool="lab", pid=7, status=self._status())
             case AskJobs():
                 before = self.cluster.state.arrivals + 1 if request.before is None else request.before
                 found = [
                     job
-                    for job in reversed(self._status()["jobs"])
-                    if (job["name"] in request.names if request.names else request.like in job["name"])
-                    and request.within in ("", str(Path(job["directory"]).parent))
-                    and not (request.going_on and job["over"])
-                    and job["arrival"] < before
+                    for job in reversed(self._status().jobs)
+                    if (job.name in request.names if request.names else request.like in job.name)
+                    and request.within in ("", str(Path(job.directory).parent))
+                    and not (request.going_on and job.over)
+                    and job.arrival < before
                 ]
                 more = len(found) > request.most
-                return PoolJobs(jobs=found[: request.most], before=found[request.most - 1]["arrival"] if more else None)
+                return PoolJobs(jobs=found[: request.most], before=found[request.most - 1].arrival if more else None)
             case PlanJob():
                 try:
                     return PoolPlan(plan=plan_of(self.cluster, request.request))

@@ -43,12 +43,12 @@ class Crowd(PoolWorld):
         super()._check(event)
         assert self.shell is not None
         told = standing(self.shell.cluster)
-        waits = {wait["key"]: wait for wait in told["waits"] if wait["what"] == "queue"}
-        queued = {job["name"]: job for job in told["jobs"] if job["state"] == "queued"}
+        waits = {wait.key: wait for wait in told.waits if wait.what == "queue"}
+        queued = {job.name: job for job in told.jobs if job.state == "queued"}
         assert waits.keys() == queued.keys()
         for job, record in queued.items():
             wait = waits[job]
-            self.seen[job] = (self.loop.now_ns, record["reason"], wait["since_s"], wait["left_s"])
+            self.seen[job] = (self.loop.now_ns, record.reason, wait.since_s, wait.left_s)
 
 
 def test_who_finds_the_pool_full_queues_with_a_reason_and_since_when_and_is_placed_once_there_is_room():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -108,7 +109,7 @@ class LivePool:
                 assert time.monotonic() < self._ends_s
                 time.sleep(0.1)
             else:
-                return {job["name"]: job for job in standing.status["jobs"]}
+                return {job["name"]: job for job in msgspec.to_builtins(standing.status.jobs)}
 
     def until(self, what: Callable[[dict[str, dict[str, Any]]], object]) -> dict[str, dict[str, Any]]:
         while not what(jobs := self.jobs()):

@@ -11,7 +11,9 @@ import pytest
 from elastic.core.cluster import JobRequest, PhasePlan
 from elastic.pool.control_messages import (
     POOL_CONTROL_VERSION,
-    AskPool,
+    AskJobs,
+    AskStatus,
+    AskVersion,
     CancelJob,
     OtherPoolVersion,
     PlanJob,
@@ -21,11 +23,12 @@ from elastic.pool.control_messages import (
     PoolPlan,
     PoolRefusal,
     PoolRequest,
-    PoolStanding,
+    PoolVersion,
     StopPool,
     SubmitJob,
 )
 from elastic.pool.ports import JobEntry
+from elastic.pool.standing import PlacementPlan
 from elastic.protocol.run_control import SOCKET, CommandRefused, RunNotFound, RunSilent, socket_address
 
 REQUEST = JobRequest(id="one", slo=1.5, plan=PhasePlan(rollout_ns=10, train_ns=5))
@@ -35,17 +38,13 @@ REQUEST = JobRequest(id="one", slo=1.5, plan=PhasePlan(rollout_ns=10, train_ns=5
 async def served(
     directory: Path, answer: Callable[[PoolRequest], PoolAnswer | None], version: str = POOL_CONTROL_VERSION
 ) -> AsyncIterator[list[PoolRequest]]:
-    """A socket whose requests are answered by `answer`, but for those for its standing; what it was asked."""
+    """A socket whose requests are answered by `answer`, but for those for its version; what it was asked."""
     asked: list[PoolRequest] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = msgspec.json.decode(await reader.readline(), type=PoolRequest)
         asked.append(request)
-        said = (
-            PoolStanding(pool="lab", pid=7, version=version, status={})
-            if isinstance(request, AskPool)
-            else answer(request)
-        )
+        said = PoolVersion(pid=7, version=version) if isinstance(request, AskVersion) else answer(request)
         if said is not None:
             writer.write(msgspec.json.encode(said) + b"\n")
         writer.close()
@@ -62,31 +61,31 @@ async def served(
 async def test_a_command_goes_out_as_it_was_meant_once_the_version_is_known(tmp_path: Path) -> None:
     def answer(request: PoolRequest) -> PoolAnswer:
         if isinstance(request, PlanJob):
-            return PoolPlan(plan={"job": request.request.id})
-        assert not isinstance(request, AskPool)
-        return PoolAcknowledged(id=request.id, placement={"group": None})
+            return PoolPlan(plan=PlacementPlan(job=request.request.id, slo=1.5))
+        assert not isinstance(request, AskVersion | AskStatus | AskJobs)
+        return PoolAcknowledged(id=request.id, placement=PlacementPlan(job="one", slo=1.5, why="full"))
 
     async with served(tmp_path, answer) as asked:
         pool = PoolControl(tmp_path)
         submission = SubmitJob(
             id="a", request=REQUEST, entry=JobEntry(job="one", directory="/runs/one", providers=("spot",))
         )
-        assert (await pool.submit(submission)).placement == {"group": None}
-        assert await pool.plan(REQUEST) == {"job": "one"}
+        assert (await pool.submit(submission)).placement == PlacementPlan(job="one", slo=1.5, why="full")
+        assert await pool.plan(REQUEST) == PlacementPlan(job="one", slo=1.5)
         assert (await pool.cancel("one", "b")).id == "b"
         await pool.resubmit("one", "c")
         await pool.stop(now=True, command="d")
-    assert asked[:3] == [AskPool(), submission, PlanJob(request=REQUEST)]
+    assert asked[:3] == [AskVersion(), submission, PlanJob(request=REQUEST)]
     assert asked[3] == CancelJob(id="b", job="one")
     assert asked[-1] == StopPool(id="d", now=True)
-    assert sum(isinstance(request, AskPool) for request in asked) == 1
+    assert sum(isinstance(request, AskVersion) for request in asked) == 1
 
 
 async def test_a_pool_of_another_version_is_told_nothing(tmp_path: Path) -> None:
     async with served(tmp_path, lambda _: None, version="0") as asked:
         with pytest.raises(OtherPoolVersion, match="process 7 is of another version: found 0; allowed: "):
             await PoolControl(tmp_path).cancel("one")
-    assert asked == [AskPool()]
+    assert asked == [AskVersion()]
 
 
 async def test_what_the_pool_refuses_is_said_with_its_kind(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from elastic.cli.pool_report import live_report
@@ -88,7 +89,7 @@ class Pool:
             await asyncio.sleep(0.05)
 
     async def status(self) -> dict[str, Any]:
-        return (await self.standing()).status
+        return msgspec.to_builtins((await self.standing()).status)
 
     async def job(self, name: str) -> dict[str, Any]:
         return next(job for job in (await self.status())["jobs"] if job["name"] == name)
@@ -177,7 +178,9 @@ async def test_two_jobs_take_turns_on_the_same_devices_and_the_pool_ends_with_no
         assert not (await pool.control.submit(one)).repeated
         assert (await pool.control.submit(one)).repeated
         placed = await pool.control.submit(two)
-        assert placed.placement["placement"]["how"] == "packed"
+        assert placed.placement is not None
+        assert placed.placement.placement is not None
+        assert placed.placement.placement.how == "packed"
         await finished(pool, "one", "two")
         history = pool.history()
         assert history.count("resumed") == history.count("parked") == 12

@@ -1,14 +1,13 @@
 """What a pool tells of itself: bills that sum, plans that hold, refusals in numbers; and asking changes nothing."""
 
-import json
-
+import msgspec
 import pytest
 
 from elastic.core.cluster import Cluster, ClusterError, NodeKind, PoolSpec, WaitLimits
 from elastic.core.cluster import events as e
 from elastic.core.cluster.history import cluster_digest
 from elastic.core.cluster.types import PhaseKind
-from elastic.pool.standing import bills, plan_of, standing
+from elastic.pool.standing import PoolStatus, bills, plan_of, standing
 from policies.clusters import CLUSTER_POLICIES
 from tests.cluster.conftest import THREE_OF_EACH, S, timed_job
 
@@ -34,12 +33,12 @@ def test_bills_and_what_is_nobodys_sum_to_what_the_pool_pays_at_any_time() -> No
     cluster = cluster_of(THREE_OF_EACH, "one", "two")
     for now_ns in (3 * S, 50 * S, 3_600 * S):
         told = standing(cluster, now_ns)
-        owed = sum(job["usd"] for job in told["jobs"])
-        assert owed + told["usd_unbilled"] == pytest.approx(told["usd"])
-        assert told["usd"] == pytest.approx(3 * (2 + 5) * now_ns / (3_600 * S))
-        for node in told["nodes"]:
-            assert sum(node["accounts_s"].values()) == pytest.approx(now_ns / S)
-        json.dumps(told)
+        owed = sum(job.usd for job in told.jobs)
+        assert owed + told.usd_unbilled == pytest.approx(told.usd)
+        assert told.usd == pytest.approx(3 * (2 + 5) * now_ns / (3_600 * S))
+        for node in told.nodes:
+            assert sum(node.accounts_s.values()) == pytest.approx(now_ns / S)
+        assert msgspec.json.decode(msgspec.json.encode(told), type=PoolStatus) == told
 
 
 def test_a_bill_that_is_asked_for_is_the_one_that_comes() -> None:
@@ -59,34 +58,36 @@ def test_asking_changes_nothing() -> None:
 
 
 def test_a_plan_says_where_at_what_price_and_how_slow() -> None:
-    packed = plan_of(cluster_of(THREE_OF_EACH, "one"), timed_job("two", slo=1.5))["placement"]
-    assert packed["how"] == "packed"
-    assert packed["members"] == ["one"]
-    assert packed["usd_per_hour"] == 0.0
-    assert packed["planned_slowdown"] == pytest.approx(1.0)
+    packed = plan_of(cluster_of(THREE_OF_EACH, "one"), timed_job("two", slo=1.5)).placement
+    assert packed is not None
+    assert packed.how == "packed"
+    assert packed.members == ["one"]
+    assert packed.usd_per_hour == 0.0
+    assert packed.planned_slowdown == pytest.approx(1.0)
     new = plan_of(cluster_of(THREE_OF_EACH, "one", "two"), timed_job("three", slo=1.0))
-    assert new["placement"]["group"] is None
-    assert new["placement"]["usd_per_hour"] == pytest.approx(7.0)
-    assert [refusal["group"] for refusal in new["refusals"]] == ["group-1"]
-    assert new["refusals"][0]["needed"] > new["refusals"][0]["allowed"]
+    assert new.placement is not None
+    assert new.placement.group is None
+    assert new.placement.usd_per_hour == pytest.approx(7.0)
+    assert [refusal.group for refusal in new.refusals] == ["group-1"]
+    assert new.refusals[0].needed > new.refusals[0].allowed
 
 
 def test_a_plan_for_who_is_queued_timed_or_rejected() -> None:
     cluster = cluster_of(ONE_OF_EACH, "one", "two")
     queued = plan_of(cluster, timed_job("three", slo=4.0))
-    assert queued["placement"] is None
-    assert "0 and 0 are free" in queued["why"]
-    assert queued["refusals"][0]["reason"].startswith("host memory of a training node")
+    assert queued.placement is None
+    assert "0 and 0 are free" in queued.why
+    assert queued.refusals[0].reason.startswith("host memory of a training node")
     timed = plan_of(cluster, timed_job("three", plan=None))
-    assert timed["placement"] is None
-    assert "would be timed first" in timed["why"]
+    assert timed.placement is None
+    assert "would be timed first" in timed.why
     with pytest.raises(ClusterError, match="it fits no rollout node: needed 3 bytes of host memory; largest: 2"):
         plan_of(cluster, timed_job("three", rollout_bytes=3))
 
 
 def test_what_would_be_saved_if_a_job_left() -> None:
-    jobs = {job["name"]: job for job in standing(cluster_of(THREE_OF_EACH, "one", "two"))["jobs"]}
-    assert jobs["one"]["saved_if_left_usd_per_hour"] == 0.0
-    assert jobs["one"]["planned_slowdown"] == pytest.approx(1.0)
-    alone = standing(cluster_of(ONE_OF_EACH, "one"))["jobs"]
-    assert alone[0]["saved_if_left_usd_per_hour"] == pytest.approx(7.0)
+    jobs = {job.name: job for job in standing(cluster_of(THREE_OF_EACH, "one", "two")).jobs}
+    assert jobs["one"].saved_if_left_usd_per_hour == 0.0
+    assert jobs["one"].planned_slowdown == pytest.approx(1.0)
+    alone = standing(cluster_of(ONE_OF_EACH, "one")).jobs
+    assert alone[0].saved_if_left_usd_per_hour == pytest.approx(7.0)

@@ -122,7 +122,7 @@ class JobsWorld:
         """Each job's time from its first step's begin to its last one's end."""
         self.alone_ns: Counter[JobId] = Counter()
         """How long each job's steps would have taken alone."""
-        self.cycles: list[dict[str, float | str]] = []
+        self.cycles: dict[str, tuple[Nanoseconds, str]] = {}
         """The groups as they were when the last job had joined."""
         self._gone: list[tuple[NodeId, PhaseKind]] = []
         self._cancelled: set[JobId] = set()
@@ -262,15 +262,8 @@ class JobsWorld:
             self._begin_step(job)
 
         self._later(job, after_ns, up)
-        self.cycles = [
-            {
-                "group": group.name,
-                "cycle_s": group.cycle_ns / S,
-                "limit_s": group.limit_ns / S,
-                "members": ", ".join(group.members),
-            }
-            for group in self.cluster.groups.values()
-        ]
+        groups = self.cluster.groups.values()
+        self.cycles = {group.name: (group.cycle_ns, ", ".join(group.members)) for group in groups}
 
     def _begin_step(self, job: JobId) -> None:
         self._jobs[job].step_began_ns = self.now_ns

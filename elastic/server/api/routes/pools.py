@@ -3,11 +3,11 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import sqlalchemy as sa
 from fastapi import APIRouter, Path, Query, Request, Response
+from msgspec.structs import asdict
 
 from elastic.compose.pool_config import job_request
 from elastic.compose.runs import discard_run, save_run_config
@@ -15,6 +15,7 @@ from elastic.config import Config, ConfigError
 from elastic.core.cluster import JobRequest
 from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
 from elastic.pool.ports import JobEntry
+from elastic.pool.standing import JobStanding
 from elastic.protocol.api import HostedJob, HostedPool, JobPlacement, JobSubmission, Listed, Submission
 from elastic.protocol.run_control import new_command_id
 from elastic.server import ids
@@ -76,7 +77,7 @@ def list_jobs(
     before: int | None = None
     if starting_after is not None:
         try:
-            before = _found(settings, pool, starting_after, caller)["arrival"]
+            before = _found(settings, pool, starting_after, caller).arrival
         except ApiProblem as problem:
             if problem.kind != "not-found":
                 raise
@@ -159,10 +160,11 @@ def dry_run_job(pool: PoolId, body: JobSubmission, caller: CallerDep, state: Sta
     with state.store.reading() as connection:
         refuse_beyond(connection, project, needs, train_gpus(state.settings, pool, config.job.train_nodes))
     plan = asked(control.plan(_request("job", config)))
-    placement = plan["placement"]
+    placement = None if plan.placement is None else asdict(plan.placement)
     if placement is not None and caller.project is not None:
-        placement = {key: value for key, value in placement.items() if key != "members"}
-    return JobPlacement(pool=pool, slo=plan["slo"], placement=placement, refusals=plan["refusals"], why=plan["why"])
+        del placement["members"]
+    refusals = [asdict(one) for one in plan.refusals]
+    return JobPlacement(pool=pool, slo=plan.slo, placement=placement, refusals=refusals, why=plan.why)
 
 
 @router.post(
@@ -257,19 +259,19 @@ def _checked(state: ServerState, body: JobSubmission, caller: Caller) -> tuple[s
 def _pool(settings: ServerSettings, name: str, caller: Caller) -> HostedPool:
     control = control_of(settings, name)
     try:
-        standing = asked(control.standing())
+        status = asked(control.standing()).status
     except ApiProblem as problem:
         if problem.kind != "pool-away":
             raise
         return HostedPool(id=name, away=True)
-    return as_pool(settings, standing, name, caller.project)
+    return as_pool(settings, status, name, caller.project)
 
 
 def _job(settings: ServerSettings, pool: str, job: str, caller: Caller) -> HostedJob:
     return as_job(settings, pool, _found(settings, pool, job, caller))
 
 
-def _found(settings: ServerSettings, pool: str, job: str, caller: Caller) -> Mapping[str, Any]:
+def _found(settings: ServerSettings, pool: str, job: str, caller: Caller) -> JobStanding:
     """Return what the pool tells of a job. Raises `ApiProblem` for one that the caller does not see."""
     control = control_of(settings, pool)
     if re.fullmatch(JOB_NAME, job):
