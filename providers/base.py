@@ -73,7 +73,6 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
       journal.
     - `secret` returns the token of a host by its name, the same in each incarnation. A host that has not heard from the
       run for `orchestrator_timeout_s` ends.
-    - `pool` is the `elastic.pool.client.PoolClient` of a run that is a pool's job.
     """
 
     run: str
@@ -90,7 +89,6 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
     release_timeout_s: float
     orchestrator_timeout_s: float = 60.0
     waiting_room: WaitingRoom | None = None
-    pool: object = None
 
     def tag(self, provider: str) -> str:
         """Return the name of this run's resources at a provider, which no other run has, whatever it is called."""
@@ -154,6 +152,11 @@ class Provider(Protocol):
     Settings: ClassVar[type[ProviderSettings]]
     on_this_machine: ClassVar[bool] = False
     """Whether its workers run on the orchestrator's machine, with the run's files at hand."""
+    trainer_of_turns: "ClassVar[type[Provider] | None]" = None
+    """Of a provider whose devices the run has in turns with other jobs: the provider of the trainer's device then.
+
+    The run must be a pool's job. Its processes outlive their leases, and what a run leaves of them ends without it.
+    """
     name: str
 
     def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None: ...

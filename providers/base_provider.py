@@ -15,7 +15,7 @@ from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from elastic.system.boot_clock import ClockTimer, sleep_until
 from elastic.system.files import write_whole
 from elastic.system.supervision import records
-from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderEvent, ProviderSettings
+from providers.base import Emit, KnownLease, LeaseRequest, Provider, ProviderContext, ProviderEvent, ProviderSettings
 from providers.markets import CapacityUnavailable, LeaseEnding, Market, SettingsT, TakenBack
 
 log = structlog.get_logger(__name__)
@@ -70,6 +70,7 @@ class BaseProvider(Generic[SettingsT]):
     """The common part of `Provider`: it drives a market. Adapters start workers on the market's places."""
 
     on_this_machine: ClassVar[bool] = False
+    trainer_of_turns: ClassVar[type[Provider] | None] = None
 
     @classmethod
     def elsewhere(cls, settings: ProviderSettings) -> bool:

@@ -27,6 +27,7 @@ from providers.base import (
     Emit,
     KnownLease,
     LeaseRequest,
+    Provider,
     ProviderContext,
     ProviderSettings,
     ProviderUnavailable,
@@ -93,9 +94,15 @@ class PoolTrainerMarket(TrainerMarket):
         )
 
 
+class JobContext(ProviderContext, frozen=True, kw_only=True):
+    """The surroundings of providers of a run that is a pool's job."""
+
+    pool: PoolClient
+
+
 def client_of(name: str, context: ProviderContext) -> PoolClient:
     """Return the run's pool client. Raises `ProviderUnavailable` if the run is no pool's job."""
-    if not isinstance(context.pool, PoolClient):
+    if not isinstance(context, JobContext):
         raise ProviderUnavailable(f"{name}: {NOT_A_JOB}")
     return context.pool
 
@@ -142,10 +149,67 @@ class _Resident:
         self.over.set()
 
 
+class PoolTrainerProvider(BaseProvider[ProviderSettings]):
+    """Leases the trainer's process on the job's training node, for as long as the job runs."""
+
+    Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
+
+    def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
+        self._client = client_of(name, context)
+        self._pool_market = PoolTrainerMarket(name, settings)
+        super().__init__(self._pool_market, context)
+        self._resident: _Resident | None = None
+        self._open = False
+
+    async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
+        await self._have_pool()
+        return await super().adopt(known, emit)
+
+    async def start(self, emit: Emit) -> None:
+        await self._have_pool()
+        await super().start(emit)
+
+    async def launch(self, request: LeaseRequest, place: str) -> _Resident:
+        (ticket,) = request.tickets
+        if self._client.part.trainer is not None:
+            raise CapacityUnavailable(f"{self.name}: the former trainer's process has not ended yet")
+        self._client.start_trainer(ticket_frame(self.context, self._client, ticket))
+        return self._runs_as(request.lease, ticket.worker)
+
+    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
+        trainer = self._client.part.trainer
+        if trainer is None:
+            return {}
+        for lease_id, lease in known.items():
+            if any(ticket.worker == trainer.worker for ticket in lease.request.tickets):
+                return {lease_id: Found(self._runs_as(lease_id, trainer.worker))}
+        await _end_strangers([self._runs_as("", trainer.worker)], self.context.release_timeout_s)
+        return {}
+
+    async def _have_pool(self) -> None:
+        if self._open:
+            return
+        try:
+            self._pool_market.welcome = await self._client.open(self.context.acquire_timeout_s)
+        except PoolUnavailable as error:
+            raise ProviderUnavailable(f"{self.name}: {error}") from error
+        self._client.hear_trainer(self._hear)
+        self._open = True
+
+    def _runs_as(self, lease: LeaseId, worker: WorkerId) -> _Resident:
+        self._resident = _Resident(lease, worker, self._client.end_trainer)
+        return self._resident
+
+    def _hear(self, news: News) -> None:
+        if isinstance(news, w.TrainerEnded) and self._resident is not None and self._resident.worker == news.worker:
+            self._resident.ended(news.cause)
+
+
 class PoolProvider(BaseProvider[PoolSettings]):
     """Leases rollout slices, with one worker on each node."""
 
     Settings: ClassVar[type[PoolSettings]] = PoolSettings
+    trainer_of_turns: ClassVar[type[Provider] | None] = PoolTrainerProvider
 
     def __init__(self, name: str, settings: PoolSettings, context: ProviderContext) -> None:
         self._client = client_of(name, context)
@@ -310,62 +374,6 @@ class PoolProvider(BaseProvider[PoolSettings]):
     def _wait_no_longer(self) -> None:
         self._asked_again.clear()
         self._follow()
-
-
-class PoolTrainerProvider(BaseProvider[ProviderSettings]):
-    """Leases the trainer's process on the job's training node, for as long as the job runs."""
-
-    Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
-
-    def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
-        self._client = client_of(name, context)
-        self._pool_market = PoolTrainerMarket(name, settings)
-        super().__init__(self._pool_market, context)
-        self._resident: _Resident | None = None
-        self._open = False
-
-    async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
-        await self._have_pool()
-        return await super().adopt(known, emit)
-
-    async def start(self, emit: Emit) -> None:
-        await self._have_pool()
-        await super().start(emit)
-
-    async def launch(self, request: LeaseRequest, place: str) -> _Resident:
-        (ticket,) = request.tickets
-        if self._client.part.trainer is not None:
-            raise CapacityUnavailable(f"{self.name}: the former trainer's process has not ended yet")
-        self._client.start_trainer(ticket_frame(self.context, self._client, ticket))
-        return self._runs_as(request.lease, ticket.worker)
-
-    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
-        trainer = self._client.part.trainer
-        if trainer is None:
-            return {}
-        for lease_id, lease in known.items():
-            if any(ticket.worker == trainer.worker for ticket in lease.request.tickets):
-                return {lease_id: Found(self._runs_as(lease_id, trainer.worker))}
-        await _end_strangers([self._runs_as("", trainer.worker)], self.context.release_timeout_s)
-        return {}
-
-    async def _have_pool(self) -> None:
-        if self._open:
-            return
-        try:
-            self._pool_market.welcome = await self._client.open(self.context.acquire_timeout_s)
-        except PoolUnavailable as error:
-            raise ProviderUnavailable(f"{self.name}: {error}") from error
-        self._client.hear_trainer(self._hear)
-        self._open = True
-
-    def _runs_as(self, lease: LeaseId, worker: WorkerId) -> _Resident:
-        self._resident = _Resident(lease, worker, self._client.end_trainer)
-        return self._resident
-
-    def _hear(self, news: News) -> None:
-        if isinstance(news, w.TrainerEnded) and self._resident is not None and self._resident.worker == news.worker:
-            self._resident.ended(news.cause)
 
 
 async def _end_strangers(left: Sequence[_Resident], timeout_s: float) -> None:

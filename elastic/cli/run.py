@@ -227,7 +227,7 @@ def _run(config: Config, names: list[str], where: str, resumed: Path | None, *, 
     check_live(plan)
     if past.status != RUNNING:  # Of a process that died; what it began with has been checked.
         # A pool's job does not have seconds at its start, where its trainer says the same.
-        check_policy(plan, None if plan.shared else resumed)
+        check_policy(plan, None if plan.in_turns else resumed)
     run_dir = resumed or new_run_dir(config)
     progress = ProgressDisplay(console(stderr=True))
     go_on = f"go on with: {program()} run --resume {run_dir}"

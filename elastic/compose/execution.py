@@ -19,14 +19,7 @@ from elastic.compose.incarnations import (
     next_incarnation,
     previous_incarnation,
 )
-from elastic.compose.plan import (
-    POOL_KIND,
-    TRAINER_PROVIDER,
-    RunPlan,
-    kind_of,
-    read_model_config,
-    resolve,
-)
+from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, read_model_config, resolve
 from elastic.compose.relay import weights_relay
 from elastic.compose.runs import claimed, load_run_config
 from elastic.compose.scheduling import limits, policies, run_plan, short_limits
@@ -126,7 +119,7 @@ async def execute(
                     engines={n: plan.engine(n).model_dump(mode="json") for n in (TRAINER_PROVIDER, *plan.providers)},
                     relays=dict.fromkeys(_on_this_machine(plan), relay.local),
                     relay_rights=relay.rights,
-                    resident=[n for n, settings in plan.providers.items() if settings.kind == POOL_KIND],
+                    resident=plan.in_turns.keys(),
                     certificate=certificate,
                     waiting_room=waiting_room,
                     pool=pool,
@@ -173,11 +166,13 @@ def make_providers(
 ) -> Mapping[str, Provider]:
     """The trainer's device and every chosen provider, ready to start; `note` keeps what they have to say for the
     run's report, and `spent_usd` is as in `ProviderContext`."""
-    from providers.pool import PoolTrainerProvider
+    from providers.pool import JobContext
     from providers.reserved import TrainerProvider
 
+    make_context = ProviderContext if pool is None else partial(JobContext, pool=pool)
+
     def context(command: Sequence[str]) -> ProviderContext:
-        return ProviderContext(
+        return make_context(
             run=run_dir.name,
             run_dir=run_dir.resolve(),
             endpoint=endpoint,
@@ -191,14 +186,13 @@ def make_providers(
             release_timeout_s=plan.config.scheduler.release_timeout_s,
             secret=secrets.host_token,
             waiting_room=waiting_room,
-            pool=pool,
             orchestrator_timeout_s=plan.config.run.orchestrator_timeout_s,
         )
 
     elastic = (sys.executable, "-m", "elastic.cli")
     trainer = plan.config.trainer
     trainer_command = (*elastic, "worker", "--trainer", str(run_dir.resolve()), "--resume")
-    trainer_type = TrainerProvider if pool is None else PoolTrainerProvider
+    trainer_type = next(iter(plan.in_turns.values()), TrainerProvider)
     providers: dict[str, Provider] = {
         TRAINER_PROVIDER: trainer_type(
             TRAINER_PROVIDER,
@@ -222,7 +216,7 @@ async def _pool(plan: RunPlan) -> AsyncIterator[PoolClient | None]:
 
     Raises `ProviderUnavailable` where the pool is not to be had.
     """
-    membership = membership_here() if plan.shared else None
+    membership = membership_here() if plan.in_turns else None
     if membership is None:
         yield None
         return
@@ -239,9 +233,10 @@ async def _pool(plan: RunPlan) -> AsyncIterator[PoolClient | None]:
 async def _end_former(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> None:
     """End what the run's earlier incarnations left of its functions, and of providers that it no longer uses.
 
-    A pool has ended by itself what it gave to a run that is no job of it any more.
+    What it had in turns ends without it.
     """
-    names = [name for name in names if kind_of(plan.config.providers, name) != POOL_KIND]
+    in_turns = resolve(plan.config, names, str(run_dir)).in_turns
+    names = [name for name in names if name not in in_turns]
     former = resolve(plan.config, names, str(run_dir))
     secrets, nobody = RunSecrets.of(run_dir), WaitingRoom(TicketBook(run_dir))
     providers = make_providers(former, run_dir, Endpoint(""), time.monotonic_ns, secrets=secrets, waiting_room=nobody)

@@ -22,7 +22,7 @@ from elastic.system.installed import installed
 from providers.base import Provider, ProviderSettings
 
 PROVIDERS_OPTION = "--providers"
-TRAINER_PROVIDER, POOL_KIND = "trainer", "pool"
+TRAINER_PROVIDER = "trainer"
 BFLOAT16_BYTES = 2
 TRACE_PLAYERS = {name: f"{name}-replay" for name in ("serving", "serverless", "spot")}
 """The kinds of sections with these names and without a `kind`: they play traces on this machine."""
@@ -40,9 +40,11 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The entry point of the function that computes rewards (`module:attribute`); empty: the environment does."""
 
     @property
-    def shared(self) -> bool:
-        """Whether the run is to be a pool's job, which takes turns with others."""
-        return any(settings.kind == POOL_KIND for settings in self.providers.values())
+    def in_turns(self) -> dict[str, type[Provider]]:
+        """By the providers whose devices the run has in turns with other jobs, that of the trainer's device. If there
+        are any, the run is to be a pool's job."""
+        kinds = self.provider_types.items()
+        return {name: kind.trainer_of_turns for name, kind in kinds if kind.trainer_of_turns is not None}
 
     def engine(self, provider: str) -> EngineConfig:
         """Return the engine settings of a provider's workers, or of the trainer's device: the run's, with their own
@@ -130,7 +132,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         raise ConfigError(*(ConfigProblem(problem, ("run", "caps", name), where) for name in unknown))
     environment = _pick("environment", config.environment.name, where, "environment", "name").load()
     reward = config.rewards.name and _pick("reward", config.rewards.name, where, "rewards", "name").value
-    if any(chosen.kind == POOL_KIND for chosen in settings.values()):
+    if any(types[name].trainer_of_turns for name in names):
         config = _in_turns(config)
     _check_pool(config.rewards, where)
     resolve_engine(config.engine, where)
@@ -246,13 +248,12 @@ def read_model_config(config: Config) -> dict[str, Any]:
 
 def check_live(plan: RunPlan) -> None:
     """Raises `ConfigError` for settings that only simulations support so far, and for a pool's where there is none."""
-    if plan.shared:
+    for name in plan.in_turns:
         try:
             membership = membership_here()
         except PoolUnavailable as error:
             raise ConfigError(str(error)) from error
         if membership is None:
-            name = next(name for name, settings in plan.providers.items() if settings.kind == POOL_KIND)
             raise ConfigError(ConfigProblem(NOT_A_JOB, where=f"{PROVIDERS_OPTION} {name}"))
     gpus = plan.config.trainer.gpus
     if gpus != 1:

@@ -17,7 +17,7 @@ from elastic.pool.gateway import PoolTokens
 from elastic.pool.journal import JOURNAL, pool_secret, read_records
 from elastic.protocol.endpoint import Endpoint
 from policies.clusters import CLUSTER_POLICIES
-from providers.pool import PoolProvider, PoolSettings
+from providers.pool import JobContext, PoolProvider, PoolSettings
 from tests.pool.test_pool_process import Pool, S, finished, running
 from tests.providers.conftest import Recorder, context_of, eventually, lease_request
 
@@ -49,7 +49,7 @@ async def test_a_tail_moves_by_the_provider_s_notice_and_the_next_job_begins_on_
         await pool.control.submit(heavy(pool.submit("tail", rollout_nodes=2, led=True)))
         client = member(pool, "tail")
         recorder = Recorder()
-        context = msgspec.structs.replace(context_of("run", tmp_path, time.monotonic_ns()), pool=client)
+        context = JobContext(**msgspec.structs.asdict(context_of("run", tmp_path, time.monotonic_ns())), pool=client)
         provider = PoolProvider("pool", PoolSettings.model_validate({"max_workers": 2}), context)
         await provider.start(recorder.emit)
         await provider.acquire(lease_request(1))

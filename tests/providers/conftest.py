@@ -19,7 +19,7 @@ from elastic.protocol.endpoint import Endpoint
 from providers.base import LeaseRequest, Provider, ProviderContext, ProviderEvent, ProviderSettings, WorkerTicket
 from providers.base_provider import BaseProvider
 from providers.markets import LeaseEnding, Market, ServerlessSettings, SpotSettings
-from providers.pool import PoolProvider, PoolSettings
+from providers.pool import JobContext, PoolProvider, PoolSettings
 from providers.reserved import ReservedProvider, TrainerProvider
 from providers.serverless import ServerlessProvider
 from providers.serving import ServingProvider
@@ -171,7 +171,8 @@ def provider_of(kind: str, context: ProviderContext, **more: Any) -> Any:
                 trace.write_text("0,add,a\n0,add,b\n600000,remove,a\n")
             return SpotProvider("provider", SpotSettings.model_validate({"trace": str(trace), **settings}), context)
         case "pool":
-            context = msgspec.structs.replace(context, pool=stub_client(context.run_dir, context.run))
+            client = stub_client(context.run_dir, context.run)
+            context = JobContext(**msgspec.structs.asdict(context), pool=client)
             return PoolProvider("provider", PoolSettings.model_validate(settings), context)
         case "serving":
             serving = ServingSettings.model_validate({"hosts": CAPACITY, "poll_s": 0.05, **settings})

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
-from elastic.compose.plan import POOL_KIND, TRAINER_PROVIDER, resolve
+from elastic.compose.plan import TRAINER_PROVIDER, resolve
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config, validate
 from elastic.core.scheduler import Scheduler
@@ -61,6 +61,7 @@ from elastic.worker.trainer_host import TrainerHost
 from providers.base import Provider, ProviderContext, WorkerTicket
 from providers.joined import JoinedProvider
 from providers.markets import JoinedSettings
+from providers.pool import JobContext
 from providers.waiting_room import WaitingRoom
 
 RUN = "run"
@@ -453,7 +454,7 @@ class World:
                     engines={name: config.engine.model_dump(mode="json") for name in (*self.clouds, *self.providers)},
                     relays={TRAINER_PROVIDER: self.relay.url},
                     relay_rights=self.relay.rights,
-                    resident=[n for n, settings in resolved.providers.items() if settings.kind == POOL_KIND],
+                    resident=resolved.in_turns.keys(),
                     waiting_room=waiting_room if plan.machines else None,
                     pool=pool,
                     control_socket=False,
@@ -517,7 +518,8 @@ class World:
         endpoint: Endpoint,
         now_ns: Callable[[], Nanoseconds],
     ) -> ProviderContext:
-        return ProviderContext(
+        make_context = ProviderContext if pool is None else partial(JobContext, pool=pool)
+        return make_context(
             run=RUN,
             run_dir=self.run.path,
             endpoint=endpoint,
@@ -526,7 +528,6 @@ class World:
             now_ns=now_ns,
             acquire_timeout_s=self.config.scheduler.acquire_timeout_s,
             release_timeout_s=self.config.scheduler.release_timeout_s,
-            pool=pool,
             orchestrator_timeout_s=self.config.run.orchestrator_timeout_s,
         )
 
