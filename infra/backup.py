@@ -17,7 +17,7 @@ from pathlib import Path
 
 from elastic.system.sqlite import open_sqlite
 
-SQLITE, POSTGRESQL = "elastic.system.sqlite", "database.dump"
+SQLITE, POSTGRESQL = "elastic.sqlite", "database.dump"
 BESIDE = ("-wal", "-shm", "-journal")
 DATA = ("uploads", "incoming", "projects")
 """What people have put there: whatever it is called, it is copied as it is, and links lead nowhere."""

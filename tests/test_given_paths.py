@@ -91,7 +91,7 @@ def _database(place: Path) -> None:
             tx.execute(sa.text("CREATE TABLE kept (x)"))
         store.close()
         assert sqlite_path(url) is not None
-    assert {path.name for path in place.glob("*.sqlite")} >= {"elastic.system.sqlite", "other.sqlite"}
+    assert {path.name for path in place.glob("*.sqlite")} >= {"elastic.sqlite", "other.sqlite"}
 
 
 def _pool(place: Path) -> None:

@@ -192,7 +192,7 @@ class Submission(_RequestBody):
     max_restarts: Whole = Field(default=10, ge=0, le=1000, description="times that its process may die and be resumed")
     budget_usd: Number | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)
     caps: dict[Name, Annotated[Whole, Field(ge=0, le=1_000_000)]] = Field(
-        default={}, description="most GPUs at once, by provider"
+        default={}, max_length=32, description="most GPUs at once, by provider"
     )
     labels: dict[Name, Annotated[str, Field(max_length=256)]] = Field(default={}, max_length=32)
 
@@ -225,7 +225,7 @@ class RunChange(_RequestBody):
     """What of a run may be edited; what is left out stays."""
 
     budget_usd: Number | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)
-    caps: dict[Name, Annotated[Whole, Field(ge=0, le=1_000_000)]] | None = None
+    caps: dict[Name, Annotated[Whole, Field(ge=0, le=1_000_000)]] | None = Field(default=None, max_length=32)
     labels: dict[Name, Annotated[str, Field(max_length=256)]] | None = Field(default=None, max_length=32)
 
 

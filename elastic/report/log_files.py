@@ -10,6 +10,8 @@ from elastic.protocol.api import LogLine
 READ_BYTES = 256 * 1024
 LINE_BYTES_MAX = 64 * 1024
 """A longer line is told in pieces."""
+TAIL_BYTES_MAX = 64 * 2**20
+"""What is looked through for the last lines: a file without any may be of any size, and take no room."""
 
 
 class LogGone(Exception):
@@ -75,13 +77,13 @@ class LogFollower:
             return 0
 
     def _begin_of_last(self, lines: int, size: int) -> int:
-        """Where the last `lines` whole lines begin."""
+        """Return where the last `lines` whole lines begin, or what is looked through for them."""
         if not size or not lines:
             return size
-        found, end = 0, size
+        found, end, first = 0, size, max(0, size - TAIL_BYTES_MAX)
         with self._open() as file:
-            while end > 0:
-                begin = max(0, end - READ_BYTES)
+            while end > first:
+                begin = max(first, end - READ_BYTES)
                 file.seek(begin)
                 data = file.read(end - begin)
                 place = len(data)
@@ -90,4 +92,4 @@ class LogFollower:
                     if found > lines:  # The last of them only ends the last line.
                         return begin + place + 1
                 end = begin
-        return 0
+        return first

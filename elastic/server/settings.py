@@ -112,7 +112,7 @@ class ServerSettings:
 
     @property
     def database_url(self) -> str:
-        return self.database or f"sqlite:///{self.home.resolve() / 'elastic.system.sqlite'}"
+        return self.database or f"sqlite:///{self.home.resolve() / 'elastic.sqlite'}"
 
     @property
     def runs(self) -> Path:

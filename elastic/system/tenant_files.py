@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import platform
+import secrets
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,12 @@ _SETGROUPS = {"x86_64": 116, "aarch64": 159}
 """The number of the system call, by machine. The C library's own function changes all threads, this one its caller."""
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_READ_WHOLE_BYTES = 64 * 2**20
+"""What is not a database is read whole, so a larger file is none of a run's."""
+_DATABASE = ".sqlite"
+_DEPTH_MAX = 64
+"""Directories in directories, of which a run has three."""
+_TIMES_MAX = 1_000
 _NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.EACCES)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -38,8 +45,30 @@ def as_owner(directory: Path) -> Iterator[None]:
 
     It must be left by the thread that entered it, so nothing is awaited within. Threads that are begun within keep
     these rights. Only root can take them; for others, and where `directory` is missing, nothing changes. Raises
-    `OSError`.
+    `OSError`, of which `NotAFile` where something lies in the directory that its reader would wait for, or never come
+    to the end of.
     """
+    with _rights_in(directory):
+        endless: list[str] = []
+        with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(directory) as entries:
+            endless = [entry.path for entry in entries if _has_no_end(entry)]
+        if endless:
+            raise NotAFile(errno.EINVAL, "a pipe, a device or a file without end", endless[0])
+        yield
+
+
+def _has_no_end(entry: "os.DirEntry[str]") -> bool:
+    try:
+        status = entry.stat()
+    except OSError:  # It leads nowhere, and so nobody.
+        return False
+    if stat.S_ISREG(status.st_mode):
+        return status.st_size > _READ_WHOLE_BYTES and _DATABASE not in entry.name
+    return not (stat.S_ISDIR(status.st_mode) or stat.S_ISSOCK(status.st_mode))
+
+
+@contextlib.contextmanager
+def _rights_in(directory: Path) -> Iterator[None]:
     try:
         found = os.stat(directory)
     except FileNotFoundError:
@@ -92,7 +121,7 @@ def files(directory: Path, name: str, suffix: str) -> list[tuple[str, os.stat_re
     found: list[tuple[str, os.stat_result]] = []
     with (
         contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError),
-        as_owner(directory),
+        _rights_in(directory),
         _below(directory, PurePosixPath(name).parts) as place,
         _listed(place) as listed,
     ):
@@ -105,9 +134,12 @@ def files(directory: Path, name: str, suffix: str) -> list[tuple[str, os.stat_re
 
 
 def size_bytes(directory: Path, name: str = "") -> int:
-    """Return the size of all regular files below a directory, or below one in it. Links are not followed."""
+    """Return the size of all regular files below a directory, or below one in it, as far as a run's directories go.
+
+    Links are not followed.
+    """
     total = 0
-    with contextlib.suppress(OSError), as_owner(directory), _below(directory, PurePosixPath(name).parts) as place:
+    with contextlib.suppress(OSError), _rights_in(directory), _below(directory, PurePosixPath(name).parts) as place:
         for _, _, status in _tree(place):
             total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
@@ -116,17 +148,36 @@ def size_bytes(directory: Path, name: str = "") -> int:
 def remove(directory: Path, name: str = "") -> None:
     """Remove the directory, which lies in one of ours, or what has this name in it. Raises `OSError`.
 
-    This is done with our own rights, since its owner may have forbidden it to itself.
+    This is done with our own rights, since its owner may have forbidden it to itself. What lies too deep is brought up
+    first.
     """
     with _noted(), contextlib.suppress(FileNotFoundError):
         if name and not stat.S_ISDIR(os.lstat(directory / name).st_mode):
             (directory / name).unlink()
             return
         with _below(directory, PurePosixPath(name).parts) as place:
-            for parent, entry, status in _tree(place):
-                with contextlib.suppress(FileNotFoundError):
-                    (os.rmdir if stat.S_ISDIR(status.st_mode) else os.unlink)(entry, dir_fd=parent)
+            for _ in range(_TIMES_MAX):
+                if _emptied(place):
+                    break
         (directory / name).rmdir()
+
+
+def _emptied(place: int) -> bool:
+    """Remove what is below a directory; return whether that is all, or else has come up."""
+    whole = True
+    for parent, entry, status in _tree(place):
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISDIR(status.st_mode):
+                os.unlink(entry, dir_fd=parent)
+                continue
+            try:
+                os.rmdir(entry, dir_fd=parent)
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY:
+                    raise
+                os.rename(entry, f".{secrets.token_hex(8)}", src_dir_fd=parent, dst_dir_fd=place)
+                whole = False
+    return whole
 
 
 def hand_over(top: Path, uid: int, gid: int) -> None:
@@ -144,17 +195,17 @@ def hand_over(top: Path, uid: int, gid: int) -> None:
         os.chown(top, uid, gid, follow_symlinks=False)
 
 
-def _tree(place: int) -> Iterator[tuple[int, str, os.stat_result]]:
+def _tree(place: int, depth: int = 0) -> Iterator[tuple[int, str, os.stat_result]]:
     """Yield all that is below a directory: the descriptor of its own directory, its name and status; what is in a
-    directory comes before it."""
+    directory comes before it, but for what is deeper than `_DEPTH_MAX`."""
     with _listed(place) as listed:
         for entry in os.listdir(listed):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # It is replaced meanwhile.
                 status = os.stat(entry, dir_fd=listed, follow_symlinks=False)
-                if stat.S_ISDIR(status.st_mode):
+                if stat.S_ISDIR(status.st_mode) and depth < _DEPTH_MAX:
                     below = os.open(entry, _DIRECTORY, dir_fd=listed)
                     try:
-                        yield from _tree(below)
+                        yield from _tree(below, depth + 1)
                     finally:
                         os.close(below)
                 yield listed, entry, status
@@ -172,7 +223,7 @@ def _listed(place: int) -> Iterator[int]:
 def _descriptor(directory: Path, name: str, flags: int) -> int:
     *parents, last = PurePosixPath(name).parts
     try:
-        with as_owner(directory), _below(directory, parents, make=bool(flags & os.O_CREAT)) as place:
+        with _rights_in(directory), _below(directory, parents, make=bool(flags & os.O_CREAT)) as place:
             descriptor = os.open(last, flags | _FILE, 0o600, dir_fd=place)
     except OSError as error:
         if error.errno in _NO_FILE:

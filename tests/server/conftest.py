@@ -157,7 +157,7 @@ BOTH = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
 def new_database(request: pytest.FixtureRequest) -> Callable[[Path], str]:
     """Makes URLs of new databases, for SQLite in a directory: every test is about both kinds."""
     if request.param == "sqlite":
-        return lambda directory: f"sqlite:///{directory / 'elastic.system.sqlite'}"
+        return lambda directory: f"sqlite:///{directory / 'elastic.sqlite'}"
     cluster = request.getfixturevalue("cluster")
     return lambda _: cluster.new_database()
 

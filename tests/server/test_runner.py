@@ -340,7 +340,7 @@ async def test_a_projects_processes_are_its_users_and_cannot_read_the_servers_fi
         uploaded(open_site, open_site.client(open_site.key(project, AccessRole.RUNNER)))
         for project in ("ours", "theirs")
     )
-    script = 'id -un > "$2/user"; cat "$0/elastic.system.sqlite" > "$2/stolen"; ls "$0" > "$2/seen"; '
+    script = 'id -un > "$2/user"; cat "$0/elastic.sqlite" > "$2/stolen"; ls "$0" > "$2/seen"; '
     script += (
         f'cat {own} > "$2/own"; cat {others} > "$2/others"; echo more >> {own}; echo new > {own.parent}/new; exit 2'
     )

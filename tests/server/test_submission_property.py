@@ -114,7 +114,7 @@ def foreign(site: Site) -> list[str]:
     return [
         *("/etc/passwd", "/proc/self/environ", "~/.ssh/id_ed25519", "file:///etc/passwd", "C:\\secrets.txt"),
         *(f"{home}/projects/{theirs}/market.csv", f"../{theirs}/market.csv", f"market.csv/../../{theirs}/market.csv"),
-        *(f"{home}/elastic.system.sqlite", "link/market.csv", "link", "pyproject.toml", "..", ".", "./../.."),
+        *(f"{home}/elastic.sqlite", "link/market.csv", "link", "pyproject.toml", "..", ".", "./../.."),
         *("ray://10.0.0.1:10001", "https://169.254.169.254/latest", "//host/share", "10.0.0.1:22"),
         *(
             f"upload:{THEIR_UPLOAD}",

@@ -52,7 +52,7 @@ def test_unknown_components(shared_site: Site, submission: Submission) -> None:
     [
         ("model", "checkpoint", "/etc"),
         ("model", "checkpoint", "../server"),
-        ("model", "checkpoint", "policy/../../server/elastic.system.sqlite"),
+        ("model", "checkpoint", "policy/../../server/elastic.sqlite"),
         ("model", "checkpoint", "."),
         ("model", "checkpoint", ""),
         ("model", "checkpoint", "a\0b"),

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 import pytest
 
 from elastic.protocol.run_control import SOCKET, RunOfAnotherUser
+from elastic.runtime.journal import SqliteJournal
+from elastic.runtime.journal.records import TABLES
 from elastic.server.history.journals import figures_of
 from elastic.server.retention.rules import TRAJECTORIES, bytes_of, remove
 from elastic.server.runner import launching
@@ -27,6 +30,7 @@ from elastic.server.store.runs import HostedRunRow
 from elastic.server.support.bundle import write_bundle
 from elastic.system import tenant_files
 from elastic.system.processes import identity
+from elastic.system.sqlite import BUSY_TIMEOUT_S, open_sqlite
 from tests.server.conftest import Site
 
 SECRET = "only the server's user may read this"
@@ -142,6 +146,74 @@ def test_a_journal_that_is_a_pipe_holds_nobody_up(tmp_path: Path) -> None:
     assert figures_of(tmp_path) is None
 
 
+@pytest.mark.parametrize("trap", ["journal.sqlite-journal", "start", "config.json", "device", "endless"])
+def test_what_has_no_end_beside_a_journal_holds_nobody_up(site: Site, run: HostedRunRow, trap: str) -> None:
+    directory = site.settings.run_dir(run.id)
+    SqliteJournal(directory / "journal.sqlite").close()
+    if trap == "device":
+        (directory / "start").symlink_to("/dev/zero")
+    elif trap == "endless":
+        with (directory / "start").open("wb") as endless:
+            endless.truncate(2**40)
+    else:
+        os.mkfifo(directory / trap)
+    assert figures_of(directory) is None
+    assert launching.ending(site.settings, run, None).how == "died"
+    for what in ("report", "metrics", "workers"):
+        assert site.client().get(f"/v1/runs/{run.id}/{what}").status_code in (404, 503)
+
+
+@pytest.mark.parametrize("made", ["view", "column"])
+def test_a_journal_that_would_compute_is_not_read(site: Site, run: HostedRunRow, made: str) -> None:
+    directory = site.settings.run_dir(run.id)
+    with contextlib.closing(sqlite3.connect(directory / "journal.sqlite")) as database:
+        if made == "view":
+            endless = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c)"
+            for table in TABLES.values():
+                columns = ", ".join(f'NULL AS "{name}"' for name in table.columns)
+                database.execute(f'CREATE VIEW "{table.name}" AS {endless} SELECT {columns} FROM c WHERE x < 0')
+        else:
+            database.execute("CREATE TABLE meta (key TEXT, value TEXT AS (hex(zeroblob(500000000))))")
+    assert figures_of(directory) is None
+    assert site.client().get(f"/v1/runs/{run.id}/metrics").status_code == 503
+
+
+def test_a_tenants_database_costs_its_reader_no_more_than_a_bound(tmp_path: Path) -> None:
+    path, endless = tmp_path / "some.sqlite", "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c)"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE large AS SELECT zeroblob(70000000) AS body")
+        database.execute("BEGIN EXCLUSIVE")
+        begun_s = time.monotonic()
+        with (
+            tenant_files.as_owner(tmp_path),
+            contextlib.closing(open_sqlite(path, "ro")) as locked,
+            pytest.raises(sqlite3.OperationalError, match="locked"),
+        ):
+            locked.execute("SELECT * FROM large")
+        assert time.monotonic() - begun_s < 0.8 * BUSY_TIMEOUT_S
+        database.execute("COMMIT")
+    with tenant_files.as_owner(tmp_path), contextlib.closing(open_sqlite(path, "ro")) as bounded:
+        with pytest.raises(sqlite3.DataError, match="too big"):
+            bounded.execute("SELECT * FROM large").fetchone()
+        with pytest.raises(sqlite3.OperationalError, match="interrupted"):
+            bounded.execute(f"{endless} SELECT x FROM c WHERE x < 0").fetchone()
+
+
+def test_directories_however_deep_are_measured_and_removed(tmp_path: Path) -> None:
+    top = tmp_path / "run"
+    top.mkdir()
+    place = os.open(top, os.O_RDONLY)
+    for _ in range(1_500):
+        os.mkdir("deeper", dir_fd=place)
+        further = os.open("deeper", os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = further
+    os.close(place)
+    assert tenant_files.size_bytes(top) == 0
+    tenant_files.remove(top)
+    assert not top.exists()
+
+
 @as_root
 def test_a_directory_is_handed_over_without_what_is_linked_in_it(nobodys: Path, planted: Path) -> None:
     (nobodys / "logs").symlink_to(planted.parent)
@@ -205,7 +277,7 @@ def test_another_runs_socket_is_told_nothing(site: Site, run: HostedRunRow, tmp_
     try:
         found = identity(child.pid)
         assert found is not None
-        begun = replace(run, process=launching.RunProcess(found, launching.world(), 0))
+        begun = replace(run, process=runs.RunProcess(found, launching.world(), 0))
         with listening(tmp_path / SOCKET) as listener:
             with pytest.raises(RunOfAnotherUser):
                 stop(site, begun)

@@ -209,7 +209,13 @@ def test_secrets_are_shown_once_and_kept_encrypted(site: Site, hooked: tuple[str
         *("ftp://example.com/", "https://", "https:///x", "example.com/hook", "javascript:alert(1)"),
         *("https://user:pass@example.com/", "https://example.com/#x", "https://exa mple.com/", "https://[::1/"),
         *("http://127.0.0.1/", "http://10.1.2.3:8080/", "http://169.254.169.254/latest/", "http://[::1]/"),
-        *("http://[::ffff:10.0.0.1]/", "http://[64:ff9b::a00:1]/", "http://[2002:a00:1::]/", "http://0.0.0.0/"),
+        *(
+            "http://[::ffff:10.0.0.1]/",
+            "http://[64:ff9b::a00:1]/",
+            "http://[::7f00:1]/",
+            "http://[2002:a00:1::]/",
+            "http://0.0.0.0/",
+        ),
         *("http://224.0.0.1/", "http://[fd00::1]/", "http://[fe80::1]/", "http://100.64.0.1/"),
     ],
 )

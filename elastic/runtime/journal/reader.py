@@ -56,6 +56,7 @@ class JournalReader:
         with self._reading():
             self._connection = open_sqlite(path, "ro")
         try:
+            self._check_schema()
             self._check_version()
         except BaseException:
             self.close()
@@ -79,6 +80,15 @@ class JournalReader:
             if isinstance(error, sqlite3.OperationalError) and here().out_of_descriptors():
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self.path)) from error
             raise JournalError(f"{self.path}: {error}") from error
+
+    def _check_schema(self) -> None:
+        """Nothing but a journal's own tables is read: a view, a trigger or a column that is computed would have its
+        reader run what somebody else wrote."""
+        with self._reading():
+            found = self._connection.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL").fetchall()
+        own = {table.create for table in TABLES.values()}
+        if any(sql not in own for (sql,) in found):
+            raise JournalError(f"{self.path}: it has other tables than a journal of this version of elastic")
 
     def _check_version(self) -> None:
         found = self.meta().get("schema_version", "none")

@@ -32,7 +32,7 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.status import RunStatus
 from elastic.server.clock import rfc3339
-from elastic.system.tenant_files import as_owner, files
+from elastic.system.tenant_files import NotAFile, as_owner, files
 
 CHECKPOINTS, SAFETENSORS = "checkpoints", ".safetensors"
 WRITTEN = ("", "-wal")
@@ -47,7 +47,7 @@ Version = tuple[tuple[str, int, int], ...]
 def version_of(run_dir: Path) -> Version | None:
     """Return a value that changes with every write to the run's journals; None while a write is too recent to tell."""
     found: list[tuple[str, int, int]] = []
-    with as_owner(run_dir):
+    with contextlib.suppress(NotAFile), as_owner(run_dir):
         for path in _journal_paths(run_dir):
             for suffix in WRITTEN:
                 with contextlib.suppress(FileNotFoundError):
@@ -59,8 +59,9 @@ def version_of(run_dir: Path) -> Version | None:
 
 def count_journals(run_dir: Path) -> int:
     """Return the number of the run's journals."""
-    with as_owner(run_dir):
+    with contextlib.suppress(NotAFile), as_owner(run_dir):
         return len(_journal_paths(run_dir))
+    return 0
 
 
 def _journal_paths(run_dir: Path) -> list[Path]:
@@ -76,8 +77,9 @@ def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
 
     Cost and tokens include what the run had when it was resumed from a checkpoint.
     """
-    with as_owner(run_dir):
+    with contextlib.suppress(NotAFile), as_owner(run_dir):
         return _figures_of(run_dir, former)
+    return None
 
 
 def _figures_of(run_dir: Path, former: int) -> RunFigures | None:

@@ -14,10 +14,12 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import structlog
 
@@ -41,12 +43,17 @@ from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.processes import Identity
 from elastic.system.supervision import WatchedProcess
 
+T = TypeVar("T")
+
 log = structlog.get_logger(__name__)
 
 LOCK = "runner.lock"
 ALLOTTING, HOUSEKEEPING = "shares and budgets", "housekeeping"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORGET_ANSWERS_S = 24 * 3600
+READ_TIMEOUT_S = 5.0
+READERS = 64
+"""Threads that read what runs' users wrote; each run has one of them at a time."""
 LEADER_TIMEOUT_S = 10.0
 """How long a database may take to notice that its leader was killed."""
 
@@ -71,6 +78,8 @@ class RunnerLoop:
         base_s, max_s = settings.restart_base_s, settings.restart_max_s
         self._isolated = IsolatedLoop("runner", faults or LoopFaults(), base_s, max_s, outages=(StoreUnavailable,))
         self._held: dict[str, HeldProcess] = {}
+        self._readers = ThreadPoolExecutor(READERS, "files of runs")
+        self._reading: dict[str, Future[Any]] = {}
         self.wake = self._isolated.wake
         """Have it look at the runs now, because a request has changed. Any thread may call this."""
         self._observed_s: dict[str, float] = {}
@@ -123,8 +132,10 @@ class RunnerLoop:
         for run in records:
             if not self._isolated.wait_s(run.id):
                 await self._attend_isolated(run)
-        for gone in self._held.keys() - {run.id for run in records}:
+        known = {run.id for run in records}
+        for gone in self._held.keys() - known:
             self._held.pop(gone).watched.close()
+        self._reading = {id_: one for id_, one in self._reading.items() if id_ in known}
         if not self._isolated.wait_s(HOUSEKEEPING):
             with self._isolated.attempt(HOUSEKEEPING):
                 await self._housekeep()
@@ -154,7 +165,7 @@ class RunnerLoop:
         seen = await self._look(run)
         settings = self._settings
         if seen.ending is not None:
-            run = decisions.since_progress(run, await asyncio.to_thread(figures_of, settings.run_dir(run.id)))
+            run = decisions.since_progress(run, await self._read_or(None, run, figures_of, settings.run_dir(run.id)))
         decision = decisions.decide(run, seen, now_us(), settings.restart_base_s, settings.restart_max_s)
         if decision.step is NextStep.NOTHING:
             if seen.alive:
@@ -165,7 +176,7 @@ class RunnerLoop:
             else:
                 await self._start(run)
         elif decision.step is NextStep.BECOME:
-            await asyncio.to_thread(self._become, run, decision)
+            await self._become(run, decision)
         elif decision.step is NextStep.SETTLE:
             await asyncio.to_thread(self._settle, run)
         elif decision.step is NextStep.REMOVE:
@@ -189,10 +200,11 @@ class RunnerLoop:
         if held is not None:
             status = held.watched.status
             del self._held[run.id]
-        leaves = await asyncio.to_thread(count_journals, self._settings.run_dir(run.id)) > 0
+        leaves = await self._read_or(0, run, count_journals, self._settings.run_dir(run.id)) > 0
         if not began:
             return ProcessSeen(alive=False, leaves=leaves)
-        ending = await asyncio.to_thread(launching.ending, self._settings, run, status)
+        unknown = Ending(how=decisions.DIED, cause="its process ended, and its files cannot be read")
+        ending = await self._read_or(unknown, run, launching.ending, self._settings, run, status)
         log.info("a run's process has ended", run=run.id, how=ending.how, cause=ending.cause)
         return ProcessSeen(alive=False, signalled=signalled, ending=ending, leaves=leaves)
 
@@ -220,7 +232,7 @@ class RunnerLoop:
             later = decisions.decide(begun, seen, now_us(), base_s, max_s)
             if passes:
                 later = replace(later, not_before_us=now_us() + round(max_s * 1e6))
-            await asyncio.to_thread(self._become, run, later)
+            await self._become(run, later)
             if not expected:
                 raise
             log.error("a run's process cannot be begun", run=run.id, error=str(error))
@@ -284,7 +296,7 @@ class RunnerLoop:
             return
         self._observed_s[run.id] = now_s
         journals = run.process.journals if run.process else 0
-        figures = await asyncio.to_thread(figures_of, self._settings.run_dir(run.id), journals)
+        figures = await self._read(run, figures_of, self._settings.run_dir(run.id), journals)
         if run.told != run.limits and await told_its_limits(self._settings, run):
             run = replace(run, told=run.limits)
             await asyncio.to_thread(self._write, run.id, told=run.told)
@@ -302,11 +314,32 @@ class RunnerLoop:
         if any(value != getattr(former, key) for key, value in seen.items()):
             await asyncio.to_thread(self._write, run.id, **seen)
 
-    def _become(self, run: HostedRunRow, decision: Decision) -> None:
+    async def _read(self, run: HostedRunRow, read: Callable[..., T], *arguments: Any) -> T:
+        """Return what a run's files say. Its user may make that last for ever: this delays that run only.
+
+        Raises `TimeoutError`.
+        """
+        if (former := self._reading.get(run.id)) is not None and not former.done():
+            raise TimeoutError("its files are still being read")
+        reading = self._reading[run.id] = self._readers.submit(read, *arguments)
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            return await asyncio.wrap_future(reading)
+
+    async def _read_or(self, otherwise: T, run: HostedRunRow, read: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return await self._read(run, read, *arguments)
+        except TimeoutError:
+            return otherwise
+
+    async def _become(self, run: HostedRunRow, decision: Decision) -> None:
         """Put the run into another phase, and record it in the store."""
-        figures = figures_of(self._settings.run_dir(run.id)) or run.figures
+        run_dir = self._settings.run_dir(run.id)
+        figures = await self._read_or(None, run, figures_of, run_dir)
+        cost = await self._read_or(0, run, cost_nano_usd, run_dir)
+        await asyncio.to_thread(self._record, run, decision, figures or run.figures, cost or run.seen_nano_usd)
+
+    def _record(self, run: HostedRunRow, decision: Decision, figures: RunFigures, cost: int) -> None:
         phase = decision.phase
-        cost = cost_nano_usd(self._settings.run_dir(run.id)) or run.seen_nano_usd
         returns = phase in ENDED or phase is RunPhase.PENDING
         # One that waits again begins with what is decided then.
         limits = None if phase is RunPhase.PENDING else run.limits
