@@ -22,6 +22,13 @@ def _integral(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+_NO_TEXT = "has half of a pair of surrogates, which is no text"
+
+
+def _is_text(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 CONFIG_VALUES, CONFIG_DEPTH, NUMBER_MAX = 10_000, 32, 1e15
 
 
@@ -36,6 +43,9 @@ def _bounded(config: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"found more than {CONFIG_VALUES} keys and values; allowed: as many")
         if depth > CONFIG_DEPTH:
             raise ValueError(f"{place[:100]}: is nested more than {CONFIG_DEPTH} levels deep; allowed: as many")
+        texts = tuple(value) if isinstance(value, dict) else (value,)
+        if not all(_is_text(text) for text in texts if isinstance(text, str)):
+            raise ValueError(f"{place}: {_NO_TEXT}".encode(errors="replace").decode())
         if isinstance(value, dict):
             left += [(f"{place[:200]}.{str(key)[:100]}", inner, depth + 1) for key, inner in value.items()]
         elif isinstance(value, list):
@@ -188,7 +198,9 @@ class Submission(_RequestBody):
 
     config: RunSections
     providers: list[Name] = Field(default=[], max_length=32)
-    project: str | None = Field(default=None, description="for keys of no project: where the run belongs")
+    project: str | None = Field(
+        default=None, max_length=64, description="for keys of no project: where the run belongs"
+    )
     max_restarts: Whole = Field(default=10, ge=0, le=1000, description="times that its process may die and be resumed")
     budget_usd: Number | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)
     caps: dict[Name, Annotated[Whole, Field(ge=0, le=1_000_000)]] = Field(
@@ -431,7 +443,9 @@ class JobSubmission(_RequestBody):
     config: RunSections
     providers: list[Name] = Field(default=[], max_length=32, description="its own besides the pool; not planned with")
     slo: Number | None = Field(default=None, ge=1, le=1e6, allow_inf_nan=False, description="in place of job.slo")
-    project: str | None = Field(default=None, description="for keys of no project: where the job belongs")
+    project: str | None = Field(
+        default=None, max_length=64, description="for keys of no project: where the job belongs"
+    )
 
 
 class JobPlacement(_Resource):
@@ -638,7 +652,9 @@ class CreatedKey(ApiKey):
 class NewKey(_RequestBody):
     name: Name
     role: AccessRole = AccessRole.RUNNER
-    project: str | None = Field(default=None, description="for keys of no project: where the new one belongs")
+    project: str | None = Field(
+        default=None, max_length=64, description="for keys of no project: where the new one belongs"
+    )
     server_wide: YesNo = Field(default=False, description="of no project; only such a key may make one")
     scopes: list[str] = Field(
         default=[], max_length=64, description="actions it is limited to; all of its role's unless given"
@@ -667,8 +683,14 @@ class ProjectSecret(_Resource):
     updated_at: str
 
 
+def _text(secret: SecretStr) -> SecretStr:
+    if not _is_text(secret.get_secret_value()):
+        raise ValueError(_NO_TEXT)
+    return secret
+
+
 class SecretValue(_RequestBody):
-    value: SecretStr = Field(min_length=1, max_length=32_768)
+    value: Annotated[SecretStr, AfterValidator(_text)] = Field(min_length=1, max_length=32_768)
 
 
 class ProjectCredentials(_Resource):
@@ -756,7 +778,7 @@ class NewUpload(_RequestBody):
 
     name: Name
     files: list[UploadFile] = Field(min_length=1, max_length=2_000)
-    project: str | None = Field(default=None, description="for keys of no project: where it belongs")
+    project: str | None = Field(default=None, max_length=64, description="for keys of no project: where it belongs")
 
 
 WEBHOOK_EVENTS = (
@@ -804,7 +826,9 @@ class CreatedWebhook(Webhook):
 class NewWebhook(_RequestBody):
     url: WebhookUrl
     events: WebhookEvents = ["run.stopped", "run.finished", "run.failed"]
-    project: str | None = Field(default=None, description="for keys of no project: whose runs it is told of")
+    project: str | None = Field(
+        default=None, max_length=64, description="for keys of no project: whose runs it is told of"
+    )
 
 
 class WebhookChange(_RequestBody):

@@ -47,8 +47,7 @@ if (run.parent.parent / "refuse").exists():
 number = len(list(run.glob("journal*.sqlite"))) + 1
 path = run / ("journal.sqlite" if number == 1 else f"journal.{number}.sqlite")
 with sqlite3.connect(path) as journal:
-    journal.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-    journal.execute("CREATE TABLE samples (t_ns INTEGER PRIMARY KEY, status TEXT NOT NULL)")
+    journal.executescript('''TABLES''')
     journal.executemany("INSERT INTO meta VALUES (?, ?)", [("schema_version", "SCHEMA"), ("status", "running")])
 def end(status, code):
     def act(*_):
@@ -69,9 +68,10 @@ WAIT_S = 60.0
 @pytest.fixture
 def quick(site: Site, tmp_path: Path) -> ServerSettings:
     from elastic.runtime.journal import SCHEMA_VERSION
+    from elastic.runtime.journal.records import TABLES
 
-    script = tmp_path / "process.py"
-    script.write_text(PROCESS.replace("SCHEMA", str(SCHEMA_VERSION)))
+    script, tables = tmp_path / "process.py", ";".join(table.create for table in TABLES.values())
+    script.write_text(PROCESS.replace("SCHEMA", str(SCHEMA_VERSION)).replace("TABLES", tables))
     return dataclasses.replace(
         site.settings,
         command=(sys.executable, str(script)),
