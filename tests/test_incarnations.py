@@ -266,7 +266,7 @@ class TestJournal:
     @pytest.mark.parametrize("read", [previous_incarnation, lambda run, _: past_incarnations(run)])
     def test_of_a_newer_program(self, run: RunDirectory, config: Config, read: Callable[..., object]) -> None:
         self.alter(run, "UPDATE meta SET value = '99' WHERE key = 'schema_version'")
-        with pytest.raises(ConfigError, match=r"journal\.sqlite: written by another version.*moved away"):
+        with pytest.raises(ConfigError, match=r"journal\.sqlite: .* 99, written by another version.*moved away"):
             read(run, config)
 
     def test_of_another_run(self, run: RunDirectory, config: Config) -> None:

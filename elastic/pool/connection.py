@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from elastic.pool import messages as w
-from elastic.protocol.connection import Codec, Connection, Greeting, Peer, dial
+from elastic.protocol.connection import Connection, Greeting, MessageCodec, Peer, dial
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.frames import WireError, framed
 
@@ -33,7 +33,7 @@ def encoded(message: msgspec.Struct) -> bytes:
     return framed(body)
 
 
-def _codec(decoder: "msgspec.msgpack.Decoder[M]") -> Codec[msgspec.Struct, M]:
+def _codec(decoder: "msgspec.msgpack.Decoder[M]") -> MessageCodec[msgspec.Struct, M]:
     def decode(body: memoryview) -> M | None:
         try:
             message = decoder.decode(body)
@@ -41,7 +41,7 @@ def _codec(decoder: "msgspec.msgpack.Decoder[M]") -> Codec[msgspec.Struct, M]:
             raise WireError(str(error)) from error
         return None if isinstance(message, w.StillHere) else message
 
-    return Codec(encoded, decode, FRAME_BYTES_MAX, unread_bytes=4 * FRAME_BYTES_MAX, idle=w.StillHere())
+    return MessageCodec(encoded, decode, FRAME_BYTES_MAX, unread_bytes=4 * FRAME_BYTES_MAX, idle=w.StillHere())
 
 
 FROM_DIALLER = _codec(msgspec.msgpack.Decoder(FromDialler))
@@ -53,7 +53,7 @@ FROM_RESIDENT = _codec(msgspec.msgpack.Decoder(w.FromResident))
 
 async def join(
     endpoint: Endpoint,
-    codec: Codec[msgspec.Struct, M],
+    codec: MessageCodec[msgspec.Struct, M],
     hello: Callable[[], msgspec.Struct],
     welcome: type[W],
     within_s: float,

@@ -14,7 +14,7 @@ from elastic.pool.control_messages import (
     JOBS_PAGE,
     POOL_CONTROL_VERSION,
     AskJobs,
-    AskStatus,
+    AskPoolStatus,
     AskVersion,
     CancelJob,
     PlanJob,
@@ -69,7 +69,7 @@ class PoolCommandManager:
         match request:
             case AskVersion():
                 return PoolVersion(pid=os.getpid(), version=POOL_CONTROL_VERSION)
-            case AskStatus():
+            case AskPoolStatus():
                 return PoolStanding(pool=self._pool, pid=os.getpid(), status=self._status())
             case AskJobs():
                 return self._jobs(request)

@@ -70,7 +70,7 @@ class AskVersion(_PoolRequest, frozen=True, tag="version"):
     """The only request whose answer is the same in every version."""
 
 
-class AskStatus(_PoolRequest, frozen=True, tag="status"):
+class AskPoolStatus(_PoolRequest, frozen=True, tag="status"):
     pass
 
 
@@ -90,7 +90,7 @@ class AskJobs(_PoolRequest, frozen=True, tag="jobs"):
     most: Annotated[int, msgspec.Meta(ge=1, le=JOBS_PAGE)] = JOBS_PAGE
 
 
-PoolRequest: TypeAlias = SubmitJob | PlanJob | CancelJob | ResubmitJob | StopPool | AskVersion | AskStatus | AskJobs
+PoolRequest: TypeAlias = SubmitJob | PlanJob | CancelJob | ResubmitJob | StopPool | AskVersion | AskPoolStatus | AskJobs
 
 
 class _PoolReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer"):
@@ -174,7 +174,7 @@ class PoolControl:
         return await self._ask(StopPool(id=command or new_command_id(), now=now), PoolAcknowledged)
 
     async def standing(self) -> PoolStanding:
-        return await self._ask(AskStatus(), PoolStanding)
+        return await self._ask(AskPoolStatus(), PoolStanding)
 
     async def jobs(
         self,

@@ -21,16 +21,16 @@ from elastic.pool.keeper_state import (
     KeeperCommand,
     KeeperEvent,
     KeeperState,
-    Launch,
-    Refused,
+    PermitRefused,
     ResidentEnded,
     ResidentSaid,
     ScriptStarted,
     Signal,
+    StartResident,
     TellPool,
     TellResident,
-    TimePassed,
     Untaken,
+    WakeupDue,
 )
 from elastic.protocol.connection import ConnectionLost, SessionRefused, over_socket
 from elastic.protocol.endpoint import Endpoint
@@ -57,10 +57,10 @@ class KeeperTicket(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 60.0
 
 
-class _Resident:
+class _OwnResident:
     """The processes of a resident."""
 
-    def __init__(self, launch: Launch, recorded: RecordedProcesses) -> None:
+    def __init__(self, launch: StartResident, recorded: RecordedProcesses) -> None:
         self.order, self.quietly = launch.order, launch.quietly
         self.recorded = recorded
         self.process: asyncio.subprocess.Process | None = None
@@ -96,7 +96,7 @@ class Keeper:
         self._recorded = recorded
         self._token = ticket.token
         self._state = KeeperState()
-        self._residents: dict[JobId, _Resident] = {}
+        self._residents: dict[JobId, _OwnResident] = {}
         self._wakeup: asyncio.TimerHandle | None = None
         self._link: PoolLink[w.ToKeeper] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -163,7 +163,7 @@ class Keeper:
         if self._wakeup is not None:
             self._wakeup.cancel()
         due_s, loop = self._state.next_wakeup_s(), asyncio.get_running_loop()
-        self._wakeup = None if due_s is None else loop.call_at(due_s, self._heed, TimePassed())
+        self._wakeup = None if due_s is None else loop.call_at(due_s, self._heed, WakeupDue())
 
     def _carry_out(self, command: KeeperCommand) -> None:
         match command:
@@ -173,22 +173,22 @@ class Keeper:
                 link = self._residents[job].link
                 if link is not None:
                     link.send(message)
-            case Launch(order=order):
+            case StartResident(order=order):
                 name = f"{self._ticket.node}-{order.job}-{order.placement}"
                 owner = f"{RESIDENTS} {self._ticket.node}"
                 recorded = self._recorded(self._ticket.records, self._ticket.pool, owner, name)
-                resident = self._residents[order.job] = _Resident(command, recorded)
+                resident = self._residents[order.job] = _OwnResident(command, recorded)
                 self._spawn(self._attend(resident))
             case Signal(job=job, cause=cause):
                 log.info("resident is ended", job=job, cause=cause, at_once=command.kill)
                 self._residents[job].signal(command)
-            case Refused(permit=permit):
+            case PermitRefused(permit=permit):
                 log.warning("a permit that counts no more is refused", permit=permit, last=self._state.last_permit)
             case Untaken(permit=permit, former=former):
                 with self._isolated.attempt("device"):
                     raise RuntimeError(f"the pool gives the device by permit {permit} and has not taken back {former}")
 
-    async def _attend(self, resident: _Resident) -> None:
+    async def _attend(self, resident: _OwnResident) -> None:
         """Start a resident, receive its messages, and make sure that all of it is gone at its end."""
         cause, code, job = "it could not be started", None, resident.order.job
         with self._isolated.attempt(f"resident of {job}") as attempt:
@@ -212,7 +212,7 @@ class Keeper:
         del self._residents[job]
         self._heed(ResidentEnded(job, attempt.fault or cause, code))
 
-    async def _launch(self, resident: _Resident) -> None:
+    async def _launch(self, resident: _OwnResident) -> None:
         order = resident.order
         ours, theirs = here().socketpair()
         try:
@@ -243,7 +243,7 @@ class Keeper:
             ours.close()
             self._heed(ScriptStarted(order.job))
 
-    async def _hear(self, resident: _Resident) -> tuple[str, int | None]:
+    async def _hear(self, resident: _OwnResident) -> tuple[str, int | None]:
         """Receive messages until the resident's process has ended or is useless; returns why, and its exit status."""
         assert resident.process is not None
         waiting = asyncio.create_task(resident.process.wait())
@@ -264,7 +264,7 @@ class Keeper:
         where = "" if status < 0 else f"; its output is in {resident.order.log}"
         return f"it {how_ended(status)}{where}", status
 
-    async def _listen(self, resident: _Resident) -> None:
+    async def _listen(self, resident: _OwnResident) -> None:
         if resident.link is None:
             await asyncio.Event().wait()
         with contextlib.suppress(ConnectionLost):

@@ -34,7 +34,7 @@ class ResidentEnded(msgspec.Struct, frozen=True):
     code: int | None = None
 
 
-class TimePassed(msgspec.Struct, frozen=True):
+class WakeupDue(msgspec.Struct, frozen=True):
     """It is later, and nothing else has happened."""
 
 
@@ -51,7 +51,7 @@ class TellResident(msgspec.Struct, frozen=True):
     message: w.ToResident
 
 
-class Launch(msgspec.Struct, frozen=True):
+class StartResident(msgspec.Struct, frozen=True):
     """Start a resident; `ResidentEnded` follows at some time. `quietly`: others may compute here meanwhile."""
 
     order: w.StartResidentFrame
@@ -66,7 +66,7 @@ class Signal(msgspec.Struct, frozen=True):
     kill: bool
 
 
-class Refused(msgspec.Struct, frozen=True):
+class PermitRefused(msgspec.Struct, frozen=True):
     """A permit counts no more; the device stays whose it is."""
 
     permit: int
@@ -79,8 +79,8 @@ class Untaken(msgspec.Struct, frozen=True):
     former: int
 
 
-KeeperEvent: TypeAlias = w.ToKeeper | ResidentSaid | ScriptStarted | ResidentEnded | TimePassed
-KeeperCommand: TypeAlias = TellPool | TellResident | Launch | Signal | Refused | Untaken
+KeeperEvent: TypeAlias = w.ToKeeper | ResidentSaid | ScriptStarted | ResidentEnded | WakeupDue
+KeeperCommand: TypeAlias = TellPool | TellResident | StartResident | Signal | PermitRefused | Untaken
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class KeeperState:
         return commands
 
     def next_wakeup_s(self) -> float | None:
-        """Return when `TimePassed` is due, unless something else happens before."""
+        """Return when `WakeupDue` is due, unless something else happens before."""
         due_s = [kept.kill_s for kept in self._kept.values() if kept.kill_s is not None]
         if self._device is not None and not self._dies(self._device):
             due_s.append(self._device.until_s)
@@ -216,7 +216,7 @@ class KeeperState:
         self._kept[order.job] = _KeptResident(order, order.environment.get("ELASTIC_WORKER", ""), order.script)
         self._scripts_over.pop(order.job, None)
         others = any(other != order.job for other in self._kept)
-        self._commands.append(Launch(order, quietly=others and self.given()[1] != order.job))
+        self._commands.append(StartResident(order, quietly=others and self.given()[1] != order.job))
 
     def _keep_permit(self, order: w.StartResidentFrame) -> None:
         """A permit of an earlier placement is not for the resident of a later one."""
@@ -231,7 +231,7 @@ class KeeperState:
     def _give(self, permit: int, job: JobId, left_s: float) -> None:
         device = self._device
         if permit < self.last_permit or (permit == self.last_permit and (device is None or device.job != job)):
-            self._commands.append(Refused(permit))
+            self._commands.append(PermitRefused(permit))
             return
         until_s = self._now_s + left_s
         if device is None or device.permit != permit:

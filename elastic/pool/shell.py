@@ -336,7 +336,7 @@ class PoolShell:
         """Put off what is waited for by the time in which nobody could be heard. The market's times are its own."""
         if slept_ns := self._pool.ports.slept_ns():
             self._pool.timers.put_off(slept_ns, ("market",))
-            self._pool.news.appendleft((e.Suspended(for_ns=slept_ns), None, None))
+            self._pool.news.appendleft((e.PoolSuspended(for_ns=slept_ns), None, None))
 
     def _drain(self) -> None:
         """Give all pending events to the cluster, and bring the world to the new state.

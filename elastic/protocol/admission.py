@@ -11,7 +11,7 @@ from typing import Generic
 
 import msgspec
 
-from elastic.protocol.connection import CLOSE_GRACE_S, Codec, Connection, HearsT, SaysT, SessionRefused
+from elastic.protocol.connection import CLOSE_GRACE_S, Connection, HearsT, MessageCodec, SaysT, SessionRefused
 from elastic.protocol.frames import RefusedFrame
 from elastic.protocol.sockets import address_of, listening_socket
 from elastic.protocol.tls import Certificate, TlsServer, oldest_of_crowd
@@ -61,7 +61,7 @@ class Admission(Generic[SaysT, HearsT]):
 
     def __init__(
         self,
-        codec: Codec[SaysT, HearsT],
+        codec: MessageCodec[SaysT, HearsT],
         greet: Callable[[Connection[SaysT, HearsT], HearsT], None],
         limits: StrangerLimits | None = None,
         refused: Callable[[str], None] = lambda reason: None,

@@ -1,6 +1,7 @@
 """One end of a connection that carries frames: dial, send, receive, notice silence and a peer that does not read.
 
-Runs and their workers, pools and their keepers, jobs and residents speak over it, each in the messages of a `Codec`.
+Runs and their workers, pools and their keepers, jobs and residents speak over it, each in the messages of a
+`MessageCodec`.
 
 - Sending never waits. The frames of one loop iteration are one write. The unread backlog is bounded; beyond the bound
   the connection counts as lost.
@@ -59,7 +60,7 @@ class SessionRefused(Exception):
 
 
 @dataclass(frozen=True)
-class Codec(Generic[SaysT, HearsT]):
+class MessageCodec(Generic[SaysT, HearsT]):
     """What one end says and hears, and what its peer may cost.
 
     `decode` returns None for a message that is not to be heard. The connection is dropped when more than `unread_bytes`
@@ -85,7 +86,7 @@ class Connection(asyncio.Protocol, Generic[SaysT, HearsT]):
 
     def __init__(
         self,
-        codec: Codec[SaysT, HearsT],
+        codec: MessageCodec[SaysT, HearsT],
         peer: str,
         opened: Callable[["Connection[SaysT, HearsT]"], None] = lambda _: None,
     ) -> None:
@@ -356,7 +357,7 @@ class Greeting(Generic[SaysT]):
 
 
 async def dial(
-    endpoint: Endpoint, peer: Peer, codec: Codec[SaysT, HearsT], greeting: Greeting[SaysT], within_s: float
+    endpoint: Endpoint, peer: Peer, codec: MessageCodec[SaysT, HearsT], greeting: Greeting[SaysT], within_s: float
 ) -> tuple[Connection[SaysT, HearsT], Any]:
     """Dial with a back-off until welcomed; returns the connection and the welcome.
 
@@ -388,7 +389,7 @@ async def dial(
     return await attempts(once)
 
 
-async def over_socket(end: socket.socket, codec: Codec[SaysT, HearsT], peer: str) -> Connection[SaysT, HearsT]:
+async def over_socket(end: socket.socket, codec: MessageCodec[SaysT, HearsT], peer: str) -> Connection[SaysT, HearsT]:
     """Return a connection over a connected socket."""
     end.setblocking(False)
     _, connection = await asyncio.get_running_loop().create_connection(lambda: Connection(codec, peer), sock=end)
@@ -396,7 +397,7 @@ async def over_socket(end: socket.socket, codec: Codec[SaysT, HearsT], peer: str
 
 
 async def _connect(
-    endpoint: Endpoint, peer: Peer, codec: Codec[SaysT, HearsT], timeout_s: float
+    endpoint: Endpoint, peer: Peer, codec: MessageCodec[SaysT, HearsT], timeout_s: float
 ) -> Connection[SaysT, HearsT]:
     where = f"{peer.name} at {endpoint.address}"
     tls = pinning_context() if endpoint.fingerprint else None

@@ -24,7 +24,7 @@ import structlog
 from elastic.core.types import WorkerId
 from elastic.protocol import wire
 from elastic.protocol.admission import Admission, StrangerLimits
-from elastic.protocol.connection import Codec, Connection, SessionRefused
+from elastic.protocol.connection import Connection, MessageCodec, SessionRefused
 from elastic.protocol.endpoint import Address
 from elastic.protocol.tickets import TicketRefused
 from elastic.protocol.tls import Certificate
@@ -46,7 +46,7 @@ UNREAD_TIMEOUT_S = 5.0
 """Longest time in which a worker may read nothing of what waits for it."""
 WorkerLink: TypeAlias = Connection[wire.FromOrchestrator, memoryview]
 """The gateway's end of a connection. It hears frames, because what of them may be meant depends on the worker."""
-CODEC = Codec[wire.FromOrchestrator, memoryview](
+CODEC = MessageCodec[wire.FromOrchestrator, memoryview](
     wire.encode, lambda body: body, wire.MAX_HELLO_BYTES, 4 * wire.MAX_FRAME_BYTES, UNREAD_TIMEOUT_S
 )
 
@@ -90,7 +90,7 @@ class Gateway:
     """TCP server for the worker connections of any number of runs, each of which has a `Door` of its own."""
 
     def __init__(
-        self, limits: StrangerLimits | None = None, codec: Codec[wire.FromOrchestrator, memoryview] = CODEC
+        self, limits: StrangerLimits | None = None, codec: MessageCodec[wire.FromOrchestrator, memoryview] = CODEC
     ) -> None:
         self._doors: dict[str, Door] = {}
         self._refusals = Refusals()

@@ -7,7 +7,7 @@ import msgspec
 
 from elastic.core.types import WorkerId
 from elastic.protocol import connection, wire
-from elastic.protocol.connection import Codec, Connection, Greeting, LostInWaiting, Peer
+from elastic.protocol.connection import Connection, Greeting, LostInWaiting, MessageCodec, Peer
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.host import here
 
@@ -16,7 +16,7 @@ JOIN_TIMEOUT_S = 30.0
 
 OrchestratorLink: TypeAlias = Connection[wire.FromWorker, wire.FromOrchestrator]
 """The worker's end."""
-CODEC = Codec[wire.FromWorker, wire.FromOrchestrator](
+CODEC = MessageCodec[wire.FromWorker, wire.FromOrchestrator](
     wire.encode, wire.decode_from_orchestrator, wire.MAX_FRAME_BYTES, unread_bytes=4 * wire.MAX_FRAME_BYTES
 )
 ORCHESTRATOR = Peer(

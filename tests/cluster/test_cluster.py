@@ -72,7 +72,7 @@ def test_while_the_machine_was_suspended_nobody_was_late() -> None:
     (granted,) = pool.ask("a", ROLLOUT, 0)
     pool.ask("b", ROLLOUT, 0)
     assert pool.tick(109) == []
-    assert pool.tell(e.Suspended(for_ns=3600 * S), 109 + 3600) == []
+    assert pool.tell(e.PoolSuspended(for_ns=3600 * S), 109 + 3600) == []
     assert pool.tick(109 + 3600) == []
     assert [type(command) for command in pool.tick(110 + 3600)] == [c.RecallPermit]
     assert pool.cluster.state.permits[granted.permit].deadline_ns == granted.deadline_ns + 3600 * S

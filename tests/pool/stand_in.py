@@ -14,7 +14,7 @@ from elastic.core.cluster import events as e
 from elastic.pool.control_messages import (
     POOL_CONTROL_VERSION,
     AskJobs,
-    AskStatus,
+    AskPoolStatus,
     AskVersion,
     CancelJob,
     PlanJob,
@@ -111,7 +111,7 @@ class StandIn:
         match request:
             case AskVersion():
                 return PoolVersion(pid=7, version=self._version)
-            case AskStatus():
+            case AskPoolStatus():
                 return PoolStanding(pool="lab", pid=7, status=self._status())
             case AskJobs():
                 before = self.cluster.state.arrivals + 1 if request.before is None else request.before

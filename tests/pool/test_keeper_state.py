@@ -11,16 +11,16 @@ from elastic.pool import messages as w
 from elastic.pool.keeper_state import (
     KeeperEvent,
     KeeperState,
-    Launch,
-    Refused,
+    PermitRefused,
     ResidentEnded,
     ResidentSaid,
     ScriptStarted,
     Signal,
+    StartResident,
     TellPool,
     TellResident,
-    TimePassed,
     Untaken,
+    WakeupDue,
 )
 
 JOBS = st.sampled_from(["a", "b", "c"])
@@ -50,7 +50,7 @@ def test_the_next_job_has_the_device_once_the_one_before_has_parked():
     state.handle(ResidentSaid("a", w.DeviceResumed(1, 0.25, 7)), 1)
     assert state.handle(ResidentSaid("a", w.Parked(1, 0.5, 7, 3)), 2) == [TellPool(freed)]
     assert state.handle(w.GiveDevice(2, "b", 10), 3) == [TellResident("b", w.Resume(2))]
-    assert state.handle(w.GiveDevice(1, "a", 10), 4) == [Refused(1)]
+    assert state.handle(w.GiveDevice(1, "a", 10), 4) == [PermitRefused(1)]
     assert state.given() == (2, "b")
 
 
@@ -62,8 +62,8 @@ def test_who_has_the_device_too_long_or_does_not_park_is_killed():
         if taken:
             state.handle(w.TakeDevice(1, "a", 4), 6)
         assert state.next_wakeup_s() == 10
-        assert not state.handle(TimePassed(), 9)
-        assert state.handle(TimePassed(), 10) == [Signal("a", cause, kill=True)]
+        assert not state.handle(WakeupDue(), 9)
+        assert state.handle(WakeupDue(), 10) == [Signal("a", cause, kill=True)]
         assert state.next_wakeup_s() is None
         gone = w.ResidentGone("a", 1, cause, 1, "", -9)
         assert TellPool(gone) in state.handle(ResidentEnded("a", "killed", -9), 11)
@@ -87,16 +87,16 @@ def test_a_later_placement_follows_once_the_earlier_one_is_gone_and_has_its_perm
     assert isinstance(killed, Signal)
     assert killed.kill
     commands = state.handle(ResidentEnded("a", "killed"), 2)
-    assert commands[1:] == [Launch(order("a", 2), quietly=False)]
+    assert commands[1:] == [StartResident(order("a", 2), quietly=False)]
     assert state.given() == (0, "")
 
 
 def test_whoever_starts_beside_others_starts_quietly_unless_it_has_the_device():
     state = KeeperState()
-    assert state.handle(order("a"), 0) == [Launch(order("a"), quietly=False)]
-    assert state.handle(order("b"), 0) == [Launch(order("b"), quietly=True)]
+    assert state.handle(order("a"), 0) == [StartResident(order("a"), quietly=False)]
+    assert state.handle(order("b"), 0) == [StartResident(order("b"), quietly=True)]
     state.handle(w.GiveDevice(1, "c", 10), 0)
-    assert state.handle(order("c"), 0) == [Launch(order("c"), quietly=False)]
+    assert state.handle(order("c"), 0) == [StartResident(order("c"), quietly=False)]
 
 
 def test_a_resident_is_asked_to_end_and_killed_when_its_grace_is_over():
@@ -104,7 +104,7 @@ def test_a_resident_is_asked_to_end_and_killed_when_its_grace_is_over():
     warm(state, "a")
     assert state.handle(w.EndResident("a", "enough", 3), 1) == [Signal("a", "enough", kill=False)]
     assert state.next_wakeup_s() == 4
-    assert state.handle(TimePassed(), 4) == [Signal("a", "enough", kill=True)]
+    assert state.handle(WakeupDue(), 4) == [Signal("a", "enough", kill=True)]
 
 
 def test_a_script_s_device_is_free_at_once_and_its_end_is_told_at_every_dial():
@@ -156,7 +156,7 @@ class AnyKeeper(RuleBasedStateMachine):
     def tell(self, event: KeeperEvent) -> None:
         for command in self.state.handle(event, self.now_s):
             match command:
-                case Launch(order=launched):
+                case StartResident(order=launched):
                     assert launched.job not in self.living
                     self.living[launched.job] = launched
                 case TellResident(job=job, message=w.Resume(permit=permit)):
@@ -237,7 +237,7 @@ class AnyKeeper(RuleBasedStateMachine):
         while (due_s := self.state.next_wakeup_s()) is not None and due_s <= until_s:
             assert due_s >= self.now_s
             self.now_s = due_s
-            self.tell(TimePassed())
+            self.tell(WakeupDue())
         self.now_s = until_s
 
     @precondition(lambda self: self.killed)

@@ -12,7 +12,7 @@ from elastic.core.cluster import JobRequest, PhasePlan
 from elastic.pool.control_messages import (
     POOL_CONTROL_VERSION,
     AskJobs,
-    AskStatus,
+    AskPoolStatus,
     AskVersion,
     CancelJob,
     OtherPoolVersion,
@@ -62,7 +62,7 @@ async def test_a_command_goes_out_as_it_was_meant_once_the_version_is_known(tmp_
     def answer(request: PoolRequest) -> PoolAnswer:
         if isinstance(request, PlanJob):
             return PoolPlan(plan=PlacementPlan(job=request.request.id, slo=1.5))
-        assert not isinstance(request, AskVersion | AskStatus | AskJobs)
+        assert not isinstance(request, AskVersion | AskPoolStatus | AskJobs)
         return PoolAcknowledged(id=request.id, placement=PlacementPlan(job="one", slo=1.5, why="full"))
 
     async with served(tmp_path, answer) as asked:

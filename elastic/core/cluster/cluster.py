@@ -58,7 +58,7 @@ class Cluster:
                 self._add_node(f"{phase}-{number}", phase)
         self._handlers: Mapping[type[e.ClusterEvent], Callable[[Any], object]] = {
             e.TimePassed: lambda _: None,
-            e.Suspended: self._suspended,
+            e.PoolSuspended: self._suspended,
             e.NodeJoined: self._node_joined,
             e.NodeLost: self._node_lost,
             e.JobSubmitted: self._submitted,
@@ -188,7 +188,7 @@ class Cluster:
             raise ClusterError(f"job {request.id}: {problem}")
         return self.policies.placement.place(request, self), self.policies.placement.refusals(request, self)
 
-    def _suspended(self, event: e.Suspended) -> None:
+    def _suspended(self, event: e.PoolSuspended) -> None:
         """Put off the deadlines of all who could not be heard. How long a job may queue is a promise to people."""
         self.timers.put_off(event.for_ns, ("queue",))
         for permit in self.state.permits.values():

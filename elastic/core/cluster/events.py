@@ -16,7 +16,7 @@ class TimePassed(_ClusterEvent, frozen=True):
     """Time has reached the cluster's wake-up; nothing else happened."""
 
 
-class Suspended(_ClusterEvent, frozen=True):
+class PoolSuspended(_ClusterEvent, frozen=True):
     """The pool's machine was suspended for so long, and nobody could be heard."""
 
     for_ns: Nanoseconds
@@ -164,7 +164,7 @@ class ResidencyMeasured(_ClusterEvent, frozen=True):
 
 ClusterEvent: TypeAlias = (
     TimePassed
-    | Suspended
+    | PoolSuspended
     | NodeJoined
     | NodeLost
     | JobSubmitted

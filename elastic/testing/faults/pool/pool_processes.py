@@ -12,16 +12,16 @@ from elastic.pool.keeper_state import (
     KeeperCommand,
     KeeperEvent,
     KeeperState,
-    Launch,
-    Refused,
+    PermitRefused,
     ResidentEnded,
     ResidentSaid,
     ScriptStarted,
     Signal,
+    StartResident,
     TellPool,
     TellResident,
-    TimePassed,
     Untaken,
+    WakeupDue,
 )
 from elastic.pool.ports import JobEnding
 from elastic.pool.shell import PoolShell
@@ -129,7 +129,7 @@ class ModelKeeper:
     def _wake(self, due_s: float) -> None:
         if self._due_s == due_s:
             self._due_s = None
-            self.hear(TimePassed())
+            self.hear(WakeupDue())
 
     def _carry_out(self, command: KeeperCommand) -> None:
         match command:
@@ -137,7 +137,7 @@ class ModelKeeper:
                 wire = self.wire
                 if wire is not None and wire.open:
                     wire.carry(True, lambda: self.world.to_shell(lambda shell: shell.keeper_heard(self.node, message)))
-            case Launch(order=order):
+            case StartResident(order=order):
                 self._launch(order)
             case TellResident(job=job, message=message):
                 self._hear_keeper(self.residents[job], message)
@@ -150,7 +150,7 @@ class ModelKeeper:
                     self.world.stop_job(job, cause)
             case Untaken(permit=permit, former=former):
                 self.world.fail(f"{self.node} is given by permit {permit}, and {former} was not taken back")
-            case Refused():
+            case PermitRefused():
                 pass
 
     def _judge_end(self, one: ModelResident, reason: str) -> None:

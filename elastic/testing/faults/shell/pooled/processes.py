@@ -19,7 +19,7 @@ PIPE_S = 0.0001
 FIRST_PID = 1000
 
 
-class Host(Protocol):
+class ProcessHost(Protocol):
     """The machine of a pool: starts, ends and watches simulated processes."""
 
     def start(self, owner: str, name: str, environment: Mapping[str, str]) -> Process: ...
@@ -97,7 +97,7 @@ class PairedSocket:
 class ModelledChild(asyncio.SubprocessTransport):
     """A keeper's view of a child process."""
 
-    def __init__(self, host: Host, loop: NetworkLoop, process: Process, pid: int) -> None:
+    def __init__(self, host: ProcessHost, loop: NetworkLoop, process: Process, pid: int) -> None:
         super().__init__()
         self._host, self._loop, self._process, self._pid = host, loop, process, pid
         self._ended: asyncio.Future[int] = loop.create_future()
@@ -162,7 +162,7 @@ class ModelledProcesses:
 
     def __init__(
         self,
-        host: Host,
+        host: ProcessHost,
         records: dict[str, dict[str, StartedProcess]],
         directory: Path,
         pool: str,
