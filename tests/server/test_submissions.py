@@ -1,5 +1,6 @@
 """Submissions: all faults at once, each with its place; only installed components and the project's own files."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -173,3 +174,20 @@ def test_a_dry_run_has_prices_and_keeps_nothing(shared_site: Site, submission: S
     assert {row["provider"] for row in shown["would_acquire"]} == {"trainer", "spot"}
     assert shown["usd_per_hour_max"] == pytest.approx(sum(row["usd_per_hour_max"] for row in shown["would_acquire"]))
     assert client.get("/v1/runs").json() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"project": "\ud800"},
+        {"caps": {f"spot-{number}": 1 for number in range(33)}},
+        {"config": {"run": {"caps": {"\ud800": 1}}}},
+        {"config": {"run": {"name": "half\udfff"}}},
+    ],
+)
+def test_what_cannot_be_kept_or_is_too_much_is_refused(
+    site: Site, submission: Callable[..., dict[str, Any]], change: dict[str, Any]
+) -> None:
+    body = json.dumps({**submission(), **change})
+    answer = site.client().post("/v1/runs/dry-run", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["type"]) == (400, "/problems/invalid-request")
