@@ -71,6 +71,8 @@ class BaseProvider(Generic[SettingsT]):
 
     on_this_machine: ClassVar[bool] = False
     trainer_of_turns: ClassVar[type[Provider] | None] = None
+    retry_s: ClassVar[float] = RETRY_S
+    """Between two attempts to give a lease back."""
 
     @classmethod
     def elsewhere(cls, settings: ProviderSettings) -> bool:
@@ -340,7 +342,7 @@ class BaseProvider(Generic[SettingsT]):
                 return await handle.give_back()
             except Exception as error:
                 log.warning("not given back yet", provider=self.name, lease=lease_id, error=repr(error))
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self.retry_s)
 
     def _emit(self, event: ProviderEvent) -> None:
         if self._sink is not None:

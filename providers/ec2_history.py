@@ -39,8 +39,8 @@ class PastInstance(msgspec.Struct, frozen=True):
 class Ec2History:
     """The file of ended instances. Its methods block briefly. Errors of the disk are logged and do not stop a run."""
 
-    def __init__(self, directory: Path, endpoint: str) -> None:
-        self._path, self._endpoint = directory / FILE, endpoint
+    def __init__(self, directory: Path, endpoint: str, bytes_max: int = MOST_BYTES) -> None:
+        self._path, self._endpoint, self._bytes_max = directory / FILE, endpoint, bytes_max
 
     def pools(self) -> dict[SpotPool, PoolHistory]:
         """Return what each pool has shown in the last week at this endpoint."""
@@ -58,7 +58,7 @@ class Ec2History:
         try:
             with self._path.open("ab", buffering=0) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                if file.tell() > MOST_BYTES:
+                if file.tell() > self._bytes_max:
                     self._shorten(file.fileno())
                 file.write(msgspec.json.encode(one) + b"\n")
         except OSError as error:
@@ -68,7 +68,7 @@ class Ec2History:
         """Rewrite the file in place, under its lock, since other processes append to the same file."""
         since_s = time.time() - KEPT_S
         kept = [msgspec.json.encode(one) + b"\n" for one in self._read() if one.at_s >= since_s]
-        while sum(map(len, kept)) > MOST_BYTES // 2:
+        while sum(map(len, kept)) > self._bytes_max // 2:
             kept = kept[len(kept) // 2 :]
         os.ftruncate(descriptor, 0)
         os.write(descriptor, b"".join(kept))

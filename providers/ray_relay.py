@@ -80,10 +80,12 @@ class BlobIndex:
 class RayRelay:
     """`elastic.weights.relay.Relay` at `ray://HOST:PORT/NAME`: the client server of a cluster, and the relay there."""
 
-    def __init__(self, url: str, token: str | None = None, anchor: str = "") -> None:
+    def __init__(self, url: str, token: str | None = None, anchor: str = "", *, unused_s: float = UNUSED_S) -> None:
         parts = urlsplit(url)
         self._url = url
-        self._name = parts.path.strip("/") or "elastic"
+        self.name = parts.path.strip("/") or "elastic"
+        """Of its actor in the cluster."""
+        self._unused_s = unused_s
         self._node = os.environ.get(NODE_VARIABLE, "")
         self._connection = RayConnection(self._node or f"ray://{parts.netloc}")
 
@@ -140,21 +142,21 @@ class RayRelay:
 
     def _found(self) -> Any:
         try:
-            return ray().get_actor(self._name, namespace=NAMESPACE)
+            return ray().get_actor(self.name, namespace=NAMESPACE)
         except ValueError:
             return None
 
     def _made(self) -> Any:
         index: Any = ray().remote(BlobIndex)
         return index.options(
-            name=self._name,
+            name=self.name,
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
             resources={HEAD: 0.001},
             max_restarts=0,
-        ).remote(EMPTY_S, UNUSED_S)
+        ).remote(EMPTY_S, self._unused_s)
 
     def _connect(self) -> None:
         try:

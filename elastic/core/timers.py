@@ -44,7 +44,15 @@ class Timers:
     call takes long.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        least_swept: int = LEAST_SWEPT,
+        swept_at_once: int = SWEPT_AT_ONCE,
+        brought_up_to_date: int = BROUGHT_UP_TO_DATE,
+    ) -> None:
+        self._least_swept = least_swept
+        self._swept_at_once = swept_at_once
+        self._brought_up_to_date = brought_up_to_date
         self._waits: dict[_Name, _WaitSpan] = {}
         self._heap: _Heap = []
         self._old_heap: _Heap = []
@@ -72,7 +80,7 @@ class Timers:
 
     def _sweep(self) -> None:
         old = self._old_heap
-        for _ in range(min(SWEPT_AT_ONCE, len(old))):
+        for _ in range(min(self._swept_at_once, len(old))):
             at_ns, name = old.pop()  # Without its last entry a heap is a heap.
             if self._queued.get(name) == at_ns:
                 wait = self._waits.get(name)
@@ -80,7 +88,7 @@ class Timers:
                     self._queue(name, wait.until_ns)
                 else:
                     del self._queued[name]
-        if not old and len(self._heap) > 2 * len(self._waits) + LEAST_SWEPT:
+        if not old and len(self._heap) > 2 * len(self._waits) + self._least_swept:
             self._heap, self._old_heap = old, self._heap
 
     def put_off(self, by_ns: Nanoseconds, but: Collection[str]) -> None:
@@ -134,7 +142,7 @@ class Timers:
 
     def _settle(self, heap: _Heap) -> None:
         """Bring a true deadline to the top of the heap, or come closer to that."""
-        for _ in range(BROUGHT_UP_TO_DATE):
+        for _ in range(self._brought_up_to_date):
             if not heap or self._is_true(heap[0]):
                 return
             at_ns, name = heap[0]

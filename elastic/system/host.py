@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import random
+import shutil
 import socket
 import sqlite3
 import threading
@@ -111,6 +112,9 @@ class Host:
     """Of a thread's name."""
     chance: Chance = _CHANCE
     connect: Callable[..., sqlite3.Connection] = sqlite3.connect
+    write: Callable[[int, memoryview], int] = os.write
+    """To a descriptor; how many of the bytes were written."""
+    disk_usage: Callable[[Path], "shutil._ntuple_diskusage"] = shutil.disk_usage
     out_of_descriptors: Callable[[], bool] = _out_of_descriptors
     """Whether this process can open no further file, or not the two that SQLite opens beside one."""
     http_transport: Callable[[str], "httpx.BaseTransport | None"] = _by_network

@@ -43,10 +43,13 @@ class Mirror:
             yield at
 
 
-def compact(old: Tensor, new: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where flat `new` differs from `old` and what is there, piece by piece, on the host: int64 and int16."""
-    for begin in range(0, new.numel(), COMPARE_ELEMENTS):
-        before, after = (patterns[begin : begin + COMPARE_ELEMENTS] for patterns in (old, new))
+def compact(old: Tensor, new: Tensor, at_once: int = COMPARE_ELEMENTS) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where flat `new` differs from `old` and what is there, on the host: int64 and int16.
+
+    So many elements are compared `at_once`, and each piece is yielded.
+    """
+    for begin in range(0, new.numel(), at_once):
+        before, after = (patterns[begin : begin + at_once] for patterns in (old, new))
         index = (before != after).nonzero().view(-1)
         yield (index + begin).cpu(), after[index].cpu()
 

@@ -2,12 +2,12 @@
 
 import fcntl
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from elastic.system.host import here
 from elastic.weights.blobs import Buffer, check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError
 
@@ -63,7 +63,7 @@ class DirectoryRelay:
         """Put a blob into shared memory. Returns False if there is none, or no room in it."""
         memory = self._root / MEMORY_LINK
         try:
-            space = shutil.disk_usage(memory)
+            space = here().disk_usage(memory)
             if space.free - sum(memoryview(part).nbytes for part in parts) < MEMORY_LEFT * space.total:
                 return False
             descriptor, name = tempfile.mkstemp(dir=os.readlink(memory))
@@ -130,7 +130,7 @@ def _write_all(descriptor: int, parts: Iterable[Buffer]) -> None:
     for part in parts:
         rest = memoryview(part)
         while rest.nbytes:
-            rest = rest.cast("B")[os.write(descriptor, rest) :]
+            rest = rest.cast("B")[here().write(descriptor, rest) :]
 
 
 def _place(link: Callable[[Path, Path], None], blob: Path, path: Path) -> bool:

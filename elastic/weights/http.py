@@ -41,8 +41,18 @@ class HttpRelay:
     Over HTTPS the relay's certificate is `anchor` (PEM) or by it; without one it is by whom this machine trusts.
     """
 
-    def __init__(self, url: str, token: str | None = None, anchor: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        anchor: str = "",
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> None:
         self._url = url.rstrip("/")
+        self._chunk_bytes = chunk_bytes
+        self._answer_timeout_s = answer_timeout_s
         headers = {"authorization": f"Bearer {token}"} if token else {}
         timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         verify = anchored_context(anchor) if anchor and url.startswith("https:") else True
@@ -51,7 +61,9 @@ class HttpRelay:
 
     def put(self, key: str, *parts: Buffer) -> None:
         size = sum(memoryview(part).nbytes for part in parts)
-        self._send("PUT", self._blob(key), content=_chunks(parts), headers={"content-length": str(size)})
+        self._send(
+            "PUT", self._blob(key), content=_chunks(parts, self._chunk_bytes), headers={"content-length": str(size)}
+        )
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         # HTTP has no empty range.
@@ -79,7 +91,7 @@ class HttpRelay:
     def _send(self, method: str, url: str, **options: Any) -> tuple[int, bytes]:
         try:
             with self._client.stream(method, url, **options) as response:
-                content = _read(response)
+                content = _read(response, self._answer_timeout_s)
         except httpx.InvalidURL as error:
             raise RelayError(f"{url}: {error}") from error
         except httpx.RequestError as error:
@@ -90,18 +102,18 @@ class HttpRelay:
         raise _ERRORS.get(status, RelayError)(f"{method} {url}: {status} {content[:300].decode(errors='replace')}")
 
 
-def _read(response: httpx.Response) -> bytes:
-    deadline_s = here().monotonic() + ANSWER_TIMEOUT_S
+def _read(response: httpx.Response, timeout_s: float) -> bytes:
+    deadline_s = here().monotonic() + timeout_s
     content = bytearray()
     for chunk in response.iter_bytes():
         content += chunk
         if here().monotonic() > deadline_s:
-            raise httpx.ReadTimeout(f"no complete answer within {ANSWER_TIMEOUT_S} s")
+            raise httpx.ReadTimeout(f"no complete answer within {timeout_s} s")
     return bytes(content)
 
 
-def _chunks(parts: tuple[Buffer, ...]) -> Iterator[bytes]:
+def _chunks(parts: tuple[Buffer, ...], chunk_bytes: int) -> Iterator[bytes]:
     for part in parts:
         view = memoryview(part).cast("B")
-        for start in range(0, len(view), CHUNK_BYTES):
-            yield bytes(view[start : start + CHUNK_BYTES])
+        for start in range(0, len(view), chunk_bytes):
+            yield bytes(view[start : start + chunk_bytes])

@@ -73,6 +73,9 @@ class PeerCacheRelay:
         worker: str,
         trust: Trust,
         *,
+        claim_s: float = CLAIM_S,
+        patience_s: float = PATIENCE_S,
+        part_bytes_min: int = PART_BYTES_MIN,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -81,13 +84,15 @@ class PeerCacheRelay:
         self._worker = worker
         self._run_place = f"site/{digest_of(trust.run.encode())[:_NAME]}/"
         self._place = f"{self._run_place}{trust.public[:_NAME]}/"
+        self._claim_s = claim_s
+        self._patience_least_s = patience_s
+        self._part_bytes = self._part_bytes_min = part_bytes_min
         self._clock = clock
         self._sleep = sleep
         self._numbers = itertools.count()
         self._refused: Counter[int | None] = Counter()
         self._took_s: dict[int, float] = {}
         """How long a piece lately took this worker, by the power of two that is above the length it asked for."""
-        self._part_bytes = PART_BYTES_MIN
         self._lock = threading.Lock()
         self._fetching = 0
         self._proven = self._overtaken = False
@@ -138,7 +143,7 @@ class PeerCacheRelay:
             if (content := self._found(piece)) is not None:
                 return content, None
             waited_s = self._clock() - begun_s
-            if not self._overtaken or waited_s >= PATIENCE_S:
+            if not self._overtaken or waited_s >= self._patience_least_s:
                 if number == CLAIMS:
                     return None, None
                 claim = f"{piece}.claim-{number}"
@@ -181,12 +186,12 @@ class PeerCacheRelay:
         """By the pieces lately fetched: a piece takes no longer than a larger one did; of a smaller one one infers."""
         power, known = _power(length), sorted(self._took_s)
         if not known:
-            return CLAIM_S
+            return self._claim_s
         nearest = next((each for each in known if each >= power), known[-1])
         fair_s = PATIENCE * self._took_s[nearest]
         if nearest < power:
-            fair_s = min(fair_s * 2 ** (power - nearest), CLAIM_S)
-        return max(fair_s, PATIENCE_S)
+            fair_s = min(fair_s * 2 ** (power - nearest), self._claim_s)
+        return max(fair_s, self._patience_least_s)
 
     def _fetch(self, piece: str, claim: str | None, key: str, start: int, length: int | None) -> bytes:
         begun_s = self._clock()
@@ -200,7 +205,7 @@ class PeerCacheRelay:
                 if wanted is None or len(part) < wanted:
                     break
                 fast = self._clock() - part_s < PART_S
-                self._part_bytes = max(self._part_bytes * 2 if fast else self._part_bytes // 2, PART_BYTES_MIN)
+                self._part_bytes = max(self._part_bytes * 2 if fast else self._part_bytes // 2, self._part_bytes_min)
                 if len(content) != length and (faster := self._faster(piece)) is not None:
                     self._proven, self._overtaken = False, True
                     return faster
@@ -236,7 +241,7 @@ class PeerCacheRelay:
 
     def _do_without(self, error: RelayError) -> None:
         log.warning("site not used", reason=str(error))
-        self._without_until_s = self._clock() + CLAIM_S
+        self._without_until_s = self._clock() + self._claim_s
 
     def _forget(self) -> None:
         """Deletes pieces of versions that the far relay no longer has, and of this run's former publishers."""

@@ -1,6 +1,6 @@
 """The trainer's side: a version's weights onto a relay, as keyframe and deltas."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -58,6 +58,7 @@ class Publisher:
         settings: PublishSettings | None = None,
         share: TrainerRank | None = None,
         key: SigningKey | None = None,
+        mirrored: Callable[[Sequence[Tensor]], bool] = on_device,
     ) -> None:
         self._relay = relay
         self._settings = settings or PublishSettings()
@@ -66,6 +67,7 @@ class Publisher:
         self._last: Version | None = None
         self._anchor: Version | None = None
         self._mirror: Mirror | None = None
+        self._mirrored = mirrored
         self._updates: set[PublishedUpdate] = set()
         """Updates that this publisher has put and not deleted. Anything else on the relay is not its own."""
         self._answered = -1, 0.0
@@ -87,7 +89,7 @@ class Publisher:
         bits = self._memory.empty(sum(part.numel() for part in parts))
         last = self._last
         if last is None or last.layout.tensors != layout.tensors or last.version >= version:
-            mirror, last = (Mirror(parts) if on_device(parts) else None), None
+            mirror, last = (Mirror(parts) if self._mirrored(parts) else None), None
             held, report = self._encoder.put_keyframe(version, layout, bits, filling(bits, parts))
             self._anchor, self._keyframe_version, self._keyframe_wanted = held, version, False
         else:
@@ -101,7 +103,7 @@ class Publisher:
                 if self._keyframe_ordered and not self._encoder.alone:
                     self._encoder.announce_keyframe(version, layout)
             held, report = self._encoder.put_delta(last, version, bits, filled)
-            if mirror is None and on_device(parts):
+            if mirror is None and self._mirrored(parts):
                 mirror = Mirror(parts)
         self._updates.add(PublishedUpdate(version, last.version if last else None))
         self._last, self._mirror = held, mirror

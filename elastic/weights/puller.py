@@ -56,6 +56,7 @@ class Puller:
         transfers: int = TRANSFERS,
         chunk_bytes: int = CHUNK_BYTES,
         share_bytes: int = SHARE_BYTES,
+        changes_share: float = CHANGES_SHARE,
     ) -> None:
         self._relay = relay
         self._trust = trust
@@ -70,6 +71,7 @@ class Puller:
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
         self._share_bytes = share_bytes
+        self._changes_share = changes_share
         self._refused: list[WeightsRefusal] = []
         self._reading: RelayReading | None = None
         self._received_bytes = 0
@@ -122,7 +124,7 @@ class Puller:
         """
         weights = staged.weights
         changed = sum(update.value.size for _, update in staged.overwrites)
-        if staged.base is None or changed > CHANGES_SHARE * weights.bits.size:
+        if staged.base is None or changed > self._changes_share * weights.bits.size:
             return None
         entries, shard = list(compress(weights.tensors, weights.hosted)), self._layout(weights)
         found: list[tuple[str, Tensor, Tensor]] = []

@@ -61,9 +61,10 @@ class S3Relay:
     The environment's `AWS_ENDPOINT_URL_S3`, `AWS_REGION` and the like count as everywhere. Needs the extra `aws`.
     """
 
-    def __init__(self, url: str, token: str | None = None, anchor: str = "") -> None:
+    def __init__(self, url: str, token: str | None = None, anchor: str = "", *, part_bytes: int = PART_BYTES) -> None:
         parts = urlsplit(url)
         self._url = url
+        self._part_bytes = part_bytes
         self._bucket = parts.netloc
         self._prefix = f"{parts.path.strip('/')}/".lstrip("/")
         self._options = dict(parse_qsl(parts.query))
@@ -79,7 +80,7 @@ class S3Relay:
 
     def put(self, key: str, *parts: Buffer) -> None:
         name = self._name(key)
-        large = sum(memoryview(part).nbytes for part in parts) > PART_BYTES
+        large = sum(memoryview(part).nbytes for part in parts) > self._part_bytes
         for _ in range(CONFLICTS):
             with self._translated("PutObject", key):
                 try:
@@ -99,11 +100,12 @@ class S3Relay:
         name = self._name(key)
         # HTTP has no empty range.
         wanted = None if length is None else max(length, 1)
+        most = self._part_bytes
         with self._translated("GetObject", key):
-            first, total = self._range(name, start, PART_BYTES if wanted is None else min(wanted, PART_BYTES))
+            first, total = self._range(name, start, most if wanted is None else min(wanted, most))
             end = total if wanted is None else min(start + wanted, total)
-            begins = range(start + len(first), end, PART_BYTES)
-            rest = self._executor.map(lambda begin: self._range(name, begin, min(PART_BYTES, end - begin))[0], begins)
+            begins = range(start + len(first), end, most)
+            rest = self._executor.map(lambda begin: self._range(name, begin, min(most, end - begin))[0], begins)
             return b"".join([first, *rest])[:length] if begins else first[:length]
 
     def list_keys(self, prefix: str = "") -> list[str]:
@@ -175,7 +177,7 @@ class S3Relay:
 
         sent: list[Future[dict[str, Any]]] = []
         try:
-            for number, content in enumerate(_pieces(parts), 1):
+            for number, content in enumerate(_pieces(parts, self._part_bytes), 1):
                 slots.acquire()  # Pieces are copies: only as many as there are transfers.
                 sent.append(self._executor.submit(put_part, number, content))
             done = [future.result() for future in sent]
@@ -200,7 +202,7 @@ class S3Relay:
         """Raises `BlobConflict` where the object holds anything but `parts`."""
         begin = 0
         with self._translated("GetObject", key):
-            for piece in chain(_pieces(parts), (b"",)):  # At last: nothing may be left.
+            for piece in chain(_pieces(parts, self._part_bytes), (b"",)):  # At last: nothing may be left.
                 found, _ = self._range(name, begin, max(len(piece), 1))
                 if found != piece:
                     raise BlobConflict(f"{self._url}: {key} holds other content already; blobs are immutable")
@@ -265,16 +267,16 @@ def _told(error: Exception, code: str, headers: Mapping[str, str], where: str, b
     return RelayError(f"{where}: {error}")
 
 
-def _pieces(parts: Sequence[Buffer]) -> Iterator[bytes]:
-    """The parts' concatenation, cut every `PART_BYTES`."""
+def _pieces(parts: Sequence[Buffer], size_bytes: int) -> Iterator[bytes]:
+    """The parts' concatenation, cut every so many bytes."""
     piece = bytearray()
     for part in parts:
         rest = memoryview(part).cast("B")
         while len(rest):
-            room = PART_BYTES - len(piece)
+            room = size_bytes - len(piece)
             piece += rest[:room]
             rest = rest[room:]
-            if len(piece) == PART_BYTES:
+            if len(piece) == size_bytes:
                 yield bytes(piece)
                 piece.clear()
     if piece:

@@ -35,7 +35,9 @@ Handler = Callable[[Request, Bearer], Awaitable[Response]]
 _Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def relay_app(relay: Relay, rights: RelayRights, blob_bytes_max: int = BLOB_BYTES_MAX) -> Starlette:
+def relay_app(
+    relay: Relay, rights: RelayRights, blob_bytes_max: int = BLOB_BYTES_MAX, piece_bytes: int = PIECE_BYTES
+) -> Starlette:
     """An ASGI application that serves `relay` to holders of tokens, as `rights` says.
 
     Answers 401 to unknown tokens, and 403 to requests that a token does not allow.
@@ -51,12 +53,12 @@ def relay_app(relay: Relay, rights: RelayRights, blob_bytes_max: int = BLOB_BYTE
         length = int(wanted[2]) - start + 1 if wanted and wanted[2] else None
         if start > POSITION_MAX:
             return PlainTextResponse(f"{key}: nothing at byte {start}", 416)
-        pieces = _counted(rights, bearer, _pieces(relay, key, start, length))
+        pieces = _counted(rights, bearer, _pieces(relay, key, start, length, piece_bytes))
         first = await run_in_threadpool(next, pieces, b"")
         if wanted and not first:
             return PlainTextResponse(f"{key}: nothing at byte {start}", 416)
         status = 206 if wanted else 200
-        if len(first) == PIECE_BYTES != length:
+        if len(first) == piece_bytes != length:
             # Where it ends is not known yet, and so neither is its content range.
             return StreamingResponse(chain([first], pieces), status, media_type=_BYTES)
         headers = {"content-range": f"bytes {start}-{start + len(first) - 1}/*"} if wanted else None
@@ -67,12 +69,12 @@ def relay_app(relay: Relay, rights: RelayRights, blob_bytes_max: int = BLOB_BYTE
         if not bearer.owner and (refusal := await _refused_request(relay, key, bearer)) is not None:
             return refusal
         bytes_max = blob_bytes_max if bearer.owner else REQUEST_BYTES
-        with tempfile.SpooledTemporaryFile(PIECE_BYTES) as file:
+        with tempfile.SpooledTemporaryFile(piece_bytes) as file:
             async for part in request.stream():
                 if file.tell() + len(part) > bytes_max:
                     return PlainTextResponse(f"{key}: more than {bytes_max} bytes", 413)
                 file.write(part)
-            await run_in_threadpool(_put_file, relay, key, file)
+            await run_in_threadpool(_put_file, relay, key, file, piece_bytes)
         return Response(status_code=204)
 
     async def delete(request: Request, bearer: Bearer) -> Response:
@@ -108,11 +110,11 @@ def _forbidden(what: str) -> Response:
     return PlainTextResponse(f"a worker's token may not {what}", 403)
 
 
-def _pieces(relay: Relay, key: str, start: int, length: int | None) -> Iterator[bytes]:
+def _pieces(relay: Relay, key: str, start: int, length: int | None, piece_bytes: int) -> Iterator[bytes]:
     """`length` bytes from `start`, or all that there are, piece by piece."""
     left = length
     while left is None or left > 0:
-        wanted = PIECE_BYTES if left is None else min(left, PIECE_BYTES)
+        wanted = piece_bytes if left is None else min(left, piece_bytes)
         piece = relay.get(key, start, wanted)
         if piece:
             yield piece
@@ -128,8 +130,8 @@ def _counted(rights: RelayRights, bearer: Bearer, pieces: Iterator[bytes]) -> It
         yield piece
 
 
-def _put_file(relay: Relay, key: str, file: IO[bytes]) -> None:
-    if file.tell() <= PIECE_BYTES:
+def _put_file(relay: Relay, key: str, file: IO[bytes], piece_bytes: int) -> None:
+    if file.tell() <= piece_bytes:
         file.seek(0)
         relay.put(key, file.read())
         return

@@ -23,7 +23,7 @@ from elastic.system.parking import Parkable, Switch
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.codecs import warm_up
 from elastic.weights.publisher import Publisher, PublishSettings
-from elastic.weights.relay import open_relay
+from elastic.weights.relay import Relay, open_relay
 from elastic.weights.shared_memory import kept_in_memory
 from elastic.weights.signing import SigningKey
 from elastic.weights.source import TensorSource
@@ -43,23 +43,6 @@ REQUEST_POLL_S = 1.0
 """How often the relay is checked for workers that ask for a keyframe."""
 PUTS_AT_ONCE = 2
 """Buckets that are sent to a distant relay at the same time."""
-
-
-async def run_trainer_host(
-    ticket: Ticket, config: Config, run_dir: Path, resume: bool, permit: DevicePermit | None = None
-) -> AgentExit:
-    """Be the trainer's worker until drained (code 0), or refused, cut off or failed (code 1).
-
-    Publishes the base policy as version 0 before it is ready, and version v after step v, while the device is free
-    for what comes next; with `resume` it goes on from the newest checkpoint in `run_dir`, under that checkpoint's
-    version, where there is one. What it publishes is signed with a key of this process alone, so what an earlier one
-    published is of no use, and deleted.
-    While it lives the run's weights stay in shared memory, whatever becomes of the orchestrator.
-    A `permit` says when it has the device, which other jobs use in between.
-    """
-    host = TrainerHost(config, run_dir, resume, shares_device=permit is not None and permit.shared)
-    with kept_in_memory(run_dir / "weights"):
-        return await run_agent(ticket, host.build_engine, trainer=host, permit=permit)
 
 
 class PolicyTrainer(Protocol):
@@ -101,11 +84,38 @@ class PolicyTrainer(Protocol):
 MakeTrainer = Callable[[Config, str], PolicyTrainer]
 """Makes the trainer from the run's configuration and the device's name."""
 
+OpenRelay = Callable[[str, str, str], Relay]
+"""Opens the relay at a URL, with a token and a certificate."""
+
 
 def grpo_trainer(config: Config, device: str) -> PolicyTrainer:
     torch.set_num_threads(config.trainer.threads)
     model = load_model(config.model.checkpoint, _device(device))
     return GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature)
+
+
+async def run_trainer_host(
+    ticket: Ticket,
+    config: Config,
+    run_dir: Path,
+    resume: bool,
+    permit: DevicePermit | None = None,
+    make_trainer: MakeTrainer = grpo_trainer,
+    open_relay: OpenRelay = open_relay,
+) -> AgentExit:
+    """Be the trainer's worker until drained (code 0), or refused, cut off or failed (code 1).
+
+    Publishes the base policy as version 0 before it is ready, and version v after step v, while the device is free
+    for what comes next; with `resume` it goes on from the newest checkpoint in `run_dir`, under that checkpoint's
+    version, where there is one. What it publishes is signed with a key of this process alone, so what an earlier one
+    published is of no use, and deleted.
+    While it lives the run's weights stay in shared memory, whatever becomes of the orchestrator.
+    A `permit` says when it has the device, which other jobs use in between.
+    """
+    shares_device = permit is not None and permit.shared
+    host = TrainerHost(config, run_dir, resume, make_trainer, shares_device=shares_device, open_relay=open_relay)
+    with kept_in_memory(run_dir / "weights"):
+        return await run_agent(ticket, host.build_engine, trainer=host, permit=permit)
 
 
 class TrainerHost:
@@ -123,12 +133,14 @@ class TrainerHost:
         make_engine: BuildEngine = build_engine,
         shares_device: bool = False,
         request_poll_s: float = REQUEST_POLL_S,
+        open_relay: OpenRelay = open_relay,
     ) -> None:
         # An orchestrator that is away may have taken the relay with it.
         self.timeout_s = config.trainer.step_timeout_s + config.run.orchestrator_timeout_s
         self._config = config
         self._make_trainer = make_trainer
         self._make_engine = make_engine
+        self._open_relay = open_relay
         self._run = run_dir.name
         self._paces = PaceLog("training")
         self._key = SigningKey()
@@ -154,7 +166,7 @@ class TrainerHost:
         if self._shares_device:
             self._learning = _parkable(self._trainer)
         self._relay_at = welcome.relay, welcome.relay_token, welcome.relay_anchor
-        self._relay = PatientRelay(open_relay(*self._relay_at), welcome.orchestrator_timeout_s)
+        self._relay = PatientRelay(self._open_relay(*self._relay_at), welcome.orchestrator_timeout_s)
         if self._resume:
             self._restore()
         self._standing = Standing(self._trainer.version)
@@ -197,7 +209,7 @@ class TrainerHost:
     def follow(self, welcome: wire.Welcome) -> None:
         if self._relay_at != (welcome.relay, welcome.relay_token, welcome.relay_anchor):
             self._relay_at = welcome.relay, welcome.relay_token, welcome.relay_anchor
-            self._relay.follow(open_relay(*self._relay_at))
+            self._relay.follow(self._open_relay(*self._relay_at))
 
     def standing(self) -> Standing:
         return self._standing

@@ -42,7 +42,7 @@ def probing() -> Iterator[Callable[..., Probe]]:
             {"model_type": "qwen3", **{f: getattr(model, f) for f in model.__struct_fields__}}, config.engine
         )
         engines.append(engine)
-        found = Probe(engine, config.engine, model.vocab_size)
+        found = Probe(engine, config.engine, model.vocab_size, wait_s=60.0 if loaded else 0.05)
         engine.start(found.sink)
         if loaded:
             weights = {name: (tensor * scale).to(torch.bfloat16) for name, tensor in tensors.items()}
@@ -159,8 +159,7 @@ def test_an_engine_that_fails_says_why(configured, probing) -> None:
         probing(configured(), scale=float("nan")).measure(ignore)
 
 
-def test_an_engine_that_brings_nothing_is_not_waited_for(configured, probing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "WAIT_S", 0.05)
+def test_an_engine_that_brings_nothing_is_not_waited_for(configured, probing) -> None:
     with pytest.raises(CalibrationError, match="prefill of 8 tokens: the engine has brought nothing"):
         probing(configured(), loaded=False).measure(ignore)
 

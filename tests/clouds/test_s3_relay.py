@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.weights import s3
 from elastic.weights.encoder import PublishSettings
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable
 from elastic.weights.publisher import Publisher
 from elastic.weights.puller import Puller
 from elastic.weights.relay import Relay, below, open_relay
+from elastic.weights.s3 import PART_BYTES, S3Relay
 from elastic.weights.waiting import PatientRelay
 from tests.cli.conftest import Ended
 from tests.clouds.faulty_s3 import FaultyS3, S3Answer
@@ -79,18 +79,16 @@ def store() -> Iterator[Store]:
             yield store
 
 
-def relay_at(url: str) -> Relay:
+def relay_at(url: str, part_bytes: int = PART_BYTES) -> Relay:
     """One that nobody has used yet."""
-    return open_relay(below(f"s3://{BUCKET}?region=us-east-1&endpoint_url={url}", f"test-{next(_numbers)}"))
+    place = below(f"s3://{BUCKET}?region=us-east-1&endpoint_url={url}", f"test-{next(_numbers)}")
+    return S3Relay(place, part_bytes=part_bytes)
 
 
 @pytest.fixture(params=["whole", "in parts"])
-def relay(request: pytest.FixtureRequest, store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
-    if request.param == "in parts":
-        monkeypatch.setattr(s3, "PART_BYTES", 3)
-        if "concurrent" in request.node.name:
-            monkeypatch.setattr(s3, "PART_BYTES", 50_000)
-    relay = relay_at(store.url)
+def relay(request: pytest.FixtureRequest, store: Store) -> Iterator[Relay]:
+    small = 50_000 if "concurrent" in request.node.name else 3
+    relay = relay_at(store.url, small if request.param == "in parts" else PART_BYTES)
     yield relay
     relay.close()
     relay.close()
@@ -98,14 +96,13 @@ def relay(request: pytest.FixtureRequest, store: Store, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_was_put_is_there_whole_whatever_fails(store: Store, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_what_was_put_is_there_whole_whatever_fails(store: Store, seed: int) -> None:
     """Refusals, lost requests and answers, torn ones: what was acknowledged is there, and nothing else."""
-    monkeypatch.setattr(s3, "PART_BYTES", SMALL_PART_BYTES)
     chance = random.Random(seed)
     proxy = FaultyS3(store.port, seed)
     acknowledged: dict[str, bytes] = {}
     tried: dict[str, bytes] = {}
-    with proxy.serving() as url, contextlib.closing(relay_at(url)) as relay:
+    with proxy.serving() as url, contextlib.closing(relay_at(url, SMALL_PART_BYTES)) as relay:
         proxy.share = 0.25
         patient = PatientRelay(relay, 60.0)
         for number in range(25):

@@ -1,12 +1,13 @@
 """Timers against a dictionary of deadlines."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core import timers as module
 from elastic.core.timers import Timers, Wait
 
 NAMES = "abcdef"
@@ -21,17 +22,17 @@ ACTIONS = st.lists(
 )
 
 
-@pytest.fixture(autouse=True, scope="module", params=[1, 64], ids=["always sweeps", "hardly ever sweeps"])
-def least_swept(request: pytest.FixtureRequest) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "LEAST_SWEPT", request.param)
-        patch.setattr(module, "SWEPT_AT_ONCE", 1 + request.param // 16)
-        yield
+Make: TypeAlias = Callable[..., Timers]
 
 
-@given(ACTIONS)
-def test_every_deadline_is_met_once_and_in_order(actions: list[tuple[str, str, int]]) -> None:
-    timers, model, now_ns = Timers(), dict[str, tuple[int, int]](), 0
+@pytest.fixture(scope="module", params=[1, 64], ids=["always sweeps", "hardly ever sweeps"])
+def make(request: pytest.FixtureRequest) -> Make:
+    return partial(Timers, request.param, 1 + request.param // 16)
+
+
+@given(actions=ACTIONS)
+def test_every_deadline_is_met_once_and_in_order(make: Make, actions: list[tuple[str, str, int]]) -> None:
+    timers, model, now_ns = make(), dict[str, tuple[int, int]](), 0
     for action, key, ns in actions:
         if action == "set":
             timers.set("w", key, now_ns, ns)
@@ -50,9 +51,8 @@ def test_every_deadline_is_met_once_and_in_order(actions: list[tuple[str, str, i
         assert all(timers.waiting("w", key) is (key in model) for key in NAMES)
 
 
-def test_many_that_were_put_off_hold_nobody_up_and_hide_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BROUGHT_UP_TO_DATE", 3)
-    timers, met = Timers(), list[str]()
+def test_many_that_were_put_off_hold_nobody_up_and_hide_nobody(make: Make) -> None:
+    timers, met = make(brought_up_to_date=3), list[str]()
     for number in range(20):
         timers.set("w", f"{number:02}", 0, 10)
     for number in range(20):
@@ -67,8 +67,8 @@ def test_many_that_were_put_off_hold_nobody_up_and_hide_nobody(monkeypatch: pyte
     assert looks <= 20
 
 
-def test_wait_that_is_cleared_while_others_fall_due_does_not_fall_due() -> None:
-    timers = Timers()
+def test_wait_that_is_cleared_while_others_fall_due_does_not_fall_due(make: Make) -> None:
+    timers = make()
     timers.set("w", "a", 0, 1)
     timers.set("w", "b", 0, 1)
     for _, key in timers.pop_due(5):
@@ -76,8 +76,8 @@ def test_wait_that_is_cleared_while_others_fall_due_does_not_fall_due() -> None:
         timers.clear("w", "b")
 
 
-def test_nothing_is_left_after_clear_all() -> None:
-    timers = Timers()
+def test_nothing_is_left_after_clear_all(make: Make) -> None:
+    timers = make()
     timers.set("w", "a", 0, 1)
     timers.clear_all()
     assert (timers.next_ns(), timers.waits(), list(timers.pop_due(9))) == (None, [], [])

@@ -95,12 +95,20 @@ class MemoryProvider(BaseProvider[ProviderSettings]):
     """Capacity that is nothing but a number."""
 
     Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
+    retry_s = 0.0
+    make_handle: Callable[[], MemoryHandle] = MemoryHandle
 
-    def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
-        super().__init__(Market(name, settings), context)
+    def __init__(
+        self,
+        name: str,
+        settings: ProviderSettings,
+        context: ProviderContext,
+        market: Callable[[str, ProviderSettings], Market] = Market,
+    ) -> None:
+        super().__init__(market(name, settings), context)
 
     async def launch(self, request: LeaseRequest, place: str) -> MemoryHandle:
-        return MemoryHandle()
+        return self.make_handle()
 
 
 def lease_request(number: int = 1) -> LeaseRequest:

@@ -4,8 +4,8 @@ import pytest
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
 from elastic.core.types import EndCause
-from providers import base_provider
 from providers.base import ProviderContext, ProviderSettings
+from providers.base_provider import LeaseEnding
 from providers.markets import Market
 from tests.providers.conftest import MemoryHandle, MemoryProvider, Recorder, lease_request
 
@@ -17,20 +17,18 @@ async def provider(context: ProviderContext, recorder: Recorder) -> MemoryProvid
     return provider
 
 
-async def test_giving_back_is_tried_until_it_works(
-    provider: MemoryProvider, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_giving_back_is_tried_until_it_works(provider: MemoryProvider, recorder: Recorder) -> None:
     tries = 0
 
-    async def reluctantly(handle: MemoryHandle) -> None:
-        nonlocal tries
-        tries += 1
-        assert recorder.of(LeaseEnded) == []
-        if tries < 3:
-            raise TimeoutError
+    class Reluctant(MemoryHandle):
+        async def give_back(self) -> None:
+            nonlocal tries
+            tries += 1
+            assert recorder.of(LeaseEnded) == []
+            if tries < 3:
+                raise TimeoutError
 
-    monkeypatch.setattr(MemoryHandle, "give_back", reluctantly)
-    monkeypatch.setattr(base_provider, "RETRY_S", 0.0)
+    provider.make_handle = Reluctant
     await provider.acquire(lease_request())
     await provider.release("lease-1")
     assert (await recorder.ended("lease-1")).cause is EndCause.RELEASED
@@ -38,13 +36,12 @@ async def test_giving_back_is_tried_until_it_works(
     await provider.aclose()
 
 
-async def test_a_handle_that_breaks_is_a_lost_lease(
-    provider: MemoryProvider, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def broken(handle: MemoryHandle) -> None:
-        raise RuntimeError("out of luck")
+async def test_a_handle_that_breaks_is_a_lost_lease(provider: MemoryProvider, recorder: Recorder) -> None:
+    class Broken(MemoryHandle):
+        async def keep(self) -> LeaseEnding:
+            raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(MemoryHandle, "keep", broken)
+    provider.make_handle = Broken
     await provider.acquire(lease_request())
     end = await recorder.ended("lease-1")
     assert end.cause is EndCause.LOST
@@ -52,11 +49,19 @@ async def test_a_handle_that_breaks_is_a_lost_lease(
     await provider.aclose()
 
 
+class AlwaysOne(Market):
+    """It offers one worker, whatever was taken."""
+
+    def free(self) -> int:
+        return 1
+
+
 async def test_every_grant_is_followed_by_an_offer_even_if_it_is_the_same(
-    provider: MemoryProvider, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    context: ProviderContext, recorder: Recorder
 ) -> None:
     """Who asks subtracts what is asked for from what is offered, and would otherwise never ask for the rest."""
-    monkeypatch.setattr(Market, "free", lambda _: 1)
+    provider = MemoryProvider("memory", ProviderSettings(max_workers=2), context, AlwaysOne)  # type: ignore[call-arg]
+    await provider.start(recorder.emit)
     for number in (1, 2):
         await provider.acquire(lease_request(number))
         await recorder.answered(f"lease-{number}")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 
-from providers import ec2_history
 from providers.ec2_history import FILE, KEPT_S, Ec2History, PastInstance
 from providers.ec2_market import PoolHistory, SpotPool
 
@@ -32,13 +31,12 @@ def test_what_is_old_or_torn_counts_for_nothing(tmp_path: Path) -> None:
     assert history.pools() == {A: PoolHistory(100.0, 1)}
 
 
-def test_runs_that_write_at_once_lose_nothing_also_while_it_is_shortened(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(ec2_history, "MOST_BYTES", 20_000)
+def test_runs_that_write_at_once_lose_nothing_also_while_it_is_shortened(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(
         b"".join(msgspec.json.encode(PastInstance(1.0, "", *B, 5.0, True)) + b"\n" for _ in range(500))
     )
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda n: Ec2History(tmp_path, "").add(A, 1.0, taken=n % 2 == 0), range(64)))
+        list(pool.map(lambda n: Ec2History(tmp_path, "", bytes_max=20_000).add(A, 1.0, taken=n % 2 == 0), range(64)))
     assert Ec2History(tmp_path, "").pools() == {A: PoolHistory(64.0, 32)}
     assert (tmp_path / FILE).stat().st_size < 20_000
 

@@ -11,7 +11,6 @@ import pytest
 
 from elastic.weights.errors import RelayError
 from elastic.weights.relay import Relay, open_relay
-from providers import ray_relay
 from providers.ray_connection import NAMESPACE, ray
 from providers.ray_relay import NODE_VARIABLE, RayRelay
 from tests.weights.test_relay import (  # noqa: F401
@@ -32,9 +31,13 @@ PATIENCE_S = 120.0
 _numbers = itertools.count()
 
 
+def unused(cluster: Any) -> str:
+    """The URL of a relay that nobody has used yet."""
+    return f"{cluster.client_address}/test-{os.getpid()}-{next(_numbers)}"
+
+
 def opened(cluster: Any) -> Relay:
-    """One that nobody has used yet."""
-    return open_relay(f"{cluster.client_address}/test-{os.getpid()}-{next(_numbers)}")
+    return open_relay(unused(cluster))
 
 
 @pytest.fixture(params=["client", "node"])
@@ -50,12 +53,12 @@ def relay(request: pytest.FixtureRequest, cluster: Any, monkeypatch: pytest.Monk
 
 
 def test_what_the_client_puts_a_node_reads(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = os.urandom(3 << 20)
-    with contextlib.closing(opened(cluster)) as far:
+    content, url = os.urandom(3 << 20), unused(cluster)
+    with contextlib.closing(open_relay(url)) as far:
         far.put("versions/1/blob", content[:100], content[100:])
     assert isinstance(far, RayRelay)
     monkeypatch.setenv(NODE_VARIABLE, cluster.address)
-    with contextlib.closing(open_relay(far._url)) as near:
+    with contextlib.closing(open_relay(url)) as near:
         assert near.get("versions/1/blob") == content
         assert near.get("versions/1/blob", 5000, 70) == content[5000:5070]
         near.delete("versions/1/blob")
@@ -70,7 +73,7 @@ def until_no_actor_stands(relay: Relay) -> None:
 
 
 def stands(relay: RayRelay) -> bool:
-    return {"name": relay._name, "namespace": NAMESPACE} in ray().util.list_named_actors(all_namespaces=True)
+    return {"name": relay.name, "namespace": NAMESPACE} in ray().util.list_named_actors(all_namespaces=True)
 
 
 def test_a_relay_without_blobs_leaves_no_actor(cluster: Any) -> None:
@@ -87,9 +90,8 @@ def test_a_relay_without_blobs_leaves_no_actor(cluster: Any) -> None:
         relay.delete("k")
 
 
-def test_blobs_of_a_run_that_never_comes_back_do_not_stay(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_relay, "UNUSED_S", 2.0)
-    with contextlib.closing(opened(cluster)) as relay:
+def test_blobs_of_a_run_that_never_comes_back_do_not_stay(cluster: Any) -> None:
+    with contextlib.closing(RayRelay(unused(cluster), unused_s=2.0)) as relay:
         relay.put("k", b"one")
         until_no_actor_stands(relay)
         assert relay.list_keys() == []

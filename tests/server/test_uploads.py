@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import resource
 import socket
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from elastic.server.intake.upload_files import SETTLED_S, UploadStorage, named
 from elastic.server.store import uploads
 from tests.server.conftest import Site
 from tests.server.test_client import url
+from tests.small_files import small_files
 
 __all__ = ["url"]
 TRACE = b"time_s,event,instance_id\n0,add,a\n9,remove,a\n"
@@ -133,12 +133,8 @@ def test_a_project_has_so_much_room(site: Site) -> None:
 def test_a_full_disk_is_said_and_leaves_nothing(site: Site) -> None:
     client, content = site.client(site.key("ours", AccessRole.RUNNER)), os.urandom(5 << 20)
     upload = announce(client, a=content)["id"]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, hard))
-    try:
+    with small_files(4 << 20):
         answer = send(client, upload, content)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (answer.status_code, answer.json()["type"]) == (507, "/problems/storage-full")
     assert left(site) == []
     assert send(client, upload, content).json()["state"] == "ready"

@@ -3,18 +3,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import uvicorn
 from starlette.types import ASGIApp
 
-from elastic.weights import directory
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.http import HttpRelay
 from elastic.weights.relay import Relay
 from elastic.weights.rights import RelayRights
 from elastic.weights.server import relay_app
-from elastic.weights.shared_memory import in_memory
+from elastic.weights.shared_memory import SHARED_MEMORY, in_memory
 
 TOKEN = "a token of this test"
 
@@ -69,9 +69,7 @@ def relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Relay]:
 
 
 @pytest.fixture
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stands for shared memory, with room for everything."""
-    monkeypatch.setattr(directory, "MEMORY_LEFT", 0.0)
-    memory = tmp_path / "memory"
-    memory.mkdir()
-    return memory
+def memory() -> Iterator[Path]:
+    """A place of this test's own in shared memory, most of which has to be free."""
+    with TemporaryDirectory(dir=SHARED_MEMORY) as place:
+        yield Path(place)

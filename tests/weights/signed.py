@@ -1,9 +1,15 @@
-"""The key of the tests' trainer, who believes it, and what they ask of pullers."""
+"""The key of the tests' trainer, who believes it, what they ask of pullers, and a disk that is full."""
 
+import errno
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from elastic.system.host import Host, on
 from elastic.weights.peer_cache import PeerCacheRelay
 from elastic.weights.puller import Puller
 from elastic.weights.records import DeltaManifest, open_update
@@ -37,3 +43,21 @@ def put_in_force(puller: Puller, version: int, *args: Any, **options: Any) -> St
 def sharing(cache: PeerCacheRelay, trust: Trust = TRUST, **options: Any) -> Puller:
     """A puller that reads by way of a site."""
     return Puller(cache, trust, another_copy=cache.refuse, **options)
+
+
+def on_disk(write: Callable[[int, memoryview], int]) -> AbstractContextManager[None]:
+    """While it lasts this writes what relays put into directories, given the descriptor and the bytes."""
+    return on(Host(write=write))
+
+
+def full_disk(room_bytes: int = 0, below: Path = Path("/")) -> AbstractContextManager[None]:
+    """What is put into directories finds no room `below` for more than the first so many bytes of each blob."""
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if below not in Path(f"/proc/self/fd/{descriptor}").readlink().parents:
+            return os.write(descriptor, data)
+        if left := room_bytes - os.lseek(descriptor, 0, os.SEEK_CUR):
+            return os.write(descriptor, data[:left])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return on_disk(write)

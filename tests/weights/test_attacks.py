@@ -4,6 +4,7 @@ Every attack was one: on a relay's files, over HTTP with a worker's token, among
 that a worker leaves to its successor.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from elastic.system.host import Host, on
 from elastic.weights import publisher
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import RelayError, RelayUnavailable, WeightsCorrupted, WeightsError, WeightsForged
@@ -410,18 +412,15 @@ def test_a_key_stays_in_its_process():
             copied(SigningKey())
 
 
-def test_requests_without_end_cost_the_trainer_a_keyframe_now_and_then(
-    trainer: Publisher, directory: DirectoryRelay, monkeypatch: pytest.MonkeyPatch
-):
+def test_requests_without_end_cost_the_trainer_a_keyframe_now_and_then(trainer: Publisher, directory: DirectoryRelay):
     directory.put(request_key(3), b"")
     assert trainer.answer_requests()
     directory.put(request_key(3), b"")
     assert not trainer.answer_requests()
     assert directory.list_keys(REQUESTS) == [request_key(3)], "it is answered later"
-    monkeypatch.setattr(publisher, "RENEW_S", 0.0)
-    assert trainer.answer_requests()
-    directory.put(request_key(3), b"")
-    monkeypatch.undo()
+    with on(Host(monotonic=lambda: time.monotonic() + publisher.RENEW_S)):
+        assert trainer.answer_requests()
+        directory.put(request_key(3), b"")
     trainer.publish(4, weights(4))
     directory.put(request_key(4), b"")
     assert trainer.answer_requests(), "another version does not wait"

@@ -1,7 +1,5 @@
 """Comparing where the weights are gives what copying them and comparing them gives."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -9,12 +7,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastic.weights import compact, publisher
+from elastic.weights.compact import compact, on_device
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import RelayError
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
-from tests.weights.signed import KEY, TRUST
+from tests.weights.signed import KEY, TRUST, full_disk
 
 many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
 DEVICES = [
@@ -48,9 +46,7 @@ def tensor_of(bits: np.ndarray, device: str, transposed: bool = False) -> Tensor
 def test_what_changed_is_what_numpy_finds(device: str, seed: int, size: int, share: float, piece: int):
     old, other = patterns(seed, size), patterns(seed + 1, size)
     new = np.where(np.random.default_rng(seed).random(size) < share, other, old)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(compact, "COMPARE_ELEMENTS", piece)
-        found = list(compact.compact(*(tensor_of(bits, device).view(torch.int16) for bits in (old, new))))
+    found = list(compact(*(tensor_of(bits, device).view(torch.int16) for bits in (old, new)), at_once=piece))
     index = np.concatenate([np.empty(0, np.int64), *(index.numpy() for index, _ in found)])
     values = np.concatenate([np.empty(0, np.int16), *(values.numpy() for _, values in found)])
     assert index.tolist() == np.flatnonzero(old != new).tolist()
@@ -68,34 +64,22 @@ def test_a_mirrored_version_is_the_trainers_bit_for_bit(tmp_path_factory, device
     def tensors() -> dict[str, Tensor]:
         return {"a": tensor_of(bits[0], device, transposed=True), "b": tensor_of(bits[1], device)}
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(publisher, "on_device", lambda tensors: True)
-        rank, puller = Publisher(relay, "run", {}, SMALL, key=KEY), Puller(relay, TRUST)
-        for version, step in enumerate(["first", *steps, "step"]):
-            share = {"step": 0.1, "fail": 0.5, "all": 1.0}.get(step, 0.0)
-            for at, each in enumerate(bits):
-                moved = np.random.default_rng(seed + version).random(each.size) < share
-                bits[at] = np.where(moved, patterns(seed + 2 + version, each.size), each)
-            if step == "fail":
-                with patched.context() as failing:
-                    failing.setattr("elastic.weights.directory.os.write", _refuse)
-                    with pytest.raises(RelayError):
-                        rank.publish(version, tensors())
-                continue
-            rank.publish(version, tensors())
-            expected = {name: tensor.cpu() for name, tensor in tensors().items()}
-            for name, tensor in puller.pull(version).items():
-                assert torch.equal(tensor.view(torch.int16), expected[name].contiguous().view(torch.int16))
-        rank.close()
-
-
-def _refuse(descriptor: int, data: bytes) -> int:
-    raise OSError(28, "No space left on device")
-
-
-def test_tensors_on_the_host_are_copied_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(publisher, "Mirror", None)
-    rank = Publisher(DirectoryRelay(tmp_path), "run", {}, SMALL, key=KEY)
-    for version in range(2):
-        rank.publish(version, {"a": torch.full((5,), float(version), dtype=torch.bfloat16)})
+    rank, puller = Publisher(relay, "run", {}, SMALL, key=KEY, mirrored=lambda tensors: True), Puller(relay, TRUST)
+    for version, step in enumerate(["first", *steps, "step"]):
+        share = {"step": 0.1, "fail": 0.5, "all": 1.0}.get(step, 0.0)
+        for at, each in enumerate(bits):
+            moved = np.random.default_rng(seed + version).random(each.size) < share
+            bits[at] = np.where(moved, patterns(seed + 2 + version, each.size), each)
+        if step == "fail":
+            with full_disk(), pytest.raises(RelayError):
+                rank.publish(version, tensors())
+            continue
+        rank.publish(version, tensors())
+        expected = {name: tensor.cpu() for name, tensor in tensors().items()}
+        for name, tensor in puller.pull(version).items():
+            assert torch.equal(tensor.view(torch.int16), expected[name].contiguous().view(torch.int16))
     rank.close()
+
+
+def test_tensors_on_the_host_are_not_mirrored():
+    assert not on_device([torch.zeros(5, dtype=torch.bfloat16)])

@@ -1,5 +1,6 @@
 """A chain of versions, pulled by workers that come, skip, fall behind and meet every kind of damage."""
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ from elastic.weights.signing import SigningKey
 from elastic.weights.source import WeightChanges
 from elastic.weights.versions import discard_all, published_updates, published_versions, updates_in
 from elastic.weights.waiting import POLL_S
-from tests.weights.signed import KEY, TRUST, opened, put_in_force
+from tests.weights.signed import KEY, TRUST, full_disk, opened, put_in_force
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=3, keep_versions=4)
@@ -179,11 +180,8 @@ def test_whoever_has_a_copy_of_the_base_needs_only_the_changes(tmp_path_factory,
         assert_is(patched(history.tensors[0], changes), history.tensors[2])
 
 
-def test_a_staged_version_leaves_the_served_one_as_it_is(
-    history: History, directory: DirectoryRelay, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("elastic.weights.puller.CHANGES_SHARE", 1.0)
-    puller = Puller(directory, TRUST)
+def test_a_staged_version_leaves_the_served_one_as_it_is(history: History, directory: DirectoryRelay):
+    puller = Puller(directory, TRUST, changes_share=1.0)
     served = puller.pull(0)
     directory.delete(delta_manifest_key(3, 0))
     staged = puller.stage(3)
@@ -301,16 +299,9 @@ def test_a_broken_transfer_fetches_no_bucket_twice(history: History, directory: 
     assert len(blobs) == len(set(blobs))
 
 
-def test_a_full_disk_ends_the_publication_not_the_version_before(
-    history: History, directory: DirectoryRelay, monkeypatch: pytest.MonkeyPatch
-):
-    def refuse(descriptor: int, data: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("elastic.weights.directory.os.write", refuse)
-        with pytest.raises(RelayError, match="No space left"):
-            history.step()
+def test_a_full_disk_ends_the_publication_not_the_version_before(history: History, directory: DirectoryRelay):
+    with full_disk(), pytest.raises(RelayError, match="No space left"):
+        history.step()
     assert published_versions(directory)[-1] == 3
     assert_at(Puller(directory, TRUST), history, 3)
     history.publisher.publish(4, history.tensors[4])
@@ -330,16 +321,14 @@ class Killed(Exception):
 
 
 class Mortal(RelayAround):
-    """The relay of a trainer that is killed at its n-th `put` from now on."""
+    """The relay of a trainer that is killed when no `put` is `left`."""
 
-    def __init__(self, relay: Relay, puts: int) -> None:
-        super().__init__(relay)
-        self._left = puts
+    left = math.inf
 
     def put(self, key: str, *parts: Buffer) -> None:
-        if not self._left:
+        if not self.left:
             raise Killed
-        self._left -= 1
+        self.left -= 1
         super().put(key, *parts)
 
 
@@ -349,12 +338,13 @@ def test_whoever_follows_a_trainer_that_is_killed_has_a_whole_version_before_and
     tmp_path_factory: pytest.TempPathFactory, puts: int, back: int, seed: int
 ):
     directory = DirectoryRelay(tmp_path_factory.mktemp("relay"))
-    history = History(directory)
+    mortal = Mortal(directory)
+    history = History(mortal)
     for _ in range(3):
         history.step()
     follower = Puller(directory, TRUST)
     assert_at(follower, history, 2)
-    history.publisher._encoder._relay = history.publisher._relay = Mortal(directory, puts)
+    mortal.left = puts
     with suppress(Killed):
         history.step()
     if 3 in published_versions(directory):
@@ -413,7 +403,7 @@ def test_waiting_for_the_trainer_is_told_from_the_wire(history: History, directo
         """Of which one manifest is not there when first asked for."""
 
         def __init__(self, absent: int) -> None:
-            super().__init__(directory, 0)
+            super().__init__(directory)
             self.get, self._absent = self._get, absent
 
         def _get(self, key: str, start: int = 0, length: int | None = None) -> bytes:

@@ -1,4 +1,3 @@
-import errno
 import os
 import signal
 import subprocess
@@ -11,21 +10,13 @@ import pytest
 
 from elastic.weights.directory import INCOMING, DirectoryRelay
 from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable
+from tests.weights.signed import full_disk, on_disk
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path):
     relay = DirectoryRelay(tmp_path)
-    write = os.write
-
-    def write_until_full(descriptor: int, data: memoryview) -> int:
-        if data.nbytes < 1000:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, data[:1000])
-
-    with monkeypatch.context() as patched:
-        patched.setattr("elastic.weights.directory.os.write", write_until_full)
-        with pytest.raises(RelayError, match=r"v/1: No space left on device") as caught:
-            relay.put("v/1", bytes(2500))
+    with full_disk(1000), pytest.raises(RelayError, match=r"v/1: No space left on device") as caught:
+        relay.put("v/1", bytes(2500))
     assert str(tmp_path) in str(caught.value)
     assert not isinstance(caught.value, RelayUnavailable)
     assert relay.list_keys() == []
@@ -71,53 +62,51 @@ def test_a_blob_is_put_also_while_its_neighbours_go(tmp_path: Path):
     assert relay.list_keys() == []
 
 
-def test_a_directory_that_is_removed_before_its_blob_is_there_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    link, removed = os.link, []
+def test_a_directory_that_is_removed_before_its_blob_is_there_is_made_again(tmp_path: Path):
+    left = [3]
 
-    def link_later(blob: Path, path: Path) -> None:
-        if len(removed) < 3:
-            removed.append(path.parent)
-            path.parent.rmdir()
-        link(blob, path)
+    def remove_amid(descriptor: int, data: memoryview) -> int:
+        if left[0]:
+            left[0] -= 1
+            (tmp_path / "v").rmdir()
+        return os.write(descriptor, data)
 
-    monkeypatch.setattr("elastic.weights.directory.os.link", link_later)
     relay = DirectoryRelay(tmp_path)
-    relay.put("v/1", b"content")
-    assert (relay.get("v/1"), len(removed)) == (b"content", 3)
+    with on_disk(remove_amid):
+        relay.put("v/1", b"content")
+    assert (relay.get("v/1"), left) == (b"content", [0])
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from elastic.weights import directory
-write = os.write
+from elastic.system.host import Host, on
+from elastic.weights.directory import DirectoryRelay
 def die(descriptor, data):
-    write(descriptor, data)
+    os.write(descriptor, data)
     os.kill(os.getpid(), signal.SIGKILL)
-directory.os.write = die
-directory.DirectoryRelay(Path(sys.argv[1])).put("v/1", bytes(1000))
+with on(Host(write=die)):
+    DirectoryRelay(Path(sys.argv[1])).put("v/1", bytes(1000))
 """
 
 
-def test_what_a_killed_writer_left_goes_and_what_others_are_writing_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_a_killed_writer_left_goes_and_what_others_are_writing_stays(tmp_path: Path):
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60)
     assert killed.returncode == -signal.SIGKILL
     (left,) = (tmp_path / INCOMING).iterdir()
-    begun, go_on, write = threading.Event(), threading.Event(), os.write
+    begun, go_on = threading.Event(), threading.Event()
 
     def wait_amid(descriptor: int, data: memoryview) -> int:
-        if data.nbytes == 2000:
-            begun.set()
-            assert go_on.wait(10)
-        return write(descriptor, data)
+        begun.set()
+        assert go_on.wait(10)
+        return os.write(descriptor, data)
 
-    monkeypatch.setattr("elastic.weights.directory.os.write", wait_amid)
+    def put_slowly() -> None:
+        with on_disk(wait_amid):
+            DirectoryRelay(tmp_path).put("v/2", bytes(2000))
+
     with ThreadPoolExecutor(1) as threads:
-        writing = threads.submit(DirectoryRelay(tmp_path).put, "v/2", bytes(2000))
+        writing = threads.submit(put_slowly)
         assert begun.wait(10)
         DirectoryRelay(tmp_path).put("v/3", b"")
         assert not left.exists()

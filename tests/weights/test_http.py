@@ -18,6 +18,7 @@ from elastic.weights.publisher import publish_keyframe
 from elastic.weights.records import keyframe_key
 from elastic.weights.rights import RelayRights
 from elastic.weights.server import relay_app
+from tests.small_files import small_files
 from tests.weights.signed import KEY, TRUST, pull
 
 
@@ -77,9 +78,7 @@ def test_a_blob_beyond_the_limit_is_refused(tmp_path, server: Callable, token: s
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128, 1000])
-def test_a_blob_passes_in_pieces(tmp_path, server: Callable, token: str, monkeypatch: pytest.MonkeyPatch, size: int):
-    monkeypatch.setattr("elastic.weights.server.PIECE_BYTES", 64)
-    monkeypatch.setattr("elastic.weights.http.CHUNK_BYTES", 100)
+def test_a_blob_passes_in_pieces(tmp_path, server: Callable, token: str, size: int):
     asked: list[int | None] = []
 
     class Asked(DirectoryRelay):
@@ -88,8 +87,8 @@ def test_a_blob_passes_in_pieces(tmp_path, server: Callable, token: str, monkeyp
             return super().get(key, start, length)
 
     content = bytes(range(256)) * 4
-    with server(relay_app(Asked(tmp_path), RelayRights(token))) as url:
-        relay = HttpRelay(url, token)
+    with server(relay_app(Asked(tmp_path), RelayRights(token), piece_bytes=64)) as url:
+        relay = HttpRelay(url, token, chunk_bytes=100)
         relay.put("k", content[: size // 2], memoryview(content)[size // 2 : size])
         assert DirectoryRelay(tmp_path).get("k") == relay.get("k") == content[:size]
         assert relay.get("k", 10) == content[10:size]
@@ -101,15 +100,11 @@ def test_a_blob_passes_in_pieces(tmp_path, server: Callable, token: str, monkeyp
     assert all(length is not None and length <= 64 for length in asked)
 
 
-def test_a_full_disk_under_the_server_is_not_asked_again(tmp_path, server: Callable, token: str, monkeypatch):
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("elastic.weights.server.tempfile.SpooledTemporaryFile", full)
-    with server(relay_app(DirectoryRelay(tmp_path), RelayRights(token))) as url:
+def test_a_full_disk_under_the_server_is_not_asked_again(tmp_path, server: Callable, token: str):
+    with server(relay_app(DirectoryRelay(tmp_path), RelayRights(token), piece_bytes=64)) as url:
         relay = HttpRelay(url, token)
-        with pytest.raises(RelayError, match="No space left") as caught:
-            relay.put("k", b"content")
+        with small_files(1 << 20), pytest.raises(RelayError, match=r"507 .*File too large") as caught:
+            relay.put("k", bytes(2 << 20))
         assert not isinstance(caught.value, RelayUnavailable)
         relay.close()
 
@@ -192,7 +187,7 @@ def test_a_connection_lost_in_the_middle_is_unavailable_and_the_pull_goes_on(tmp
         relay.close()
 
 
-def test_an_answer_that_only_trickles_is_given_up(server: Callable, monkeypatch: pytest.MonkeyPatch):
+def test_an_answer_that_only_trickles_is_given_up(server: Callable):
     async def trickle() -> AsyncIterator[bytes]:
         while True:
             yield b"."
@@ -201,9 +196,8 @@ def test_an_answer_that_only_trickles_is_given_up(server: Callable, monkeypatch:
     async def answer(request: Request) -> Response:
         return StreamingResponse(trickle(), 206)
 
-    monkeypatch.setattr("elastic.weights.http.ANSWER_TIMEOUT_S", 0.2)
     with server(Starlette(routes=[Route("/{path:path}", answer)])) as url:
-        relay = HttpRelay(url)
+        relay = HttpRelay(url, answer_timeout_s=0.2)
         with pytest.raises(RelayUnavailable, match="no complete answer"):
             relay.get("k")
         relay.close()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable
 from elastic.weights.peer_cache import CLAIM_S, PATIENCE_S, PeerCacheRelay
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
+from elastic.weights.records import manifest_key
 from elastic.weights.relay import Buffer, Relay
 from elastic.weights.signing import SigningKey, Trust
 from elastic.weights.versions import discard_all
@@ -30,14 +32,14 @@ class Watched(RelayAround):
 
     def __init__(self, relay: Relay, before: Callable[[str, int], object] = lambda key, start: None) -> None:
         super().__init__(relay)
-        self._before = before
+        self.before = before
         self._lock = threading.Lock()
         self.reads: list[tuple[str, int]] = []
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         with self._lock:
             self.reads.append((key, start))
-        self._before(key, start)
+        self.before(key, start)
         return super().get(key, start, length)
 
 
@@ -73,17 +75,17 @@ def time() -> Time:
     return Time()
 
 
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_cache, "PART_BYTES_MIN", 100)
+def cached(far: Relay, near: Relay, worker: str, trust: Trust = TRUST, **options: Any) -> PeerCacheRelay:
+    """In small parts."""
+    return PeerCacheRelay(far, near, worker, trust, part_bytes_min=100, **options)
 
 
 def joined(
     far: Relay, near: Relay, worker: str = "w", time: Time | None = None, trust: Trust = TRUST
 ) -> PeerCacheRelay:
     if time is None:
-        return PeerCacheRelay(far, near, worker, trust)
-    return PeerCacheRelay(far, near, worker, trust, clock=time, sleep=time.sleep)
+        return cached(far, near, worker, trust)
+    return cached(far, near, worker, trust, clock=time, sleep=time.sleep)
 
 
 def claims(near: Relay) -> list[str]:
@@ -157,7 +159,7 @@ def test_nobody_waits_for_a_slow_worker_which_takes_what_the_faster_one_brought(
     joined(far, near, "other", time).get(BLOB, 1000, 100)
     slow.get(BLOB, 1000, 100)
     assert time.now_s == begun_s
-    link._before = lambda key, start: None
+    link.before = lambda key, start: None
     assert slow.get(BLOB, 2000, 100) == CONTENT[2000:2100]
     assert time.now_s - begun_s == pytest.approx(PATIENCE_S, rel=0.1), "others go first, if there are any"
 
@@ -250,10 +252,12 @@ def test_a_near_relay_that_fails_is_done_without(
         assert asked != []
 
 
-def test_what_the_far_relay_deletes_leaves_the_site_and_nothing_else_does(far: Watched, near: DirectoryRelay):
+def test_what_the_far_relay_deletes_leaves_the_site_and_nothing_else_does(
+    far: Watched, near: DirectoryRelay, tmp_path: Path
+):
     for foreign in ("worker-0/held.json", "versions/00000000/keyframe.bin", "claims/x"):
         near.put(foreign, b"somebody's")
-    other = DirectoryRelay(near._root / "other")
+    other = DirectoryRelay(tmp_path / "near" / "other")
     other.put(BLOB, b"another run's")
     assert joined(other, near, trust=KEY.trust("another run")).get(BLOB) == b"another run's"
     theirs = near.list_keys()
@@ -327,8 +331,8 @@ def test_a_damaged_piece_is_replaced_once_for_all(
     tmp_path: Path, near: DirectoryRelay, kind: str, damage: Callable[[bytes], bytes]
 ):
     far = Watched(published(tmp_path / "far", [1.0, 2.0]))
-    assert_pulls(sharing(PeerCacheRelay(far, near, "first", TRUST)), 0, 1.0)
-    assert_pulls(sharing(PeerCacheRelay(far, near, "second", TRUST)), 1, 2.0)
+    assert_pulls(sharing(cached(far, near, "first")), 0, 1.0)
+    assert_pulls(sharing(cached(far, near, "second")), 1, 2.0)
     for key in near.list_keys():
         if f"/{kind}/" in key and ".claim-" not in key:
             content = near.get(key)
@@ -336,7 +340,7 @@ def test_a_damaged_piece_is_replaced_once_for_all(
             near.put(key, damage(content))
     far.reads.clear()
     for number in range(5):
-        puller = sharing(PeerCacheRelay(far, near, f"w{number}", TRUST))
+        puller = sharing(cached(far, near, f"w{number}"))
         assert_pulls(puller, 0, 1.0)
         assert_pulls(puller, 1, 2.0)
     assert any(key.endswith(kind) for key, _ in far.reads)
@@ -357,9 +361,10 @@ def test_workers_of_a_site_fetch_different_parts_of_a_keyframe_at_once(
 
     far = Watched(published(tmp_path / "far", [1.0]), hold)
     with ThreadPoolExecutor(4) as executor:
-        relays = [PeerCacheRelay(far, near, f"w{number}", TRUST) for number in range(4)]
-        for relay in relays:
-            relay._proven = True
+        relays = [cached(far, near, f"w{number}", patience_s=60.0) for number in range(4)]
+        for number, relay in enumerate(relays):
+            assert relay.get(manifest_key(0), number, 1), "each has proved how fast it is"
+        far.reads.clear()
         pulled = [executor.submit(Puller(relay, TRUST, share_bytes=100).pull, 0) for relay in relays]
         under_way = [crowd.acquire(timeout=30) for _ in range(4 * reading.TRANSFERS)]
         at_first = [read for read in far.reads if read[0].endswith(".bin")]
@@ -405,11 +410,8 @@ def test_where_all_is_there_every_worker_begins_somewhere_else(tmp_path: Path):
     assert len(first) > 1
 
 
-def test_workers_that_die_amid_a_piece_leave_the_others_what_they_claimed(
-    tmp_path: Path, near: DirectoryRelay, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(peer_cache, "CLAIM_S", 0.2)
-    monkeypatch.setattr(peer_cache, "PATIENCE_S", 0.2)
+def test_workers_that_die_amid_a_piece_leave_the_others_what_they_claimed(tmp_path: Path, near: DirectoryRelay):
+    soon = {"claim_s": 0.2, "patience_s": 0.2}
     relay = published(tmp_path / "far", [1.0, 2.0])
 
     class Lost(Watched):
@@ -423,14 +425,14 @@ def test_workers_that_die_amid_a_piece_leave_the_others_what_they_claimed(
             raise RelayError("dead")
 
     for number in range(3):
-        dead = PeerCacheRelay(Watched(relay, die), Lost(near), f"dead-{number}", TRUST)
+        dead = cached(Watched(relay, die), Lost(near), f"dead-{number}", **soon)
         with pytest.raises(RelayError, match="dead"):
             sharing(dead, share_bytes=500).pull(0)
     left = claims(near)
     assert left
 
     def live(number: int) -> None:
-        puller = sharing(PeerCacheRelay(relay, near, f"w{number}", TRUST), share_bytes=500)
+        puller = sharing(cached(relay, near, f"w{number}", **soon), share_bytes=500)
         assert_pulls(puller, 0, 1.0)
         assert_pulls(puller, 1, 2.0)
 

@@ -16,7 +16,7 @@ from elastic.weights.records import SCHEMA_VERSION, Manifest, keyframe_key, mani
 from elastic.weights.relay import Relay
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import collect_garbage, discard_all, published_versions
-from tests.weights.signed import KEY, TRUST, pull
+from tests.weights.signed import KEY, TRUST, full_disk, pull
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 
@@ -246,19 +246,13 @@ def test_a_resumed_run_publishes_its_versions_anew(relay: Relay):
         assert_same(pull(relay, resumed.trust("run"), version), other)
 
 
-def test_a_failed_publication_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_publication_leaves_no_manifest(tmp_path: Path):
     relay = DirectoryRelay(tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr("elastic.weights.directory.os.write", _refuse)
-        with pytest.raises(RelayError):
-            publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
+    with full_disk(), pytest.raises(RelayError):
+        publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
     assert published_versions(relay) == []
     publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
     assert published_versions(relay) == [1]
-
-
-def _refuse(descriptor: int, data: bytes) -> int:
-    raise OSError(28, "No space left on device")
 
 
 @given(st.binary(max_size=300))

@@ -21,7 +21,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from elastic.system.host import Host, on
 from elastic.weights.directory import DirectoryRelay
+from elastic.weights.encoder import PART_TIMEOUT_S
 from elastic.weights.errors import WeightsCorrupted
 from elastic.weights.placements import FUSED, Placement, declared, from_dtensors, inferred
 from elastic.weights.plan import PublishedUpdate
@@ -329,15 +331,21 @@ def meshes_of(shapes: dict[str, tuple[int, ...]], ranks: int) -> list[Shard]:
     return [declared(shapes, {n: Placement((ranks,), (at,), (0,)) for n in shapes}) for at in range(ranks)]
 
 
-def test_a_version_without_a_ranks_part_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("elastic.weights.encoder.PART_TIMEOUT_S", 0.05)
+def test_a_version_without_a_ranks_part_is_not_there(tmp_path: Path):
+    now_s = [0.0]
+
+    def sleep(pause_s: float) -> None:
+        now_s[0] += pause_s
+
     shapes = {"a": (4,), "b": (4,)}
     relay = DirectoryRelay(tmp_path)
     share = TrainerRank(cells(shapes, [whole(shapes)] * 2), whole(shapes), rank=0, ranks=2)
-    with pytest.raises(Exception, match="part-00001"):
+    patient = on(Host(monotonic=lambda: now_s[0], sleep=sleep))
+    with patient, pytest.raises(Exception, match="part-00001"):
         Publisher(relay, "run", {}, share=share, key=KEY).publish(
             0, {n: torch.ones(4, dtype=torch.bfloat16) for n in shapes}
         )
+    assert now_s[0] > 0.9 * PART_TIMEOUT_S
     with pytest.raises(Exception, match="not published"):
         Puller(relay, TRUST).pull(0)
 

@@ -1,11 +1,9 @@
 """A directory relay whose blobs are in shared memory for a while: nothing is lost by it, and nothing is left of it."""
 
-import errno
-import os
-import shutil
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic.system.host import Host, on
 from elastic.weights import directory
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobConflict, BlobNotFound
 from elastic.weights.shared_memory import in_memory, kept_in_memory
+from tests.small_files import small_files
+from tests.weights.signed import full_disk
 
 
 @pytest.fixture
@@ -60,19 +61,18 @@ class Usage(NamedTuple):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(sizes=st.lists(st.integers(0, 40), max_size=12), total=st.integers(0, 200), deleted=st.sets(st.integers(0, 11)))
 def test_what_finds_no_room_is_on_the_disk(
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-    sizes: list[int],
-    total: int,
-    deleted: set[int],
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], total: int, deleted: set[int]
 ):
     base = tmp_path_factory.mktemp("machine")
     root, memory = base / "weights", base / "memory"
     root.mkdir()
     memory.mkdir()
     relay, expected = DirectoryRelay(root), dict[str, bytes]()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total, total - sum(map(len, in_files(memory)))))
-    with in_memory(root, memory):
+
+    def usage(path: Path) -> Usage:
+        return Usage(total, total - sum(map(len, in_files(memory))))
+
+    with on(Host(disk_usage=usage)), in_memory(root, memory):
         for number, size in enumerate(sizes):
             relay.put(f"v/{number}", bytes([number]) * size)
             expected[f"v/{number}"] = bytes([number]) * size
@@ -86,22 +86,10 @@ def test_what_finds_no_room_is_on_the_disk(
     assert list(memory.iterdir()) == []
 
 
-def test_a_memory_that_is_full_sooner_than_it_says_costs_nothing(
-    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
-):
-    write = os.write
-
-    def until_full(descriptor: int, data: memoryview) -> int:
-        if memory not in Path(f"/proc/self/fd/{descriptor}").readlink().parents:
-            return write(descriptor, data)
-        if data.nbytes < 1000:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, data[:1000])
-
+def test_a_memory_that_is_full_sooner_than_it_says_costs_nothing(root: Path, memory: Path):
     relay = DirectoryRelay(root)
     with in_memory(root, memory):
-        with monkeypatch.context() as patched:
-            patched.setattr("elastic.weights.directory.os.write", until_full)
+        with full_disk(1000, below=memory):
             relay.put("v/1", bytes(2500))
         assert (in_files(root), in_files(memory)) == ([bytes(2500)], [])
         relay.put("v/2", b"there is room again")
@@ -117,21 +105,12 @@ def test_without_shared_memory_all_is_as_ever(root: Path, tmp_path: Path):
     assert contents(relay) == {"v/1": b"one"}
 
 
-def test_a_disk_that_is_full_at_the_end_keeps_whole_versions_only(
-    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_disk_that_is_full_at_the_end_keeps_whole_versions_only(root: Path, memory: Path):
     relay = DirectoryRelay(root)
-
-    def refuse(source: Path, target: Path) -> Path:
-        if source.name == "delta-1.bin":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        target.write_bytes(source.read_bytes())
-        return target
-
-    with in_memory(root, memory):
-        for key in ("versions/1/delta-0.json", "versions/1/delta-0.bin", "versions/2/delta-1.bin"):
-            relay.put(key, key.encode())
-        monkeypatch.setattr(shutil, "copyfile", refuse)
+    with ExitStack() as full, in_memory(root, memory):
+        for key, size in (("1/delta-0.json", 1), ("1/delta-0.bin", 1), ("2/delta-1.bin", 2 << 20)):
+            relay.put(f"versions/{key}", bytes(size))
+        full.enter_context(small_files(1 << 20))
     assert relay.list_keys() == ["versions/1/delta-0.bin"], "no manifest without its blob"
     assert [path for path in root.rglob("*") if path.is_symlink()] == []
     assert list(memory.iterdir()) == []
@@ -140,12 +119,11 @@ def test_a_disk_that_is_full_at_the_end_keeps_whole_versions_only(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from elastic.weights import directory
-from elastic.weights.shared_memory import in_memory, kept_in_memory
-directory.MEMORY_LEFT = 0.0
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.shared_memory import in_memory
 root, memory = map(Path, sys.argv[1:])
 with in_memory(root, memory):
-    directory.DirectoryRelay(root).put("v/1", b"of a killed process")
+    DirectoryRelay(root).put("v/1", b"of a killed process")
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

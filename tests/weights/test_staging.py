@@ -1,5 +1,7 @@
 """From one whole version to the next, wherever the writing is stopped."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -7,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.weights import staging
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.base import Bits
 from elastic.weights.codecs.sums import apply_update, kept_small, tile_sums
@@ -68,20 +69,22 @@ class Weights:
         return StagedVersion(self.resident(path[-1], base.bits), base.version, overwrites)
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
-    """Who writes is stopped half-way through the bucket after so many."""
-    left, apply = [writes], staging.apply_update
+class StoppedAfter(list[Overwrite]):
+    """Who writes these the first time is stopped half-way through the bucket after so many."""
 
-    def apply_or_stop(update, bits):
-        if not left[0]:
+    def __init__(self, overwrites: list[Overwrite], writes: int) -> None:
+        super().__init__(overwrites)
+        self._writes = writes
+
+    def __iter__(self) -> Iterator[Overwrite]:
+        whole, self._writes = self._writes, len(self)
+        yield from self[:whole]
+        if whole < len(self):
+            elements, update = self[whole]
             half = update.value.size // 2
-            index = np.arange(half) if update.index is None else update.index[:half]
-            bits[index] = update.value[:half]
+            index = np.arange(half, dtype=np.uint32) if update.index is None else update.index[:half]
+            yield elements, replace(update, index=index, value=update.value[:half])
             raise Stopped
-        left[0] -= 1
-        apply(update, bits)
-
-    monkeypatch.setattr(staging, "apply_update", apply_or_stop)
 
 
 cases = {
@@ -104,12 +107,11 @@ def test_who_was_stopped_while_writing_goes_on_to_the_whole_version(
     first = weights.resident(0, weights.bits[0].copy())
     puller.apply(StagedVersion(first))
     staged = weights.staged([0, 1, 2], first, codec, bucket_tiles)
-    with pytest.MonkeyPatch.context() as patched:
-        stop_after(patched, writes)
-        try:
-            puller.apply(staged)
-        except Stopped:
-            assert puller.audit() == [], "what is written over just now is not looked at"
+    staged.overwrites = StoppedAfter(staged.overwrites, writes)
+    try:
+        puller.apply(staged)
+    except Stopped:
+        assert puller.audit() == [], "what is written over just now is not looked at"
     for _ in range(2):
         assert puller.resident is staged.weights
         assert np.array_equal(first.bits, weights.bits[2])

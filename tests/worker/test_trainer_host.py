@@ -4,9 +4,10 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -24,11 +25,10 @@ from elastic.weights.publisher import publish_keyframe
 from elastic.weights.puller import Puller
 from elastic.weights.records import version_of
 from elastic.weights.relay import Buffer, Relay, open_relay
-from elastic.weights.shared_memory import in_memory
+from elastic.weights.shared_memory import SHARED_MEMORY, in_memory
 from elastic.weights.signing import SigningKey, Trust
 from elastic.weights.versions import published_versions
-from elastic.worker.trainer.trainer import GRPOTrainer
-from elastic.worker.trainer_host import run_trainer_host
+from elastic.worker.trainer_host import grpo_trainer, run_trainer_host
 from tests.weights.signed import pull
 from tests.worker.conftest import PATIENCE_S, Orchestra, generate
 
@@ -78,10 +78,12 @@ class TrainerHouse(Orchestra):
         self.relay = open_relay(relay)
         self._config = config
         self.run_dir = run_dir
+        self.parts: dict[str, Any] = {}
+        """What its hosts are made of besides, by the parameter's name."""
 
     def host(self, worker: str = "w", resume: bool = False) -> asyncio.Task[object]:
         self.expect(worker, trains=True)
-        work = run_trainer_host(self.ticket(worker), self._config, self.run_dir, resume)
+        work = run_trainer_host(self.ticket(worker), self._config, self.run_dir, resume, **self.parts)
         self.agents.append(asyncio.create_task(work))
         return self.agents[-1]
 
@@ -166,9 +168,9 @@ class Gated:
 
 
 @pytest.fixture
-def gate(house: TrainerHouse, monkeypatch: pytest.MonkeyPatch) -> Gated:
+def gate(house: TrainerHouse) -> Gated:
     gate = Gated(house.relay)
-    monkeypatch.setattr("elastic.worker.trainer_host.open_relay", lambda *_: gate)
+    house.parts["open_relay"] = lambda *_: gate
     return gate
 
 
@@ -316,7 +318,7 @@ def missing(orders: list[wire.FromOrchestrator], ready: wire.Ready) -> list[wire
 
 @pytest.mark.parametrize("position", range(len(step_orders(1))))
 async def test_a_host_that_dials_again_in_the_middle_of_a_step_does_nothing_twice(
-    config: Config, tmp_path: Path, position: int, monkeypatch: pytest.MonkeyPatch
+    config: Config, tmp_path: Path, position: int
 ) -> None:
     """Its connection breaks while it carries out the order at `position`, which it is then given again."""
     begun, go_on = threading.Event(), threading.Event()
@@ -325,12 +327,18 @@ async def test_a_host_that_dials_again_in_the_middle_of_a_step_does_nothing_twic
     name = {wire.TrainGroupFrame: "train_group", wire.SkipGroup: "skip_group", wire.UpdateFrame: "update"}[
         type(orders[position])
     ]
-    work = getattr(GRPOTrainer, name)
 
-    def hold(*given: object) -> object:
-        begun.set()
-        assert go_on.wait(PATIENCE_S)
-        return work(*given)
+    class Holding:
+        """The trainer, but that it waits before this work."""
+
+        def __init__(self, *given: Any) -> None:
+            self._trainer = grpo_trainer(*given)
+
+        def __getattr__(self, asked: str) -> Any:
+            if asked == name:
+                begun.set()
+                assert go_on.wait(PATIENCE_S)
+            return getattr(self._trainer, asked)
 
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     for run_dir in (undisturbed, disturbed):
@@ -343,12 +351,12 @@ async def test_a_host_that_dials_again_in_the_middle_of_a_step_does_nothing_twic
         await house.first(wire.PublishedFrame)
         weights = house.weights(1)
     async with TrainerHouse(config, disturbed) as house:
+        house.parts["make_trainer"] = Holding
         house.host()
         await house.first(wire.Ready)
         house.send(*orders[:position])
         trained = sum(isinstance(order, wire.TrainGroupFrame) for order in orders[:position])
         await house.until(lambda: len(house.of(wire.Trained)) == trained)
-        monkeypatch.setattr(GRPOTrainer, name, hold)
         house.send(orders[position])
         assert await asyncio.to_thread(begun.wait, PATIENCE_S)
         before = len(house.heard)
@@ -401,19 +409,18 @@ async def test_a_failure_that_nobody_heard_is_told_whoever_asks_next(house: Trai
     assert not house.of(wire.Trained)
 
 
-async def test_a_relay_that_is_away_for_a_while_fails_no_trainer(
-    house: TrainerHouse, gate: Gated, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_relay_that_is_away_for_a_while_fails_no_trainer(house: TrainerHouse) -> None:
     refused = threading.Semaphore(0)
-    put = gate.put
 
-    def away(key: str, *parts: Buffer) -> None:
-        if not gate.opened.is_set() and version_of(key):
-            refused.release()
-            raise RelayUnavailable("nobody is there")
-        put(key, *parts)
+    class Away(Gated):
+        def put(self, key: str, *parts: Buffer) -> None:
+            if not self.opened.is_set() and version_of(key):
+                refused.release()
+                raise RelayUnavailable("nobody is there")
+            super().put(key, *parts)
 
-    monkeypatch.setattr(gate, "put", away)
+    gate = Away(house.relay)
+    house.parts["open_relay"] = lambda *_: gate
     house.host()
     await house.first(wire.Ready)
     await house.step(1)
@@ -425,12 +432,22 @@ async def test_a_relay_that_is_away_for_a_while_fails_no_trainer(
     assert not house.of(wire.TrainerFailedFrame)
 
 
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A place of this test's own in shared memory, most of which has to be free."""
+    with TemporaryDirectory(dir=SHARED_MEMORY) as place:
+        yield Path(place)
+
+
+def nothing_in(place: Path) -> bool:
+    return not any(place.iterdir())
+
+
 async def test_weights_stay_in_memory_while_the_trainer_waits_for_its_orchestrator(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, tmp_path: Path, memory: Path
 ) -> None:
     """The place in memory is that of a process that was killed: nobody but the trainer holds it."""
-    monkeypatch.setattr(directory, "MEMORY_LEFT", 0.0)
-    weights, memory = tmp_path / "weights", tmp_path / "memory"
+    weights = tmp_path / "weights"
     (weights / ".incoming").mkdir(parents=True)
     place = memory / "elastic-relay-killed"
     place.mkdir(parents=True)
@@ -447,7 +464,7 @@ async def test_weights_stay_in_memory_while_the_trainer_waits_for_its_orchestrat
         end = await agent
         assert end.code == 1  # type: ignore[attr-defined]
         assert "could not be resumed" in end.reason  # type: ignore[attr-defined]
-        assert list(memory.iterdir()) == []
+        assert nothing_in(memory)
         assert published_versions(house.relay) == []
 
 

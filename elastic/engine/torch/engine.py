@@ -35,12 +35,19 @@ class TorchEngine(ControlledEngine):
     On one CPU thread the engine is replayable: a turn that is cut at any token and continued elsewhere gives
     bit-identical tokens and log-probabilities. A temperature of zero decodes greedily.
 
-    With a `share` the engine borrows its device, and asks for it before each iteration.
+    With a `share` the engine borrows its device, and asks for it before each iteration. What computes there is made of
+    `Runner`'s arguments.
 
     Raises `ValueError` when the KV cache cannot hold one sequence of `max_context_tokens`, or the device is not there.
     """
 
-    def __init__(self, config: Qwen3Config, settings: EngineConfig, share: DeviceShare | None = None) -> None:
+    def __init__(
+        self,
+        config: Qwen3Config,
+        settings: EngineConfig,
+        share: DeviceShare | None = None,
+        make_runner: Callable[..., Runner] = Runner,
+    ) -> None:
         kv_tokens = settings.kv_blocks * settings.kv_block_tokens
         if kv_tokens < settings.max_context_tokens:
             raise ValueError(
@@ -50,7 +57,9 @@ class TorchEngine(ControlledEngine):
         self._settings = settings
         self._share = share
         device = device_named(settings.device)
-        self._runner = Runner(config, device, settings.max_context_tokens, settings.kv_blocks, settings.kv_block_tokens)
+        self._runner = make_runner(
+            config, device, settings.max_context_tokens, settings.kv_blocks, settings.kv_block_tokens
+        )
         self._scheduler = BatchScheduler(settings)
         self._table = RequestTable(self._scheduler, config.vocab_size, settings)
         self._device = device

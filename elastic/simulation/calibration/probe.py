@@ -81,11 +81,12 @@ class Probe:
     Raises `CalibrationError` when the engine refuses, fails, or brings nothing in time.
     """
 
-    def __init__(self, engine: RolloutEngine, settings: EngineConfig, vocab_size: int) -> None:
+    def __init__(self, engine: RolloutEngine, settings: EngineConfig, vocab_size: int, wait_s: float = WAIT_S) -> None:
         self._engine = engine
         self._settings = settings
         self._random = random.Random(0)
         self._vocab_size = vocab_size
+        self._wait_s = wait_s
         self._changed = threading.Condition()
         self._calls: list[tuple[Nanoseconds, Sequence[TokenChunk]]] = []
         self._alive: set[str] = set()
@@ -198,10 +199,10 @@ class Probe:
         began_ns = time.monotonic_ns()
         with self._changed:
             while not (condition() or self._error):
-                in_time = self._changed.wait(WAIT_S)
+                in_time = self._changed.wait(self._wait_s)
                 last_ns = self._calls[-1][0] if self._calls else began_ns
-                if not in_time and time.monotonic_ns() - last_ns > WAIT_S * NS_PER_S:
-                    raise CalibrationError(f"{load}: the engine has brought nothing for {WAIT_S:g} s")
+                if not in_time and time.monotonic_ns() - last_ns > self._wait_s * NS_PER_S:
+                    raise CalibrationError(f"{load}: the engine has brought nothing for {self._wait_s:g} s")
             if self._error:
                 raise CalibrationError(f"{load}: the engine failed: {self._error}")
 

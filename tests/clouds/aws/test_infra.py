@@ -17,8 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.weights import s3
-from elastic.weights.relay import open_relay
+from elastic.weights.s3 import S3Relay
 from providers.ec2_api import Ec2Api, Ec2Error, NoAccess
 from providers.ec2_market import Ec2Settings, SpotPool
 from tests.clouds.aws.policies import NAMES, POLICIES, actions, allows, policy
@@ -205,10 +204,9 @@ def uses_of_ec2(api: Ec2Api, pools: list[SpotPool]) -> Iterator[Callable[[], obj
     yield api.delete_template
 
 
-def use_s3(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_s3(url: str) -> None:
     """All that the relay asks of it: blobs in one piece and in parts, there already, and a put that fails midway."""
-    monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)
-    relay = open_relay(url)
+    relay = S3Relay(url, part_bytes=5 << 20)
     with contextlib.closing(relay):
         relay.put("versions/1/small", b"content")
         relay.put("versions/1/small", b"content")
@@ -237,7 +235,7 @@ def test_every_call_is_allowed_and_whatever_is_allowed_is_called(
     for use in uses_of_ec2(Ec2Api(settings, RUN, "ec2"), sorted(SpotPool(*pool) for pool in aws.books.capacity)):
         use()
     aws.client("s3").create_bucket(Bucket="weights")
-    use_s3(f"s3://weights/elastic/{RUN}?region=us-east-1&endpoint_url={aws.moto_url}", monkeypatch)
+    use_s3(f"s3://weights/elastic/{RUN}?region=us-east-1&endpoint_url={aws.moto_url}")
     called = calls.made | ORDERED | {"s3:AbortMultipartUpload"}
     assert called - UNASKED - {"iam:PassRole"} - actions(policy("orchestrator")) == set()
     assert actions(policy("orchestrator")) - called == set()
@@ -344,7 +342,7 @@ def test_with_the_roles_actions_alone_all_calls_succeed(
         except Ec2Error as error:
             if error.code not in UNANSWERED:
                 raise
-    use_s3(f"s3://enforced/elastic/{RUN}?region=us-east-1&endpoint_url={aws.moto_url}", monkeypatch)
+    use_s3(f"s3://enforced/elastic/{RUN}?region=us-east-1&endpoint_url={aws.moto_url}")
     for forbidden in ("describe_volumes", "describe_vpcs"):
         with pytest.raises(NoAccess):
             api._call("ec2", forbidden)

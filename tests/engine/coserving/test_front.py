@@ -16,6 +16,7 @@ from elastic.engine.kv.slab import SlabBackend
 from elastic.protocol.http_server import serving
 from policies.admission import NoAdmission
 from policies.kvmemory import PreemptiveMemory
+from tests.engine.coserving.conftest import WatchedRunner
 from traces.serving import ServingRequest
 
 KEY = "a key of this test"
@@ -23,8 +24,9 @@ CARD = ModelCard(name="tiny", vocab_size=256, max_context_tokens=256, max_waitin
 
 
 class Server:
-    def __init__(self, executor: CoServing, url: str) -> None:
+    def __init__(self, executor: CoServing, runner: WatchedRunner, url: str) -> None:
         self.executor = executor
+        self.runner = runner
         self.url = url
         headers = {"authorization": f"Bearer {KEY}"}
         self.client = httpx.AsyncClient(base_url=url, headers=headers, timeout=30, trust_env=False)
@@ -40,8 +42,14 @@ class Server:
 
 @pytest.fixture
 async def server(spec_of_serving, serving_weights, profiles):
+    runners: list[WatchedRunner] = []
+
+    def watched(*arguments) -> WatchedRunner:
+        runners.append(WatchedRunner(*arguments))
+        return runners[-1]
+
     executor = CoServing(
-        spec_of_serving(),
+        spec_of_serving()._replace(runner=watched),
         SlabBackend(62 + SPARE_PAGES, 16 * 1024),
         NoAdmission(),
         PreemptiveMemory(),
@@ -50,7 +58,7 @@ async def server(spec_of_serving, serving_weights, profiles):
     front = ServingFront(CARD, ["another", KEY])
     listener = socket.create_server(("127.0.0.1", 0))
     async with serving(front.app(["front.example"]), listener) as url:
-        under_test = Server(executor, url)
+        under_test = Server(executor, runners[-1], url)
         try:
             assert (await under_test.client.get("/health")).status_code == 503
             await asyncio.to_thread(executor.start, front.sink, serving_weights)
@@ -234,13 +242,13 @@ async def test_a_client_that_goes_away_is_aborted(server, stream):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_the_engine_fails_at_is_no_fault_of_the_client(server, stream, monkeypatch):
-    def crash(_work):
+async def test_what_the_engine_fails_at_is_no_fault_of_the_client(server, stream):
+    def crash():
         raise ZeroDivisionError("a bug")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(server.executor.serving._iterations, "_compute", crash)
-        answer = await server.post(prompt="x", stream=stream)
+    server.runner.before["forward"] = crash
+    answer = await server.post(prompt="x", stream=stream)
+    del server.runner.before["forward"]
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"
     assert "a bug" in answer.json()["error"]["message"]

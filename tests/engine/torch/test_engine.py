@@ -8,11 +8,6 @@ from elastic.engine.base import WeightsMismatch
 from elastic.weights.source import TensorSource
 
 
-@pytest.fixture
-def make_torch_engine(make_engine):
-    return lambda **settings: make_engine(kind="torch", **settings)
-
-
 def test_declares_itself_replayable_on_one_cpu_thread(make_torch_engine):
     one, two = (make_torch_engine(threads=threads).engine.capabilities for threads in (1, 2))
     assert (one.engine, one.device, one.max_context_tokens) == ("torch", "cpu", 256)
@@ -45,21 +40,18 @@ def test_tensors_of_another_dtype_are_refused(make_torch_engine, turn, weights):
     assert make_torch_engine().run(turn("a")) == [after]
 
 
-def test_a_failing_iteration_ends_its_turns_and_the_engine_serves_on(make_torch_engine, turn, monkeypatch):
+def test_a_failing_iteration_ends_its_turns_and_the_engine_serves_on(make_torch_engine, turn):
     recorder = make_torch_engine(max_batch=1)
-    forward = recorder.engine._runner.forward
     failures = iter([RuntimeError("out of memory")])
 
-    def failing_once(work):
+    def failing_once(step):
         if (error := next(failures, None)) is not None:
             raise error
-        return forward(work)
 
-    monkeypatch.setattr(recorder.engine._runner, "forward", failing_once)
+    recorder.engine.runner.before = failing_once
     recorder.run(turn("unlucky"), turn("lucky"))
     assert recorder.end("unlucky").finish is FinishReason.ERROR
     assert recorder.end("unlucky").detail == "RuntimeError: out of memory"
-    monkeypatch.undo()
     assert recorder.tokens("lucky") == make_torch_engine().run(turn("lucky"))[0]
     assert recorder.engine.statistics().kv_blocks_used == 0
 

@@ -6,22 +6,11 @@ import torch
 from torch import Tensor
 
 from elastic.core.types import WeightMode
-from elastic.testing.engines import EngineUnderTest
 from elastic.weights.source import TensorSource
 
 
-@pytest.fixture
-def engine_under_test():
-    return EngineUnderTest("torch")
-
-
-@pytest.fixture
-def make_torch_engine(make_engine):
-    return make_engine
-
-
 def arena(recorder) -> list[Tensor]:
-    return list(recorder.engine._runner._tables.values())
+    return list(recorder.engine.runner.tables.values())
 
 
 def test_others_use_the_arena_meanwhile_and_nothing_grows(make_torch_engine, turn):
@@ -57,21 +46,19 @@ def test_tensors_of_this_process_are_lost_once_and_kept_from_then_on(make_torch_
     assert recorder.run(turn("b")) == make_torch_engine(version=3).run(turn("b"))
 
 
-def test_what_does_not_fit_on_the_device_leaves_it_and_may_come_again(make_torch_engine, turn, monkeypatch):
+def test_what_does_not_fit_on_the_device_leaves_it_and_may_come_again(make_torch_engine, turn):
     recorder = make_torch_engine()
     engine = recorder.engine
     engine.park()
-    put, left = engine._runner._put, iter(range(5))
+    failures = iter([None] * 5 + [RuntimeError("out of memory")])
 
-    def failing(name, *parts):
-        if next(left, None) is None:
-            raise RuntimeError("out of memory")
-        return put(name, *parts)
+    def failing_once(step):
+        if (error := next(failures, None)) is not None:
+            raise error
 
-    with monkeypatch.context() as patched:
-        patched.setattr(engine._runner, "_put", failing)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            engine.resume()
+    engine.runner.before = failing_once
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.resume()
     assert arena(recorder) == []
     assert engine.statistics().weights_version == 1
     engine.resume()
