@@ -25,6 +25,7 @@ from elastic.compose.incarnations import (
     past_incarnations,
     previous_incarnation,
     replay,
+    scheduler_of,
 )
 from elastic.compose.plan import resolve
 from elastic.compose.runs import claimed, load_run_config
@@ -115,7 +116,7 @@ def events(path: Path) -> int:
 def digests(run: RunDirectory) -> Iterator[str]:
     """Of the scheduler before the first event, and after each."""
     with run.newest_journal() as journal:
-        scheduler = incarnations._scheduler(journal)[1]
+        scheduler = scheduler_of(journal)[1]
         yield digest(scheduler)
         for t_ns, event, _ in journal.entries():
             scheduler.handle(event, t_ns)
@@ -161,15 +162,20 @@ def test_a_run_that_had_done_its_steps_has_no_more_to_do_unless_more_are_wanted(
 
 
 def test_what_the_trainer_publishes_again_takes_nothing_from_the_account_of_its_step(
-    run: RunDirectory, config: Config, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, config: Config
 ) -> None:
     """A trainer's next process publishes the version that it begins with; of that step the row has all."""
     appended: list[JournalRecord] = []
-    monkeypatch.setattr(NullJournal, "append", lambda _, *records: appended.extend(records))
-    monkeypatch.setattr(NullJournal, "keeps", True)
+
+    class Noting(NullJournal):
+        keeps = True
+
+        def append(self, *records: JournalRecord) -> None:
+            appended.extend(records)
+
     with run.newest_journal() as journal:
-        scheduler = incarnations._scheduler(journal)[1]
-        scribe = Scribe(scheduler, NullJournal())
+        scheduler = scheduler_of(journal)[1]
+        scribe = Scribe(scheduler, Noting())
         for t_ns, event, _ in journal.entries():
             scribe.recalled(t_ns, event, scheduler.handle(event, t_ns))
     for version in range(1, config.run.steps):
@@ -180,21 +186,27 @@ def test_what_the_trainer_publishes_again_takes_nothing_from_the_account_of_its_
 class TestSavedState:
     """What is no use is not used: the journal has all."""
 
-    @pytest.fixture(autouse=True)
-    def begun(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """How many events were heard since what reading began with."""
+    @pytest.fixture
+    def run(self, run: RunDirectory) -> RunDirectory:
+        """Counts the entries that are read of its journals since what reading began with: `heard`."""
         self.heard = 0
-        hear = incarnations.Recollection.hear
 
-        def count(recollection: Any, entries: Any) -> None:
-            def counted() -> Iterator[Any]:
-                for entry in entries:
-                    self.heard += 1
+        def count() -> None:
+            self.heard += 1
+
+        class Counting(JournalReader):
+            def entries(self, after: int = 0) -> Iterator[Any]:
+                for entry in super().entries(after):
+                    count()
                     yield entry
 
-            hear(recollection, counted())
+        class Counted(RunDirectory):
+            @contextlib.contextmanager
+            def journals(self) -> Iterator[list[JournalReader]]:
+                with contextlib.ExitStack() as stack:
+                    yield [stack.enter_context(Counting(path)) for path in self.journal_paths()]
 
-        monkeypatch.setattr(incarnations.Recollection, "hear", count)
+        return Counted(run.path)
 
     def states(self, run: RunDirectory) -> list[Path]:
         return sorted(run.path.glob("checkpoints/*.state"))
@@ -231,10 +243,8 @@ class TestSavedState:
         assert previous_incarnation(run, config).digest == whole
         assert self.heard == events(run.path / "journal.sqlite")
 
-    def test_of_another_program(
-        self, run: RunDirectory, config: Config, whole: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(states, "_program", lambda: "another")
+    def test_of_another_program(self, run: RunDirectory, config: Config, whole: str) -> None:
+        self.spoil(run, lambda content: msgspec.msgpack.encode(msgspec.msgpack.decode(content) | {"program": "other"}))
         assert previous_incarnation(run, config).digest == whole
         assert self.heard == events(run.path / "journal.sqlite")
 
@@ -365,13 +375,17 @@ class TestCheckpoint:
         assert previous_incarnation(run, config) == PreviousIncarnation()
 
     def test_there_is_none_and_the_orders_are_no_longer_kept(
-        self, run: RunDirectory, config: Config, whole: str, monkeypatch: pytest.MonkeyPatch
+        self, run: RunDirectory, config: Config, whole: str
     ) -> None:
         self.has(run)
         assert previous_incarnation(run, config).digest == whole, "all orders since the base policy are kept"
         shutil.rmtree(run.path / "checkpoints")
-        monkeypatch.setattr(incarnations, "kept_steps", lambda _: 2)
-        assert previous_incarnation(run, config) == PreviousIncarnation()
+        trainer = config.trainer.model_copy(update={"checkpoint_every_steps": 1})
+        often = config.model_copy(update={"trainer": trainer})
+        with closing(sqlite3.connect(run.path / "journal.sqlite")) as journal:
+            journal.execute("UPDATE meta SET value = ? WHERE key = 'config'", (often.model_dump_json(),))
+            journal.commit()
+        assert previous_incarnation(run, often) == PreviousIncarnation()
 
 
 def leaves(section: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -475,7 +489,7 @@ class TestCommands:
     def core_of(former: PreviousIncarnation, run: RunDirectory) -> Scheduler:
         assert former.state is not None
         with run.newest_journal() as journal:
-            scheduler = incarnations._scheduler(journal)[1]
+            scheduler = scheduler_of(journal)[1]
         Run(scheduler, lambda _: Ports(**dict.fromkeys(Ports.__slots__, Anything()))).restore(former.state)
         return scheduler
 

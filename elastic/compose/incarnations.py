@@ -366,11 +366,11 @@ def _hear(recollection: Recollection, journal: JournalReader, after: int = 0) ->
 
 
 def _begin(journal: JournalReader, state: bytes | None = None) -> Recollection:
-    config, scheduler = _scheduler(journal)
+    config, scheduler = scheduler_of(journal)
     return Recollection(scheduler, kept_steps(config), state)
 
 
-def _scheduler(journal: JournalReader) -> tuple[Config, Scheduler]:
+def scheduler_of(journal: JournalReader) -> tuple[Config, Scheduler]:
     """The configuration and a fresh scheduler of the incarnation that wrote this journal."""
     meta, where = journal.meta(), str(journal.path)
     config = validate(Config, json.loads(meta["config"]), where)
@@ -437,11 +437,11 @@ def replay(run: StoredRun, tell: Tell = lambda *_: None) -> Scheduler:
     """The scheduler in the state to which the run's journals lead, where one goes on from another (invariant 13)."""
     with run.journals() as journals:
         chain = _chain(journals) or journals[-1:]
-        scheduler = _scheduler(chain[0])[1]
+        scheduler = scheduler_of(chain[0])[1]
         for number, journal in enumerate(chain):
             if number:
                 state = saved_state.save(scheduler)
-                scheduler = _scheduler(journal)[1]
+                scheduler = scheduler_of(journal)[1]
                 saved_state.restore(scheduler, state)
             entries = journal.entries()
             for t_ns, event, chunks in entries if journal is chain[-1] else gone_on(entries):

@@ -14,7 +14,6 @@
 import hashlib
 import json
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -85,6 +84,7 @@ from elastic.protocol.api import (
 )
 from elastic.protocol.http_clients import sync_client
 from elastic.protocol.proxies import HttpSettingsError, through
+from elastic.system.host import here
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -544,7 +544,7 @@ class Client:
         while True:
             headers = {"last-event-id": after} if after else {}
             lost, wait_s = f"{self.url}: {path} ends again and again before its end", 0.0
-            began_s = time.monotonic()
+            began_s = here().monotonic()
             try:
                 with self._http.stream("GET", path, params=asking, headers=headers, timeout=timeout) as answer:
                     if answer.status_code == 204:
@@ -567,7 +567,7 @@ class Client:
                             return
             except httpx.HTTPError as error:
                 lost = f"{self.url}: {self._words(error)}"
-            if time.monotonic() - began_s > RETRY_MAX_S:
+            if here().monotonic() - began_s > RETRY_MAX_S:
                 patience.begin()
             if not patience.wait(lost, wait_s):
                 raise ServerUnreachable(lost)
@@ -590,12 +590,12 @@ class _Patience:
         """Wait until it is time to ask again; at once False where patience ends before that."""
         wait_s = max(least_s, min(RETRY_BASE_S * 2**self._failures, RETRY_MAX_S))
         if self._until_s is None:
-            self._until_s = time.monotonic() + self._patience_s
-        if time.monotonic() + wait_s > self._until_s:
+            self._until_s = here().monotonic() + self._patience_s
+        if here().monotonic() + wait_s > self._until_s:
             return False
         self._failures += 1
         self._on_wait(why)
-        time.sleep(wait_s)
+        here().sleep(wait_s)
         return True
 
 

@@ -30,11 +30,13 @@ class LineSocket:
         answer: Callable[[bytes], Awaitable[msgspec.Struct]],
         invalid: Callable[[str], msgspec.Struct],
         request_bytes_max: int = REQUEST_BYTES_MAX,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         self._directory = directory
         self._answer_line = answer
         self._invalid = invalid
         self._bytes_max = request_bytes_max
+        self._timeout_s = request_timeout_s
         self._server: asyncio.Server | None = None
         self.connections: set[asyncio.Task[None]] = set()
 
@@ -74,7 +76,7 @@ class LineSocket:
         try:
             answer = await self._answer(reader)
             writer.write(msgspec.json.encode(answer) + b"\n")
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 await writer.drain()
         except (OSError, TimeoutError):
             pass
@@ -87,10 +89,10 @@ class LineSocket:
 
     async def _answer(self, reader: asyncio.StreamReader) -> msgspec.Struct:
         try:
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 line = await reader.readline()
         except TimeoutError:
-            return self._invalid(f"no line came within {REQUEST_TIMEOUT_S:g} s")
+            return self._invalid(f"no line came within {self._timeout_s:g} s")
         except ValueError:
             return self._invalid(f"a request has at most {self._bytes_max} bytes")
         try:

@@ -22,6 +22,7 @@ from elastic.protocol.run_control import (
     Acknowledged,
     CommandRefused,
     ControlError,
+    Refused,
     RunControl,
     RunNotFound,
     RunOfAnotherUser,
@@ -71,11 +72,16 @@ class CommandedRun:
         )
 
     async def raw(self, line: bytes) -> dict[str, Any]:
-        reader, writer = await asyncio.open_unix_connection(str(self.path / SOCKET))
-        writer.write(line)
-        answer = await reader.readline()
-        writer.close()
-        return msgspec.json.decode(answer)
+        return await asked(self.path, line)
+
+
+async def asked(path: Path, line: bytes) -> dict[str, Any]:
+    """What the socket in `path` answers."""
+    reader, writer = await asyncio.open_unix_connection(str(path / SOCKET))
+    writer.write(line)
+    answer = await reader.readline()
+    writer.close()
+    return msgspec.json.decode(answer)
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -178,10 +184,17 @@ async def test_what_is_no_request_is_refused_with_words(run: CommandedRun, line:
     assert not run.events
 
 
-async def test_whoever_says_nothing_holds_nothing(run: CommandedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_socket, "REQUEST_TIMEOUT_S", 0.1)
-    answer = await run.raw(b"")
-    assert "no line came within 0.1 s" in answer["message"]
+async def test_whoever_says_nothing_holds_nothing(tmp_path: Path) -> None:
+    async def answer(line: bytes) -> Refused:
+        raise AssertionError(line)
+
+    hasty = line_socket.LineSocket(
+        tmp_path, answer, lambda message: Refused(kind="invalid", message=message), request_timeout_s=0.1
+    )
+    await hasty.start()
+    answered = await asked(tmp_path, b"")
+    assert "no line came within 0.1 s" in answered["message"]
+    await hasty.aclose()
 
 
 async def test_connections_are_bounded_and_others_go_on(run: CommandedRun) -> None:

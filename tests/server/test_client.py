@@ -12,6 +12,7 @@ from elastic.protocol import api_client as client_module
 from elastic.protocol.api import AccessRole, NewKey, RunChange, RunPhase
 from elastic.protocol.api_client import ApiError, Client, ServerUnreachable
 from elastic.server.store.tables import runs
+from elastic.system.host import Host, on
 from tests.server.conftest import Site, served
 from tests.server.test_streams import journal_of, write
 
@@ -67,10 +68,9 @@ class _Cut(httpx.SyncByteStream):
 
 
 @pytest.fixture
-def bad_line(url: str, site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Client, BadLine]]:
-    monkeypatch.setattr(client_module, "RETRY_BASE_S", 0.001)
+def bad_line(url: str, site: Site) -> Iterator[tuple[Client, BadLine]]:
     line = BadLine(7)
-    with Client(url, site.admin, transport=line) as client:
+    with on(Host(sleep=lambda _: None)), Client(url, site.admin, transport=line) as client:
         yield client, line
 
 
@@ -125,8 +125,7 @@ def test_what_is_refused_says_why(url: str, site: Site, submission: Callable[...
         assert gone.value.kind == "unauthenticated"
 
 
-def test_what_is_no_server_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "RETRY_BASE_S", 0.001)
+def test_what_is_no_server_is_said() -> None:
     nobody = Client("http://127.0.0.1:1", "k", patience_s=0.02)
     with nobody, pytest.raises(ServerUnreachable, match=r"127\.0\.0\.1:1"):
         nobody.me()
@@ -138,7 +137,7 @@ def test_what_is_no_server_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         other.me()
 
 
-def test_a_server_that_starts_anew_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_starts_anew_is_waited_for() -> None:
     """By time, not by count; no sooner than it says; and not for ever."""
     slept: list[float] = []
     now_s = [0.0]
@@ -147,8 +146,6 @@ def test_a_server_that_starts_anew_is_waited_for(monkeypatch: pytest.MonkeyPatch
         slept.append(for_s)
         now_s[0] += for_s
 
-    monkeypatch.setattr(client_module.time, "sleep", sleep)
-    monkeypatch.setattr(client_module.time, "monotonic", lambda: now_s[0])
     waits: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:

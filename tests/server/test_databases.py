@@ -100,18 +100,15 @@ async def test_what_was_acknowledged_outlives_a_crash_of_the_database(
 
 
 @pytest.mark.postgres
-async def test_a_database_has_one_runner_on_all_machines(
-    tmp_path: Path, cluster: PostgresCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_database_has_one_runner_on_all_machines(tmp_path: Path, cluster: PostgresCluster) -> None:
     """A second one with the same path as its home, on another machine, where the lock in the home is another."""
-    monkeypatch.setattr(loop, "LEADER_TIMEOUT_S", 0.1)
     site = make_site(tmp_path, cluster.new_database())
     with contextlib.closing(site.store):
         async with running(site) as (runner, first):
             await looked(runner)
             os.rename(site.settings.home / loop.LOCK, tmp_path / "lock of another machine")
             with pytest.raises(RunnerBusy, match="another server or runner attends to its runs already"):
-                await RunnerLoop(site.store, site.settings).run()
+                await RunnerLoop(site.store, site.settings, leader_timeout_s=0.1).run()
             await looked(runner)
             assert not first.done()
         async with running(site) as (runner, _):

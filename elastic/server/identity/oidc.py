@@ -24,6 +24,7 @@ from elastic.protocol.http_clients import sync_client
 from elastic.protocol.proxies import HttpSettingsError, through
 from elastic.server.permissions import lesser
 from elastic.server.settings import ClaimMapping, OidcSettings
+from elastic.system.host import here
 
 if TYPE_CHECKING:  # Only servers whose people sign in need it, and load it.
     from joserfc import jwt
@@ -196,11 +197,11 @@ class IdentityProvider:
         from joserfc import jwt
         from joserfc.errors import BadSignatureError, InvalidKeyIdError
 
-        known = self._signing_keys(time.monotonic() - self.settings.refresh_s)
+        known = self._signing_keys(here().monotonic() - self.settings.refresh_s)
         try:
             return jwt.decode(token, known, algorithms=ALGORITHMS)
         except (InvalidKeyIdError, BadSignatureError):
-            fresh = self._signing_keys(time.monotonic() - JWKS_AGAIN_S)
+            fresh = self._signing_keys(here().monotonic() - JWKS_AGAIN_S)
             if fresh is known:
                 raise
             return jwt.decode(token, fresh, algorithms=ALGORITHMS)
@@ -223,7 +224,7 @@ class IdentityProvider:
                 found = self._json("GET", place).get("keys")
                 listed = [key for key in cast(list[Any], found if isinstance(found, list) else []) if _is_public(key)]
                 try:
-                    self._keys = time.monotonic(), KeySet.import_key_set({"keys": listed})
+                    self._keys = here().monotonic(), KeySet.import_key_set({"keys": listed})
                 except (JoseError, ValueError, KeyError, TypeError) as error:
                     raise IssuerUnavailable(f"{place}: no keys to be read ({error})") from None
             return self._keys[1]
@@ -233,7 +234,7 @@ class IdentityProvider:
         issuer = self.settings.issuer
         with self._lock:
             known = self._metadata
-            if known is not None and time.monotonic() - known[0] < self.settings.refresh_s:
+            if known is not None and here().monotonic() - known[0] < self.settings.refresh_s:
                 return known[1]
             try:
                 found = self._json("GET", issuer.rstrip("/") + "/.well-known/openid-configuration")
@@ -243,7 +244,7 @@ class IdentityProvider:
                 return known[1]
             if found.get("issuer") != issuer:
                 raise IssuerUnavailable(f"{issuer} says that it is {str(found.get('issuer'))[:200]!r}: give that one")
-            self._metadata = time.monotonic(), found
+            self._metadata = here().monotonic(), found
             return found
 
     def _endpoint(self, name: str) -> str:

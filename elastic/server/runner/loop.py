@@ -71,10 +71,12 @@ class RunnerLoop:
         settings: ServerSettings,
         faults: LoopFaults | None = None,
         begin: launching.Begin = launching.begin,
+        leader_timeout_s: float = LEADER_TIMEOUT_S,
     ) -> None:
         self._store = store
         self._begin_process = begin
         self._settings = settings
+        self._leader_timeout_s = leader_timeout_s
         base_s, max_s = settings.restart_base_s, settings.restart_max_s
         self._isolated = IsolatedLoop("runner", faults or LoopFaults(), base_s, max_s, outages=(StoreUnavailable,))
         self._held: dict[str, HeldProcess] = {}
@@ -106,7 +108,7 @@ class RunnerLoop:
 
     async def _lead(self, leadership: Leadership) -> None:
         """Wait until this is the database's only runner. Raises `RunnerBusy`."""
-        until_s = time.monotonic() + LEADER_TIMEOUT_S
+        until_s = time.monotonic() + self._leader_timeout_s
         while True:
             try:
                 if await asyncio.to_thread(leadership.holds):
