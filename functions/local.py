@@ -95,8 +95,8 @@ class _Process:
     async def _spawn(self) -> None:
         with contextlib.ExitStack() as files:
             output = self._place.log
-            errors: Any = asyncio.subprocess.DEVNULL if output is None else files.enter_context(output.open("ab"))
             try:
+                errors: Any = asyncio.subprocess.DEVNULL if output is None else files.enter_context(output.open("ab"))
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "functions.process", str(os.getpid()), self._function),
                     env=inherited(*self._place.pass_env) | self._recorded.marks,

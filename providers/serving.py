@@ -174,8 +174,9 @@ class ServingProvider(BaseProvider[ServingSettings]):
     Settings: ClassVar[type[ServingSettings]] = ServingSettings
 
     def __init__(self, name: str, settings: ServingSettings, context: ProviderContext) -> None:
-        self._hosts: dict[str, _Host] = {}
-        market = ServingMarket(name, settings, self._hosts)
+        self.hosts: dict[str, _Host] = {}
+        """Those that answer, or did, by name."""
+        market = ServingMarket(name, settings, self.hosts)
         self._lent = market.lent
         super().__init__(market, context)
 
@@ -213,31 +214,31 @@ class ServingProvider(BaseProvider[ServingSettings]):
                 await host.aclose()
                 return None
             worker = ""
-        self._hosts[host.name] = host
+        self.hosts[host.name] = host
         return worker if worker in workers else None
 
     async def start(self, emit: Emit) -> None:
         if not (self.settings.hosts or self.settings.urls):
             raise ProviderUnavailable(f"{self.name}: no hosts: set hosts (to start some here) or urls")
         for host in self._remote_hosts():
-            self._hosts.setdefault(host.name, host)
+            self.hosts.setdefault(host.name, host)
         if self.settings.hosts:
             check_command("a serving host", self.context.host_command)
         try:
             for number, name in enumerate(self._host_names):
-                if name not in self._hosts:
-                    self._hosts[name] = await self._start_host(number, name)
+                if name not in self.hosts:
+                    self.hosts[name] = await self._start_host(number, name)
         except OSError as error:
             await self.aclose()
             raise ProviderUnavailable(f"{self.name}: a serving host could not be started: {error}") from error
         await super().start(emit)
-        for host in self._hosts.values():
+        for host in self.hosts.values():
             self.run_in_background(self._watch(host), f"watch {host.name}")
             if host.local is not None:
                 self.run_in_background(self._mourn(host, host.local), f"mourn {host.name}")
 
     async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
-        host = self._hosts[place]
+        host = self.hosts[place]
         (ticket,) = request.tickets
         loan = self._loan(host, ticket.worker)
         endpoint = self.context.endpoint if host.local is None else self.context.endpoint.here()
@@ -256,8 +257,8 @@ class ServingProvider(BaseProvider[ServingSettings]):
 
     async def aclose(self) -> str:
         left = await super().aclose()
-        hosts = list(self._hosts.values())
-        self._hosts.clear()
+        hosts = list(self.hosts.values())
+        self.hosts.clear()
         await asyncio.gather(*(host.aclose() for host in hosts))
         return left
 

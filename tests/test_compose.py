@@ -24,6 +24,7 @@ from elastic.core.scheduler import Scheduler
 from elastic.protocol.endpoint import Endpoint
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, SqliteJournal, StepRow
+from elastic.system.host import Host, on
 from elastic.weights.relay import open_relay
 from elastic.weights.rights import RelayRights
 from providers.base import ProviderContext, WorkerTicket, worker_environment
@@ -169,20 +170,18 @@ class TestNextLife:
         assert load_run_config(run.path) == changed
 
     def test_on_a_full_disk_the_former_configuration_stands(
-        self, run: RunDirectory, config: Config, changed: Config, monkeypatch: pytest.MonkeyPatch
+        self, run: RunDirectory, config: Config, changed: Config
     ) -> None:
         """Whatever cannot be written, and whenever: the configuration is the old or the new one, and whole."""
-
-        def full(descriptor: int) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(os, "fsync", full)
 
         def resume() -> None:
             with incarnations.next_incarnation(run, changed, scheduler(changed)):
                 pass
 
-        with pytest.raises(ConfigError, match="No space left"):
+        def full(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with on(Host(fsync=full)), pytest.raises(ConfigError, match="No space left"):
             resume()
         assert load_run_config(run.path) == config
         assert kept_in(run) == {"config.json", "start", "journal.sqlite"}

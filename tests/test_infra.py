@@ -48,10 +48,9 @@ def test_units_parse_and_start_what_there_is(unit: Path, monkeypatch: pytest.Mon
     assert {"Unit", "Service", "Install"} <= set(found.sections())
     command, part, *options = found["Service"]["ExecStart"].split()
     assert command == "/opt/elastic/bin/elastic"
-    monkeypatch.setattr("sys.argv", ["elastic", part, "--help"])
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
-        main()
+        main([part, "--help"])
     help_ = capsys.readouterr().out
     assert [option for option in options if option.startswith("--") and option not in help_] == []
     defined = dict(pair.split("=", 1) for pair in found["Service"]["Environment"].split())

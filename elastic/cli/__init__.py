@@ -1,14 +1,15 @@
 """The command line: `elastic run, report, runs, serve, prepare, worker, doctor`. Parsing and display only."""
 
 import sys
+from collections.abc import Sequence
 
 
-def main() -> None:
-    """Entry point. Ctrl-C says one line also while modules are imported."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point, of this process's arguments or others. Ctrl-C says one line also while modules are imported."""
     try:
         from elastic.cli.app import main as run
 
-        run()
+        run(arguments)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.exit(130)

@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,13 +129,16 @@ app = typer.Typer(
 )
 
 
-def main() -> None:
-    """Entry point: bad input ends with one message and exit code 2, never with a traceback."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: bad input ends with one message and exit code 2, never with a traceback.
+
+    Without `arguments` they are this process's.
+    """
     prepare_streams()
     log_to(STANDARD_ERROR)
     try:
         with whole_output():
-            app(prog_name="elastic")
+            app(arguments, prog_name="elastic")
     except (SystemExit, KeyboardInterrupt):
         raise
     except BrokenPipeError:

@@ -5,7 +5,6 @@ import os
 import re
 import secrets
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -17,6 +16,7 @@ from elastic.cli.options import AsJson, group
 from elastic.cli.output import EXIT_INTERRUPTED, bad_input, console, emit, failed, say
 from elastic.cli.remote import server
 from elastic.protocol.api_client import ApiError, Client, ClientError
+from elastic.system.host import here
 
 SECRET_PREFIX = "elastic_"
 LOGIN_POLL_S, LOGIN_TIMEOUT_S = 2.0, 600.0
@@ -88,12 +88,12 @@ def _signed_in_key(url: str) -> str:
                 return ""
         say(f"open {url.rstrip('/')}/#/login/{digest}/{name}")
         say(f"and confirm the code {code_of(digest)}; Ctrl-C gives up")
-        ends_s = time.monotonic() + LOGIN_TIMEOUT_S
+        ends_s = here().monotonic() + LOGIN_TIMEOUT_S
         with Client(url, key) as client:
             while not _lets_in(client):
-                if time.monotonic() > ends_s:
+                if here().monotonic() > ends_s:
                     bad_input(f"{url}: nobody confirmed within {LOGIN_TIMEOUT_S / 60:.0f} minutes")
-                time.sleep(LOGIN_POLL_S)
+                here().sleep(LOGIN_POLL_S)
             return key
 
 

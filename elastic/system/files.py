@@ -4,6 +4,8 @@ import os
 import secrets
 from pathlib import Path
 
+from elastic.system.host import here
+
 
 def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Make `path` hold `data`. A process that dies meanwhile leaves the former content.
@@ -19,7 +21,7 @@ def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
             file.write(data)
             if durable:
                 file.flush()
-                os.fsync(file.fileno())
+                here().fsync(file.fileno())
         unfinished.replace(path)
     except OSError:
         unfinished.unlink(missing_ok=True)
@@ -63,6 +65,6 @@ def sync(path: Path) -> None:
     """Have a file's content, or a directory's entries, on disk. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        here().fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -114,6 +114,7 @@ class Host:
     connect: Callable[..., sqlite3.Connection] = sqlite3.connect
     write: Callable[[int, memoryview], int] = os.write
     """To a descriptor; how many of the bytes were written."""
+    fsync: Callable[[int], None] = os.fsync
     disk_usage: Callable[[Path], "shutil._ntuple_diskusage"] = shutil.disk_usage
     out_of_descriptors: Callable[[], bool] = _out_of_descriptors
     """Whether this process can open no further file, or not the two that SQLite opens beside one."""

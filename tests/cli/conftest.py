@@ -77,13 +77,12 @@ def config(tmp_path: Path, checkpoint: Path) -> Path:
 
 
 @pytest.fixture
-def elastic(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+def elastic(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
     """`elastic` with these arguments, in this process."""
 
     def run(*arguments: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["elastic", *map(str, arguments)])
         with pytest.raises(SystemExit) as exit_:
-            main()
+            main([str(argument) for argument in arguments])
         code = exit_.value.code
         assert isinstance(code, int | None)
         return Ended(code or 0, *capsys.readouterr())

@@ -29,7 +29,7 @@ class FaultyS3:
         self.share = 0.0
         self.answer: S3Answer | None = None
         self.faults = 0
-        self._upstream = port
+        self.upstream_port = port
         self._chance = random.Random(seed)
         self._lock = threading.Lock()
 
@@ -81,7 +81,7 @@ class FaultyS3:
                 self.say(status, headers, body, torn=fault == "torn")
 
             def upstream(self, content: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-                connection = HTTPConnection("127.0.0.1", faulty._upstream, timeout=60)
+                connection = HTTPConnection("127.0.0.1", faulty.upstream_port, timeout=60)
                 try:
                     headers = {k: v for k, v in self.headers.items() if k.lower() not in {"connection", "expect"}}
                     connection.request(self.command, self.path, content, headers)

@@ -29,9 +29,8 @@ def start(tmp_path, monkeypatch):
 
     def starting(does: str, **settings: object) -> VllmEngine:
         monkeypatch.setenv("STUB", does)
-        monkeypatch.setattr(sys, "executable", str(interpreter))
         own = VllmSettings.model_validate({"restart_base_s": 0.01, **settings})
-        started.append(VllmEngine(MODEL, EngineConfig.model_validate({"kind": "vllm"}), own))
+        started.append(VllmEngine(MODEL, EngineConfig.model_validate({"kind": "vllm"}), own, str(interpreter)))
         return started[-1]
 
     yield starting

@@ -139,8 +139,8 @@ async def test_what_a_function_prints_is_not_an_answer(make_pool: MakePool) -> N
     assert await make_pool("chat").invoke("key", None, TIMEOUT_S) == "said"
 
 
-async def test_no_process_can_be_started(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", "/no/such/python")
+async def test_no_process_can_be_started(make_pool: MakePool, tmp_path: Path) -> None:
+    (tmp_path / "functions.log").mkdir()  # So that what it says can be written nowhere.
     with pytest.raises(FunctionUnavailable, match="no process could be started") as caught:
         await make_pool("double").start()
     assert caught.value.retry_helps

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.leases import LeaseTable
+from elastic.core.leases import LeaseState, LeaseTable
 from elastic.core.market import LeaseMarket
 from elastic.core.timers import Timers
 from elastic.core.types import NS_PER_S, Offer, WorkerRole
@@ -25,8 +25,9 @@ def leases(*offers: Offer, held: dict[str, int] | None = None, bound: int | None
         table.offers[one.provider] = one
     for provider, count in {"trainer": 1, **(held or {})}.items():
         for _ in range(count):
-            lease = table.request(provider)
-            table._asked[lease.provider] -= 1
+            table.move(table.request(provider), LeaseState.GRANTED, 0, "granted")
+    for one in (offer("trainer", 1, 10.0, T), *offers):
+        table.offers[one.provider] = one
     return table
 
 

@@ -5,10 +5,30 @@ import pytest
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S
 from elastic.pool import messages as w
-from elastic.pool.client import PoolClient, PoolMembership
+from elastic.pool.client import News, PoolClient, PoolMembership
 from elastic.protocol.endpoint import Endpoint
 from elastic.runtime.pool_permits import PoolPermits
 from tests.pool.model import ROLLOUT, TRAIN, JobsPool
+
+
+class NearClient(PoolClient):
+    """Of a pool in this process, which hears at once; time stands still."""
+
+    def __init__(self, pool: JobsPool) -> None:
+        super().__init__(PoolMembership(endpoint=Endpoint("nowhere:1"), job="job", placement=1, token="secret"))
+        self._pool = pool
+
+    def take(self, news: list[News], say: list[w.FromJob]) -> None:
+        """What its part makes of a message."""
+        self._say(say)
+        self._tell(news)
+
+    def _now_s(self) -> float:
+        return 0.0
+
+    def _say(self, messages: list[w.FromJob]) -> None:
+        for message in messages:
+            self._pool.hear(message)
 
 
 class House:
@@ -18,20 +38,14 @@ class House:
         self.pool = pool or JobsPool(lambda message: None)
         self.pool.send = self._deliver
         self.events: list[e.Event] = []
-        self.client = PoolClient(PoolMembership(endpoint=Endpoint("nowhere:1"), job="job", placement=1, token="secret"))
-        self.client._now_s = lambda: 0.0
-        self.client._say = lambda messages: [self.pool.hear(message) for message in messages]
+        self.client = NearClient(self.pool)
         self.permits = PoolPermits(self.client, lambda event, payload=None: self.events.append(event), lambda: NS_PER_S)
 
     def welcome(self) -> None:
-        news, say = self.client.part.welcomed(self.pool.welcome(), 0.0)
-        self.client._say(say)
-        self.client._tell(news)
+        self.client.take(*self.client.part.welcomed(self.pool.welcome(), 0.0))
 
     def _deliver(self, message: w.ToJob) -> None:
-        news, say = self.client.part.heard(message, 0.0)
-        self.client._say(say)
-        self.client._tell(news)
+        self.client.take(*self.client.part.heard(message, 0.0))
 
 
 @pytest.fixture

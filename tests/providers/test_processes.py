@@ -13,6 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from elastic.core.events import LeaseRefused
+from elastic.system.host import Host, on
 from elastic.system.processes import Identity, identity
 from elastic.system.supervision import RecordedProcesses, WatchedProcess, records
 from elastic.worker import weights
@@ -80,18 +81,15 @@ def record_of(context: ProviderContext, *processes: Identity) -> Path:
     return path
 
 
-async def test_a_survivor_is_found_whatever_the_clock_says(
-    context: ProviderContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_survivor_is_found_whatever_the_clock_says(context: ProviderContext) -> None:
     """Its record says the tick of its start, which no setting of a clock changes."""
     survivor = await asyncio.create_subprocess_exec(*SLEEP, start_new_session=True)
     found = identity(survivor.pid)
     assert found is not None
     record_of(context, found)
-    monkeypatch.setattr("time.time", lambda: 0.0)
-    monkeypatch.setattr("psutil.Process.create_time", lambda _: 0.0)
-    (left,) = left_over(context)
-    assert await left.end() == [survivor.pid]
+    with on(Host(unix_ns=lambda: 0)):
+        (left,) = left_over(context)
+        assert await left.end() == [survivor.pid]
     assert await survivor.wait() == -9
 
 

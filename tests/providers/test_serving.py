@@ -40,7 +40,7 @@ def cluster(tmp_path: Path, context: ProviderContext, opened: list[Provider]) ->
 
 
 def hosts(provider: ServingProvider) -> list[Any]:
-    return list(provider._hosts.values())
+    return list(provider.hosts.values())
 
 
 def token_of(provider: ServingProvider) -> str:
@@ -85,7 +85,7 @@ async def test_a_host_is_chosen_by_its_use_over_a_window_and_not_by_a_moment(
     idle_of_late.kv_used_shares.extend([0.0] * 100 + [0.3])
     await provider.acquire(lease_request())
     await recorder.answered("lease-1")
-    assert provider._lent == {idle_of_late.name: "lease-1"}
+    assert provider.market.lent == {idle_of_late.name: "lease-1"}
 
 
 async def test_a_host_under_pressure_is_not_offered(

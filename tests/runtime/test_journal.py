@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -48,12 +48,22 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.journal.records import KINDS, TABLES
 from elastic.runtime.journal.tables import ROWS_AT_ONCE, JournalTable
-from elastic.system.host import here
+from elastic.system.host import Host, here, on
 from tests.run_status import run_status
 
 CHUNK = wire.Chunk("0/0/0/0", 1, 0, [5, 6, 7], [-0.5, -1.0, -1.5], 3, FinishReason.STOP)
 OTHER = wire.Chunk("0/0/1/0", 2, 3, [8, 9], [-0.25, -2.0], 3)
 STATUS = run_status(run="r")
+
+
+def connecting(opened: list[sqlite3.Connection]) -> Callable[..., sqlite3.Connection]:
+    """Opens databases, and notes them in `opened`."""
+
+    def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        opened.append(sqlite3.connect(*arguments, **options))
+        return opened[-1]
+
+    return connect
 
 
 def until(condition) -> None:
@@ -209,10 +219,11 @@ class TestRecords:
         with reading(path) as reader:
             assert [found.cursor_ns for found in reader.books()] == [0]
 
-    def test_each_kind_has_a_table_with_a_column_for_each_field(self, journal: SqliteJournal) -> None:
-        for kind in KINDS:
-            columns = [c[1] for c in journal._connection.execute(f"PRAGMA table_info({kind.TABLE})")]
-            assert [name for name in columns if name != "seq"] == list(kind.__struct_fields__)
+    def test_each_kind_has_a_table_with_a_column_for_each_field(self, path: Path, journal: SqliteJournal) -> None:
+        with closing(sqlite3.connect(path)) as connection:
+            for kind in KINDS:
+                columns = [c[1] for c in connection.execute(f"PRAGMA table_info({kind.TABLE})")]
+                assert [name for name in columns if name != "seq"] == list(kind.__struct_fields__)
 
 
 class TestBooks:
@@ -333,8 +344,10 @@ class TestDurability:
 
     @pytest.mark.parametrize(("against", "synchronous"), [("process", 1), ("power", 2)])
     def test_is_against_a_dead_process_or_a_power_failure(self, path: Path, against: str, synchronous: int) -> None:
-        journal = SqliteJournal(path, durable_against=against)
-        assert journal._connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+        opened: list[sqlite3.Connection] = []
+        with on(Host(connect=connecting(opened))):
+            journal = SqliteJournal(path, durable_against=against)
+        assert opened[-1].execute("PRAGMA synchronous").fetchone() == (synchronous,)
         journal.close()
 
     def test_no_row_is_lost_between_threads(self, path: Path) -> None:
@@ -436,8 +449,10 @@ class TestFailures:
             assert [t_ns for t_ns, _ in reader.events()] == [1]
 
     def test_a_disk_that_fills_up(self, path: Path) -> None:
-        journal = SqliteJournal(path, 0.01)
-        journal._connection.execute("PRAGMA max_page_count = 30")
+        opened: list[sqlite3.Connection] = []
+        with on(Host(connect=connecting(opened))):
+            journal = SqliteJournal(path, 0.01)
+        opened[-1].execute("PRAGMA max_page_count = 30")
         for t_ns in range(2000):
             journal.append(event_row(e.StopRequested(reason="x" * 100), t_ns))
         until(lambda: journal.failed is not None)
@@ -515,7 +530,7 @@ class TestBehind:
         most = 0
         for t_ns in range(2000):
             journal.append(event_row(e.StopRequested(reason="x" * 100), t_ns))
-            most = max(most, journal._committing_bytes + journal._batch.bytes)
+            most = max(most, journal.waiting_bytes)
         assert most <= 10_000
         journal.close()
         with reading(path) as reader:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import importlib
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -129,7 +128,7 @@ async def _lie(bodies: list[bytes], between: list[int]) -> None:
 
 @pytest.fixture
 def lying(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(BENCHMARKS)])
+    monkeypatch.syspath_prepend(BENCHMARKS)
     return importlib.import_module("lying")
 
 

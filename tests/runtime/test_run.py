@@ -72,9 +72,13 @@ class Recorder:
 
     def __init__(self, log: list[tuple[Any, ...]]) -> None:
         self._log = log
+        self.failures: dict[str, Exception] = {}
+        """What calls of these names raise."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
+            if name in self.failures:
+                raise self.failures[name]
             self._log.append((name, *arguments))
             return self.result(name, *arguments)
 
@@ -402,7 +406,7 @@ def test_an_alarm_for_a_time_that_has_passed_is_not_late_by_that() -> None:
 def test_a_core_that_breaks_ends_the_run_with_its_cause() -> None:
     world = World()
     world.core.answers = {e.WorkerAwoke: [c.FinishTurn(turn="t"), c.FinishTurn(turn="u")]}
-    world.run._execute[c.FinishTurn] = lambda k: 1 / 0
+    world.ports.failures["finish_turn"] = ZeroDivisionError("division by zero")
     world.run.feed(BEAT)
     assert world.run.failed == "internal error: ZeroDivisionError: division by zero"
     assert [type(error) for error in world.errors] == [ZeroDivisionError]
@@ -419,26 +423,21 @@ def test_a_run_without_means_to_read_its_journal_says_which(code: int, says: str
     """It is no internal error: once there are more it can be resumed."""
     world = World()
     world.core.answers = {e.WorkerAwoke: [c.FinishTurn(turn="t")]}
-
-    def read(_: c.FinishTurn) -> None:
-        raise OSError(code, os.strerror(code), "/runs/r/journal.sqlite")
-
-    world.run._execute[c.FinishTurn] = read
+    world.ports.failures["finish_turn"] = OSError(code, os.strerror(code), "/runs/r/journal.sqlite")
     world.run.feed(BEAT)
     assert re.search(f"/runs/r/journal.sqlite could not be read.*{says}", world.run.failed)
     assert not world.errors
     assert world.called() == [("ended",)]
 
 
-def test_a_broken_run_raises_where_its_owner_wants_it_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
+def test_a_broken_run_raises_where_its_owner_wants_it_to() -> None:
+    class Raising(World):
+        def broken(self, event: e.Event | None, error: Exception) -> None:
+            raise error
+
+    world = Raising()
     world.core.answers = {e.WorkerAwoke: [c.FinishTurn(turn="t")]}
-    world.run._execute[c.FinishTurn] = lambda k: 1 / 0
-
-    def reraise(event: e.Event, error: Exception) -> None:
-        raise error
-
-    monkeypatch.setattr(world, "broken", reraise)
+    world.ports.failures["finish_turn"] = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         world.run.feed(BEAT)
 

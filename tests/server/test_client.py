@@ -155,8 +155,9 @@ def test_a_server_that_starts_anew_is_waited_for() -> None:
             return httpx.Response(503, headers={"retry-after": "7"})
         return httpx.Response(200, json={"version": "1"})
 
+    host = Host(monotonic=lambda: now_s[0], sleep=sleep)
     starting = Client("http://starting", "k", transport=httpx.MockTransport(answer), on_wait=waits.append)
-    with starting:
+    with on(host), starting:
         assert starting.info().version == "1"
     assert len(slept) > 5, "five refusals in a row are no reason to give up"
     assert slept[-1] == 7
@@ -164,6 +165,7 @@ def test_a_server_that_starts_anew_is_waited_for() -> None:
     assert len(waits) == len(slept)
     now_s[0], slept[:] = -1_000.0, []
     with (
+        on(host),
         Client("http://starting", "k", transport=httpx.MockTransport(answer), patience_s=30) as impatient,
         pytest.raises(ServerUnreachable, match="refused"),
     ):

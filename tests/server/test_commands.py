@@ -1,7 +1,6 @@
 """The command line on a server: whatever can be made, seen and taken away has its command; secrets are told once."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ def elastic(
         monkeypatch.setenv("ELASTIC_API_KEY", site.admin)
 
         def run(*arguments: object, code: int = 0) -> str:
-            monkeypatch.setattr(sys, "argv", ["elastic", *map(str, arguments)])
             with pytest.raises(SystemExit) as exit_:
-                main()
+                main([str(argument) for argument in arguments])
             out, err = capsys.readouterr()
             assert (exit_.value.code or 0) == code, err
             return out if not code else err

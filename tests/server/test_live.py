@@ -86,9 +86,8 @@ def elastic(
     monkeypatch.setenv("COLUMNS", "120")
 
     def run(*arguments: object, code: int = 0) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["elastic", *map(str, arguments)])
         with pytest.raises(SystemExit) as exit_:
-            main()
+            main([str(argument) for argument in arguments])
         out, err = capsys.readouterr()
         assert (exit_.value.code or 0) == code, err
         return out, err

@@ -403,21 +403,29 @@ def test_the_highest_role_counts() -> None:
 
 
 def test_a_terminal_logs_in_by_a_page(
-    people: Site, issuer: Issuer, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    people: Site,
+    issuer: Issuer,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The secret stays in the terminal; the page is told its hash, and a person says yes."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("ELASTIC_API_KEY", raising=False)
-    monkeypatch.setattr(login, "LOGIN_POLL_S", 0.01)
     said: list[str] = []
-    monkeypatch.setattr(login, "say", said.append)
+
+    def log_in(address: str) -> None:
+        with on(Host(sleep=lambda _: time.sleep(0.01))):
+            login.login(address)
+
     with served(people.app) as address:
-        terminal = threading.Thread(target=login.login, args=(address,))
+        terminal = threading.Thread(target=log_in, args=(address,))
         terminal.start()
         ends_s = time.monotonic() + 30
         while len(said) < 2:
             assert time.monotonic() < ends_s
             time.sleep(0.01)
+            said += capsys.readouterr().err.splitlines()
         found = re.fullmatch(r"open (\S+)/#/login/([0-9a-f]{64})/(\S+)", said[0])
         assert found is not None
         assert found[1] == address

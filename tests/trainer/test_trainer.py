@@ -104,7 +104,7 @@ def make_way(trainer: GRPOTrainer, parks: bool, stay: bool = False) -> None:
     size_bytes = trainer.park().state_bytes
     assert size_bytes >= sum(tensor.nbytes for tensor in state)
     with torch.no_grad():
-        for tensor in (*state, *trainer._accumulator.sums):
+        for tensor in (*state, *trainer.accumulator.sums):
             tensor.fill_(113)
     if not stay:
         assert trainer.resume().state_bytes == size_bytes

@@ -77,7 +77,7 @@ class ScriptedEngine:
         self._idle = Account.IDLE
         self._version = version
         self._asleep = False
-        self._closed = False
+        self.closed = False
         self._iterations = 0
         self._decoded = 0
         self.loads: list[tuple[int, WeightMode]] = []
@@ -116,7 +116,7 @@ class ScriptedEngine:
         self.before_load(version)
         with self._changed:
             self._waits_to_apply = self.finishes_first
-            self._changed.wait_for(lambda: self._closed or not (self.finishes_first and self._live))
+            self._changed.wait_for(lambda: self.closed or not (self.finishes_first and self._live))
             self._waits_to_apply = False
             self._version = version
             self.loads.append((version, mode))
@@ -161,7 +161,7 @@ class ScriptedEngine:
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify_all()
         self._thread.join(5.0)
 
@@ -172,8 +172,8 @@ class ScriptedEngine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._aborting or (self._live and not self._asleep))
-                if self._closed:
+                self._changed.wait_for(lambda: self.closed or self._aborting or (self._live and not self._asleep))
+                if self.closed:
                     return
                 chunks = list(self._iteration())
                 self._iterations += 1

@@ -476,7 +476,7 @@ async def test_a_worker_whose_orchestrator_stays_away_exits(patience: dict[str, 
         assert end.code == 1
         assert "could not be resumed within 0.3 s" in end.reason
         assert "cannot be reached" in end.reason
-        assert engine._closed
+        assert engine.closed
 
 
 @settings(max_examples=12, deadline=None)

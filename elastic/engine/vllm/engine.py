@@ -86,12 +86,20 @@ class VllmEngine:
 
     Requests wait until the first `load_version`, and while the engine sleeps. Noise is that of the turn, but logits
     depend on what else is in a batch, so it is not replayable. Raises `ValueError` where vLLM does not start.
+    Its process is one of this interpreter, `python`.
     """
 
-    def __init__(self, model_config: Mapping[str, Any], config: EngineConfig, settings: VllmSettings) -> None:
+    def __init__(
+        self,
+        model_config: Mapping[str, Any],
+        config: EngineConfig,
+        settings: VllmSettings,
+        python: str = sys.executable,
+    ) -> None:
         self._model_config = dict(model_config)
         self._config = config
         self._settings = settings
+        self._python = python
         self._vocab_size = _vocab_size(model_config)
         self._changed = threading.Condition()
         self._sink: ChunkSink | None = None
@@ -296,7 +304,7 @@ class VllmEngine:
             "ELASTIC_VLLM_SOCKET": str(theirs.fileno()),
         }
         process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.engine.vllm.process"],
+            [self._python, "-m", "elastic.engine.vllm.process"],
             pass_fds=[theirs.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,

@@ -180,6 +180,11 @@ class SqliteJournal:
         if self.failed is not None:
             raise self.failed
 
+    @property
+    def waiting_bytes(self) -> int:
+        """The size of what was appended and is not committed yet."""
+        return self._committing_bytes + self._batch.bytes
+
     def _put(self, put: Sequence[tuple[JournalTable, JournalRecord | Row]], size_bytes: int) -> None:
         with self._lock:
             if self._closed:
@@ -191,7 +196,7 @@ class SqliteJournal:
                 batch.rows[table].append(kept)
             self.events += sum(table is _EVENTS for table, _ in put)
             batch.bytes += size_bytes
-            if self._committing_bytes + batch.bytes <= self._bound_bytes:
+            if self.waiting_bytes <= self._bound_bytes:
                 return
             fell_behind, self.behind = not self.behind, True
             self._hurry = True

@@ -72,7 +72,8 @@ class GRPOTrainer:
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = list(model.parameters())
         self._device = self._parameters[0].device
-        self._accumulator = GradientAccumulator(self._parameters)
+        self.accumulator = GradientAccumulator(self._parameters)
+        """Sums up the gradients of the minibatch that is under way."""
         self.optimizer = AdamW(self._parameters, settings.betas, settings.adam_epsilon, settings.weight_decay)
         self._parked = ParkedTensors()
         self._rate = 0.0
@@ -154,8 +155,8 @@ class GRPOTrainer:
         """Take masters, moments and the gradients of the step under way off the device; `save` may still be called."""
         begun_s = time.monotonic()
         moments = (*self.optimizer.exp_avg, *self.optimizer.exp_avg_sq)
-        sums = self._accumulator.sums
-        if self._accumulator.is_zero:
+        sums = self.accumulator.sums
+        if self.accumulator.is_zero:
             size_bytes = self._parked.park((*self._parameters, *moments), zeros=sums)
         else:
             size_bytes = self._parked.park((*self._parameters, *moments, *sums))
@@ -229,7 +230,7 @@ class GRPOTrainer:
             raise UnusableGroup(f"rewards from {min(rewards):g} to {max(rewards):g}: {error}") from error
         if any(advantages):
             if gradient := self._gradient(group, advantages, statistics):
-                self._accumulator.add(gradient)
+                self.accumulator.add(gradient)
                 self._minibatch_has_gradient = True
         else:
             self._compare(group.trajectories)
@@ -297,7 +298,7 @@ class GRPOTrainer:
         if not self._minibatch_has_gradient:
             return
         self._minibatch_has_gradient = False
-        gradients = self._accumulator.take(tokens)
+        gradients = self.accumulator.take(tokens)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
         self._gradient_norms.append(norm.item())
         scale = min(1.0, self._settings.gradient_clip / max(norm.item(), 1e-12))

@@ -318,7 +318,7 @@ async def test_an_end_without_notice_and_one_by_the_instance_itself_are_told_apa
     first, second = [await house.grant(provider, number) for number in (1, 2)]
     await asyncio.to_thread(house.aws.take, house.instance(first))
     own = house.instance(second)
-    asyncio.run_coroutine_threadsafe(house.aws.proxy.end(own, BY_ITSELF), house.aws._loop)
+    asyncio.run_coroutine_threadsafe(house.aws.proxy.end(own, BY_ITSELF), house.aws.loop)
     assert (await house.recorder.ended(first)).cause is EndCause.PREEMPTED
     end = await house.recorder.ended(second)
     assert end.cause is EndCause.LOST

@@ -47,8 +47,8 @@ class Cloud:
             env=os.environ | {"MOTO_EC2_LOAD_DEFAULT_AMIS": "true", "MOTO_ENABLE_ISO_REGIONS": "false"},
             start_new_session=True,
         )
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self.proxy = Proxy(self.books, self.moto_url, self.machines.start, self.machines.kill)
         self._run(self.proxy.start(port))
@@ -145,9 +145,9 @@ class Cloud:
     def close(self) -> None:
         self.machines.close()
         self._run(self.proxy.stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self._loop.close()
+        self.loop.close()
         self._moto.terminate()
         self._moto.wait()
         self._log.close()
@@ -157,7 +157,7 @@ class Cloud:
         self.client("events").put_events(Entries=[entry])
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(ANSWER_TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(ANSWER_TIMEOUT_S)
 
     def _until_moto_answers(self) -> None:
         def answers() -> bool:
