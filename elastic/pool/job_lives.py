@@ -2,7 +2,7 @@
 
 from elastic.core.cluster import events as e
 from elastic.core.cluster.state import JobRecord
-from elastic.core.cluster.types import JobId, JobState
+from elastic.core.cluster.types import JobId, JobState, PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.holdings import HOLDING, NS_PER_S, LiveJob, PoolHoldings
 from elastic.pool.ports import JobEnding
@@ -20,11 +20,9 @@ class JobLives:
 
     def placed(self, job: JobId) -> None:
         """The cluster has given it a place: nothing of an earlier one counts."""
-        live = self._pool.job(job)
-        live.restarts = 0
-        live.deaths.clear()
+        self._pool.job(job).restarts = 0
         self._pool.timers.clear("restart", job)
-        self._workers.forget(live)
+        self._slices.forget(job)
 
     def welcome(self, hello: w.JobHello) -> w.JobWelcome | w.RefusedFrame:
         """A job has dialled with the token of this placement; what it is told to hold."""
@@ -36,20 +34,10 @@ class JobLives:
         away = [node for node in (*record.seat.rollout, *train) if not pool.is_connected(node)]
         if away:
             return w.RefusedFrame(f"keepers are not there yet: {', '.join(away)}", retry=True)
-        live = pool.job(job)
-        live.connected = True
+        pool.job(job).connected = True
         if hello.script:
             self._scripts.joined(hello)
-        permits = [
-            permit
-            for permit in pool.cluster.permits.values()
-            if permit.job == job and (live.yielding is None or live.yielding.permit != permit.number)
-        ]
-        if pool.is_script(job):
-            permits = [permit for permit in permits if permit.number == live.told[0]]
-        live.known.update(permit.number for permit in permits)
-        for permit in permits:
-            live.wants.pop(permit.phase, None)
+        permits, trainer = self._slices.joined(job), self._workers.trainer(job)
         spec, notice_ns = pool.cluster.spec, pool.cluster.limits.notice_ns
         return w.JobWelcome(
             rollout_nodes=record.seat.rollout,
@@ -63,8 +51,8 @@ class JobLives:
                 w.Granted(one.number, one.phase, one.nodes, pool.ends_s(one.deadline_ns), one.both, one.recalled)
                 for one in permits
             ),
-            trainer=live.trainer.worker if live.trainer is not None else "",
-            slices=dict(live.lent),
+            trainer=trainer.worker if trainer is not None else "",
+            slices=self._workers.lent(job),
             silence_s=pool.times.silence_ns / NS_PER_S,
         )
 
@@ -145,7 +133,7 @@ class JobLives:
             return
         killed = live.told_kill
         live.process_ended()
-        live.wants.clear()
+        self._slices.withdraw(job, *PhaseKind)
         self._pool.ports.cut_job(job)
         if record is not None and record.placement == placement and record.state in HOLDING:
             self._judge(job, record, live, ending, killed=killed)
@@ -157,7 +145,7 @@ class JobLives:
         if live.process is not None and (not holding or live.process != record.placement):
             self._kill(job)
         elif not holding:
-            self._workers.forget(live)
+            self._slices.forget(job)
         elif live.process is None:
             if not self._pool.stopping and not record.stopping and not self._pool.timers.waiting("restart", job):
                 self._start(job, record, live)

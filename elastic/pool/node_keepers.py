@@ -8,7 +8,7 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.core.types import Offer
 from elastic.pool import messages as w
-from elastic.pool.holdings import NS_PER_S, LiveJob, PoolHoldings, PoolNode, Resident
+from elastic.pool.holdings import NS_PER_S, PoolHoldings, PoolNode, Resident
 from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
@@ -100,18 +100,14 @@ class NodeKeepers:
             if told is not None and told.placement == former.placement:
                 cause, code = told.cause, told.code
             self._residents.gone(name, job, former, cause, code)
-        for job, live in list(self._pool.jobs.items()):
-            if live.presumed == name:
-                live.presumed = ""
-                self._adopt_script(name, job, live, gone.get(job))
-        for job, live in list(self._pool.jobs.items()):
-            for taking in (live.yielding, live.leaving):
-                if taking is not None and name in taking.waiting:
-                    resident = node.residents.get(job)
-                    if taking.permit in (hello.given, resident.permit if resident is not None else 0):
-                        self._slices.take_device(name, job, taking.permit)
-                    else:
-                        self._slices.freed(name, job, taking.permit, 0)
+        for job in self._scripts.presumed_on(name):
+            self._adopt_script(name, job, gone.get(job))
+        for job, permit in self._slices.taken_from(name):
+            resident = node.residents.get(job)
+            if permit in (hello.given, resident.permit if resident is not None else 0):
+                self._slices.take_device(name, job, permit)
+            else:
+                self._slices.freed(name, job, permit, 0)
         if hello.given and hello.given not in self._pool.cluster.permits:
             self._slices.take_device(name, hello.given_to, hello.given)
         for job, resident in node.residents.items():
@@ -119,15 +115,16 @@ class NodeKeepers:
                 self._pool.ports.tell_keeper(name, w.EndResident(job, "as it was told before"))
         return ""
 
-    def _adopt_script(self, name: NodeId, job: JobId, live: LiveJob, gone: w.ResidentGone | None) -> None:
+    def _adopt_script(self, name: NodeId, job: JobId, gone: w.ResidentGone | None) -> None:
         """Take over what a keeper says of a script, in a process of the pool that has come back."""
         record, resident = self._pool.cluster.jobs[job], self._pool.nodes[name].residents.get(job)
-        if resident is not None and resident.placement == live.process:
+        placement = self._pool.job(job).process
+        if resident is not None and resident.placement == placement:
             self._scripts.adopted(job)
-        elif gone is not None and gone.placement == live.process:
+        elif gone is not None and gone.placement == placement:
             self._residents.gone(name, job, Resident(placement=gone.placement), gone.cause, gone.code)
         else:
-            self._scripts.never_was(live)
+            self._scripts.never_was(job)
             if record.permit is not None:
                 self._slices.take_back(self._pool.cluster.permits[record.permit])
 
@@ -166,18 +163,14 @@ class NodeKeepers:
         self._pool.feed(e.NodeLost(node=name))
         self._give_back(name)
         for job, resident in list(node.residents.items()):
-            live = self._pool.job(job)
-            live.lent.pop(name, None)
-            live.tickets.pop(name, None)
+            self._workers.lost(job, name)
             entry = self._pool.entries.get(job)
-            if entry is not None and entry.script and live.process == resident.placement:
-                self._scripts.never_was(live)
+            if entry is not None and entry.script and self._pool.job(job).process == resident.placement:
+                self._scripts.never_was(job)
                 self._pool.ports.cut_job(job)
         self._scripts.lost(name)
-        for job, live in list(self._pool.jobs.items()):
-            for taking in (live.yielding, live.leaving):
-                if taking is not None and name in taking.waiting:
-                    self._slices.freed(name, job, taking.permit, 0)
+        for job, permit in self._slices.taken_from(name):
+            self._slices.freed(name, job, permit, 0)
         if renewed and not self._pool.stopping:
             self._renew(node.phase)
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 
+import msgspec
+
 from elastic.core.cluster import events as e
 from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobId, NodeId, PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.holdings import HOLDING, PoolHoldings, PoolNode, Resident
+from elastic.pool.holdings import HOLDING, PoolHoldings, PoolNode, Resident, nanoseconds
 from elastic.pool.job_lives import JobLives
 from elastic.pool.ports import HowEnded, JobEnding
 from elastic.pool.scripts import PoolScripts
@@ -18,6 +20,13 @@ MEMORY_NEWS = 1.1
 SCRIPT_ENDS: Mapping[int | None, HowEnded] = {0: "finished", 2: "failed"}
 """What exit statuses of scripts mean. 2 is bad input: another start would end in the same way."""
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+
+
+class JobResidents(msgspec.Struct, kw_only=True):
+    """By node, the deaths of a job's resident in a row, and the largest host memory measured of it."""
+
+    deaths: dict[NodeId, int] = {}
+    host_bytes: dict[NodeId, int] = {}
 
 
 class NodeResidents:
@@ -33,6 +42,22 @@ class NodeResidents:
     ) -> None:
         self._pool, self._workers, self._slices = pool, workers, slices
         self._lives, self._scripts = lives, scripts
+        self._jobs = pool.records(JobResidents)
+
+    def host_bytes(self, job: JobId) -> dict[NodeId, int]:
+        """Return the largest host memory measured of the job's residents, by node."""
+        return dict(self._jobs[job].host_bytes)
+
+    def placed(self, job: JobId) -> None:
+        self._jobs[job].deaths.clear()
+
+    def freed(self, name: NodeId, resident: Resident | None, message: w.DeviceFreed) -> None:
+        """Note that a node's device is free of a job."""
+        if resident is not None and resident.permit == message.permit:
+            resident.permit = 0
+            self._jobs[message.job].deaths.pop(name, None)
+        switch_ns = nanoseconds(message.resume_s + message.park_s)
+        self._slices.freed(name, message.job, message.permit, switch_ns)
 
     def _wanted(self, name: NodeId, node: PoolNode) -> Iterator[tuple[JobId, JobRecord, w.WorkerTicketFrame | None]]:
         """Return the jobs whose residents belong on this node."""
@@ -45,8 +70,10 @@ class NodeResidents:
             if node.phase is _ROLLOUT:
                 if not entry.script and name in record.seat.rollout:
                     yield job, record, None
-            elif name in train[:1] and (entry.script or self._pool.job(job).trainer is not None):
-                yield job, record, self._pool.job(job).trainer
+            elif name in train[:1]:
+                trainer = self._workers.trainer(job)
+                if entry.script or trainer is not None:
+                    yield job, record, trainer
 
     def compare(self, name: NodeId, node: PoolNode) -> None:
         wanted = {job: (record, ticket) for job, record, ticket in self._wanted(name, node)}
@@ -68,11 +95,10 @@ class NodeResidents:
                     self._pool.timers.set("resident", f"{name}/{job}", self._pool.ports.now_ns(), wait_ns)
             self._bound(f"{name}/{job}", node.residents.get(job))
         for job in wanted:
-            live = self._pool.job(job)
-            if name in live.tickets and job in node.residents and not node.residents[job].ending:
-                resident, permit = node.residents[job], self._pool.cluster.jobs[job].permit
-                if permit is not None and permit == node.given:
-                    lent = live.tickets.pop(name)
+            resident, permit = node.residents.get(job), self._pool.cluster.jobs[job].permit
+            if resident is not None and not resident.ending and permit is not None and permit == node.given:
+                lent = self._workers.take_ticket(job, name)
+                if lent is not None:
                     resident.worker = lent.worker
                     self._pool.ports.tell_keeper(name, w.LendWorker(permit, job, lent))
 
@@ -122,26 +148,21 @@ class NodeResidents:
 
     def gone(self, name: NodeId, job: JobId, resident: Resident, cause: str, code: int | None) -> None:
         """Note that a resident's processes have ended, wanted or not."""
-        live, node = self._pool.job(job), self._pool.nodes[name]
-        record = self._pool.cluster.jobs.get(job)
+        record, node = self._pool.cluster.jobs.get(job), self._pool.nodes[name]
         permit = record.permit if record is not None else None
         if self._pool.is_script(job) and node.phase is _TRAIN:
             self._scripts.gone(job)
             self._lives.ended(job, resident.placement, JobEnding(SCRIPT_ENDS.get(code, "died"), cause))
             permit = None
         elif node.phase is _TRAIN:
-            if live.trainer is not None and live.trainer.worker == resident.worker:
-                live.trainer, live.trainer_died = None, not resident.ending
-            self._pool.ports.tell_job(job, w.TrainerEnded(resident.worker, cause))
+            self._workers.trainer_ended(job, resident.worker, cause, died=not resident.ending)
             if permit is not None and self._slices.holds(job, _TRAIN):
                 self._take_back(job, permit, cause)
         else:
-            worker = live.lent.pop(name, "")
-            live.tickets.pop(name, None)
-            if worker:
-                self._workers.tell_parked(job, name, worker, 0.0, cause, permit or 0)
+            self._workers.ended(job, name, cause, permit or 0)
             if record is not None and record.placement == resident.placement:
-                died = live.deaths[name] = live.deaths.get(name, 0) + 1
+                deaths = self._jobs[job].deaths
+                died = deaths[name] = deaths.get(name, 0) + 1
                 if died > 1:
                     delay_ns = self._pool.times.retry_ns(died - 2)
                     self._pool.timers.set("resident", f"{name}/{job}", self._pool.ports.now_ns(), delay_ns)
@@ -159,10 +180,11 @@ class NodeResidents:
         self._slices.take_back(self._pool.cluster.permits[permit])
 
     def measured(self, name: NodeId, job: JobId, host_bytes: int) -> None:
-        record, live, node = self._pool.cluster.jobs.get(job), self._pool.job(job), self._pool.nodes[name]
+        record, node = self._pool.cluster.jobs.get(job), self._pool.nodes[name]
         if record is None or job not in node.residents or node.residents[job].ending:
             return
         declared = record.request.rollout_bytes if node.phase is _ROLLOUT else record.request.train_bytes
-        if host_bytes > declared or host_bytes > MEMORY_NEWS * live.memory.get(name, 0):
-            live.memory[name] = host_bytes
+        known = self._jobs[job].host_bytes
+        if host_bytes > declared or host_bytes > MEMORY_NEWS * known.get(name, 0):
+            known[name] = host_bytes
             self._pool.feed(e.ResidencyMeasured(job=job, node=name, host_bytes=host_bytes))

@@ -4,11 +4,25 @@ A script computes as soon as it is told of a permit, and parks by itself, so tha
 a rollout node. What it was given counts as used until it yields, says at a dial that it holds nothing, or is dead.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+
+import msgspec
 
 from elastic.core.cluster.types import JobId, NodeId
 from elastic.pool import messages as w
-from elastic.pool.holdings import LiveJob, PoolHoldings
+from elastic.pool.holdings import PoolHoldings
+
+
+class ScriptUse(msgspec.Struct, kw_only=True):
+    """What a script has.
+
+    `uses`: the nodes that it was given and has not left. `presumed`: the node on which its process is believed to be
+    until its keeper has joined. `ends`: why the process is to end then.
+    """
+
+    uses: set[NodeId] = set()
+    presumed: NodeId = ""
+    ends: str = ""
 
 
 class PoolScripts:
@@ -16,6 +30,18 @@ class PoolScripts:
 
     def __init__(self, pool: PoolHoldings) -> None:
         self._pool = pool
+        self._jobs = pool.records(ScriptUse)
+
+    def use(self, job: JobId, name: NodeId) -> None:
+        self._jobs[job].uses.add(name)
+
+    def keep(self, job: JobId, nodes: Collection[NodeId]) -> None:
+        """Note that the job has left all nodes but these."""
+        self._jobs[job].uses &= {*nodes}
+
+    def presumed_on(self, name: NodeId) -> list[JobId]:
+        """Return the scripts whose processes are believed to be on this node."""
+        return [job for job, script in self._jobs.items() if script.presumed == name]
 
     def presume(self, keepers: Mapping[NodeId, bool]) -> None:
         """Take scripts to live wherever their node's keeper does, and to use all their nodes, until they are heard."""
@@ -24,41 +50,38 @@ class PoolScripts:
                 continue
             train = self._pool.cluster.groups[record.seat.group].train
             if keepers.get(train[0]):
-                live = self._pool.job(job)
-                live.process, live.presumed, live.uses = record.placement, train[0], {*record.seat.rollout, *train}
+                self._pool.job(job).process = record.placement
+                self._jobs[job] = ScriptUse(uses={*record.seat.rollout, *train}, presumed=train[0])
 
     def adopted(self, job: JobId) -> None:
         """Note that the keeper of its node has it. It has to dial soon."""
-        live = self._pool.job(job)
-        live.told_stop = False
+        script = self._jobs[job]
+        script.presumed = ""
+        self._pool.job(job).told_stop = False
         self._pool.timers.set("script", job, self._pool.ports.now_ns(), self._pool.times.keeper_start_ns)
-        if live.ends:
-            self.end(job, live.ends, 0.0)
+        if script.ends:
+            self.end(job, script.ends, 0.0)
 
-    def never_was(self, live: LiveJob) -> None:
+    def never_was(self, job: JobId) -> None:
         """Note that there is no process of this script."""
-        live.process_ended()
-        live.presumed, live.ends = "", ""
-        live.uses.clear()
+        self._pool.job(job).process_ended()
+        self._jobs[job] = ScriptUse()
 
     def gone(self, job: JobId) -> None:
-        live = self._pool.job(job)
-        live.ends = ""
-        live.uses.clear()
+        self._jobs[job] = ScriptUse()
         self._pool.timers.clear("script", job)
 
     def lost(self, node: NodeId) -> None:
         """Note that the node's keeper has not come back, and no script that it might have had."""
-        for live in self._pool.jobs.values():
-            if live.presumed == node:
-                self.never_was(live)
+        for job in self.presumed_on(node):
+            self.never_was(job)
 
     def joined(self, hello: w.JobHello) -> None:
         """Take in what a script that has dialled says it holds. It is ended where that permit counts no more."""
-        live, permit = self._pool.job(hello.job), self._pool.cluster.permits.get(hello.held)
+        permit = self._pool.cluster.permits.get(hello.held)
         self._pool.timers.clear("script", hello.job)
         if not hello.held or permit is not None:
-            live.uses &= {*permit.nodes} if permit is not None else set()
+            self.keep(hello.job, () if permit is None else permit.nodes)
         else:
             self.end(hello.job, f"permit {hello.held} counts no more, and it has not parked", 0.0)
 
@@ -69,9 +92,9 @@ class PoolScripts:
 
     def end(self, job: JobId, reason: str, grace_s: float) -> None:
         """Have the script's process killed; with `grace_s` seconds it is asked to end before."""
-        live = self._pool.job(job)
-        if live.presumed and not grace_s:
-            live.ends = reason or "it is to end"
+        script = self._jobs[job]
+        if script.presumed and not grace_s:
+            script.ends = reason or "it is to end"
         for name, node in self._pool.nodes.items():
             resident = node.residents.get(job)
             if resident is not None and (not resident.ending or not grace_s):
@@ -80,8 +103,8 @@ class PoolScripts:
 
     def are_on(self, name: NodeId, but: JobId) -> bool:
         """Return whether another job's script uses this node."""
-        jobs = self._pool.jobs.items()
-        return any(name in live.uses and live.process is not None for job, live in jobs if job != but)
+        scripts, live = self._jobs.items(), self._pool.jobs
+        return any(name in script.uses and live[job].process is not None for job, script in scripts if job != but)
 
     def must_wait(self, name: NodeId, job: JobId) -> bool:
         """Return whether any other job has this node's device still, so that the script may not compute there."""

@@ -19,7 +19,7 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.history import ClusterEntry, encode
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePlan
 from elastic.pool import messages as w
-from elastic.pool.holdings import HOLDING, NS_PER_S, LiveJob, PoolHoldings, PoolNode, nanoseconds
+from elastic.pool.holdings import HOLDING, NS_PER_S, PoolHoldings, PoolNode, nanoseconds
 from elastic.pool.job_lives import JobLives
 from elastic.pool.job_profiles import JobProfiles
 from elastic.pool.node_keepers import NodeKeepers, NodeMarket
@@ -77,7 +77,7 @@ class PoolShell:
         }
         self._carriers: Mapping[type[c.ClusterCommand], Callable[[Any], object]] = {
             c.ProfileJob: lambda command: None,
-            c.StartJob: lambda command: self._lives.placed(command.job),
+            c.StartJob: self._placed,
             c.StopJob: lambda command: None,
             c.EndJob: lambda command: None,
             c.RejectJob: lambda command: None,
@@ -124,15 +124,7 @@ class PoolShell:
             there += sum(kind is phase for kind in self._pool.joining.values())
             for _ in range(count - there):
                 self._keepers.start_anew(phase.value)
-        for job, record in self._pool.cluster.jobs.items():
-            if record.asked is not None and self._pool.job(job).process is not None:
-                self._pool.job(job).wants[record.asked] = record.asked_both  # It says so again, or yields what it gets.
-        for permit in list(self._pool.cluster.permits.values()):
-            live = self._pool.job(permit.job)
-            live.known.add(permit.number)
-            live.told = (permit.number, permit.nodes)
-            if live.process is None:
-                self._slices.take_back(permit)
+        self._slices.begin()
         self._drain()
 
     def stop(self, *, now: bool = False) -> None:
@@ -162,16 +154,21 @@ class PoolShell:
         return self._pool.nodes
 
     @property
-    def jobs(self) -> Mapping[JobId, LiveJob]:
-        return self._pool.jobs
-
-    @property
     def stopping(self) -> bool:
         return self._pool.stopping
 
     def last_of(self, job: JobId) -> ForgottenJob:
         """Return all that is known of a job of the cluster."""
-        return self._pool.last_of(job)
+        return ForgottenJob(
+            entry=self._pool.entries.get(job),
+            record=self._pool.cluster.jobs[job],
+            restarts=self._pool.job(job).restarts,
+            host_bytes=self._residents.host_bytes(job),
+        )
+
+    def _placed(self, command: c.StartJob) -> None:
+        self._lives.placed(command.job)
+        self._residents.placed(command.job)
 
     def now_ns(self) -> Nanoseconds:
         return self._pool.ports.now_ns()
@@ -242,17 +239,10 @@ class PoolShell:
                 if resident is not None and resident.placement == message.placement:
                     del node.residents[job]
                     self._residents.gone(name, job, resident, cause, message.code)
-            case w.DeviceFreed(permit=permit, job=job):
-                resident = node.residents.get(job)
-                if resident is not None and resident.permit == permit:
-                    resident.permit = 0
-                    self._pool.job(job).deaths.pop(name, None)
-                self._slices.freed(name, job, permit, nanoseconds(message.resume_s + message.park_s))
-            case w.WorkerLeft(job=job, worker=worker):
-                live = self._pool.job(job)
-                if live.lent.get(name) == worker and name not in live.tickets:
-                    del live.lent[name]
-                    self._workers.tell_parked(job, name, worker, message.switch_s, message.cause, message.permit)
+            case w.DeviceFreed(job=job):
+                self._residents.freed(name, node.residents.get(job), message)
+            case w.WorkerLeft():
+                self._workers.left(name, message)
             case w.HostMemory(job=job, host_bytes=host_bytes):
                 self._residents.measured(name, job, host_bytes)
             case _:
@@ -280,40 +270,37 @@ class PoolShell:
         record = self._pool.cluster.jobs.get(job)
         if record is None or record.state not in HOLDING:
             return
-        live = self._pool.job(job)
         match message:
             case w.AskPhase(both=both):
-                phase = _TRAIN if both else message.phase
-                if live.yielding is not None or not self._slices.holds(job, phase):
-                    live.wants[phase] = both
+                self._slices.want(job, _TRAIN if both else message.phase, both=both)
             case w.WithdrawPhase(both=both):
-                live.wants.pop(_TRAIN if both else message.phase, None)
+                self._slices.withdraw(job, _TRAIN if both else message.phase)
             case w.LendSlice():
-                self._workers.lend(job, message)
+                self._slices.lend(job, message)
             case w.ReturnSlice(permit=permit, node=node):
                 if message.ends:
                     self._residents.end(job, node, message.ends)
                 else:
                     self._workers.give_back(job, permit, node)
             case w.StartTrainer(ticket=ticket):
-                live.trainer, live.trainer_died = ticket, False
+                self._workers.start_trainer(job, ticket)
             case w.EndTrainer(worker=worker):
                 self._workers.end_trainer(job, worker)
             case w.YieldPhase(permit=number):
                 permit = self._pool.cluster.permits.get(number)
                 if permit is not None and permit.job == job:
-                    live.uses.clear()
+                    self._scripts.keep(job, ())
                     self._slices.end(permit, message.finished, nanoseconds(message.switch_s))
             case w.TailLeft(permit=number):
                 permit = self._pool.cluster.permits.get(number)
                 if permit is not None and permit.job == job:
-                    live.uses &= {*permit.tail_nodes}
+                    self._scripts.keep(job, permit.tail_nodes)
                     self._slices.leave_for_tail(permit)
             case w.PhaseProgress():
                 self._slices.progressed(job, message)
             case w.StepsDone(steps=steps):
                 if steps > record.steps_done:
-                    live.restarts = 0  # They are counted from the last progress.
+                    self._pool.job(job).restarts = 0  # They are counted from the last progress.
                     self._pool.feed(e.JobProgressed(job=job, steps_done=steps))
             case _:
                 pass
@@ -353,7 +340,7 @@ class PoolShell:
                     event, entry, command = self._pool.news.popleft()
                     now_ns = self._pool.ports.now_ns()
                     leaving = event.jobs if isinstance(event, e.JobsForgotten) else ()
-                    forgotten = [self._pool.last_of(job) for job in leaving]
+                    forgotten = [self.last_of(job) for job in leaving]
                     commands = self._take(event, now_ns)
                     self._pool.ports.append(encode(ClusterEntry(now_ns, event)), entry, command, forgotten)
                     if entry is not None:

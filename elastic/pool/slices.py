@@ -4,11 +4,15 @@ permit was yielded.
 A job has at most one permit. Its requests go to the cluster one phase at a time, training first.
 """
 
+from collections.abc import Iterator
+
+import msgspec
+
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, Permit, PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.holdings import NS_PER_S, PoolHoldings, Yielding
+from elastic.pool.holdings import NS_PER_S, PoolHoldings
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 
@@ -17,24 +21,112 @@ PROGRESS_NEWS = 0.02
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
 
+class Yielding(msgspec.Struct, kw_only=True):
+    """A permit whose devices are being taken back; `waiting` has the nodes that have not freed theirs."""
+
+    permit: int
+    finished: bool = False
+    switch_ns: int = 0
+    waiting: set[NodeId] = set()
+
+
+class JobTurns(msgspec.Struct, kw_only=True):
+    """A job's requests and permits.
+
+    - `wants`: the phases that it has asked for and was not granted since; for each, whether with both pools' nodes.
+    - `known`: permits that the job was told of and has not yielded. `told`: the permit and nodes last told to it.
+    - `overdue`: it has waited too long for a resident to come up, and takes its next turn without one.
+    - `progress`: of a rollout's permit, the responses that are done, as the cluster was told last.
+    """
+
+    wants: dict[PhaseKind, bool] = {}
+    known: set[int] = set()
+    told: tuple[int, tuple[NodeId, ...]] = (0, ())
+    yielding: Yielding | None = None
+    leaving: Yielding | None = None
+    overdue: bool = False
+    progress: tuple[int, int] = (0, 0)
+
+    def yields(self, permit: int) -> bool:
+        return self.yielding is not None and self.yielding.permit == permit
+
+
 class PoolSlices:
     """The permits of a pool's jobs, and their devices."""
 
     def __init__(self, pool: PoolHoldings, workers: SliceWorkers, scripts: PoolScripts) -> None:
         self._pool, self._workers, self._scripts = pool, workers, scripts
+        self._jobs = pool.records(JobTurns)
+
+    def begin(self) -> None:
+        """Take over requests and permits from the cluster; those of jobs without a process are taken back."""
+        for job, record in self._pool.cluster.jobs.items():
+            if record.asked is not None and self._pool.job(job).process is not None:
+                self._jobs[job].wants[record.asked] = record.asked_both  # It says so again, or yields what it gets.
+        for permit in list(self._pool.cluster.permits.values()):
+            turns = self._jobs[permit.job]
+            turns.known.add(permit.number)
+            turns.told = (permit.number, permit.nodes)
+            if self._pool.job(permit.job).process is None:
+                self.take_back(permit)
+
+    def want(self, job: JobId, phase: PhaseKind, *, both: bool) -> None:
+        turns = self._jobs[job]
+        if turns.yielding is not None or not self.holds(job, phase):
+            turns.wants[phase] = both
+
+    def withdraw(self, job: JobId, *phases: PhaseKind) -> None:
+        for phase in phases:
+            self._jobs[job].wants.pop(phase, None)
+
+    def forget(self, job: JobId) -> None:
+        """Forget what the job wants, and its workers."""
+        self.withdraw(job, *PhaseKind)
+        self._jobs[job].overdue = False
+        self._workers.forget(job)
+
+    def joined(self, job: JobId) -> list[Permit]:
+        """Return the permits that a job which has dialled holds. It counts as told of these."""
+        turns = self._jobs[job]
+        permits = [
+            permit
+            for permit in self._pool.cluster.permits.values()
+            if permit.job == job and not turns.yields(permit.number)
+        ]
+        if self._pool.is_script(job):
+            permits = [permit for permit in permits if permit.number == turns.told[0]]
+        turns.known.update(permit.number for permit in permits)
+        self.withdraw(job, *(permit.phase for permit in permits))
+        return permits
+
+    def taken_from(self, name: NodeId) -> Iterator[tuple[JobId, int]]:
+        """Return the permits, with their jobs, that wait for this node's device to be free."""
+        for job, turns in list(self._jobs.items()):
+            for taking in (turns.yielding, turns.leaving):
+                if taking is not None and name in taking.waiting:
+                    yield job, taking.permit
+
+    def lend(self, job: JobId, message: w.LendSlice) -> None:
+        """Have a resident of the job work as one of its run's workers, under a permit that counts."""
+        turns, permit, why = self._jobs[job], self._pool.cluster.permits.get(message.permit), ""
+        if permit is None or permit.job != job or permit.number not in turns.known or message.node not in permit.nodes:
+            why = "the permit does not count here any more"
+        elif turns.yielding is not None or (permit.phase is not _ROLLOUT and not permit.both):
+            why = "the permit is being yielded" if turns.yielding is not None else "the permit is for training"
+        self._workers.lend(job, message, why)
 
     def compare(self, job: JobId) -> None:
         """Tell the job of permits that are over, and forget what was being taken back of them."""
-        live = self._pool.job(job)
-        for number in [number for number in live.known if number not in self._pool.cluster.permits]:
-            live.known.discard(number)
+        turns = self._jobs[job]
+        for number in [number for number in turns.known if number not in self._pool.cluster.permits]:
+            turns.known.discard(number)
             self._take_over(job, number)
             self._pool.ports.tell_job(job, w.PermitOver(number, "it was taken, or its nodes are gone"))
         permits = self._pool.cluster.permits
-        if live.yielding is not None and live.yielding.permit not in permits:
-            live.yielding = None
-        if live.leaving is not None and live.leaving.permit not in permits:
-            live.leaving = None
+        if turns.yielding is not None and turns.yielding.permit not in permits:
+            turns.yielding = None
+        if turns.leaving is not None and turns.leaving.permit not in permits:
+            turns.leaving = None
 
     def _take_over(self, job: JobId, permit: int) -> None:
         """Take the devices of a permit that the cluster has ended: no later resident computes under it."""
@@ -43,25 +135,25 @@ class PoolSlices:
                 self.take_device(name, job, permit)
 
     def granted(self, command: c.GrantPermit) -> None:
-        live = self._pool.job(command.job)
+        turns = self._jobs[command.job]
         permit = self._pool.cluster.permits.get(command.permit)
         if permit is None:
             return
-        if live.yielding is not None and live.yielding.permit == permit.number:
+        if turns.yields(permit.number):
             return  # It has got more nodes while it was leaving; they are given to nobody.
-        if permit.number not in live.known:
-            if live.wants.get(command.phase) is not command.both:
+        if permit.number not in turns.known:
+            if turns.wants.get(command.phase) is not command.both:
                 self._pool.feed(e.PermitYielded(job=command.job, permit=permit.number, finished=False))
                 return
-            del live.wants[command.phase]
-            live.known.add(permit.number)
-            live.overdue = False
+            del turns.wants[command.phase]
+            turns.known.add(permit.number)
+            turns.overdue = False
         if not self._pool.is_script(command.job):
             self._tell_granted(permit)
 
     def _tell_granted(self, permit: Permit) -> None:
         left_s = self._pool.ends_s(permit.deadline_ns)
-        self._pool.job(permit.job).told = (permit.number, permit.nodes)
+        self._jobs[permit.job].told = (permit.number, permit.nodes)
         granted = w.Granted(permit.number, permit.phase, permit.nodes, left_s, permit.both)
         self._pool.ports.tell_job(permit.job, granted)
 
@@ -70,8 +162,8 @@ class PoolSlices:
 
         A script is told of its permit once nobody else has any of the devices.
         """
-        live, script = self._pool.job(permit.job), self._pool.is_script(permit.job)
-        if permit.number not in live.known or (live.yielding is not None and live.yielding.permit == permit.number):
+        turns, script = self._jobs[permit.job], self._pool.is_script(permit.job)
+        if permit.number not in turns.known or turns.yields(permit.number):
             return
         if script and any(self._scripts.must_wait(name, permit.job) for name in permit.nodes):
             return
@@ -87,9 +179,9 @@ class PoolSlices:
             if permit.job in node.residents:
                 node.residents[permit.job].permit = permit.number
             if script:
-                live.uses.add(name)
+                self._scripts.use(permit.job, name)
             self._pool.ports.tell_keeper(name, w.GiveDevice(permit.number, permit.job, left_s))
-        if script and given and live.told != (permit.number, permit.nodes):
+        if script and given and turns.told != (permit.number, permit.nodes):
             self._tell_granted(permit)
 
     def recalled(self, command: c.RecallPermit) -> None:
@@ -103,11 +195,11 @@ class PoolSlices:
         self.end(permit, False, 0)
 
     def end(self, permit: Permit, finished: bool, switch_ns: Nanoseconds) -> None:
-        live = self._pool.job(permit.job)
-        if live.yielding is not None and live.yielding.permit == permit.number:
+        turns = self._jobs[permit.job]
+        if turns.yields(permit.number):
             return
-        live.leaving = None
-        live.yielding = Yielding(
+        turns.leaving = None
+        turns.yielding = Yielding(
             permit=permit.number, finished=finished, switch_ns=switch_ns, waiting=set(permit.nodes)
         )
         for name in permit.nodes:
@@ -116,11 +208,11 @@ class PoolSlices:
 
     def leave_for_tail(self, permit: Permit) -> None:
         """Take the devices of the nodes that the job has left for its tail, before other jobs get them."""
-        live = self._pool.job(permit.job)
-        if live.leaving is not None or live.yielding is not None or not permit.tail_nodes:
+        turns = self._jobs[permit.job]
+        if turns.leaving is not None or turns.yielding is not None or not permit.tail_nodes:
             return
         left = [name for name in permit.nodes if name not in permit.tail_nodes]
-        live.leaving = Yielding(permit=permit.number, waiting=set(left))
+        turns.leaving = Yielding(permit=permit.number, waiting=set(left))
         for name in left:
             self.take_device(name, permit.job, permit.number)
         self._settle(permit.job)
@@ -135,62 +227,59 @@ class PoolSlices:
             self._pool.ports.tell_keeper(name, w.TakeDevice(permit, job, self._pool.times.park_ns / NS_PER_S))
 
     def freed(self, name: NodeId, job: JobId, permit: int | None, switch_ns: Nanoseconds) -> None:
-        live = self._pool.job(job)
-        for taking in (live.yielding, live.leaving):
+        turns = self._jobs[job]
+        for taking in (turns.yielding, turns.leaving):
             if taking is not None and taking.permit == permit and name in taking.waiting:
                 taking.waiting.discard(name)
                 taking.switch_ns = max(taking.switch_ns, switch_ns)
-        lent = live.lent.get(name)
-        if lent is not None and live.yielding is not None and live.yielding.permit == permit:
-            del live.lent[name]
-            live.tickets.pop(name, None)
-            self._workers.tell_parked(job, name, lent, 0.0, "its slice is over", permit or 0)
+        if permit is not None and turns.yields(permit):
+            self._workers.ended(job, name, "its slice is over", permit)
         self._settle(job)
 
     def _settle(self, job: JobId) -> None:
-        live = self._pool.job(job)
-        taking = live.yielding
+        turns = self._jobs[job]
+        taking = turns.yielding
         if taking is not None and not taking.waiting:
-            live.yielding = None
-            live.known.discard(taking.permit)
+            turns.yielding = None
+            turns.known.discard(taking.permit)
             self._pool.feed(
                 e.PermitYielded(
                     job=job, permit=taking.permit, finished=taking.finished, switch_ns=max(0, taking.switch_ns)
                 )
             )
-        leaving = live.leaving
+        leaving = turns.leaving
         if leaving is not None and not leaving.waiting:
-            live.leaving = None
+            turns.leaving = None
             self._pool.feed(e.TailMoved(job=job, permit=leaving.permit))
 
     def ask(self, job: JobId) -> None:
         """Give the cluster the job's next request, training first."""
-        record, live = self._pool.cluster.jobs[job], self._pool.job(job)
-        if self._pool.stopping or record.state is not JobState.RUNNING or record.permit is not None or not live.wants:
+        record, turns = self._pool.cluster.jobs[job], self._jobs[job]
+        if self._pool.stopping or record.state is not JobState.RUNNING or record.permit is not None or not turns.wants:
             self._pool.timers.clear("warm", job)
             return
-        phase = _TRAIN if _TRAIN in live.wants else _ROLLOUT
-        both = live.wants[phase]
+        phase = _TRAIN if _TRAIN in turns.wants else _ROLLOUT
+        both = turns.wants[phase]
         if record.asked is phase and record.asked_both == both:
             return
-        if self._warm(job, phase) or live.overdue:
+        if self._warm(job, phase) or turns.overdue:
             self._pool.timers.clear("warm", job)
             self._pool.feed(e.PhaseAsked(job=job, phase=phase, placement=record.placement, both=both))
         elif not self._pool.timers.waiting("warm", job):
-            within_ns = self._pool.times.silence_ns if live.trainer_died else record.request.limit_ns
+            within_ns = self._pool.times.silence_ns if self._workers.trainer_died(job) else record.request.limit_ns
             self._pool.timers.set("warm", job, self._pool.ports.now_ns(), within_ns)
 
     def overdue(self, job: JobId) -> None:
         """Have a job whose resident does not come up start it within a turn of its own."""
-        self._pool.job(job).overdue = True
+        self._jobs[job].overdue = True
 
     def _warm(self, job: JobId, phase: PhaseKind) -> bool:
         """Return whether a resident of the job is up for this phase: a process that starts needs no device yet."""
         record, entry = self._pool.cluster.jobs[job], self._pool.entries.get(job)
         if record.seat is None or entry is None or entry.script:
             return True
-        if phase is _TRAIN and self._pool.job(job).trainer is None:
-            return not self._pool.job(job).trainer_died
+        if phase is _TRAIN and self._workers.trainer(job) is None:
+            return not self._workers.trainer_died(job)
         nodes = record.seat.rollout if phase is _ROLLOUT else self._pool.cluster.groups[record.seat.group].train[:1]
         found = [node.residents.get(job) for name in nodes if (node := self._pool.nodes.get(name)) is not None]
         return any(resident is not None and resident.up and not resident.ending for resident in found)
@@ -198,16 +287,16 @@ class PoolSlices:
     def holds(self, job: JobId, phase: PhaseKind) -> bool:
         """Return whether the job has a permit for this phase that it was told of."""
         number = self._pool.cluster.jobs[job].permit
-        if number is None or number not in self._pool.job(job).known:
+        if number is None or number not in self._jobs[job].known:
             return False
         return self._pool.cluster.permits[number].phase is phase
 
     def progressed(self, job: JobId, message: w.PhaseProgress) -> None:
         """Record a rollout's progress, if it has several nodes. Only then its tail can move together."""
-        permit, live = self._pool.cluster.permits.get(message.permit), self._pool.job(job)
+        permit, turns = self._pool.cluster.permits.get(message.permit), self._jobs[job]
         if permit is None or permit.job != job or len(permit.nodes) < 2 or permit.tail_nodes or not message.of:
             return
-        known = live.progress
+        known = turns.progress
         if known[0] != message.permit or message.done - known[1] >= PROGRESS_NEWS * message.of:
-            live.progress = (message.permit, message.done, message.of)
+            turns.progress = (message.permit, message.done)
             self._pool.feed(e.RolloutProgressed(job=job, permit=message.permit, done=message.done, of=message.of))
