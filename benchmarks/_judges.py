@@ -127,29 +127,15 @@ def nearest_tests(mutant: Mutant | None) -> list[str]:
 
 
 def _goes_wrong(seeds: range, mutant: Mutant | None) -> bool:
-    if of_many_jobs(mutant):
-        return _goes_wrong_with_jobs(seeds)
-    from elastic.testing.faults.core.world import simulate
     from elastic.testing.faults.failure import WorldFailed
+    from elastic.testing.faults.worlds import live
 
+    world = "pool-shell" if of_many_jobs(mutant) else "core"
     for seed in seeds:
         _allow_cpu(WORLD_CPU_S)
         try:
-            simulate(seed)
+            live(world, seed)
         except WorldFailed:
-            return True
-    return False
-
-
-def _goes_wrong_with_jobs(seeds: range) -> bool:
-    from elastic.simulation.jobs.phases import JobsWorldFailed, worlds_of_jobs
-    from policies.clusters import CLUSTER_POLICIES
-
-    for seed in seeds:
-        _allow_cpu(WORLD_CPU_S)
-        try:
-            worlds_of_jobs(CLUSTER_POLICIES, seed).run()
-        except JobsWorldFailed:
             return True
     return False
 

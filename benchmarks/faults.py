@@ -1,8 +1,8 @@
 """Worlds full of faults by the thousand, and whether they and the unit tests notice code that is wrong.
 
-Five kinds of worlds, mostly of `elastic/testing/faults`: `core`'s, cheap, of the core and its `Run`; those of many jobs
-on one pool, under `jobs`, and there under `pool_shell` those of a pool's production shell and under `runs_in_pools`
-those of such a pool with production runs in it; and `shell`'s, whose keys begin with `shell_`. There `needless` counts
+Four kinds of worlds, of `elastic/testing/faults`: `core`'s, cheap, of the core and its `Run`; under `jobs` those of a
+pool's production shell, and there under `runs_in_pools` those of such a pool with production runs in it; and `shell`'s,
+whose keys begin with `shell_`. There `needless` counts
 acts without a cause in the world, `shell_coverage` is the share of the shell's lines that its first worlds go through
 (sixteen in the quick run, at most a hundred in others), and `shell_bugs` are planted one at a time.
 
@@ -72,8 +72,6 @@ NIGHTLY = Extent(events=10_000_000, faults=100_000)
 SHELL = {QUICK: Extent(seeds=16), FULL: Extent(events=500_000), NIGHTLY: Extent(events=3_000_000, faults=300_000)}
 """As much of the production shell; as many seeds as of the cheap worlds where their number is all that is wanted."""
 JOBS = {QUICK: Extent(seeds=24), FULL: Extent(events=100_000), NIGHTLY: Extent(events=1_000_000, faults=10_000)}
-"""The same of worlds of many jobs."""
-POOL_SHELL = {QUICK: Extent(seeds=24), FULL: Extent(events=25_000), NIGHTLY: Extent(faults=10_000)}
 """The same of worlds of a pool's production shell."""
 RUNS_IN_POOLS = {QUICK: Extent(seeds=4), FULL: Extent(seeds=100), NIGHTLY: Extent(faults=10_000)}
 """The same of worlds of jobs in a pool."""
@@ -109,19 +107,6 @@ def live_through(world: str, seeds: range) -> WorldsSeen:
         return lived.events, lived.faults
 
     return each(seeds, lives, WorldFailed)
-
-
-def live_through_jobs(seeds: range) -> WorldsSeen:
-    """The worlds of many jobs of these seeds."""
-    from elastic.simulation.jobs.phases import JobsWorldFailed, worlds_of_jobs
-    from policies.clusters import CLUSTER_POLICIES
-
-    def live(seed: int) -> tuple[int, int]:
-        world = worlds_of_jobs(CLUSTER_POLICIES, seed)
-        world.run()
-        return world.events, world.faults.total()
-
-    return each(seeds, live, JobsWorldFailed)
 
 
 def lived(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, size: int) -> tuple[WorldsSeen, float]:
@@ -231,8 +216,7 @@ def main(wanted: Extent, first: int, mutants: int | None, seed: int) -> dict[str
     if wanted.minutes:
         return shell_worlds(wanted, first)
     shell = shell_worlds(SHELL.get(wanted, wanted), first)
-    jobs = worlds(live_through_jobs, JOBS.get(wanted, wanted), first, SHELL_BATCH)
-    jobs["pool_shell"] = worlds(partial(live_through, "pool-shell"), POOL_SHELL.get(wanted, wanted), first, SHELL_BATCH)
+    jobs = worlds(partial(live_through, "pool-shell"), JOBS.get(wanted, wanted), first, SHELL_BATCH)
     jobs["runs_in_pools"] = worlds(partial(live_through, "pool"), RUNS_IN_POOLS.get(wanted, wanted), first, SHELL_BATCH)
     return (
         worlds(partial(live_through, "core"), wanted, first, BATCH)
@@ -273,5 +257,5 @@ if __name__ == "__main__":
     figures = main(chosen, first, count, given.mutation_seed)
     emit(figures, given)
     jobs = figures.get("jobs") or {}
-    told = (figures, jobs, jobs.get("pool_shell", {}), jobs.get("runs_in_pools", {}))
+    told = (figures, jobs, jobs.get("runs_in_pools", {}))
     sys.exit(any(each.get("failed_seeds") for each in told) or bool(figures.get("shell_failed_seeds")))

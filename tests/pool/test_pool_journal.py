@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +13,7 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.history import ClusterEntry, cluster_digest, encode
 from elastic.pool.journal import SNAPSHOT_EVERY, PoolJournal, PoolJournalError
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
-from elastic.testing.faults.pool.pool_worlds import PoisonedPlacement, PoolFaults, PoolWorld, Unexpected
+from elastic.testing.faults.pool.pool_worlds import PoolPlan, PoolWorld, Unexpected
 from policies.clusters import CLUSTER_POLICIES
 
 S = 1_000_000_000
@@ -133,11 +132,8 @@ class _Unplaceable(PoolWorld):
 
     def __init__(self, directory: Path) -> None:
         self.on_disk = PoolJournal(directory)
-        placement = PoisonedPlacement(POLICIES.placement, "poisoned", lambda: True)
-        self.poisoned = msgspec.structs.replace(POLICIES, placement=placement)
-        super().__init__({"ours": self.poisoned}, 0, PoolFaults(until_ns=0))
-        assert self.shell is not None
-        self.on_disk.open_pool(self.shell.cluster.spec, self.limits, self.poisoned, "ours")
+        super().__init__(PoolPlan(seed=0, policy="ours", spec=SPEC, jobs=(), unplaceable="poisoned"))
+        self.on_disk.open_pool(SPEC, self.limits, self.policies, "ours")
 
     def append(
         self,
@@ -170,5 +166,5 @@ def test_an_event_that_the_cluster_cannot_take_leaves_nothing_behind_and_the_poo
     assert {*shell.cluster.jobs} == {"one", "two"}
     pool.on_disk.close()
     again = PoolJournal(tmp_path)
-    assert cluster_digest(again.replayed(pool.poisoned)[0]) == digest
+    assert cluster_digest(again.replayed(pool.policies)[0]) == digest
     again.close()

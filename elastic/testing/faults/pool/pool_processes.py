@@ -8,6 +8,7 @@ import msgspec
 from elastic.core.cluster import JobRequest, PhasePlan
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.pool import messages as w
+from elastic.pool.client import JobPart, News
 from elastic.pool.keeper_state import (
     KeeperCommand,
     KeeperEvent,
@@ -244,14 +245,26 @@ class ModelKeeper:
         self.hear(ResidentEnded(job, cause, code))
 
 
-class ModelJob:
-    """A job's directory, and its process while there is one."""
+class JobShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A job, when it is submitted, and what its phases last as `profile` says. A `script` computes in its own process.
+    With `both` it trains with the nodes of both pools. A `steady` one never thinks better of what it has asked for."""
 
-    def __init__(
-        self, world: "PoolWorld", request: JobRequest, profile: PhasePlan, *, script: bool, both: bool
-    ) -> None:
-        self.world, self.request, self.profile, self.script, self.both = world, request, profile, script, both
+    request: JobRequest
+    profile: PhasePlan
+    at_ns: Nanoseconds = 1
+    max_restarts: int = 3
+    script: bool = False
+    both: bool = False
+    steady: bool = False
+
+
+class ModelJob:
+    """A job's directory, and its process while there is one. It speaks with the pool by the production's `JobPart`."""
+
+    def __init__(self, world: "PoolWorld", shape: JobShape) -> None:
+        self.world, self.shape, self.request = world, shape, shape.request
         self.keeper: ModelKeeper | None = None
+        self.part = JobPart()
         self.computes_on: tuple[NodeId, ...] = ()
         """Of a script."""
         self.steps = 0
@@ -263,19 +276,19 @@ class ModelJob:
         self.phase = _ROLLOUT
         self.left_ns: Nanoseconds | None = None
         self.granted = 0
-        self.nodes: tuple[NodeId, ...] = ()
+        """The permit under which it works."""
         self.highest = 0
         """The highest permit that its processes were granted."""
         self.older = (0, 0)
         """That of processes that have died, and the pool's incarnation then."""
-        self.told_tail = False
         self.deaths = 0
         self.hangs = False
-        self.trainer = ""
         self.workers = 0
-        self.out: dict[NodeId, str] = {}
-        self.yielding: w.YieldPhase | None = None
-        self.ending_phase: bool | None = None
+        self.told = 0
+        """The permit of which it has told how far it is."""
+        self.ending: bool | None = None
+        """Whether the phase that ends has been finished."""
+        self.syncing = False
         self.stopping = False
 
     # Its process.
@@ -285,11 +298,12 @@ class ModelJob:
         if self.alive:
             self.world.fail(f"{self.request.id} was started while a process of it lived")
         self.life += 1
-        if restarts > self.world.entries[self.request.id].max_restarts:
+        if restarts > self.shape.max_restarts:
             self.world.fail(f"{self.request.id} was started again {restarts} times")
         self.alive, self.placement, self.restarts = True, placement, restarts
-        self.phase, self.left_ns, self.granted, self.hangs, self.stopping = _ROLLOUT, None, 0, False, False
-        self.trainer, self.out, self.yielding, self.ending_phase = "", {}, None, None
+        self.phase, self.left_ns, self.granted, self.ending = _ROLLOUT, None, 0, None
+        self.hangs = self.syncing = self.stopping = False
+        self.part = JobPart()
         self.later(self.world.rng.randrange(S, 10 * S), self.dial)
 
     def end(self, *, died: bool = True) -> None:
@@ -321,12 +335,12 @@ class ModelJob:
     def dial(self) -> None:
         if not self.alive or self.wire is not None:
             return
-        shell = self.world.shell
+        shell, script = self.world.shell, self.shape.script
         if shell is None:
             self.later(2 * S, self.dial)
             return
-        held = self.granted if self.script else 0
-        hello = w.JobHello(w.POOL_PROTOCOL_VERSION, self.request.id, "", self.placement, self.script, held)
+        held = self.granted if script else 0
+        hello = w.JobHello(w.POOL_PROTOCOL_VERSION, self.request.id, "", self.placement, script, held)
         answer = self.world.within(lambda: shell.job_joined(hello))
         if not isinstance(answer, w.JobWelcome):
             if isinstance(answer, w.RefusedFrame) and not answer.retry:
@@ -344,12 +358,14 @@ class ModelJob:
             self.world.to_shell(lambda shell: shell.job_left(self.request.id))
             self.later(self.world.rng.randrange(5 * S), self.dial)
 
-    def say(self, message: w.FromJob) -> None:
+    def _say(self, messages: list[w.FromJob]) -> None:
         wire = self.wire
-        if wire is not None and wire.open:
-            wire.carry(True, lambda: self.world.to_shell(lambda shell: self._heard(shell, message)))
+        if wire is None or not wire.open:
+            return
+        for message in messages:
+            wire.carry(True, lambda said=message: self.world.to_shell(lambda shell: self._told(shell, said)))
 
-    def _heard(self, shell: PoolShell, message: w.FromJob) -> None:
+    def _told(self, shell: PoolShell, message: w.FromJob) -> None:
         shell.job_heard(self.request.id, message)
         if isinstance(message, w.YieldPhase):
             self.world.loop.after(_ENDED_NS, lambda: self._see_yielded(shell, message.permit))
@@ -359,115 +375,82 @@ class ModelJob:
             self.world.fail(f"permit {permit} of {self.request.id} was yielded, and its devices are not taken")
 
     def _welcomed(self, welcome: w.JobWelcome) -> None:
-        held = {one.permit: one for one in welcome.permits}
+        held = [one.permit for one in welcome.permits]
         number, incarnation = self.older
-        if not self.script and incarnation == self.world.incarnations and any(permit <= number for permit in held):
-            self.world.fail(f"{self.request.id} has died, and its permits {[*held]} are not taken back")
-        self.trainer = welcome.trainer
-        if self.granted and self.granted not in held:
-            self._lost()
-        for node, worker in list(self.out.items()):
-            if welcome.slices.get(node) != worker:
-                self._parked(node, worker)
-        yielded = self.yielding
-        for number, one in held.items():
-            if yielded is not None and yielded.permit == number:
-                self.say(yielded)
-            elif self.granted != number:
-                self._granted(w.Granted(number, one.phase, one.nodes, one.left_s, one.both))
-            if one.recalled and self.granted == number:
-                self._recalled()
-        if self.ending_phase is not None:
-            for node in self.out:
-                self.say(w.ReturnSlice(self.granted, node))
-            self._settle()
-        elif self.granted and self.phase is _ROLLOUT and not self.script:
-            self._lend()
-        elif self.granted and not self.trainer and not self.script:
-            self._start_trainer()
-        if not self.granted:
-            self._ask()
+        if not self.shape.script and incarnation == self.world.incarnations and min(held, default=number + 1) <= number:
+            self.world.fail(f"{self.request.id} has died, and its permits {held} are not taken back")
+        self._take_in(*self.part.welcomed(welcome, self.world.loop.now_ns / S))
+        self._work_on()
 
-    def hear(self, message: msgspec.Struct) -> None:
-        match message:
-            case w.Granted():
-                self._granted(message)
-            case w.Recalled(permit=permit):
-                if permit == self.granted:
-                    self._recalled()
-            case w.TailMove(permit=permit, nodes=nodes):
-                if permit == self.granted and self.ending_phase is None:
-                    self.nodes = nodes
-                    self.computes_on = nodes if self.script else ()
-                    for node in [node for node in self.out if node not in nodes]:
-                        self.say(w.ReturnSlice(permit, node))
-                        del self.out[node]
-                    self.say(w.TailLeft(permit))
-            case w.PermitOver(permit=permit):
-                if permit == self.granted:
-                    self._lost()
-                    self._ask()
-            case w.SliceParked(node=node, worker=worker):
-                self._parked(node, worker)
-            case w.TrainerEnded(worker=worker):
-                if worker == self.trainer:
-                    self.trainer = ""
-                    if self.phase is _TRAIN and self.granted:
-                        self._start_trainer()
-            case _:
-                pass
+    def hear(self, message: w.ToJob) -> None:
+        self._take_in(*self.part.heard(message, self.world.loop.now_ns / S))
+
+    def _take_in(self, news: list[News], say: list[w.FromJob]) -> None:
+        self._say(say)
+        for one in news:
+            match one:
+                case w.Granted():
+                    self._granted(one)
+                case w.Recalled(permit=permit):
+                    if permit == self.granted and not self.hangs:
+                        self._end_phase(finished=False)
+                case w.TailMove(permit=permit, nodes=nodes):
+                    if permit == self.granted and self.ending is None:
+                        self.computes_on = nodes if self.shape.script else ()
+                        for node in [node for node in self.part.slices if node not in nodes]:
+                            self._say(self.part.give_back(node))
+                case w.PermitOver(permit=permit):
+                    if permit == self.granted:
+                        self.granted, self.ending, self.computes_on, self.hangs = 0, None, (), False
+                        self._ask()
+                case w.SliceParked():
+                    self.later(5 * S, self._work_on)
+                case w.TrainerEnded():
+                    self._work_on()
+        self._settle()
 
     # Its steps.
 
     def _ask(self) -> None:
         """Now and then it thinks better of it, for a while."""
-        if not self.alive or self.granted:
+        if not self.alive or self.granted or self.syncing:
             return
-        self.say(w.AskPhase(self.phase, self.both and self.phase is _TRAIN))
-        if self.world.rng.random() < 0.1:
+        self._say(self.part.ask(self.phase, both=self.shape.both and self.phase is _TRAIN))
+        if not self.shape.steady and self.world.rng.random() < 0.1:
             phase = self.phase
             self.later(self.world.rng.randrange(20 * S), lambda: self._withdraw(phase))
 
     def _withdraw(self, phase: PhaseKind) -> None:
         if self.phase is phase and not self.granted:
-            self.say(w.WithdrawPhase(phase))
+            self._say(self.part.withdraw(phase))
             self.later(10 * S, lambda: self._ask() if self.phase is phase else None)
 
-    def _recalled(self) -> None:
-        if not self.hangs:
-            self._end_phase(finished=False)
-
     def _granted(self, grant: w.Granted) -> None:
-        if grant.permit == self.granted:
-            self.nodes = grant.nodes
-            self._compute()
+        world, plan, permit = self.world, self.shape.profile, grant.permit
+        if permit == self.granted:
+            self._work_on()
             return
-        if self.granted or grant.phase is not self.phase or (self.yielding and grant.permit <= self.yielding.permit):
-            if self.yielding is None or grant.permit != self.yielding.permit:
-                self.say(w.YieldPhase(grant.permit, finished=False))
+        if self.granted or grant.phase is not self.phase or self.syncing:
+            self._say(self.part.leave(permit, finished=False))
             return
-        rng, plan, permit = self.world.rng, self.profile, grant.permit
-        self.granted, self.nodes, self.highest = permit, grant.nodes, max(self.highest, permit)
-        self.ending_phase, self.told_tail = None, False
+        self.granted, self.highest, self.ending = permit, max(self.highest, permit), None
         if self.left_ns is None:
             planned_ns = plan.rollout_ns if self.phase is _ROLLOUT else plan.train_ns
-            self.left_ns = max(1, int(planned_ns * (0.3 + 0.9 * rng.random())))
-            self.hangs = self.world.faulty and rng.random() < 0.02
-        if grant.both != (self.both and self.phase is _TRAIN):
-            self.world.fail(f"{self.request.id} wants {'both' if self.both else 'one'} and gets {grant}")
-        if grant.both and not {*grant.nodes} >= set(self.world.seat_of(self.request.id)):
-            self.world.fail(f"{self.request.id} gets {grant.nodes} and needs both pools")
-        self._compute()
-        if self.phase is _TRAIN and not self.trainer and not self.script:
-            self._start_trainer()
+            self.left_ns = max(1, int(planned_ns * (0.3 + 0.9 * world.rng.random())))
+            self.hangs = world.faulty and world.rng.random() < 0.02
+        if grant.both != (self.shape.both and self.phase is _TRAIN):
+            world.fail(f"{self.request.id} wants {'both' if self.shape.both else 'one'} and gets {grant}")
+        if grant.both and not {*grant.nodes} >= set(world.seat_of(self.request.id)):
+            world.fail(f"{self.request.id} gets {grant.nodes} and needs both pools")
+        self._work_on()
         if self.hangs:
-            self.world.faults_seen["hang"] += 1
-            return
-        self._work(permit, computed=False)
+            world.faults_seen["hang"] += 1
+        else:
+            self._work(permit, computed=False)
 
     def _work(self, permit: int, *, computed: bool) -> None:
         """The phase gets on while its residents compute."""
-        if self.granted != permit or self.ending_phase is not None:
+        if self.granted != permit or self.ending is not None:
             return
         assert self.left_ns is not None
         computes = self._computes()
@@ -476,79 +459,73 @@ class ModelJob:
         if not self.left_ns:
             self._end_phase(finished=True)
             return
-        if self.phase is _ROLLOUT and not self.told_tail and self.left_ns < self.profile.rollout_ns // 5:
-            self.told_tail = True
-            self.say(w.PhaseProgress(permit, 85, 100))
+        late = self.left_ns < self.shape.profile.rollout_ns // 5
+        if self.phase is _ROLLOUT and late and self.told != permit:
+            self.told = permit
+            self._say(self.part.tell_progress(92, 100))
         self.later(max(S, min(_WORK_NS, self.left_ns)), lambda: self._work(permit, computed=computes))
 
     def _computes(self) -> bool:
         """A rollout computes on any of its nodes, training on that of its trainer."""
-        keepers, job = self.world.keepers, self.request.id
-        if self.script:
+        keepers, job, part = self.world.keepers, self.request.id, self.part
+        if self.shape.script:
             return bool(self.computes_on)
-        if self.phase is _TRAIN:
-            return any(keepers[node].computes(job, self.granted, self.trainer) for node in self.nodes)
-        return any(keepers[node].computes(job, self.granted, worker) for node, worker in self.out.items())
+        if self.phase is _ROLLOUT:
+            return any(keepers[node].computes(job, self.granted, lent.worker) for node, lent in part.slices.items())
+        trainer = "" if part.trainer is None else part.trainer.worker
+        return any(keepers[node].computes(job, self.granted, trainer) for node in part.permits[self.granted].nodes)
 
-    def _compute(self) -> None:
-        """A script computes as soon as it may; for a run its residents do."""
-        if self.script:
-            self.computes_on = self.nodes
-            self.world.see_alone(self.request.id, self.nodes)
-        elif self.phase is _ROLLOUT:
-            self._lend()
+    def _work_on(self) -> None:
+        """See to it that it has what it needs: a permit, and workers where its residents compute."""
+        held = self.part.permits.get(self.granted)
+        if held is None:
+            self._ask()
+        elif self.ending is None and self.shape.script:
+            self.computes_on = held.tail or held.nodes
+            self.world.see_alone(self.request.id, self.computes_on)
+        elif self.ending is None and self.phase is _ROLLOUT:
+            for node in held.usable:
+                if node not in self.part.slices:
+                    self._say(self.part.lend(held.permit, node, self._ticket(node)))
+        elif self.ending is None and self.part.trainer is None:
+            self._say(self.part.start_trainer(self._ticket(f"trainer.{self.request.id}.{self.life}")))
 
-    def _lend(self) -> None:
-        for node in self.nodes:
-            if node not in self.out and self.ending_phase is None:
-                self.workers += 1
-                self.out[node] = f"{node}.{self.workers}"
-                self.say(w.LendSlice(self.granted, node, w.WorkerTicketFrame("run", self.out[node], "t", "a:1")))
-
-    def _start_trainer(self) -> None:
+    def _ticket(self, name: str) -> w.WorkerTicketFrame:
         self.workers += 1
-        self.trainer = f"trainer.{self.request.id}.{self.life}.{self.workers}"
-        self.say(w.StartTrainer(w.WorkerTicketFrame("run", self.trainer, "t", "a:1")))
-
-    def _parked(self, node: NodeId, worker: str) -> None:
-        if self.out.get(node) == worker:
-            del self.out[node]
-            if self.granted and self.ending_phase is None and self.phase is _ROLLOUT:
-                permit = self.granted
-                self.later(5 * S, lambda: self._lend() if self.granted == permit else None)
-        self._settle()
+        return w.WorkerTicketFrame("run", f"{name}.{self.workers}", "t", "a:1")
 
     def _end_phase(self, *, finished: bool) -> None:
-        if self.ending_phase is not None or not self.granted:
-            return
-        self.ending_phase = finished
-        for node in self.out:
-            self.say(w.ReturnSlice(self.granted, node))
-        self._settle()
+        if self.ending is None and self.granted:
+            self.ending = finished
+            for node in self.part.slices:
+                self._say(self.part.give_back(node))
+            self._settle()
 
     def _settle(self) -> None:
-        """Once all its slices have ended, the phase is yielded."""
-        if self.ending_phase is None or self.out or not self.granted:
+        """Once its slices have ended, nodes are left for a tail, or the phase is yielded."""
+        held = self.part.permits.get(self.granted)
+        if held is None or not self.alive:
             return
-        finished, self.out, self.computes_on = self.ending_phase, {}, ()
-        self.yielding = w.YieldPhase(self.granted, finished)
-        self.granted, self.ending_phase = 0, None
-        self.say(self.yielding)
-        if not finished:
-            self._ask()
+        if held.tail and not held.tail_left and {*self.part.slices} <= {*held.tail}:
+            self._say(self.part.leave_for_tail(held.permit))
+        if self.ending is None or self.part.slices:
             return
-        self.left_ns = None
-        if self.phase is _ROLLOUT:
-            self.phase = _TRAIN
-            self._ask()
+        finished, self.ending, self.granted, self.computes_on = self.ending, None, 0, ()
+        self._say(self.part.leave(held.permit, finished=finished))
+        if finished:
+            self.left_ns = None
+        if finished and self.phase is _TRAIN:
+            self.syncing = True
+            self.later(self.shape.profile.sync_ns + 1, self._end_step)
             return
-        self.later(self.profile.sync_ns + 1, self._end_step)
+        self.phase = _TRAIN if finished else self.phase
+        self._ask()
 
     def _end_step(self) -> None:
         self.steps += 1
         self.world.progress_ns = self.world.loop.now_ns
-        self.phase = _ROLLOUT
-        self.say(w.StepsDone(self.steps))
+        self.phase, self.syncing = _ROLLOUT, False
+        self._say(self.part.tell_steps(self.steps))
         if self.steps >= self.request.steps:
             self.die("finished")
         elif self.stopping:
@@ -556,14 +533,9 @@ class ModelJob:
         else:
             self._ask()
 
-    def _lost(self) -> None:
-        self.granted, self.ending_phase, self.out, self.computes_on, self.hangs = 0, None, {}, (), False
-        if self.left_ns is not None:
-            self.left_ns = max(1, self.left_ns)
-
     def stop(self) -> None:
         self.stopping = True
-        if self.script:
+        if self.shape.script:
             self.die("stopped")  # It was told by a signal, and knows of no steps.
         elif not self.granted and self.phase is _ROLLOUT and self.left_ns is None:
             self.die("stopped")

@@ -12,7 +12,8 @@ checked, and at every device that one job has it, under a permit that is newer t
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from random import Random
 
 import msgspec
@@ -32,13 +33,16 @@ from elastic.pool.shell import PoolShell
 from elastic.simulation.loop import EventLoop
 from elastic.system.isolation import ItemAttempt, words_of
 from elastic.testing.faults.failure import WorldFailed
-from elastic.testing.faults.pool.pool_processes import ModelJob, ModelKeeper, ModelWire
+from elastic.testing.faults.pool.pool_processes import JobShape, ModelJob, ModelKeeper, ModelWire
+from policies.clusters import CLUSTER_POLICIES
 from providers.markets import SpotMarket, SpotSettings
 from traces.spot import read_spot_trace
 
 S = 1_000_000_000
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+KEEP_SLOS = "ours", "ours_without_moves", "weave", "solo"
 LOOP_MAX = 400_000
+TAILS_SHARE = 1 / 12
 STRIKES = (
     "resident",
     "resident",
@@ -74,6 +78,9 @@ class PoolFaults(msgspec.Struct, frozen=True, kw_only=True):
     until_ns: Nanoseconds = 3600 * S
 
 
+FAULTS = PoolFaults()
+
+
 class PoisonedPlacement:
     """A placement policy that fails at one job as long as `fails` says so."""
 
@@ -88,27 +95,115 @@ class PoisonedPlacement:
         return self._placement.place(request, pool)
 
 
-class PoolWorld:
-    """One world; it is the shell's ports, too. `run` lives through it."""
+class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool, its jobs, and what goes wrong. `spot`: its rollout nodes are instances of that market.
 
-    def __init__(self, policies: Mapping[str, ClusterPolicies], seed: int, faults: PoolFaults | None = None) -> None:
-        rng = self.rng = Random(seed)
-        self.seed, self.faults = seed, faults or PoolFaults()
-        names = [name for name in ("ours", "weave", "naive", "solo") if name in policies]
-        self.policy = names[rng.randrange(len(names))]
-        self._policies = policies[self.policy]
-        self._keeps_slos = self.policy in ("ours", "weave", "solo")
-        kind = NodeKind(gpus=8, memory_bytes=rng.randrange(2, 5), nano_usd_per_hour=rng.randrange(1, 20) * 10**9)
-        spec = PoolSpec(rollout=kind, train=kind, rollout_nodes=rng.randrange(1, 5), train_nodes=rng.randrange(1, 4))
+    Before faults end, placing `unplaceable` fails in a way that nobody expects, or starting residents of
+    `unstartable` does.
+    """
+
+    seed: int
+    policy: str
+    spec: PoolSpec
+    jobs: tuple[JobShape, ...]
+    faults: PoolFaults = FAULTS
+    spot: SpotSettings | None = None
+    unplaceable: JobId = ""
+    unstartable: JobId = ""
+
+
+def draw_pool(seed: int, faults: PoolFaults = FAULTS) -> PoolPlan:
+    """Draw a small pool. Every fourth one has a job that code fails at, every fifth one is of spot instances."""
+    rng = Random(seed)
+    kind = NodeKind(gpus=8, memory_bytes=rng.randrange(2, 5), nano_usd_per_hour=rng.randrange(1, 20) * 10**9)
+    spec = PoolSpec(rollout=kind, train=kind, rollout_nodes=rng.randrange(1, 5), train_nodes=rng.randrange(1, 4))
+    jobs = tuple(_draw_job(rng, number, spec) for number in range(rng.randrange(1, 6)))
+    planned, poisoned, spot = [job.request.id for job in jobs if job.request.plan is not None], ["", ""], None
+    if faults.until_ns and planned and rng.random() < 0.25:
+        poisoned[rng.randrange(2)] = rng.choice(planned)
+    if faults.until_ns and rng.random() < 0.2:
+        trace = rng.choice(("rlboost-a", "rlboost-b"))
+        speed = read_spot_trace(traces.find(trace)).end_s * S / faults.until_ns  # All are there once faults end.
+        played = {"trace": trace, "speed": speed, "max_workers": spec.rollout_nodes, "usd_per_gpu_hour": 1.0}
+        spot = SpotSettings.model_validate(played)
+    plan = PoolPlan(
+        seed=seed,
+        policy=rng.choice(sorted(CLUSTER_POLICIES)),
+        spec=spec,
+        jobs=jobs,
+        faults=faults,
+        spot=spot,
+        unplaceable=poisoned[0],
+        unstartable=poisoned[1],
+    )
+    return _with_tails(plan) if Random(f"{seed}/tails").random() < TAILS_SHARE else plan
+
+
+def _with_tails(plan: PoolPlan) -> PoolPlan:
+    """Return a pool whose jobs roll out for long on the same two nodes, so that tails move."""
+    long = PhasePlan(rollout_ns=300 * S, train_ns=40 * S)
+    jobs = [
+        msgspec.structs.replace(
+            job,
+            request=msgspec.structs.replace(job.request, plan=long, slo=3.0, rollout_nodes=2, train_nodes=1),
+            profile=long,
+        )
+        for job in plan.jobs
+    ]
+    spec = msgspec.structs.replace(plan.spec, rollout_nodes=2)
+    return msgspec.structs.replace(plan, jobs=tuple(jobs), spec=spec, policy="ours", spot=None)
+
+
+def _draw_job(rng: Random, number: int, spec: PoolSpec) -> JobShape:
+    switch_ns = rng.choice((0, S))
+    plan = PhasePlan(
+        rollout_ns=rng.randrange(20 * S, 300 * S),
+        train_ns=rng.randrange(20 * S, 300 * S),
+        sync_ns=rng.choice((0, 5 * S)),
+        rollout_switch_ns=switch_ns,
+        train_switch_ns=switch_ns,
+    )
+    request = JobRequest(
+        id=f"job-{number}",
+        slo=rng.choice((1.05, 1.2, 1.5, 2.0, 3.0)),
+        plan=None if rng.random() < 0.15 else plan,
+        steps=rng.randrange(2, 10),
+        rollout_nodes=rng.randrange(1, min(3, spec.rollout_nodes + 1)),
+        train_nodes=min(rng.choice((1, 1, 1, 2)), spec.train_nodes),
+        rollout_bytes=1,
+        train_bytes=1,
+        restart_ns=rng.choice((0, 30 * S)),
+        max_resubmissions=rng.randrange(3),
+    )
+    return JobShape(
+        request=request,
+        profile=plan,
+        at_ns=rng.randrange(1800 * S),
+        max_restarts=rng.randrange(4),
+        script=request.plan is not None and rng.random() < 0.25,
+        both=rng.random() < 0.25,
+    )
+
+
+class PoolWorld:
+    """One world; it is the shell's ports, too. `run` lives through it. `watch` hears of every event."""
+
+    def __init__(self, plan: PoolPlan, watch: Callable[[e.ClusterEvent], None] | None = None) -> None:
+        self.plan, self.faults, self._watch = plan, plan.faults, watch
+        self.rng = Random(f"{plan.seed}/faults")
+        self.policies = CLUSTER_POLICIES[plan.policy]
+        if plan.unplaceable:
+            placement = PoisonedPlacement(self.policies.placement, plan.unplaceable, lambda: self.faulty)
+            self.policies = msgspec.structs.replace(self.policies, placement=placement)
         self.loop = EventLoop()
         self.limits = WaitLimits(queue_ns=100 * 3600 * S, start_ns=900 * S, stop_ns=120 * S)
-        self.journal: list[bytes] = [encode(ClusterOpening(0, spec, self.limits))]
+        self.journal: list[bytes] = [encode(ClusterOpening(0, plan.spec, self.limits))]
         self.entries: dict[JobId, JobEntry] = {}
         self.forgotten: dict[JobId, JobRecord] = {}
         """Jobs that have left the cluster."""
         self.keepers: dict[NodeId, ModelKeeper] = {}
         self.keeper_wires: dict[NodeId, ModelWire] = {}
-        self.jobs: dict[JobId, ModelJob] = {}
+        self.jobs = {shape.request.id: ModelJob(self, shape) for shape in plan.jobs}
         self.ended: list[tuple[JobId, int, JobEnding]] = []
         """Of processes that ended while there was nobody to hear of it."""
         self.shell: PoolShell | None = None
@@ -127,92 +222,38 @@ class PoolWorld:
         self.starts_ns: dict[tuple[NodeId, JobId], Nanoseconds] = {}
         """How long the next start of a resident takes, where that is not drawn."""
         self._state_before = ""
-        times = PoolTimes(silence_ns=10 * S, park_ns=10 * S, keeper_start_ns=60 * S)
-        self._times = times
+        self._times = PoolTimes(silence_ns=10 * S, park_ns=10 * S, keeper_start_ns=60 * S)
         self._began = False
-        self._spot = self._drawn_spot(spec.rollout_nodes)
         self._market: SpotMarket | None = None
-        for number in range(rng.randrange(1, 6)):
-            self._draw_job(number, spec)
-        self._unstartable = self._poison()
-        """A job whose residents cannot be started before faults end."""
-        self._begin(Cluster(spec, self._policies, self.limits, 0))
-
-    def _poison(self) -> JobId | None:
-        """In every fourth world there is a poisoned job. Returns the one whose residents cannot be started."""
-        rng = Random(5_000_011 * self.seed)
-        jobs = [name for name, job in self.jobs.items() if job.request.plan is not None]
-        if self.faults.until_ns == 0 or not jobs or rng.random() >= 0.25:
-            return None
-        job = rng.choice(jobs)
-        if rng.random() < 0.5:
-            return job
-        placement = PoisonedPlacement(self._policies.placement, job, lambda: self.faulty)
-        self._policies = msgspec.structs.replace(self._policies, placement=placement)
-        return None
-
-    def _drawn_spot(self, nodes: int) -> SpotSettings | None:
-        """In every fifth world rollout nodes are spot instances. All of them are there once faults end."""
-        rng = Random(9_000_011 * self.seed)
-        if self.faults.until_ns == 0 or rng.random() >= 0.2:
-            return None
-        trace = rng.choice(("rlboost-a", "rlboost-b"))
-        self._trace = read_spot_trace(traces.find(trace))
-        speed = self._trace.end_s * S / self.faults.until_ns
-        played = {"trace": trace, "speed": speed, "max_workers": nodes, "usd_per_gpu_hour": 1.0}
-        return SpotSettings.model_validate(played)
-
-    def _draw_job(self, number: int, spec: PoolSpec) -> None:
-        rng = self.rng
-        switch_ns = rng.choice((0, S))
-        plan = PhasePlan(
-            rollout_ns=rng.randrange(20 * S, 300 * S),
-            train_ns=rng.randrange(20 * S, 300 * S),
-            sync_ns=rng.choice((0, 5 * S)),
-            rollout_switch_ns=switch_ns,
-            train_switch_ns=switch_ns,
-        )
-        request = JobRequest(
-            id=f"job-{number}",
-            slo=rng.choice((1.2, 1.5, 2.0, 3.0)),
-            plan=None if rng.random() < 0.15 else plan,
-            steps=rng.randrange(2, 10),
-            rollout_nodes=rng.randrange(1, min(3, spec.rollout_nodes + 1)),
-            train_nodes=1,
-            rollout_bytes=1,
-            train_bytes=1,
-            restart_ns=rng.choice((0, 30 * S)),
-            max_resubmissions=rng.randrange(3),
-        )
-        kinds = Random(1_000_003 * self.seed + number)
-        script = request.plan is not None and kinds.random() < 0.25
-        self.jobs[request.id] = ModelJob(self, request, plan, script=script, both=kinds.random() < 0.25)
-        command = ("script",) if script else ()
-        entry = JobEntry(job=request.id, directory="", max_restarts=rng.randrange(4), script=command)
-
-        def submit() -> None:
-            if self.shell is None:
-                self.loop.after(5 * S, submit)
-            elif request.id not in self.entries:
-                self._submit(self.shell, request, entry)
-                if request.id not in self.entries:
-                    self.loop.after(60 * S, submit)
-
-        self.loop.after(rng.randrange(1800 * S), submit)
+        for job in self.jobs.values():
+            self.loop.after(job.shape.at_ns, partial(self._submit, job.shape))
+        self._begin(Cluster(plan.spec, self.policies, self.limits, 0))
 
     def _was_unstartable(self, record: JobRecord) -> bool:
         """Whether the job was placed for the last time while its residents could not be started."""
         placed_ns = max((chapter.at_ns for chapter in record.story if chapter.state is JobState.PLACED), default=0)
-        return record.request.id == self._unstartable and placed_ns < self.faults.until_ns
+        return record.request.id == self.plan.unstartable and placed_ns < self.faults.until_ns
 
-    def _submit(self, shell: PoolShell, request: JobRequest, entry: JobEntry) -> None:
-        """Submit a job. If the cluster cannot take it, that has left nothing behind."""
+    def _submit(self, shape: JobShape) -> None:
+        """Submit a job, until it is taken. If the cluster cannot take it, that has left nothing behind."""
+        shell, job, command = self.shell, shape.request.id, ("script",) if shape.script else ()
+        if job in self.entries:
+            return
+        if shell is None:
+            self.loop.after(5 * S, partial(self._submit, shape))
+            return
+        entry = JobEntry(job=job, directory="", max_restarts=shape.max_restarts, script=command)
         try:
-            self.within(lambda: shell.submit(request, entry))
+            self.within(lambda: shell.submit(shape.request, entry))
         except Unexpected:
             self.faults_seen["unexpected"] += 1
-            if cluster_digest(shell.cluster) != cluster_digest(self.replayed(self._policies)):
+            if cluster_digest(shell.cluster) != cluster_digest(self.replayed(self.policies)):
                 self.fail("an event that the cluster could not take has changed it")
+        self.loop.after(60 * S, partial(self._submit, shape))
+
+    def cancel(self, job: JobId) -> None:
+        self.cancelled.add(job)
+        self.to_shell(lambda shell: shell.cancel(job))
 
     # The pool's process.
 
@@ -220,12 +261,14 @@ class PoolWorld:
         self.incarnations += 1
         self.appended_ns = cluster.now_ns
         self.returned_ns = self.loop.now_ns
-        self._market = None if self._spot is None else SpotMarket("rollout", self._spot)
+        self._market = None if self.plan.spot is None else SpotMarket("rollout", self.plan.spot)
         entries = [entry for job, entry in self.entries.items() if job not in self.forgotten]
-        shell = PoolShell(cluster, self, self._times, entries, self._check, self._market, self.seed % 3)
+        shell = PoolShell(cluster, self, self._times, entries, self._check, self._market, self.plan.seed % 3)
         self.shell = shell
         keepers = {name: keeper.alive for name, keeper in self.keepers.items()}
-        jobs = {name: (job.placement, job.restarts) for name, job in self.jobs.items() if job.alive and not job.script}
+        jobs = {
+            name: (job.placement, job.restarts) for name, job in self.jobs.items() if job.alive and not job.shape.script
+        }
         ended, self.ended = self.ended, []
         for name, placement, _ in ended:
             jobs.setdefault(name, (placement, self.jobs[name].restarts))
@@ -252,13 +295,13 @@ class PoolWorld:
         self.loop.after(self.rng.randrange(S, 20 * S), self._return)
 
     def _return(self) -> None:
-        cluster = replay(self.journal, self._policies)
-        again = cluster_digest(replay(self.journal, self._policies))
+        cluster = replay(self.journal, self.policies)
+        again = cluster_digest(replay(self.journal, self.policies))
         if cluster_digest(cluster) != again:
             self.fail("two replays came to two states")
         if self._state_before and len(self.journal) == self._journal_then and again != self._state_before:
             self.fail("the process that came back is in another state")
-        restored = restore(save(cluster), self._policies)
+        restored = restore(save(cluster), self.policies)
         if cluster_digest(restored) != again:
             self.fail("a snapshot leads to another state")
         self._begin(restored)
@@ -284,10 +327,10 @@ class PoolWorld:
 
     def _judge_nodes(self) -> None:
         """There is an instance for each rollout node."""
-        if self.shell is None or self._spot is None:
+        if self.shell is None or self.plan.spot is None:
             return
-        now_s = (self.loop.now_ns - 1000) / S * self._spot.speed  # The market rounds to nanoseconds.
-        there = len(self._trace.available(max(0.0, now_s)))
+        now_s = (self.loop.now_ns - 1000) / S * self.plan.spot.speed  # The market rounds to nanoseconds.
+        there = len(read_spot_trace(traces.find(self.plan.spot.trace)).available(max(0.0, now_s)))
         nodes = sum(node.phase is _ROLLOUT for node in self.shell.cluster.state.nodes.values())
         if nodes > there:
             self.fail(f"{nodes} rollout nodes on {there} instances")
@@ -307,14 +350,16 @@ class PoolWorld:
         if self.faulty:
             self.excused = max((self.excused, *self.shell.cluster.permits))
         try:
-            check(self.shell.cluster, slos=self._keeps_slos)
+            check(self.shell.cluster, slos=self.plan.policy in KEEP_SLOS)
         except AssertionError as error:
             self.fail(f"after {event}: {error}")
+        if self._watch is not None:
+            self._watch(event)
 
     def fail(self, what: str) -> None:
-        other = "" if self.faults == PoolFaults() else f" (with {self.faults})"
+        other = "" if self.faults == FAULTS else f" (with {self.faults})"
         found = f"after {self.events} events at {self.loop.now_ns / S:.3f} s{other}: {what}"
-        raise WorldFailed("pool-shell", self.seed, found)
+        raise WorldFailed("pool-shell", self.plan.seed, found)
 
     def see_alone(self, job: JobId, nodes: tuple[NodeId, ...]) -> None:
         """Who begins to compute is alone on these nodes."""
@@ -387,7 +432,7 @@ class PoolWorld:
         if wire is not None and wire.open and keeper is not None:
             wire.carry(False, lambda: keeper.hear(message))
 
-    def tell_job(self, job: JobId, message: msgspec.Struct) -> None:
+    def tell_job(self, job: JobId, message: w.ToJob) -> None:
         self._acts()
         one = self.jobs[job]
         if one.wire is not None and one.wire.open:
@@ -402,7 +447,7 @@ class PoolWorld:
     def resident(
         self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
     ) -> w.StartResidentFrame:
-        if entry.job == self._unstartable and self.faulty:
+        if entry.job == self.plan.unstartable and self.faulty:
             self.faults_seen["unexpected"] += 1
             raise Unexpected(f"starting {entry.job}")
         environment = {} if ticket is None else {"ELASTIC_WORKER": ticket.worker}
@@ -433,7 +478,7 @@ class PoolWorld:
         )
 
     def profile(self, entry: JobEntry) -> None:
-        plan = self.jobs[entry.job].profile
+        plan = self.jobs[entry.job].shape.profile
         self.loop.after(plan.solo_ns, lambda: self.to_shell(lambda shell: shell.profiled(entry.job, plan)))
 
     def end_profile(self, job: JobId) -> None:
@@ -473,7 +518,7 @@ class PoolWorld:
             self.kill_pool()
         elif kind == "keeper" and keepers:
             for keeper in keepers if rng.random() < 0.05 else [rng.choice(keepers)]:
-                self._kill_keeper(keeper)
+                self.kill_keeper(keeper)
         elif kind in ("keeper link", "resident", "stuck", "silent", "memory") and keepers:
             keeper = rng.choice(keepers)
             if kind == "silent":
@@ -496,11 +541,9 @@ class PoolWorld:
         elif kind == "job link" and jobs:
             rng.choice(jobs).cut()
         elif kind == "cancel" and rng.random() < 0.1:
-            job = rng.choice(list(self.jobs))
-            self.cancelled.add(job)
-            self.to_shell(lambda shell: shell.cancel(job))
+            self.cancel(rng.choice(list(self.jobs)))
 
-    def _kill_keeper(self, keeper: ModelKeeper) -> None:
+    def kill_keeper(self, keeper: ModelKeeper) -> None:
         keeper.die()
         self.loop.after(self.rng.randrange(2 * S), lambda: self.to_shell(lambda shell: self._tell_gone(shell, keeper)))
 
@@ -567,5 +610,5 @@ class PoolWorld:
                 self.fail(f"{job} has failed, and nothing has happened to it: {record.reason}")
             if record.state is JobState.CANCELLED and job not in self.cancelled:
                 self.fail(f"{job} is cancelled, and nobody wanted that")
-        if cluster_digest(replay(self.journal, self._policies)) != cluster_digest(shell.cluster):
+        if cluster_digest(replay(self.journal, self.policies)) != cluster_digest(shell.cluster):
             self.fail("the journal leads to another state")
