@@ -18,6 +18,7 @@ from elastic.core.cluster.types import JobId
 from elastic.pool import messages as w
 from elastic.pool.connection import FROM_RESIDENT, TO_KEEPER, PoolLink, join
 from elastic.pool.keeper_state import (
+    BeginResident,
     KeeperCommand,
     KeeperEvent,
     KeeperState,
@@ -26,7 +27,6 @@ from elastic.pool.keeper_state import (
     ResidentSaid,
     ScriptStarted,
     Signal,
-    StartResident,
     TellPool,
     TellResident,
     Untaken,
@@ -60,7 +60,7 @@ class KeeperTicket(msgspec.Struct, frozen=True, kw_only=True):
 class _OwnResident:
     """The processes of a resident."""
 
-    def __init__(self, launch: StartResident, recorded: RecordedProcesses) -> None:
+    def __init__(self, launch: BeginResident, recorded: RecordedProcesses) -> None:
         self.order, self.quietly = launch.order, launch.quietly
         self.recorded = recorded
         self.process: asyncio.subprocess.Process | None = None
@@ -173,7 +173,7 @@ class Keeper:
                 link = self._residents[job].link
                 if link is not None:
                     link.send(message)
-            case StartResident(order=order):
+            case BeginResident(order=order):
                 name = f"{self._ticket.node}-{order.job}-{order.placement}"
                 owner = f"{RESIDENTS} {self._ticket.node}"
                 recorded = self._recorded(self._ticket.records, self._ticket.pool, owner, name)

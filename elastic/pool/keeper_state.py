@@ -51,7 +51,7 @@ class TellResident(msgspec.Struct, frozen=True):
     message: w.ToResident
 
 
-class StartResident(msgspec.Struct, frozen=True):
+class BeginResident(msgspec.Struct, frozen=True):
     """Start a resident; `ResidentEnded` follows at some time. `quietly`: others may compute here meanwhile."""
 
     order: w.StartResidentFrame
@@ -80,7 +80,7 @@ class Untaken(msgspec.Struct, frozen=True):
 
 
 KeeperEvent: TypeAlias = w.ToKeeper | ResidentSaid | ScriptStarted | ResidentEnded | WakeupDue
-KeeperCommand: TypeAlias = TellPool | TellResident | StartResident | Signal | PermitRefused | Untaken
+KeeperCommand: TypeAlias = TellPool | TellResident | BeginResident | Signal | PermitRefused | Untaken
 
 
 @dataclass(slots=True)
@@ -216,7 +216,7 @@ class KeeperState:
         self._kept[order.job] = _KeptResident(order, order.environment.get("ELASTIC_WORKER", ""), order.script)
         self._scripts_over.pop(order.job, None)
         others = any(other != order.job for other in self._kept)
-        self._commands.append(StartResident(order, quietly=others and self.given()[1] != order.job))
+        self._commands.append(BeginResident(order, quietly=others and self.given()[1] != order.job))
 
     def _keep_permit(self, order: w.StartResidentFrame) -> None:
         """A permit of an earlier placement is not for the resident of a later one."""

@@ -141,7 +141,7 @@ class PoolStatus(msgspec.Struct, kw_only=True):
     jobs_left_out: int = 0
 
 
-class JobPlacement(msgspec.Struct, kw_only=True):
+class PlacementStanding(msgspec.Struct, kw_only=True):
     """A place for a job: in a group with its members, or in a new group if `group` is None."""
 
     group: GroupName | None
@@ -163,7 +163,7 @@ class PlacementPlan(msgspec.Struct, kw_only=True):
 
     job: JobId
     slo: float
-    placement: JobPlacement | None = None
+    placement: PlacementStanding | None = None
     refusals: list[PlacementRefusal] = []
     why: str = ""
 
@@ -226,7 +226,7 @@ def plan_of(cluster: Cluster, request: JobRequest) -> PlacementPlan:
             f"of its own {cluster.free_rollout} and {cluster.free_train} are free"
         )
         return found
-    found.placement = JobPlacement(
+    found.placement = PlacementStanding(
         group=choice.group,
         how=choice.how,
         rollout=list(choice.rollout),

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.keeper_state import (
+    BeginResident,
     KeeperEvent,
     KeeperState,
     PermitRefused,
@@ -16,7 +17,6 @@ from elastic.pool.keeper_state import (
     ResidentSaid,
     ScriptStarted,
     Signal,
-    StartResident,
     TellPool,
     TellResident,
     Untaken,
@@ -87,16 +87,16 @@ def test_a_later_placement_follows_once_the_earlier_one_is_gone_and_has_its_perm
     assert isinstance(killed, Signal)
     assert killed.kill
     commands = state.handle(ResidentEnded("a", "killed"), 2)
-    assert commands[1:] == [StartResident(order("a", 2), quietly=False)]
+    assert commands[1:] == [BeginResident(order("a", 2), quietly=False)]
     assert state.given() == (0, "")
 
 
 def test_whoever_starts_beside_others_starts_quietly_unless_it_has_the_device():
     state = KeeperState()
-    assert state.handle(order("a"), 0) == [StartResident(order("a"), quietly=False)]
-    assert state.handle(order("b"), 0) == [StartResident(order("b"), quietly=True)]
+    assert state.handle(order("a"), 0) == [BeginResident(order("a"), quietly=False)]
+    assert state.handle(order("b"), 0) == [BeginResident(order("b"), quietly=True)]
     state.handle(w.GiveDevice(1, "c", 10), 0)
-    assert state.handle(order("c"), 0) == [StartResident(order("c"), quietly=False)]
+    assert state.handle(order("c"), 0) == [BeginResident(order("c"), quietly=False)]
 
 
 def test_a_resident_is_asked_to_end_and_killed_when_its_grace_is_over():
@@ -156,7 +156,7 @@ class AnyKeeper(RuleBasedStateMachine):
     def tell(self, event: KeeperEvent) -> None:
         for command in self.state.handle(event, self.now_s):
             match command:
-                case StartResident(order=launched):
+                case BeginResident(order=launched):
                     assert launched.job not in self.living
                     self.living[launched.job] = launched
                 case TellResident(job=job, message=w.Resume(permit=permit)):

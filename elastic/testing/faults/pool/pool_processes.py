@@ -10,6 +10,7 @@ from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.client import JobPart, News
 from elastic.pool.keeper_state import (
+    BeginResident,
     KeeperCommand,
     KeeperEvent,
     KeeperState,
@@ -18,7 +19,6 @@ from elastic.pool.keeper_state import (
     ResidentSaid,
     ScriptStarted,
     Signal,
-    StartResident,
     TellPool,
     TellResident,
     Untaken,
@@ -138,7 +138,7 @@ class ModelKeeper:
                 wire = self.wire
                 if wire is not None and wire.open:
                     wire.carry(True, lambda: self.world.to_shell(lambda shell: shell.keeper_heard(self.node, message)))
-            case StartResident(order=order):
+            case BeginResident(order=order):
                 self._launch(order)
             case TellResident(job=job, message=message):
                 self._hear_keeper(self.residents[job], message)
