@@ -292,10 +292,11 @@ class KeeperState:
         if device.taking:
             return
         device.taking, device.until_s = True, self._now_s + left_s
-        if kept is None or kept.order.script or (not kept.permit and not kept.ending):
+        if kept is None or kept.order.script or kept.permit != permit:
+            # Nobody computes under this permit. Who is killed for an older one keeps the next one waiting.
             if kept is not None:
                 self._drop_ticket(kept)
-                kept.permit = 0
+                kept.permit = 0 if kept.order.script else kept.permit
             self._free(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
         elif not kept.ending:
             self._commands.append(TellResident(job, w.Park(permit)))
