@@ -71,7 +71,7 @@ FULL = Extent(events=1_000_000)
 NIGHTLY = Extent(events=10_000_000, faults=100_000)
 SHELL = {QUICK: Extent(seeds=16), FULL: Extent(events=500_000), NIGHTLY: Extent(events=3_000_000, faults=300_000)}
 """As much of the production shell; as many seeds as of the cheap worlds where their number is all that is wanted."""
-JOBS = {QUICK: Extent(seeds=24), FULL: Extent(events=100_000), NIGHTLY: Extent(events=1_000_000, faults=10_000)}
+JOBS = {QUICK: Extent(seeds=24), FULL: Extent(events=25_000), NIGHTLY: Extent(faults=10_000)}
 """The same of worlds of a pool's production shell."""
 RUNS_IN_POOLS = {QUICK: Extent(seeds=4), FULL: Extent(seeds=100), NIGHTLY: Extent(faults=10_000)}
 """The same of worlds of jobs in a pool."""
