@@ -7,8 +7,8 @@ import pytest
 from elastic.core.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, JobState, NodeId, PhaseKind
-from elastic.testing.faults.pool.pool_processes import JobShape, S
-from elastic.testing.faults.pool.pool_worlds import PoolFaults, PoolPlan, PoolWorld
+from elastic.testing.faults.pool.pool_processes import JobDraw, S
+from elastic.testing.faults.pool.pool_worlds import PoolFaults, PoolSetting, PoolWorld
 
 PLAN = PhasePlan(rollout_ns=100 * S, train_ns=60 * S)
 SHORTER = PhasePlan(rollout_ns=80 * S, train_ns=48 * S)
@@ -17,19 +17,19 @@ LATE_NS = 15 * S
 """Messages, parking, and how often a job looks whether it computes."""
 
 
-def neighbours(seed: int) -> PoolPlan:
+def neighbours(seed: int) -> PoolSetting:
     """Two jobs on a small pool, and no faults."""
     kind = NodeKind(gpus=8, memory_bytes=3, nano_usd_per_hour=S)
     requests = [
         JobRequest(id=f"job-{number}", slo=4.0, plan=PLAN, steps=STEPS, rollout_bytes=1, train_bytes=1)
         for number in range(2)
     ]
-    return PoolPlan(
+    return PoolSetting(
         seed=seed,
         policy="ours",
         spec=PoolSpec(rollout=kind, train=kind, rollout_nodes=1, train_nodes=1),
         jobs=tuple(
-            JobShape(request=request, profile=SHORTER, at_ns=1 + number, steady=True)
+            JobDraw(request=request, profile=SHORTER, at_ns=1 + number, steady=True)
             for number, request in enumerate(requests)
         ),
         faults=PoolFaults(until_ns=0),

@@ -6,8 +6,8 @@ from elastic.core.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, JobState
 from elastic.pool.standing import standing
-from elastic.testing.faults.pool.pool_processes import JobShape, S
-from elastic.testing.faults.pool.pool_worlds import PoolFaults, PoolPlan, PoolWorld
+from elastic.testing.faults.pool.pool_processes import JobDraw, S
+from elastic.testing.faults.pool.pool_worlds import PoolFaults, PoolSetting, PoolWorld
 
 PLAN = PhasePlan(rollout_ns=100 * S, train_ns=60 * S)
 APART_NS = 40 * S
@@ -15,19 +15,19 @@ NODES = 2
 JOBS = 3 * NODES
 
 
-def crowd(seed: int) -> PoolPlan:
+def crowd(seed: int) -> PoolSetting:
     """Each job's state fills more than half of a node's host memory, so that a node has one of them."""
     kind = NodeKind(gpus=8, memory_bytes=3, nano_usd_per_hour=S)
     requests = [
         JobRequest(id=f"job-{number}", slo=3.0, plan=PLAN, steps=3, rollout_bytes=2, train_bytes=2)
         for number in range(JOBS)
     ]
-    return PoolPlan(
+    return PoolSetting(
         seed=seed,
         policy="ours",
         spec=PoolSpec(rollout=kind, train=kind, rollout_nodes=NODES, train_nodes=NODES),
         jobs=tuple(
-            JobShape(request=request, profile=PLAN, at_ns=number * APART_NS + 1)
+            JobDraw(request=request, profile=PLAN, at_ns=number * APART_NS + 1)
             for number, request in enumerate(requests)
         ),
         faults=PoolFaults(until_ns=0),

@@ -13,7 +13,7 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.history import ClusterEntry, cluster_digest, encode
 from elastic.pool.journal import SNAPSHOT_EVERY, PoolJournal, PoolJournalError
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
-from elastic.testing.faults.pool.pool_worlds import PoolPlan, PoolWorld, Unexpected
+from elastic.testing.faults.pool.pool_worlds import PoolSetting, PoolWorld, Unexpected
 from policies.clusters import CLUSTER_POLICIES
 
 S = 1_000_000_000
@@ -132,7 +132,7 @@ class _Unplaceable(PoolWorld):
 
     def __init__(self, directory: Path) -> None:
         self.on_disk = PoolJournal(directory)
-        super().__init__(PoolPlan(seed=0, policy="ours", spec=SPEC, jobs=(), unplaceable="poisoned"))
+        super().__init__(PoolSetting(seed=0, policy="ours", spec=SPEC, jobs=(), unplaceable="poisoned"))
         self.on_disk.open_pool(SPEC, self.limits, self.policies, "ours")
 
     def append(

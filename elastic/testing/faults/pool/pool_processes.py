@@ -245,7 +245,7 @@ class ModelKeeper:
         self.hear(ResidentEnded(job, cause, code))
 
 
-class JobShape(msgspec.Struct, frozen=True, kw_only=True):
+class JobDraw(msgspec.Struct, frozen=True, kw_only=True):
     """A job, when it is submitted, and what its phases last as `profile` says. A `script` computes in its own process.
     With `both` it trains with the nodes of both pools. A `steady` one never thinks better of what it has asked for."""
 
@@ -261,7 +261,7 @@ class JobShape(msgspec.Struct, frozen=True, kw_only=True):
 class ModelJob:
     """A job's directory, and its process while there is one. It speaks with the pool by the production's `JobPart`."""
 
-    def __init__(self, world: "PoolWorld", shape: JobShape) -> None:
+    def __init__(self, world: "PoolWorld", shape: JobDraw) -> None:
         self.world, self.shape, self.request = world, shape, shape.request
         self.keeper: ModelKeeper | None = None
         self.part = JobPart()

@@ -33,7 +33,7 @@ from elastic.pool.shell import PoolShell
 from elastic.simulation.loop import EventLoop
 from elastic.system.isolation import ItemAttempt, words_of
 from elastic.testing.faults.failure import WorldFailed
-from elastic.testing.faults.pool.pool_processes import JobShape, ModelJob, ModelKeeper, ModelWire
+from elastic.testing.faults.pool.pool_processes import JobDraw, ModelJob, ModelKeeper, ModelWire
 from policies.clusters import CLUSTER_POLICIES
 from providers.markets import SpotMarket, SpotSettings
 from traces.spot import read_spot_trace
@@ -95,7 +95,7 @@ class PoisonedPlacement:
         return self._placement.place(request, pool)
 
 
-class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
+class PoolSetting(msgspec.Struct, frozen=True, kw_only=True):
     """A pool, its jobs, and what goes wrong. `spot`: its rollout nodes are instances of that market.
 
     Before faults end, placing `unplaceable` fails in a way that nobody expects, or starting residents of
@@ -105,14 +105,14 @@ class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     policy: str
     spec: PoolSpec
-    jobs: tuple[JobShape, ...]
+    jobs: tuple[JobDraw, ...]
     faults: PoolFaults = FAULTS
     spot: SpotSettings | None = None
     unplaceable: JobId = ""
     unstartable: JobId = ""
 
 
-def draw_pool(seed: int, faults: PoolFaults = FAULTS) -> PoolPlan:
+def draw_pool(seed: int, faults: PoolFaults = FAULTS) -> PoolSetting:
     """Draw a small pool. Every fourth one has a job that code fails at, every fifth one is of spot instances."""
     rng = Random(seed)
     kind = NodeKind(gpus=8, memory_bytes=rng.randrange(2, 5), nano_usd_per_hour=rng.randrange(1, 20) * 10**9)
@@ -126,7 +126,7 @@ def draw_pool(seed: int, faults: PoolFaults = FAULTS) -> PoolPlan:
         speed = read_spot_trace(traces.find(trace)).end_s * S / faults.until_ns  # All are there once faults end.
         played = {"trace": trace, "speed": speed, "max_workers": spec.rollout_nodes, "usd_per_gpu_hour": 1.0}
         spot = SpotSettings.model_validate(played)
-    plan = PoolPlan(
+    plan = PoolSetting(
         seed=seed,
         policy=rng.choice(sorted(CLUSTER_POLICIES)),
         spec=spec,
@@ -139,7 +139,7 @@ def draw_pool(seed: int, faults: PoolFaults = FAULTS) -> PoolPlan:
     return _with_tails(plan) if Random(f"{seed}/tails").random() < TAILS_SHARE else plan
 
 
-def _with_tails(plan: PoolPlan) -> PoolPlan:
+def _with_tails(plan: PoolSetting) -> PoolSetting:
     """Return a pool whose jobs roll out for long on the same two nodes, so that tails move."""
     long = PhasePlan(rollout_ns=300 * S, train_ns=40 * S)
     jobs = [
@@ -154,7 +154,7 @@ def _with_tails(plan: PoolPlan) -> PoolPlan:
     return msgspec.structs.replace(plan, jobs=tuple(jobs), spec=spec, policy="ours", spot=None)
 
 
-def _draw_job(rng: Random, number: int, spec: PoolSpec) -> JobShape:
+def _draw_job(rng: Random, number: int, spec: PoolSpec) -> JobDraw:
     switch_ns = rng.choice((0, S))
     plan = PhasePlan(
         rollout_ns=rng.randrange(20 * S, 300 * S),
@@ -175,7 +175,7 @@ def _draw_job(rng: Random, number: int, spec: PoolSpec) -> JobShape:
         restart_ns=rng.choice((0, 30 * S)),
         max_resubmissions=rng.randrange(3),
     )
-    return JobShape(
+    return JobDraw(
         request=request,
         profile=plan,
         at_ns=rng.randrange(1800 * S),
@@ -188,7 +188,7 @@ def _draw_job(rng: Random, number: int, spec: PoolSpec) -> JobShape:
 class PoolWorld:
     """One world; it is the shell's ports, too. `run` lives through it. `watch` hears of every event."""
 
-    def __init__(self, plan: PoolPlan, watch: Callable[[e.ClusterEvent], None] | None = None) -> None:
+    def __init__(self, plan: PoolSetting, watch: Callable[[e.ClusterEvent], None] | None = None) -> None:
         self.plan, self.faults, self._watch = plan, plan.faults, watch
         self.rng = Random(f"{plan.seed}/faults")
         self.policies = CLUSTER_POLICIES[plan.policy]
@@ -234,7 +234,7 @@ class PoolWorld:
         placed_ns = max((chapter.at_ns for chapter in record.story if chapter.state is JobState.PLACED), default=0)
         return record.request.id == self.plan.unstartable and placed_ns < self.faults.until_ns
 
-    def _submit(self, shape: JobShape) -> None:
+    def _submit(self, shape: JobDraw) -> None:
         """Submit a job, until it is taken. If the cluster cannot take it, that has left nothing behind."""
         shell, job, command = self.shell, shape.request.id, ("script",) if shape.script else ()
         if job in self.entries:
