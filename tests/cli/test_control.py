@@ -17,24 +17,21 @@ def commanded(tmp_path: Path) -> Iterator[CommandedRun]:
     path = tmp_path / "runs" / "lake"
     path.mkdir(parents=True)
     (path / "config.json").write_text("{}")
-    run, up, loop = CommandedRun(path), threading.Event(), asyncio.new_event_loop()
+    run, up, over, loop = CommandedRun(path), threading.Event(), asyncio.Event(), asyncio.new_event_loop()
 
     async def serve() -> None:
         await run.socket.start()
         up.set()
+        await over.wait()
+        await run.socket.aclose()
 
-    def live() -> None:
-        loop.run_until_complete(serve())
-        loop.run_forever()
-        loop.run_until_complete(run.socket.aclose())
-        loop.close()
-
-    thread = threading.Thread(target=live)
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
-    up.wait(10)
+    assert up.wait(30)
     yield run
-    loop.call_soon_threadsafe(loop.stop)
+    loop.call_soon_threadsafe(over.set)
     thread.join()
+    loop.close()
 
 
 def test_commands_reach_the_run(elastic, commanded: CommandedRun) -> None:
