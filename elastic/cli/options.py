@@ -11,6 +11,7 @@ from elastic.config import ConfigError
 from elastic.protocol.run_control import GPUS_MAX, USD_MAX
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+RunFile = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as run.steps=10.")
 ]

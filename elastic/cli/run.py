@@ -10,7 +10,16 @@ import typer
 from rich.text import Text
 
 from elastic.cli.capacity import vendor_prices
-from elastic.cli.options import AsJson, BudgetOption, Overrides, names_in, refuse_all_but, with_budget, with_seed
+from elastic.cli.options import (
+    AsJson,
+    BudgetOption,
+    Overrides,
+    RunFile,
+    names_in,
+    refuse_all_but,
+    with_budget,
+    with_seed,
+)
 from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.progress import ProgressDisplay, bar
 from elastic.cli.supervise import supervise_run
@@ -53,9 +62,7 @@ PREPARED = {
 
 def run(
     context: typer.Context,
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)
-    ] = None,
+    config: RunFile = None,
     providers: Annotated[
         str | None,
         typer.Option(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from elastic.cli.options import GIVEN, AsJson, BudgetOption, Overrides, refuse_all_but, with_budget
+from elastic.cli.options import GIVEN, AsJson, BudgetOption, Overrides, RunFile, refuse_all_but, with_budget
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, console, say
 from elastic.cli.progress import ProgressDisplay
 from elastic.cli.run import conclude, run_settings
@@ -22,9 +22,7 @@ from elastic.system.signals import INTERRUPT, handled
 
 def simulate(
     context: typer.Context,
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)
-    ] = None,
+    config: RunFile = None,
     providers: Annotated[
         str | None,
         typer.Option(metavar="NAMES", help="Comma-separated: serving,spot. Without any, those of [simulation]."),
