@@ -19,11 +19,6 @@ batches only, and where turns are computed again; it rises above 1 where turns t
 `time` is bounded by 1, except that rollouts make serving's batches fuller and so quicker. On a device of their own,
 rollouts use `time_alone`: the rest is the executor's decisions, and environments that all rest at once.
 
-`--arm vllm` has one vLLM in the executor's place, in the environment of `make test-vllm`: it serves a base, rollouts
-are an adapter to it, and the same front, load and loop are on the other core. Its scale is its own (speed, targets and
-rollouts alone), since vLLM computes by other kernels: only shares compare. `vllm` is with `ServingFirst`,
-`vllm_priority` with priorities alone. Where vLLM is not installed: `skipped_because`.
-
 `--device cuda` shares a GPU between models of Qwen3's shapes with random weights, for the same requests; this mode has
 never been run.
 
@@ -31,7 +26,6 @@ The full mode takes 2.8 hours; `--window-s 15` has all of it in some 30 minutes.
 """
 
 import argparse
-import asyncio
 import contextlib
 import json
 import multiprocessing
@@ -50,7 +44,7 @@ from typing import Any
 
 import msgspec
 import torch
-from _common import emit, parser, skipped_without_vllm
+from _common import emit, parser
 from _shapes import SHAPES
 from _shared_device import (
     CONTEXT,
@@ -201,51 +195,6 @@ async def measure(plan: CoservingPlan) -> dict[str, Any]:
         return await _measure(device, plan)
 
 
-async def measure_vllm(plan: CoservingPlan) -> dict[str, Any]:
-    """The arm `vllm`: the same windows and densities on one vLLM."""
-    from _vllm_device import VllmDevice
-
-    if OTHER_CORE in CORES:
-        os.sched_setaffinity(0, {OTHER_CORE})
-    plain = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
-    figures: dict[str, Any] = {}
-    with (
-        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as generator,
-        tempfile.TemporaryDirectory() as directory,
-    ):
-        replay, alone = TraceReplay(plan.window_s), list[DeviceUse]()
-        for arm, arguments in (("vllm", {}), ("vllm_priority", plain)):
-            device = await asyncio.to_thread(VllmDevice, Path(directory), generator, plan.window_s, arguments)
-            try:
-                if not alone:
-                    figures["busy_share"] = await _calibrate(device, plan, replay)
-                    for window in plan.windows:
-                        alone.append(await device.use(SERVING_ALONE, replay.requests(window, 1.0), 0, plan.window_s))
-                targets = ServingGoals.of([record for use in alone for record in use.records]).targets
-                figures[arm] = {
-                    f"{density:g}": await _on_vllm(device, plan, replay, density, targets) for density in plan.densities
-                }
-            finally:
-                device.close()
-        figures["slo"] = {"ttft_p99_ms": targets.ttft_ms, "tpot_p99_ms": targets.tpot_ms}
-        figures["cpu_load"] = os.getloadavg()[0]
-    return {"vllm": figures}
-
-
-async def _on_vllm(
-    device: Any, plan: CoservingPlan, replay: TraceReplay, density: float, targets: Targets
-) -> dict[str, Any]:
-    uses: dict[str, list[DeviceUse]] = {"serving_alone": [], "shared": []}
-    rollouts_alone: list[DeviceUse] = []
-    for window in plan.windows:
-        requests = replay.requests(window, density)
-        uses["serving_alone"].append(await device.use(SERVING_ALONE, requests, 0, plan.window_s))
-        rollouts_alone.append(await device.use(ROLLOUTS_ALONE, [], 0, plan.alone_s))
-        uses["shared"].append(await device.use(Sharing(), requests, 0, plan.window_s))
-    _say(f"density {density:g}: {json.dumps(_policy(uses['shared'], targets))}")
-    return _density(uses, "shared", targets, rollouts_alone)
-
-
 async def _measure(device: DeviceOfTwo, plan: CoservingPlan) -> dict[str, Any]:
     replay = TraceReplay(plan.window_s)
     busy_share = await _calibrate(device, plan, replay)
@@ -274,7 +223,7 @@ async def _measure(device: DeviceOfTwo, plan: CoservingPlan) -> dict[str, Any]:
                 found.append(await under(policy, replay.requests(window, density)))
             _say(f"density {density:g}, {policy}: {json.dumps(_policy(found, goals.targets))}")
         shared += uses["elastic"]
-        by_density[f"{density:g}"] = _density(uses, "elastic", goals.targets, rollouts_alone)
+        by_density[f"{density:g}"] = _density(uses, goals.targets, rollouts_alone)
     extras: dict[str, Any] = {}
     if plan.extras:
         burstiest = replay.requests("burstiest", 2.0)
@@ -303,7 +252,7 @@ async def _measure(device: DeviceOfTwo, plan: CoservingPlan) -> dict[str, Any]:
     }
 
 
-async def _calibrate(device: Any, plan: CoservingPlan, replay: TraceReplay) -> float:
+async def _calibrate(device: DeviceOfTwo, plan: CoservingPlan, replay: TraceReplay) -> float:
     """Set the replay's speed such that serving alone is busy for `BUSY_SHARE`; how much of the time it is at that."""
     tried: list[tuple[float, float]] = []
     for _ in range(plan.calibrations):
@@ -320,13 +269,13 @@ async def _calibrate(device: Any, plan: CoservingPlan, replay: TraceReplay) -> f
 
 
 def _density(
-    by_policy: dict[str, list[DeviceUse]], ours: str, targets: Targets, rollouts_alone: Sequence[DeviceUse]
+    by_policy: dict[str, list[DeviceUse]], targets: Targets, rollouts_alone: Sequence[DeviceUse]
 ) -> dict[str, Any]:
-    """The figures of one density; the idle utilisation is that of the policy `ours`."""
+    """The figures of one density; the idle utilisation is that of the policy `elastic`."""
     serving_alone = by_policy["serving_alone"]
     utilisations = [
         _utilisation(*outcomes)
-        for outcomes in zip(by_policy[ours], serving_alone, rollouts_alone, strict=True)
+        for outcomes in zip(by_policy["elastic"], serving_alone, rollouts_alone, strict=True)
         if outcomes[-1].rollout_rate
     ]
     return {
@@ -498,17 +447,13 @@ def main() -> None:
     add("--no-extras", action="store_true", help="without the kinds of cuts and the lease sweep")
     add("--paced", action="store_true", help="a modelled device: iterations take at least its time")
     add("--device", choices=PAGE_BYTES, default="cpu")
-    add("--arm", choices=("executor", "vllm"), default="executor", help="what serves and rolls out")
     for model in ("serving", "rollout"):
         add(f"--{model}-model", choices=SHAPES, help="its shape (default: tiny; on a GPU Qwen3's)")
     parsed = options.parse_args()
     if parsed.device == "cuda" and not torch.cuda.is_available():
         options.error("--device: cuda: there is none here")
     plan = replaced(QUICK if parsed.quick else FULL, parsed)
-    if parsed.arm == "vllm" and (why := skipped_without_vllm()):
-        emit({"skipped_because": why}, parsed)
-        return
-    emit(run_loop(measure_vllm(plan) if parsed.arm == "vllm" else measure(plan)), parsed)
+    emit(run_loop(measure(plan)), parsed)
 
 
 if __name__ == "__main__":

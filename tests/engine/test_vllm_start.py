@@ -78,7 +78,6 @@ def test_one_death_too_many_ends_the_engine_and_every_turn_says_why(start, turn)
     recorder.engine._watching.join(120.0)
     with pytest.raises(RuntimeError, match=r"has ended 2 times, more than engine\.vllm\.max_restarts = 1 allows"):
         recorder.engine.statistics()
-    assert recorder.engine.closed
 
 
 def test_deaths_long_ago_are_forgotten(start, turn):
@@ -86,7 +85,7 @@ def test_deaths_long_ago_are_forgotten(start, turn):
     for number in range(3):
         recorder.run(turn(f"turn {number}"))
         assert recorder.end(f"turn {number}").finish is FinishReason.STALLED
-    assert not recorder.engine.closed
+    recorder.engine.statistics()
 
 
 def test_a_cpu_takes_new_weights_in_bfloat16_alone(start):
@@ -112,11 +111,6 @@ def test_what_cannot_be_is_said_before_anything_starts(config, settings, message
         )
 
 
-def test_a_base_that_is_served_does_not_sleep():
-    with pytest.raises(ValueError, match=r"sleep_level = 1 takes the weights from the base that is served; allowed: 0"):
+def test_an_engine_with_a_base_does_not_sleep():
+    with pytest.raises(ValueError, match=r"sleep_level = 1 takes the weights from the base; allowed: 0"):
         VllmSettings.model_validate({"base": "base", "sleep_level": 1})
-
-
-def test_an_engine_without_a_base_serves_nobody(start):
-    with pytest.raises(ValueError, match=r"engine\.vllm\.base: there is none"):
-        start("dies").serve(lambda chunks: None)

@@ -37,21 +37,16 @@ class VllmSettings(EngineSettings):
     restart_base_s: float = Field(0.5, gt=0, description="first back-off before its process is started again; doubles")
     restart_max_s: float = Field(30.0, gt=0, description="longest pause before vLLM is started again")
     stop_timeout_s: float = Field(5.0, gt=0, description="for its process to end by itself")
-    base: Path | None = Field(None, description="checkpoint that is served; versions are then LoRA adapters to it")
+    base: Path | None = Field(None, description="checkpoint to which versions are LoRA adapters")
     adapter_rank: Literal[8, 16, 32, 64, 128, 256] = Field(16, description="largest rank of an adapter")
-    rollout_kv_share: float = Field(
-        0.5, gt=0, le=1, description="of the KV blocks, what rollouts hold at most beside a base that is served"
-    )
     arguments: dict[str, Any] = Field(
         default_factory=dict, description="further arguments of vLLM's engine, by their names in Python"
     )
 
     @model_validator(mode="after")
-    def _serves_awake(self) -> "VllmSettings":
+    def _keeps_the_base(self) -> "VllmSettings":
         if self.base is not None and self.sleep_level:
-            raise ValueError(
-                f"sleep_level = {self.sleep_level} takes the weights from the base that is served; allowed: 0"
-            )
+            raise ValueError(f"sleep_level = {self.sleep_level} takes the weights from the base; allowed: 0")
         return self
 
 

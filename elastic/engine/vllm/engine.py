@@ -78,7 +78,6 @@ class VllmDied(RuntimeError):
 class _Live:
     request: GenerateRequest
     position: int
-    served: bool = False
 
 
 class VllmEngine:
@@ -103,7 +102,6 @@ class VllmEngine:
         self._vocab_size = _vocab_size(model_config)
         self._changed = threading.Condition()
         self._sink: ChunkSink | None = None
-        self._served_sink: ChunkSink | None = None
         self._alive: dict[str, _Live] = {}
         self._waiting: list[m.Submit] = []
         """Requests that came while no vLLM process was there."""
@@ -155,16 +153,6 @@ class VllmEngine:
         self._watching.start()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        self._submit(requests, served=False)
-
-    def serve(self, sink: ChunkSink) -> "VllmServing":
-        """The base's side of the engine; `sink` gets what is generated for its users. Raises `ValueError`."""
-        if self._settings.base is None:
-            raise ValueError("engine.vllm.base: there is none, so the engine has nothing to serve")
-        self._served_sink = sink
-        return VllmServing(self)
-
-    def _submit(self, requests: Sequence[GenerateRequest], *, served: bool) -> None:
         ended: list[TokenChunk] = []
         with self._changed:
             self._refuse_closed()
@@ -175,11 +163,11 @@ class VllmEngine:
                 if (end := self._refusal(request)) is not None:
                     ended.append(end)
                     continue
-                self._alive[request.request_id] = _Live(request, request.start, served)
+                self._alive[request.request_id] = _Live(request, request.start)
                 begun.append(request)
             self._charge()
-            self._tell(m.Submit(begun, served))
-        self._emit(ended, served=served)
+            self._tell(m.Submit(begun))
+        self._emit(ended)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         with self._changed:
@@ -234,7 +222,7 @@ class VllmEngine:
             unarmed = self._restarts > 0 and self._version is None
             usable = self._line is not None and not (self._asleep or self._closed or unarmed)
             return EngineStatistics(
-                pending=max(now.pending, len(self._turns_alive) - now.executing),
+                pending=max(now.pending, len(self._alive) - now.executing),
                 executing=now.executing,
                 capacity_turns=self._config.max_batch + self._config.max_pending if usable else 0,
                 kv_blocks_used=now.kv_blocks_used,
@@ -251,24 +239,9 @@ class VllmEngine:
                 received_bytes=self._received_before + self._received_bytes,
             )
 
-    @property
-    def served_alive(self) -> int:
-        """How many of the base's users' requests have not ended."""
-        with self._changed:
-            return sum(live.served for live in self._alive.values())
-
-    @property
-    def _turns_alive(self) -> list[_Live]:
-        return [live for live in self._alive.values() if not live.served]
-
     def read_back(self, path: Path) -> None:
         """Write the live parameters of each rank to `path` with the rank's number behind it."""
         self._call(lambda call: m.ReadBack(call, str(path)))
-
-    @property
-    def closed(self) -> bool:
-        """Whether it is of no further use."""
-        return self._closed or bool(self._broken)
 
     @property
     def process_id(self) -> int:
@@ -351,7 +324,7 @@ class VllmEngine:
             if settings.gpu_memory_utilization is None
             else {"gpu_memory_utilization": settings.gpu_memory_utilization}
         )
-        shared: dict[str, Any] = (
+        adapting: dict[str, Any] = (
             {}
             if settings.base is None
             else {
@@ -361,8 +334,6 @@ class VllmEngine:
                 # The last place stays empty: on a CPU vLLM computes what has no adapter with that one.
                 "max_loras": 2,
                 "max_lora_rank": settings.adapter_rank,
-                "scheduler_cls": "elastic.engine.vllm.scheduler.ServingFirst",
-                "additional_config": {"rollout_kv_share": settings.rollout_kv_share},
             }
         )
         return {
@@ -385,7 +356,7 @@ class VllmEngine:
             "worker_extension_cls": "elastic.engine.vllm.extension.Extension",
             "logits_processors": ["elastic.engine.vllm.sampling:NoiseRows"],
             **memory,
-            **shared,
+            **adapting,
             **settings.arguments,
         }
 
@@ -490,9 +461,7 @@ class VllmEngine:
             self._waiting.clear()
             if self._closed:
                 self._charge()
-        for served in (False, True):
-            ends = [self._end(live.request, finish, detail, live.position) for live in lost if live.served is served]
-            self._emit(ends, served=served)
+        self._emit([self._end(live.request, finish, detail, live.position) for live in lost])
         for answer in answers:
             answer.set_exception(RuntimeError(detail) if self._closed else VllmDied(detail))
 
@@ -501,9 +470,7 @@ class VllmEngine:
     def _take(self, message: m.FromVllm) -> None:
         match message:
             case m.Iterated():
-                chunks, served = self._note(message)
-                self._emit(chunks)
-                self._emit(served, served=True)
+                self._emit(self._note(message))
             case m.Spends(account):
                 with self._changed:
                     self._finishing.clear()
@@ -519,10 +486,9 @@ class VllmEngine:
             case m.Up() | m.Failed():
                 pass
 
-    def _note(self, iteration: m.Iterated) -> tuple[list[TokenChunk], list[TokenChunk]]:
-        """Splits the iteration's chunks into those of rollout turns and those of serving's requests."""
+    def _note(self, iteration: m.Iterated) -> list[TokenChunk]:
+        """Books the iteration; returns its chunks of turns that are alive."""
         chunks: list[TokenChunk] = []
-        served: list[TokenChunk] = []
         with self._changed:
             for chunk in iteration.chunks:
                 live = self._alive.get(chunk.request_id)
@@ -531,9 +497,6 @@ class VllmEngine:
                 live.position = chunk.start + len(chunk.token_ids)
                 if chunk.finish is not None:
                     del self._alive[chunk.request_id]
-                if live.served:
-                    served.append(chunk)
-                    continue
                 self._decoded_tokens += len(chunk.token_ids)
                 chunks.append(chunk)
             self._queue = iteration.queue
@@ -544,23 +507,17 @@ class VllmEngine:
                     (Account.DECODE, Account.PREFILL, Account.RECOMPUTE), load, self._learned.costs(load), strict=True
                 )
                 spent = {account: max(cost, SMALLEST_COST) for account, tokens, cost in costs if tokens}
-                if iteration.served:
-                    # By tokens: what serving's own would have cost alone is not known.
-                    rolled = sum(load)
-                    spent[Account.SERVING] = sum(spent.values()) * iteration.served / rolled if rolled else 1.0
                 if spent:
                     self._meter.settle(time.monotonic_ns(), spent)
-                    if not iteration.served:
-                        self._learned.observe(load, iteration.ns / 1e9)
+                    self._learned.observe(load, iteration.ns / 1e9)
             self._charge()
-        return chunks, served
+        return chunks
 
-    def _emit(self, chunks: list[TokenChunk], *, served: bool = False) -> None:
-        sink = self._served_sink if served else self._sink
-        if not chunks or sink is None:
+    def _emit(self, chunks: list[TokenChunk]) -> None:
+        if not chunks or self._sink is None:
             return
         try:
-            sink(chunks)
+            self._sink(chunks)
         except Exception:
             _log.exception("the sink of an engine's chunks failed")
 
@@ -572,8 +529,6 @@ class VllmEngine:
             account = self._spends
         elif self._asleep:
             account = Account.ASLEEP
-        elif any(live.served for live in self._alive.values()):
-            account = Account.SERVING
         else:
             account = Account.DECODE if self._alive and self._version is not None else self._idle_account
         self._meter.switch(time.monotonic_ns(), {account: 1.0})
@@ -616,7 +571,7 @@ class VllmEngine:
     def _load(self, message: Any, version: int, mode: WeightMode) -> None:
         mark = next(self._calls)
         with self._changed:
-            if mode is WeightMode.FINISH and self._turns_alive:
+            if mode is WeightMode.FINISH and self._alive:
                 self._finishing.add(mark)
         try:
             self._call(message)
@@ -655,28 +610,6 @@ class VllmEngine:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
-
-
-class VllmServing:
-    """The users' side of an engine whose base is served: no weights, no sleep, and before all turns."""
-
-    def __init__(self, engine: VllmEngine) -> None:
-        self._engine = engine
-
-    @property
-    def closed(self) -> bool:
-        return self._engine.closed
-
-    @property
-    def load(self) -> int:
-        """Requests that have not ended."""
-        return self._engine.served_alive
-
-    def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        self._engine._submit(requests, served=True)
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        self._engine.abort(request_ids)
 
 
 def _vocab_size(model_config: Mapping[str, Any]) -> int:

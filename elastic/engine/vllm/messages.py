@@ -30,10 +30,7 @@ class Begin(_PipeMessage, frozen=True):
 
 
 class Submit(_PipeMessage, frozen=True):
-    """Turns; or, where the base is `served`, its users' requests, which go first."""
-
     requests: list[GenerateRequest]
-    served: bool = False
 
 
 class AbortRequests(_PipeMessage, frozen=True):
@@ -97,7 +94,7 @@ class Failed(_PipeMessage, frozen=True):
 
 
 class Queue(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """vLLM's own counts, after an iteration; what serving has running or waiting is not in the first two."""
+    """vLLM's own counts, after an iteration."""
 
     pending: int
     executing: int
@@ -115,7 +112,6 @@ class Iterated(_PipeMessage, frozen=True):
     decode: int = 0
     prefill: int = 0
     recompute: int = 0
-    served: int = 0
 
 
 class Spends(_PipeMessage, frozen=True):

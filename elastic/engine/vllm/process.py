@@ -5,7 +5,6 @@
 - Requests wait here, not in vLLM, while they may not begin: before the first weights, asleep, and while new weights
   wait for running turns.
 - A request's cache salt is the version that it begins with, so the KV of one version is never found by another.
-- Where a base is served, its users' requests go to vLLM at once and before all turns, whatever becomes of the policy.
 """
 
 # pyright: reportMissingImports=false
@@ -43,8 +42,6 @@ class _Turn:
 
     request: GenerateRequest
     position: int
-    served: bool = False
-    """It is a user's, and of the base."""
     generated: list[int] = field(default_factory=list)
     key: str = ""
     core: Any = None
@@ -135,7 +132,7 @@ class VllmProcess:
 
     def _submit(self, message: m.Submit) -> None:
         for request in message.requests:
-            turn = _Turn(request, request.start, message.served)
+            turn = _Turn(request, request.start)
             self._turns[request.request_id] = self._held[request.request_id] = turn
 
     def _abort(self, request_ids: Sequence[str]) -> None:
@@ -187,24 +184,19 @@ class VllmProcess:
 
     # Weights
 
-    @property
-    def _begun(self) -> list[_Turn]:
-        """The policy's turns that vLLM has."""
-        return [turn for turn in self._by_key.values() if not turn.served]
-
     def _order(self, order: m.LoadVersion) -> None:
         self._orders.append(order)
         # What vLLM has not begun begins with the new weights.
-        self._withdraw([turn for turn in self._begun if _is_waiting(turn)])
+        self._withdraw([turn for turn in self._by_key.values() if _is_waiting(turn)])
 
     def _may_apply(self, order: m.LoadVersion) -> bool:
-        return order.mode is not WeightMode.FINISH or not self._begun
+        return order.mode is not WeightMode.FINISH or not self._by_key
 
     def _apply(self, order: m.LoadVersion) -> None:
         """In place, between two iterations. After a failure half-way nothing is served until the next order."""
         self._line.send(m.Spends(Account.APPLYING))
         if order.mode is not WeightMode.KEEP or self._version is None:
-            self._withdraw(self._begun)
+            self._withdraw([*self._by_key.values()])
         self._answer(order.call, lambda: self._put_in_force(order))
 
     def _put_in_force(self, order: m.LoadVersion) -> None:
@@ -227,8 +219,8 @@ class VllmProcess:
             if asleep:
                 self._core.model_executor.sleep(self._sleep_level)
         self._version = order.version
-        # No salt leads to it any more; what running turns hold stays, and a served base's.
-        if not self._by_key and not self._adapts:
+        # No salt leads to it any more; what running turns hold stays.
+        if not self._by_key:
             self._core.reset_prefix_cache()
 
     def _withdraw(self, turns: Sequence[_Turn]) -> None:
@@ -249,14 +241,11 @@ class VllmProcess:
         if self._asleep:
             return
         self._asleep = True
-        self._abort([name for name, turn in self._turns.items() if not turn.served])
+        self._abort(list(self._turns))
         # vLLM lets go of aborted ones in its next iteration.
-        if self._by_key:
+        while self._core.scheduler.has_requests():
             self._iterate()
-        else:
-            while self._core.scheduler.has_requests():
-                self._iterate()
-            self._core.reset_prefix_cache()
+        self._core.reset_prefix_cache()
         if self._sleep_level:
             self._core.model_executor.sleep(self._sleep_level)
         self._say([])
@@ -274,11 +263,10 @@ class VllmProcess:
     # Turns
 
     def _admit(self) -> None:
-        if not self._held:
+        if self._asleep or self._version is None or self._orders:
             return
-        may_begin = not (self._asleep or self._version is None or self._orders)
-        for turn in [turn for turn in self._held.values() if turn.served or may_begin]:
-            del self._held[turn.request.request_id]
+        held, self._held = self._held, {}
+        for turn in held.values():
             self._give(turn)
 
     def _give(self, turn: _Turn) -> None:
@@ -307,11 +295,11 @@ class VllmProcess:
             sampling_params=drawn,
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=adapter() if self._adapts and not turn.served else None,
-            cache_salt=None if turn.served else str(self._version),
+            lora_request=adapter() if self._adapts else None,
+            cache_salt=str(self._version),
             data_parallel_rank=None,
             # A turn that has moved has waited before.
-            priority=0 if turn.served else 1 if request.recompute or turn.generated else 2,
+            priority=1 if request.recompute or turn.generated else 2,
         )
         turn.core = Request.from_engine_core_request(asked, self._core.request_block_hasher)
         self._by_key[turn.key] = turn
@@ -322,12 +310,12 @@ class VllmProcess:
         self._planned = None
         outputs, ran = self._core.step_fn()
         self._core.post_step(ran)
-        decode, prefill, recompute, served = self._computed()
+        decode, prefill, recompute = self._computed()
         chunks: list[TokenChunk] = []
         for each in outputs.values():
             self._note_queue(each.scheduler_stats)
             chunks += [self._chunk(turn, out) for out in each.outputs if (turn := self._by_key.get(out.request_id))]
-        self._say(chunks, time.monotonic_ns() - begun_ns if ran else 0, decode, prefill, recompute, served)
+        self._say(chunks, time.monotonic_ns() - begun_ns if ran else 0, decode, prefill, recompute)
 
     def _chunk(self, turn: _Turn, output: Any) -> TokenChunk:
         token_ids: list[int] = output.new_token_ids
@@ -377,16 +365,13 @@ class VllmProcess:
 
         self._core.scheduler.schedule = watched
 
-    def _computed(self) -> tuple[int, int, int, int]:
-        """Tokens of the iteration: decoded, prefilled, prefilled again because their turn had moved, and serving's."""
-        decode = prefill = recompute = served = 0
+    def _computed(self) -> tuple[int, int, int]:
+        """Tokens of the iteration: decoded, prefilled, and prefilled again because their turn had moved."""
+        decode = prefill = recompute = 0
         scheduled = self._planned.num_scheduled_tokens if self._planned is not None else {}
         for key, count in scheduled.items():
             turn = self._by_key.get(key)
             if turn is None:
-                continue
-            if turn.served:
-                served += count
                 continue
             begin = turn.core.num_computed_tokens - count
             if count == 1 and begin >= turn.core.num_prompt_tokens:
@@ -396,7 +381,7 @@ class VllmProcess:
             else:
                 prefill += count
             turn.prefilled_once |= turn.core.num_computed_tokens >= turn.core.num_prompt_tokens
-        return decode, prefill, recompute, served
+        return decode, prefill, recompute
 
     def _note_queue(self, stats: Any) -> None:
         if stats is None or stats.prefix_cache_stats is None:
@@ -406,23 +391,13 @@ class VllmProcess:
         self._prompt_tokens += cache.queries + cache.preempted_queries
 
     def _say(
-        self,
-        chunks: list[TokenChunk],
-        ns: int = 0,
-        decode: int = 0,
-        prefill: int = 0,
-        recompute: int = 0,
-        served: int = 0,
+        self, chunks: list[TokenChunk], ns: int = 0, decode: int = 0, prefill: int = 0, recompute: int = 0
     ) -> None:
         scheduler, blocks = self._core.scheduler, self._core.vllm_config.cache_config.num_gpu_blocks
         running, waiting = scheduler.get_request_counts()
-        if self._adapts:
-            begun = self._begun
-            running = sum(turn.core in scheduler.running for turn in begun)
-            waiting = len(begun) - running
         used = round(scheduler.kv_cache_manager.usage * blocks)
         queued = m.Queue(waiting + len(self._held), running, used, self._prefix_hit_tokens, self._prompt_tokens)
-        self._line.send(m.Iterated(chunks, queued, ns, decode, prefill, recompute, served))
+        self._line.send(m.Iterated(chunks, queued, ns, decode, prefill, recompute))
 
 
 def _is_waiting(turn: _Turn) -> bool:
@@ -446,7 +421,7 @@ def _failure(call: int, error: Exception) -> m.Reply:
 
 
 def build_core(begin: m.Begin) -> Any:
-    """vLLM's engine core for the model, with weights that mean nothing yet, or for the base that is served."""
+    """vLLM's engine core for the model, with weights that mean nothing yet, or for the base."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
