@@ -25,7 +25,7 @@ if does == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if does == "hangs":
     time.sleep(600)
-send("Up", "cpu", 256, 32, 64, "0.32.0")
+send("Up", "cpu", 256, 64)
 while msgspec.msgpack.decode(line.recv_bytes())[0] != "Submit":
     pass
 sys.exit(3)

@@ -119,7 +119,7 @@ class CoServing:
         if self._thread is not None or self._closed:
             raise RuntimeError("the executor was started before")
         self._thread = threading.Thread(target=self._run, name="co-serving", daemon=True)
-        self._serving.drive(self._thread)
+        self._serving.thread = self._thread
         self._serving.start(sink)
         self._thread.start()
         try:
@@ -153,7 +153,7 @@ class CoServing:
             except ValueError:
                 rollout.retire()
                 raise
-            rollout.drive(self._thread)
+            rollout.thread = self._thread
             rollout.expect_pieces_like(self._serving)
             self._rolled_ns = time.monotonic_ns()
             self._rollout = self.memory.rollout = rollout
@@ -188,7 +188,7 @@ class CoServing:
                 budget=memory.budget,
                 serving_pages=memory.serving_pages,
                 rollout_pages=memory.rollout_pages,
-                rollout_bytes=rollout.device_bytes if rollout else 0,
+                rollout_bytes=rollout.runner.device_bytes if rollout else 0,
                 free_pages=memory.pages.free,
                 total_pages=memory.usable,
                 serving_peak_pages=memory.serving_peak,

@@ -48,12 +48,12 @@ class SharedRolloutEngine(SharedDeviceEngine):
     def close(self) -> None:
         """End every live request with ABORTED, and give the device back. Safe to call twice."""
         self.end()
-        if threading.current_thread() is not self._controls.thread:
-            with self._changed:
-                self._changed.wait_for(lambda: self._retired, CLOSE_TIMEOUT_S)
+        if threading.current_thread() is not self.thread:
+            with self.changed:
+                self.changed.wait_for(lambda: self._retired, CLOSE_TIMEOUT_S)
 
     def statistics(self) -> EngineStatistics:
-        with self._changed:
+        with self.changed:
             known = super().statistics()
             tokens = self._budget_pages() * self.layout.layer_slots
             credits = min(known.capacity_turns, tokens // self.settings.max_context_tokens)
@@ -68,28 +68,26 @@ class SharedRolloutEngine(SharedDeviceEngine):
         If that `tries`, the smallest one there is may run in any case: a profile that is too gloomy could otherwise
         never be put right.
         """
-        if not (self.active and self._cost and self.has_work) or self._controls.asleep:
+        if not (self.active and self.costs and self.has_work) or self.asleep:
             return None
-        chunk = self._affordable_chunk(allowance_ns, self._cost)
+        chunk = self._affordable_chunk(allowance_ns, self.costs)
         if chunk is None:
             if not tries:
                 return None
             chunk = 0 if any(map(decodes, self._scheduler.running)) else SMALLEST_CHUNK
-        work = self._scheduler.plan_chunk(not self._controls.orders, chunk)
+        work = self._scheduler.plan_chunk(not self.orders, chunk)
         return Iteration(work, shape_of(work)) if work else None
 
     def end_stalled(self, now_ns: Nanoseconds) -> None:
         """Give up turns that have made no progress for too long. Waiting for a place in the batch, for other turns'
         prompts, for weights, or for turns to end before new weights, is no stall: no other worker would be quicker."""
-        if not (self.active or self._loading) or self._cost is None or self._controls.asleep:
+        if not (self.active or self._loading) or self.costs is None or self.asleep:
             self._progress_ns.clear()
             return
         full = len(self._scheduler.running) >= self.settings.max_batch
         for sequence in list(self._scheduler):
             request = sequence.request
-            if sequence not in self._scheduler.running and (
-                full or (self._controls.orders and not sequence.admissions)
-            ):
+            if sequence not in self._scheduler.running and (full or (self.orders and not sequence.admissions)):
                 self._progress_ns[request.request_id] = now_ns
             waited_ns = now_ns - self._progress_ns.setdefault(request.request_id, now_ns)
             if waited_ns > self._stall_timeout_ns:
@@ -120,7 +118,7 @@ class SharedRolloutEngine(SharedDeviceEngine):
             # Prompts are read one after the other: who waits behind another's is not held up by serving.
             progressed += [sequence for sequence in self._scheduler if not decodes(sequence)]
         for sequence in progressed:
-            if sequence.request.request_id in self._table:
+            if sequence.request.request_id in self.table:
                 self._progress_ns[sequence.request.request_id] = now_ns
 
     def _load_piece(self) -> None:

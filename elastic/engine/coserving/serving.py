@@ -40,7 +40,7 @@ class SharedServingEngine(SharedDeviceEngine):
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         now_ns = time.monotonic_ns()
-        with self._changed:
+        with self.changed:
             for request in requests:
                 self._arrivals_ns.setdefault(request.request_id, now_ns)
                 self._burst_ns = int(BURST_KEPT * self._burst_ns)
@@ -48,9 +48,9 @@ class SharedServingEngine(SharedDeviceEngine):
             super().submit(requests)
 
     def next_iteration(self) -> Iteration | None:
-        if not (self.active and self._cost and self.has_work):
+        if not (self.active and self.costs and self.has_work):
             return None
-        work = self._scheduler.plan_chunk(not self._controls.orders, self.settings.prefill_chunk_tokens)
+        work = self._scheduler.plan_chunk(not self.orders, self.settings.prefill_chunk_tokens)
         return Iteration(work, shape_of(work)) if work else None
 
     def needed_since_ns(self) -> Nanoseconds:
@@ -63,9 +63,9 @@ class SharedServingEngine(SharedDeviceEngine):
 
     def view(self, now_ns: Nanoseconds) -> ServingView:
         """The state of serving that an admission policy decides on."""
-        if not self._cost:
+        if not self.costs:
             return ServingView(now_ns=now_ns)
-        cost, chunk = self._cost, self.settings.prefill_chunk_tokens
+        cost, chunk = self.costs, self.settings.prefill_chunk_tokens
         decoding = [sequence for sequence in self._scheduler.running if decodes(sequence)]
         prefilling = [sequence for sequence in self._scheduler if not decodes(sequence)]
         shared = Shape((), len(decoding), max((sequence.computed for sequence in decoding), default=0))

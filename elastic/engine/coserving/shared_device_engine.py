@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from elastic.config import EngineConfig
-from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, WeightMode
+from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds
 from elastic.engine.base import ChunkSink, TokenChunk
 from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.coserving.profile import CostModel, CostProfile, Prefill, Shape, write_profile
 from elastic.engine.coserving.profiler import device_name, kept_profile, measuring, model_name, profile_path
+from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.coserving.spec import ModelSpec, PageLending
 from elastic.engine.kv import PagePool
-from elastic.engine.torch.controls import ControlledEngine, EngineControls
+from elastic.engine.torch.controls import ControlledEngine
 from elastic.engine.torch.engine import device_named
 from elastic.engine.torch.iterations import IterationRunner
 from elastic.engine.torch.pacing import Costs
 from elastic.engine.torch.requests import RequestTable
 from elastic.engine.torch.scheduler import BatchScheduler, Work, load_of
 from elastic.engine.torch.scheduler import Sequence as Running
-from elastic.weights.source import WeightsSource
 
 _log = structlog.get_logger(__name__)
 Step = Callable[[], None]
@@ -74,15 +74,15 @@ class SharedDeviceEngine(ControlledEngine):
     """
 
     kind: str
+    runner: PagedRunner
 
     def __init__(self, spec: ModelSpec, pool: PagePool, lending: PageLending, changed: threading.Condition) -> None:
         self.layout = spec.layout(pool.page_bytes)
         # The executor sees to it that one sequence of `max_context_tokens` fits.
         blocks = max(pool.total * self.layout.blocks_per_page, spec.settings.max_context_tokens)
-        self.settings = settings = spec.settings.model_copy(update={"kv_blocks": blocks})
-        self._device = device = device_named(settings.device)
-        self._changed = changed
-        self._runner = runner = spec.runner(
+        settings = spec.settings.model_copy(update={"kv_blocks": blocks})
+        device = device_named(settings.device)
+        runner = spec.runner(
             spec.config, device, spec.dtype, settings.max_context_tokens, self.layout, pool.space(), pool.total
         )
         self.pool = LeasedBlocks(
@@ -96,70 +96,41 @@ class SharedDeviceEngine(ControlledEngine):
             runner.place_page,
         )
         self._scheduler = _PagedScheduler(settings, self.pool)
-        self._table = RequestTable(
+        table = RequestTable(
             self._scheduler, spec.config.vocab_size, settings, committed=self._committed, forgotten=self._forgotten
         )
-        super().__init__(EngineControls(settings, device, runner, self._table, changed))
-        self._iterations = IterationRunner(settings, device, runner, self._controls, profiled=self._profiled_costs)
+        super().__init__(settings, device, runner, table, changed)
+        self._iterations = IterationRunner(self, profiled=self._profiled_costs)
         self._spec = spec
-        self._cost: CostModel | None = None
+        self.costs: CostModel | None = None
+        """By iteration. Nothing is computed before they are known."""
         self._measuring: Generator[None, None, CostProfile] | None = None
         self._outbox: list[TokenChunk] = []
         self._loading: Loading | None = None
         self._host: dict[str, Tensor] = {}
-        self._aside = False
+        self.aside = False
         self._retired = False
         self._until_measured: list[Future[None]] = []
-        self._piece_ns = 0
+        self.piece_ns: Nanoseconds = 0
+        """How long the next piece of weights, or forward pass of the profile, will take, to go by the last ones."""
         self.slowest_piece_ns = 0
         """How long the slowest piece of weights so far took."""
 
     # Called by anybody.
 
     def start(self, sink: ChunkSink) -> None:
-        with self._changed:
-            if self._controls.sink is not None or self._controls.closed:
+        with self.changed:
+            if self.sink is not None or self.closed:
                 raise RuntimeError("the engine was started before")
-            self._controls.sink = sink
-            self._changed.notify_all()
-
-    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
-        # A copy of its own in host memory, from which the model is activated; made on the caller's time. What of it
-        # the device lacks is brought there piece by piece, between iterations.
-        return self._controls.load_version(source, mode, self._kept)
-
-    def end(self) -> None:
-        """End every live request with ABORTED, soon. The thread is the executor's and goes on."""
-        self._controls.end()
+            self.sink = sink
+            self.changed.notify_all()
 
     # Called by the executor, on its thread and under its lock, except for the steps that are returned.
-
-    def drive(self, thread: threading.Thread) -> None:
-        """Name the thread that will ask for steps."""
-        self._controls.thread = thread
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the device's memory that the model holds."""
-        return self._runner.device_bytes
-
-    @property
-    def costs(self) -> CostModel | None:
-        """The model's costs by iteration. Nothing is computed before they are known."""
-        return self._cost
-
-    @property
-    def closed(self) -> bool:
-        return self._controls.closed
-
-    @property
-    def aside(self) -> bool:
-        return self._aside
 
     @property
     def active(self) -> bool:
         """Whether the device holds the weights, all of one version."""
-        return self._table.version is not None and self._runner.loaded and self._loading is None
+        return self.table.version is not None and self.runner.loaded and self._loading is None
 
     @property
     def has_work(self) -> bool:
@@ -167,17 +138,16 @@ class SharedDeviceEngine(ControlledEngine):
 
     def housekeeping(self) -> Step | None:
         """Work that does not occupy the device: handing over chunks, and falling asleep."""
-        controls = self._controls
-        if controls.sink is None:
+        if self.sink is None:
             return None
-        chunks, self._outbox = self._outbox + self._table.take(), []
+        chunks, self._outbox = self._outbox + self.table.take(), []
         if chunks:
-            return lambda: controls.emit(chunks)
-        if controls.closed:
+            return lambda: self.emit(chunks)
+        if self.closed:
             self.fail_waiting(RuntimeError("the engine is closed"))
-        if controls.asleep and not controls.resting:
+        if self.asleep and not self.resting:
             self._deactivate()
-            controls.rest()
+            self.rest()
         return None
 
     def fail_waiting(self, error: Exception) -> None:
@@ -185,7 +155,7 @@ class SharedDeviceEngine(ControlledEngine):
         loading, self._loading = self._loading, None
         if loading is not None:
             loading.fail(error)
-        self._controls.fail_orders(error)
+        self.fail_orders(error)
         while self._until_measured:
             self._until_measured.pop().set_exception(error)
 
@@ -197,32 +167,27 @@ class SharedDeviceEngine(ControlledEngine):
             self._loading = self._begin_loading()
         return self._load_piece if self._loading is not None else None
 
-    @property
-    def piece_ns(self) -> Nanoseconds:
-        """How long the next piece of weights, or forward pass of the profile, will take, to go by the last ones."""
-        return self._piece_ns
-
     def expect_pieces_like(self, other: "SharedDeviceEngine") -> None:
         """Take the pieces of this model's weights to be as slow, for their size, as the slowest of another one's were:
         none of its own has been measured yet."""
-        size_ratio = self._runner.largest_piece_bytes / other._runner.largest_piece_bytes
-        self._piece_ns = ceil(other.slowest_piece_ns * size_ratio)
+        size_ratio = self.runner.largest_piece_bytes / other.runner.largest_piece_bytes
+        self.piece_ns = ceil(other.slowest_piece_ns * size_ratio)
 
     def measuring_step(self, profiles: Path | None) -> Step:
         """The next forward pass of the cost profile; the profile itself where it is on disk."""
         model = model_name(self._spec.config, self._spec.dtype)
-        device = device_name(self._device, self.settings)
+        device = device_name(self.device, self.settings)
         path = profile_path(profiles, model, device) if profiles is not None else None
         if self._measuring is None:
             kept = kept_profile(path, model, device, self.settings)
             if kept is not None:
                 return lambda: self._use_profile(kept)
-            self._measuring = measuring(self._runner, model, device, self.settings)
+            self._measuring = measuring(self.runner, model, device, self.settings)
         pieces = self._measuring
 
         def measure() -> None:
             started_ns = time.monotonic_ns()
-            with self._changed:
+            with self.changed:
                 self.charge(Account.LOADING)
             try:
                 next(pieces)
@@ -236,36 +201,33 @@ class SharedDeviceEngine(ControlledEngine):
 
     def set_aside(self) -> None:
         """Leave the device altogether: everything ends with ABORTED, weights and KV go."""
-        with self._changed:
-            self._aside = True
+        with self.changed:
+            self.aside = True
             self.end_early(list(self._scheduler), FinishReason.ABORTED, "the model makes way")
             self._deactivate()
 
     def bring_back(self) -> None:
         """Undo `set_aside`, in one piece."""
-        with self._changed:
-            self._aside = False
+        with self.changed:
+            self.aside = False
         while (piece := self.loading_step()) is not None:
             piece()
 
     def retire(self) -> None:
         """Leave nothing behind: the engine is closed."""
         self._deactivate()
-        self._runner.unload()
-        self._runner.space.close()
+        self.runner.unload()
+        self.runner.space.close()
         self._retired = True
-        self._changed.notify_all()
+        self.changed.notify_all()
 
     def emit_outbox(self) -> None:
         chunks, self._outbox = self._outbox, []
-        self._controls.emit(chunks)
-
-    def charge(self, account: Account) -> None:
-        self._controls.charge({account: 1.0})
+        self.emit(chunks)
 
     def charge_idle(self) -> None:
-        account = self._controls.idle_account
-        if self._controls.asleep:
+        account = self.idle_account
+        if self.asleep:
             account = Account.ASLEEP
         elif self._loading is not None or self._until_measured:
             account = Account.LOADING
@@ -273,13 +235,13 @@ class SharedDeviceEngine(ControlledEngine):
 
     def iterate(self, iteration: Iteration) -> None:
         """Compute; outside of the lock."""
-        assert self._cost is not None
+        assert self.costs is not None
         started_ns = time.monotonic_ns()
         self._iterations.run(iteration.work)
-        self._cost.observe(iteration.shape, time.monotonic_ns() - started_ns)
+        self.costs.observe(iteration.shape, time.monotonic_ns() - started_ns)
 
     def end_early(self, sequences: Iterable[Running], finish: FinishReason, why: str) -> None:
-        self._outbox.extend(self._table.end(sequence.request, finish, why) for sequence in sequences)
+        self._outbox.extend(self.table.end(sequence.request, finish, why) for sequence in sequences)
 
     def fail(self, why: str) -> None:
         """End everything that is alive with an error, and give the memory back.
@@ -287,24 +249,24 @@ class SharedDeviceEngine(ControlledEngine):
         A model whose costs could not be measured is not tried again until it gets other weights.
         """
         # All last chunks come before any book-keeping, which may be what has failed.
-        self._outbox.extend(self._table.last_chunks(FinishReason.ERROR, why))
-        self._table.forget_all()
+        self._outbox.extend(self.table.last_chunks(FinishReason.ERROR, why))
+        self.table.forget_all()
         self.pool.forget()
         self.pool.trim()
         self._measuring = None
-        if self._cost is None:
+        if self.costs is None:
             self._drop_weights()
             self.fail_waiting(RuntimeError(why))
 
     def abandon(self, why: str) -> None:
         """Leave the device without the book-keeping, where `fail` has failed too."""
-        self._table.abandon()
-        self._controls.closed = self._retired = True
+        self.table.abandon()
+        self.closed = self._retired = True
         self.emit_outbox()
         self._drop_weights()
         self.fail_waiting(RuntimeError(why))
-        self._runner.space.close()
-        self._changed.notify_all()
+        self.runner.space.close()
+        self.changed.notify_all()
 
     # What the two engines differ in.
 
@@ -315,9 +277,11 @@ class SharedDeviceEngine(ControlledEngine):
         """A request is over."""
 
     def _kept(self, tensor: object) -> object:
+        # In host memory, from which the model is activated; made on the caller's time. What of it the device lacks is
+        # brought there piece by piece, between iterations.
         if not isinstance(tensor, Tensor):
             return tensor
-        return torch.empty_like(tensor, pin_memory=self._device.type == "cuda").copy_(tensor)
+        return torch.empty_like(tensor, pin_memory=self.device.type == "cuda").copy_(tensor)
 
     def _keep_profile(self, path: Path, profile: CostProfile) -> None:
         try:
@@ -326,42 +290,42 @@ class SharedDeviceEngine(ControlledEngine):
             _log.warning("the cost profile is not kept", path=str(path), reason=error.strerror)
 
     def _use_profile(self, profile: CostProfile) -> None:
-        with self._changed:
+        with self.changed:
             self._measuring = None
-            self._cost = CostModel(profile)
+            self.costs = CostModel(profile)
             self._announce_weights()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _announce_weights(self) -> None:
         """Loading is over once the weights are in force and what they cost is known."""
-        if self._cost is not None or self._controls.asleep or self._aside:
+        if self.costs is not None or self.asleep or self.aside:
             for applied in self._until_measured:
                 applied.set_result(None)
             self._until_measured.clear()
 
     def _profiled_costs(self, work: list[Work]) -> Costs:
-        assert self._cost is not None
+        assert self.costs is not None
         load = load_of(work)
-        prefill_s, decode_s = (part_ns / NS_PER_S for part_ns in self._cost.parts_ns(shape_of(work)))
+        prefill_s, decode_s = (part_ns / NS_PER_S for part_ns in self.costs.parts_ns(shape_of(work)))
         again = load.recompute / max(1, load.prefill + load.recompute)
         return Costs(decode=decode_s, prefill=(1 - again) * prefill_s, recompute=again * prefill_s)
 
     def _begin_loading(self) -> Loading | None:
-        if self._controls.may_apply:
+        if self.may_apply:
             return self._begin_order()
-        if self._host and not self._runner.loaded and not (self._controls.asleep or self._aside):
-            pieces = self._runner.loading(self._host)
+        if self._host and not self.runner.loaded and not (self.asleep or self.aside):
+            pieces = self.runner.loading(self._host)
             return Loading(Account.LOADING, pieces, lambda: None, self._activation_failed)
         return None
 
     def _begin_order(self) -> Loading | None:
-        order = self._controls.orders.popleft()
-        keep = self._controls.keeps_kv(order)
+        order = self.orders.popleft()
+        keep = self.keeps_kv(order)
 
         def finish() -> None:
             self._host = order.tensors
-            self._runner.scrub_cache(keep)
-            self._table.use_version(order.version, keep)
+            self.runner.scrub_cache(keep)
+            self.table.use_version(order.version, keep)
             self._until_measured.append(order.applied)
             self._announce_weights()
 
@@ -369,30 +333,30 @@ class SharedDeviceEngine(ControlledEngine):
             self._drop_weights()
             order.applied.set_exception(error)
 
-        if self._controls.asleep or self._aside:
+        if self.asleep or self.aside:
             # A deactivated model keeps nothing on the device: the new version waits in host memory.
             finish()
             return None
-        if order.patch is not None and self._controls.fits(order.patch) and self._runner.loaded:
-            pieces = self._runner.applying(order.patch)
+        if order.patch is not None and self.fits(order.patch) and self.runner.loaded:
+            pieces = self.runner.applying(order.patch)
         else:
-            pieces = self._runner.loading(order.tensors)
+            pieces = self.runner.loading(order.tensors)
         return Loading(Account.APPLYING, pieces, finish, fail)
 
     def _load_piece(self) -> None:
         assert self._loading is not None
         loading = self._loading
-        with self._changed:
+        with self.changed:
             self.charge(loading.account)
         started_ns = time.monotonic_ns()
         try:
             if next(loading.pieces, _EXHAUSTED) is _EXHAUSTED:
-                with self._changed:
+                with self.changed:
                     self._loading = None
                     loading.finish()
         except Exception as error:
             _log.error("weights cannot be loaded", model=self.kind, reason=str(error))
-            with self._changed:
+            with self.changed:
                 self._loading = None
                 loading.fail(error)
         self.slowest_piece_ns = max(self.slowest_piece_ns, self._note_piece(started_ns))
@@ -400,8 +364,8 @@ class SharedDeviceEngine(ControlledEngine):
     def _note_piece(self, started_ns: Nanoseconds) -> Nanoseconds:
         """How long the piece took."""
         took_ns = time.monotonic_ns() - started_ns
-        self._piece_ns = max(self._piece_ns * 9 // 10, took_ns)  # The longest of the last ones: they differ in size.
-        self._controls.pieces_applied += 1
+        self.piece_ns = max(self.piece_ns * 9 // 10, took_ns)  # The longest of the last ones: they differ in size.
+        self.pieces_applied += 1
         return took_ns
 
     def _activation_failed(self, error: Exception) -> None:
@@ -410,9 +374,9 @@ class SharedDeviceEngine(ControlledEngine):
 
     def _drop_weights(self) -> None:
         """Weights of which only a part has come to the device are of no use, but their memory is."""
-        self._table.version = None
+        self.table.version = None
         self._host = {}
-        self._runner.unload()
+        self.runner.unload()
 
     def _deactivate(self) -> None:
         self.charge(Account.ASLEEP)
@@ -424,7 +388,7 @@ class SharedDeviceEngine(ControlledEngine):
             loading.finish()
         self._announce_weights()
         if self._host:
-            self._runner.unload()
+            self.runner.unload()
 
 
 def shape_of(work: Sequence[Work]) -> Shape:

@@ -1,11 +1,11 @@
-"""What callers want of an engine. They leave wishes (requests, aborts, weights, sleep) under a lock; the thread that
-computes takes them between iterations."""
+"""An engine between its callers and the thread that computes. Callers leave wishes (requests, aborts, weights, sleep)
+under a lock; that thread takes them between iterations."""
 
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -47,10 +47,12 @@ class SwitchOrder(NamedTuple):
     done: Future[int]
 
 
-class EngineControls:
-    """An engine's state between its callers and the thread that computes; `changed` is its lock.
+class ControlledEngine:
+    """What `elastic.engine.base.RolloutEngine` asks of the engines that compute in this process; `changed` is the lock.
 
-    The engine that composes it sets `sink` and `thread`, and reports `resting` once it sleeps.
+    Requests wait until the first `load_version`, and while the engine sleeps. A request whose id is still alive is the
+    same one again: it is joined, not started twice. `load_version` and `sleep` wait for the thread that computes, so
+    the sink must not call them. A subclass sets `sink` and `thread`, and reports `resting` once it sleeps.
     """
 
     def __init__(
@@ -61,6 +63,9 @@ class EngineControls:
         table: RequestTable,
         changed: threading.Condition,
     ) -> None:
+        self.settings = settings
+        self.device = device
+        self.runner = runner
         self.changed = changed
         self.table = table
         self.meter = AccountMeter(time.monotonic_ns(), Account.IDLE)
@@ -91,27 +96,29 @@ class EngineControls:
             max_batch=settings.max_batch,
             logprob_noise=UNSET if device.type == "cpu" else BF16_NOISE,
         )
-        self._settings = settings
-        self._runner = runner
 
     # On callers' threads.
 
-    def submit(self, requests: Iterable[GenerateRequest]) -> None:
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
         with self.changed:
             self._refuse_closed()
             self.table.add(requests)
             self.changed.notify_all()
 
-    def abort(self, request_ids: Iterable[str]) -> None:
+    def abort(self, request_ids: Sequence[str]) -> None:
         """In force at once: of each request that is still alive, the next chunk is the last."""
         with self.changed:
             self.table.abort(request_ids)
             self.changed.notify_all()
 
-    def load_version(
-        self, source: WeightsSource, mode: WeightMode, kept: Callable[[object], object] | None = None
-    ) -> float:
-        """Order a version and wait until it is applied. `kept` makes the engine's own copy of a tensor."""
+    def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
+        return self.weights.stage(source, timeout_s)
+
+    def audit(self) -> bool:
+        return self.weights.audit()
+
+    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
+        """Order a version and wait until it is applied."""
         begun_s = time.monotonic()
         try:
             weights = source if isinstance(source, TensorSource) else self.weights.apply(source)
@@ -122,10 +129,10 @@ class EngineControls:
             raise
         written_s = time.monotonic() - begun_s
         # Everything that can be done beforehand is done on the caller's time, while the engine goes on.
-        tensors = weights.tensors if kept is None else {name: kept(tensor) for name, tensor in weights.tensors.items()}
-        verified, changes = self._runner.verify(tensors), weights.changes
+        tensors = {name: self._kept(tensor) for name, tensor in weights.tensors.items()}
+        verified, changes = self.runner.verify(tensors), weights.changes
         applies = changes is not None and changes.base == self.table.version and not self.parked
-        patch = self._runner.patch_of(changes) if changes is not None and applies else None
+        patch = self.runner.patch_of(changes) if changes is not None and applies else None
         order = WeightsOrder(weights.version, verified, mode, Future(), patch, isinstance(source, RelaySource))
         with self.changed:
             self._require_thread()
@@ -170,11 +177,11 @@ class EngineControls:
             self.idle_account = account
             self.changed.notify_all()
             if self.thread is None:
-                self.charge({account: 1.0})
+                self.charge(account)
 
     def statistics(self) -> EngineStatistics:
         with self.changed:
-            scheduler, settings = self.table.scheduler, self._settings
+            scheduler, settings = self.table.scheduler, self.settings
             return EngineStatistics(
                 pending=self.table.pending,
                 executing=len(scheduler.running),
@@ -234,7 +241,11 @@ class EngineControls:
         self.resting = True
         self.changed.notify_all()
 
-    def charge(self, costs: Mapping[Account, float]) -> None:
+    def charge(self, account: Account) -> None:
+        """From now on time is spent on this."""
+        self.share_out({account: 1.0})
+
+    def share_out(self, costs: Mapping[Account, float]) -> None:
         """From now on time is shared out in proportion to `costs`."""
         self.meter.switch(time.monotonic_ns(), costs)
 
@@ -247,6 +258,10 @@ class EngineControls:
         except Exception:
             _log.error("the sink of an engine's chunks failed", trace=traceback.format_exc())
 
+    def _kept(self, tensor: object) -> object:
+        """The engine's own copy of a tensor, where it needs one."""
+        return tensor
+
     def _refuse_closed(self) -> None:
         if self.closed:
             raise RuntimeError("the engine is closed")
@@ -256,46 +271,3 @@ class EngineControls:
             raise RuntimeError("the engine is not started")
         if self.thread is threading.current_thread():
             raise RuntimeError("the engine's own thread cannot wait for itself")
-
-
-class ControlledEngine:
-    """The methods of `elastic.engine.base.RolloutEngine` that leave a wish with an engine's controls, or look at them.
-
-    Requests wait until the first `load_version`, and while the engine sleeps. A request whose id is still alive is the
-    same one again: it is joined, not started twice. `load_version` and `sleep` wait for the thread that computes, so
-    the sink must not call them.
-    """
-
-    def __init__(self, controls: EngineControls) -> None:
-        self._controls = controls
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._controls.capabilities
-
-    def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        self._controls.submit(requests)
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        self._controls.abort(request_ids)
-
-    def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
-        return self._controls.weights.stage(source, timeout_s)
-
-    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
-        return self._controls.load_version(source, mode)
-
-    def audit(self) -> bool:
-        return self._controls.weights.audit()
-
-    def sleep(self) -> None:
-        self._controls.sleep()
-
-    def wake(self) -> None:
-        self._controls.wake()
-
-    def set_idle_account(self, account: Account) -> None:
-        self._controls.set_idle_account(account)
-
-    def statistics(self) -> EngineStatistics:
-        return self._controls.statistics()

@@ -15,7 +15,7 @@ from elastic.config import EngineConfig
 from elastic.core.types import Account, WeightMode
 from elastic.engine.base import ChunkSink, DeviceShare
 from elastic.engine.model.config import Qwen3Config
-from elastic.engine.torch.controls import ControlledEngine, EngineControls, SwitchOrder, WeightsOrder
+from elastic.engine.torch.controls import ControlledEngine, SwitchOrder, WeightsOrder
 from elastic.engine.torch.iterations import IterationRunner
 from elastic.engine.torch.requests import RequestTable
 from elastic.engine.torch.runner import Runner
@@ -54,31 +54,25 @@ class TorchEngine(ControlledEngine):
                 f"engine.kv_blocks: {settings.kv_blocks} blocks of {settings.kv_block_tokens} tokens hold less than "
                 f"max_context_tokens={settings.max_context_tokens}"
             )
-        self._settings = settings
-        self._share = share
         device = device_named(settings.device)
-        self._runner = make_runner(
-            config, device, settings.max_context_tokens, settings.kv_blocks, settings.kv_block_tokens
-        )
+        runner = make_runner(config, device, settings.max_context_tokens, settings.kv_blocks, settings.kv_block_tokens)
         self._scheduler = BatchScheduler(settings)
-        self._table = RequestTable(self._scheduler, config.vocab_size, settings)
-        self._device = device
+        table = RequestTable(self._scheduler, config.vocab_size, settings)
+        super().__init__(settings, device, runner, table, threading.Condition())
+        self._share = share
         self._host: Mapping[str, Tensor] = {}
         """The weights in force, in host memory, where they are kept there."""
         self._keeps_all = False
         self._changing = threading.Lock()
         """Held by who changes the host's copy of the weights or takes them from there to the device."""
-        self._changed = threading.Condition()
-        super().__init__(EngineControls(settings, device, self._runner, self._table, self._changed))
-        self._iterations = IterationRunner(settings, device, self._runner, self._controls)
+        self._iterations = IterationRunner(self)
 
     def start(self, sink: ChunkSink) -> None:
-        controls = self._controls
-        if controls.thread is not None or controls.closed:
+        if self.thread is not None or self.closed:
             raise RuntimeError("the engine was started before")
-        controls.sink = sink
-        controls.thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
-        controls.thread.start()
+        self.sink = sink
+        self.thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self.thread.start()
 
     def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
         with self._changing:
@@ -86,73 +80,71 @@ class TorchEngine(ControlledEngine):
 
     def park(self) -> Switch:
         begun_s = time.monotonic()
-        with self._changed:
-            self._controls.table.abort_all()
-            self._changed.notify_all()
+        with self.changed:
+            self.table.abort_all()
+            self.changed.notify_all()
         with self._changing:
-            size_bytes = 0 if self._controls.parked else self._controls.switch(park=True)
-        rest_bytes = max(self._runner.rest_bytes, held_bytes(self._device))
+            size_bytes = 0 if self.parked else self.switch(park=True)
+        rest_bytes = max(self.runner.rest_bytes, held_bytes(self.device))
         return Switch(time.monotonic() - begun_s, size_bytes, rest_bytes)
 
     def resume(self) -> Switch:
         begun_s = time.monotonic()
         with self._changing:
-            size_bytes = self._controls.switch(park=False) if self._controls.parked else 0
+            size_bytes = self.switch(park=False) if self.parked else 0
         return Switch(time.monotonic() - begun_s, size_bytes)
 
     def close(self) -> None:
         """End every live request with ABORTED, and the thread. Safe to call twice."""
-        self._controls.end()
-        thread = self._controls.thread
+        self.end()
+        thread = self.thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(CLOSE_TIMEOUT_S)
-        self._controls.weights.close()
+        self.weights.close()
 
     # The engine's thread.
 
     def _run(self) -> None:
-        torch.set_num_threads(self._settings.threads)
+        torch.set_num_threads(self.settings.threads)
         with torch.inference_mode():
             while (step := self._next_step()) is not None:
                 step()
-        self._runner.free_cache()
+        self.runner.free_cache()
         self._host = {}
 
     def _next_step(self) -> _Step | None:
         """Waits for work, charges the wait to its account, and returns the work; None at the end."""
-        controls = self._controls
-        with self._changed:
+        with self.changed:
             while True:
-                if chunks := self._table.take():
-                    return partial(controls.emit, chunks)
-                if controls.closed:
-                    controls.fail_orders(RuntimeError("the engine is closed"))
-                    controls.charge({controls.idle_account: 1.0})
+                if chunks := self.table.take():
+                    return partial(self.emit, chunks)
+                if self.closed:
+                    self.fail_orders(RuntimeError("the engine is closed"))
+                    self.charge(self.idle_account)
                     return None
-                if controls.switches:
-                    controls.charge({Account.SWITCHING: 1.0})
-                    return partial(self._switch, controls.switches[0])
-                if controls.may_apply:
-                    controls.charge({Account.APPLYING: 1.0})
-                    return partial(self._apply, controls.orders.popleft())
+                if self.switches:
+                    self.charge(Account.SWITCHING)
+                    return partial(self._switch, self.switches[0])
+                if self.may_apply:
+                    self.charge(Account.APPLYING)
+                    return partial(self._apply, self.orders.popleft())
                 if work := self._plan():
                     return partial(self._iterate, work)
                 self._rest()
 
     def _plan(self) -> list[Work]:
-        if self._table.version is None or self._controls.rests:
+        if self.table.version is None or self.rests:
             return []
-        return self._scheduler.plan(admit_new=not self._controls.orders)
+        return self._scheduler.plan(admit_new=not self.orders)
 
     def _rest(self) -> None:
-        controls = self._controls
-        resting = Account.ASLEEP if controls.asleep else controls.idle_account
-        controls.charge({Account.PARKED if controls.parked else resting: 1.0})
-        if controls.asleep and not controls.resting:
+        resting = Account.ASLEEP if self.asleep else self.idle_account
+        self.charge(Account.PARKED if self.parked else resting)
+        if self.asleep and not self.resting:
             self._scheduler.pool.forget()
-            self._runner.free_cache()
-            controls.rest()
-        self._changed.wait()
+            self.runner.free_cache()
+            self.rest()
+        self.changed.wait()
 
     def _switch(self, order: SwitchOrder) -> None:
         """Leave the device, or take it again; what cannot be taken altogether is left."""
@@ -162,9 +154,9 @@ class TorchEngine(ControlledEngine):
         except Exception as failure:
             size_bytes, error = 0, failure
             self._leave_device()
-        with self._changed:
-            self._controls.switches.popleft()
-            self._controls.parked = order.park or error is not None
+        with self.changed:
+            self.switches.popleft()
+            self.parked = order.park or error is not None
         if error is None:
             order.done.set_result(size_bytes)
         else:
@@ -172,41 +164,41 @@ class TorchEngine(ControlledEngine):
 
     def _leave_device(self) -> int:
         self._keeps_all = True
-        with self._changed:
+        with self.changed:
             self._scheduler.pool.forget()
             if not self._host:
-                self._table.version = None
-        size_bytes = self._runner.weight_bytes
-        self._runner.free_cache()
-        self._runner.unload()
-        empty_caches([self._device])
+                self.table.version = None
+        size_bytes = self.runner.weight_bytes
+        self.runner.free_cache()
+        self.runner.unload()
+        empty_caches([self.device])
         return size_bytes
 
     def _take_device(self) -> int:
         if self._host:
-            self._runner.load(self._host)
-        return self._runner.weight_bytes
+            self.runner.load(self._host)
+        return self.runner.weight_bytes
 
     def _apply(self, order: WeightsOrder) -> None:
         """Put new weights in force; after a failure half-way nothing is served until the next load."""
-        keep = self._controls.keeps_kv(order)
+        keep = self.keeps_kv(order)
         self._host = order.tensors if order.lasts or self._keeps_all else {}
-        if self._controls.parked:
-            with self._changed:
-                self._table.use_version(order.version, keep_kv=False)
+        if self.parked:
+            with self.changed:
+                self.table.use_version(order.version, keep_kv=False)
             order.applied.set_result(None)
             return
         try:
-            if order.patch is not None and self._controls.fits(order.patch):
-                self._runner.apply(order.patch)
+            if order.patch is not None and self.fits(order.patch):
+                self.runner.apply(order.patch)
             else:
-                self._runner.load(order.tensors)
-            self._runner.scrub_cache(keep)
-            with self._changed:
-                self._table.use_version(order.version, keep)
-                self._controls.pieces_applied += 1
+                self.runner.load(order.tensors)
+            self.runner.scrub_cache(keep)
+            with self.changed:
+                self.table.use_version(order.version, keep)
+                self.pieces_applied += 1
         except Exception as error:
-            self._table.version, self._host = None, {}
+            self.table.version, self._host = None, {}
             order.applied.set_exception(error)
         else:
             order.applied.set_result(None)
@@ -219,8 +211,8 @@ class TorchEngine(ControlledEngine):
         """Waits for a borrowed device. False where its owner still needs it."""
         if self._share is None:
             return True
-        with self._changed:
-            self._controls.charge({Account.SERVING: 1.0})
+        with self.changed:
+            self.charge(Account.SERVING)
         self._share.acquire_iteration()
         return not self._share.hold_back()
 

@@ -4,6 +4,10 @@ from typing import NamedTuple
 
 from elastic.config import PacingConfig
 from elastic.core.profiles import decode_step_s
+from elastic.core.types import Account
+
+SMALLEST_COST = 1e-9
+"""A curve that falls, as noise makes it, would have some work cost nothing, and an iteration be in no account."""
 
 
 class IterationLoad(NamedTuple):
@@ -14,12 +18,21 @@ class IterationLoad(NamedTuple):
     recompute: int
 
 
+NO_LOAD = IterationLoad(0, 0, 0)
+
+
 class Costs(NamedTuple):
     """The cost of each part of an iteration, in seconds where they are known; only proportions count where not."""
 
     decode: float
     prefill: float
     recompute: float
+
+
+def by_account(load: IterationLoad, costs: Costs) -> dict[Account, float]:
+    """What each kind of work of this load costs; no kind that there is costs nothing."""
+    accounts = zip((Account.DECODE, Account.PREFILL, Account.RECOMPUTE), load, costs, strict=True)
+    return {account: max(cost, SMALLEST_COST) for account, tokens, cost in accounts if tokens}
 
 
 def costs(load: IterationLoad, pacing: PacingConfig) -> Costs:

@@ -39,7 +39,7 @@ from elastic.engine.base import (
 )
 from elastic.engine.meter import AccountMeter
 from elastic.engine.torch.costs import LearnedCosts
-from elastic.engine.torch.pacing import IterationLoad
+from elastic.engine.torch.pacing import by_account
 from elastic.engine.vllm import VllmSettings
 from elastic.engine.vllm import messages as m
 from elastic.system.outages import backoff
@@ -48,7 +48,6 @@ from elastic.weights.errors import VersionSuperseded, WeightsCorrupted, WeightsE
 from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightsSource
 
 MEMORY_DIRECTORY = "/dev/shm"
-SMALLEST_COST = 1e-9
 ANSWER_S = 10.0
 """For the process to say that a time limit is over which it was given."""
 RELOAD_TIMEOUT_S = 120.0
@@ -502,12 +501,8 @@ class VllmEngine:
             self._queue = iteration.queue
             if iteration.ns:
                 self._iterations += 1
-                load = IterationLoad(iteration.decode, iteration.prefill, iteration.recompute)
-                costs = zip(
-                    (Account.DECODE, Account.PREFILL, Account.RECOMPUTE), load, self._learned.costs(load), strict=True
-                )
-                spent = {account: max(cost, SMALLEST_COST) for account, tokens, cost in costs if tokens}
-                if spent:
+                load = iteration.load
+                if spent := by_account(load, self._learned.costs(load)):
                     self._meter.settle(time.monotonic_ns(), spent)
                     self._learned.observe(load, iteration.ns / 1e9)
             self._charge()

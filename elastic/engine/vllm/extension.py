@@ -1,7 +1,7 @@
 """What each of vLLM's workers does besides: pull its weights, put them in force in place, and sample with our noise.
 
 vLLM mixes `Extension` into its worker class, and `collective_rpc` calls its methods on every rank. What takes long and
-leaves the model alone runs on a thread beside the model: `elastic_begin` starts it, `elastic_poll` asks for it.
+leaves the model alone runs on a thread beside the model: `begin` starts it, `poll` asks for it.
 """
 
 # pyright: reportMissingImports=false
@@ -91,13 +91,13 @@ class RankWeights:
             self._write(self._written)
 
     def read_back(self, path: str) -> None:
-        """Writes the live parameters to a file, by vLLM's names, with further tensors where the device keeps them
-        packed.
+        """Writes the live parameters to a file of this rank's own, by vLLM's names, with further tensors where the
+        device keeps them packed.
         """
         from safetensors.torch import save_file
 
-        model = self._worker.model_runner.get_model()
-        save_file({name: p.detach().cpu().contiguous().clone() for name, p in model.named_parameters()}, path)
+        model, own = self._worker.model_runner.get_model(), f"{path}.{getattr(self._worker, 'rank', 0)}"
+        save_file({name: p.detach().cpu().contiguous().clone() for name, p in model.named_parameters()}, own)
 
     def _write(self, tensors: Mapping[str, Any]) -> None:
         """Into the live model, by vLLM's own loaders: they fuse, split and pack as they do when it starts.
@@ -192,25 +192,6 @@ class Extension:
         self.elastic_weights = RankWeights(self)
         install(self.model_runner.sampler)
 
-    def elastic_begin(self, job: int, what: str, *arguments: Any) -> None:
-        self.elastic_weights.begin(job, what, *arguments)
-
-    def elastic_poll(self, job: int) -> Polled:
-        return self.elastic_weights.poll(job)
-
-    def elastic_forget(self, job: int) -> None:
-        self.elastic_weights.forget(job)
-
-    def elastic_load(self, source: RelaySource) -> None:
-        self.elastic_weights.put_in_force(source)
-
-    def elastic_load_file(self, path: str) -> None:
-        self.elastic_weights.put_file_in_force(path)
-
-    def elastic_rewrite(self) -> None:
-        self.elastic_weights.rewrite()
-
-    def elastic_read_back(self, path: str) -> None:
-        """Each rank writes its own."""
-        rank = getattr(self, "rank", 0)
-        self.elastic_weights.read_back(f"{Path(path)}.{rank}")
+    def elastic_call(self, what: str, *arguments: Any) -> Any:
+        """What this rank's `RankWeights` returns."""
+        return getattr(self.elastic_weights, what)(*arguments)

@@ -11,6 +11,7 @@ import msgspec
 
 from elastic.core.types import Account, WeightMode
 from elastic.engine.base import GenerateRequest, TokenChunk
+from elastic.engine.torch.pacing import NO_LOAD, IterationLoad
 from elastic.weights.source import PullReport, RelaySource
 
 
@@ -83,7 +84,6 @@ class Up(_PipeMessage, frozen=True):
 
     device: str
     max_context_tokens: int
-    kv_block_tokens: int
     kv_blocks: int
 
 
@@ -104,14 +104,12 @@ class Queue(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Iterated(_PipeMessage, frozen=True):
-    """What came of an iteration, or of aborts alone (no `ns` then): tokens it computed, by kind, and its time."""
+    """What came of an iteration, or of aborts alone (no `ns` then): what it computed, and its time."""
 
     chunks: list[TokenChunk]
     queue: Queue
     ns: int = 0
-    decode: int = 0
-    prefill: int = 0
-    recompute: int = 0
+    load: IterationLoad = NO_LOAD
 
 
 class Spends(_PipeMessage, frozen=True):
@@ -133,7 +131,6 @@ class Reply(_PipeMessage, frozen=True):
     error: str = ""
     detail: str = ""
     report: PullReport | None = None
-    seconds: float = 0.0
     sound: bool = True
 
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from elastic.core.types import Account, FinishReason, WeightMode
 from elastic.engine.base import NO_VERSION, GenerateRequest, TokenChunk
+from elastic.engine.torch.pacing import NO_LOAD, IterationLoad
 from elastic.engine.validation import unsound_logprob
 from elastic.engine.vllm import messages as m
 from elastic.engine.vllm.extension import adapter
@@ -103,14 +104,14 @@ class VllmProcess:
             m.Prefetch: lambda message: self._begin(message.call, "prefetch", message.source, message.timeout_s),
             m.Audit: lambda message: self._begin(message.call, "audit"),
             m.LoadVersion: self._order,
-            m.SleepNow: self._sleep,
-            m.WakeUp: self._wake,
+            m.SleepNow: lambda message: self._answer(message.call, self._fall_asleep),
+            m.WakeUp: lambda message: self._answer(message.call, self._awake),
             m.ReadBack: lambda message: self._answer(message.call, lambda: self._ranks("read_back", message.path)),
         }
 
     def run(self) -> NoReturn:
         """Until the worker hangs up."""
-        self._ranks("prepare")
+        self._core.collective_rpc("elastic_prepare")
         while True:
             self._obey()
             if self._orders and self._may_apply(self._orders[0]):
@@ -171,16 +172,16 @@ class VllmProcess:
             self._line.send(m.PrefetchProgress(received_bytes))
 
     def _answer(self, call: int, work: Callable[[], object]) -> None:
-        begun_s = time.monotonic()
         try:
             work()
         except Exception as error:
             self._line.send(_failure(call, error))
         else:
-            self._line.send(m.Reply(call, seconds=time.monotonic() - begun_s))
+            self._line.send(m.Reply(call))
 
     def _ranks(self, what: str, *arguments: Any) -> list[Any]:
-        return self._core.collective_rpc(f"elastic_{what}", args=arguments)
+        """What `elastic.engine.vllm.extension.RankWeights` returns on each rank."""
+        return self._core.collective_rpc("elastic_call", args=(what, *arguments))
 
     # Weights
 
@@ -209,9 +210,9 @@ class VllmProcess:
             self._core.model_executor.wake_up(["weights"])
         try:
             if order.source is not None:
-                self._ranks("load", order.source)
+                self._ranks("put_in_force", order.source)
             else:
-                self._ranks("load_file", order.path)
+                self._ranks("put_file_in_force", order.path)
         except (WeightsMismatch, VersionSuperseded):
             self._version = before
             raise
@@ -234,9 +235,6 @@ class VllmProcess:
 
     # Sleep
 
-    def _sleep(self, message: m.SleepNow) -> None:
-        self._answer(message.call, self._fall_asleep)
-
     def _fall_asleep(self) -> None:
         if self._asleep:
             return
@@ -249,9 +247,6 @@ class VllmProcess:
         if self._sleep_level:
             self._core.model_executor.sleep(self._sleep_level)
         self._say([])
-
-    def _wake(self, message: m.WakeUp) -> None:
-        self._answer(message.call, self._awake)
 
     def _awake(self) -> None:
         if self._asleep and self._sleep_level:
@@ -310,12 +305,12 @@ class VllmProcess:
         self._planned = None
         outputs, ran = self._core.step_fn()
         self._core.post_step(ran)
-        decode, prefill, recompute = self._computed()
+        load = self._computed()
         chunks: list[TokenChunk] = []
         for each in outputs.values():
             self._note_queue(each.scheduler_stats)
             chunks += [self._chunk(turn, out) for out in each.outputs if (turn := self._by_key.get(out.request_id))]
-        self._say(chunks, time.monotonic_ns() - begun_ns if ran else 0, decode, prefill, recompute)
+        self._say(chunks, time.monotonic_ns() - begun_ns if ran else 0, load)
 
     def _chunk(self, turn: _Turn, output: Any) -> TokenChunk:
         token_ids: list[int] = output.new_token_ids
@@ -365,8 +360,7 @@ class VllmProcess:
 
         self._core.scheduler.schedule = watched
 
-    def _computed(self) -> tuple[int, int, int]:
-        """Tokens of the iteration: decoded, prefilled, and prefilled again because their turn had moved."""
+    def _computed(self) -> IterationLoad:
         decode = prefill = recompute = 0
         scheduled = self._planned.num_scheduled_tokens if self._planned is not None else {}
         for key, count in scheduled.items():
@@ -381,7 +375,7 @@ class VllmProcess:
             else:
                 prefill += count
             turn.prefilled_once |= turn.core.num_computed_tokens >= turn.core.num_prompt_tokens
-        return decode, prefill, recompute
+        return IterationLoad(decode, prefill, recompute)
 
     def _note_queue(self, stats: Any) -> None:
         if stats is None or stats.prefix_cache_stats is None:
@@ -390,14 +384,12 @@ class VllmProcess:
         self._prefix_hit_tokens += cache.hits + cache.preempted_hits
         self._prompt_tokens += cache.queries + cache.preempted_queries
 
-    def _say(
-        self, chunks: list[TokenChunk], ns: int = 0, decode: int = 0, prefill: int = 0, recompute: int = 0
-    ) -> None:
+    def _say(self, chunks: list[TokenChunk], ns: int = 0, load: IterationLoad = NO_LOAD) -> None:
         scheduler, blocks = self._core.scheduler, self._core.vllm_config.cache_config.num_gpu_blocks
         running, waiting = scheduler.get_request_counts()
         used = round(scheduler.kv_cache_manager.usage * blocks)
         queued = m.Queue(waiting + len(self._held), running, used, self._prefix_hit_tokens, self._prompt_tokens)
-        self._line.send(m.Iterated(chunks, queued, ns, decode, prefill, recompute))
+        self._line.send(m.Iterated(chunks, queued, ns, load))
 
 
 def _is_waiting(turn: _Turn) -> bool:
@@ -460,7 +452,6 @@ def main(descriptor: int) -> NoReturn:
         m.Up(
             current_platform.device_type,
             config.model_config.max_model_len,
-            config.cache_config.block_size,
             config.cache_config.num_gpu_blocks,
         )
     )
