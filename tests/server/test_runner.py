@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,27 @@ async def test_a_full_disk_is_waited_for(site: Site, quick: ServerSettings, subm
         assert "No space left" in waiting.cause
         full = False
         await process_of(site, quick, run)
+
+
+async def test_a_run_that_cannot_be_attended_to_delays_no_other(
+    site: Site, quick: ServerSettings, submitted: Any
+) -> None:
+    stuck, goes_on = submitted(), threading.Event()
+
+    def begin(settings: ServerSettings, run: HostedRunRow, user: str | None, secrets: Mapping[str, str]) -> Any:
+        if run.id == stuck:
+            goes_on.wait(WAIT_S)
+        return launching.begin(settings, run, user, secrets)
+
+    async with running(site, quick, begin) as runner:
+        try:
+            await process_of(site, quick, submitted())
+            looked_s = runner.ticked_s
+            await until(lambda: runner.ticked_s > looked_s)
+            assert (row(site, stuck).phase, row(site, stuck).attempt) == (RunPhase.STARTING, 1)
+        finally:
+            goes_on.set()
+        await process_of(site, quick, stuck)
 
 
 async def test_what_goes_down_with_its_machine_does_not_count(

@@ -52,6 +52,8 @@ ALLOTTING, HOUSEKEEPING = "shares and budgets", "housekeeping"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORGET_ANSWERS_S = 24 * 3600
 READ_TIMEOUT_S = 5.0
+LOOK_S = 2.0
+"""How long a look waits for the runs that it attends to; a run that takes longer goes on beside the next looks."""
 READERS = 64
 """Threads that read what runs' users wrote; each run has one of them at a time."""
 LEADER_TIMEOUT_S = 10.0
@@ -85,6 +87,7 @@ class RunnerLoop:
         self.wake = self._isolated.wake
         """Have it look at the runs now, because a request has changed. Any thread may call this."""
         self._observed_s: dict[str, float] = {}
+        self._attending: dict[str, asyncio.Task[None]] = {}
         self._housekept_s = float("-inf")
         self._allotted_s = float("-inf")
         self.ticked_s = time.monotonic()
@@ -97,6 +100,9 @@ class RunnerLoop:
                 await self._lead(leadership)
                 await self._isolated.repeat(partial(self._look_if_leading, leadership), self._settings.tick_s)
             finally:
+                for attending in (left := list(self._attending.values())):
+                    attending.cancel()
+                await asyncio.gather(*left, return_exceptions=True)
                 for held in self._held.values():
                     held.watched.close()
 
@@ -123,7 +129,8 @@ class RunnerLoop:
             await asyncio.sleep(self._settings.tick_s)
 
     async def tick(self) -> None:
-        """Look at every run once. Raises `StoreUnavailable`."""
+        """Look at every run once, but those that an earlier look still attends to. Raises `StoreUnavailable`."""
+        busy = set(self._attending)  # Their records may be older than what comes of it.
         records = await asyncio.to_thread(self._managed)
         due = time.monotonic() - self._allotted_s >= self._settings.observe_s or self._wants_more(records)
         if due and not self._isolated.wait_s(ALLOTTING):
@@ -131,10 +138,8 @@ class RunnerLoop:
                 await allotted(self._store, self._settings, records, self._isolated)
                 self._allotted_s = time.monotonic()
                 records = await asyncio.to_thread(self._managed)
-        for run in records:
-            if not self._isolated.wait_s(run.id):
-                await self._attend_isolated(run)
-        known = {run.id for run in records}
+        await self._attend_all([run for run in records if run.id not in busy and not self._isolated.wait_s(run.id)])
+        known = {run.id for run in records} | self._attending.keys()
         for gone in self._held.keys() - known:
             self._held.pop(gone).watched.close()
         self._reading = {id_: one for id_, one in self._reading.items() if id_ in known}
@@ -142,6 +147,22 @@ class RunnerLoop:
             with self._isolated.attempt(HOUSEKEEPING):
                 await self._housekeep()
         self.ticked_s = time.monotonic()
+
+    async def _attend_all(self, due: Sequence[HostedRunRow]) -> None:
+        """Look at these runs at the same time: a process that does not answer delays its own run only."""
+        begun = {run.id: asyncio.create_task(self._attend_isolated(run), name=f"attend {run.id}") for run in due}
+        self._attending |= begun
+        for id_, task in begun.items():
+            task.add_done_callback(partial(self._attended, id_))
+        if begun:
+            done, _ = await asyncio.wait(begun.values(), timeout=LOOK_S)
+            for task in done:
+                task.result()
+
+    def _attended(self, id_: str, task: asyncio.Task[None]) -> None:
+        del self._attending[id_]
+        if not task.cancelled():
+            task.exception()  # Its look raises it; after that look, the next one meets the same outage.
 
     async def _attend_isolated(self, run: HostedRunRow) -> None:
         """Look at a run. One that cannot be looked at is looked at again later, and its conditions say so."""
