@@ -1,6 +1,7 @@
 """Submissions: all faults at once, each with its place; only installed components and the project's own files."""
 
 import json
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from elastic.config import Config
 from elastic.protocol.api import AccessRole
 from elastic.protocol.api import Submission as Body
 from elastic.server.intake import submissions
@@ -16,6 +18,7 @@ from elastic.server.store.quotas import QuotaRow
 from tests.server.conftest import Site
 
 Submission = Callable[..., dict[str, Any]]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "frozenlake.toml"
 
 
 def pointers(site: Site, body: dict[str, Any]) -> dict[str, str]:
@@ -165,6 +168,23 @@ def test_a_projects_own_files(site: Site, submission: Submission, tmp_path: Path
     assert theirs.post("/v1/runs", json=body).status_code == 400
     body["config"]["model"]["checkpoint"] = "link/server"
     assert ours.post("/v1/runs", json=body).status_code == 400
+
+
+def test_the_example_is_submitted_as_it_runs_on_disk(site: Site, tmp_path: Path) -> None:
+    """Its base policy lies in `.cache`, which is what `elastic serve` has for models unless told otherwise."""
+    base = tmp_path / ".cache" / "frozenlake-base"
+    base.mkdir(parents=True)
+    settings = replace(site.settings, models=(base.parent,))
+
+    def checked(**model: str) -> Config:
+        config = tomllib.loads(EXAMPLE.read_text())
+        config["model"] |= model
+        return submissions.check(settings, Body(config=config, providers=["spot"]), site.projects["ours"])[0].config
+
+    assert checked().model.checkpoint == base.resolve()
+    for name in (".cache", ".cache/", ".cache/../server", "cache/frozenlake-base"):
+        with pytest.raises(ApiProblem, match="no base policy"):
+            checked(checkpoint=name)
 
 
 def test_a_dry_run_has_prices_and_keeps_nothing(shared_site: Site, submission: Submission) -> None:

@@ -152,8 +152,7 @@ def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -
             continue
         if not (is_file or _could_be_a_path(value)):
             continue
-        roots = (storage, *(settings.models if is_checkpoint else ()))
-        found = _inside(value, roots)
+        found = _inside(value, (storage,)) or (_model(value, settings.models) if is_checkpoint else None)
         if found is not None:
             _put(raw, path, str(found))
         elif (is_file and value not in traces.shipped()) or _PATH_LIKE.search(value):
@@ -177,6 +176,16 @@ def _inside(name: str, roots: Sequence[Path]) -> Path | None:
         except (OSError, ValueError):
             continue
     return None
+
+
+def _model(name: str, models: Sequence[Path]) -> Path | None:
+    """Return the checkpoint of this name in one of the server's models.
+
+    `.cache/base` is `base` in `--models .cache`, too, so that a configuration can be submitted that also runs on disk.
+    """
+    found = _inside(name, models)
+    top, _, rest = name.removeprefix("./").partition("/")
+    return found or _inside(rest, [root for root in models if root.name == top])
 
 
 def _could_be_a_path(value: str) -> bool:
