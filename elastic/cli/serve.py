@@ -22,6 +22,7 @@ from elastic.config import ConfigError
 from elastic.protocol.api import AccessRole
 from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
 from elastic.protocol.proxies import HttpSettingsError, proxy_for
+from elastic.protocol.sockets import listening_socket
 from elastic.system.given import read_text
 from elastic.system.installed import installed
 from providers.base import USD_MAX
@@ -43,7 +44,10 @@ RunsAdvertise = Annotated[
 FairSharePeriod = Annotated[
     float,
     typer.Option(
-        "--fair-share-period-s", min=1, help="Within it each run gets a lease of what is scarce: more runs take turns."
+        "--fair-share-period-s",
+        min=1,
+        max=31_536_000,
+        help="Within it each run gets a lease of what is scarce: more runs take turns.",
     ),
 ]
 Home = Annotated[Path, typer.Option(help="Where the server keeps runs, projects' files and its database.")]
@@ -131,6 +135,9 @@ def serve(
         from elastic.server.settings import ServerSettings
 
     dialled = _place(runs_listen, runs_advertise)
+    for directory in models or ():
+        if not directory.is_dir():
+            bad_input(f"--models: {directory}: no such directory; allowed: one that has base policies")
     settings = ServerSettings(
         home=home,
         database=database,
@@ -277,6 +284,11 @@ def _place(listen: str, advertise: str) -> tuple[str, str]:
         )
     if dialled and not host:
         raise ConfigError("--runs-advertise is for --runs-listen HOST, which is missing")
+    try:
+        if host:
+            listening_socket(host, 0).close()
+    except OSError as error:
+        raise ConfigError(f"--runs-listen: {host} cannot be listened on ({error.strerror})") from None
     return host, dialled and str(Address(dialled, 0)).removesuffix(":0")
 
 

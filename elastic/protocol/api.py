@@ -741,6 +741,14 @@ def revealed(credentials: AwsCredentials | ModalCredentials) -> str:
     return json.dumps({key: one.get_secret_value() if isinstance(one, SecretStr) else one for key, one in values})
 
 
+def concealed(name: str, secret: str) -> list[str]:
+    """Return the texts in the secret of this name that nobody is to read: of a vendor's credentials all but the place
+    that they are for."""
+    if name not in VENDORS:
+        return [secret]
+    return [value for key, value in json.loads(secret).items() if key not in ("region", "environment")]
+
+
 UploadPath = Annotated[
     str,
     Field(

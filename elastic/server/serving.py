@@ -36,10 +36,14 @@ THROUGH = 0o711
 
 
 def open_store(settings: ServerSettings) -> Store:
-    """Open the store with this version's tables. Raises `StoreError` if it belongs to another server."""
-    for directory in (settings.home, settings.runs, settings.projects, settings.all_uploads):
-        directory.mkdir(parents=True, exist_ok=True)
-        directory.chmod(THROUGH)
+    """Open the store with this version's tables. Raises `StoreError` if it belongs to another server, or `home` cannot
+    be one."""
+    try:
+        for directory in (settings.home, settings.runs, settings.projects, settings.all_uploads):
+            directory.mkdir(parents=True, exist_ok=True)
+            directory.chmod(THROUGH)
+    except OSError as error:
+        raise StoreError(f"--home: {settings.home} cannot be a server's home ({error.strerror})") from error
     store = Store(settings.database_url)
     try:
         migrate(store)

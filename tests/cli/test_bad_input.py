@@ -380,3 +380,19 @@ def test_the_version_is_told(elastic) -> None:
     code, out, err = elastic("--version")
     assert (code, err) == (0, "")
     assert out.startswith("elastic ")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--fair-share-period-s", "inf"], ("--fair-share-period-s", "31536000")),
+        (["--runs-listen", "nosuchhost.invalid"], ("--runs-listen: nosuchhost.invalid cannot be listened on",)),
+        (["--runs-listen", "192.0.2.1"], ("--runs-listen: 192.0.2.1 cannot be listened on", "assign")),
+        (["--models", "/nosuch"], ("--models: /nosuch: no such directory",)),
+        (["--database", "postgresql://u:p@127.0.0.1:99999/x"], ("--database: found port 99999", "65535")),
+        (["--home", "/dev/null"], ("--home: /dev/null cannot be a server's home",)),
+        (["--home", "/proc/x"], ("--home: /proc/x cannot be a server's home",)),
+    ],
+)
+def test_odd_settings_of_a_server(refused, elastic, tmp_path: Path, options: list[str], words: tuple[str, ...]) -> None:
+    refused(elastic("serve", "--home", tmp_path / "home", "--port", "0", *options), *words)

@@ -32,6 +32,7 @@ PLANTED = {
     "quoted": "planted in quotes, with a comma",
     "cause": "planted-in-a-cause",
     "file": "planted-in-a-file",
+    "vendors": "as-Planted9InCredentials",
 }
 
 
@@ -50,6 +51,7 @@ def log_of(site: Site) -> str:
         json.dumps({"event": f'password="{PLANTED["quoted"]}"', "secret": PLANTED["quoted"]}),
         json.dumps({"environment": {"HF_TOKEN": PLANTED["secret"]}, "said": PLANTED["variable"]}),
         f"the key {site.admin} was shown",
+        f"{PLANTED['vendors']} is refused in main",
         "-----BEGIN PRIVATE KEY-----\n" + PLANTED["file"] + "\n-----END PRIVATE KEY-----",
         "step 1/100 took 3 s, 512 tokens=512",
     ]
@@ -70,6 +72,9 @@ def test_no_secret_is_in_it(
     assert client.put(place, json={"value": PLANTED["secret"]}).status_code == 200
     hook = {"url": f"https://example.com/{PLANTED['url']}", "events": ["run.failed"], "project": "ours"}
     signing = client.post("/v1/webhooks", json=hook).json()["secret"]
+    vendors = {"token_id": PLANTED["vendors"].replace("as-", "ak-"), "token_secret": PLANTED["vendors"]}
+    place = f"/v1/projects/{site.projects['ours']}/credentials/modal"
+    assert client.put(place, json=vendors | {"environment": "main"}).status_code == 200
     cookie = client.post("/v1/session").cookies["elastic_session"]
     with site.store.writing() as tx:
         failed = {"phase": RunPhase.FAILED.value, "cause": f"exit 1: hub_token={PLANTED['cause']}"}
@@ -145,6 +150,13 @@ def test_what_is_known_is_removed_in_every_form(secret: str, around: str) -> Non
         ("password: correct horse battery staple", ("correct", "horse", "staple")),
         ("PASSWORD=correct horse, and so on", ("correct", "horse")),
         ("passphrase = correct horse", ("horse",)),
+        ("token: {'a': 'secretvalue', 'b': {'c': 'deeper'}}", ("secretvalue", "deeper")),
+        (json.dumps({"event": json.dumps({"secrets": {"HF": "aaa-bbb"}})}), ("aaa-bbb",)),
+        ("tokens: ['aaa-bbb']", ("aaa-bbb",)),
+        ("DATABASE_URL=postgres://u:p ss@h/db", ("p ss", "ss@")),
+        ("postgresql://u:p'w@h/db", ("p'w",)),
+        ("it dialled user:pass@host:5432/db", ("pass",)),
+        ("to https://hooks.slack.com/services/T0/B0/xyz", ("xyz",)),
     ],
 )
 def test_what_looks_like_a_secret_goes_whole(text: str, secrets: tuple[str, ...]) -> None:

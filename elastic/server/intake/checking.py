@@ -214,11 +214,10 @@ def main(descriptor: int) -> None:
         for point in installed(group).values():
             with contextlib.suppress(Exception):  # A submission that names it is told why.
                 point.load()
-    with Connection(descriptor) as line:
+    with Connection(descriptor) as line, contextlib.suppress(EOFError, OSError):
         line.send_bytes(_READY)
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                line.send(_answer(line.recv()))
+        while True:
+            line.send(_answer(line.recv()))
 
 
 if __name__ == "__main__":

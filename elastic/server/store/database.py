@@ -213,6 +213,8 @@ def _engine(url: str) -> sa.Engine:
     dialect = parsed.get_backend_name()
     if dialect not in DIALECTS:
         raise StoreError(f"--database: found {dialect!r}; allowed: {', '.join(DIALECTS)}")
+    if not 0 < (parsed.port or 1) < 65_536:
+        raise StoreError(f"--database: found port {parsed.port}; allowed: 1 to 65535")
     if parsed.drivername == "postgresql":
         parsed = parsed.set(drivername="postgresql+psycopg")
     try:

@@ -20,6 +20,7 @@ import httpx
 import psutil
 import sqlalchemy as sa
 
+from elastic.protocol.api import concealed
 from elastic.protocol.http_clients import sync_client
 from elastic.protocol.proxies import HttpSettingsError, through
 from elastic.server.clock import rfc3339
@@ -232,15 +233,16 @@ def _of_store(store: Store | None, settings: ServerSettings, missing: list[str])
     if store is None or key is None:
         return found
 
-    def sealed() -> list[bytes]:
+    def sealed() -> list[tuple[str, bytes]]:
         with store.reading() as connection:
-            kept = (sa.select(secrets.c.sealed), sa.select(webhooks.c.secret))
-            return [bytes(value) for query in kept for (value,) in connection.execute(query)]
+            kept = (sa.select(secrets.c.name, secrets.c.sealed), sa.select(webhooks.c.id, webhooks.c.secret))
+            return [(name, bytes(value)) for query in kept for name, value in connection.execute(query)]
 
     vault = Vault(settings.home)
-    for one in _attempt("the store's secrets", sealed, missing) or []:
+    for name, one in _attempt("the store's secrets", sealed, missing) or []:
         opened = _attempt("a secret of the store", lambda one=one: vault.opened(one), missing)
-        found += [opened] if opened is not None else []
+        if opened is not None:
+            found += concealed(name, opened)
     return found
 
 

@@ -17,10 +17,16 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), REMOVED),
     # Passwords may have a "/" and an "@": up to the last one before the text or the next URL.
     (re.compile(r"(?<=://)(?:(?!://)[^\s\"'<>])*@"), f"{REMOVED}@"),
+    # Also blanks and quotes, up to the last "@" of the line; what follows the colon is no port.
+    (re.compile(r"(?<=://)[^\s:/@]*:(?!\d+(?:[/?#\s\"'<>]|$))(?:(?!://)[^\r\n])*@"), f"{REMOVED}@"),
+    (re.compile(r"(?<![\w/.+-])[\w.+-]+:[^\s:@\"'<>]+@(?=[\w.-]+[:/])"), f"{REMOVED}@"),
+    (re.compile(r"(?<=://)(hooks\.slack\.com|[\w.]*discord(?:app)?\.com/api/webhooks)/[^\s\"'<>]+"), rf"\1/{REMOVED}"),
     (re.compile(r"(?i)(cookie\\?[\"']?\s*[:=]\s*\\?[\"']?)[^\r\n\"'\\]+"), rf"\1{REMOVED}"),
     (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]+"), rf"\1 {REMOVED}"),
-    # As a list, whose texts may be escaped, as a text in quotes, which may be escaped, and as bare words.
+    # As a list or a mapping, whose texts may be escaped, as a text in quotes, which may be escaped, and as bare words.
     (re.compile(rf"(?i)({_NAMES}[\w-]*\\?[\"']?\s*[=:]\s*)\[(?:[^\[\]]|\[[^\]]*\])*\]?"), rf"\1[{REMOVED}]"),
+    (re.compile(r"(?i)(tokens\\?[\"']?\s*[=:]\s*)\[\s*\\?[\"'][^\[\]]*\]?"), rf"\1[{REMOVED}]"),
+    (re.compile(rf"(?i)({_NAMES}[\w-]*\\?[\"']?\s*[=:]\s*){{(?:[^{{}}]|{{[^}}]*}})*}}?"), rf"\1{{{REMOVED}}}"),
     (
         re.compile(rf"(?i)({_NAMES}[\w-]*\\?[\"']?\s*[=:]\s*\\?([\"']))(?:(?!\\?\2).)*"),
         rf"\1{REMOVED}",
