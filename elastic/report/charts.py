@@ -1,11 +1,14 @@
 """The report's pictures, each a function of the summary; None where the run left nothing to draw."""
 
 from collections.abc import Mapping, Sequence
+from statistics import mean
+from typing import NamedTuple
+
+from markupsafe import Markup
 
 from elastic.core.types import Account, EndCause
 from elastic.report import svg, units
 from elastic.report.lanes import WorkerLane
-from elastic.report.markup import Markup, join, tag
 from elastic.report.summary import Histogram, Quantiles, Summary
 from elastic.report.usage import Usage
 from elastic.report.weights import PARTS, WeightUpdates, mean_split_s
@@ -13,6 +16,7 @@ from elastic.report.weights import PARTS, WeightUpdates, mean_split_s
 FULL_WIDTH = 984
 HALF_WIDTH = 476
 LEFT = 52
+HALF_BOTTOM = 204
 KNOWN_PROVIDERS = ("trainer", "reserved", "serving", "spot", "serverless", "ray")
 """Providers with the same colour in every report; others take the colours that remain."""
 COLOURS = 9
@@ -30,6 +34,20 @@ ACCOUNT_FAMILIES: Mapping[str, tuple[Account, ...]] = {
         Account.UNATTRIBUTED,
     ),
 }
+PERCENT: svg.Ticks = [(v, f"{v}") for v in (0, 25, 50, 75, 100)]
+
+
+class Layers(NamedTuple):
+    """Quantities that add up, as step functions with values between `edges`; each has a class of the style sheet."""
+
+    title: str
+    edges: Sequence[float]
+    values: Sequence[Sequence[float]]
+    classes: Sequence[str]
+
+    @property
+    def peak(self) -> float:
+        return max(map(sum, zip(*self.values, strict=True)), default=0.0)
 
 
 def provider_classes(names: Sequence[str]) -> dict[str, str]:
@@ -49,59 +67,108 @@ def elasticity(summary: Summary) -> Markup | None:
     classes = provider_classes(list(summary.providers))
     names = [name for name in summary.providers if name in history.providers]
     series = {name: history.providers[name] for name in names}
-    tokens_per_s = [series[name].tokens_per_s for name in names]
-    workers = [level for name in names for level in (series[name].up_workers, series[name].booting_workers)]
-    worker_classes = [f"{kind} {classes[name]}" for name in names for kind in ("area", "area faint")]
-    width, span_s = FULL_WIDTH - LEFT - 12, (0.0, summary.wall_s)
-    top_high, top_step = svg.nice_ceiling(_peak(tokens_per_s))
-    low_high, low_step = svg.nice_ceiling(max(1.0, _peak(workers)))
-    low_step = max(1.0, low_step)
-    upper = svg.panel(LEFT, 58, width, 190, span_s, (0.0, top_high))
-    lower = svg.panel(LEFT, 300, width, 110, span_s, (0.0, low_high))
-    preemptions = [end for end in summary.lease_ends if end.cause == EndCause.PREEMPTED]
-    return svg.drawing(
-        FULL_WIDTH,
-        456,
-        "Rollout throughput and workers by provider over time",
-        svg.legend(LEFT, 16, [(f"area {classes[name]}", units.shortened(name, 14)) for name in names]),
-        _preemption_legend(FULL_WIDTH - 12, 16) if preemptions else Markup(),
-        svg.left_axis(upper, [(v, units.si(v)) for v in svg.spaced(top_high, top_step)], "accepted tokens/s"),
-        _stack(upper, history.step_edges_s, tokens_per_s, [f"area {classes[name]}" for name in names]),
-        svg.left_axis(lower, [(v, units.si(v)) for v in svg.spaced(low_high, low_step)], "workers"),
-        _stack(lower, history.edges_s, workers, worker_classes),
-        *(_preemption(upper, lower, end.at_s, f"{end.provider}: {end.lease} preempted") for end in preemptions),
-        svg.bottom_axis(upper, [(v, "") for v, _ in svg.time_ticks(summary.wall_s, 12)]),
-        svg.bottom_axis(lower, svg.time_ticks(summary.wall_s, 12), svg.time_title(summary.wall_s)),
+    throughput = Layers(
+        "accepted tokens/s",
+        history.step_edges_s,
+        [series[name].tokens_per_s for name in names],
+        [f"area {classes[name]}" for name in names],
     )
+    workers = Layers(
+        "workers",
+        history.edges_s,
+        [level for name in names for level in (series[name].up_workers, series[name].booting_workers)],
+        [f"{kind} {classes[name]}" for name in names for kind in ("area", "area faint")],
+    )
+    preemptions = [end for end in summary.lease_ends if end.cause == EndCause.PREEMPTED]
+    upper, lower, plots = _two_panels(
+        (throughput, 190, svg.ticks_to(throughput.peak, units.si)),
+        (workers, 110, svg.ticks_to(max(1.0, workers.peak), units.si, least_step=1.0)),
+        (0.0, summary.wall_s),
+        svg.time_ticks(summary.wall_s, 12),
+        svg.time_title(summary.wall_s),
+    )
+    marks = [_preemption(upper, lower, end.at_s, f"{end.provider}: {end.lease} preempted") for end in preemptions]
+    legend = svg.legend(LEFT, 16, [(f"area {classes[name]}", units.shortened(name, 14)) for name in names])
+    explained = _preemption_legend(FULL_WIDTH - 12, 16) if preemptions else svg.NOTHING
+    label = "Rollout throughput and workers by provider over time"
+    return svg.drawing(FULL_WIDTH, 456, label, legend, explained, plots, *marks)
+
+
+def _two_panels(
+    above: tuple[Layers, float, svg.Ticks],
+    below: tuple[Layers, float, svg.Ticks],
+    span: tuple[float, float],
+    ticks: svg.Ticks,
+    title: str,
+) -> tuple[svg.Panel, svg.Panel, Markup]:
+    """Draw layers, each in so many units of height and with its ticks, above others over one axis; with both plots."""
+    top, plots, drawn = 58.0, list[svg.Panel](), list[Markup]()
+    for layers, height, levels in (above, below):
+        plot = svg.panel(LEFT, top, FULL_WIDTH - LEFT - 12, height, span, (0.0, levels[-1][0]))
+        drawn += [
+            svg.left_axis(plot, levels, layers.title),
+            svg.stack(plot, layers.edges, layers.values, layers.classes),
+        ]
+        plots.append(plot)
+        top += height + 52
+    upper, lower = plots
+    drawn += [svg.bottom_axis(upper, [(v, "") for v, _ in ticks]), svg.bottom_axis(lower, ticks, title)]
+    return upper, lower, svg.group(*drawn)
+
+
+def _half(label: str, *children: Markup) -> Markup:
+    """A picture of half the page's width."""
+    return svg.drawing(HALF_WIDTH, HALF_BOTTOM + 46, label, *children)
+
+
+def _half_panel(
+    x: tuple[float, float], y: tuple[float, float], right: float = 16, top: float = 34, log: bool = False
+) -> svg.Panel:
+    return svg.panel(LEFT, top, HALF_WIDTH - LEFT - right, HALF_BOTTOM - top, x, y, log)
 
 
 def success(summary: Summary) -> Markup | None:
     """Success rate by step with a band of one standard error."""
-    rated = [
-        (step.step, step.success_rate, step.standard_error or 0.0)
-        for step in summary.steps
-        if step.success_rate is not None
-    ]
-    if not rated:
+    points: list[_Percent] = []
+    for step in summary.steps:
+        if (rate := step.success_rate) is not None:
+            error = step.standard_error or 0.0
+            points.append(_percent(step.step, rate, max(0.0, rate - error), min(1.0, rate + error)))
+    return _trend(points, PERCENT, "Success rate by training step", "success, %", "training step")
+
+
+class _Percent(NamedTuple):
+    """A share in per cent at `x`, between the `least` and the `most` that it may be."""
+
+    x: int
+    share: float
+    least: float
+    most: float
+
+
+def _percent(x: int, share: float, least: float, most: float) -> _Percent:
+    return _Percent(x, 100 * share, 100 * least, 100 * most)
+
+
+def _trend(points: Sequence[_Percent], levels: svg.Ticks, label: str, quantity: str, over: str) -> Markup | None:
+    """A line through the points in their band, with the values at its ends."""
+    if not points:
         return None
-    first, last = rated[0], rated[-1]
-    plot = svg.panel(LEFT, 34, HALF_WIDTH - LEFT - 44, 170, (first[0], last[0]), (0.0, 1.0))
-    _, step = svg.nice_ceiling(last[0] - first[0], 6)
-    ticks = [v for v in svg.spaced(last[0], max(1.0, step)) if v >= first[0]] or [first[0]]
-    ends = [first] if len(rated) == 1 else [first, last]
-    return svg.drawing(
-        HALF_WIDTH,
-        250,
-        "Success rate by training step",
-        svg.left_axis(plot, [(v, f"{100 * v:.0f}") for v in (0.0, 0.25, 0.5, 0.75, 1.0)], "success, %"),
-        svg.band(plot, [(x, max(0.0, y - se), min(1.0, y + se)) for x, y, se in rated], "band"),
-        svg.line(plot, [(x, y) for x, y, _ in rated], "line"),
-        *(tag("circle", cx=plot.x(x), cy=plot.y(y), r=3.5, class_="dot") for x, y, _ in ends),
-        svg.text(plot.x(first[0]) + 4, plot.y(first[1]) + 20, f"{100 * first[1]:.0f} %", "value")
-        if len(ends) > 1
-        else Markup(),
-        svg.text(plot.x(last[0]) + 8, plot.y(last[1]) + 4, f"{100 * last[1]:.0f} %", "value"),
-        svg.bottom_axis(plot, [(v, f"{v:g}") for v in ticks], "training step"),
+    first, last = points[0], points[-1]
+    plot = _half_panel((first.x, last.x), (0.0, levels[-1][0]), right=58)
+    ends = [first] if first is last else [first, last]
+    names = [svg.text(plot.x(last.x) + 8, plot.y(last.share) + 4, f"{last.share:.3g} %", "value")]
+    if first is not last:
+        below = min(plot.y(first.share) + 20, plot.y.start - 6)
+        names.append(svg.text(plot.x(first.x) + 4, below, f"{first.share:.3g} %", "value"))
+    return _half(
+        label,
+        svg.left_axis(plot, levels, quantity),
+        svg.band(plot, [(point.x, point.least, point.most) for point in points], "band"),
+        svg.line(plot, ((point.x, point.share) for point in points), "line"),
+        *(svg.dot(plot.x(end.x), plot.y(end.share), "dot") for end in ends),
+        *names,
+        svg.bottom_axis(plot, svg.whole_ticks(first.x, last.x, 6), over),
     )
 
 
@@ -112,18 +179,21 @@ def cost(summary: Summary) -> Markup | None:
         return None
     classes = provider_classes(list(summary.providers))
     names = [name for name in summary.providers if name in history.providers and summary.providers[name].usd > 0]
-    layers = [history.providers[name].usd for name in names]
-    high, step = svg.nice_ceiling(_peak(layers))
-    plot = svg.panel(LEFT, 34, HALF_WIDTH - LEFT - 124, 170, (0.0, summary.wall_s), (0.0, high))
-    return svg.drawing(
-        HALF_WIDTH,
-        250,
+    spent = Layers(
+        "cost so far, $",
+        history.edges_s,
+        [history.providers[name].usd for name in names],
+        [f"area {classes[name]}" for name in names],
+    )
+    _, step = svg.nice_ceiling(spent.peak)
+    levels = svg.ticks_to(spent.peak, lambda value: _dollars(value, step))
+    plot = _half_panel((0.0, summary.wall_s), (0.0, levels[-1][0]), right=124)
+    labels = [f"{units.shortened(name, 10)} {units.usd(summary.providers[name].usd)}" for name in names]
+    return _half(
         "Cost by provider over time",
-        svg.left_axis(plot, [(v, _dollars(v, step)) for v in svg.spaced(high, step)], "cost so far, $"),
-        _stack(plot, history.edges_s, layers, [f"area {classes[name]}" for name in names]),
-        _end_labels(
-            plot, layers, [f"{units.shortened(name, 10)} {units.usd(summary.providers[name].usd)}" for name in names]
-        ),
+        svg.left_axis(plot, levels, spent.title),
+        svg.stack(plot, spent.edges, spent.values, spent.classes),
+        _end_labels(plot, spent.values, labels),
         svg.bottom_axis(plot, svg.time_ticks(summary.wall_s, 5), svg.time_title(summary.wall_s)),
     )
 
@@ -150,15 +220,12 @@ def latency(quantiles: Quantiles, values: Histogram, what: str, counted: str = "
     if not values.counts or quantiles.p50 is None or quantiles.p95 is None or quantiles.p99 is None:
         return None
     edges = values.edges_s
-    high, step = svg.nice_ceiling(max(values.counts))
-    plot = svg.panel(LEFT, 78, HALF_WIDTH - LEFT - 16, 126, (edges[0], edges[-1]), (0.0, high))
-    plot = svg.Panel(svg.logarithmic(plot.x), plot.y)
+    levels = svg.ticks_to(max(values.counts), units.si, least_step=1.0)
+    plot = _half_panel((edges[0], edges[-1]), (0.0, svg.nice_ceiling(max(values.counts))[0]), top=78, log=True)
     marks = (("p50", quantiles.p50), ("p95", quantiles.p95), ("p99", quantiles.p99))
-    return svg.drawing(
-        HALF_WIDTH,
-        250,
+    return _half(
         what,
-        svg.left_axis(plot, [(v, units.si(v)) for v in svg.spaced(high, max(1.0, step))], counted),
+        svg.left_axis(plot, levels, counted),
         *(_bar(plot, edges[i], edges[i + 1], number, counted) for i, number in enumerate(values.counts) if number > 0),
         *(_quantile(plot, value, 16 + 15 * i) for i, (_, value) in enumerate(marks)),
         *(_quantile_name(plot, value, name, 16 + 15 * i) for i, (name, value) in enumerate(marks)),
@@ -184,7 +251,7 @@ def lanes(summary: Summary) -> Markup | None:
             rows.append(svg.text(left - 12, y + 11, units.shortened(lane.provider, 14), "value", "end"))
         rows.append(_lane(plot, y, pitch - 3, lane, classes[lane.provider]))
     hidden = len(summary.lanes) - len(shown)
-    note = svg.text(left, bottom + 52, f"and {hidden:,} more workers", "tick") if hidden else Markup()
+    note = svg.text(left, bottom + 52, f"and {hidden:,} more workers", "tick") if hidden else svg.NOTHING
     return svg.drawing(
         FULL_WIDTH,
         bottom + (62 if hidden else 46),
@@ -205,14 +272,14 @@ def _lane(plot: svg.Panel, y: float, height: float, lane: WorkerLane, class_: st
         (notice_s, closed_s, f"area notice {class_}"),
     )
     parts = [
-        tag("rect", x=plot.x(start), y=y, width=max(0.5, plot.x(end) - plot.x(start)), height=height, class_=kind)
+        svg.rect(plot.x(start), y, max(0.5, plot.x(end) - plot.x(start)), height, kind)
         for start, end, kind in spans
         if end > start
     ]
     if lane.cause == EndCause.PREEMPTED:
-        parts.append(tag("path", d=_triangle(plot.x(closed_s), y + height), class_="event-mark"))
+        parts.append(svg.triangle(plot.x(closed_s), y + height, "event-mark"))
     words = f"{lane.worker}: {units.duration(closed_s - lane.opened_s)} {lane.cause.replace('_', ' ')}".rstrip()
-    return tag("g", tag("title", words), *parts)
+    return svg.group(*parts, title=words)
 
 
 def staleness(summary: Summary) -> Markup | None:
@@ -221,24 +288,21 @@ def staleness(summary: Summary) -> Markup | None:
     if not total:
         return None
     count = max(ages) + 1
-    plot = svg.panel(LEFT, 34, HALF_WIDTH - LEFT - 16, 170, (-0.5, count - 0.5), (0.0, 1.0))
+    plot = _half_panel((-0.5, count - 0.5), (0.0, 100.0))
     bars = [
-        tag(
-            "rect",
-            tag("title", f"{age} versions: {tokens:,} tokens"),
-            x=plot.x(age - 0.36),
-            y=plot.y(tokens / total),
-            width=plot.x(age + 0.36) - plot.x(age - 0.36),
-            height=plot.y.start - plot.y(tokens / total),
-            class_="bar",
+        svg.rect(
+            plot.x(age - 0.36),
+            plot.y(100 * tokens / total),
+            plot.x(age + 0.36) - plot.x(age - 0.36),
+            plot.y.start - plot.y(100 * tokens / total),
+            "bar",
+            f"{age} versions: {tokens:,} tokens",
         )
         for age, tokens in ages.items()
     ]
-    return svg.drawing(
-        HALF_WIDTH,
-        250,
+    return _half(
         "Staleness of trained tokens",
-        svg.left_axis(plot, [(v, f"{100 * v:.0f}") for v in (0.0, 0.25, 0.5, 0.75, 1.0)], "trained tokens, %"),
+        svg.left_axis(plot, PERCENT, "trained tokens, %"),
         *bars,
         svg.bottom_axis(plot, [(age, str(age)) for age in range(count)], "versions behind the trainer"),
     )
@@ -249,28 +313,22 @@ def weight_times(summary: Summary) -> Markup | None:
     versions = summary.weights.versions
     if not versions:
         return None
-    stacked = [[1000 * times_s[part] for times_s in _version_times_s(summary.weights)] for part in PARTS]
     first, last = versions[0].version, versions[-1].version
     edges = [version.version - 0.5 for version in versions] + [last + 0.5]
-    width, span = FULL_WIDTH - LEFT - 12, (first - 0.5, last + 0.5)
-    top_high, top_step = svg.nice_ceiling(_peak(stacked))
-    low_high, low_step = svg.nice_ceiling(100 * max(version.over_full for version in versions))
-    upper = svg.panel(LEFT, 58, width, 150, span, (0.0, top_high))
-    lower = svg.panel(LEFT, 262, width, 80, span, (0.0, low_high))
-    _, step = svg.nice_ceiling(last - first, 12)
-    ticks = [(v, f"{v:g}") for v in svg.spaced(last, max(1.0, step)) if v >= first]
-    return svg.drawing(
-        FULL_WIDTH,
-        388,
-        "Time and bytes of weight updates by version",
-        svg.legend(LEFT, 16, [(f"area part-{part}", part) for part in PARTS]),
-        svg.left_axis(upper, [(v, units.si(v)) for v in svg.spaced(top_high, top_step)], "time, ms"),
-        _stack(upper, edges, stacked, [f"area part-{part}" for part in PARTS]),
-        svg.left_axis(lower, [(v, f"{v:g}") for v in svg.spaced(low_high, low_step)], "bytes, % of all weights'"),
-        _stack(lower, edges, [[100 * version.over_full for version in versions]], ["area part-wire"]),
-        svg.bottom_axis(upper, [(v, "") for v, _ in ticks]),
-        svg.bottom_axis(lower, ticks, "version"),
+    classes = [f"area part-{part}" for part in PARTS]
+    by_version = _version_times_s(summary.weights)
+    times = Layers("time, ms", edges, [[1000 * times_s[part] for times_s in by_version] for part in PARTS], classes)
+    shares = [100 * version.over_full for version in versions]
+    sizes = Layers("bytes, % of all weights'", edges, [shares], ["area part-wire"])
+    _, _, plots = _two_panels(
+        (times, 150, svg.ticks_to(times.peak, units.si)),
+        (sizes, 80, svg.ticks_to(sizes.peak, lambda value: f"{value:g}")),
+        (first - 0.5, last + 0.5),
+        svg.whole_ticks(first, last, 12),
+        "version",
     )
+    legend = svg.legend(LEFT, 16, list(zip(classes, PARTS, strict=True)))
+    return svg.drawing(FULL_WIDTH, 386, "Time and bytes of weight updates by version", legend, plots)
 
 
 def _version_times_s(weights: WeightUpdates) -> list[dict[str, float]]:
@@ -285,77 +343,38 @@ def _version_times_s(weights: WeightUpdates) -> list[dict[str, float]]:
 
 def changed_by_version(summary: Summary) -> Markup | None:
     """The share of elements that changed, by version, with a band over the layers (ROSE Fig. 11a)."""
-    points: list[tuple[int, float, float, float]] = []
+    points: list[_Percent] = []
     for v in summary.weights.versions:
         layers = [share for layer, share in v.changed_by_layer.items() if layer.isdecimal()] or [v.changed]
-        points.append((v.version, v.changed, min(layers), max(layers)))
-    return _changed(points, "Changed elements by version", "version")
+        points.append(_percent(v.version, v.changed, min(layers), max(layers)))
+    return _changed(points, "version")
 
 
 def changed_by_layer(summary: Summary) -> Markup | None:
     """The share of elements that changed, by layer: mean over versions, with a band (ROSE Fig. 6)."""
     shares = {layer: summary.weights.changed_of(layer) for layer in summary.weights.layers if layer.isdecimal()}
-    points = [(int(layer), sum(values) / len(values), min(values), max(values)) for layer, values in shares.items()]
-    return _changed(points, "Changed elements by layer", "layer")
+    points = [_percent(int(layer), mean(found), min(found), max(found)) for layer, found in shares.items()]
+    return _changed(points, "layer")
 
 
-def _changed(points: Sequence[tuple[int, float, float, float]], what: str, over: str) -> Markup | None:
-    if not points:
-        return None
-    first, last = points[0][0], points[-1][0]
-    high, step = svg.nice_ceiling(100 * max(most for _, _, _, most in points))
-    plot = svg.panel(LEFT, 34, HALF_WIDTH - LEFT - 24, 170, (first, last), (0.0, min(high, 100.0)))
-    _, every = svg.nice_ceiling(last - first, 6)
-    ticks = [v for v in svg.spaced(last, max(1.0, every)) if v >= first]
-    ends = [points[0]] if len(points) == 1 else [points[0], points[-1]]
-    return svg.drawing(
-        HALF_WIDTH,
-        250,
-        what,
-        svg.left_axis(plot, [(v, f"{v:g}") for v in svg.spaced(min(high, 100.0), step)], "changed elements, %"),
-        svg.band(plot, [(x, 100 * least, 100 * most) for x, _, least, most in points], "band"),
-        svg.line(plot, [(x, 100 * share) for x, share, _, _ in points], "line"),
-        *(tag("circle", cx=plot.x(x), cy=plot.y(100 * share), r=3.5, class_="dot") for x, share, _, _ in ends),
-        svg.bottom_axis(plot, [(v, f"{v:g}") for v in ticks], over),
-    )
-
-
-def _peak(layers: Sequence[Sequence[float]]) -> float:
-    return max(map(sum, zip(*layers, strict=True)), default=0.0)
-
-
-def _stack(
-    plot: svg.Panel, edges: Sequence[float], layers: Sequence[Sequence[float]], classes: Sequence[str]
-) -> Markup:
-    """Stack layers, without layers that are zero throughout."""
-    areas: list[Markup] = []
-    low = [0.0] * (len(edges) - 1)
-    for values, class_ in zip(layers, classes, strict=True):
-        high = [a + b for a, b in zip(low, values, strict=True)]
-        if any(values):
-            areas.append(svg.step_area(plot, edges, low, high, class_))
-        low = high
-    return tag("g", *areas)
+def _changed(points: Sequence[_Percent], over: str) -> Markup | None:
+    levels = svg.ticks_to(max((point.most for point in points), default=0.0), lambda value: f"{value:g}")
+    return _trend(points, levels, f"Changed elements by {over}", "changed elements, %", over)
 
 
 def _preemption(upper: svg.Panel, lower: svg.Panel, at_s: float, words: str) -> Markup:
-    x, y = lower.x(at_s), lower.y.end - 2
-    return tag(
-        "g",
-        tag("title", f"{words} at {units.duration(at_s)}"),
-        tag("line", x1=x, x2=x, y1=upper.y.end, y2=lower.y.start, class_="event"),
-        tag("path", d=_triangle(x, y), class_="event-mark"),
+    x = lower.x(at_s)
+    return svg.group(
+        svg.straight(x, upper.y.end, x, lower.y.start, "event"),
+        svg.triangle(x, lower.y.end - 2, "event-mark"),
+        title=f"{words} at {units.duration(at_s)}",
     )
 
 
 def _preemption_legend(right: float, y: float) -> Markup:
     words = "preemption"
     x = right - svg.text_width(words)
-    return tag("g", tag("path", d=_triangle(x - 10, y), class_="event-mark"), svg.text(x, y, words))
-
-
-def _triangle(x: float, y: float) -> str:
-    return f"M{x - 4.5:.1f},{y - 8:.1f}h9l-4.5,8z"
+    return svg.group(svg.triangle(x - 10, y, "event-mark"), svg.text(x, y, words))
 
 
 def _dollars(value: float, step: float) -> str:
@@ -370,7 +389,7 @@ def _end_labels(plot: svg.Panel, layers: Sequence[Sequence[float]], labels: Sequ
         y = min(free_y, plot.y(low + values[-1] / 2) + 4)
         parts.append(svg.text(plot.x.end + 8, y, label, "value"))
         low, free_y = low + values[-1], y - 16
-    return tag("g", *parts)
+    return svg.group(*parts)
 
 
 def _account_bar(scale: svg.Scale, y: float, name: str, usage: Usage) -> Markup:
@@ -382,46 +401,38 @@ def _account_bar(scale: svg.Scale, y: float, name: str, usage: Usage) -> Markup:
             parts.append(_segment(scale, x, share, y, account, usage.accounts_s[account]))
         x += share
     note = f"{units.duration(usage.gpu_s)} · {units.share(usage.overhead_share)} overhead"
-    return tag("g", *parts, svg.text(scale.end + 12, y + 18, note))
+    return svg.group(*parts, svg.text(scale.end + 12, y + 18, note))
 
 
 def _segment(scale: svg.Scale, start: float, share: float, y: float, account: Account, spent_s: float) -> Markup:
     left, width = scale(start), scale(start + share) - scale(start)
     label = f"{account} {100 * share:.0f} %"
     fits = svg.text_width(label) + 12 < width
-    return tag(
-        "g",
-        tag("title", f"{account}: {units.duration(spent_s)} GPU time, {units.share(share)}"),
-        tag("rect", x=left, y=y, width=width, height=26, class_=f"segment account-{account}"),
-        svg.text(left + width / 2, y + 17, label, f"on-{account}", "middle") if fits else None,
+    return svg.group(
+        svg.rect(left, y, width, 26, f"segment account-{account}"),
+        svg.text(left + width / 2, y + 17, label if fits else "", f"on-{account}", "middle"),
+        title=f"{account}: {units.duration(spent_s)} GPU time, {units.share(share)}",
     )
 
 
 def _account_legend(x: float, y: float, used: set[str]) -> Markup:
-    rows = []
+    rows: list[Markup] = []
     for family, members in ACCOUNT_FAMILIES.items():
         shown = [(f"segment account-{account}", account.value) for account in members if account in used]
         if shown:
             rows += [svg.text(x - 12, y, family, "unit", "end"), svg.legend(x, y, shown)]
             y += 20
-    return join(rows)
+    return svg.group(*rows)
 
 
 def _bar(plot: svg.Panel, start: float, end: float, number: int, counted: str) -> Markup:
-    left, width = plot.x(start), plot.x(end) - plot.x(start)
-    return tag(
-        "rect",
-        tag("title", f"{units.duration(start)} – {units.duration(end)}: {number:,} {counted}"),
-        x=left + 0.5,
-        y=plot.y(number),
-        width=max(1.0, width - 1),
-        height=plot.y.start - plot.y(number),
-        class_="bar",
-    )
+    left, width, y = plot.x(start), plot.x(end) - plot.x(start), plot.y(number)
+    words = f"{units.duration(start)} – {units.duration(end)}: {number:,} {counted}"
+    return svg.rect(left + 0.5, y, max(1.0, width - 1), plot.y.start - y, "bar", words)
 
 
 def _quantile(plot: svg.Panel, value: float, y: float) -> Markup:
-    return tag("line", x1=plot.x(value), x2=plot.x(value), y1=y - 8, y2=plot.y.start, class_="event")
+    return svg.straight(plot.x(value), y - 8, plot.x(value), plot.y.start, "event")
 
 
 def _quantile_name(plot: svg.Panel, value: float, name: str, y: float) -> Markup:

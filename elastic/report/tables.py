@@ -10,6 +10,7 @@ from elastic.core.types import DEATHS, Account, BudgetForecast
 from elastic.report import units
 from elastic.report.batches import TRAINED
 from elastic.report.comparison import Comparison
+from elastic.report.document import Figure, Table
 from elastic.report.summary import Moves, Pulls, Quantiles, StepSummary, Summary
 from elastic.report.usage import LeaseEnd, Usage
 from elastic.report.weights import PARTS, WorkerPull, mean, mean_split_s
@@ -23,23 +24,6 @@ MOST_WORKERS = MOST_REFUSED = 40
 
 _SPLIT = ("awaited", *PARTS[1:])
 """A pull's parts, where the trainer's time has a column of its own."""
-
-
-class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of text under `header`; every column but the first is numeric. `note` says how to read it."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    note: str = ""
-
-
-class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One headline number with its label and its explanation."""
-
-    name: str
-    value: str
-    detail: str = ""
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):

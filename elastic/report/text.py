@@ -11,6 +11,7 @@ from rich.text import Text
 
 from elastic.report import tables, units
 from elastic.report.comparison import Comparison
+from elastic.report.document import Table
 from elastic.report.summary import Summary
 from elastic.system.plain_values import printable
 
@@ -47,22 +48,21 @@ def closing_table(summary: Summary) -> RichTable:
 
     Where rollouts came from several providers, `alone` is what the run would have cost on each.
     """
-    table = RichTable(
-        title=_title(summary),
-        caption=_caption(summary),
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
-        title_style="",
-        caption_style="",
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for i, name in enumerate(("provider", "leases", "preempted", "GPU time", "overhead", "tokens/s", "cost")):
-        table.add_column(name, justify="right" if i else "left", header_style="dim", no_wrap=True)
     alone = {one.provider: one.usd for one in summary.alone}
-    if alone:
-        table.add_column("alone", justify="right", header_style="dim", no_wrap=True)
+    table = _rich(_title(summary), _caption(summary))
+    table.padding, table.pad_edge = (0, 1, 0, 0), False
+    names = (
+        "provider",
+        "leases",
+        "preempted",
+        "GPU time",
+        "overhead",
+        "tokens/s",
+        "cost",
+        *(["alone"] if alone else []),
+    )
+    for i, name in enumerate(names):
+        table.add_column(name, justify="right" if i else "left", header_style="dim", no_wrap=True)
     for bill in tables.bills(summary):
         usage = bill.usage
         cells = (
@@ -84,13 +84,8 @@ def causes(summary: Summary) -> list[RichTable | Text]:
     found: list[RichTable | Text] = []
     if summary.outcome != "failed":
         return found
-    if rows := tables.causes(summary).rows:
-        table = RichTable(title="why trajectories failed", box=box.SIMPLE_HEAD, title_justify="left", title_style="")
-        table.add_column("cause", header_style="dim", overflow="fold")
-        table.add_column("trajectories", header_style="dim", justify="right")
-        for cause, count in rows:
-            table.add_row(Text(printable(cause)), count)
-        found.append(table)
+    if (said := tables.causes(summary)).rows:
+        found.append(_rich_of(said))
     if summary.traceback:
         lines = [printable(line) for line in summary.traceback.splitlines()]
         found.append(Text("\n".join(["the first environment that raised:", *lines])))
@@ -99,15 +94,30 @@ def causes(summary: Summary) -> list[RichTable | Text]:
 
 def comparison_table(summary: Summary, comparison: Comparison) -> RichTable:
     """This run beside another, in the terminal."""
-    said = tables.cost(summary, comparison)
-    table = RichTable(
-        title=said.title, caption=said.note, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left"
-    )
-    table.add_column("", overflow="fold")
-    table.add_column(said.header[1], justify="right", header_style="dim", no_wrap=True)
+    return _rich_of(tables.cost(summary, comparison))
+
+
+def _rich_of(said: Table) -> RichTable:
+    """A table of two columns, words and a number."""
+    table = _rich(Text(said.title), Text(said.note))
+    words, value = said.header
+    table.add_column(words, header_style="dim", overflow="fold")
+    table.add_column(value, header_style="dim", justify="right", no_wrap=True)
     for row in said.rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     return table
+
+
+def _rich(title: Text, caption: Text) -> RichTable:
+    return RichTable(
+        title=title,
+        caption=caption,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+        title_style="",
+        caption_style="",
+    )
 
 
 def _title(summary: Summary) -> Text:
@@ -131,7 +141,7 @@ def _caption(summary: Summary) -> Text:
     return text
 
 
-def _markdown_table(table: tables.Table) -> str:
+def _markdown_table(table: Table) -> str:
     rule = [":--" if i == 0 else "--:" for i in range(len(table.header))]
     rows = [[_escaped(cell) for cell in row] for row in (table.header, *table.rows)]
     return "\n".join(map(_line, [rows[0], rule, *rows[1:]]))

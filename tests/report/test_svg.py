@@ -39,4 +39,4 @@ def test_a_scale_never_leaves_its_pixels(one, other, value):
 
 def test_a_scale_is_linear_or_logarithmic():
     assert svg.Scale(0.0, 10.0, 100.0, 0.0)(2.5) == 75.0
-    assert svg.logarithmic(svg.Scale(1.0, 100.0, 0.0, 50.0))(10.0) == pytest.approx(25.0)
+    assert svg.Scale(1.0, 100.0, 0.0, 50.0, log=True)(10.0) == pytest.approx(25.0)

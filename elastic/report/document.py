@@ -1,0 +1,81 @@
+"""A report's parts in the order in which they are read, and the page of them: it opens offline, follows the reader's
+colour scheme and prints on paper.
+
+What is not `Markup` is text: pages are well-formed XML, whatever a run, a provider or an error calls itself.
+"""
+
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
+
+from elastic.system.plain_values import printable
+
+WIDE_COLUMNS, WIDE_CHARACTERS = 6, 60
+"""A table with more columns, or a longer cell behind the first column, takes the page's whole width."""
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One headline number with its label and its explanation."""
+
+    name: str
+    value: str
+    detail: str = ""
+
+
+class Chart(msgspec.Struct, frozen=True, kw_only=True):
+    """A picture as SVG, None where there was nothing to draw; a `wide` one takes the page's whole width."""
+
+    title: str
+    picture: Markup | None
+    caption: str
+    wide: bool = False
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of text under `header`; every column but the first is numeric. `note` says how to read it."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+    @property
+    def wide(self) -> bool:
+        """Whether it takes the page's whole width."""
+        longest = max((len(cell) for row in self.rows for cell in row[1:]), default=0)
+        return len(self.header) > WIDE_COLUMNS or longest > WIDE_CHARACTERS
+
+
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole report; `title` is the window's."""
+
+    title: str
+    heading: str
+    outcome: str = ""
+    subtitle: str = ""
+    warnings: list[str] = []
+    headline: list[Figure]
+    charts: list[Chart]
+    tables: list[Table]
+
+
+def as_html(page: Page) -> str:
+    return _template().render(page=page, style=Markup(_part("report.css")))
+
+
+@cache
+def _template() -> Template:
+    shape = Environment(autoescape=True, finalize=_text, undefined=StrictUndefined, trim_blocks=True)
+    return shape.from_string(_part("page.html.j2"))
+
+
+def _part(name: str) -> str:
+    return files("elastic.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _text(value: Any) -> Any:
+    return value if isinstance(value, Markup) else printable(str(value))
