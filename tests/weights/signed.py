@@ -1,12 +1,13 @@
-"""The key of the tests' trainer, who believes it, what they ask of pullers, and a disk that is full."""
+"""The key of the tests' trainer, who believes it, what they ask of pullers, damage, and a disk that is full."""
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from elastic.system.host import Host, on
@@ -43,6 +44,29 @@ def put_in_force(puller: Puller, version: int, *args: Any, **options: Any) -> St
 def sharing(cache: PeerCacheRelay, trust: Trust = TRUST, **options: Any) -> Puller:
     """A puller that reads by way of a site."""
     return Puller(cache, trust, another_copy=cache.refuse, **options)
+
+
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
+    """The same bfloat16 tensors by the same names, bit for bit."""
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (torch.bfloat16, tensor.shape)
+        assert torch.equal(found[name].contiguous().view(torch.int16), tensor.contiguous().view(torch.int16)), name
+
+
+def damage(relay: Relay, key: str, change: Callable[[bytes], bytes]) -> None:
+    """What is under `key` is another content from now on."""
+    overwrite(relay, key, change(relay.get(key)))
+
+
+def overwrite(relay: Relay, key: str, content: bytes) -> None:
+    relay.delete(key)
+    relay.put(key, content)
+
+
+def flip(content: bytes) -> bytes:
+    """One bit differs, in front of what pads a bucket."""
+    return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
 
 
 def on_disk(write: Callable[[int, memoryview], int]) -> AbstractContextManager[None]:

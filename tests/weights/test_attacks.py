@@ -44,7 +44,7 @@ from elastic.weights.sharding import cells, whole
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import published_versions
 from tests.weights.conftest import serve
-from tests.weights.signed import KEY, TRUST, opened, sharing
+from tests.weights.signed import KEY, TRUST, assert_same, opened, overwrite, sharing
 
 SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=99, keep_versions=4)
 MODEL = {"model_type": "qwen3"}
@@ -68,9 +68,7 @@ def zeros() -> dict[str, Tensor]:
 
 
 def assert_sound(tensors: dict[str, Tensor], version: int) -> None:
-    assert list(tensors) == ["a", "b"]
-    for name, tensor in weights(version).items():
-        assert torch.equal(tensors[name].view(torch.int16), tensor.view(torch.int16))
+    assert_same(tensors, weights(version))
 
 
 @pytest.fixture
@@ -87,11 +85,6 @@ def trainer(directory: DirectoryRelay) -> Iterator[Publisher]:
         publisher.wait()
     yield publisher
     publisher.close()
-
-
-def overwrite(relay: Relay, key: str, content: bytes) -> None:
-    relay.delete(key)
-    relay.put(key, content)
 
 
 def forge_keyframe(relay: Relay, version: int, key: SigningKey = THIEF, run: str = "run") -> None:

@@ -17,7 +17,7 @@ from elastic.weights.publisher import Publisher, publish_keyframe
 from elastic.weights.signing import SigningKey
 from elastic.weights.source import PullReport, RelaySource, TensorSource
 from elastic.weights.versions import discard_all
-from tests.weights.signed import KEY
+from tests.weights.signed import KEY, assert_same
 
 TIMEOUT_S = 30.0
 
@@ -44,8 +44,7 @@ def loaded(client: WeightsClient, source: RelaySource) -> tuple[PullReport, Tens
 
 
 def assert_is(weights: TensorSource, version: int) -> None:
-    assert isinstance(found := weights.tensors["w"], Tensor)
-    assert torch.equal(found, tensors(version)["w"])
+    assert_same(weights.tensors, tensors(version))
 
 
 def test_a_version_is_in_force_when_it_is_applied_and_says_what_changed(source: RelaySource):
@@ -231,8 +230,6 @@ def test_changes_take_a_ranks_live_parameters_to_the_published_bits(tmp_path: Pa
             assert weights.changes.base == version - 1
             for name, index, values in weights.changes.elements:
                 live[name].view(-1)[index] = values  # type: ignore[index]
-        for name, expected in hosted(full, rank, expert_parallel).items():
-            for found in (live[name], weights.tensors[name]):
-                assert isinstance(found, Tensor)
-                assert torch.equal(found, expected), (version, name)
+        for found in (live, weights.tensors):
+            assert_same(found, hosted(full, rank, expert_parallel))
     publisher.close()

@@ -12,7 +12,7 @@ from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import RelayError
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
-from tests.weights.signed import KEY, TRUST, full_disk
+from tests.weights.signed import KEY, TRUST, assert_same, full_disk
 
 many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
 DEVICES = [
@@ -75,9 +75,7 @@ def test_a_mirrored_version_is_the_trainers_bit_for_bit(tmp_path_factory, device
                 rank.publish(version, tensors())
             continue
         rank.publish(version, tensors())
-        expected = {name: tensor.cpu() for name, tensor in tensors().items()}
-        for name, tensor in puller.pull(version).items():
-            assert torch.equal(tensor.view(torch.int16), expected[name].contiguous().view(torch.int16))
+        assert_same(puller.pull(version), {name: tensor.cpu() for name, tensor in tensors().items()})
     rank.close()
 
 

@@ -34,7 +34,7 @@ from elastic.weights.signing import SigningKey
 from elastic.weights.source import WeightChanges
 from elastic.weights.versions import discard_all, published_updates, published_versions, updates_in
 from elastic.weights.waiting import POLL_S
-from tests.weights.signed import KEY, TRUST, full_disk, opened, put_in_force
+from tests.weights.signed import KEY, TRUST, assert_same, damage, flip, full_disk, opened, put_in_force
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=3, keep_versions=4)
@@ -68,12 +68,8 @@ class History:
 
 
 def assert_at(puller: Puller, history: History, version: int, **options: float) -> None:
-    pulled = puller.pull(version, **options)  # type: ignore[arg-type]
+    assert_same(puller.pull(version, **options), history.tensors[version])  # type: ignore[arg-type]
     assert puller.version == version
-    assert list(pulled) == list(history.tensors[version])
-    for name, tensor in history.tensors[version].items():
-        assert pulled[name].shape == tensor.shape
-        assert torch.equal(pulled[name].view(torch.int16), tensor.view(torch.int16))
     assert puller.audit() == []
 
 
@@ -88,16 +84,6 @@ def history(tmp_path: Path) -> History:
 @pytest.fixture
 def directory(tmp_path: Path, history: History) -> DirectoryRelay:
     return DirectoryRelay(tmp_path / "relay")
-
-
-def damage(relay: Relay, key: str, change: Callable[[bytes], bytes]) -> None:
-    content = relay.get(key)
-    relay.delete(key)
-    relay.put(key, change(content))
-
-
-def flip(content: bytes) -> bytes:
-    return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
 
 
 @many
@@ -146,10 +132,6 @@ def test_a_worker_that_is_behind_pulls_one_merged_delta(history: History, direct
     assert_at(puller, history, 3)
 
 
-def assert_is(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert all(torch.equal(expected[n].view(torch.int16), tensor.view(torch.int16)) for n, tensor in tensors.items())
-
-
 def patched(tensors: dict[str, Tensor], changes: WeightChanges) -> dict[str, Tensor]:
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     for name, index, values in changes.elements:
@@ -177,7 +159,7 @@ def test_whoever_has_a_copy_of_the_base_needs_only_the_changes(tmp_path_factory,
     assert changes is None or share < 0.9, "then they would take more memory than the tensors"
     assert changes is not None or share > 0 or codec == "raw"
     if changes is not None:
-        assert_is(patched(history.tensors[0], changes), history.tensors[2])
+        assert_same(patched(history.tensors[0], changes), history.tensors[2])
 
 
 def test_a_staged_version_leaves_the_served_one_as_it_is(history: History, directory: DirectoryRelay):
@@ -187,12 +169,12 @@ def test_a_staged_version_leaves_the_served_one_as_it_is(history: History, direc
     staged = puller.stage(3)
     assert staged.path == (PublishedUpdate(1, 0), PublishedUpdate(2, 1), PublishedUpdate(3, 2))
     assert puller.version == 0
-    assert_is(served, history.tensors[0])
+    assert_same(served, history.tensors[0])
     for _ in range(2):
         changes = puller.changes(staged)
         assert changes is not None
-        assert_is(patched(history.tensors[0], changes), history.tensors[3])
-        assert_is(puller.apply(staged), history.tensors[3])
+        assert_same(patched(history.tensors[0], changes), history.tensors[3])
+        assert_same(puller.apply(staged), history.tensors[3])
         assert puller.version == 3
         assert puller.audit() == []
 
@@ -233,17 +215,6 @@ def test_a_missing_bucket_is_replaced_by_a_keyframe(history: History, directory:
     assert Puller(directory, TRUST).stage(4).path == (PublishedUpdate(4, None),)
 
 
-def test_buckets_in_each_others_place_are_refused(history: History, directory: DirectoryRelay):
-    one, other = bucket_key(2, 1, 0), bucket_key(2, 1, 1)
-    first = directory.get(one)
-    damage(directory, one, lambda _: directory.get(other))
-    damage(directory, other, lambda _: first)
-    puller = Puller(directory, TRUST)
-    assert_at(puller, history, 1)
-    with pytest.raises(WeightsCorrupted):
-        puller.pull(2)
-
-
 def test_a_delta_from_another_run_or_for_another_base_is_refused(history: History, tmp_path: Path):
     other = DirectoryRelay(tmp_path / "other")
     stranger = History(other, seed=1)
@@ -257,23 +228,6 @@ def test_a_delta_from_another_run_or_for_another_base_is_refused(history: Histor
     with pytest.raises(WeightsCorrupted):
         puller.pull(1)
     assert puller.version == 0
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"tile_sums": b"\0" * 8}, {"buckets": []}, {"tile_elements": 0}, {"schema_version": 9}, {"base_version": 0}],
-    ids=str,
-)
-def test_a_manifest_that_does_not_add_up_is_refused(history: History, directory: DirectoryRelay, change):
-    import msgspec
-
-    key = delta_manifest_key(2, 1)
-    manifest = opened(directory, 2, 1)
-    damage(directory, key, lambda _: KEY.seal(msgspec.structs.replace(manifest, **change)))
-    puller = Puller(directory, TRUST)
-    assert_at(puller, history, 1)
-    with pytest.raises(WeightsCorrupted):
-        puller.pull(2)
 
 
 class Dying(RelayAround):
@@ -381,7 +335,7 @@ def test_what_was_begun_and_given_up_holds_nobody_up(tmp_path: Path):
     with ThreadPoolExecutor(1) as executor:
         pulled = executor.submit(follower.pull, 3, 60.0, follow=True)
         directory.put(delta_manifest_key(3, 2), manifest)
-        assert_is(pulled.result(), history.tensors[3])
+        assert_same(pulled.result(), history.tensors[3])
     history.step()
     assert_at(Puller(directory, TRUST), history, 4, follow=True)
 
@@ -533,7 +487,7 @@ def test_what_is_under_way_and_damaged_is_refused(history: History, directory: D
     damage(directory, damaged, lambda content: content[:-12] + bytes(4) + content[-8:])
     staged = puller.stage(2, 60.0, follow=True)
     assert staged.path == (PublishedUpdate(2, None),), "and not what was under way"
-    assert_is(puller.apply(staged), history.tensors[2])
+    assert_same(puller.apply(staged), history.tensors[2])
 
 
 def test_a_worker_that_nothing_leads_to_a_version_is_given_a_keyframe(history: History, directory: DirectoryRelay):

@@ -21,7 +21,7 @@ from elastic.weights.records import manifest_key
 from elastic.weights.relay import Buffer, Relay
 from elastic.weights.signing import SigningKey, Trust
 from elastic.weights.versions import discard_all
-from tests.weights.signed import KEY, TRUST, sharing
+from tests.weights.signed import KEY, TRUST, damage, sharing
 
 BLOB = "versions/00000001/keyframe.bin"
 CONTENT = bytes(range(256)) * 40
@@ -325,19 +325,17 @@ def test_after_a_resume_the_site_gives_what_was_published_again(tmp_path: Path, 
 
 @pytest.mark.parametrize("kind", ["keyframe.bin", "manifest.json", "delta-00000000-00002.bin", "delta-00000000.json"])
 @pytest.mark.parametrize(
-    "damage", [lambda blob: bytes([blob[0] ^ 1]) + blob[1:], lambda blob: blob[:-1], lambda _: b""]
+    "change", [lambda blob: bytes([blob[0] ^ 1]) + blob[1:], lambda blob: blob[:-1], lambda _: b""]
 )
 def test_a_damaged_piece_is_replaced_once_for_all(
-    tmp_path: Path, near: DirectoryRelay, kind: str, damage: Callable[[bytes], bytes]
+    tmp_path: Path, near: DirectoryRelay, kind: str, change: Callable[[bytes], bytes]
 ):
     far = Watched(published(tmp_path / "far", [1.0, 2.0]))
     assert_pulls(sharing(cached(far, near, "first")), 0, 1.0)
     assert_pulls(sharing(cached(far, near, "second")), 1, 2.0)
     for key in near.list_keys():
         if f"/{kind}/" in key and ".claim-" not in key:
-            content = near.get(key)
-            near.delete(key)
-            near.put(key, damage(content))
+            damage(near, key, change)
     far.reads.clear()
     for number in range(5):
         puller = sharing(cached(far, near, f"w{number}"))

@@ -54,6 +54,9 @@ def test_a_merged_delta_beats_a_chain_and_a_chain_beats_a_keyframe():
         (0.01, 2.0, 0.03, "exponent_class"),
         (0.7, 3.0, 0.1, "exponent_class"),
         (0.01, 2.0, 400, "gap8"),
+        (0.013, 2.0, 0.03, "exponent_class"),
+        (0.013, 2.0, 0.5, "gap8"),
+        (0.057, 2.0, 5, "gap8"),
         (1.0, 16.0, 0.01, "dense"),
         (1.0, 16.0, 400, "raw"),
     ],
@@ -61,6 +64,11 @@ def test_a_merged_delta_beats_a_chain_and_a_chain_beats_a_keyframe():
 def test_the_link_and_what_changed_decide(changed: float, bits: float, gbps: float, codec: str):
     change = ExpectedChange(1 << 25, int(changed * (1 << 25)), bits)
     assert choose_codec(change, gbps * 125e6) == codec
+
+
+def test_the_copy_before_encoding_counts_as_encoding() -> None:
+    """Decoding that is hidden behind it costs little, so that fewer bytes do not pay there."""
+    assert choose_codec(ExpectedChange(1 << 25, int(0.013 * (1 << 25))), 0.1 * 125e6) != "exponent_class"
 
 
 @given(st.integers(0, 1 << 25), st.floats(0, 16), st.floats(1e3, 1e12))

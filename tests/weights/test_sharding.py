@@ -32,7 +32,7 @@ from elastic.weights.puller import Puller
 from elastic.weights.records import NOTHING, REQUESTS, SCHEMA_VERSION, DeltaPart, delta_manifest_key, part_key
 from elastic.weights.sharding import Box, LocalTensor, Shard, breaks, cells, needed, owned, whole
 from elastic.weights.versions import published_updates, published_versions
-from tests.weights.signed import KEY, TRUST, put_in_force
+from tests.weights.signed import KEY, TRUST, assert_same, damage, flip, overwrite, put_in_force
 
 many = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -172,11 +172,7 @@ class Trainer:
 
 
 def assert_has(puller: Puller, shard: Shard, version: int, full: dict[str, Tensor]) -> None:
-    pulled, expected = puller.pull(version), local_tensors(full, shard)
-    assert pulled.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert pulled[name].shape == tensor.shape
-        assert torch.equal(pulled[name].view(torch.int16), tensor.view(torch.int16)), name
+    assert_same(puller.pull(version), local_tensors(full, shard))
     assert puller.audit() == []
 
 
@@ -257,7 +253,7 @@ def test_ranks_agree_on_keyframes(tmp_path: Path, asked: bool):
             assert keyframes == set(range(0, version + 1, 2))
         elif version == 1:
             assert keyframes == {0}
-            damage(relay, delta_manifest_key(1, 0))
+            damage(relay, delta_manifest_key(1, 0), flip)
             with pytest.raises(WeightsCorrupted):
                 Puller(relay, TRUST).pull(1)
             assert [publisher.answer_requests() for publisher in ranks.publishers] == [True, False]
@@ -268,13 +264,6 @@ def test_ranks_agree_on_keyframes(tmp_path: Path, asked: bool):
             assert put_in_force(newcomer, 2).path == (PublishedUpdate(2, None),)
             assert_has(newcomer, whole(shapes), version, full)
     ranks.close()
-
-
-def damage(relay: DirectoryRelay, key: str) -> None:
-    content = bytearray(relay.get(key))
-    content[len(content) // 2] ^= 1
-    relay.delete(key)
-    relay.put(key, bytes(content))
 
 
 @pytest.mark.parametrize(
@@ -300,13 +289,11 @@ def test_a_part_that_belongs_elsewhere_is_refused(tmp_path: Path, change: dict[s
     second.publish(1, local_tensors(moved, whole(shapes)))
     key = part_key(1, 0, 1)
     part = TRUST.open(relay.get(key), DeltaPart, SCHEMA_VERSION)
-    relay.delete(key)
-    relay.put(key, KEY.seal(replace(part, of=replace(part.of, **change))))
+    overwrite(relay, key, KEY.seal(replace(part, of=replace(part.of, **change))))
     with pytest.raises(WeightsCorrupted, match=f"part.* its {next(iter(change))} is|part: it is of run another"):
         first.publish(1, local_tensors(moved, whole(shapes)))
     assert published_versions(relay) == [0]
-    relay.delete(key)
-    relay.put(key, KEY.seal(part))
+    overwrite(relay, key, KEY.seal(part))
     first.publish(1, local_tensors(moved, whole(shapes)))
     assert_has(Puller(relay, TRUST, shard=whole(shapes)), whole(shapes), 1, moved)
     ranks.close()
@@ -320,8 +307,7 @@ def test_a_part_without_some_of_its_buckets_is_refused(tmp_path: Path):
     ranks.publishers[1].publish(0, local_tensors(full, ranks.layout[1]))
     key = part_key(0, NOTHING, 1)
     part = TRUST.open(relay.get(key), DeltaPart, SCHEMA_VERSION)
-    relay.delete(key)
-    relay.put(key, KEY.seal(replace(part, buckets=part.buckets[1:])))
+    overwrite(relay, key, KEY.seal(replace(part, buckets=part.buckets[1:])))
     with pytest.raises(WeightsCorrupted, match="its buckets are not those of the rank"):
         ranks.publishers[0].publish(0, local_tensors(full, ranks.layout[0]))
     ranks.close()
@@ -461,9 +447,7 @@ def test_changes_of_cells_are_by_a_ranks_own_tensors(tmp_path: Path, size: int):
             for name, index, values in changes.elements:
                 tensors[name].view(-1)[index] = values
             assert_has(puller, shard, version, full)
-            assert all(
-                torch.equal(tensors[n].view(torch.int16), t.view(torch.int16)) for n, t in puller.pull(version).items()
-            )
+            assert_same(tensors, puller.pull(version))
     ranks.close()
 
 

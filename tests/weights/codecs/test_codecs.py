@@ -1,4 +1,4 @@
-"""Every codec gives back the new bits, and the sums that a plain NumPy reference finds; garbage is an error."""
+"""Every codec gives back the new bits, and the sums that a plain reference finds. `test_fuzz` has what is garbage."""
 
 import itertools
 
@@ -72,21 +72,18 @@ def weights(draw):
 
 @pytest.mark.parametrize("name", sorted(CODECS))
 @given(weights())
-def test_decoding_gives_the_new_bits(name, case):
-    old, new, ends = case
-    round_trip(CODECS[name], old, new, ends)
-
-
-@pytest.mark.parametrize("name", sorted(CODECS))
-@given(weights())
-@settings(max_examples=20)
-def test_sums_are_those_of_the_reference(name, case):
+def test_decoding_gives_the_new_bits_and_their_sums(name, case):
     old, new, ends = case
     bucket, update = round_trip(CODECS[name], old, new, ends)
-    expected = sums_reference(new, ends)
-    assert tile_sums(new, ends).tolist() == expected
-    assert (tile_sums(old, ends) + bucket.sum_changes).tolist() == expected
+    assert (tile_sums(old, ends) + bucket.sum_changes).tolist() == tile_sums(new, ends).tolist()
     assert update.sum_changes.tolist() == bucket.sum_changes.tolist()
+
+
+@given(weights())
+@settings(max_examples=20)
+def test_sums_are_those_of_the_reference(case):
+    _, new, ends = case
+    assert tile_sums(new, ends).tolist() == sums_reference(new, ends)
 
 
 @pytest.mark.parametrize("name", sorted(CODECS))
@@ -107,41 +104,6 @@ def test_a_tile_decodes_alone(name, case, data):
 
 
 @pytest.mark.parametrize("name", sorted(CODECS))
-@given(weights(), st.data())
-@settings(max_examples=60)
-def test_changed_bytes_are_an_error_or_noticed_by_the_sum(name, case, data):
-    old, new, ends = case
-    codec = CODECS[name]
-    bucket = codec.encode(old, new, ends)
-    shared, payload = bytearray(bucket.shared), bytearray(bucket.payload)
-    part = data.draw(st.sampled_from([part for part in (shared, payload) if part]))
-    for _ in range(data.draw(st.integers(1, 4))):
-        part[data.draw(st.integers(0, len(part) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        update = codec.decode(bytes(shared), bytes(payload), bucket.payload_ends, old, ends)
-    except CodecError:
-        return
-    result = old.copy()
-    apply_update(update, result)
-    sums_agree = (tile_sums(old, ends) + update.sum_changes).tolist() == tile_sums(new, ends).tolist()
-    assert sums_agree == np.array_equal(result, new)
-
-
-@pytest.mark.parametrize("name", sorted(CODECS))
-@given(st.binary(max_size=300), st.binary(max_size=600), st.integers(0, 500), st.integers(1, 4))
-def test_garbage_is_an_error(name, shared, payload, elements, tiles):
-    old = np.arange(elements, dtype=np.uint16) * 97
-    ends = np.linspace(0, elements, tiles + 1).astype(np.int64)[1:]
-    payload_ends = np.linspace(0, max(len(payload) - 8, 0), tiles + 1).astype(np.int64)[1:]
-    try:
-        update = CODECS[name].decode(shared, payload, payload_ends, old, ends)
-    except CodecError:
-        return
-    assert len(update.value) <= elements
-    assert update.index is None or not len(update.index) or update.index.max() < elements
-
-
-@pytest.mark.parametrize("name", sorted(CODECS))
 def test_another_base_is_noticed(name, rl_update):
     old, new, ends = rl_update
     codec = CODECS[name]
@@ -156,16 +118,6 @@ def test_another_base_is_noticed(name, rl_update):
     apply_update(update, result)
     agrees = tile_sums(other, ends) + update.sum_changes == tile_sums(new, ends)
     assert agrees.all() == np.array_equal(result, new)
-
-
-@pytest.mark.parametrize("name", sorted(CODECS))
-def test_truncation_is_an_error(name, rl_update):
-    old, new, ends = rl_update
-    bucket = CODECS[name].encode(old, new, ends)
-    payload_ends = bucket.payload_ends.copy()
-    payload_ends[-1] -= 5
-    with pytest.raises(CodecError):
-        CODECS[name].decode(bucket.shared, bucket.payload[:-5], payload_ends, old, ends)
 
 
 def test_exponent_class_is_the_smallest(rl_update):
