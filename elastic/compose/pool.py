@@ -16,7 +16,7 @@ from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, phas
 from elastic.compose.processes import run_loop
 from elastic.compose.run_endings import DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, ending_of, world
 from elastic.compose.runs import claimed, load_run_config, private, save_run_config
-from elastic.config import ConfigError
+from elastic.config import ConfigError, in_nanoseconds
 from elastic.core.cluster import Cluster
 from elastic.core.cluster.events import ClusterEvent
 from elastic.core.cluster.types import NodeId, PhaseKind, PhasePlan
@@ -52,8 +52,7 @@ ELASTIC = (sys.executable, "-P", "-m", "elastic.cli")
 RUN_LOG = Path("logs") / "process.log"
 BEGAN, STOPPED_NS, ADDRESS = "began", "stopped_ns", "address"
 """Notes of a journal: when the pool's time began, how far it had come when the pool was stopped, where it listens."""
-KEEPER_START_S = 60.0
-_NS = 1_000_000_000
+KEEPER_START_NS = 60_000_000_000
 
 
 class PoolPrograms:
@@ -240,11 +239,7 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
         wiring.recorded,
         wiring.control,
     )
-    times = PoolTimes(
-        silence_ns=round(limits.silence_s * _NS),
-        park_ns=round(limits.park_s * _NS),
-        keeper_start_ns=round(KEEPER_START_S * _NS),
-    )
+    times = in_nanoseconds(PoolTimes, limits, keeper_start_ns=KEEPER_START_NS)
 
     def after(event: ClusterEvent) -> None:
         wiring.after(shell.cluster, event)

@@ -4,7 +4,15 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from elastic.config import ConfigError, GivenPath, JobNeeds, JobPlanConfig, read_sections, validate
+from elastic.config import (
+    ConfigError,
+    GivenPath,
+    JobNeeds,
+    JobPlanConfig,
+    in_nanoseconds,
+    read_sections,
+    validate,
+)
 from elastic.core.cluster.policy import ClusterPolicies
 from elastic.core.cluster.types import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
 from elastic.system.files import write_whole
@@ -119,16 +127,7 @@ class PoolConfig(_PoolPart):
         return CLUSTER_POLICIES[self.pool.policy]
 
     def wait_limits(self) -> WaitLimits:
-        limits = self.limits
-        return WaitLimits(
-            profile_ns=_ns(limits.profile_s),
-            queue_ns=_ns(limits.queue_s),
-            start_ns=_ns(limits.start_s),
-            stop_ns=_ns(limits.stop_s),
-            notice_ns=_ns(limits.notice_s),
-            overrun_share=limits.overrun_share,
-            late_share=limits.late_share,
-        )
+        return in_nanoseconds(WaitLimits, self.limits)
 
 
 def load_pool(path: Path) -> PoolConfig:
@@ -161,7 +160,7 @@ def job_request(name: str, job: JobNeeds, steps: int, plan: JobPlanConfig | None
             rollout_bytes=round(job.rollout_memory_gb * GB),
             train_bytes=round(job.train_memory_gb * GB),
             train_efficiency=job.train_efficiency,
-            restart_ns=_ns(job.restart_s),
+            restart_ns=round(job.restart_s * NS_PER_S),
             max_resubmissions=job.max_resubmissions,
         )
     except ClusterError as error:
@@ -169,14 +168,4 @@ def job_request(name: str, job: JobNeeds, steps: int, plan: JobPlanConfig | None
 
 
 def phase_plan(plan: JobPlanConfig) -> PhasePlan:
-    return PhasePlan(
-        rollout_ns=_ns(plan.rollout_s),
-        train_ns=_ns(plan.train_s),
-        sync_ns=_ns(plan.sync_s),
-        rollout_switch_ns=_ns(plan.rollout_switch_s),
-        train_switch_ns=_ns(plan.train_switch_s),
-    )
-
-
-def _ns(seconds: float) -> int:
-    return round(seconds * NS_PER_S)
+    return in_nanoseconds(PhasePlan, plan)

@@ -1,7 +1,7 @@
 """Makes the scheduler's inputs: the run's plan, its limits and its policies."""
 
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan
-from elastic.config import Config
+from elastic.config import Config, in_nanoseconds
 from elastic.core.patience import TIMES_MOST
 from elastic.core.policy import (
     BalancingPolicy,
@@ -43,16 +43,15 @@ def run_plan(plan: RunPlan) -> Plan:
 
 def limits(config: Config) -> Limits:
     """The core's limits. The times of [scheduler] have the same names there, and nanoseconds for seconds."""
-    scheduler = config.scheduler.model_dump() | {"resume_timeout_s": config.resume_timeout_s}
 
     def ns(seconds: float) -> int:
         return round(seconds * NS_PER_S)
 
-    names = {f"{key.removesuffix('_s')}_ns": key for key in scheduler if key.endswith("_s")}
-    return Limits(
-        **{name: ns(scheduler[key]) for name, key in names.items() if name in Limits.__struct_fields__},
+    return in_nanoseconds(
+        Limits,
+        config.scheduler,
+        resume_timeout_ns=ns(config.resume_timeout_s),
         train_timeout_ns=ns(config.trainer.step_timeout_s),
-        max_engine_errors=config.scheduler.max_engine_errors,
         max_pending=config.engine.max_pending,
         balance_interval_ns=ns(config.balancing.interval_s),
         score_timeout_ns=ns(config.rewards.timeout_s + ANSWER_GRACE_S),

@@ -20,12 +20,11 @@ def agreements_of(history: History) -> list[WorkerAgreement]:
     """By worker, the farthest first."""
     sums: dict[WorkerId, dict[int, tuple[int, float]]] = {}
     for segment in history.segments:
-        for _, event in segment.events_of("GroupTrained", "WeightsPublished"):
-            if isinstance(event, e.GroupTrained | e.WeightsPublished):
-                for check in event.checks:
-                    of = sums.setdefault(f"{segment.prefix}{check.worker}", {})
-                    tokens, log_ratio = of.get(check.version, (0, 0.0))
-                    of[check.version] = (tokens + check.tokens, log_ratio + check.log_ratio)
+        for _, event in segment.events_of(e.GroupTrained, e.WeightsPublished):
+            for check in event.checks:
+                of = sums.setdefault(f"{segment.prefix}{check.worker}", {})
+                tokens, log_ratio = of.get(check.version, (0, 0.0))
+                of[check.version] = (tokens + check.tokens, log_ratio + check.log_ratio)
     found: list[WorkerAgreement] = []
     for worker, of in sums.items():
         tokens, log_ratio = sum(n for n, _ in of.values()), sum(far for _, far in of.values())

@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -33,6 +33,7 @@ from elastic.runtime.journal import (
 from elastic.runtime.status import ProviderStatus, RunStatus
 
 R = TypeVar("R", bound=JournalRecord)
+E = TypeVar("E", bound=e.Event)
 
 TIMES = (
     *("t_ns", "requested_ns", "first_token_ns", "finished_ns", "left_ns", "started_ns", "ended_ns"),
@@ -71,10 +72,12 @@ class Segment:
             rows = [msgspec.structs.replace(row, **self._retold(msgspec.structs.asdict(row))) for row in rows]
         return [row for row in rows if not isinstance(row, RESULTS) or row.step < self.undone_from]
 
-    def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
-        """Events, as in `JournalReader`."""
-        for t_ns, event in (entry for journal in self.journals for entry in journal.events_of(*kinds)):
-            yield self.begun_ns + t_ns, msgspec.structs.replace(event, **self._retold(msgspec.structs.asdict(event)))
+    def events_of(self, *kinds: type[E]) -> Iterator[tuple[Nanoseconds, E]]:
+        """Events of these kinds in their order, each with its time."""
+        names = [kind.__name__ for kind in kinds]
+        for t_ns, event in (entry for journal in self.journals for entry in journal.events_of(*names)):
+            retold = msgspec.structs.replace(event, **self._retold(msgspec.structs.asdict(event)))
+            yield self.begun_ns + t_ns, cast(E, retold)
 
     def mean_rewards(self) -> dict[int, float]:
         """The mean reward of each step's scored trajectories."""
@@ -133,7 +136,7 @@ class History:
         """The mean reward of each step's scored trajectories."""
         return {step: mean for segment in self.segments for step, mean in segment.mean_rewards().items()}
 
-    def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
+    def events_of(self, *kinds: type[E]) -> Iterator[tuple[Nanoseconds, E]]:
         return (entry for segment in self.segments for entry in segment.events_of(*kinds))
 
     def segment_at(self, t_ns: Nanoseconds) -> int:

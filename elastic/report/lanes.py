@@ -71,15 +71,13 @@ def lanes(
     ready: dict[str, float] = {}
     notice: dict[str, float] = {}
     expiry_ns: dict[str, Nanoseconds] = {}
-    for t_ns, event in history.events_of("LeaseGranted", "WorkerJoined", "WeightsApplied", "LeaseNotice"):
+    for t_ns, event in history.events_of(e.LeaseGranted, e.WorkerJoined, e.WeightsApplied, e.LeaseNotice):
         if isinstance(event, e.LeaseNotice):
             notice.setdefault(event.lease, t_ns / NS_PER_S)
         elif isinstance(event, e.LeaseGranted):
             if event.expires_at_ns is not None:
                 expiry_ns.setdefault(event.lease, event.expires_at_ns)
-        elif isinstance(event, e.WeightsApplied) or (
-            isinstance(event, e.WorkerJoined) and event.weights_version is not None
-        ):
+        elif isinstance(event, e.WeightsApplied) or event.weights_version is not None:
             ready.setdefault(event.worker, t_ns / NS_PER_S)
     causes = {end.lease: end.cause for end in ends}
     return [

@@ -55,9 +55,8 @@ def refused_leases_of(history: History) -> list[LeaseRefusals]:
     """The commonest first. Reasons that differ in a time alone are one, with the first one's words."""
     counts: Counter[tuple[str, str]] = Counter()
     words: dict[tuple[str, str], str] = {}
-    for _, event in history.events_of("LeaseRefused"):
-        if isinstance(event, e.LeaseRefused):
-            key = provider_of(event.lease), _TIMES.sub("", event.reason)
-            counts[key] += 1
-            words.setdefault(key, event.reason)
+    for _, event in history.events_of(e.LeaseRefused):
+        key = provider_of(event.lease), _TIMES.sub("", event.reason)
+        counts[key] += 1
+        words.setdefault(key, event.reason)
     return [LeaseRefusals(provider=key[0], reason=words[key], count=count) for key, count in counts.most_common()]

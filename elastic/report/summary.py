@@ -233,7 +233,7 @@ def _summary(history: History) -> Summary:
     }
     preempted = {end.lease for end in ends if end.cause == EndCause.PREEMPTED}
     lost_workers = {book.worker for book in books if book.lease in preempted}
-    trained = {event.group for _, event in history.events_of("GroupTrained") if isinstance(event, e.GroupTrained)}
+    trained = {event.group for _, event in history.events_of(e.GroupTrained)}
     latencies_s, first_tokens_s = (
         _since_request((turn, turn.finished_ns) for turn in turns),
         _since_request((turn, turn.first_token_ns) for turn in turns),
@@ -356,7 +356,7 @@ def _outcome(meta: Mapping[str, str], segment: Segment) -> tuple[str, str]:
     if status not in ("finished", "failed", "stopped"):
         return "incomplete", ""
     if status == "failed" and not cause:
-        stops = [event.reason for _, event in segment.events_of("StopRequested") if isinstance(event, e.StopRequested)]
+        stops = [event.reason for _, event in segment.events_of(e.StopRequested)]
         cause = stops[0] if stops else ""
     return (INTERRUPTED, "") if (status, cause) == ("failed", INTERRUPTED) else (status, cause)
 

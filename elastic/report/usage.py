@@ -69,8 +69,8 @@ def lease_ends(history: History, books: Sequence[DeviceBook]) -> list[LeaseEnd]:
     """The first end of each lease that was ever billed, in order of time."""
     provider_of = {book.lease: book.provider for book in books}
     ends: dict[str, LeaseEnd] = {}
-    for t_ns, event in history.events_of("LeaseEnded"):
-        if isinstance(event, e.LeaseEnded) and event.lease in provider_of and event.lease not in ends:
+    for t_ns, event in history.events_of(e.LeaseEnded):
+        if event.lease in provider_of and event.lease not in ends:
             ends[event.lease] = LeaseEnd(
                 at_s=t_ns / NS_PER_S,
                 lease=event.lease,
@@ -130,9 +130,8 @@ def usage_of(
 def strays_usd_of(history: History) -> Mapping[str, float]:
     """What each provider has billed for what no lease had."""
     usd: dict[str, float] = {}
-    for _, event in history.events_of("StraysBilled"):
-        if isinstance(event, e.StraysBilled):
-            usd[event.provider] = usd.get(event.provider, 0.0) + event.usd
+    for _, event in history.events_of(e.StraysBilled):
+        usd[event.provider] = usd.get(event.provider, 0.0) + event.usd
     return usd
 
 

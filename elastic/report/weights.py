@@ -89,9 +89,8 @@ def weights_of(history: History) -> WeightUpdates:
 
 def _pulls(segment: Segment) -> list[WorkerPull]:
     published_ns: dict[int, int] = {}
-    for t_ns, event in segment.events_of("WeightsPublished"):
-        if isinstance(event, e.WeightsPublished):
-            published_ns.setdefault(event.version, t_ns)
+    for t_ns, event in segment.events_of(e.WeightsPublished):
+        published_ns.setdefault(event.version, t_ns)
     seen: set[str] = set()
     pulls: list[WorkerPull] = []
     for row in segment.rows(PullRow):

@@ -5,7 +5,7 @@ is that of its pieces' digests.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from hashlib import blake2b
 
 from elastic.system.cores import cores
@@ -26,10 +26,11 @@ def digest_of(*parts: Buffer) -> str:
     return _hashed(parts).hex()
 
 
-def blob_digest_of(parts: Sequence[Buffer]) -> str:
-    """Digest, by pieces, of the parts' concatenation. Other threads run meanwhile."""
+def blob_digest_of(blob: memoryview) -> str:
+    """Digest, by pieces, of a blob in memory. Other threads run meanwhile."""
     with here().executor(THREADS, "digest") as executor:
-        return digest_of(*executor.map(_hashed, _pieces(parts)))
+        pieces = (blob[start : start + PIECE_BYTES] for start in range(0, len(blob), PIECE_BYTES))
+        return digest_of(*executor.map(lambda piece: _hashed((piece,)), pieces))
 
 
 class ArrivingBlob:
@@ -63,21 +64,3 @@ def _hashed(parts: Iterable[Buffer]) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
-
-
-def _pieces(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:
-    """Each piece, in as many parts as it lies in."""
-    piece: list[memoryview] = []
-    missing = PIECE_BYTES
-    for part in parts:
-        left = memoryview(part)
-        left = left.cast("B") if left.nbytes else memoryview(b"")
-        while left:
-            piece.append(left[:missing])
-            missing -= len(piece[-1])
-            left = left[len(piece[-1]) :]
-            if not missing:
-                yield piece
-                piece, missing = [], PIECE_BYTES
-    if piece:
-        yield piece

@@ -66,7 +66,7 @@ class PublishSettings(msgspec.Struct, frozen=True, kw_only=True):
     keyframe_in_buckets: bool = False
     """Objects of their own, which workers pull while others are still put: for relays with a slow way there."""
     puts_at_once: int = 1
-    """Buckets under way to the relay. With more than one, encoding does not wait for the last one to arrive."""
+    """Buckets under way to the relay while the next one is encoded."""
     keep_versions: int = 4
     bucket_elements: int = BUCKET_ELEMENTS
     tile_elements: int = TILE_ELEMENTS
@@ -219,7 +219,7 @@ class Encoder:
                 puts.put(bucket_key(version, base.version, number), parts)
                 size = sum(map(len, parts))
                 buckets.append(BucketEntry(tiles.start, tiles.stop - tiles.start, codec, size, digest_of(*parts)))
-            puts.finish()
+            puts.wait_for()
             put_s = puts.waited_s
         begun_s = here().monotonic()
         if self.leads:
@@ -336,32 +336,25 @@ class _Puts:
 
     def __init__(self, relay: Relay, at_once: int) -> None:
         self._relay = relay
-        self._executor = here().executor(at_once, "puts") if at_once > 1 else None
+        self._executor = here().executor(at_once, "puts")
         self._at_once = at_once
         self._pending: deque[Future[None]] = deque()
         self.waited_s = 0.0
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """`claim` it. Raises what one before it came to."""
-        begun_s = here().monotonic()
-        if self._executor is None:
-            claim(self._relay, key, *parts)
-        else:
-            if len(self._pending) == self._at_once:
-                self._pending.popleft().result()
-            self._pending.append(self._executor.submit(claim, self._relay, key, *parts))
-        self.waited_s += here().monotonic() - begun_s
+        self.wait_for(self._at_once - 1)
+        self._pending.append(self._executor.submit(claim, self._relay, key, *parts))
 
-    def finish(self) -> None:
-        """All are there."""
+    def wait_for(self, left: int = 0) -> None:
+        """Waits until no more than so many are on their way."""
         begun_s = here().monotonic()
-        while self._pending:
+        while len(self._pending) > left:
             self._pending.popleft().result()
         self.waited_s += here().monotonic() - begun_s
 
     def close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
+        self._executor.shutdown(cancel_futures=True)
 
 
 def publish_keyframe(
@@ -392,7 +385,7 @@ def _put_blob(relay: Relay, run: str, held: Version, model_config: Mapping[str, 
         tensors=held.layout.tensors,
         blob=keyframe_key(held.version),
         blob_bytes=held.bits.nbytes,
-        blob_digest=blob_digest_of([content]),
+        blob_digest=blob_digest_of(content),
         tile_elements=held.layout.tile_elements,
         tile_sums=held.sums.astype("<u8").tobytes(),
     )

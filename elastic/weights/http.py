@@ -1,6 +1,5 @@
 """A relay over HTTP, as `elastic.weights.server` serves it: workers pull straight from the trainer's host."""
 
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -10,7 +9,7 @@ import msgspec
 from elastic.protocol.http_clients import sync_client
 from elastic.protocol.tls import anchored_context
 from elastic.system.host import here
-from elastic.weights.blobs import Buffer, check_key
+from elastic.weights.blobs import Buffer, check_key, pieces
 from elastic.weights.errors import BlobConflict, BlobNotFound, InvalidKey, RelayError, RelayUnavailable
 
 CONNECT_TIMEOUT_S = 5.0
@@ -61,9 +60,8 @@ class HttpRelay:
 
     def put(self, key: str, *parts: Buffer) -> None:
         size = sum(memoryview(part).nbytes for part in parts)
-        self._send(
-            "PUT", self._blob(key), content=_chunks(parts, self._chunk_bytes), headers={"content-length": str(size)}
-        )
+        content = pieces(parts, self._chunk_bytes)
+        self._send("PUT", self._blob(key), content=content, headers={"content-length": str(size)})
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         # HTTP has no empty range.
@@ -110,10 +108,3 @@ def _read(response: httpx.Response, timeout_s: float) -> bytes:
         if here().monotonic() > deadline_s:
             raise httpx.ReadTimeout(f"no complete answer within {timeout_s} s")
     return bytes(content)
-
-
-def _chunks(parts: tuple[Buffer, ...], chunk_bytes: int) -> Iterator[bytes]:
-    for part in parts:
-        view = memoryview(part).cast("B")
-        for start in range(0, len(view), chunk_bytes):
-            yield bytes(view[start : start + chunk_bytes])

@@ -28,7 +28,10 @@ T = TypeVar("T")
 
 
 class RelayReading:
-    """`elastic.weights.staging.Reading` off a relay. Counts bytes, and seconds by what they were spent on."""
+    """Blobs off a relay. Counts bytes, and seconds by what they were spent on.
+
+    Every call may raise `RelayError`, and `WeightsCorrupted` for a blob of another size.
+    """
 
     def __init__(self, relay: Relay, timeout_s: float, transfers: int, chunk_bytes: int, share_bytes: int) -> None:
         self.begun_s = here().monotonic()
@@ -61,10 +64,12 @@ class RelayReading:
             return fetch(self._relay, key, self._deadline_s)
 
     def awaited(self, key: str) -> bytes:
+        """Waits for a blob that may not be there yet."""
         with self._on_the_wire() as there:
             return awaited(self._relay, key, self._deadline_s, absent=there.not_yet)
 
     def get_into(self, key: str, memory: memoryview) -> str:
+        """Fills `memory` with the blob. Returns its digest by pieces."""
         blob = ArrivingBlob(memory)
         step = min(self._chunk_bytes, max(self._share_bytes, len(memory) // SHARES))
 
@@ -86,9 +91,10 @@ class RelayReading:
     def several(
         self, wanted: Sequence[tuple[str, int]], coming: bool
     ) -> Generator[tuple[int, bytearray, str], None, None]:
-        """Yields blobs as they arrive; the next ones are on their way meanwhile.
+        """Yields (place in `wanted`, blob, digest) as they arrive; the next ones are on their way meanwhile.
 
-        If all are there, the workers of a site begin at different ones, else all begin at the one that is put first.
+        `wanted` has keys and their most bytes. With `coming` they may not be there yet, and all readers begin at the
+        one that is put first; else the workers of a site begin at different ones.
         """
         places = range(len(wanted))
         job = partial(self._blob, wanted, coming)

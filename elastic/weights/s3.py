@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from elastic.protocol.proxies import proxies_of_boto
-from elastic.weights.blobs import Buffer, check_key
+from elastic.weights.blobs import Buffer, check_key, pieces
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable
 
 OPTIONS = ("endpoint_url", "profile", "region")
@@ -177,7 +177,7 @@ class S3Relay:
 
         sent: list[Future[dict[str, Any]]] = []
         try:
-            for number, content in enumerate(_pieces(parts, self._part_bytes), 1):
+            for number, content in enumerate(pieces(parts, self._part_bytes), 1):
                 slots.acquire()  # Pieces are copies: only as many as there are transfers.
                 sent.append(self._executor.submit(put_part, number, content))
             done = [future.result() for future in sent]
@@ -202,7 +202,7 @@ class S3Relay:
         """Raises `BlobConflict` where the object holds anything but `parts`."""
         begin = 0
         with self._translated("GetObject", key):
-            for piece in chain(_pieces(parts, self._part_bytes), (b"",)):  # At last: nothing may be left.
+            for piece in chain(pieces(parts, self._part_bytes), (b"",)):  # At last: nothing may be left.
                 found, _ = self._range(name, begin, max(len(piece), 1))
                 if found != piece:
                     raise BlobConflict(f"{self._url}: {key} holds other content already; blobs are immutable")
@@ -265,22 +265,6 @@ def _told(error: Exception, code: str, headers: Mapping[str, str], where: str, b
     if code in _AGAIN or code.startswith("5") or isinstance(error, broken):
         return RelayUnavailable(f"{where}: {error}")
     return RelayError(f"{where}: {error}")
-
-
-def _pieces(parts: Sequence[Buffer], size_bytes: int) -> Iterator[bytes]:
-    """The parts' concatenation, cut every so many bytes."""
-    piece = bytearray()
-    for part in parts:
-        rest = memoryview(part).cast("B")
-        while len(rest):
-            room = size_bytes - len(piece)
-            piece += rest[:room]
-            rest = rest[room:]
-            if len(piece) == size_bytes:
-                yield bytes(piece)
-                piece.clear()
-    if piece:
-        yield bytes(piece)
 
 
 def _botocore() -> Any:

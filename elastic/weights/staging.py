@@ -5,11 +5,11 @@ when all of them have arrived and verified. Writing them again, from the first o
 stopped in between begins again.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from elastic.weights.errors import WeightsCorrupted
 from elastic.weights.layout import Tiles, tile_ends
 from elastic.weights.memory import Memory
 from elastic.weights.plan import PublishedUpdate
+from elastic.weights.reading import RelayReading
 from elastic.weights.records import (
     NOTHING,
     SCHEMA_VERSION,
@@ -44,29 +45,6 @@ BUCKET_BYTES_MAX = 1 << 20
 """Largest blob of a bucket: this, and 6 bytes for each element. No codec takes more."""
 
 NOTHING_PULLED = PullReport(size_bytes=0, full_bytes=0)
-
-
-class Reading(Protocol):
-    """Blobs off a relay. Every call may raise `RelayError`, and `WeightsCorrupted` for a blob of another size."""
-
-    def get(self, key: str) -> bytes: ...
-
-    def get_into(self, key: str, memory: memoryview) -> str:
-        """Fills `memory` with the blob. Returns its digest by pieces."""
-        ...
-
-    def awaited(self, key: str) -> bytes:
-        """Waits for a blob that may not be there yet."""
-        ...
-
-    def several(
-        self, wanted: Sequence[tuple[str, int]], coming: bool
-    ) -> Generator[tuple[int, bytearray, str], None, None]:
-        """Yields (place in `wanted`, blob, digest) as they arrive. `wanted` has keys and their most bytes.
-
-        With `coming` they may not be there yet.
-        """
-        ...
 
 
 class BaseMismatch(WeightsCorrupted):
@@ -137,7 +115,7 @@ class Staging:
 
     def __init__(
         self,
-        reading: Reading,
+        reading: RelayReading,
         trust: Trust,
         hosted: Callable[[Sequence[TensorEntry]], tuple[bool, ...]],
         memory: Memory,

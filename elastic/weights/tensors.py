@@ -13,19 +13,27 @@ from elastic.weights.codecs.base import Bits
 from elastic.weights.records import DTYPE_BYTES, TensorEntry
 from elastic.weights.sharding import Box, Shape, Shard
 
-_DTYPE_NAMES = {torch.bfloat16: "bfloat16"}
-
 
 def entries_of(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
     """How `tensors` lie one after the other. Raises `ValueError` for one that is not bfloat16."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.bfloat16:
+            raise ValueError(f"tensor {name}: dtype {tensor.dtype}; allowed: {', '.join(DTYPE_BYTES)}")
+    return _entries((name, tuple(tensor.shape), ()) for name, tensor in tensors.items())
+
+
+def entries_of_boxes(boxes: Iterable[Box]) -> tuple[TensorEntry, ...]:
+    """How cells of bfloat16 tensors lie one after the other."""
+    return _entries((box.tensor, box.shape, box.begin) for box in boxes)
+
+
+def _entries(parts: Iterable[tuple[str, Shape, Shape]]) -> tuple[TensorEntry, ...]:
+    """Entries of bfloat16 tensors or cells, each with its name, its shape and where it begins in its tensor."""
     entries: list[TensorEntry] = []
     offset = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPE_NAMES:
-            raise ValueError(f"tensor {name}: dtype {tensor.dtype}; allowed: {', '.join(DTYPE_BYTES)}")
-        entry = TensorEntry(name=name, shape=tuple(tensor.shape), dtype=_DTYPE_NAMES[tensor.dtype], offset=offset)
-        entries.append(entry)
-        offset += entry.size_bytes
+    for name, shape, begin in parts:
+        entries.append(TensorEntry(name=name, shape=shape, dtype="bfloat16", offset=offset, begin=begin))
+        offset += entries[-1].size_bytes
     return tuple(entries)
 
 
@@ -49,16 +57,6 @@ def filling(bits: Bits, tensors: Iterable[Tensor]) -> Iterator[int]:
             torch.from_numpy(target).copy_(flat)
         at += tensor.numel()
         yield at
-
-
-def entries_of_boxes(boxes: Iterable[Box]) -> tuple[TensorEntry, ...]:
-    """How cells of bfloat16 tensors lie one after the other."""
-    entries: list[TensorEntry] = []
-    offset = 0
-    for box in boxes:
-        entries.append(TensorEntry(name=box.tensor, shape=box.shape, dtype="bfloat16", offset=offset, begin=box.begin))
-        offset += entries[-1].size_bytes
-    return tuple(entries)
 
 
 class _Place(NamedTuple):

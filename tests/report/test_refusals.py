@@ -17,8 +17,8 @@ class Told:
     def __init__(self, *events: e.Event) -> None:
         self._events = events
 
-    def events_of(self, *kinds: str) -> Iterator[tuple[int, e.Event]]:
-        return ((0, event) for event in self._events if type(event).__name__ in kinds)
+    def events_of(self, *kinds: type[e.Event]) -> Iterator[tuple[int, e.Event]]:
+        return ((0, event) for event in self._events if isinstance(event, kinds))
 
 
 def test_refusals_that_differ_in_a_time_alone_are_one() -> None:
