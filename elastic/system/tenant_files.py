@@ -23,9 +23,6 @@ _SETGROUPS = {"x86_64": 116, "aarch64": 159}
 """The number of the system call, by machine. The C library's own function changes all threads, this one its caller."""
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_READ_WHOLE_BYTES = 64 * 2**20
-"""What is not a database is read whole, so a larger file is none of a run's."""
-_DATABASE = ".sqlite"
 _DEPTH_MAX = 64
 """Directories in directories, of which a run has three."""
 _TIMES_MAX = 1_000
@@ -44,31 +41,9 @@ def as_owner(directory: Path) -> Iterator[None]:
     """A context: this thread has the rights of the directory's owner to files, and no others.
 
     It must be left by the thread that entered it, so nothing is awaited within. Threads that are begun within keep
-    these rights. Only root can take them; for others, and where `directory` is missing, nothing changes. Raises
-    `OSError`, of which `NotAFile` where something lies in the directory that its reader would wait for, or never come
-    to the end of.
+    these rights. Only root can take them; for others, and where `directory` is missing, nothing changes. Databases are
+    opened by `elastic.system.sqlite` within, other files by the functions here. Raises `OSError`.
     """
-    with _rights_in(directory):
-        endless: list[str] = []
-        with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(directory) as entries:
-            endless = [entry.path for entry in entries if _has_no_end(entry)]
-        if endless:
-            raise NotAFile(errno.EINVAL, "a pipe, a device or a file without end", endless[0])
-        yield
-
-
-def _has_no_end(entry: "os.DirEntry[str]") -> bool:
-    try:
-        status = entry.stat()
-    except OSError:  # It leads nowhere, and so nobody.
-        return False
-    if stat.S_ISREG(status.st_mode):
-        return status.st_size > _READ_WHOLE_BYTES and _DATABASE not in entry.name
-    return not (stat.S_ISDIR(status.st_mode) or stat.S_ISSOCK(status.st_mode))
-
-
-@contextlib.contextmanager
-def _rights_in(directory: Path) -> Iterator[None]:
     try:
         found = os.stat(directory)
     except FileNotFoundError:
@@ -121,7 +96,7 @@ def files(directory: Path, name: str, suffix: str) -> list[tuple[str, os.stat_re
     found: list[tuple[str, os.stat_result]] = []
     with (
         contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError),
-        _rights_in(directory),
+        as_owner(directory),
         _below(directory, PurePosixPath(name).parts) as place,
         _listed(place) as listed,
     ):
@@ -139,7 +114,7 @@ def size_bytes(directory: Path, name: str = "") -> int:
     Links are not followed.
     """
     total = 0
-    with contextlib.suppress(OSError), _rights_in(directory), _below(directory, PurePosixPath(name).parts) as place:
+    with contextlib.suppress(OSError), as_owner(directory), _below(directory, PurePosixPath(name).parts) as place:
         for _, _, status in _tree(place):
             total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
@@ -223,7 +198,7 @@ def _listed(place: int) -> Iterator[int]:
 def _descriptor(directory: Path, name: str, flags: int) -> int:
     *parents, last = PurePosixPath(name).parts
     try:
-        with _rights_in(directory), _below(directory, parents, make=bool(flags & os.O_CREAT)) as place:
+        with as_owner(directory), _below(directory, parents, make=bool(flags & os.O_CREAT)) as place:
             descriptor = os.open(last, flags | _FILE, 0o600, dir_fd=place)
     except OSError as error:
         if error.errno in _NO_FILE:
