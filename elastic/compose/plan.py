@@ -246,8 +246,11 @@ def read_model_config(config: Config) -> dict[str, Any]:
         raise ConfigError(f"model.checkpoint: {path} is not JSON: {error}") from error
 
 
-def check_live(plan: RunPlan) -> None:
-    """Raises `ConfigError` for settings that only simulations support so far, and for a pool's where there is none."""
+def check_live(plan: RunPlan, listening: str = "--listen HOST:PORT, and --advertise HOST") -> None:
+    """Raises `ConfigError` for settings that only simulations support so far, and for a pool's where there is none.
+
+    `listening` are the options by which a run is reached from elsewhere, with the one for another name of this machine.
+    """
     for name in plan.in_turns:
         try:
             membership = membership_here()
@@ -262,10 +265,10 @@ def check_live(plan: RunPlan) -> None:
             "allowed in live runs: 1 (`elastic simulate` takes any number)"
         )
         raise ConfigError(ConfigProblem(problem, ("trainer", "gpus")))
-    _check_reach(plan)
+    _check_reach(plan, listening)
 
 
-def _check_reach(plan: RunPlan) -> None:
+def _check_reach(plan: RunPlan, listening: str) -> None:
     """Workers on other machines can dial the run: nothing is rented that could never join."""
     run = plan.config.run
     if run.beyond_loopback and not (run.advertised_host and is_loopback(run.advertised_host)):
@@ -274,8 +277,7 @@ def _check_reach(plan: RunPlan) -> None:
         if plan.provider_types[name].elsewhere(settings):
             problem = (
                 f"its workers are on other machines, and a run at {run.advertise or run.host} is reached from this one "
-                "alone; have it listen where they reach it (--listen HOST:PORT, and --advertise HOST where they know "
-                "this machine by another name; on a server: elastic serve --runs-listen)"
+                f"alone; have it listen where they reach it ({listening} where they know this machine by another name)"
             )
             raise ConfigError(ConfigProblem(problem, ("providers", name)))
 

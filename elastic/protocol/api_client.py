@@ -556,6 +556,9 @@ class Client:
                             answer.read()
                         _checked(answer, self._through)
                         for id_, kind, data in _sse(answer.iter_lines()):
+                            if kind == "error":
+                                lost = f"{self.url}: {data.get('detail', 'the stream cannot go on')}"
+                                break
                             patience.begin()
                             after = id_ or after
                             if after:
@@ -563,8 +566,9 @@ class Client:
                             yield id_, kind, data
                             if kind == final:
                                 return
-                        if not final:
-                            return
+                        else:
+                            if not final:
+                                return
             except httpx.HTTPError as error:
                 lost = f"{self.url}: {self._words(error)}"
             if here().monotonic() - began_s > RETRY_MAX_S:

@@ -62,7 +62,8 @@ def asked(question: Coroutine[Any, Any, T]) -> T:
     except CommandRefused as error:
         raise ApiProblem(_KINDS.get(error.kind, "invalid-request"), str(error)) from error
     except ControlError as error:
-        raise ApiProblem("pool-away", str(error)) from error
+        log.warning("a pool does not answer", error=str(error))
+        raise ApiProblem("pool-away", "the pool's process does not answer now") from error
 
 
 def project_of_job(settings: ServerSettings, job: JobStanding) -> str | None:

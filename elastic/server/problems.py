@@ -77,6 +77,7 @@ TYPES: Mapping[str, ProblemType] = {
     "precondition-failed": ProblemType(412, "It has changed meanwhile", "Read it again, and use its new ETag."),
     "too-large": ProblemType(413, "The body is too large", "Send less."),
     "unsupported-media-type": ProblemType(415, "The body is of another type", "Send application/json."),
+    "invalid-range": ProblemType(416, "The file has no such range", "`content-range` has its size."),
     "misdirected": ProblemType(421, "This server has another name", "Use its address, or add the name by --host-name."),
     "idempotency-mismatch": ProblemType(
         422, "The Idempotency-Key was used for another request", "Use a key once for each thing to be done."
@@ -166,34 +167,35 @@ def invalid_configuration(errors: list[ProblemError]) -> ApiProblem:
     return ApiProblem("invalid-configuration", detail, errors)
 
 
-def problem_response(request: Request, problem: ApiProblem) -> Response:
-    """Return the response for a failed request."""
+def problem_of(problem: ApiProblem, instance: str = "", request_id: str = "") -> Problem:
+    """Return what is told of a problem."""
     kind = TYPES[problem.kind]
-    body = Problem(
+    return Problem(
         type=f"/problems/{problem.kind}",
         title=kind.title,
         status=kind.status,
         detail=problem.detail,
-        instance=request.url.path,
-        request_id=getattr(request.state, "request_id", ""),
+        instance=instance,
+        request_id=request_id,
         errors=problem.errors,
         **problem.further,
     )
-    headers = dict(problem.headers)
-    if kind.status == 401:
+
+
+def problem_response(request: Request, problem: ApiProblem) -> Response:
+    """Return the response for a failed request."""
+    return early_response(problem, request.url.path, getattr(request.state, "request_id", ""))
+
+
+def early_response(problem: ApiProblem, instance: str = "", request_id: str = "") -> JSONResponse:
+    """Return the response for a request that may never have reached the application, or that made it fail."""
+    body, headers = problem_of(problem, instance, request_id), dict(problem.headers)
+    if body.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if kind.status == 503:
+    if body.status == 503:
         headers["retry-after"] = str(RETRY_AFTER_S)
-    return JSONResponse(
-        jsonable_encoder(body, exclude_none=True), status_code=kind.status, headers=headers, media_type=MEDIA_TYPE
-    )
-
-
-def early_response(kind: str, detail: str, instance: str = "", **further: str) -> JSONResponse:
-    """Return the response for a request that never reached the application, or that made it fail."""
-    type_ = TYPES[kind]
-    body = {"type": f"/problems/{kind}", "title": type_.title, "status": type_.status, "detail": detail}
-    return JSONResponse(body | {"instance": instance} | further, type_.status, media_type=MEDIA_TYPE)
+    said = jsonable_encoder(body, exclude_none=True)
+    return JSONResponse(said, status_code=body.status, headers=headers, media_type=MEDIA_TYPE)
 
 
 def install(app: FastAPI) -> None:

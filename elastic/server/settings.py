@@ -146,3 +146,11 @@ class ServerSettings:
     def storage(self, project: str) -> Path:
         """Return the directory of a project's own files, which its submissions may name."""
         return self.projects / project
+
+    def without_places(self, message: str, project: str) -> str:
+        """Return a message as the project may read it: with its files as its submissions name them, and without the
+        server's directories."""
+        names = {self.uploads(project): "upload:", self.storage(project): ""}
+        for place, name in (names | dict.fromkeys((self.home, *self.models), "")).items():
+            message = message.replace(f"{place.resolve()}/", name)
+        return message

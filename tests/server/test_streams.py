@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from elastic.report.log_files import LogFollower, LogGone
 from elastic.runtime.journal import RunDirectory, SqliteJournal, event_row
 from elastic.server.api.auth import COOKIE
 from elastic.server.api.streams import LOOK_S
-from elastic.server.history.events import EventLog, EventsGone, Position
+from elastic.server.history.events import SCANNED_AT_ONCE, EventLog, EventsGone, Position
 from elastic.server.history.feeds import Feeds
 from elastic.server.permissions import Action
 from elastic.server.store.tables import keys, runs, sessions
@@ -157,6 +158,27 @@ def test_streams_over_http(site: Site, ended_run: str) -> None:
         assert rest["id"] == told[1]["id"]
     assert client.get(f"{place}/events", headers={"last-event-id": told[1]["id"]}).status_code == 204
     assert client.get(f"{place}/events", headers={"last-event-id": "b-1"}).json()["type"] == "/problems/events-gone"
+
+
+@pytest.mark.parametrize("follow", ["true", "false"])
+def test_a_journal_that_cannot_be_read_is_a_problem_and_no_cut_stream(site: Site, ended_run: str, follow: str) -> None:
+    place, path = f"/v1/runs/{ended_run}/events", site.settings.run_dir(ended_run) / "journal.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as journal:
+        journal.executemany(
+            "INSERT INTO events (seq, t_ns, kind, body) VALUES (?, 3, 'StopRequested', x'c1')",
+            [(5 + SCANNED_AT_ONCE,)],
+        )
+        journal.executemany(
+            "INSERT INTO events (seq, t_ns, kind, body) VALUES (?, 3, 'Tick', x'c1')",
+            [(5 + number,) for number in range(SCANNED_AT_ONCE)],
+        )
+        journal.commit()
+    *told, last = sse(site.client().get(place, params={"follow": follow}).text)
+    assert [one["event"] for one in told] == ["stop.requested"] * 2
+    assert (last["event"], json.loads(last["data"])["type"]) == ("error", "/problems/unavailable")
+    path.write_bytes(b"no journal")
+    answer = site.client().get(place, params={"follow": follow})
+    assert (answer.status_code, answer.headers["content-type"]) == (503, "application/problem+json")
 
 
 def test_logs_over_http(site: Site, ended_run: str) -> None:

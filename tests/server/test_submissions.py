@@ -117,7 +117,21 @@ CLOUD = {"kind": "ec2", "image": "ami-0123456789abcdef0", "max_workers": 4}
 def test_a_run_that_its_workers_cannot_reach_is_refused(shared_site: Site, submission: Submission) -> None:
     body = submission()
     body["config"]["providers"]["spot"] = CLOUD
-    assert "--runs-listen" in pointers(shared_site, body)["#/config/providers/spot"]
+    advice = pointers(shared_site, body)["#/config/providers/spot"]
+    assert "elastic serve --runs-listen HOST, and --runs-advertise HOST" in advice
+    assert " --listen" not in advice
+
+
+def test_faults_of_a_projects_own_files_name_no_place_of_the_server(site: Site, submission: Submission) -> None:
+    storage = site.settings.storage(site.projects["ours"])
+    storage.mkdir(parents=True)
+    (storage / "market.csv").write_text("no trace")
+    body = submission(project="ours")
+    body["config"]["providers"]["spot"] = {"trace": "market.csv"}
+    answer = site.client().post("/v1/runs/dry-run", json=body)
+    assert answer.status_code == 400
+    assert str(site.settings.home.resolve()) not in answer.text
+    assert "market.csv" in answer.json()["detail"]
 
 
 def test_a_price_that_only_a_vendor_knows_is_no_price_of_zero(site: Site, submission: Submission) -> None:

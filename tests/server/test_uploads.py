@@ -75,6 +75,11 @@ def test_it_is_there_once_all_of_it_is(site: Site, submission: Submission) -> No
     assert client.get(f"/v1/uploads/{upload['id']}/files/{digest}").content == TRACE
     part = client.get(f"/v1/uploads/{upload['id']}/files/{digest}", headers={"range": "bytes=2-5"})
     assert (part.status_code, part.content) == (206, TRACE[2:6])
+    for said, status in (("bytes=5-2", 400), ("bytes=x", 400), ("lines=1-2", 400), ("bytes=99-", 416)):
+        refused = client.get(f"/v1/uploads/{upload['id']}/files/{digest}", headers={"range": said})
+        assert (refused.status_code, refused.headers["content-type"]) == (status, "application/problem+json"), said
+        assert "content-disposition" not in refused.headers
+    assert refused.headers["content-range"] == f"bytes */{len(TRACE)}"
     run = client.post("/v1/runs", json=body)
     assert run.status_code == 201, run.text
     kept = Path(client.get(run.headers["location"]).json()["config"]["providers"]["spot"]["trace"])

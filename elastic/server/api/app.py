@@ -19,6 +19,7 @@ from elastic.server.api.streams import OpenStreams
 from elastic.server.history.feeds import Feeds
 from elastic.server.history.looks import SharedLooks
 from elastic.server.identity.oidc import IdentityProvider
+from elastic.server.problems import ApiProblem
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable
 from elastic.server.store.tables import server as server_table
@@ -92,8 +93,8 @@ def _upload_limit(settings: ServerSettings) -> Callable[[str, str], int | None]:
 
 
 def _too_many(_: int, detail: str) -> Response:
-    return problems.early_response("too-many-requests", detail)
+    return problems.early_response(ApiProblem("too-many-requests", detail))
 
 
 def _misdirected(_: int, detail: str) -> Response:
-    return problems.early_response("misdirected", detail)
+    return problems.early_response(ApiProblem("misdirected", detail))

@@ -16,7 +16,8 @@ import structlog
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from elastic.server import ids, problems
+from elastic.server import ids
+from elastic.server.problems import ApiProblem, early_response
 
 log = structlog.get_logger(__name__)
 
@@ -102,8 +103,8 @@ class RequestLog:
                 log.exception("request failed", method=scope["method"], path=scope["path"], **_run_of(scope))
                 if answer.status:
                     raise
-                failed = problems.early_response("internal", "the server failed", scope["path"], request_id=request_id)
-                await failed(scope, receive, answer.send)
+                failed = ApiProblem("internal", "the server failed")
+                await early_response(failed, scope["path"], request_id)(scope, receive, answer.send)
             finally:
                 self._figures.under_way -= 1
                 self._figures.streams -= answer.streams

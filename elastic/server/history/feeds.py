@@ -7,7 +7,7 @@ import asyncio
 import bisect
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import structlog
@@ -82,11 +82,14 @@ class RunFeed:
                 await asyncio.sleep(self._interval_s)
 
     async def after(self, position: Position) -> tuple[bytes, Position, bool]:
-        """Return the events behind a position as streams send them, how far they reach, and whether they are all."""
+        """Return the events behind a position as streams send them, how far they reach, and whether they are all.
+
+        Raises `JournalError` and `OSError`.
+        """
         if self._floor is not None and position >= self._floor:
             begin = bisect.bisect_right(self._positions, position)
             return b"".join(self._told[begin:]), self._positions[-1] if self._positions[begin:] else position, True
-        return await self._reading(lambda: self._read_behind(position), position)
+        return await self._reads.at(position, lambda: self._read_behind(position))
 
     async def changed_behind(self, position: Position, timeout_s: float) -> bool:
         """Wait until there is an event behind the position or the run is over; at most `timeout_s`."""
@@ -132,11 +135,11 @@ class RunFeed:
             self._floor = self._positions[excess - 1]
             del self._positions[:excess], self._told[:excess]
 
-    async def _reading(self, read: Callable[[], Found], key: Hashable = None) -> Found:
-        """Call `read` in a thread, once for all that read by the same key. Retries while the journal cannot be read."""
+    async def _reading(self, read: Callable[[], Found]) -> Found:
+        """Call `read` in a thread, again and again while the journal cannot be read."""
         while True:
             try:
-                return await self._reads.at(key or read, read)
+                return await asyncio.to_thread(read)
             except (JournalError, OSError) as error:
                 log.warning("a journal cannot be read now", error=str(error))
                 await asyncio.sleep(10 * self._interval_s)

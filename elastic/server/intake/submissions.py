@@ -33,6 +33,7 @@ _RUNNERS_OWN = ("budget_usd", "caps", "host", "advertise")
 _REFUSED_KEYS = frozenset({"address", "arguments", "endpoint_url", "urls"})
 """Keys of providers and engines that are refused: hosts to dial, or arbitrary engine arguments."""
 _PATH_LIKE = re.compile(r"[/\\\0]|^~|^\.\.?$")
+_LISTENING = "elastic serve --runs-listen HOST, and --runs-advertise HOST"
 _NO_PATHS_IN = ("simulation",)
 """Sections that live runs ignore."""
 CHECKPOINT = "model.checkpoint"
@@ -52,10 +53,11 @@ def check(settings: ServerSettings, submission: Submission, project: str) -> tup
         config = validate(Config, settings.placed(raw), _WHERE)
         if not problems:
             plan = resolve(config, submission.providers, _WHERE)
-            check_live(plan)
+            check_live(plan, _LISTENING)
     except ConfigError as error:
         problems += error.problems
-    errors = configuration_errors(problems)
+    told = (one._replace(detail=settings.without_places(one.detail, project)) for one in problems)
+    errors = configuration_errors(told)
     errors += [
         ProblemError(pointer=f"#/caps/{name}", detail=f"names no provider of this run; allowed: {', '.join(names)}")
         for name in {**_caps_in(raw), **submission.caps}

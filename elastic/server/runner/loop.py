@@ -177,7 +177,8 @@ class RunnerLoop:
         with self._store.writing() as tx:
             run = runs.find(tx, id_)
             if run is not None:
-                found = conditions.with_fault(run.conditions, fault, now_us(), run.generation)
+                told = self._settings.without_places(fault, run.project)
+                found = conditions.with_fault(run.conditions, told, now_us(), run.generation)
                 runs.observe(tx, id_, conditions=found)
 
     def _wants_more(self, records: Sequence[HostedRunRow]) -> bool:
@@ -357,6 +358,7 @@ class RunnerLoop:
     async def _become(self, run: HostedRunRow, decision: Decision) -> None:
         """Put the run into another phase, and record it in the store."""
         run_dir = self._settings.run_dir(run.id)
+        decision = replace(decision, cause=self._settings.without_places(decision.cause, run.project))
         figures = await self._read_or(None, run, figures_of, run_dir)
         cost = await self._read_or(0, run, cost_nano_usd, run_dir)
         await asyncio.to_thread(self._record, run, decision, figures or run.figures, cost or run.seen_nano_usd)

@@ -16,9 +16,9 @@ from elastic.server.api.routes.common import RunDep, StateDep, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.routes.runs import RunId
 from elastic.server.api.state import ServerState
-from elastic.server.history.events import EventLog, EventsGone, Position, as_sent
+from elastic.server.history.events import EventBatch, EventLog, EventsGone, as_sent
 from elastic.server.permissions import Action
-from elastic.server.problems import ApiProblem, not_found
+from elastic.server.problems import ApiProblem, not_found, problem_of
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
 from elastic.system import tenant_files
@@ -75,15 +75,15 @@ async def events(
     """Stream what happens in a run, from its beginning or behind the event of an id: leases, workers, steps, weights.
 
     Each event has an `id`; send the last one as Last-Event-ID to go on behind it. A `run.ended` event without an id
-    ends the stream of a run that is over.
+    ends the stream of a run that is over, an `error` with a problem one that cannot be read to its end.
     """
-    run_dir = state.settings.run_dir(run)
     begin = last_event_id or after or ""
-    log = EventLog(run_dir)
-    position = await asyncio.to_thread(_position, log, begin)
-    if begin and found.ended and not (await asyncio.to_thread(log.read, position)).events:
+    log = EventLog(state.settings.run_dir(run))
+    # Before the answer begins, so that it can be a problem.
+    first = await state.looks.at((run, begin, "events"), lambda: _first(log, begin))
+    if begin and found.ended and not first.events:
         return Response(status_code=204)
-    body = _following(state, run, begin) if follow else _reading(log, position)
+    body = _following(state, run, begin) if follow else _reading(log, first)
     return streamed(state, request, found, body)
 
 
@@ -94,32 +94,51 @@ def streamed(state: ServerState, request: Request, run: HostedRunRow, body: Asyn
     return state.streams.while_admitted(request, credentials, Action.RUNS_READ, run.project, whole)
 
 
-def _position(log: EventLog, event: str) -> Position:
+def _first(log: EventLog, event: str) -> EventBatch:
+    """Return the first events behind the one of this id. Raises `ApiProblem`."""
     try:
-        return log.after(event)
+        return log.read(log.after(event))
     except EventsGone:
         raise ApiProblem("events-gone", f"no event {event[:100]!r} is in this run's journals") from None
     except (JournalError, OSError) as error:
-        raise ApiProblem("unavailable", f"the run's journal cannot be read now: {type(error).__name__}") from error
+        raise unreadable(error) from error
 
 
-async def _reading(log: EventLog, position: Position) -> AsyncIterator[bytes]:
-    """Yield the events that exist now."""
-    whole = False
-    while not whole:
-        found, position, whole = await asyncio.to_thread(log.read, position)
-        yield b"".join(as_sent(event) for _, event in found)
+def unreadable(error: JournalError | OSError) -> ApiProblem:
+    return ApiProblem("unavailable", f"the run's journal cannot be read now: {type(error).__name__}")
+
+
+async def _reading(log: EventLog, batch: EventBatch) -> AsyncIterator[bytes]:
+    """Yield the events that exist now, of which a batch has been read. What cannot be read ends them with an `error`,
+    which is a problem."""
+    while True:
+        yield b"".join(as_sent(event) for _, event in batch.events)
+        if batch.whole:
+            return
+        try:
+            batch = await asyncio.to_thread(log.read, batch.position)
+        except (JournalError, OSError) as error:
+            yield _error_event(error)
+            return
+
+
+def _error_event(error: JournalError | OSError) -> bytes:
+    return b"event: error\ndata: %s\n\n" % problem_of(unreadable(error)).model_dump_json().encode()
 
 
 async def _following(state: ServerState, run: str, begin: str) -> AsyncIterator[bytes]:
     """Yield existing and new events until the run is over."""
     settings = state.settings
     async with state.feeds.following(run, settings.run_dir(run), functools.partial(_ended, state, run)) as feed:
-        position = await asyncio.to_thread(_position, feed.log, begin)
+        position = await asyncio.to_thread(feed.log.after, begin)
         yield b": hello\n\n"
         while True:
             over = feed.over
-            told, position, whole = await feed.after(position)
+            try:
+                told, position, whole = await feed.after(position)
+            except (JournalError, OSError) as error:
+                yield _error_event(error)
+                return
             if told:
                 yield told
             elif whole and over:

@@ -1,14 +1,12 @@
 """What a run has come to: metrics, trajectories, checkpoints, workers, leases, reports."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
-from typing import Annotated, BinaryIO, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from elastic import report
 from elastic.protocol.api import (
@@ -22,7 +20,9 @@ from elastic.protocol.api import (
 )
 from elastic.runtime.journal import JournalError, RunDirectory, TrajectoryFilter
 from elastic.server.api.auth import credentials_of
+from elastic.server.api.downloads import Download
 from elastic.server.api.routes.common import RunDep, StateDep, rules
+from elastic.server.api.routes.events import unreadable
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.routes.runs import RunId
 from elastic.server.api.state import ServerState
@@ -137,7 +137,7 @@ def checkpoints(run: RunId, request: Request, found: RunDep, state: StateDep, pa
 @router.get(
     "/{run}/checkpoints/{checkpoint}",
     response_class=FileResponse,
-    **rules(Action.RUNS_READ, "not-found"),
+    **rules(Action.RUNS_READ, "not-found", "invalid-range"),
 )
 def checkpoint(run: RunId, checkpoint: CheckpointId, request: Request, found: RunDep, state: StateDep) -> Response:
     """Download a checkpoint."""
@@ -146,23 +146,8 @@ def checkpoint(run: RunId, checkpoint: CheckpointId, request: Request, found: Ru
         file = tenant_files.opened(state.settings.run_dir(run), f"{journals.CHECKPOINTS}/{name}")
     except FileNotFoundError:
         raise not_found("checkpoint", checkpoint) from None
-    whole = OpenFileResponse(file, f"{run}-{name}")
+    whole = Download(file, f"{run}-{name}")
     return state.streams.while_admitted(request, credentials_of(request), Action.RUNS_READ, found.project, whole)
-
-
-class OpenFileResponse(FileResponse):
-    """Answers with a file that has been opened, and closes it."""
-
-    def __init__(self, file: BinaryIO, filename: str) -> None:
-        self._file = file
-        path, status = f"/proc/self/fd/{file.fileno()}", os.fstat(file.fileno())
-        super().__init__(path, media_type="application/octet-stream", filename=filename, stat_result=status)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._file.close()
 
 
 _REPORT = rules(Action.RUNS_READ, "not-found")
@@ -232,4 +217,4 @@ def _read(read: Callable[[], T]) -> T:
     try:
         return read()
     except (JournalError, OSError) as error:
-        raise ApiProblem("unavailable", f"the run's journal cannot be read now: {type(error).__name__}") from error
+        raise unreadable(error) from error

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from elastic.protocol.api import Listed, NewUpload, ProblemError, Upload, UploadFile
 from elastic.server import ids
 from elastic.server.api.auth import Caller, credentials_of
+from elastic.server.api.downloads import Download
 from elastic.server.api.routes.common import (
     CallerDep,
     Cursor,
@@ -119,7 +120,7 @@ async def receive(upload: UploadId, digest: Digest, write: WriteDep) -> Response
         return await run_in_threadpool(write.carry_out, Action.UPLOADS_WRITE, None, work)
 
 
-_FETCHES = rules(Action.UPLOADS_READ, "not-found")
+_FETCHES = rules(Action.UPLOADS_READ, "not-found", "invalid-range")
 _FETCHES["responses"][200] = {"description": "the file", "content": _BINARY}
 
 
@@ -128,9 +129,10 @@ def fetch(upload: UploadId, digest: Digest, request: Request, caller: CallerDep,
     """Fetch a file of an upload that is ready. `Range` is understood."""
     row, file = _file_of(state, caller, upload, digest)
     path = UploadStorage(state.settings).place(row["project"], upload) / file.path
-    if not path.is_file():
-        raise not_found("file", digest)
-    whole = FileResponse(path, media_type="application/octet-stream", filename=file.path.rpartition("/")[2])
+    try:
+        whole = Download(path.open("rb"), path.name)
+    except FileNotFoundError:
+        raise not_found("file", digest) from None
     return state.streams.while_admitted(request, credentials_of(request), Action.UPLOADS_READ, row["project"], whole)
 
 
