@@ -324,7 +324,7 @@ async def feeds(path: Path, faults: LoopFaults) -> AsyncIterator[PoisonedLoop]:
             return True
 
         (path / run).mkdir()
-        async with fed.following(run, path / run, ended) as feed:
+        async with fed.following(run, path / run, ended, asyncio.to_thread) as feed:
             await until(lambda: feed.over)
             over.add(run)
 

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import itertools
 import os
 import sqlite3
 import stat
@@ -17,16 +16,17 @@ from elastic.system.host import here
 
 BUSY_TIMEOUT_S = 5.0
 TENANTS_BUSY_TIMEOUT_S = 0.5
-TENANTS_STEPS_MAX = 200_000_000
-"""Steps of SQLite's machine, some four seconds, that a tenant's database may take to read: its pages may lead in
-circles. A run of a million events takes a fortieth."""
+TENANTS_CPU_S, TENANTS_BYTES_PER_S = 10.0, 10e6
+"""Seconds of a processor, and one more for so many bytes that it takes on disk, after which a tenant's database is read
+no further: its pages may lead in circles."""
 TENANTS_VALUE_BYTES_MAX = 64 * 2**20
 TENANTS_BYTES_MIN, TENANTS_BYTES_SHARE = 2**20, 8
 """One statement brings at most so many bytes, or so many times what its database takes on disk. A sound one, whose rows
 stand there once, stays below that; one whose pages lead in circles could bring rows for ever."""
 ROW_BYTES = 16
 """Of a row, besides its text and bytes, and 1 for each other column: about what they take on disk."""
-_STEPS_AT_ONCE = 1_000_000
+_STEPS_AT_ONCE = 1_000
+"""Of SQLite's machine. One may copy all of a value."""
 _VFS_CALLS = 13
 """Function pointers of `sqlite3_vfs` before the one that replaces system calls."""
 
@@ -48,20 +48,25 @@ def open_sqlite(
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     made = here().connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=not any_thread)
     if tenants:
-        steps = itertools.count(_STEPS_AT_ONCE, _STEPS_AT_ONCE)
+        thread_time, disk_bytes = here().thread_time, _disk_bytes(path)
+        ends_s = thread_time() + TENANTS_CPU_S + disk_bytes / TENANTS_BYTES_PER_S
         made.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, TENANTS_VALUE_BYTES_MAX)
-        made.set_progress_handler(lambda: next(steps) > TENANTS_STEPS_MAX, _STEPS_AT_ONCE)
-        made.row_factory = _bounded_rows(path)
+        made.set_progress_handler(lambda: thread_time() > ends_s, _STEPS_AT_ONCE)
+        made.row_factory = _bounded_rows(path, TENANTS_BYTES_MIN + TENANTS_BYTES_SHARE * disk_bytes)
     return made
 
 
-def _bounded_rows(path: Path) -> Callable[[sqlite3.Cursor, tuple[Any, ...]], tuple[Any, ...]]:
-    """Return what takes in each row of a tenant's database, and raises `sqlite3.OperationalError` for too many."""
-    disk_bytes = 0
+def _disk_bytes(path: Path) -> int:
+    """Return what a database takes on disk, with what is still to be moved into it."""
+    found = 0
     for suffix in ("", "-wal"):
         with contextlib.suppress(OSError):
-            disk_bytes += 512 * path.with_name(path.name + suffix).stat().st_blocks
-    bytes_max = TENANTS_BYTES_MIN + TENANTS_BYTES_SHARE * disk_bytes
+            found += 512 * path.with_name(path.name + suffix).stat().st_blocks
+    return found
+
+
+def _bounded_rows(path: Path, bytes_max: int) -> Callable[[sqlite3.Cursor, tuple[Any, ...]], tuple[Any, ...]]:
+    """Return what takes in each row of a tenant's database, and raises `sqlite3.OperationalError` for too many."""
     told: tuple[sqlite3.Cursor | None, int] = None, 0
 
     def take(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> tuple[Any, ...]:

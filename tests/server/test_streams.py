@@ -101,7 +101,7 @@ async def test_followers_of_any_pace_get_all_in_order(tmp_path: Path) -> None:
 
     async def follow(after: str, pause_s: float) -> list[str]:
         told: list[str] = []
-        async with feeds.following("run", tmp_path, ended) as feed:
+        async with feeds.following("run", tmp_path, ended, asyncio.to_thread) as feed:
             position = await asyncio.to_thread(feed.log.after, after)
             while True:
                 last = feed.over

@@ -3,6 +3,7 @@ but the run's own process."""
 
 import asyncio
 import contextlib
+import itertools
 import os
 import pwd
 import shutil
@@ -22,14 +23,17 @@ import pytest
 
 from elastic.protocol.run_control import SOCKET, RunOfAnotherUser
 from elastic.runtime.journal import SqliteJournal
+from elastic.runtime.journal.frames import FRAME
 from elastic.runtime.journal.records import TABLES
 from elastic.server.history.journals import figures_of
+from elastic.server.history.readers import PER_PROJECT, TenantReaders
 from elastic.server.retention.rules import TRAJECTORIES, bytes_of, remove
 from elastic.server.runner import launching
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
 from elastic.server.support.bundle import write_bundle
 from elastic.system import tenant_files
+from elastic.system.host import HOST, Host
 from elastic.system.processes import identity
 from elastic.system.sqlite import BUSY_TIMEOUT_S, open_sqlite
 from tests.server.conftest import Site
@@ -221,7 +225,7 @@ def test_a_database_whose_pages_lead_in_circles_brings_no_more_than_it_could_hol
             pass
 
 
-@pytest.mark.parametrize("made", ["view", "column"])
+@pytest.mark.parametrize("made", ["view", "column", "trigger"])
 def test_a_journal_that_would_compute_is_not_read(site: Site, run: HostedRunRow, made: str) -> None:
     directory = site.settings.run_dir(run.id)
     with contextlib.closing(sqlite3.connect(directory / "journal.sqlite")) as database:
@@ -230,10 +234,22 @@ def test_a_journal_that_would_compute_is_not_read(site: Site, run: HostedRunRow,
             for table in TABLES.values():
                 columns = ", ".join(f'NULL AS "{name}"' for name in table.columns)
                 database.execute(f'CREATE VIEW "{table.name}" AS {endless} SELECT {columns} FROM c WHERE x < 0')
+        elif made == "trigger":
+            for table in TABLES.values():
+                database.execute(table.create)
+            database.execute("INSERT INTO events VALUES (1, 1, ?, x'00')", (FRAME,))
+            endless = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT max(x) FROM c"
+            database.execute(f"CREATE TRIGGER t BEFORE DELETE ON events BEGIN SELECT ({endless}); END")
+            database.commit()
         else:
             database.execute("CREATE TABLE meta (key TEXT, value TEXT AS (hex(zeroblob(500000000))))")
     assert figures_of(directory) is None
     assert site.client().get(f"/v1/runs/{run.id}/metrics").status_code == 503
+    begun_s = time.monotonic()
+    assert bytes_of(directory, [TRAJECTORIES]) == 0
+    with pytest.raises(OSError, match="other tables than a journal"):
+        remove(directory, TRAJECTORIES)
+    assert time.monotonic() - begun_s < 5
 
 
 def test_a_tenants_database_costs_its_reader_no_more_than_a_bound(tmp_path: Path) -> None:
@@ -250,11 +266,38 @@ def test_a_tenants_database_costs_its_reader_no_more_than_a_bound(tmp_path: Path
             locked.execute("SELECT * FROM large")
         assert time.monotonic() - begun_s < 0.8 * BUSY_TIMEOUT_S
         database.execute("COMMIT")
-    with tenant_files.as_owner(tmp_path), contextlib.closing(open_sqlite(path, "ro")) as bounded:
-        with pytest.raises(sqlite3.DataError, match="too big"):
-            bounded.execute("SELECT * FROM large").fetchone()
-        with pytest.raises(sqlite3.OperationalError, match="interrupted"):
-            bounded.execute(f"{endless} SELECT x FROM c WHERE x < 0").fetchone()
+    with (
+        tenant_files.as_owner(tmp_path),
+        contextlib.closing(open_sqlite(path, "ro")) as bounded,
+        pytest.raises(sqlite3.DataError, match="too big"),
+    ):
+        bounded.execute("SELECT * FROM large").fetchone()
+    former = HOST.set(Host(thread_time=itertools.count().__next__))  # Whenever it is asked, another second is over.
+    try:
+        with tenant_files.as_owner(tmp_path), contextlib.closing(open_sqlite(path, "ro")) as slow:
+            assert slow.execute(f"{endless} SELECT x FROM c LIMIT 10").fetchall() == [(x,) for x in range(1, 11)]
+            with pytest.raises(sqlite3.OperationalError, match="interrupted"):
+                slow.execute(f"{endless} SELECT x FROM c WHERE x < 0").fetchone()
+    finally:
+        HOST.reset(former)
+
+
+async def test_slow_files_of_a_project_delay_that_project_alone() -> None:
+    readers, over, reading = TenantReaders(), threading.Event(), itertools.count()
+
+    def slow() -> None:
+        next(reading)
+        over.wait(30)
+
+    ours = [asyncio.ensure_future(readers.of("ours")(slow)) for _ in range(100)]
+    try:
+        async with asyncio.timeout(10):
+            assert await readers.of("theirs")(lambda: "read") == "read"
+        await asyncio.sleep(0)
+        assert next(reading) <= PER_PROJECT
+    finally:
+        over.set()
+        await asyncio.gather(*ours)
 
 
 def test_directories_however_deep_are_measured_and_removed(tmp_path: Path) -> None:

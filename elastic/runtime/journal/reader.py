@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 
@@ -41,6 +41,24 @@ def why_unreadable(error: Exception) -> str:
     return f"the journal could not be read: {error}" if isinstance(error, JournalError) else ""
 
 
+def open_journal(path: Path, mode: Literal["ro", "rw"]) -> sqlite3.Connection:
+    """Open a journal as a database. Raises `sqlite3.Error`.
+
+    It has nothing but a journal's own tables: a view, a trigger or a column that is computed would have whoever uses it
+    run what somebody else wrote.
+    """
+    made = open_sqlite(path, mode)
+    try:
+        found = made.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL").fetchall()
+        own = {table.create for table in TABLES.values()}
+        if any(sql not in own for (sql,) in found):
+            raise sqlite3.DatabaseError("it has other tables than a journal of this version of elastic")
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
 class JournalReader:
     """Read-only access to a journal, also while the run writes it. What cannot be read raises `JournalError`.
 
@@ -54,9 +72,8 @@ class JournalReader:
             raise JournalError(f"{path}: no such journal")
         self.path = path
         with self._reading():
-            self._connection = open_sqlite(path, "ro")
+            self._connection = open_journal(path, "ro")
         try:
-            self._check_schema()
             self._check_version()
         except BaseException:
             self.close()
@@ -80,15 +97,6 @@ class JournalReader:
             if isinstance(error, sqlite3.OperationalError) and here().out_of_descriptors():
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self.path)) from error
             raise JournalError(f"{self.path}: {error}") from error
-
-    def _check_schema(self) -> None:
-        """Nothing but a journal's own tables is read: a view, a trigger or a column that is computed would have its
-        reader run what somebody else wrote."""
-        with self._reading():
-            found = self._connection.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL").fetchall()
-        own = {table.create for table in TABLES.values()}
-        if any(sql not in own for (sql,) in found):
-            raise JournalError(f"{self.path}: it has other tables than a journal of this version of elastic")
 
     def _check_version(self) -> None:
         found = self.meta().get("schema_version", "none")

@@ -11,6 +11,7 @@ from elastic.server.api.streams import OpenStreams
 from elastic.server.history.answers import KeptAnswers
 from elastic.server.history.feeds import Feeds
 from elastic.server.history.looks import SharedLooks
+from elastic.server.history.readers import TenantReaders
 from elastic.server.identity.oidc import IdentityProvider
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store
@@ -35,6 +36,7 @@ class ServerState:
     faults: LoopFaults = field(default_factory=LoopFaults)
     """The unexpected exceptions of this process's loops."""
     answers: KeptAnswers = field(default_factory=KeptAnswers)
+    readers: TenantReaders = field(default_factory=TenantReaders)
 
 
 async def state_of(request: Request) -> ServerState:

@@ -17,6 +17,7 @@ from elastic.runtime.journal import JournalError
 from elastic.server.history.events import EventBatch, EventLog, Position, as_sent
 from elastic.server.history.journals import Version, version_of
 from elastic.server.history.looks import Found, SharedLooks
+from elastic.server.history.readers import ReadFiles
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 
 log = structlog.get_logger(__name__)
@@ -33,8 +34,14 @@ class RunFeed:
     """The newest events of one run. `ended` says whether the run is over; it is called when there are no new events."""
 
     def __init__(
-        self, run_dir: Path, interval_s: float, ended: Callable[[], Awaitable[bool]], isolated: IsolatedLoop
+        self,
+        run_dir: Path,
+        interval_s: float,
+        ended: Callable[[], Awaitable[bool]],
+        read_files: ReadFiles,
+        isolated: IsolatedLoop,
     ) -> None:
+        self._read_files = read_files
         self._isolated = isolated
         self.log = EventLog(run_dir)
         self._run_dir = run_dir
@@ -89,7 +96,7 @@ class RunFeed:
         if self._floor is not None and position >= self._floor:
             begin = bisect.bisect_right(self._positions, position)
             return b"".join(self._told[begin:]), self._positions[-1] if self._positions[begin:] else position, True
-        return await self._reads.at(position, lambda: self._read_behind(position))
+        return await self._reads.at(position, lambda: self._read_behind(position), self._read_files)
 
     async def changed_behind(self, position: Position, timeout_s: float) -> bool:
         """Wait until there is an event behind the position or the run is over; at most `timeout_s`."""
@@ -139,7 +146,7 @@ class RunFeed:
         """Call `read` in a thread, again and again while the journal cannot be read."""
         while True:
             try:
-                return await asyncio.to_thread(read)
+                return await self._read_files(read)
             except (JournalError, OSError) as error:
                 log.warning("a journal cannot be read now", error=str(error))
                 await asyncio.sleep(10 * self._interval_s)
@@ -154,10 +161,12 @@ class Feeds:
         self._feeds: dict[str, tuple[RunFeed, asyncio.Task[None]]] = {}
 
     @contextlib.asynccontextmanager
-    async def following(self, run: str, run_dir: Path, ended: Callable[[], Awaitable[bool]]) -> AsyncIterator[RunFeed]:
+    async def following(
+        self, run: str, run_dir: Path, ended: Callable[[], Awaitable[bool]], read_files: ReadFiles
+    ) -> AsyncIterator[RunFeed]:
         """A context: the run's feed, kept while at least one follower uses it."""
         if run not in self._feeds or self._feeds[run][0].over:
-            feed = RunFeed(run_dir, self._interval_s, ended, self._isolated)
+            feed = RunFeed(run_dir, self._interval_s, ended, read_files, self._isolated)
             self._feeds[run] = feed, asyncio.create_task(feed.run(), name=f"feed {run}")
         feed, task = self._feeds[run]
         feed.followers += 1

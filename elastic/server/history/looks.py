@@ -1,7 +1,7 @@
 """Looks at what many streams ask for again and again: one for all that ask within an interval."""
 
 import asyncio
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from typing import Any, TypeVar
 
 Found = TypeVar("Found")
@@ -14,10 +14,12 @@ class SharedLooks:
         self._fresh_s = fresh_s
         self._looks: dict[Hashable, asyncio.Future[Any]] = {}
 
-    async def at(self, key: Hashable, find: Callable[[], Found]) -> Found:
+    async def at(
+        self, key: Hashable, find: Callable[[], Found], in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread
+    ) -> Found:
         """Return what `find` finds, which is called in a thread. Raises what it raises."""
         look = self._looks.get(key)
         if look is None:
-            look = self._looks[key] = asyncio.ensure_future(asyncio.to_thread(find))
+            look = self._looks[key] = asyncio.ensure_future(in_thread(find))
             look.add_done_callback(lambda _: asyncio.get_running_loop().call_later(self._fresh_s, self._looks.pop, key))
         return await asyncio.shield(look)

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.runtime.journal import RunDirectory
+from elastic.runtime.journal import RunDirectory, open_journal
 from elastic.runtime.journal.frames import FRAME
 from elastic.server.quotas.budgets import US_PER_DAY
 from elastic.server.store.runs import HostedRunRow
 from elastic.system import tenant_files
-from elastic.system.sqlite import open_sqlite
 
 RUN, TRAJECTORIES, CHECKPOINTS, LOGS = "run", "trajectories", "checkpoints", "logs"
 PARTS = (TRAJECTORIES, CHECKPOINTS, LOGS)
@@ -93,7 +92,7 @@ def remove(run_dir: Path, part: str) -> None:
 
 
 def _said_bytes(journal: Path) -> int:
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(open_sqlite(journal, "rw")) as connection:
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(open_journal(journal, "rw")) as connection:
         said = connection.execute(
             "SELECT COALESCE(SUM(LENGTH(token_ids) + LENGTH(sampled)), 0) FROM trajectories"
         ).fetchone()[0]
@@ -109,7 +108,7 @@ def _frames(connection: sqlite3.Connection) -> int:
 def _forget_what_was_said(journal: Path) -> None:
     """Tokens go, and frames with tokens; what a report is made of stays. Whole, or not at all."""
     try:
-        with contextlib.closing(open_sqlite(journal, "rw")) as connection:
+        with contextlib.closing(open_journal(journal, "rw")) as connection:
             with connection:
                 connection.execute("BEGIN")
                 connection.execute("UPDATE trajectories SET token_ids = x'', sampled = x''")

@@ -89,6 +89,7 @@ class RunnerLoop:
         self._observed_s: dict[str, float] = {}
         self._attending: dict[str, asyncio.Task[None]] = {}
         self._housekept_s = float("-inf")
+        self._housekeeping: asyncio.Task[None] | None = None
         self._allotted_s = float("-inf")
         self.ticked_s = time.monotonic()
         """When it last looked at everything: its health."""
@@ -105,6 +106,8 @@ class RunnerLoop:
                 await asyncio.gather(*left, return_exceptions=True)
                 for held in self._held.values():
                     held.watched.close()
+                if self._housekeeping is not None:
+                    self._housekeeping.cancel()
 
     async def _look_if_leading(self, leadership: Leadership) -> None:
         if await asyncio.to_thread(leadership.holds):
@@ -143,9 +146,8 @@ class RunnerLoop:
         for gone in self._held.keys() - known:
             self._held.pop(gone).watched.close()
         self._reading = {id_: one for id_, one in self._reading.items() if id_ in known}
-        if not self._isolated.wait_s(HOUSEKEEPING):
-            with self._isolated.attempt(HOUSEKEEPING):
-                await self._housekeep()
+        if self._housekeeping is None or self._housekeeping.done():
+            self._housekeeping = asyncio.create_task(self._housekeep(), name=HOUSEKEEPING)
         self.ticked_s = time.monotonic()
 
     async def _attend_all(self, due: Sequence[HostedRunRow]) -> None:
@@ -401,7 +403,11 @@ class RunnerLoop:
         log.info("removed", run=run.id)
 
     async def _housekeep(self) -> None:
-        if time.monotonic() - self._housekept_s > self._settings.housekeeping_s:
+        """Apply retention, if it is time. Removals may last: nothing waits for them."""
+        early = time.monotonic() - self._housekept_s <= self._settings.housekeeping_s
+        if early or self._isolated.wait_s(HOUSEKEEPING):
+            return
+        with contextlib.suppress(StoreUnavailable), self._isolated.attempt(HOUSEKEEPING):
             await asyncio.to_thread(self._forget)
             more = await asyncio.to_thread(retire, self._store, self._settings, self._isolated)
             self._housekept_s = float("-inf") if more else time.monotonic()

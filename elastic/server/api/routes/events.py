@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from elastic.report.log_files import LogFollower, LogGone
@@ -17,6 +17,7 @@ from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.routes.runs import RunId
 from elastic.server.api.state import ServerState
 from elastic.server.history.events import EventBatch, EventLog, EventsGone, as_sent
+from elastic.server.history.readers import ReadFiles
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found, problem_of
 from elastic.server.store import runs
@@ -78,12 +79,12 @@ async def events(
     ends the stream of a run that is over, an `error` with a problem one that cannot be read to its end.
     """
     begin = last_event_id or after or ""
-    log = EventLog(state.settings.run_dir(run))
+    log, read_files = EventLog(state.settings.run_dir(run)), state.readers.of(found.project)
     # Before the answer begins, so that it can be a problem.
-    first = await state.looks.at((run, begin, "events"), lambda: _first(log, begin))
+    first = await state.looks.at((run, begin, "events"), lambda: _first(log, begin), read_files)
     if begin and found.ended and not first.events:
         return Response(status_code=204)
-    body = _following(state, run, begin) if follow else _reading(log, first)
+    body = _following(state, found, begin) if follow else _reading(log, first, read_files)
     return streamed(state, request, found, body)
 
 
@@ -108,7 +109,7 @@ def unreadable(error: JournalError | OSError) -> ApiProblem:
     return ApiProblem("unavailable", f"the run's journal cannot be read now: {type(error).__name__}")
 
 
-async def _reading(log: EventLog, batch: EventBatch) -> AsyncIterator[bytes]:
+async def _reading(log: EventLog, batch: EventBatch, read_files: ReadFiles) -> AsyncIterator[bytes]:
     """Yield the events that exist now, of which a batch has been read. What cannot be read ends them with an `error`,
     which is a problem."""
     while True:
@@ -116,7 +117,7 @@ async def _reading(log: EventLog, batch: EventBatch) -> AsyncIterator[bytes]:
         if batch.whole:
             return
         try:
-            batch = await asyncio.to_thread(log.read, batch.position)
+            batch = await read_files(functools.partial(log.read, batch.position))
         except (JournalError, OSError) as error:
             yield _error_event(error)
             return
@@ -126,11 +127,12 @@ def _error_event(error: JournalError | OSError) -> bytes:
     return b"event: error\ndata: %s\n\n" % problem_of(unreadable(error)).model_dump_json().encode()
 
 
-async def _following(state: ServerState, run: str, begin: str) -> AsyncIterator[bytes]:
+async def _following(state: ServerState, row: HostedRunRow, begin: str) -> AsyncIterator[bytes]:
     """Yield existing and new events until the run is over."""
-    settings = state.settings
-    async with state.feeds.following(run, settings.run_dir(run), functools.partial(_ended, state, run)) as feed:
-        position = await asyncio.to_thread(feed.log.after, begin)
+    settings, run, read_files = state.settings, row.id, state.readers.of(row.project)
+    ended = functools.partial(_ended, state, run)
+    async with state.feeds.following(run, settings.run_dir(run), ended, read_files) as feed:
+        position = await read_files(functools.partial(feed.log.after, begin))
         yield b": hello\n\n"
         while True:
             over = feed.over
@@ -190,26 +192,30 @@ async def logs(
     A `log.ended` event without an id ends the log of a run that is over.
     """
     run_dir, name = state.settings.run_dir(run), f"{LOGS}/{source}{LOG}"
-    if source != "process" and not await asyncio.to_thread(tenant_files.is_file, run_dir, name):
-        raise not_found("log", source)
-    begin = last_event_id or after or ""
-    follower = LogFollower(source, functools.partial(tenant_files.opened, run_dir, name))
-    try:
-        await asyncio.to_thread(follower.seek, begin, tail)
-    except LogGone:
-        raise ApiProblem("events-gone", f"{begin[:100]!r} is no place in log {source!r}") from None
-    if begin and found.ended and await asyncio.to_thread(follower.at_end):
+    begin, follower = last_event_id or after or "", LogFollower(source, lambda: tenant_files.opened(run_dir, name))
+
+    def at_end() -> bool:
+        if source != "process" and not tenant_files.is_file(run_dir, name):
+            raise not_found("log", source)
+        try:
+            follower.seek(begin, tail)
+        except LogGone:
+            raise ApiProblem("events-gone", f"{begin[:100]!r} is no place in log {source!r}") from None
+        return follower.at_end()
+
+    if await state.readers.of(found.project)(at_end) and begin and found.ended:
         return Response(status_code=204)
-    return streamed(state, request, found, _lines(state, run, follower, follow=follow))
+    return streamed(state, request, found, _lines(state, found, follower, follow=follow))
 
 
-async def _lines(state: ServerState, run: str, follower: LogFollower, *, follow: bool) -> AsyncIterator[bytes]:
+async def _lines(state: ServerState, row: HostedRunRow, follower: LogFollower, *, follow: bool) -> AsyncIterator[bytes]:
     yield b": hello\n\n"
+    run, read_files = row.id, state.readers.of(row.project)
     quiet_s, interval_s, seen = 0.0, state.settings.feed_interval_s, None
     while True:
         over = not follow or await _ended(state, run)
-        size = await state.looks.at((run, follower.name), follower.size)
-        lines = [] if size == seen and not over else await asyncio.to_thread(follower.read)
+        size = await state.looks.at((run, follower.name), follower.size, read_files)
+        lines = [] if size == seen and not over else await read_files(follower.read)
         seen = None if lines else size
         if lines:
             quiet_s = 0.0
@@ -230,7 +236,7 @@ async def _lines(state: ServerState, run: str, follower: LogFollower, *, follow:
 
 
 @router.get("/{run}/log-sources", **_with_example(["orchestrator", "process"], rules(Action.RUNS_READ, "not-found")))
-def log_sources(run: Annotated[str, Path(max_length=64)], found: RunDep, state: StateDep) -> list[str]:
+async def log_sources(run: RunId, found: RunDep, state: StateDep) -> list[str]:
     """Name the logs that a run has: of its process, its orchestrator, its trainer and its workers."""
-    found_files = tenant_files.files(state.settings.run_dir(run), LOGS, LOG)
-    return [name.removesuffix(LOG) for name, _ in found_files]
+    listed = functools.partial(tenant_files.files, state.settings.run_dir(run), LOGS, LOG)
+    return [name.removesuffix(LOG) for name, _ in await state.readers.of(found.project)(listed)]

@@ -32,6 +32,7 @@ from elastic.server.history.trajectories import NoSuchTrajectory, trajectories_o
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor
+from elastic.server.store.runs import HostedRunRow
 from elastic.system import tenant_files
 
 R = TypeVar("R", HostedWorker, HostedLease, Checkpoint)
@@ -53,7 +54,7 @@ PageDep = Annotated[Cursor, Depends(cursor)]
 
 
 @router.get("/{run}/metrics", response_model=Metrics, **rules(Action.RUNS_READ, "not-found"))
-def metrics(
+async def metrics(
     run: RunId, found: RunDep, state: StateDep, samples: Annotated[int, Query(ge=1, le=SAMPLES)] = SAMPLES
 ) -> Response:
     """Show a run's series: every finished step, and how it stood at up to `samples` moments."""
@@ -62,7 +63,7 @@ def metrics(
     def make() -> Entries:
         return [("", journals.metrics_of(run, run_dir, samples).model_dump_json().encode())]
 
-    ((_, content),) = _read(lambda: state.answers.get(run_dir, f"metrics {samples}", make))
+    ((_, content),) = await _kept(state, found, f"metrics {samples}", make)
     return Response(content, media_type="application/json")
 
 
@@ -71,7 +72,7 @@ def metrics(
     response_model=Listed[HostedTrajectory],
     **rules(Action.RUNS_READ, "not-found", "invalid-cursor"),
 )
-def trajectories(
+async def trajectories(
     run: RunId,
     request: Request,
     found: RunDep,
@@ -92,19 +93,19 @@ def trajectories(
         return [("", Listed(url=request.url.path, data=data, has_more=has_more).model_dump_json().encode())]
 
     try:
-        ((_, content),) = _read(lambda: state.answers.get(run_dir, f"trajectories {wanted} {page}", make))
+        ((_, content),) = await _kept(state, found, f"trajectories {wanted} {page}", make)
     except NoSuchTrajectory:
         raise _no_entry(page) from None
     return Response(content, media_type="application/json")
 
 
 @router.get("/{run}/trajectories/{trajectory}", **rules(Action.RUNS_READ, "not-found"))
-def trajectory(
+async def trajectory(
     run: RunId, trajectory: Annotated[str, Path(max_length=200)], found: RunDep, state: StateDep
 ) -> HostedTrajectoryDetail:
     """Show a trajectory with its tokens, and its text where the environment has words for them."""
     run_dir, environment = state.settings.run_dir(run), journals.environment_of(found.config)
-    shown = _read(lambda: trajectory_of(run_dir, trajectory, environment))
+    shown = await _read(state, found, lambda: trajectory_of(run_dir, trajectory, environment))
     if shown is None:
         raise not_found("trajectory", trajectory)
     return shown
@@ -113,25 +114,26 @@ def trajectory(
 @router.get(
     "/{run}/workers", response_model=Listed[HostedWorker], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
 )
-def workers(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
+async def workers(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
     """List a run's workers, past and present, with their GPU time by account."""
-    return _listed(request, _entries(state, run, "workers", journals.workers_of), page)
+    return _listed(request, await _entries(state, found, "workers", journals.workers_of), page)
 
 
 @router.get(
     "/{run}/leases", response_model=Listed[HostedLease], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
 )
-def leases(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
+async def leases(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
     """List a run's leases, past and present, with what they cost and why they ended."""
-    return _listed(request, _entries(state, run, "leases", journals.leases_of), page)
+    return _listed(request, await _entries(state, found, "leases", journals.leases_of), page)
 
 
 @router.get(
     "/{run}/checkpoints", response_model=Listed[Checkpoint], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
 )
-def checkpoints(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
+async def checkpoints(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
     """List the trainer's checkpoints."""
-    return _listed(request, _as_entries(journals.checkpoints_of(state.settings.run_dir(run))), page)
+    run_dir = state.settings.run_dir(run)
+    return _listed(request, await _read(state, found, lambda: _as_entries(journals.checkpoints_of(run_dir))), page)
 
 
 @router.get(
@@ -139,11 +141,14 @@ def checkpoints(run: RunId, request: Request, found: RunDep, state: StateDep, pa
     response_class=FileResponse,
     **rules(Action.RUNS_READ, "not-found", "invalid-range"),
 )
-def checkpoint(run: RunId, checkpoint: CheckpointId, request: Request, found: RunDep, state: StateDep) -> Response:
+async def checkpoint(
+    run: RunId, checkpoint: CheckpointId, request: Request, found: RunDep, state: StateDep
+) -> Response:
     """Download a checkpoint."""
     name = f"{checkpoint}{journals.SAFETENSORS}"
+    place = state.settings.run_dir(run), f"{journals.CHECKPOINTS}/{name}"
     try:
-        file = tenant_files.opened(state.settings.run_dir(run), f"{journals.CHECKPOINTS}/{name}")
+        file = await state.readers.of(found.project)(lambda: tenant_files.opened(*place))
     except FileNotFoundError:
         raise not_found("checkpoint", checkpoint) from None
     whole = Download(file, f"{run}-{name}")
@@ -161,7 +166,7 @@ _REPORT["responses"][200] = {
 
 
 @router.get("/{run}/report", response_class=JSONResponse, **_REPORT)
-def show_report(
+async def show_report(
     run: RunId,
     found: RunDep,
     state: StateDep,
@@ -169,26 +174,31 @@ def show_report(
 ) -> Response:
     """Report on a run: what it cost, what it gained, where every GPU-second went."""
     directory = RunDirectory(state.settings.run_dir(run))
-    if not journals.count_journals(directory.path):
-        raise ApiProblem("not-found", f"{run} has no report yet: its process has not begun")
 
     def make() -> Entries:
+        if not journals.count_journals(directory.path):
+            raise ApiProblem("not-found", f"{run} has no report yet: its process has not begun")
         with tenant_files.as_owner(directory.path):
             summary = report.summarise(directory)
         if as_ == "json":
             return [("", bytes(JSONResponse(report.as_json(summary)).body))]
         return [("", (report.as_html(summary) if as_ == "html" else report.as_markdown(summary)).encode())]
 
-    ((_, content),) = _read(lambda: state.answers.get(directory.path, f"report {as_}", make))
+    ((_, content),) = await _kept(state, found, f"report {as_}", make)
     if as_ == "html":
         policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
         return HTMLResponse(content, headers={"content-security-policy": policy})
     return Response(content, media_type="text/markdown" if as_ == "markdown" else "application/json")
 
 
-def _entries(state: ServerState, run: str, what: str, read: Callable[[FilePath], Sequence[R]]) -> Entries:
-    run_dir = state.settings.run_dir(run)
-    return _read(lambda: state.answers.get(run_dir, what, lambda: _as_entries(read(run_dir))))
+async def _entries(
+    state: ServerState, run: HostedRunRow, what: str, read: Callable[[FilePath], Sequence[R]]
+) -> Entries:
+    return await _kept(state, run, what, lambda: _as_entries(read(state.settings.run_dir(run.id))))
+
+
+async def _kept(state: ServerState, run: HostedRunRow, what: str, make: Callable[[], Entries]) -> Entries:
+    return await _read(state, run, lambda: state.answers.get(state.settings.run_dir(run.id), what, make))
 
 
 def _as_entries(rows: Sequence[R]) -> Entries:
@@ -213,8 +223,9 @@ def _no_entry(page: Cursor) -> ApiProblem:
     return ApiProblem("invalid-cursor", f"starting_after: {page.starting_after!r} is of no entry of this list")
 
 
-def _read(read: Callable[[], T]) -> T:
+async def _read(state: ServerState, run: HostedRunRow, read: Callable[[], T]) -> T:
+    """Return what a run's files say. Raises `ApiProblem` where they cannot be read."""
     try:
-        return read()
+        return await state.readers.of(run.project)(read)
     except (JournalError, OSError) as error:
         raise unreadable(error) from error

@@ -41,9 +41,9 @@ def change(body: RetentionChange, write: WriteDep, if_match: IfMatch = None) -> 
 
 
 @router.get("/retention/dry-run", **rules(Action.SERVER_WRITE))
-def dry_run(caller: CallerDep, state: StateDep, limit: Limit = ITEMS) -> RetentionPlan:
+async def dry_run(caller: CallerDep, state: StateDep, limit: Limit = ITEMS) -> RetentionPlan:
     """Say what of all projects' runs would go now, and how many bytes; nothing is removed."""
-    return _plan(state, None, limit)
+    return await state.readers.of("")(lambda: _plan(state, None, limit))
 
 
 @router.get("/projects/{project}/retention", **rules(Action.PROJECTS_READ, "not-found"))
@@ -70,11 +70,15 @@ def change_of_project(project: str, body: RetentionChange, write: WriteDep, if_m
 
 
 @router.get("/projects/{project}/retention/dry-run", **rules(Action.PROJECTS_READ, "not-found"))
-def dry_run_of_project(project: str, caller: CallerDep, state: StateDep, limit: Limit = ITEMS) -> RetentionPlan:
+async def dry_run_of_project(project: str, caller: CallerDep, state: StateDep, limit: Limit = ITEMS) -> RetentionPlan:
     """Say what of a project's runs would go now, and how many bytes; nothing is removed."""
-    with state.store.reading() as connection:
-        id_ = project_of(connection, caller, project)
-    return _plan(state, id_, limit)
+
+    def plan() -> RetentionPlan:
+        with state.store.reading() as connection:
+            id_ = project_of(connection, caller, project)
+        return _plan(state, id_, limit)
+
+    return await state.readers.of(caller.project or "")(plan)
 
 
 def _shown(state: ServerState, scope: str, response: Response) -> RetentionPolicy:
