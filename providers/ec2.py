@@ -603,18 +603,21 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         return [i for i in seen if i.lives and i.id not in ours and i.lease not in self._ordering]
 
     async def _end_strays(self, strays: Sequence[Instance]) -> None:
+        """End them. The run is told before what each has cost by then: its next process looks for living ones only."""
         if not strays:
             return
         for stray in strays:
             if stray.id not in self._strays:
                 self._strays[stray.id] = time.monotonic()
-                self._ec2.running[stray.id] = Running(stray.pool, stray.began_s)
+                usd = await self._bill(stray)
+                self._ec2.running[stray.id] = Running(stray.pool, stray.began_s, told_usd=usd)
+                self._tell_strays(usd)
                 log.warning("an instance of no lease is ended", instance=stray.id, lease=stray.lease)
                 self._remark(stray.id, f"{stray.id}, ordered for {stray.lease}, was of no lease and has been ended")
         await self._call(self.api.terminate, [stray.id for stray in strays])
 
     async def _settle_strays(self, seen: Sequence[Instance]) -> None:
-        """Tell the run what instances of no lease have cost, once they are over."""
+        """Tell the run what else instances of no lease have cost, once they are over."""
         by_id = {instance.id: instance for instance in seen}
         for stray, since_s in tuple(self._strays.items()):
             described = by_id.get(stray)
@@ -625,9 +628,11 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             else:
                 continue
             del self._strays[stray]
-            self._ec2.running.pop(stray, None)
-            if usd:
-                self._emit(StraysBilled(provider=self.name, usd=usd))
+            self._tell_strays(usd - self._ec2.running.pop(stray).told_usd)
+
+    def _tell_strays(self, usd: float) -> None:
+        if usd:
+            self._emit(StraysBilled(provider=self.name, usd=usd))
 
     async def _sweep(self) -> None:
         """End instances until EC2 knows of no living one of this run, and no open order can bring one."""

@@ -126,11 +126,12 @@ class PricePoint(NamedTuple):
 
 class Running(NamedTuple):
     """An instance, or an order that may have become one, that is billed since `began_s` (Unix time). `usd` is its whole
-    bill once that is known."""
+    bill once that is known; the run has been told `told_usd` of it."""
 
     pool: SpotPool
     began_s: float
     usd: float | None = None
+    told_usd: float = 0.0
 
 
 class PoolHistory(msgspec.Struct):
@@ -344,7 +345,7 @@ class Ec2Market(Market[Ec2Settings]):
 
     def committed_usd(self, after_s: float) -> float:
         """Return what the run's instances will have cost in all if everything ends `after_s` from now."""
-        return self.spent_usd() + sum(self.bill_usd(one, after_s) for one in self.running.values())
+        return self.spent_usd() + sum(self.bill_usd(one, after_s) - one.told_usd for one in self.running.values())
 
     def cap_left_s(self) -> float | None:
         """Return how long what runs can go on within `usd_max`; None where that is longer than notice needs."""

@@ -400,10 +400,19 @@ class ModalProvider(BaseProvider[Any]):
         self._handles = {lease: one for lease, one in self._handles.items() if one is not handle}
 
     async def _end_stray(self, rollout: _RolloutCall) -> None:
-        """End a call that is no lease's, and tell the run what Modal charges for it."""
+        """End a call that is no lease's, and tell the run what Modal charges for it: before, since its next process
+        finds living ones only, and once they are gone."""
+        told_s = 0.0
+        with contextlib.suppress(Exception):  # What Modal does not say now, it says once they are gone.
+            lives = [await modal_platform.life_of(container) for container in rollout.containers]
+            told_s = sum(time.time() - life.started_s for life in lives if life.started_s and not life.finished_s)
+        self._tell_strays(told_s)
         await self.cancel(rollout)
-        settings, charged_s = self._modal_settings, await self.charged_s(rollout.containers)
+        self._tell_strays(await self.charged_s(rollout.containers) - told_s)
+
+    def _tell_strays(self, charged_s: float) -> None:
         if charged_s:
+            settings = self._modal_settings
             usd = charged_s / 3600 * settings.usd_per_gpu_hour * settings.gpus_per_worker
             self._emit(StraysBilled(provider=self.name, usd=usd))
 

@@ -94,7 +94,8 @@ class LeaseRepriced(_Event, frozen=True):
 
 
 class StraysBilled(_Event, frozen=True):
-    """The provider bills `usd` for what no lease had, such as an instance whose order was given up."""
+    """The provider bills `usd` more for what no lease had, such as an instance whose order was given up; less than 0
+    where it bills less than was told before."""
 
     provider: str
     usd: float
