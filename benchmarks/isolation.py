@@ -410,7 +410,7 @@ def order_kept_share(past: Sequence[Moment], from_s: float, until_s: float, jobs
         for moment in past
         if from_s <= moment.at_s <= until_s
         for command in moment.commands
-        if isinstance(command, c.GrantPermit) and command.phase is PhaseKind.ROLLOUT
+        if isinstance(command, c.GrantPermit) and command.permit.phase is PhaseKind.ROLLOUT
     ]
     rounds = list(zip(turns, turns[jobs:], strict=False))
     return sum(before == after for before, after in rounds) / len(rounds)
@@ -447,7 +447,7 @@ def recovered_s(stroke: Stroke, past: Sequence[Moment], jobs: Sequence[str]) -> 
     for moment in past:
         if moment.at_s < stroke.at_s:
             continue
-        begun.update(command.permit for command in moment.commands if isinstance(command, c.GrantPermit))
+        begun.update(command.permit.number for command in moment.commands if isinstance(command, c.GrantPermit))
         event = moment.event
         if isinstance(event, e.PermitYielded) and event.finished and event.permit in begun:
             left.discard(event.job)

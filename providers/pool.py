@@ -22,7 +22,7 @@ from pydantic import Field
 from elastic.core.cluster.types import PhaseKind
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Offer, WorkerId, WorkerRole
 from elastic.pool import messages as w
-from elastic.pool.client import NOT_A_JOB, HeldTurn, LentSlice, News, PoolClient, PoolUnavailable
+from elastic.pool.client import NOT_A_JOB, News, PoolClient, PoolUnavailable
 from providers.base import (
     Emit,
     KnownLease,
@@ -121,17 +121,14 @@ def ticket_frame(context: ProviderContext, client: PoolClient, ticket: WorkerTic
 
 @dataclass(slots=True)
 class _Resident:
-    """A lease's `LeaseHandle`: a resident as one of the run's workers. `end` makes the pool end that worker.
-
-    `permit` and `node` are those of a rollout slice.
-    """
+    """A lease's `LeaseHandle`: a resident as one of the run's workers. `end` makes the pool end that worker."""
 
     lease: LeaseId
     worker: str
     end: Callable[[], None]
-    permit: int = 0
-    node: str = ""
     granted: bool = False
+    noticed: str = ""
+    """Why notice was given to the lease."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     cause: str = ""
 
@@ -201,7 +198,7 @@ class PoolTrainerProvider(BaseProvider[ProviderSettings]):
         return self._resident
 
     def _hear(self, news: News) -> None:
-        if isinstance(news, w.TrainerEnded) and self._resident is not None and self._resident.worker == news.worker:
+        if isinstance(news, w.WorkerEnded) and self._resident is not None and self._resident.worker == news.worker:
             self._resident.ended(news.cause)
 
 
@@ -215,7 +212,7 @@ class PoolProvider(BaseProvider[PoolSettings]):
         self._client = client_of(name, context)
         self._pool_market = PoolMarket(name, settings)
         super().__init__(self._pool_market, context)
-        self._waiting: dict[LeaseId, tuple[WorkerTicket, asyncio.Future[_Resident]]] = {}
+        self._waiting: dict[WorkerId, tuple[LeaseId, asyncio.Future[_Resident]]] = {}
         self._residents: dict[WorkerId, _Resident] = {}
         self._asked_again: set[LeaseId] = set()
         """Requests of the run's earlier process that are about to be made again."""
@@ -246,19 +243,20 @@ class PoolProvider(BaseProvider[PoolSettings]):
         self._asked_again.discard(request.lease)
         if not self.wants(request.lease):
             raise CapacityUnavailable(WITHDRAWN)
-        lent: asyncio.Future[_Resident] = asyncio.get_running_loop().create_future()
-        self._waiting[request.lease] = (ticket, lent)
+        placed: asyncio.Future[_Resident] = asyncio.get_running_loop().create_future()
+        self._waiting[ticket.worker] = (request.lease, placed)
+        self._client.offer(ticket_frame(self.context, self._client, ticket))
         self._follow()
-        return await lent
+        return await placed
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
         """Keep slices whose workers the pool still has, and give back slices that the run does not know."""
         leases = {ticket.worker: lease for lease in known.values() for ticket in lease.request.tickets}
         found: dict[LeaseId, Found] = {}
         left: list[_Resident] = []
-        for lent in list(self._client.part.slices.values()):
-            lease = leases.get(lent.worker)
-            resident = self._resident("" if lease is None else lease.request.lease, lent)
+        for worker in list(self._client.part.workers):
+            lease = leases.get(worker)
+            resident = self._resident("" if lease is None else lease.request.lease, worker)
             if lease is None:
                 left.append(resident)
             else:
@@ -274,18 +272,19 @@ class PoolProvider(BaseProvider[PoolSettings]):
                 self._give_way(resident)
 
     def withdrawn(self, lease: LeaseId) -> None:
-        if lease in self._waiting:
-            _, lent = self._waiting.pop(lease)
-            if not lent.done():
-                lent.set_exception(CapacityUnavailable(WITHDRAWN))
+        for worker in [worker for worker, (waits, _) in self._waiting.items() if waits == lease]:
+            _, placed = self._waiting.pop(worker)
+            self._client.give_back(worker)
+            if not placed.done():
+                placed.set_exception(CapacityUnavailable(WITHDRAWN))
             self._follow()
 
     def bar(self, lease: LeaseId) -> None:
         """End the resident with the lease. Its node gets another process."""
         super().bar(lease)
         for resident in self._residents.values():
-            lent = self._client.part.slices.get(resident.node)
-            if resident.lease == lease and lent is not None and lent.returning:
+            worker = self._client.part.workers.get(resident.worker)
+            if resident.lease == lease and worker is not None and worker.ending:
                 resident.end()
 
     async def aclose(self) -> str:
@@ -308,66 +307,66 @@ class PoolProvider(BaseProvider[PoolSettings]):
 
     def _hear(self, news: News) -> None:
         match news:
-            case w.SliceParked():
-                resident = self._residents.pop(news.worker, None)
-                if resident is not None:
-                    resident.ended(news.cause)
-            case w.Recalled() | w.TailMove():
+            case w.WorkerEnded(worker=worker, cause=cause):
+                _, placed = self._waiting.pop(worker, ("", None))
+                if placed is not None and not placed.done():
+                    placed.set_exception(CapacityUnavailable(cause))
+                if (resident := self._residents.pop(worker, None)) is not None:
+                    resident.ended(cause)
+            case w.Granted():
                 for resident in self._residents.values():
-                    if resident.permit == news.permit:
-                        self._give_way(resident)
-            case _:
+                    self._give_way(resident)
+            case w.PermitOver():
                 pass
         self._follow()
 
     def _follow(self) -> None:
-        """Assign free nodes to waiting requests, yield permits without leases, and request the next turn."""
+        """Grant requests whose workers have a node, yield permits without leases, and request the next turn."""
         if not self._begun:
             return
         client, part = self._client, self._client.part
-        for held in self._turns():
-            for node in held.usable:
-                if self._waiting and node not in part.slices:
-                    self._lend(held.permit, node)
-        for held in self._turns():
-            used = [node for node in held.nodes if node in part.slices]
-            if not used and not (self._asked_again and held.usable):
+        for worker in [worker for worker in self._waiting if worker in part.workers and part.workers[worker].permit]:
+            lease, placed = self._waiting.pop(worker)
+            if not placed.done():
+                placed.set_result(self._resident(lease, worker))
+        for held in list(part.permits.values()):
+            used = {worker.node for worker in part.working(held.number)}
+            if held.phase is not PhaseKind.ROLLOUT:
+                continue
+            if not used and not ((self._waiting or self._asked_again) and held.usable):
                 done, of = part.progress or (0, 1)
-                client.leave(held.permit, finished=done >= of)
-            elif used and held.tail and not held.tail_left and set(used) <= set(held.tail):
-                client.leave_for_tail(held.permit)
+                client.leave(held.number, finished=done >= of)
+            elif used and held.tail_nodes and not held.tail_moved and used <= {*held.tail_nodes}:
+                client.leave_for_tail(held.number)
         if self._waiting:
             client.ask(PhaseKind.ROLLOUT)
         else:
             client.withdraw(PhaseKind.ROLLOUT)
 
-    def _turns(self) -> list[HeldTurn]:
-        return [held for held in self._client.part.permits.values() if held.phase is PhaseKind.ROLLOUT]
-
-    def _lend(self, permit: int, node: str) -> None:
-        lease = next(iter(self._waiting))
-        ticket, lent = self._waiting.pop(lease)
-        self._client.lend(permit, node, ticket_frame(self.context, self._client, ticket))
-        lent.set_result(self._resident(lease, self._client.part.slices[node]))
-
-    def _resident(self, lease: LeaseId, lent: LentSlice) -> _Resident:
+    def _resident(self, lease: LeaseId, worker: WorkerId) -> _Resident:
         def end() -> None:
-            self._client.give_back(lent.node, LIED if lease in self._bars else "")
+            self._client.give_back(worker, LIED if lease in self._bars else "")
 
-        resident = _Resident(lease, lent.worker, end, lent.permit, lent.node)
-        self._residents[lent.worker] = resident
+        resident = self._residents[worker] = _Resident(lease, worker, end)
         return resident
 
     def _give_way(self, resident: _Resident) -> None:
         """Give notice to a lease whose turn is over, or goes on without its node."""
-        held = self._client.part.permits.get(resident.permit)
-        if held is None or resident.node in held.usable or not resident.granted or not self.holds(resident.lease):
+        part = self._client.part
+        worker = part.workers.get(resident.worker)
+        held = None if worker is None else part.permits.get(worker.permit)
+        if worker is None or held is None or worker.node in held.usable:
             return
-        left_s = self._client.left_s(held.permit)
+        if not resident.granted or not self.holds(resident.lease):
+            return
+        left_s = self._client.left_s(held.number)
         if held.recalled:
             left_s, why = left_s - min(PARKING_S, left_s / 4), "its turn on the pool is over"
         else:
             left_s, why = min(left_s, TAIL_NOTICE_S), "the last responses move to fewer nodes"
+        if resident.noticed == why:
+            return
+        resident.noticed = why
         deadline_ns = self.context.now_ns() + round(left_s * NS_PER_S)
         self.give_notice(TakenBack(resident.lease, deadline_ns, LeaseEnding(EndCause.PREEMPTED, why)))
 
@@ -379,7 +378,7 @@ class PoolProvider(BaseProvider[PoolSettings]):
 async def _end_strangers(left: Sequence[_Resident], timeout_s: float) -> None:
     """End workers that the run does not know. Raises `TimeoutError`."""
     for resident in left:
-        log.warning("left over from an earlier process", what=resident.worker, node=resident.node)
+        log.warning("left over from an earlier process", what=resident.worker)
         resident.end()
     async with asyncio.timeout(timeout_s):
         for resident in left:

@@ -12,6 +12,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.allowance import capped_gpus, gpus_of, room
 from elastic.core.departures import Departures
+from elastic.core.ids import lease_of
 from elastic.core.leases import Lease
 from elastic.core.ledger import NANO_USD_PER_USD, Price
 from elastic.core.market import LeaseMarket
@@ -160,6 +161,7 @@ class LeaseManager:
                 least_ns=offer.least_billed_ns,
             )
             run.wait("boot", worker, boot_ns + run.patience.limit_ns("boot", run.now_ns))
+            self._workers.let_in(worker)
         if event.expires_at_ns is not None:
             lease.expires_at_ns = event.expires_at_ns
             self._wait_expiry(lease, event.expires_at_ns - run.patience.leaving_most_ns)
@@ -188,6 +190,9 @@ class LeaseManager:
     def _refused(self, lease: Lease, reason: str, withdrawn: bool = False) -> None:
         run = self._run
         self._answered(lease)
+        for worker in [worker for worker in run.leases.early if lease_of(worker) == lease.id]:
+            del run.leases.early[worker]
+            run.out.append(c.FenceWorker(worker=worker, reason="its lease is refused"))
         run.controls.unheard_since_ns.pop(lease.id, None)
         run.count_budget()
         run.leases.move(lease, LeaseState.REFUSED, run.now_ns, reason)

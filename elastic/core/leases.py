@@ -7,6 +7,7 @@ from statistics import fmean
 
 import msgspec
 
+from elastic.core.events import WorkerJoined
 from elastic.core.ids import lease_id, parse_lease
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import LeaseId, LeaseState, Nanoseconds, Offer, WorkerId
@@ -77,6 +78,8 @@ class LeaseTable:
         self.last_lull_ns: Nanoseconds | None = None
         self.paused: dict[str, None] = {}
         self.slices: dict[LeaseId, None] = {}
+        self.early: dict[WorkerId, WorkerJoined] = {}
+        """Workers that have come while their leases were asked for: how they have joined."""
         self._issued: dict[str, int] = {}
         self._asked: Counter[str] = Counter()
         self._held: Counter[str] = Counter()

@@ -187,6 +187,7 @@ class RunState:
         """Restart every deadline and the trainer's count of restarts: while the orchestrator was down, no peer could
         be heard. What kept workers from starting may have been mended."""
         self.trainers_lost = 0
+        self.leases.early.clear()
         for provider in (*self.leases.failed_starts,):
             self.leases.offer_again(provider)
         if event.budget_usd is not UNSET:

@@ -9,10 +9,11 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Worker
+from elastic.core.ids import lease_of
 from elastic.core.profiles import BatchProfile
 from elastic.core.run_state import TRAINER_AT_HAND, RunState
 from elastic.core.turn_manager import TurnManager
-from elastic.core.types import Account, EndCause, LoadPhase, WorkerId, WorkerRole, WorkerState
+from elastic.core.types import Account, EndCause, LeaseState, LoadPhase, WorkerId, WorkerRole, WorkerState
 
 _PREFILLS = (Account.PREFILL, Account.RECOMPUTE)
 MAX_LOAD_FAILURES = 3
@@ -51,6 +52,10 @@ class WorkerManager:
     def _on_joined(self, event: e.WorkerJoined) -> None:
         run = self._run
         worker = run.fleet.workers.get(event.worker)
+        lease = run.leases.leases.get(lease_of(event.worker))
+        if worker is None and lease is not None and lease.state is LeaseState.REQUESTED:
+            run.leases.early[event.worker] = event
+            return
         if worker is None or worker.state is WorkerState.GONE:
             run.out.append(c.FenceWorker(worker=event.worker, reason="it has no live lease"))
             return
@@ -73,6 +78,12 @@ class WorkerManager:
             self._enter_trainer(worker, event.weights_version)
         else:
             self._enter(worker, event.weights_version)
+
+    def let_in(self, worker: WorkerId) -> None:
+        """Have a worker whose lease is granted join, if it has come before that."""
+        event = self._run.leases.early.pop(worker, None)
+        if event is not None:
+            self._on_joined(event)
 
     def _enter_trainer(self, worker: Worker, version: int | None) -> None:
         """The run's first trainer brings the run's weights. A later one must be at the run's version, or one update
@@ -187,6 +198,8 @@ class WorkerManager:
     def _on_disconnected(self, event: e.WorkerDisconnected) -> None:
         run = self._run
         worker = run.fleet.workers.get(event.worker)
+        if worker is None:
+            run.leases.early.pop(event.worker, None)
         if worker is None or worker.epoch != event.epoch or not worker.connected:
             return
         worker.said_goodbye = event.goodbye
@@ -198,6 +211,7 @@ class WorkerManager:
     def _on_barred(self, event: e.WorkerBarred) -> None:
         """Move the worker's turns elsewhere."""
         run = self._run
+        run.leases.early.pop(event.worker, None)
         worker = run.fleet.workers.get(event.worker)
         if worker is None or worker.state is WorkerState.GONE or event.epoch < worker.epoch:
             return

@@ -18,7 +18,8 @@ from typing import TypeAlias
 import msgspec
 import structlog
 
-from elastic.core.cluster.types import PhaseKind
+from elastic.core.cluster.types import Nanoseconds, Permit, PhaseKind
+from elastic.core.types import NS_PER_S
 from elastic.pool import messages as w
 from elastic.pool.connection import TO_JOB, PoolLink, join
 from elastic.protocol.connection import ConnectionLost, SessionRefused
@@ -36,7 +37,7 @@ NOT_A_JOB = (
 )
 AWAY = "while the pool's process was away"
 
-News: TypeAlias = w.Granted | w.Recalled | w.TailMove | w.PermitOver | w.SliceParked | w.TrainerEnded
+News: TypeAlias = w.Granted | w.PermitOver | w.WorkerEnded
 Hear: TypeAlias = Callable[[News], None]
 
 
@@ -73,43 +74,23 @@ class PoolMembership(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class HeldTurn:
-    """A permit of the job. Times are in seconds, on the clock of the caller of `JobPart`."""
+class PoolWorker:
+    """A worker that the job wants its residents to be: one of its rollout nodes', or its trainer's.
 
-    permit: int
-    phase: PhaseKind
-    nodes: tuple[str, ...]
-    until_s: float
-    both: bool = False
-    """Whether its nodes are those of both phases."""
-    recalled: bool = False
-    tail: tuple[str, ...] = ()
-    """The nodes that the phase's last responses are to move to; empty before that."""
-    tail_left: bool = False
+    `permit` and `node` are those under which it works; it waits for a node as long as there is none. `ticket` is None
+    if an earlier process of the run has asked for it. `ends`: why its resident is to end with it.
+    """
 
-    @property
-    def usable(self) -> tuple[str, ...]:
-        """The nodes on which new work may begin."""
-        return () if self.recalled else self.tail or self.nodes
-
-
-@dataclass(slots=True)
-class LentSlice:
-    """A worker on a rollout node. `ticket` is None if an earlier process of the run borrowed the node."""
-
-    permit: int
-    node: str
     worker: str
     ticket: w.WorkerTicketFrame | None
-    returning: bool = False
+    permit: int = 0
+    node: str = ""
+    ending: bool = False
     ends: str = ""
 
-
-@dataclass(slots=True)
-class StartedTrainer:
-    worker: str
-    ticket: w.WorkerTicketFrame | None
-    ending: bool = False
+    def end(self) -> w.EndWorker:
+        self.ending = True
+        return w.EndWorker(self.worker, self.ends)
 
 
 class JobPart:
@@ -118,13 +99,14 @@ class JobPart:
     The pool ignores requests for a phase whose permit the job holds. They are sent once the permit is over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, job: str = "") -> None:
+        self._job = job
         self.wanted: dict[PhaseKind, bool] = {}
         """Whether a phase is wanted with the nodes of both."""
-        self.permits: dict[int, HeldTurn] = {}
-        self.slices: dict[str, LentSlice] = {}
-        """By node."""
-        self.trainer: StartedTrainer | None = None
+        self.permits: dict[int, Permit] = {}
+        self.workers: dict[str, PoolWorker] = {}
+        """Those of rollout nodes."""
+        self.trainer: PoolWorker | None = None
         self.progress: tuple[int, int] | None = None
         """Of the present rollout: how many of its responses are done, of how many."""
         self._steps: int | None = None
@@ -132,9 +114,13 @@ class JobPart:
         """Those that the pool may not have heard of."""
         self._welcomed = False
 
-    def permit_of(self, phase: PhaseKind) -> HeldTurn | None:
+    def permit_of(self, phase: PhaseKind) -> Permit | None:
         """Return the newest permit for this phase."""
-        return max((x for x in self.permits.values() if x.phase is phase), key=lambda x: x.permit, default=None)
+        return max((x for x in self.permits.values() if x.phase is phase), key=lambda x: x.number, default=None)
+
+    def working(self, permit: int) -> list[PoolWorker]:
+        """Return the workers that work under the permit."""
+        return [worker for worker in self.workers.values() if worker.permit == permit]
 
     # What the job does
 
@@ -148,31 +134,29 @@ class JobPart:
         both = self.wanted.pop(phase, None)
         return [] if both is None else [w.WithdrawPhase(phase, both)]
 
-    def lend(self, permit: int, node: str, ticket: w.WorkerTicketFrame) -> list[w.FromJob]:
-        """Start a worker on an idle node of a permit that the job holds."""
-        assert node in self.permits[permit].usable
-        assert node not in self.slices
-        self.slices[node] = LentSlice(permit, node, ticket.worker, ticket)
-        return [w.LendSlice(permit, node, ticket)]
+    def offer(self, ticket: w.WorkerTicketFrame) -> list[w.FromJob]:
+        """Have a resident work as this worker, as soon as there is one with a device and without a worker."""
+        assert ticket.worker not in self.workers
+        self.workers[ticket.worker] = PoolWorker(ticket.worker, ticket)
+        return [w.OfferWorker(ticket)]
 
-    def give_back(self, node: str, ends: str = "") -> list[w.FromJob]:
-        """End the node's worker. With `ends`, also end its resident, for that reason."""
-        lent = self.slices.get(node)
-        if lent is None or (lent.returning and lent.ends == (ends or lent.ends)):
+    def give_back(self, worker: str, ends: str = "") -> list[w.FromJob]:
+        """End the worker, or take back the offer of it. With `ends`, also end its resident, for that reason."""
+        found = self.workers.get(worker)
+        if found is None or (found.ending and found.ends == (ends or found.ends)):
             return []
-        lent.returning, lent.ends = True, ends or lent.ends
-        return [w.ReturnSlice(lent.permit, node, lent.ends)]
+        found.ends = ends or found.ends
+        if not found.permit:
+            del self.workers[worker]
+        return [found.end()]
 
     def start_trainer(self, ticket: w.WorkerTicketFrame) -> list[w.FromJob]:
         assert self.trainer is None
-        self.trainer = StartedTrainer(ticket.worker, ticket)
+        self.trainer = PoolWorker(ticket.worker, ticket)
         return [w.StartTrainer(ticket)]
 
     def end_trainer(self) -> list[w.FromJob]:
-        if self.trainer is None or self.trainer.ending:
-            return []
-        self.trainer.ending = True
-        return [w.EndTrainer(self.trainer.worker)]
+        return [] if self.trainer is None or self.trainer.ending else [self.trainer.end()]
 
     def leave(self, permit: int, *, finished: bool, switch_s: float = 0.0) -> list[w.FromJob]:
         """Yield a permit. No worker may be left under it. Does nothing for a permit that is over."""
@@ -187,7 +171,7 @@ class JobPart:
     def leave_for_tail(self, permit: int) -> list[w.FromJob]:
         """Give up the permit's nodes on which the tail does not go on. No worker may be left on them."""
         held = self.permits[permit]
-        held.nodes, held.tail_left = held.tail, True
+        self.permits[permit] = msgspec.structs.replace(held, nodes=held.tail_nodes)
         return [w.TailLeft(permit)]
 
     def tell_steps(self, steps: int) -> list[w.FromJob]:
@@ -202,12 +186,12 @@ class JobPart:
 
     # What the pool does
 
-    def welcomed(self, welcome: w.JobWelcome, now_s: float) -> tuple[list[News], list[w.FromJob]]:
+    def welcomed(self, welcome: w.JobWelcome, now_ns: Nanoseconds) -> tuple[list[News], list[w.FromJob]]:
         """Note that the pool's process is there; returns what has changed meanwhile, and the messages to send
         (again)."""
         news: list[News] = []
         say: list[w.FromJob] = []
-        told = {held.permit: held for held in welcome.permits}
+        told = {found.permit: found for found in welcome.permits}
         self._yields = {permit: said for permit, said in self._yields.items() if permit in told}
         for permit in [permit for permit in self.permits if permit not in told]:
             news += self._over(permit, f"it was taken back {AWAY}")
@@ -215,128 +199,96 @@ class JobPart:
             if found.permit in self._yields:
                 say.append(self._yields[found.permit])
             else:
-                news += self._granted(found, now_s)
-                if found.recalled:
-                    news += self._recalled(w.Recalled(found.permit, found.left_s), now_s)
-        for node, worker in welcome.slices.items():
-            if node not in self.slices:
-                permit = next((x.permit for x in self.permits.values() if node in x.nodes), 0)
-                self.slices[node] = LentSlice(permit, node, worker, None, returning=self._welcomed)
-        for lent in list(self.slices.values()):
-            if welcome.slices.get(lent.node) == lent.worker:
-                say += [w.ReturnSlice(lent.permit, lent.node, lent.ends)] if lent.returning else []
-            elif lent.returning or lent.ticket is None:
-                news += self._parked(w.SliceParked(lent.permit, lent.node, lent.worker, cause=f"it ended {AWAY}"))
+                news += self._told(found, now_ns, say)
+            if found.permit in self.permits and self.permits[found.permit].tail_moved:
+                say.append(w.TailLeft(found.permit))
+        working = {worker for found in welcome.permits for worker in found.workers.values()}
+        for worker in [worker for worker in self.workers.values() if worker.worker not in working]:
+            if worker.permit or worker.ticket is None:
+                news += self._ended(w.WorkerEnded(worker.worker, f"it ended {AWAY}"))
             else:
-                say.append(w.LendSlice(lent.permit, lent.node, lent.ticket))
+                say.append(w.OfferWorker(worker.ticket))
         news += self._found_trainer(welcome.trainer, say)
-        for held in self.permits.values():
-            if held.tail_left:
-                say.append(w.TailLeft(held.permit))
         for phase in self.wanted:
             say += self._wants(phase)
         say += [] if self._steps is None else [w.StepsDone(self._steps)]
         self._welcomed = True
         return news, say + self._progress()
 
-    def heard(self, message: w.ToJob, now_s: float) -> tuple[list[News], list[w.FromJob]]:
+    def heard(self, message: w.ToJob, now_ns: Nanoseconds) -> tuple[list[News], list[w.FromJob]]:
         """Return what is new in a message, and the messages to send. Repetitions and messages on past permits give
         nothing."""
-        if isinstance(message, w.PermitOver) and (held := self.permits.get(message.permit)) is not None:
-            return self._over(message.permit, message.cause), self._wants(held.phase)
-        return self._news(message, now_s), []
-
-    def _news(self, message: w.ToJob, now_s: float) -> list[News]:
+        say: list[w.FromJob] = []
         match message:
             case w.Granted():
-                return self._granted(message, now_s)
-            case w.Recalled():
-                return self._recalled(message, now_s)
-            case w.TailMove():
-                held = self.permits.get(message.permit)
-                nodes = tuple(node for node in message.nodes if held is not None and node in held.nodes)
-                if held is None or held.tail or not nodes:
-                    return []
-                held.tail = nodes
-                return [message]
-            case w.SliceParked():
-                return self._parked(message)
-            case w.TrainerEnded():
-                return self._trainer_ended(message)
-            case w.PermitOver() | w.JobWelcome() | w.RefusedFrame() | w.StillHere():
-                return []
+                return self._told(message, now_ns, say), say
+            case w.WorkerEnded():
+                return self._ended(message), say
+            case w.PermitOver(permit=permit) if (held := self.permits.get(permit)) is not None:
+                return self._over(permit, message.cause), self._wants(held.phase)
+            case _:
+                return [], say
 
     def forsaken(self, why: str) -> list[News]:
         """End everything that the process held, because the pool has dismissed it."""
         news: list[News] = []
         for permit in list(self.permits):
             news += self._over(permit, why)
-        for lent in list(self.slices.values()):
-            news += self._parked(w.SliceParked(lent.permit, lent.node, lent.worker, cause=why))
-        if self.trainer is not None:
-            news += self._trainer_ended(w.TrainerEnded(self.trainer.worker, why))
+        trainers = () if self.trainer is None else (self.trainer,)
+        for worker in (*self.workers.values(), *trainers):
+            news += self._ended(w.WorkerEnded(worker.worker, why))
         self.wanted.clear()
         self._yields.clear()
         return news
 
-    def _granted(self, message: w.Granted, now_s: float) -> list[News]:
-        if message.permit in self._yields:
+    def _told(self, message: w.Granted, now_ns: Nanoseconds, say: list[w.FromJob]) -> list[News]:
+        """Take in a permit as it stands, and end workers that the run has given back meanwhile."""
+        number = message.permit
+        if number in self._yields:
             return []
-        held = self.permits.get(message.permit)
-        until_s = now_s + message.left_s
-        if held is None:
-            held = HeldTurn(message.permit, message.phase, message.nodes, until_s, message.both)
-            self.permits[message.permit] = held
-            if self.wanted.get(message.phase) == message.both:
-                del self.wanted[message.phase]
-            return [message]
-        more = [node for node in message.nodes if node not in held.nodes]
-        held.until_s = until_s
-        if not more or held.tail:
-            return []
-        held.nodes = message.nodes
-        return [message]
-
-    def _recalled(self, message: w.Recalled, now_s: float) -> list[News]:
-        held = self.permits.get(message.permit)
-        if held is None or held.recalled:
-            return []
-        held.recalled, held.until_s = True, now_s + message.left_s
-        return [message]
+        before, permit = self.permits.get(number), message.held(self._job, now_ns)
+        if before is None:
+            if self.wanted.get(permit.phase) == permit.both:
+                del self.wanted[permit.phase]
+        else:
+            nodes, tail = (before.nodes, before.tail_nodes) if before.tail_nodes else (permit.nodes, permit.tail_nodes)
+            permit = msgspec.structs.replace(permit, since_ns=before.since_ns, nodes=nodes, tail_nodes=tail)
+        self.permits[number] = permit
+        new = before is None or msgspec.structs.replace(before, deadline_ns=permit.deadline_ns) != permit
+        for node, name in message.workers.items():
+            worker = self.workers.get(name)
+            if worker is None:
+                worker = self.workers[name] = PoolWorker(name, None, ending=self._welcomed)
+            new = new or not worker.permit
+            worker.permit, worker.node = number, node
+            say += [worker.end()] if worker.ending else []
+        return [message] if new else []
 
     def _over(self, permit: int, cause: str) -> list[News]:
-        if self.permits.pop(permit, None) is None:
-            return []
+        del self.permits[permit]
         news: list[News] = []
-        for lent in [lent for lent in self.slices.values() if lent.permit == permit]:
-            news += self._parked(w.SliceParked(permit, lent.node, lent.worker, cause=cause))
+        for worker in self.working(permit):
+            news += self._ended(w.WorkerEnded(worker.worker, cause))
         return [*news, w.PermitOver(permit, cause)]
 
-    def _parked(self, message: w.SliceParked) -> list[News]:
-        lent = self.slices.get(message.node)
-        if lent is None or lent.worker != message.worker:
-            return []
-        del self.slices[message.node]
-        return [message]
-
-    def _trainer_ended(self, message: w.TrainerEnded) -> list[News]:
-        if self.trainer is None or self.trainer.worker != message.worker:
-            return []
-        self.trainer = None
-        return [message]
+    def _ended(self, message: w.WorkerEnded) -> list[News]:
+        if self.trainer is not None and self.trainer.worker == message.worker:
+            self.trainer = None
+            return [message]
+        return [] if self.workers.pop(message.worker, None) is None else [message]
 
     def _found_trainer(self, worker: str, say: list[w.FromJob]) -> list[News]:
         ours = self.trainer
         if ours is None:
             if worker:
-                self.trainer = StartedTrainer(worker, None, ending=self._welcomed)
-                say += [w.EndTrainer(worker)] if self._welcomed else []
+                self.trainer = PoolWorker(worker, None)
+                say += [self.trainer.end()] if self._welcomed else []
             return []
         if worker == ours.worker:
-            say += [w.EndTrainer(worker)] if ours.ending else []
+            say += [ours.end()] if ours.ending else []
             return []
         if ours.ending or ours.ticket is None:
-            return self._trainer_ended(w.TrainerEnded(ours.worker, f"it ended {AWAY}"))
+            return self._ended(w.WorkerEnded(ours.worker, f"it ended {AWAY}"))
         say.append(w.StartTrainer(ours.ticket))
         return []
 
@@ -346,7 +298,7 @@ class JobPart:
 
     def _progress(self) -> list[w.FromJob]:
         held = next((x for x in self.permits.values() if x.phase is PhaseKind.ROLLOUT or x.both), None)
-        return [] if held is None or self.progress is None else [w.PhaseProgress(held.permit, *self.progress)]
+        return [] if held is None or self.progress is None else [w.PhaseProgress(held.number, *self.progress)]
 
 
 class PoolClient:
@@ -363,7 +315,7 @@ class PoolClient:
     ) -> None:
         self.membership = membership
         self._held, self._away_s = held, away_s
-        self.part = JobPart()
+        self.part = JobPart(membership.job)
         self.heard_of: Callable[[str], None] = self._note
         """Called as the pool's process goes away, with the reason, and with none as it is there."""
         self.turned_away: Callable[[str], None] = lambda reason: None
@@ -417,7 +369,7 @@ class PoolClient:
 
     def left_s(self, permit: int) -> float:
         """Return the seconds until the permit ends."""
-        return max(0.0, self.part.permits[permit].until_s - self._now_s())
+        return max(0, self.part.permits[permit].deadline_ns - self._now_ns()) / NS_PER_S
 
     # Orders
 
@@ -427,11 +379,11 @@ class PoolClient:
     def withdraw(self, phase: PhaseKind) -> None:
         self._say(self.part.withdraw(phase))
 
-    def lend(self, permit: int, node: str, ticket: w.WorkerTicketFrame) -> None:
-        self._say(self.part.lend(permit, node, ticket))
+    def offer(self, ticket: w.WorkerTicketFrame) -> None:
+        self._say(self.part.offer(ticket))
 
-    def give_back(self, node: str, ends: str = "") -> None:
-        self._say(self.part.give_back(node, ends))
+    def give_back(self, worker: str, ends: str = "") -> None:
+        self._say(self.part.give_back(worker, ends))
 
     def start_trainer(self, ticket: w.WorkerTicketFrame) -> None:
         self._say(self.part.start_trainer(ticket))
@@ -457,8 +409,8 @@ class PoolClient:
     def _name(self) -> str:
         return f"the pool of job {self.membership.job}"
 
-    def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+    def _now_ns(self) -> Nanoseconds:
+        return round(asyncio.get_running_loop().time() * NS_PER_S)
 
     def _note(self, why: str) -> None:
         told = {"job": self.membership.job}
@@ -479,7 +431,7 @@ class PoolClient:
         link, self.welcome = await join(mine.endpoint, TO_JOB, hello, w.JobWelcome, within_s)
         link.watch(self.welcome.silence_s)
         self._link = link
-        news, say = self.part.welcomed(self.welcome, self._now_s())
+        news, say = self.part.welcomed(self.welcome, self._now_ns())
         self._say(say)
         self._tell(news)
         self.heard_of("")
@@ -494,7 +446,7 @@ class PoolClient:
                         message = await link.receive()
                         if isinstance(message, w.RefusedFrame):
                             raise SessionRefused(message.reason, retry=message.retry)
-                        news, say = self.part.heard(message, self._now_s())
+                        news, say = self.part.heard(message, self._now_ns())
                         self._say(say)
                         self._tell(news)
                 except (ConnectionLost, SessionRefused) as error:
@@ -502,12 +454,12 @@ class PoolClient:
                     self._link = None
                     self.heard_of(str(error))
                     link.abort()
-                gone_s = self._now_s()
+                gone_ns = self._now_ns()
                 while self._link is None and not why:
                     try:
                         link = await self._join(min(REDIAL_S, self._away_s))
                     except (ConnectionLost, SessionRefused) as error:
-                        why = str(error) if self._now_s() - gone_s >= self._away_s else _final(error)
+                        why = str(error) if self._now_ns() - gone_ns >= self._away_s * NS_PER_S else _final(error)
                         self.heard_of(str(error))
         except Exception as error:
             log.exception("the pool's connection failed", job=self.membership.job)
@@ -519,13 +471,11 @@ class PoolClient:
     def _tell(self, news: list[News]) -> None:
         for one in news:
             match one:
-                case w.TrainerEnded():
-                    hears = (self._trainer,)
-                case w.SliceParked() | w.TailMove():
-                    hears = (self._rollouts,)
+                case w.WorkerEnded():
+                    hears = (self._rollouts, self._trainer)
                 case w.Granted():
                     hears = (self._rollouts if one.phase is PhaseKind.ROLLOUT else self._permits,)
-                case w.Recalled() | w.PermitOver():
+                case w.PermitOver():
                     hears = (self._rollouts, self._permits)
             for hear in dict.fromkeys(hears):
                 if hear is not None:

@@ -37,6 +37,7 @@ class JobLives:
         pool.job(job).connected = True
         if hello.script:
             self._scripts.joined(hello)
+        self._workers.take_offers_back(job)
         permits, trainer = self._slices.joined(job), self._workers.trainer(job)
         spec, notice_ns = pool.cluster.spec, pool.cluster.limits.notice_ns
         return w.JobWelcome(
@@ -47,12 +48,8 @@ class JobLives:
             gpus_per_rollout_node=spec.rollout.gpus,
             gpus_per_train_node=spec.train.gpus,
             grant_within_s=min(SECONDS_MAX, (3 * record.request.limit_ns + 20 * notice_ns) / NS_PER_S),
-            permits=tuple(
-                w.Granted(one.number, one.phase, one.nodes, pool.ends_s(one.deadline_ns), one.both, one.recalled)
-                for one in permits
-            ),
+            permits=tuple(self._slices.standing(permit) for permit in permits),
             trainer=trainer.worker if trainer is not None else "",
-            slices=self._workers.lent(job),
             silence_s=pool.times.silence_ns / NS_PER_S,
         )
 
@@ -134,6 +131,7 @@ class JobLives:
         killed = live.told_kill
         live.process_ended()
         self._slices.withdraw(job, *PhaseKind)
+        self._workers.take_offers_back(job)
         self._pool.ports.cut_job(job)
         if record is not None and record.placement == placement and record.state in HOLDING:
             self._judge(job, record, live, ending, killed=killed)

@@ -102,8 +102,8 @@ class _KeptResident:
     """Of a worker that it was not told of yet."""
     follower: w.StartResidentFrame | None = None
     """Started once this one is gone."""
-    leave_s: float | None = None
-    """When its worker was told to leave."""
+    leaving: bool = False
+    """Whether its worker was told to leave."""
     resumed: w.DeviceResumed = field(default_factory=lambda: w.DeviceResumed(0, 0.0, 0))
 
 
@@ -135,11 +135,9 @@ class KeeperState:
         match event:
             case w.StartResidentFrame():
                 self._start(event)
-            case w.GiveDevice(permit=permit, job=job, left_s=left_s):
-                self._give(permit, job, left_s)
-            case w.LendWorker():
-                self._lend(event)
-            case w.EndWorker():
+            case w.GiveDevice():
+                self._give(event)
+            case w.LeaveWorker():
                 self._end_worker(event)
             case w.TakeDevice(permit=permit, job=job, left_s=left_s):
                 self._take(permit, job, left_s)
@@ -228,12 +226,13 @@ class KeeperState:
         elif device.placement != order.placement:
             self._device = None
 
-    def _give(self, permit: int, job: JobId, left_s: float) -> None:
-        device = self._device
+    def _give(self, order: w.GiveDevice) -> None:
+        device, permit, job = self._device, order.permit, order.job
         if permit < self.last_permit or (permit == self.last_permit and (device is None or device.job != job)):
             self._commands.append(PermitRefused(permit))
+            self._work_as(None, order)
             return
-        until_s = self._now_s + left_s
+        until_s = self._now_s + order.left_s
         if device is None or device.permit != permit:
             self.last_permit = permit
             if device is not None and not device.taking:
@@ -246,6 +245,7 @@ class KeeperState:
             self._device = _Device(permit, job, placement, until_s)
         elif not device.taking:
             device.until_s = until_s
+        self._work_as(self._kept.get(job), order)
         self._resume()
 
     def _resume(self) -> None:
@@ -261,26 +261,26 @@ class KeeperState:
             self._commands.append(TellResident(device.job, w.Resume(device.permit)))
         if kept.ticket is not None and kept.permit == device.permit:
             ticket, kept.ticket = kept.ticket, None
-            self._commands.append(TellResident(device.job, w.WorkAs(device.permit, ticket)))
+            self._commands.append(TellResident(device.job, w.WorkAs(ticket)))
 
-    def _lend(self, message: w.LendWorker) -> None:
-        kept, worker = self._kept.get(message.job), message.ticket.worker
-        if kept is not None and kept.worker == worker:
+    def _work_as(self, kept: _KeptResident | None, order: w.GiveDevice) -> None:
+        """Keep the order's ticket for the resident that is to have the device, if there is one."""
+        ticket = order.ticket
+        if ticket is None or (kept is not None and kept.worker == ticket.worker):
             return
-        if kept is None or kept.ending or self.given()[0] != message.permit:
-            self._say(w.WorkerLeft(message.permit, message.job, worker, 0.0, "the device is not its job's any more"))
+        if kept is None or kept.ending:
+            self._say(w.WorkerLeft(order.job, ticket.worker, "the device is not its job's any more"))
             return
-        kept.worker, kept.ticket = worker, message.ticket
-        self._resume()
+        kept.worker, kept.ticket = ticket.worker, ticket
 
-    def _end_worker(self, message: w.EndWorker) -> None:
+    def _end_worker(self, message: w.LeaveWorker) -> None:
         kept = self._kept.get(message.job)
         if kept is None or kept.worker != message.worker or kept.ticket is not None:
             if kept is not None and kept.worker == message.worker:
                 kept.worker, kept.ticket = "", None
-            self._say(w.WorkerLeft(message.permit, message.job, message.worker, 0.0))
-        elif kept.leave_s is None:
-            kept.leave_s = self._now_s
+            self._say(w.WorkerLeft(message.job, message.worker))
+        elif not kept.leaving:
+            kept.leaving = True
             self._commands.append(TellResident(message.job, w.Leave(message.worker)))
 
     def _take(self, permit: int, job: JobId, left_s: float) -> None:
@@ -304,7 +304,7 @@ class KeeperState:
     def _drop_ticket(self, kept: _KeptResident) -> None:
         if kept.ticket is not None:
             ticket, kept.ticket, kept.worker = kept.ticket, None, ""
-            self._say(w.WorkerLeft(self.last_permit, kept.order.job, ticket.worker, 0.0, "its slice is over"))
+            self._say(w.WorkerLeft(kept.order.job, ticket.worker, "its slice is over"))
 
     def _free(self, freed: w.DeviceFreed) -> None:
         self._device = None
@@ -338,9 +338,8 @@ class KeeperState:
                 kept.resumed = message
             case w.Left(worker=worker, cause=cause):
                 if kept.order.phase is not w.PhaseKind.TRAIN and kept.worker == worker:
-                    switch_s = 0.0 if kept.leave_s is None else self._now_s - kept.leave_s
-                    kept.worker, kept.leave_s = "", None
-                    self._say(w.WorkerLeft(message.permit, job, worker, switch_s, cause))
+                    kept.worker, kept.leaving = "", False
+                    self._say(w.WorkerLeft(job, worker, cause))
             case w.Parked():
                 self._parked(job, kept, message)
 

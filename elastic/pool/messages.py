@@ -17,8 +17,8 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from elastic.core.cluster.types import PhaseKind
-from elastic.core.types import Count, Text
+from elastic.core.cluster.types import Nanoseconds, Permit, PhaseKind
+from elastic.core.types import NS_PER_S, Count, Text
 from elastic.protocol.frames import RefusedFrame, Seconds
 
 POOL_PROTOCOL_VERSION = 1
@@ -85,22 +85,21 @@ class WithdrawPhase(_PoolMessage, frozen=True):
     both: bool = False
 
 
-class LendSlice(_PoolMessage, frozen=True):
-    """Let the job's resident on this node work for the run as this worker until the slice ends."""
+class OfferWorker(_PoolMessage, frozen=True):
+    """The job's resident on any of its rollout nodes may work for the run as this worker, as soon as it has the device.
+    A `Granted` names the node. A new hello takes all offers back."""
 
-    permit: Count
-    node: Text
     ticket: WorkerTicketFrame
 
 
-class ReturnSlice(_PoolMessage, frozen=True):
-    """End the worker on this node and park the resident; answered by `SliceParked`. The permit goes on.
+class EndWorker(_PoolMessage, frozen=True):
+    """Take the offer back, end the worker and park its resident, or end the trainer's process; answered by
+    `WorkerEnded`. The permit goes on.
 
     `ends`: the reason to end the resident instead and to start another one, such as a worker that has lied.
     """
 
-    permit: Count
-    node: Text
+    worker: Text
     ends: Text = ""
 
 
@@ -108,12 +107,6 @@ class StartTrainer(_PoolMessage, frozen=True):
     """Start the job's trainer on its training node as this worker. It computes there by permit only."""
 
     ticket: WorkerTicketFrame
-
-
-class EndTrainer(_PoolMessage, frozen=True):
-    """End the trainer's process of this worker; answered by `TrainerEnded`."""
-
-    worker: Text
 
 
 class YieldPhase(_PoolMessage, frozen=True):
@@ -128,7 +121,7 @@ class YieldPhase(_PoolMessage, frozen=True):
 
 
 class TailLeft(_PoolMessage, frozen=True):
-    """The job uses only those of the permit's nodes that `MoveTail` named."""
+    """The job uses only those of the permit's nodes that its `tail` named."""
 
     permit: Count
 
@@ -151,10 +144,11 @@ class StepsDone(_PoolMessage, frozen=True):
 
 
 class Granted(_PoolMessage, frozen=True):
-    """The slice begins, or gets further nodes (under the same number). It ends in `left_s` seconds at the latest.
+    """A permit as it stands: sent as the slice begins, and again whenever there is news of it. It ends in `left_s`
+    seconds at the latest; then the residents are killed.
 
-    With `both` the nodes are those of rollouts and of training, and the phase counts as training. `recalled` says in a
-    welcome that a `Recalled` went before it.
+    With `both` the nodes are those of rollouts and of training, and the phase counts as training. Of a `recalled` one
+    the job yields. If there is a `tail`, the phase's last responses are to move to these nodes; answered by `TailLeft`.
     """
 
     permit: Count
@@ -163,6 +157,28 @@ class Granted(_PoolMessage, frozen=True):
     left_s: Seconds
     both: bool = False
     recalled: bool = False
+    tail: Names = ()
+    workers: Annotated[dict[Text, Text], msgspec.Meta(max_length=NODES_MAX)] = {}
+    """By node, the worker that the node's resident works as under this permit."""
+
+    @classmethod
+    def of(cls, permit: Permit, left_s: float, workers: dict[str, str]) -> "Granted":
+        number, tail = permit.number, permit.tail_nodes
+        return cls(number, permit.phase, permit.nodes, left_s, permit.both, permit.recalled, tail, workers)
+
+    def held(self, job: str, now_ns: Nanoseconds) -> Permit:
+        """Return the permit on the clock of the job, on which it is `now_ns`."""
+        return Permit(
+            number=self.permit,
+            job=job,
+            phase=self.phase,
+            nodes=self.nodes,
+            since_ns=now_ns,
+            deadline_ns=now_ns + round(self.left_s * NS_PER_S),
+            recalled=self.recalled,
+            both=self.both,
+            tail_nodes=self.tail,
+        )
 
 
 class JobWelcome(_PoolMessage, frozen=True):
@@ -180,24 +196,8 @@ class JobWelcome(_PoolMessage, frozen=True):
     grant_within_s: Seconds
     permits: Annotated[tuple[Granted, ...], msgspec.Meta(max_length=16)] = ()
     trainer: Text = ""
-    slices: Annotated[dict[Text, Text], msgspec.Meta(max_length=NODES_MAX)] = {}
-    """By node, the worker that the node's resident works as."""
     silence_s: Seconds = 30.0
     """A peer that receives nothing for so long dials again."""
-
-
-class Recalled(_PoolMessage, frozen=True):
-    """Yield within `left_s`. After that the residents are killed."""
-
-    permit: Count
-    left_s: Seconds
-
-
-class TailMove(_PoolMessage, frozen=True):
-    """Move the phase's last responses to these nodes and leave the others; answered by `TailLeft`."""
-
-    permit: Count
-    nodes: Names
 
 
 class PermitOver(_PoolMessage, frozen=True):
@@ -207,21 +207,12 @@ class PermitOver(_PoolMessage, frozen=True):
     cause: Text
 
 
-class SliceParked(_PoolMessage, frozen=True):
-    """The worker on this node has ended, and its resident is parked or gone (`cause` says why)."""
+class WorkerEnded(_PoolMessage, frozen=True):
+    """The worker has ended, and its resident is parked or gone; or the trainer's process is gone or could not be
+    started. `cause` says why."""
 
-    permit: Count
-    node: Text
     worker: Text
-    switch_s: Seconds = 0.0
     cause: Text = ""
-
-
-class TrainerEnded(_PoolMessage, frozen=True):
-    """The trainer's process of this worker is gone or could not be started; `cause` says why."""
-
-    worker: Text
-    cause: Text
 
 
 # From a keeper.
@@ -293,10 +284,8 @@ class DeviceFreed(_PoolMessage, frozen=True):
 class WorkerLeft(_PoolMessage, frozen=True):
     """The resident's worker has ended; the resident is parked, and its node still belongs to the job."""
 
-    permit: Count
     job: Text
     worker: Text
-    switch_s: Seconds
     cause: Text = ""
 
 
@@ -338,25 +327,20 @@ class StartResidentFrame(_PoolMessage, frozen=True, tag="StartResident"):
 
 
 class GiveDevice(_PoolMessage, frozen=True):
-    """Give the device to the job under this permit for at most `left_s`; after that the resident is killed."""
+    """Give the device to the job under this permit for at most `left_s`; after that the resident is killed.
+
+    With a `ticket` the resident works as this worker; a ticket may also come later, under the same permit.
+    """
 
     permit: Count
     job: Text
     left_s: Seconds
+    ticket: WorkerTicketFrame | None = None
 
 
-class LendWorker(_PoolMessage, frozen=True):
-    """Let the job's resident, which has the device under this permit, work as this worker."""
+class LeaveWorker(_PoolMessage, frozen=True):
+    """End the worker of the job's resident and park the resident; answered by `WorkerLeft`."""
 
-    permit: Count
-    job: Text
-    ticket: WorkerTicketFrame
-
-
-class EndWorker(_PoolMessage, frozen=True):
-    """End the resident's worker and park the resident; answered by `WorkerLeft`."""
-
-    permit: Count
     job: Text
     worker: Text
 
@@ -399,7 +383,6 @@ class Park(_PoolMessage, frozen=True):
 class WorkAs(_PoolMessage, frozen=True):
     """Join the run as this worker; answered by `Left` once it has ended."""
 
-    permit: Count
     ticket: WorkerTicketFrame
 
 
@@ -427,7 +410,6 @@ class Parked(_PoolMessage, frozen=True):
 
 
 class Left(_PoolMessage, frozen=True):
-    permit: Count
     worker: Text
     cause: Text = ""
 
@@ -440,30 +422,19 @@ FromJob: TypeAlias = (
     JobHello
     | AskPhase
     | WithdrawPhase
-    | LendSlice
-    | ReturnSlice
+    | OfferWorker
+    | EndWorker
     | StartTrainer
-    | EndTrainer
     | YieldPhase
     | TailLeft
     | PhaseProgress
     | StepsDone
     | StillHere
 )
-ToJob: TypeAlias = (
-    JobWelcome | RefusedFrame | Granted | Recalled | TailMove | PermitOver | SliceParked | TrainerEnded | StillHere
-)
+ToJob: TypeAlias = JobWelcome | RefusedFrame | Granted | PermitOver | WorkerEnded | StillHere
 FromKeeper: TypeAlias = KeeperHello | ResidentUp | ResidentGone | DeviceFreed | WorkerLeft | HostMemory | StillHere
 ToKeeper: TypeAlias = (
-    KeeperWelcome
-    | RefusedFrame
-    | StartResidentFrame
-    | GiveDevice
-    | LendWorker
-    | EndWorker
-    | TakeDevice
-    | EndResident
-    | StillHere
+    KeeperWelcome | RefusedFrame | StartResidentFrame | GiveDevice | LeaveWorker | TakeDevice | EndResident | StillHere
 )
 ToResident: TypeAlias = Resume | Park | WorkAs | Leave
 FromResident: TypeAlias = Warm | DeviceResumed | Parked | Left

@@ -93,7 +93,7 @@ class NodeKeepers:
                 worker=state.worker,
                 ending=known and former is not None and former.ending,
             )
-            self._workers.compare(name, node, state)
+            self._workers.compare(name, node, state, hello.given if hello.given_to == state.job else state.permit)
         gone = {one.job: one for one in hello.gone}
         for job, former in before.items():
             told, cause, code = gone.get(job), "it ended while its keeper was not heard", None

@@ -94,13 +94,6 @@ class NodeResidents:
                     wait_ns = self._pool.times.retry_max_ns
                     self._pool.timers.set("resident", f"{name}/{job}", self._pool.ports.now_ns(), wait_ns)
             self._bound(f"{name}/{job}", node.residents.get(job))
-        for job in wanted:
-            resident, permit = node.residents.get(job), self._pool.cluster.jobs[job].permit
-            if resident is not None and not resident.ending and permit is not None and permit == node.given:
-                lent = self._workers.take_ticket(job, name)
-                if lent is not None:
-                    resident.worker = lent.worker
-                    self._pool.ports.tell_keeper(name, w.LendWorker(permit, job, lent))
 
     def _start(
         self, name: NodeId, node: PoolNode, job: JobId, record: JobRecord, ticket: w.WorkerTicketFrame | None
@@ -159,7 +152,7 @@ class NodeResidents:
             if permit is not None and self._slices.holds(job, _TRAIN):
                 self._take_back(job, permit, cause)
         else:
-            self._workers.ended(job, name, cause, permit or 0)
+            self._workers.ended(job, name, cause)
             if record is not None and record.placement == resident.placement:
                 deaths = self._jobs[job].deaths
                 died = deaths[name] = deaths.get(name, 0) + 1

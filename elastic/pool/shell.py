@@ -82,8 +82,8 @@ class PoolShell:
             c.EndJob: lambda command: None,
             c.RejectJob: lambda command: None,
             c.GrantPermit: self._slices.granted,
-            c.RecallPermit: self._slices.recalled,
-            c.MoveTail: lambda command: self._slices.tell_tail(command.job, command.permit, command.nodes),
+            c.RecallPermit: lambda command: self._slices.tell(command.permit),
+            c.MoveTail: lambda command: self._slices.tell(command.permit),
             c.KillResident: lambda command: self._residents.end(command.job, command.node, command.reason),
             c.StartResident: lambda command: None,
         }
@@ -255,9 +255,6 @@ class PoolShell:
 
     def settle(self) -> None:
         """Send what follows from a peer's welcome."""
-        for permit in self._pool.cluster.permits.values():
-            if permit.tail_nodes and permit.nodes != permit.tail_nodes:
-                self._slices.tell_tail(permit.job, permit.number, permit.tail_nodes)
         self._drain()
 
     def job_left(self, job: JobId) -> None:
@@ -275,17 +272,14 @@ class PoolShell:
                 self._slices.want(job, _TRAIN if both else message.phase, both=both)
             case w.WithdrawPhase(both=both):
                 self._slices.withdraw(job, _TRAIN if both else message.phase)
-            case w.LendSlice():
-                self._slices.lend(job, message)
-            case w.ReturnSlice(permit=permit, node=node):
-                if message.ends:
-                    self._residents.end(job, node, message.ends)
-                else:
-                    self._workers.give_back(job, permit, node)
+            case w.OfferWorker(ticket=ticket):
+                self._workers.offer(job, ticket)
+            case w.EndWorker(worker=worker, ends=ends):
+                node = self._workers.end(job, worker)
+                if ends and node is not None:
+                    self._residents.end(job, node, ends)
             case w.StartTrainer(ticket=ticket):
                 self._workers.start_trainer(job, ticket)
-            case w.EndTrainer(worker=worker):
-                self._workers.end_trainer(job, worker)
             case w.YieldPhase(permit=number):
                 permit = self._pool.cluster.permits.get(number)
                 if permit is not None and permit.job == job:

@@ -95,6 +95,8 @@ class PoolSlices:
         ]
         if self._pool.is_script(job):
             permits = [permit for permit in permits if permit.number == turns.told[0]]
+        else:
+            turns.told = next(((permit.number, permit.nodes) for permit in permits), turns.told)
         turns.known.update(permit.number for permit in permits)
         self.withdraw(job, *(permit.phase for permit in permits))
         return permits
@@ -106,20 +108,12 @@ class PoolSlices:
                 if taking is not None and name in taking.waiting:
                     yield job, taking.permit
 
-    def lend(self, job: JobId, message: w.LendSlice) -> None:
-        """Have a resident of the job work as one of its run's workers, under a permit that counts."""
-        turns, permit, why = self._jobs[job], self._pool.cluster.permits.get(message.permit), ""
-        if permit is None or permit.job != job or permit.number not in turns.known or message.node not in permit.nodes:
-            why = "the permit does not count here any more"
-        elif turns.yielding is not None or (permit.phase is not _ROLLOUT and not permit.both):
-            why = "the permit is being yielded" if turns.yielding is not None else "the permit is for training"
-        self._workers.lend(job, message, why)
-
     def compare(self, job: JobId) -> None:
         """Tell the job of permits that are over, and forget what was being taken back of them."""
         turns = self._jobs[job]
         for number in [number for number in turns.known if number not in self._pool.cluster.permits]:
             turns.known.discard(number)
+            self._workers.over(job, number)
             self._take_over(job, number)
             self._pool.ports.tell_job(job, w.PermitOver(number, "it was taken, or its nodes are gone"))
         permits = self._pool.cluster.permits
@@ -136,29 +130,41 @@ class PoolSlices:
 
     def granted(self, command: c.GrantPermit) -> None:
         turns = self._jobs[command.job]
-        permit = self._pool.cluster.permits.get(command.permit)
+        permit = self._pool.cluster.permits.get(command.permit.number)
         if permit is None:
             return
         if turns.yields(permit.number):
             return  # It has got more nodes while it was leaving; they are given to nobody.
         if permit.number not in turns.known:
-            if turns.wants.get(command.phase) is not command.both:
+            if turns.wants.get(permit.phase) is not permit.both:
                 self._pool.feed(e.PermitYielded(job=command.job, permit=permit.number, finished=False))
                 return
-            del turns.wants[command.phase]
+            del turns.wants[permit.phase]
             turns.known.add(permit.number)
             turns.overdue = False
         if not self._pool.is_script(command.job):
-            self._tell_granted(permit)
+            self._workers.place(permit)
+            self.tell(permit)
 
-    def _tell_granted(self, permit: Permit) -> None:
-        left_s = self._pool.ends_s(permit.deadline_ns)
-        self._jobs[permit.job].told = (permit.number, permit.nodes)
-        granted = w.Granted(permit.number, permit.phase, permit.nodes, left_s, permit.both)
-        self._pool.ports.tell_job(permit.job, granted)
+    def tell(self, permit: Permit) -> None:
+        """Tell the job of its permit as it stands. A script knows nothing of devices that it has not got."""
+        turns = self._jobs[permit.job]
+        if permit.number not in turns.known or turns.yields(permit.number):
+            return
+        if not self._pool.is_script(permit.job):
+            turns.told = (permit.number, permit.nodes)
+        if turns.told[0] == permit.number:
+            self._pool.ports.tell_job(permit.job, self.standing(permit))
+
+    def standing(self, permit: Permit) -> w.Granted:
+        """Return what the job is told of its permit."""
+        nodes = tuple(name for name in permit.nodes if name in self._jobs[permit.job].told[1])
+        left_s, workers = self._pool.ends_s(permit.deadline_ns), self._workers.of(permit)
+        return w.Granted.of(msgspec.structs.replace(permit, nodes=nodes), left_s, workers)
 
     def give_devices(self, permit: Permit) -> None:
-        """Make sure that the permit's job has the permit's devices, once scripts that were killed have left them.
+        """Make sure that the permit's job has the permit's devices, once scripts that were killed have left them, and
+        that its residents there work for it.
 
         A script is told of its permit once nobody else has any of the devices.
         """
@@ -167,28 +173,31 @@ class PoolSlices:
             return
         if script and any(self._scripts.must_wait(name, permit.job) for name in permit.nodes):
             return
+        if self._workers.place(permit):
+            self.tell(permit)
         left_s, given = self._pool.ends_s(permit.deadline_ns), True
         for name in permit.nodes:
             node = self._pool.nodes.get(name)
-            if node is not None and node.given >= permit.number:
-                continue
-            if node is None or not node.connected or self._scripts.are_on(name, permit.job):
+            if node is None or not node.connected:
                 given = False
                 continue
+            resident, has = node.residents.get(permit.job), node.given >= permit.number
+            if not has and self._scripts.are_on(name, permit.job):
+                given = False
+                continue
+            works = resident is not None and not resident.ending and not script
+            ticket = self._workers.take_ticket(permit, name) if works else None
+            if has and ticket is None:
+                continue
             node.given = permit.number
-            if permit.job in node.residents:
-                node.residents[permit.job].permit = permit.number
+            if resident is not None:
+                resident.permit, resident.worker = permit.number, ticket.worker if ticket else resident.worker
             if script:
                 self._scripts.use(permit.job, name)
-            self._pool.ports.tell_keeper(name, w.GiveDevice(permit.number, permit.job, left_s))
+            self._pool.ports.tell_keeper(name, w.GiveDevice(permit.number, permit.job, left_s, ticket))
         if script and given and turns.told != (permit.number, permit.nodes):
-            self._tell_granted(permit)
-
-    def recalled(self, command: c.RecallPermit) -> None:
-        self._pool.ports.tell_job(command.job, w.Recalled(command.permit, self._pool.left_s(command.until_ns)))
-
-    def tell_tail(self, job: JobId, permit: int, nodes: tuple[NodeId, ...]) -> None:
-        self._pool.ports.tell_job(job, w.TailMove(permit, nodes))
+            turns.told = (permit.number, permit.nodes)
+            self.tell(permit)
 
     def take_back(self, permit: Permit) -> None:
         """Take a permit's devices without the job's word. The phase goes on in a further slice."""
@@ -233,7 +242,7 @@ class PoolSlices:
                 taking.waiting.discard(name)
                 taking.switch_ns = max(taking.switch_ns, switch_ns)
         if permit is not None and turns.yields(permit):
-            self._workers.ended(job, name, "its slice is over", permit)
+            self._workers.ended(job, name, "its slice is over")
         self._settle(job)
 
     def _settle(self, job: JobId) -> None:

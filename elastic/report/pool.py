@@ -23,6 +23,7 @@ from elastic.core.cluster.types import (
     JobState,
     Nanoseconds,
     NodeId,
+    Permit,
     PhaseKind,
     PoolSpec,
 )
@@ -127,7 +128,7 @@ class PoolTimeline:
                     seen.marginal = sum(self._price(node) for node in new)
                 self.cycles = self._groups()
             case c.GrantPermit():
-                self._granted(command, now_ns)
+                self._granted(command.permit, now_ns)
             case c.KillResident():
                 what = f"{command.reason}; it is killed, and starts anew"
                 self.marks.append(PoolMark(now_ns / NS_PER_S, command.node, command.job, what))
@@ -148,17 +149,17 @@ class PoolTimeline:
     def _price(self, node: NodeId) -> int:
         return self.spec.kind(self.cluster.state.nodes[node].phase).nano_usd_per_hour
 
-    def _granted(self, grant: c.GrantPermit, now_ns: Nanoseconds) -> None:
-        turn = self._turns.get(grant.permit)
+    def _granted(self, permit: Permit, now_ns: Nanoseconds) -> None:
+        turn = self._turns.get(permit.number)
         if turn is None:
-            turn = TurnUnderWay(job=grant.job, phase=grant.phase, since_ns=now_ns, nodes={})
-            self._turns[grant.permit] = turn
-            if grant.phase is _ROLLOUT and (grant.job, grant.phase) not in self._goes_on:
-                last_ns = self._rollout_ns.get(grant.job)
+            turn = TurnUnderWay(job=permit.job, phase=permit.phase, since_ns=now_ns, nodes={})
+            self._turns[permit.number] = turn
+            if permit.phase is _ROLLOUT and (permit.job, permit.phase) not in self._goes_on:
+                last_ns = self._rollout_ns.get(permit.job)
                 if last_ns is not None:
-                    self.jobs[grant.job].cycles_ns.append(now_ns - last_ns)
-                self._rollout_ns[grant.job] = now_ns
-        for node in grant.nodes:
+                    self.jobs[permit.job].cycles_ns.append(now_ns - last_ns)
+                self._rollout_ns[permit.job] = now_ns
+        for node in permit.nodes:
             turn.nodes.setdefault(node, now_ns)
 
     def _close(self, event: e.ClusterEvent, now_ns: Nanoseconds) -> None:

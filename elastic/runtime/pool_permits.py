@@ -39,17 +39,17 @@ class PoolPermits:
         """Begin. Called once, before anything else, also for a new run."""
         self._client.hear_permits(self._hear)
         held = self._client.part.permit_of(PhaseKind.TRAIN)
-        if permit is not None and (held is None or held.permit != permit):
+        if permit is not None and (held is None or held.number != permit):
             self._feed(e.PermitEnded(permit=permit, cause="it was over before the run went on"))
         if held is not None:
-            if held.permit == permit:
+            if held.number == permit:
                 self._had = permit
                 if held.recalled:
-                    self._recall(held.permit)
-            elif held.permit > last:
-                self._grant(held.permit)
+                    self._recall(held.number)
+            elif held.number > last:
+                self._grant(held.number)
             else:
-                self._client.leave(held.permit, finished=False)
+                self._client.leave(held.number, finished=False)
         if asked and self._had is None:
             self.ask_permit()
 
@@ -57,7 +57,7 @@ class PoolPermits:
         match news:
             case w.Granted() if news.permit != self._had:
                 self._grant(news.permit)
-            case w.Recalled() if news.permit == self._had:
+            case w.Granted(recalled=True):
                 self._recall(news.permit)
             case w.PermitOver() if news.permit == self._had:
                 self._had = None

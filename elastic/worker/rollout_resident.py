@@ -275,10 +275,10 @@ class RolloutResident:
                 switch = await run_in_thread(SWITCH_TIMEOUT_S, self.kept.park)
                 self._link.send(Parked(permit, switch.seconds, switch.state_bytes, switch.rest_bytes))
                 self._follow()
-            case WorkAs(permit=permit, ticket=ticket):
+            case WorkAs(ticket=ticket):
                 await self._end_slice()
                 work = self._slice = _ResidentSlice(ticket.worker)
-                work.task = self._tasks.create_task(self._work(permit, ticket, work), name=f"worker {ticket.worker}")
+                work.task = self._tasks.create_task(self._work(ticket, work), name=f"worker {ticket.worker}")
             case Leave(worker=worker):
                 if self._slice is not None and self._slice.worker == worker:
                     self._slice.leave.set()
@@ -294,7 +294,7 @@ class RolloutResident:
         self._accounts = accounts
         return switch
 
-    async def _work(self, permit: int, frame: WorkerTicketFrame, work: _ResidentSlice) -> None:
+    async def _work(self, frame: WorkerTicketFrame, work: _ResidentSlice) -> None:
         self._works_as(frame.worker)
         accounts, self._accounts = self._accounts or DeviceAccounts(here().monotonic_ns()), None
         ticket = Ticket(
@@ -311,7 +311,7 @@ class RolloutResident:
         except ValueError as error:
             end = AgentExit(1, str(error))
         self._slice = None
-        self._link.send(Left(permit, frame.worker, wire.clipped(end.reason) if end.code else ""))
+        self._link.send(Left(frame.worker, wire.clipped(end.reason) if end.code else ""))
 
     async def _end_slice(self) -> None:
         """Drain the worker at once, if there is one, and wait for its end."""

@@ -10,7 +10,7 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.cycle import cycle_ns
 from elastic.core.cluster.groups import JobGroup, planned
 from elastic.core.cluster.invariants import check
-from elastic.core.cluster.types import PhaseKind
+from elastic.core.cluster.types import Permit, PhaseKind
 from policies.clusters import CLUSTER_POLICIES
 
 SPEC = PoolSpec(
@@ -97,10 +97,10 @@ class Driver:
                 if isinstance(command, c.StartJob):
                     self.tell(e.JobStarted(job=command.job, placement=command.placement), at_s)
 
-    def ask(self, name: str, phase: PhaseKind, at_s: float) -> list[c.GrantPermit]:
+    def ask(self, name: str, phase: PhaseKind, at_s: float) -> list[Permit]:
         return grants(self.tell(e.PhaseAsked(job=name, phase=phase), at_s))
 
-    def end(self, name: str, at_s: float, *, finished: bool = True) -> list[c.GrantPermit]:
+    def end(self, name: str, at_s: float, *, finished: bool = True) -> list[Permit]:
         permit = self.cluster.jobs[name].permit
         assert permit is not None
         return grants(self.tell(e.PermitYielded(job=name, permit=permit, finished=finished), at_s))
@@ -109,5 +109,5 @@ class Driver:
         return self.tell(e.TimePassed(), at_s)
 
 
-def grants(commands: list[c.ClusterCommand]) -> list[c.GrantPermit]:
-    return [command for command in commands if isinstance(command, c.GrantPermit)]
+def grants(commands: list[c.ClusterCommand]) -> list[Permit]:
+    return [command.permit for command in commands if isinstance(command, c.GrantPermit)]

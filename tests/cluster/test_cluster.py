@@ -6,12 +6,12 @@ import pytest
 from elastic.core.cluster import ClusterError, NodeKind, PhasePlan
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
-from elastic.core.cluster.types import DeviceAccount, JobState, PhaseKind
+from elastic.core.cluster.types import DeviceAccount, JobState, Permit, PhaseKind
 from tests.cluster.conftest import THREE_OF_EACH, Driver, S, grants
 from tests.cluster.conftest import timed_job as job
 
 
-def who(given: list[c.GrantPermit]) -> list[tuple[str, str]]:
+def who(given: list[Permit]) -> list[tuple[str, str]]:
     return [(grant.job, grant.phase.value) for grant in given]
 
 
@@ -75,7 +75,7 @@ def test_while_the_machine_was_suspended_nobody_was_late() -> None:
     assert pool.tell(e.PoolSuspended(for_ns=3600 * S), 109 + 3600) == []
     assert pool.tick(109 + 3600) == []
     assert [type(command) for command in pool.tick(110 + 3600)] == [c.RecallPermit]
-    assert pool.cluster.state.permits[granted.permit].deadline_ns == granted.deadline_ns + 3600 * S
+    assert pool.cluster.state.permits[granted.number].deadline_ns == granted.deadline_ns + 3600 * S
 
 
 def test_who_does_not_give_way_is_killed_at_the_deadline() -> None:
@@ -112,7 +112,7 @@ def test_a_turn_in_which_residents_start_may_take_a_restart_longer() -> None:
 def test_nothing_counts_under_an_older_permit() -> None:
     pool = Driver()
     pool.run(job("a"), job("b"))
-    old = pool.ask("a", ROLLOUT, 0)[0].permit
+    old = pool.ask("a", ROLLOUT, 0)[0].number
     pool.ask("b", ROLLOUT, 0)
     pool.end("a", 100)
     turns = dict(pool.cluster.jobs["a"].turns)
@@ -132,12 +132,12 @@ def test_a_tail_moves_and_the_next_begins_on_the_rest() -> None:
     assert permit is not None
     assert pool.tell(e.RolloutProgressed(job="a", permit=permit, done=8, of=10), 50) == []
     moved = pool.tell(e.RolloutProgressed(job="a", permit=permit, done=9, of=10), 60)
-    assert [command.nodes for command in moved if isinstance(command, c.MoveTail)] == [("rollout-1",)]
+    assert [command.permit.tail_nodes for command in moved if isinstance(command, c.MoveTail)] == [("rollout-1",)]
     begun = grants(pool.tell(e.TailMoved(job="a", permit=permit), 61))
     assert [(grant.job, grant.nodes) for grant in begun] == [("b", ("rollout-2",))]
     wider = pool.end("a", 90)
-    assert [(grant.job, grant.permit, grant.nodes) for grant in wider] == [
-        ("b", begun[0].permit, ("rollout-1", "rollout-2"))
+    assert [(grant.job, grant.number, grant.nodes) for grant in wider] == [
+        ("b", begun[0].number, ("rollout-1", "rollout-2"))
     ]
 
 

@@ -260,6 +260,17 @@ class TestWorkers:
         core.tell(e.WorkerDisconnected(worker=start.worker, epoch=1))
         assert not core.out
 
+    def test_join_that_overtakes_the_grant_of_its_lease(self, core) -> None:
+        core.trainer(capacity=0)
+        core.offer("spot", available=2)
+        for worker in ("spot-1", "spot-2"):
+            core.join(worker, version=None)
+            assert not core.sent(c.FenceWorker)
+        core.grant("spot-1", workers=("spot-1",))
+        assert core.one(c.LoadWeights).worker == "spot-1"
+        core.tell(e.LeaseRefused(lease="spot-2", reason="its turn did not come"))
+        assert core.one(c.FenceWorker).worker == "spot-2"
+
     def test_ready_worker_that_comes_back_without_weights_loads_them(self, core) -> None:
         start = running(core)
         core.join(start.worker, version=None, epoch=2)

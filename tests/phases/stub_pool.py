@@ -88,6 +88,12 @@ class StubPool:
 
         self.there(telling)
 
+    def change(self, **changes: Any) -> None:
+        """Change the permit that the script holds, and tell it so."""
+        assert self.held is not None
+        self.held = msgspec.structs.replace(self.held, **changes)
+        self.tell(self.held)
+
     def until(self, condition: Callable[["StubPool"], bool]) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: condition(self), PATIENCE_S), self.heard

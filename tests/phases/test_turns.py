@@ -100,8 +100,7 @@ def test_a_recalled_phase_gives_way_and_goes_on_in_its_next_turn(pool: StubPool)
     engine = Sleeper()
     with elastic.phase("rollout", state=[engine]):
         assert not elastic.should_yield()
-        pool.tell(w.Recalled(1, 5.0))
-        pool.tell(w.Recalled(0, 5.0))
+        pool.change(recalled=True, left_s=5.0)
         eventually(elastic.should_yield)
         pool.grants = False
         waiting = threading.Thread(target=elastic.give_way)
@@ -184,11 +183,11 @@ def test_who_can_give_up_nodes_is_asked_to(pool: StubPool) -> None:
 
     elastic.on_consolidate(asked.append)
     with elastic.phase("rollout"):
-        pool.tell(w.TailMove(1, ("rollout-1",)))
+        pool.change(tail=("rollout-1",))
         pool.until(lambda stub: stub.said(w.TailLeft) == [w.TailLeft(1)])
     elastic.on_consolidate(cannot)
     with elastic.phase("rollout"):
-        pool.tell(w.TailMove(2, ("rollout-2",)))
+        pool.change(tail=("rollout-2",))
         eventually(lambda: len(asked) == 2)
     assert asked == [("rollout-1",), ()]
     assert len(pool.said(w.TailLeft)) == 1

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.connection import FROM_DIALLER, FromDialler, PoolLink
@@ -28,7 +30,9 @@ class JobsPool:
         self.nodes = {ROLLOUT: nodes, TRAIN: ("train-1",)}
         self.asked: set[PhaseKind] = set()
         self.permits: dict[int, w.Granted] = {}
+        self.offered: dict[str, w.WorkerTicketFrame] = {}
         self.slices: dict[str, str] = {}
+        """By node, the worker that works there under a permit."""
         self.trainer = ""
         self.permit_numbers = 0
         self.heard: list[w.FromJob] = []
@@ -39,6 +43,7 @@ class JobsPool:
         self._spent: set[str] = set()
 
     def welcome(self) -> w.JobWelcome:
+        self.offered.clear()
         return w.JobWelcome(
             rollout_nodes=self.nodes[ROLLOUT],
             train_nodes=self.nodes[TRAIN],
@@ -47,9 +52,8 @@ class JobsPool:
             gpus_per_rollout_node=1,
             gpus_per_train_node=2,
             grant_within_s=120.0,
-            permits=tuple(self.permits.values()),
+            permits=tuple(self._standing(permit) for permit in self.permits),
             trainer=self.trainer,
-            slices=dict(self.slices),
         )
 
     def hear(self, message: w.FromJob) -> None:
@@ -60,22 +64,23 @@ class JobsPool:
                     self.asked.add(phase)
             case w.WithdrawPhase(phase=phase):
                 self.asked.discard(phase)
-            case w.LendSlice(permit=permit, node=node, ticket=ticket):
-                self._lend(permit, node, ticket)
-            case w.ReturnSlice(node=node):
-                self.park(node)
+            case w.OfferWorker(ticket=ticket):
+                if ticket.worker not in self.slices.values():
+                    self.offered[ticket.worker] = ticket
+                for permit in self.permits:
+                    self._place(permit)
+            case w.EndWorker(worker=worker):
+                self._end_worker(worker)
             case w.YieldPhase(permit=permit):
                 self._end(permit, "")
             case w.TailLeft(permit=permit):
                 pass
             case w.StartTrainer(ticket=ticket) if self.trainer != ticket.worker:
                 if self.trainer or ticket.worker in self._spent:
-                    self.send(w.TrainerEnded(ticket.worker, "it was not let in"))
+                    self.send(w.WorkerEnded(ticket.worker, "it was not let in"))
                 else:
                     self._spent.add(ticket.worker)
                     self.trainer = ticket.worker
-            case w.EndTrainer(worker=worker) if worker == self.trainer:
-                self.lose_trainer("")
             case _:
                 pass
 
@@ -85,13 +90,13 @@ class JobsPool:
         self.permit_numbers += 1
         held = w.Granted(self.permit_numbers, phase, nodes or self.nodes[phase], self.left_s)
         self.permits[held.permit] = held
-        self.send(held)
+        if not self._place(held.permit):
+            self.send(held)
         return held.permit
 
     def recall(self, permit: int, left_s: float = 5.0) -> None:
-        held = self.permits[permit]
-        self.permits[permit] = w.Granted(held.permit, held.phase, held.nodes, left_s, recalled=True)
-        self.send(w.Recalled(permit, left_s))
+        self.permits[permit] = msgspec.structs.replace(self.permits[permit], left_s=left_s, recalled=True)
+        self.send(self._standing(permit))
 
     def take(self, permit: int, cause: str = "it was not yielded in time") -> None:
         if self._end(permit, cause):
@@ -101,24 +106,44 @@ class JobsPool:
         worker = self.slices.pop(node, None)
         if worker is not None:
             self.freed(worker)
-            permit = next((x.permit for x in self.permits.values() if node in x.nodes), 0)
-            self.send(w.SliceParked(permit, node, worker, cause=cause))
+            self.send(w.WorkerEnded(worker, cause))
 
     def lose_trainer(self, cause: str) -> None:
         worker, self.trainer = self.trainer, ""
         self.freed(worker)
-        self.send(w.TrainerEnded(worker, cause))
+        self.send(w.WorkerEnded(worker, cause))
 
-    def _lend(self, permit: int, node: str, ticket: w.WorkerTicketFrame) -> None:
-        held = self.permits.get(permit)
-        if self.slices.get(node) == ticket.worker:
-            return
-        if held is None or node not in held.nodes or node in self.slices or ticket.worker in self._spent:
-            self.send(w.SliceParked(permit, node, ticket.worker, cause="nothing to lend"))
-            return
-        self._spent.add(ticket.worker)
-        self.slices[node] = ticket.worker
-        self.lent(node, ticket)
+    def _end_worker(self, worker: str) -> None:
+        node = next((node for node, there in self.slices.items() if there == worker), None)
+        if node is not None:
+            self.park(node)
+        elif worker == self.trainer:
+            self.lose_trainer("")
+        elif self.offered.pop(worker, None) is None:
+            self.send(w.WorkerEnded(worker))
+
+    def _standing(self, permit: int) -> w.Granted:
+        held = self.permits[permit]
+        there = {node: worker for node, worker in self.slices.items() if node in held.nodes}
+        return msgspec.structs.replace(held, workers=there)
+
+    def _place(self, permit: int) -> bool:
+        """Have residents work as the workers that are offered; the job hears of it before they do."""
+        held, begun = self.permits[permit], dict[str, w.WorkerTicketFrame]()
+        free = [node for node in held.nodes if node not in self.slices]
+        for node in free if held.phase is ROLLOUT and not held.recalled else ():
+            if self.offered:
+                ticket = begun[node] = self.offered.pop(next(iter(self.offered)))
+                self.slices[node] = ticket.worker
+        if begun:
+            self.send(self._standing(permit))
+        for node, ticket in begun.items():
+            if ticket.worker in self._spent:
+                self.park(node, "it was not let in")
+            else:
+                self._spent.add(ticket.worker)
+                self.lent(node, ticket)
+        return bool(begun)
 
     def _end(self, permit: int, cause: str) -> bool:
         held = self.permits.pop(permit, None)

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,10 +20,10 @@ import msgspec
 from elastic.compose.pool import PoolPrograms, PoolWiring, run_pool
 from elastic.core.cluster.types import NodeId, PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.connection import TO_JOB, TO_RESIDENT, PoolLink, join
+from elastic.pool.client import PoolClient, membership_here
+from elastic.pool.connection import TO_RESIDENT
 from elastic.pool.ports import JobEnding, JobEntry
 from elastic.protocol.connection import ConnectionLost, over_socket
-from elastic.protocol.endpoint import Endpoint
 from elastic.system.logs import STANDARD_ERROR, log_to
 
 STUB = (sys.executable, str(Path(__file__).resolve()))
@@ -101,13 +101,13 @@ async def be_resident(directory: Path) -> None:
             case w.WorkAs(ticket=ticket):
                 worker = ticket.worker
             case w.Leave(worker=left):
-                link.send(w.Left(permit, left))
+                link.send(w.Left(left))
                 worker = ""
             case w.Park(permit=number):
                 if behaviour.get("never_parks") and "ELASTIC_WORKER" not in os.environ:
                     continue
                 if worker:
-                    link.send(w.Left(permit, worker))
+                    link.send(w.Left(worker))
                     worker = ""
                 if permit:
                     device.free(number)
@@ -121,16 +121,11 @@ class StubJob:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.script = json.loads((directory / "script.json").read_text())
-        self.link: PoolLink[w.ToJob] | None = None
-        self.welcome: w.JobWelcome | None = None
-        self.granted: w.Granted | None = None
-        self.asked: w.AskPhase | None = None
-        self.recalled = False
-        self.lost = False
-        self.trainer = ""
-        self.parked: list[str] = []
-        self.stirred = asyncio.Event()
+        self.lends = not self.script.get("script")
         self.workers = 0
+        self.held = 0
+        """The permit under which a script computes."""
+        self.stirred = asyncio.Event()
 
     @property
     def steps(self) -> int:
@@ -138,143 +133,77 @@ class StubJob:
             return int((self.directory / "steps").read_text())
         return 0
 
-    def hello(self) -> w.JobHello:
-        token, placement = os.environ["ELASTIC_POOL_TOKEN"], int(os.environ["ELASTIC_POOL_PLACEMENT"])
-        job, script = os.environ["ELASTIC_POOL_JOB"], bool(self.script.get("script"))
-        held = self.granted.permit if script and self.granted is not None and not self.lost else 0
-        return w.JobHello(w.POOL_PROTOCOL_VERSION, job, token, placement, script, held)
-
     async def run(self) -> None:
         if self.script.get("led"):
             await asyncio.Event().wait()  # Whoever tests speaks with the pool for it.
         if status := self.script.get("exits"):
             raise SystemExit(status)
-        await self.dial()
-        listening = asyncio.create_task(self.listen())
+        membership = membership_here()
+        assert membership is not None
+        self.client = client = PoolClient(membership, None if self.lends else lambda: self.held)
+        for hear in (client.hear_slices, client.hear_permits, client.hear_trainer):
+            hear(lambda news: self.stirred.set())
+        self.welcome = await client.open(60.0)
         while self.steps < self.script["steps"]:
             for phase in self.script.get("phases", ("rollout", "train")):
                 await self.phase(phase, self.script[f"{phase}_s"])
             (self.directory / "steps.new").write_text(str(self.steps + 1))
             (self.directory / "steps.new").rename(self.directory / "steps")
-            self.say(w.StepsDone(self.steps))
+            client.tell_steps(self.steps)
             if (self.directory / "stop").exists():
                 (self.directory / "stopped").touch()
                 return
-        listening.cancel()
+        await client.aclose()
         (self.directory / "finished").touch()
 
     async def phase(self, name: str, left_s: float) -> None:
         hung = self.script.get("hangs_at") == self.steps and name == self.script.get("hangs_in", "rollout")
         phase, both = _ROLLOUT if name == "rollout" else _TRAIN, name == "both"
+        client, part = self.client, self.client.part
         while left_s > 0:
-            granted = await self.turn(w.AskPhase(phase, both))
-            lends = not self.script.get("script")
-            if phase is _TRAIN and not self.trainer and lends:
-                self.workers += 1
-                self.trainer = f"trainer-{os.getpid()}-{self.workers}"
-                self.say(w.StartTrainer(w.WorkerTicketFrame("run", self.trainer, "secret", "127.0.0.1:1")))
-            if phase is _ROLLOUT and lends:
-                for node in granted.nodes:
-                    self.workers += 1
-                    ticket = w.WorkerTicketFrame("run", f"{node}-{os.getpid()}-{self.workers}", "secret", "127.0.0.1:1")
-                    self.say(w.LendSlice(granted.permit, node, ticket))
-            while (
-                phase is _TRAIN
-                and lends
-                and not self.lost
-                and not (self.directory / f"resumed {self.trainer}").exists()
-            ):
-                with contextlib.suppress(TimeoutError):
-                    await self.until(lambda: self.lost, 0.02)
+            for _ in self.welcome.rollout_nodes if phase is _ROLLOUT and self.lends else ():
+                client.offer(self.ticket("worker"))
+            client.ask(phase, both=both)
+            await self.until(lambda: part.permit_of(phase) is not None)
+            turn = part.permit_of(phase)
+            assert turn is not None
+            permit = self.held = turn.number
+            if phase is _TRAIN and part.trainer is None and self.lends:
+                client.start_trainer(self.ticket("trainer"))
+            while phase is _TRAIN and self.lends and permit in part.permits and not self.resumed():
+                await self.until(lambda permit=permit: permit not in part.permits, 0.02)
             began_s = time.monotonic()
-            devices = [] if lends else [Device(node) for node in granted.nodes]
+            devices = [] if self.lends else [Device(node) for node in turn.nodes]
             for device in devices:
-                device.take(granted.permit)
+                device.take(permit)
             if hung and not (self.directory / "hung").exists():
                 (self.directory / "hung").touch()
-                await self.until(lambda: self.lost)
-            with contextlib.suppress(TimeoutError):
-                await self.until(lambda: self.recalled or self.lost, left_s)
+                await self.until(lambda permit=permit: permit not in part.permits)
+            await self.until(lambda permit=permit: permit not in part.permits or part.permits[permit].recalled, left_s)
             left_s -= time.monotonic() - began_s
             for device in devices:
-                device.free(granted.permit)
-            if self.lost:
-                continue
-            if phase is _ROLLOUT and lends:
-                self.parked, count = [], len(granted.nodes)
-                for node in granted.nodes:
-                    self.say(w.ReturnSlice(granted.permit, node))
-                await self.until(lambda count=count: self.lost or len(self.parked) >= count)
-            self.granted = None
-            self.yielded = w.YieldPhase(granted.permit, finished=left_s <= 0)
-            self.say(self.yielded)
+                device.free(permit)
+            for worker in list(part.workers):
+                client.give_back(worker)
+            await self.until(lambda permit=permit: not part.working(permit))
+            self.held = 0
+            client.leave(permit, finished=left_s <= 0)
 
-    async def turn(self, wish: w.AskPhase) -> w.Granted:
-        self.granted, self.recalled, self.lost = None, False, False
-        self.say(wish)
-        while (granted := self.granted) is None or granted.phase is not wish.phase or granted.both != wish.both:
-            self.stirred.clear()
-            await self.stirred.wait()
-        return granted
+    def ticket(self, what: str) -> w.WorkerTicketFrame:
+        self.workers += 1
+        return w.WorkerTicketFrame("run", f"{what}-{os.getpid()}-{self.workers}", "secret", "127.0.0.1:1")
 
-    async def until(self, condition, timeout_s: float | None = None) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                self.stirred.clear()
-                await self.stirred.wait()
+    def resumed(self) -> bool:
+        trainer = self.client.part.trainer
+        return trainer is not None and (self.directory / f"resumed {trainer.worker}").exists()
 
-    def say(self, message) -> None:
-        assert self.link is not None
-        self.link.send(message)
-        if self.script.get("repeats"):
-            self.link.send(message)
-        self.asked = message if isinstance(message, w.AskPhase) else self.asked
-
-    async def dial(self) -> None:
-        endpoint = Endpoint(os.environ["ELASTIC_POOL"], fingerprint=os.environ["ELASTIC_POOL_FINGERPRINT"])
-        self.link, self.welcome = await join(endpoint, TO_JOB, self.hello, w.JobWelcome, 60.0)
-        self.link.watch(self.welcome.silence_s)
-        self.trainer = self.welcome.trainer
-
-    async def listen(self) -> None:
-        while True:
-            assert self.link is not None
-            try:
-                message = await self.link.receive()
-            except ConnectionLost:
-                await self.dial()
-                assert self.welcome is not None
-                held = self.granted  # What it held may have been yielded meanwhile, to nobody.
-                self.link.send(w.StepsDone(self.steps))
-                numbers = {one.permit: one for one in self.welcome.permits}
-                if held is not None and held.permit not in numbers:
-                    self.lost = True
-                yielded = getattr(self, "yielded", None)
-                for number, one in numbers.items():
-                    if yielded is not None and number == yielded.permit:
-                        self.link.send(yielded)
-                    elif held is None or held.permit != number:
-                        self.granted = w.Granted(number, one.phase, one.nodes, one.left_s, one.both)
-                    self.recalled = self.recalled or one.recalled
-                if held is None and self.granted is None and self.asked is not None:
-                    self.link.send(self.asked)
-                self.parked += [*self.welcome.rollout_nodes]  # What was asked meanwhile may never be answered.
-                self.stirred.set()
-                continue
-            match message:
-                case w.Granted():
-                    self.granted = message
-                case w.Recalled():
-                    self.recalled = True
-                case w.PermitOver(permit=permit):
-                    self.lost = self.lost or (self.granted is not None and self.granted.permit == permit)
-                case w.SliceParked(node=node):
-                    self.parked.append(node)
-                case w.TrainerEnded(worker=worker):
-                    self.trainer = "" if worker == self.trainer else self.trainer
-                case _:
-                    pass
-            self.stirred.set()
+    async def until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Wait for the condition, or for as long as that."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    self.stirred.clear()
+                    await self.stirred.wait()
 
 
 if __name__ == "__main__":

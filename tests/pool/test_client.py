@@ -43,7 +43,7 @@ class JobAndPool(RuleBasedStateMachine):
 
     def news(self, news: list[News]) -> None:
         for one in news:
-            if isinstance(one, w.SliceParked | w.TrainerEnded):
+            if isinstance(one, w.WorkerEnded):
                 self.over[one.worker] += 1
 
     def new_ticket(self) -> w.WorkerTicketFrame:
@@ -61,7 +61,7 @@ class JobAndPool(RuleBasedStateMachine):
     @rule()
     def connect(self) -> None:
         self.connected = True
-        news, say = self.part.welcomed(self.pool.welcome(), 0.0)
+        news, say = self.part.welcomed(self.pool.welcome(), 0)
         self.news(news)
         self.say(say)
 
@@ -80,7 +80,7 @@ class JobAndPool(RuleBasedStateMachine):
     @precondition(lambda self: self.to_job)
     @rule()
     def job_hears(self) -> None:
-        news, say = self.part.heard(self.to_job.popleft(), 0.0)
+        news, say = self.part.heard(self.to_job.popleft(), 0)
         self.news(news)
         self.say(say)
 
@@ -94,28 +94,20 @@ class JobAndPool(RuleBasedStateMachine):
     def withdraw(self, phase) -> None:
         self.say(self.part.withdraw(phase))
 
-    @rule(which=st.integers(0, 3))
-    def lend(self, which: int) -> None:
-        places = [
-            (held.permit, node)
-            for held in self.part.permits.values()
-            if held.phase is ROLLOUT
-            for node in held.usable
-            if node not in self.part.slices
-        ]
-        if places:
-            permit, node = places[which % len(places)]
-            self.say(self.part.lend(permit, node, self.new_ticket()))
+    @precondition(lambda self: len(self.part.workers) < 4)
+    @rule()
+    def offer(self) -> None:
+        self.say(self.part.offer(self.new_ticket()))
 
     @rule(which=st.integers(0, 3), ends=st.sampled_from(["", "it lied"]))
     def give_back(self, which: int, ends: str) -> None:
-        nodes = list(self.part.slices)
-        if nodes:
-            self.say(self.part.give_back(nodes[which % len(nodes)], ends))
+        workers = list(self.part.workers)
+        if workers:
+            self.say(self.part.give_back(workers[which % len(workers)], ends))
 
     @rule(which=st.integers(0, 3), finished=st.booleans())
     def leave(self, which: int, finished: bool) -> None:
-        empty = [p for p in self.part.permits if all(lent.permit != p for lent in self.part.slices.values())]
+        empty = [permit for permit in self.part.permits if not self.part.working(permit)]
         if empty:
             self.say(self.part.leave(empty[which % len(empty)], finished=finished))
 
@@ -185,10 +177,9 @@ class JobAndPool(RuleBasedStateMachine):
         assert all(self.over[worker] <= self.lent[worker] for worker in self.over)
 
     @invariant()
-    def slices_are_of_permits(self) -> None:
-        """But for those of a process before, whose permit is over."""
-        for lent in self.part.slices.values():
-            assert lent.ticket is None or lent.permit in self.part.permits
+    def workers_wait_or_are_of_permits(self) -> None:
+        for worker in self.part.workers.values():
+            assert worker.permit in self.part.permits if worker.permit else worker.ticket is not None
 
     def teardown(self) -> None:
         if not self.connected:
@@ -199,11 +190,13 @@ class JobAndPool(RuleBasedStateMachine):
         for permit, held in pool.permits.items():
             mine = part.permits[permit]
             assert (mine.phase, mine.nodes, mine.recalled) == (held.phase, held.nodes, held.recalled)
-        assert {node: lent.worker for node, lent in part.slices.items()} == pool.slices
-        assert not any(lent.returning for lent in part.slices.values())
+        working = {one.node: one.worker for one in part.workers.values() if one.permit}
+        assert working == pool.slices
+        assert {one.worker for one in part.workers.values() if not one.permit} == pool.offered.keys()
+        assert not any(one.ending for one in part.workers.values())
         assert ("" if part.trainer is None else part.trainer.worker) == pool.trainer
         assert {phase for phase in part.wanted if part.permit_of(phase) is None} <= pool.asked
-        living = {lent.worker for lent in part.slices.values()} | ({part.trainer.worker} if part.trainer else set())
+        living = {*part.workers} | ({part.trainer.worker} if part.trainer else set())
         assert not any(self.over[worker] for worker in living)
 
 
@@ -301,14 +294,15 @@ async def test_what_is_ordered_while_the_pool_is_away_is_done_once_it_is_back():
     await server.start()
     await until(lambda: permit in client.part.permits and TRAIN in server.pool.asked)
     assert 500 < client.left_s(permit) <= 600
-    client.lend(permit, "node-1", ticket("worker-1"))
+    client.offer(ticket("worker-1"))
     await until(lambda: server.pool.slices == {"node-1": "worker-1"})
-    client.give_back("node-1")
-    await until(lambda: any(isinstance(one, w.SliceParked) for one in heard))
+    await until(lambda: client.part.working(permit))
+    client.give_back("worker-1")
+    await until(lambda: any(isinstance(one, w.WorkerEnded) for one in heard))
     client.leave(permit, finished=True)
     await client.aclose()
     await until(lambda: not server.pool.permits)
-    assert [type(one).__name__ for one in heard] == ["Granted", "SliceParked"]
+    assert [type(one).__name__ for one in heard] == ["Granted", "Granted", "WorkerEnded"]
     server.stop()
 
 
@@ -319,17 +313,17 @@ async def test_who_is_turned_away_has_nothing_any_more_and_says_why():
     client.hear_slices(heard.append)
     client.turned_away = reasons.append
     await client.open(10.0)
+    client.offer(ticket("worker-1"))
     client.ask(ROLLOUT)
     await until(lambda: ROLLOUT in server.pool.asked)
     permit = server.pool.grant(ROLLOUT)
-    await until(lambda: permit in client.part.permits)
-    client.lend(permit, "node-1", ticket("worker-1"))
+    await until(lambda: client.part.working(permit))
     server.refuses = w.RefusedFrame("placement 4 is the present one", retry=False)
     server.stop()
     await server.start()
     await until(lambda: reasons)
     assert "placement 4 is the present one" in reasons[0]
-    assert [type(one).__name__ for one in heard] == ["Granted", "SliceParked", "PermitOver"]
+    assert [type(one).__name__ for one in heard] == ["Granted", "WorkerEnded", "PermitOver"]
     assert not client.part.permits
     await client.aclose()
     server.stop()

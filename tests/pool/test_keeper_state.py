@@ -123,15 +123,17 @@ def test_a_script_s_device_is_free_at_once_and_its_end_is_told_at_every_dial():
 def test_a_worker_is_lent_with_the_device_and_its_end_is_told():
     state = KeeperState()
     warm(state, "a")
-    state.handle(w.GiveDevice(1, "a", 10), 0)
-    assert state.handle(w.LendWorker(1, "a", ticket("w")), 0) == [TellResident("a", w.WorkAs(1, ticket("w")))]
-    assert not state.handle(w.LendWorker(1, "a", ticket("w")), 0)
-    assert state.handle(w.EndWorker(1, "a", "w"), 2) == [TellResident("a", w.Leave("w"))]
-    left = w.WorkerLeft(1, "a", "w", 1.5)
-    assert state.handle(ResidentSaid("a", w.Left(1, "w")), 3.5) == [TellPool(left)]
-    (late,) = state.handle(w.LendWorker(7, "a", ticket("v")), 4)
-    assert isinstance(late, TellPool)
-    assert isinstance(late.message, w.WorkerLeft)
+    assert state.handle(w.GiveDevice(2, "a", 10, ticket("w")), 0) == [
+        TellResident("a", w.Resume(2)),
+        TellResident("a", w.WorkAs(ticket("w"))),
+    ]
+    assert not state.handle(w.GiveDevice(2, "a", 10, ticket("w")), 0)
+    assert state.handle(w.LeaveWorker("a", "w"), 2) == [TellResident("a", w.Leave("w"))]
+    assert state.handle(ResidentSaid("a", w.Left("w")), 3.5) == [TellPool(w.WorkerLeft("a", "w"))]
+    assert state.handle(w.GiveDevice(2, "a", 10, ticket("v")), 4) == [TellResident("a", w.WorkAs(ticket("v")))]
+    refused, late = state.handle(w.GiveDevice(1, "a", 10, ticket("u")), 5)
+    assert refused == PermitRefused(1)
+    assert late == TellPool(w.WorkerLeft("a", "u", "the device is not its job's any more"))
 
 
 def picked(jobs: Iterable[str], pick: int) -> str:
@@ -205,7 +207,10 @@ class AnyKeeper(RuleBasedStateMachine):
 
     @rule(job=JOBS)
     def lends(self, job: str) -> None:
-        self.tell(w.LendWorker(self.state.given()[0], job, ticket(f"{job}-{self.now_s}")))
+        permit = self.state.given()[0]
+        if permit and job == self.state.given()[1]:
+            self.until_s[permit] = max(self.until_s[permit], self.now_s + 1)
+        self.tell(w.GiveDevice(permit, job, 1, ticket(f"{job}-{self.now_s}")))
 
     @rule(job=JOBS, grace_s=st.integers(0, 3))
     def ends(self, job: str, grace_s: int) -> None:

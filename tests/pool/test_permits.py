@@ -23,8 +23,8 @@ class NearClient(PoolClient):
         self._say(say)
         self._tell(news)
 
-    def _now_s(self) -> float:
-        return 0.0
+    def _now_ns(self) -> int:
+        return 0
 
     def _say(self, messages: list[w.FromJob]) -> None:
         for message in messages:
@@ -42,10 +42,10 @@ class House:
         self.permits = PoolPermits(self.client, lambda event, payload=None: self.events.append(event), lambda: NS_PER_S)
 
     def welcome(self) -> None:
-        self.client.take(*self.client.part.welcomed(self.pool.welcome(), 0.0))
+        self.client.take(*self.client.part.welcomed(self.pool.welcome(), 0))
 
     def _deliver(self, message: w.ToJob) -> None:
-        self.client.take(*self.client.part.heard(message, 0.0))
+        self.client.take(*self.client.part.heard(message, 0))
 
 
 @pytest.fixture

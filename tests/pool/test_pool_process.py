@@ -174,7 +174,7 @@ async def finished(pool: Pool, *jobs: str) -> None:
 
 async def test_two_jobs_take_turns_on_the_same_devices_and_the_pool_ends_with_nothing_left(tmp_path: Path):
     async with running(tmp_path) as pool:
-        one, two = pool.submit("one"), pool.submit("two", repeats=True)
+        one, two = pool.submit("one"), pool.submit("two")
         assert not (await pool.control.submit(one)).repeated
         assert (await pool.control.submit(one)).repeated
         placed = await pool.control.submit(two)

@@ -54,7 +54,7 @@ class Keeper:
         return said
 
     def lend(self, worker: str, join: str, token: str, run: str = "run") -> None:
-        self.link.send(WorkAs(self.permit, WorkerTicketFrame(run, worker, token, join)))
+        self.link.send(WorkAs(WorkerTicketFrame(run, worker, token, join)))
 
     def call_back(self, worker: str) -> None:
         self.link.send(Leave(worker))

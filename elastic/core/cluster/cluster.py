@@ -191,8 +191,9 @@ class Cluster:
     def _suspended(self, event: e.PoolSuspended) -> None:
         """Put off the deadlines of all who could not be heard. How long a job may queue is a promise to people."""
         self.timers.put_off(event.for_ns, ("queue",))
-        for permit in self.state.permits.values():
-            permit.deadline_ns += event.for_ns
+        for number, permit in self.state.permits.items():
+            until_ns = permit.deadline_ns + event.for_ns
+            self.state.permits[number] = msgspec.structs.replace(permit, deadline_ns=until_ns)
 
     # Nodes.
 

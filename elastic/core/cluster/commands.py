@@ -4,7 +4,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, Seat
+from elastic.core.cluster.types import JobId, NodeId, Permit, Seat
 
 
 class _ClusterCommand(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -46,31 +46,26 @@ class RejectJob(_ClusterCommand, frozen=True):
     reason: str
 
 
-class GrantPermit(_ClusterCommand, frozen=True):
-    """The slice begins. With `both` the nodes are those of rollouts and of training."""
+class PermitCommand(_ClusterCommand, frozen=True):
+    """A command on a permit as it stands from now on."""
 
-    job: JobId
-    permit: int
-    phase: PhaseKind
-    nodes: tuple[NodeId, ...]
-    deadline_ns: Nanoseconds
-    both: bool = False
+    permit: Permit
 
-
-class RecallPermit(_ClusterCommand, frozen=True):
-    """Ask the phase to park its state and to yield before `until_ns`. After that its residents are killed."""
-
-    job: JobId
-    permit: int
-    until_ns: Nanoseconds
+    @property
+    def job(self) -> JobId:
+        return self.permit.job
 
 
-class MoveTail(_ClusterCommand, frozen=True):
-    """Move the phase's last responses to `nodes` and free the other nodes; answered by `TailMoved`."""
+class GrantPermit(PermitCommand, frozen=True):
+    """The slice begins, or gets further nodes. With `both` the nodes are those of rollouts and of training."""
 
-    job: JobId
-    permit: int
-    nodes: tuple[NodeId, ...]
+
+class RecallPermit(PermitCommand, frozen=True):
+    """Ask the phase to park its state and to yield. After the notice its residents are killed."""
+
+
+class MoveTail(PermitCommand, frozen=True):
+    """Move the phase's last responses to the permit's `tail_nodes` and free the others; answered by `TailMoved`."""
 
 
 class KillResident(_ClusterCommand, frozen=True):

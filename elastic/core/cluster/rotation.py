@@ -17,6 +17,9 @@ delays no job.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
 
 from elastic.core.cluster import commands as c
 from elastic.core.cluster.books import Books
@@ -114,10 +117,8 @@ class Rotation:
 
     def recall(self, number: int, now_ns: Nanoseconds) -> None:
         """Recall a permit whose phase has overrun its plan."""
-        permit = self._state.permits[number]
-        permit.recalled = True
-        until_ns = now_ns + self._limits.notice_ns
-        self._tell(c.RecallPermit(job=permit.job, permit=number, until_ns=until_ns))
+        permit = self._change(self._state.permits[number], recalled=True, deadline_ns=now_ns)
+        self._tell(c.RecallPermit(permit=permit))
         self._timers.set("yield", str(number), now_ns, self._limits.notice_ns)
 
     def kill(self, number: int, now_ns: Nanoseconds) -> None:
@@ -169,17 +170,16 @@ class Rotation:
         )
         kept = self._tail.keeps(view)
         if kept and set(kept) < set(permit.nodes):
-            permit.tail_nodes = kept
-            self._tell(c.MoveTail(job=job, permit=number, nodes=kept))
+            self._tell(c.MoveTail(permit=self._change(permit, tail_nodes=kept)))
 
     def tail_moved(self, job: JobId, number: int, now_ns: Nanoseconds) -> None:
         permit = self._state.permits.get(number)
-        if permit is None or permit.job != job or not permit.tail_nodes or permit.nodes == permit.tail_nodes:
+        if permit is None or permit.job != job or not permit.tail_nodes or permit.tail_moved:
             return
         for node_id in permit.nodes:
             if node_id not in permit.tail_nodes:
                 self._free(node_id, now_ns)
-        permit.nodes = permit.tail_nodes
+        self._change(permit, nodes=permit.tail_nodes)
         self.grant(self._group(self._state.jobs[job]), now_ns)
 
     def grant(self, group: JobGroup, now_ns: Nanoseconds) -> None:
@@ -232,7 +232,7 @@ class Rotation:
 
     def _only_tails(self, nodes: Iterable[NodeId]) -> bool:
         held = [permit for node in nodes if (permit := self._state.nodes[node].permit) is not None]
-        return all(self._state.permits[number].nodes == self._state.permits[number].tail_nodes for number in held)
+        return all(self._state.permits[number].tail_moved for number in held)
 
     def _begin(
         self, record: JobRecord, member: PlannedMember, phase: PhaseKind, nodes: tuple[NodeId, ...], now_ns: Nanoseconds
@@ -255,7 +255,7 @@ class Rotation:
         for node in nodes:
             self._hold(node, permit, now_ns)
         self._timers.set("permit", str(number), now_ns, length_ns)
-        self._tell(c.GrantPermit(job=job, permit=number, phase=phase, nodes=nodes, deadline_ns=deadline_ns, both=both))
+        self._tell(c.GrantPermit(permit=permit))
 
     def _widen(self, group: JobGroup, now_ns: Nanoseconds) -> None:
         """Give a tail's nodes, once they are free, to the job that began beside the tail."""
@@ -268,18 +268,14 @@ class Rotation:
                 node for node in member.nodes if node not in permit.nodes and self._state.nodes[node].permit is None
             ]
             if more:
-                permit.nodes = tuple(node for node in member.nodes if node in permit.nodes or node in more)
+                nodes = tuple(node for node in member.nodes if node in permit.nodes or node in more)
                 for node in more:
                     self._hold(node, permit, now_ns)
-                self._tell(
-                    c.GrantPermit(
-                        job=job,
-                        permit=permit.number,
-                        phase=permit.phase,
-                        nodes=permit.nodes,
-                        deadline_ns=permit.deadline_ns,
-                    )
-                )
+                self._tell(c.GrantPermit(permit=self._change(permit, nodes=nodes)))
+
+    def _change(self, permit: Permit, **changes: Any) -> Permit:
+        changed = self._state.permits[permit.number] = msgspec.structs.replace(permit, **changes)
+        return changed
 
     def _hold(self, node_id: NodeId, permit: Permit, now_ns: Nanoseconds) -> None:
         node = self._state.nodes[node_id]

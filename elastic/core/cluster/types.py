@@ -195,11 +195,13 @@ class Seat(msgspec.Struct, frozen=True):
     rollout: tuple[NodeId, ...]
 
 
-class Permit(msgspec.Struct, kw_only=True):
-    """The right of one job to compute on some nodes in one phase until `deadline_ns`.
+class Permit(msgspec.Struct, frozen=True, kw_only=True):
+    """The right of one job to compute on some nodes in one phase, as it stands: the cluster and the job replace it as
+    it changes.
 
-    `number` only grows within a cluster; messages under an older number are ignored. With `both` the permit is a turn
-    of training that includes the job's rollout nodes.
+    `number` only grows within a cluster; messages under an older number are ignored. At `deadline_ns` the cluster
+    recalls the permit; for the job, whose clock is another one, it is when its residents are killed. With `both` the
+    permit is a turn of training that includes the job's rollout nodes.
     """
 
     number: int
@@ -212,3 +214,13 @@ class Permit(msgspec.Struct, kw_only=True):
     both: bool = False
     tail_nodes: tuple[NodeId, ...] = ()
     """The nodes that the phase's tail was told to move to; empty before that."""
+
+    @property
+    def usable(self) -> tuple[NodeId, ...]:
+        """The nodes on which new work may begin."""
+        return () if self.recalled else self.tail_nodes or self.nodes
+
+    @property
+    def tail_moved(self) -> bool:
+        """Whether the phase has left all nodes but those of its tail."""
+        return self.nodes == self.tail_nodes

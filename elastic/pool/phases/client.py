@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from elastic.core.cluster.types import PhaseKind
+from elastic.core.cluster.types import Permit, PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.client import HeldTurn, News, PoolClient, PoolMembership, PoolUnavailable
+from elastic.pool.client import News, PoolClient, PoolMembership, PoolUnavailable
 from elastic.pool.phases import PhaseError
 
 AWAY_S = 3_600.0
@@ -42,11 +42,13 @@ class PhaseClient:
         self._thread = threading.Thread(target=self._work, name="elastic phases", daemon=True)
         self._gone: PhaseError | None = None
         self._wanted: tuple[PhaseKind, bool] | None = None
-        self._waiter: asyncio.Future[HeldTurn] | None = None
+        self._waiter: asyncio.Future[Permit] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._permit = 0
         """The permit under which the script computes, even if it counts no more."""
         self._consolidate: Consolidate | None = None
+        self._consolidating = 0
+        """The last permit whose tail the script was told to move."""
 
     @property
     def recalled(self) -> bool:
@@ -54,7 +56,7 @@ class PhaseClient:
         held = self._client.part.permits.get(self._permit)
         return held is None or held.recalled
 
-    def ask(self, phase: PhaseKind, *, both: bool = False) -> HeldTurn:
+    def ask(self, phase: PhaseKind, *, both: bool = False) -> Permit:
         """Wait for a turn. Raises `PhaseError` if the pool gives none. An interrupted call withdraws the request."""
         try:
             return self._there(self._ask(phase, both))
@@ -113,7 +115,7 @@ class PhaseClient:
 
     # What follows runs on the client's thread.
 
-    async def _ask(self, phase: PhaseKind, both: bool) -> HeldTurn:
+    async def _ask(self, phase: PhaseKind, both: bool) -> Permit:
         if self._gone is not None:
             raise self._gone
         try:
@@ -143,23 +145,21 @@ class PhaseClient:
                 self._granted(self._client.part.permits[news.permit])
             case w.PermitOver() if news.permit == self._permit:
                 _log.warning("permit %d counts no more: %s", news.permit, news.cause)
-            case w.TailMove() if news.permit == self._permit and self._consolidate is not None:
+            case w.Granted(tail=tail) if tail and self._consolidating != news.permit and self._consolidate is not None:
+                self._consolidating = news.permit
                 threading.Thread(
-                    target=self._call,
-                    args=(self._consolidate, news.permit, news.nodes),
-                    name="consolidate",
-                    daemon=True,
+                    target=self._call, args=(self._consolidate, news.permit, tail), name="consolidate", daemon=True
                 ).start()
             case _:
                 pass
 
-    def _granted(self, turn: HeldTurn) -> None:
+    def _granted(self, turn: Permit) -> None:
         """Take the turn that is waited for. One of an earlier wish that was on its way is given back."""
         waits = self._waiter is not None and not self._waiter.done() and self._wanted == (turn.phase, turn.both)
         if not waits or self._waiter is None:
-            self._client.leave(turn.permit, finished=True)
+            self._client.leave(turn.number, finished=True)
             return
-        self._permit = turn.permit
+        self._permit = turn.number
         self._waiter.set_result(turn)
 
     def _call(self, callback: Consolidate, permit: int, nodes: tuple[str, ...]) -> None:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from elastic.core.cluster.types import PhaseKind
-from elastic.pool.client import HeldTurn, PoolMembership, PoolUnavailable
+from elastic.core.cluster.types import Permit, PhaseKind
+from elastic.pool.client import PoolMembership, PoolUnavailable
 from elastic.pool.phases import PhaseError, ScriptPhase
 from elastic.pool.phases.client import Consolidate, PhaseClient
 from elastic.pool.phases.states import StateArena
@@ -21,7 +21,7 @@ class TurnSource(Protocol):
     @property
     def recalled(self) -> bool: ...
 
-    def ask(self, phase: PhaseKind, *, both: bool = False) -> HeldTurn: ...
+    def ask(self, phase: PhaseKind, *, both: bool = False) -> Permit: ...
 
     def yield_turn(self, *, finished: bool, switch_s: float) -> None: ...
 
@@ -43,7 +43,7 @@ class PhaseSession:
         self._lock = threading.Lock()
         self._current: ScriptPhase | None = None
         self._lingers = False
-        self._turn: HeldTurn | None = None
+        self._turn: Permit | None = None
         self._resume_s = 0.0
         self._rolled_out = False
         self._steps: int | None = 0
@@ -139,7 +139,7 @@ class PhaseSession:
         asked_s = time.monotonic()
         self._turn = self._turns.ask(kind, both=phase.both)
         started_s = time.monotonic()
-        _log.info("%s begins under permit %d after %.3f s", phase, self._turn.permit, started_s - asked_s)
+        _log.info("%s begins under permit %d after %.3f s", phase, self._turn.number, started_s - asked_s)
         try:
             self._arena.resume(states)
         except BaseException:

@@ -16,7 +16,7 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.cluster import NO_ROOM
 from elastic.core.cluster.history import ClusterEntry, ClusterOpening, encode
 from elastic.core.cluster.invariants import check
-from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
+from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, Permit, PhaseKind
 from elastic.simulation.loop import EventLoop
 
 S = 1_000_000_000
@@ -194,11 +194,11 @@ class JobsWorld:
                 job.permit, job.left_ns, job.stopping, job.step_began_ns = None, None, False, None
                 job.phase = _ROLLOUT
             case c.GrantPermit():
-                self._granted(command.job, command)
+                self._granted(command.job, command.permit)
             case c.RecallPermit():
-                self._recalled(command.job, command)
+                self._recalled(command.job, command.permit.number)
             case c.MoveTail():
-                self._send(e.TailMoved(job=command.job, permit=command.permit), S)
+                self._send(e.TailMoved(job=command.job, permit=command.permit.number), S)
             case c.KillResident():
                 if job.permit is not None and command.node in job.nodes:
                     self._close_slices(command.job)
@@ -248,28 +248,27 @@ class JobsWorld:
             if record.state is not JobState.RUNNING:
                 self._later(job, 60 * S, self._ask)  # Asked again until it is heard.
 
-    def _granted(self, job: JobId, grant: c.GrantPermit) -> None:
-        state = self._jobs[job]
-        if state.permit == grant.permit:
+    def _granted(self, job: JobId, permit: Permit) -> None:
+        state, phase, number = self._jobs[job], permit.phase, permit.number
+        if state.permit == number:
             self._close_slices(job)
-            state.nodes, state.began_ns = grant.nodes, self.now_ns
+            state.nodes, state.began_ns = permit.nodes, self.now_ns
             return
         request = self.cluster.request(job)
         assert request.plan is not None
-        switch_ns = request.plan.rollout_switch_ns if grant.phase is _ROLLOUT else request.plan.train_switch_ns
-        if state.step_began_ns is None or state.syncing or state.phase is not grant.phase:
-            self._send(e.PermitYielded(job=job, permit=grant.permit, finished=False))
+        switch_ns = request.plan.rollout_switch_ns if phase is _ROLLOUT else request.plan.train_switch_ns
+        if state.step_began_ns is None or state.syncing or state.phase is not phase:
+            self._send(e.PermitYielded(job=job, permit=number, finished=False))
             return
         if state.left_ns is None:
-            state.left_ns = self._drawn_ns(job, grant.phase)
-        state.permit, state.nodes, state.began_ns = grant.permit, grant.nodes, self.now_ns
-        permit, ends_ns = grant.permit, switch_ns + state.left_ns
+            state.left_ns = self._drawn_ns(job, phase)
+        state.permit, state.nodes, state.began_ns = number, permit.nodes, self.now_ns
 
         def over(job: JobId) -> None:
-            if self._jobs[job].permit == permit:
+            if self._jobs[job].permit == number:
                 self._yield(job, switch_ns, finished=True)
 
-        self._later(job, ends_ns, over)
+        self._later(job, switch_ns + state.left_ns, over)
 
     def _drawn_ns(self, job: JobId, phase: PhaseKind) -> Nanoseconds:
         state = self._jobs[job]
@@ -285,9 +284,9 @@ class JobsWorld:
         self.alone_ns[job] += int(own_ns * drawn)
         return max(1, int(planned_ns * drawn))
 
-    def _recalled(self, job: JobId, recall: c.RecallPermit) -> None:
+    def _recalled(self, job: JobId, permit: int) -> None:
         state = self._jobs[job]
-        if state.permit != recall.permit:
+        if state.permit != permit:
             return
         assert state.left_ns is not None
         state.left_ns = max(1, state.left_ns - (self.now_ns - state.began_ns))

@@ -16,7 +16,7 @@ from elastic.core import events as run_events
 from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, PoolSpec, WaitLimits
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
-from elastic.core.cluster.types import JobId, NodeId, PhaseKind
+from elastic.core.cluster.types import JobId, NodeId, Permit, PhaseKind
 from elastic.core.ids import worker_id
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerRole
 from elastic.simulation.loop import EventLoop, Priority
@@ -59,11 +59,8 @@ class JobProcess(Protocol):
 class _Slice:
     """A permit of a job, from its grant until its devices are free."""
 
-    permit: int
-    nodes: list[NodeId]
-    deadline_ns: Nanoseconds
+    permit: Permit
     resumed: bool = False
-    recalled: bool = False
     over: bool = False
 
 
@@ -107,14 +104,14 @@ class PoolMember:
         held = self._held.get(_TRAIN)
         if permit is None:
             self._wanted.discard(_TRAIN)
-        elif held is not None and held.permit == permit and not held.over:
+        elif held is not None and held.permit.number == permit and not held.over:
             held.over = True
             self._pool.loop.after(self._switch.train_park_ns, partial(self._yield, _TRAIN, finished))
 
     def tell_progress(self, step: int, done: int, of: int) -> None:
         held = self._held.get(_ROLLOUT)
         if held is not None:
-            self._pool.tell(e.RolloutProgressed(job=self._job, permit=held.permit, done=done, of=of))
+            self._pool.tell(e.RolloutProgressed(job=self._job, permit=held.permit.number, done=done, of=of))
         if step > self._step:
             self._step = step
             self._pool.tell(e.JobProgressed(job=self._job, steps_done=step))
@@ -129,7 +126,7 @@ class PoolMember:
         """Return the nodes of the current slice; none before its state is on the devices, and none once it is to
         end."""
         held = self._held.get(_ROLLOUT)
-        return held.nodes if held is not None and held.resumed and not held.recalled and not held.over else ()
+        return held.permit.usable if held is not None and held.resumed and not held.over else ()
 
     def want(self, phase: PhaseKind) -> None:
         self._wanted.add(phase)
@@ -142,54 +139,58 @@ class PoolMember:
             held.over = True
             self._pool.loop.after(self._switch.rollout_park_ns, partial(self._yield, _ROLLOUT, finished))
 
-    def tail_left(self, nodes: Sequence[NodeId]) -> None:
+    def tail_left(self) -> None:
         held = self._held.get(_ROLLOUT)
         if held is not None:
-            held.nodes = list(nodes)
-            self._pool.tell(e.TailMoved(job=self._job, permit=held.permit))
+            self._pool.tell(e.TailMoved(job=self._job, permit=held.permit.number))
 
     # What the pool says.
 
-    def granted(self, grant: c.GrantPermit) -> None:
-        held = self._held.get(grant.phase)
-        if held is not None and held.permit == grant.permit:
-            held.nodes = list(grant.nodes)
+    def granted(self, permit: Permit) -> None:
+        phase = permit.phase
+        held = self._held.get(phase)
+        if held is not None and held.permit.number == permit.number:
+            held.permit = permit
             if held.resumed and self.slices is not None:
                 self.slices.open()
             return
-        held = self._held[grant.phase] = _Slice(grant.permit, list(grant.nodes), grant.deadline_ns)
+        held = self._held[phase] = _Slice(permit)
         self._asked = None
-        if grant.phase not in self._wanted:
+        if phase not in self._wanted:
             held.over = True
-            self._yield(grant.phase, True)
+            self._yield(phase, True)
             return
-        self._wanted.discard(grant.phase)
+        self._wanted.discard(phase)
         switch = self._switch
-        resume_ns = switch.rollout_resume_ns if grant.phase is _ROLLOUT else switch.train_resume_ns
-        self._pool.loop.after(resume_ns, partial(self._resumed, held, grant.phase))
+        resume_ns = switch.rollout_resume_ns if phase is _ROLLOUT else switch.train_resume_ns
+        self._pool.loop.after(resume_ns, partial(self._resumed, held, phase))
 
     def _resumed(self, held: _Slice, phase: PhaseKind) -> None:
         if self._held.get(phase) is not held or held.over:
             return
         held.resumed = True
         if phase is _TRAIN:
-            self.feed(run_events.PermitGranted(permit=held.permit, deadline_ns=held.deadline_ns))
+            permit = held.permit
+            self.feed(run_events.PermitGranted(permit=permit.number, deadline_ns=permit.deadline_ns))
         elif self.slices is not None:
             self.slices.open()
 
-    def recalled(self, recall: c.RecallPermit) -> None:
-        for phase, held in self._held.items():
-            if held.permit == recall.permit:
-                held.recalled = True
-                if phase is _TRAIN:
-                    self.feed(run_events.PermitRecalled(permit=held.permit, until_ns=recall.until_ns))
-                elif self.slices is not None:
-                    self.slices.recall(recall.until_ns)
+    def recalled(self, permit: Permit) -> None:
+        held = self._held.get(permit.phase)
+        if held is None or held.permit.number != permit.number:
+            return
+        held.permit = permit
+        until_ns = permit.deadline_ns + self._pool.cluster.limits.notice_ns
+        if permit.phase is _TRAIN:
+            self.feed(run_events.PermitRecalled(permit=permit.number, until_ns=until_ns))
+        elif self.slices is not None:
+            self.slices.recall(until_ns)
 
-    def move_tail(self, move: c.MoveTail) -> None:
+    def move_tail(self, permit: Permit) -> None:
         held = self._held.get(_ROLLOUT)
-        if held is not None and held.permit == move.permit and self.slices is not None:
-            self.slices.keep_only(move.nodes)
+        if held is not None and held.permit.number == permit.number and self.slices is not None:
+            held.permit = permit
+            self.slices.keep_only(permit.tail_nodes)
 
     def killed(self, phase: PhaseKind, cause: str) -> None:
         """Note that the phase's residents were killed because they did not give way. Their unfinished work is lost."""
@@ -197,7 +198,7 @@ class PoolMember:
         if held is None:
             return
         if phase is _TRAIN:
-            self.feed(run_events.PermitEnded(permit=held.permit, cause=cause))
+            self.feed(run_events.PermitEnded(permit=held.permit.number, cause=cause))
         elif self.slices is not None:
             self.slices.lose(cause)
         self._ask()
@@ -207,7 +208,8 @@ class PoolMember:
         if held is None:
             return
         switch_ns = self._switch.rollout_ns if phase is _ROLLOUT else self._switch.train_ns
-        self._pool.tell(e.PermitYielded(job=self._job, permit=held.permit, finished=finished, switch_ns=switch_ns))
+        number = held.permit.number
+        self._pool.tell(e.PermitYielded(job=self._job, permit=number, finished=finished, switch_ns=switch_ns))
         self._ask()
 
     def _ask(self) -> None:
@@ -293,7 +295,7 @@ class SliceLauncher(Launcher):
     def open(self) -> None:
         """Grant waiting requests the nodes of the current slice, or ask for a slice."""
         for node in self._member.rollout_nodes:
-            if node not in self._on and self._waiting and (self._kept is None or node in self._kept):
+            if node not in self._on and self._waiting:
                 held = self._waiting.pop(0)
                 held.place = node
                 self._on[node] = held
@@ -313,7 +315,7 @@ class SliceLauncher(Launcher):
             return
         self._on.pop(held.place, None)
         if self._kept is not None and set(self._on) <= set(self._kept):
-            self._member.tail_left(self._kept)
+            self._member.tail_left()
             self._kept = None
         if not self._on:
             self._leave(finished=held.noticed is None and not self._waiting)
@@ -401,15 +403,16 @@ class ModelledCluster:
                 self.tell(e.JobStarted(job=command.job, placement=command.placement))
                 self.loop.after(0, process.begin)
             case c.GrantPermit():
-                if command.permit not in self._open:
-                    seen = PhaseSeen(command.job, command.phase, command.nodes, self.loop.now_ns)
-                    self._open[command.permit] = seen
+                permit = command.permit
+                if permit.number not in self._open:
+                    seen = PhaseSeen(permit.job, permit.phase, permit.nodes, self.loop.now_ns)
+                    self._open[permit.number] = seen
                     self.phases.append(seen)
-                member.granted(command)
+                member.granted(permit)
             case c.RecallPermit():
-                member.recalled(command)
+                member.recalled(command.permit)
             case c.MoveTail():
-                member.move_tail(command)
+                member.move_tail(command.permit)
             case c.KillResident():
                 phase = self.cluster.state.nodes[command.node].phase
                 member.killed(phase, command.reason)

@@ -218,7 +218,7 @@ class ModelKeeper:
 
     def _leave(self, one: ModelResident) -> None:
         worker, one.worker = one.worker, ""
-        self._say(one, w.Left(one.permit, worker))
+        self._say(one, w.Left(worker))
 
     def _park(self, one: ModelResident, permit: int) -> None:
         if one.worker and self.phase is not _TRAIN:
@@ -379,11 +379,11 @@ class ModelJob:
         number, incarnation = self.older
         if not self.shape.script and incarnation == self.world.incarnations and min(held, default=number + 1) <= number:
             self.world.fail(f"{self.request.id} has died, and its permits {held} are not taken back")
-        self._take_in(*self.part.welcomed(welcome, self.world.loop.now_ns / S))
+        self._take_in(*self.part.welcomed(welcome, self.world.loop.now_ns))
         self._work_on()
 
     def hear(self, message: w.ToJob) -> None:
-        self._take_in(*self.part.heard(message, self.world.loop.now_ns / S))
+        self._take_in(*self.part.heard(message, self.world.loop.now_ns))
 
     def _take_in(self, news: list[News], say: list[w.FromJob]) -> None:
         self._say(say)
@@ -391,22 +391,12 @@ class ModelJob:
             match one:
                 case w.Granted():
                     self._granted(one)
-                case w.Recalled(permit=permit):
-                    if permit == self.granted and not self.hangs:
-                        self._end_phase(finished=False)
-                case w.TailMove(permit=permit, nodes=nodes):
-                    if permit == self.granted and self.ending is None:
-                        self.computes_on = nodes if self.shape.script else ()
-                        for node in [node for node in self.part.slices if node not in nodes]:
-                            self._say(self.part.give_back(node))
                 case w.PermitOver(permit=permit):
                     if permit == self.granted:
                         self.granted, self.ending, self.computes_on, self.hangs = 0, None, (), False
                         self._ask()
-                case w.SliceParked():
+                case w.WorkerEnded():
                     self.later(5 * S, self._work_on)
-                case w.TrainerEnded():
-                    self._work_on()
         self._settle()
 
     # Its steps.
@@ -415,6 +405,8 @@ class ModelJob:
         """Now and then it thinks better of it, for a while."""
         if not self.alive or self.granted or self.syncing:
             return
+        if self.phase is _ROLLOUT and not self.shape.script:
+            self._offer(self.request.rollout_nodes)
         self._say(self.part.ask(self.phase, both=self.shape.both and self.phase is _TRAIN))
         if not self.shape.steady and self.world.rng.random() < 0.1:
             phase = self.phase
@@ -422,13 +414,22 @@ class ModelJob:
 
     def _withdraw(self, phase: PhaseKind) -> None:
         if self.phase is phase and not self.granted:
+            for worker in list(self.part.workers):
+                self._say(self.part.give_back(worker))
             self._say(self.part.withdraw(phase))
             self.later(10 * S, lambda: self._ask() if self.phase is phase else None)
 
     def _granted(self, grant: w.Granted) -> None:
         world, plan, permit = self.world, self.shape.profile, grant.permit
         if permit == self.granted:
-            self._work_on()
+            if grant.recalled and not self.hangs:
+                self._end_phase(finished=False)
+            elif grant.tail and self.ending is None:
+                self.computes_on = grant.tail if self.shape.script else ()
+                for worker in [one for one in self.part.workers.values() if one.node not in grant.tail]:
+                    self._say(self.part.give_back(worker.worker))
+            else:
+                self._work_on()
             return
         if self.granted or grant.phase is not self.phase or self.syncing:
             self._say(self.part.leave(permit, finished=False))
@@ -471,7 +472,7 @@ class ModelJob:
         if self.shape.script:
             return bool(self.computes_on)
         if self.phase is _ROLLOUT:
-            return any(keepers[node].computes(job, self.granted, lent.worker) for node, lent in part.slices.items())
+            return any(keepers[one.node].computes(job, one.permit, one.worker) for one in part.working(self.granted))
         trainer = "" if part.trainer is None else part.trainer.worker
         return any(keepers[node].computes(job, self.granted, trainer) for node in part.permits[self.granted].nodes)
 
@@ -481,14 +482,17 @@ class ModelJob:
         if held is None:
             self._ask()
         elif self.ending is None and self.shape.script:
-            self.computes_on = held.tail or held.nodes
+            self.computes_on = held.tail_nodes or held.nodes
             self.world.see_alone(self.request.id, self.computes_on)
         elif self.ending is None and self.phase is _ROLLOUT:
-            for node in held.usable:
-                if node not in self.part.slices:
-                    self._say(self.part.lend(held.permit, node, self._ticket(node)))
+            self._offer(len(held.usable))
         elif self.ending is None and self.part.trainer is None:
             self._say(self.part.start_trainer(self._ticket(f"trainer.{self.request.id}.{self.life}")))
+
+    def _offer(self, wanted: int) -> None:
+        """Have so many workers, or wait for nodes for them."""
+        for _ in range(wanted - len(self.part.workers)):
+            self._say(self.part.offer(self._ticket(f"{self.request.id}.{self.life}")))
 
     def _ticket(self, name: str) -> w.WorkerTicketFrame:
         self.workers += 1
@@ -497,8 +501,8 @@ class ModelJob:
     def _end_phase(self, *, finished: bool) -> None:
         if self.ending is None and self.granted:
             self.ending = finished
-            for node in self.part.slices:
-                self._say(self.part.give_back(node))
+            for worker in list(self.part.workers):
+                self._say(self.part.give_back(worker))
             self._settle()
 
     def _settle(self) -> None:
@@ -506,12 +510,13 @@ class ModelJob:
         held = self.part.permits.get(self.granted)
         if held is None or not self.alive:
             return
-        if held.tail and not held.tail_left and {*self.part.slices} <= {*held.tail}:
-            self._say(self.part.leave_for_tail(held.permit))
-        if self.ending is None or self.part.slices:
+        working = self.part.working(held.number)
+        if held.tail_nodes and not held.tail_moved and {one.node for one in working} <= {*held.tail_nodes}:
+            self._say(self.part.leave_for_tail(held.number))
+        if self.ending is None or working:
             return
         finished, self.ending, self.granted, self.computes_on = self.ending, None, 0, ()
-        self._say(self.part.leave(held.permit, finished=finished))
+        self._say(self.part.leave(held.number, finished=finished))
         if finished:
             self.left_ns = None
         if finished and self.phase is _TRAIN:
