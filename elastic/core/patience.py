@@ -47,7 +47,8 @@ class Longest:
         age_ns = now_ns - self.since_ns
         if age_ns >= REMEMBERED_NS:
             self.before_ns = self.duration_ns if age_ns < 2 * REMEMBERED_NS else 0
-            self.since_ns, self.duration_ns = now_ns, 0
+            self.since_ns += age_ns // REMEMBERED_NS * REMEMBERED_NS
+            self.duration_ns = 0
         if duration_ns > self.duration_ns:
             self.duration_ns = duration_ns
 

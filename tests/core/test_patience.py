@@ -1,6 +1,6 @@
 """Limits follow what the run has measured, within bounds."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic.core import commands as c
@@ -16,6 +16,7 @@ TOKEN_S = SMALL_LIMITS.turn_stall_timeout_ns / NS_PER_S
     st.sampled_from(sorted(ADAPTIVE)),
     st.lists(st.tuples(st.integers(0, 2 * REMEMBERED_NS), st.integers(0, 10**12)), max_size=20),
 )
+@example("boot", [(0, 5 * NS_PER_S), (REMEMBERED_NS + 2, 0), (REMEMBERED_NS - 1, 0)])
 def test_limits_stay_within_their_bounds_and_cover_what_was_seen(what: str, seen: list[tuple[int, int]]) -> None:
     patience, now_ns = Patience(SMALL_LIMITS), 0
     least_ns = getattr(SMALL_LIMITS, ADAPTIVE[what])
