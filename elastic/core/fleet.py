@@ -28,7 +28,10 @@ STANDING_TOKENS = 1000
 HOPELESS_DECLINES = 4
 """Declined turns in a row after which a resting worker does not count as help for the trainer's device."""
 STRUCK_OUT = 4
-"""Turns in a row of which a worker has finished none, while others have finished as many, that cost it its lease."""
+"""Strikes that are not forgotten yet and cost a worker its lease, once others have finished as many turns."""
+RELAPSES_MAX = 3
+"""Each relapse doubles what a worker owes, up to so many times: one that fails rarely keeps its lease, and one that fails
+on purpose holds others up ever more rarely."""
 _LAST = 1 << 20
 """Stands before the queues of workers that get turns only where nobody else has room."""
 
@@ -46,9 +49,11 @@ class Worker:
     - `standing` falls with every turn that the worker returns and rises with accepted tokens, up to 1.
     - `declines` counts turns in a row that it returned before it began them. After each it is `resting`; then it gets a
       single turn, until it has begun that.
-    - `strikes` counts turns in a row that it failed to bring to an end, the last one at `struck_ns`; those that it was
-      sent before that count no more. `others_finished` is how many turns had been finished by then at the first one.
-      With a strike it gets a turn only where nobody else has room, and one at a time.
+    - `strikes` counts turns that it failed to bring to an end, the last one at `struck_ns`; those that it was sent
+      before that count no more. `others_finished` is how many turns had been finished by then at the first one. With a
+      strike it gets a turn only where nobody else has room, at first one at a time, and with each that it finishes one
+      more (`trusted`). Its strikes are forgotten once it has finished the turns that it `owes`: as many as it held at
+      its strikes, and more after `relapses`.
     - `unbegun_ns` is when it was sent the last of the turns of which it had begun none as its connection went.
     - `brought` says whether a token has come since the last report, or the first sign of a turn.
     - `leaves_ns` is when it must have handed everything over, if its lease is about to end.
@@ -84,6 +89,9 @@ class Worker:
     resting: bool = False
     strikes: int = 0
     struck_ns: Nanoseconds = -1
+    owes: int = 0
+    trusted: int = 1
+    relapses: int = 0
     unbegun_ns: Nanoseconds | None = None
     others_finished: int = 0
     brought: bool = False
@@ -237,9 +245,12 @@ class Fleet:
         self.reindex(worker)
 
     def strike(self, worker: Worker, now_ns: Nanoseconds, finished: int) -> None:
-        """The worker has failed a turn. It gets turns last, one at a time, until it has finished one."""
+        """The worker has failed a turn. It gets turns last, few at a time, until it has made good what it holds now."""
+        worker.owes += max(1, len(worker.turns)) << min(worker.relapses, RELAPSES_MAX)
+        worker.trusted = 1
         if not worker.strikes:
             worker.others_finished = finished
+            worker.relapses += 1
         worker.strikes += 1
         worker.struck_ns = now_ns
         worker.resting = worker.resting or worker.strikes > 1
@@ -249,7 +260,10 @@ class Fleet:
     def redeem(self, worker: Worker) -> None:
         """The worker has finished a turn."""
         if worker.strikes:
-            worker.strikes = 0
+            worker.owes -= 1
+            worker.trusted += 1
+        if worker.strikes and worker.owes <= 0:
+            worker.strikes = worker.owes = 0
             del self.struck[worker.id]
             self.reindex(worker)
 
@@ -281,7 +295,7 @@ class Fleet:
             and worker.version is not None
             and not worker.resting
             and not (worker.declines and worker.pending)
-            and not (worker.strikes and worker.turns)
+            and not (worker.strikes and len(worker.turns) >= worker.trusted)
             and (worker.queued < self._max_pending or (worker.max_batch is not None and worker.has_place))
         )
 

@@ -115,6 +115,20 @@ def flaps(pair: Pair, record) -> None:
             pair.tell(pair.core.beat(pair.liar, capacity=3))
 
 
+def ends_every(number: int):
+    """Ends every so manieth turn at once, and holds the others."""
+
+    def lie(pair: Pair, record) -> None:
+        holds(pair, record)
+        for turn in list(record.turns):
+            start = next(s for s in reversed(pair.sent) if s.turn == turn)
+            if pair.sent.index(start) % number == 0:
+                pair.tell(pair.core.tokens(start, 2, finish=FinishReason.STOP))
+
+    lie.__name__ = f"ends_every_{number}"
+    return lie
+
+
 LIES = [holds, says_nothing, one_token, trickles, begins_elsewhere, is_too_old, flaps]
 
 
@@ -134,6 +148,16 @@ def test_a_liar_holds_a_run_up_once_and_then_loses_its_lease(make_core, lie) -> 
     assert fenced[0] == (pair.liar, EndCause.STRUCK_OUT)
     assert {worker for worker, _ in fenced} == {pair.liar}
     assert [k.provider for k in pair.out if isinstance(k, c.BarLease)] == ["serving"]
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_a_liar_that_ends_some_turns_loses_its_lease_too(make_core, number: int) -> None:
+    pair = Pair(make_core(group_size=200))
+    took_s = pair.play(200, ends_every(number))
+    assert pair.done == 200
+    assert took_s < 200 * STEP_S + STRUCK_OUT * TOKEN_S
+    fenced = [(k.worker, k.reason) for k in pair.out if isinstance(k, c.FenceWorker)]
+    assert fenced[0] == (pair.liar, EndCause.STRUCK_OUT)
 
 
 def test_who_is_alone_is_tried_again_and_again(make_core) -> None:
