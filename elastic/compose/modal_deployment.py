@@ -9,8 +9,16 @@ from typing import Any
 import msgspec
 
 from elastic.config import Config, ConfigError
-from elastic.system.modal import APP, ModalUnusable, check_deployment, told, version
-from elastic.worker.modal_variables import APP_VARIABLE, MODULES_VARIABLE, PACKAGES_VARIABLE
+from elastic.system.modal import (
+    APP,
+    APP_VARIABLE,
+    MODULES_VARIABLE,
+    PACKAGES_VARIABLE,
+    ModalUnusable,
+    check_deployment,
+    told,
+    version,
+)
 
 CHECK_TIMEOUT_S = 30.0
 """Limit for Modal to say whether an app exists."""

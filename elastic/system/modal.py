@@ -18,6 +18,10 @@ from elastic.system.outages import Outage
 
 APP = "elastic"
 VERSION_TAG = "elastic-version"
+APP_VARIABLE = "ELASTIC_MODAL_APP"
+"""How the command that deploys tells the app's module its name: Modal imports that module by itself."""
+PACKAGES_VARIABLE, MODULES_VARIABLE = "ELASTIC_MODAL_PACKAGES", "ELASTIC_MODAL_MODULES"
+"""What is installed in the app's image besides, and what is put into it."""
 SOURCES = ("elastic", "functions", "policies", "providers", "traces")
 """The packages that a deployment consists of."""
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 import structlog
@@ -26,9 +26,11 @@ from elastic.worker.connection import OrchestratorLink, Ticket, dial
 from elastic.worker.device_permit import DevicePermit
 from elastic.worker.service import USUAL, AgentExit, Intervals, Service
 from elastic.worker.threads import DaemonThread
-from elastic.worker.training import Trainer
 
 __all__ = ["AgentExit", "BuildEngine", "Ticket", "build_engine", "leave_process", "on_termination", "run_agent"]
+
+if TYPE_CHECKING:
+    from elastic.worker.trainer_host import TrainerHost
 
 log = structlog.get_logger(__name__)
 
@@ -37,6 +39,8 @@ BUILD_TIMEOUT_S = 600.0
 gone."""
 
 BuildEngine: TypeAlias = Callable[[wire.Welcome], RolloutEngine]
+_Booted: TypeAlias = tuple[Ticket, wire.Welcome, OrchestratorLink, RolloutEngine, Nanoseconds]
+"""With the time at which it was welcomed."""
 T = TypeVar("T")
 
 
@@ -51,7 +55,7 @@ async def run_agent(
     build_engine: BuildEngine = build_engine,
     *,
     share: DeviceShare | None = None,
-    trainer: Trainer | None = None,
+    trainer: "TrainerHost | None" = None,
     permit: DevicePermit | None = None,
     accounts: DeviceAccounts | None = None,
     leave: asyncio.Event | None = None,
@@ -107,14 +111,13 @@ def leave_process(end: AgentExit) -> NoReturn:
 
 @contextlib.asynccontextmanager
 async def _kept(
-    permit: DevicePermit, trainer: Trainer | None, device: DaemonThread, accounts: DeviceAccounts
+    permit: DevicePermit, trainer: "TrainerHost | None", device: DaemonThread, accounts: DeviceAccounts
 ) -> AsyncIterator[None]:
     """A context: obey the keeper meanwhile, if there is one. Raises `_NotKept` if the keeper is gone."""
     if not permit.shared:
         yield
         return
-    if trainer is None or not isinstance(trainer, Parkable):
-        raise TypeError("what is parked by a keeper has to be a trainer that can")
+    assert trainer is not None, "what is parked by a keeper is a trainer"
     try:
         async with asyncio.TaskGroup() as tasks:
             obeying = tasks.create_task(_obey(permit, trainer, device, accounts, trainer.timeout_s), name="keeper")
@@ -133,7 +136,7 @@ async def _obey(
         raise _NotKept(str(error)) from error
 
 
-async def _boot(ticket: Ticket, build_engine: BuildEngine, device: DaemonThread, permit: DevicePermit) -> "_Booted":
+async def _boot(ticket: Ticket, build_engine: BuildEngine, device: DaemonThread, permit: DevicePermit) -> _Booted:
     connection, welcome = await dial(ticket, "", ticket.wait_s)
     granted_ns = here().monotonic_ns()
     if welcome.worker:
@@ -141,21 +144,13 @@ async def _boot(ticket: Ticket, build_engine: BuildEngine, device: DaemonThread,
     try:
         await permit.granted()
         engine = await device.run(BUILD_TIMEOUT_S, build_engine, welcome)
-        return _Booted(ticket, welcome, connection, engine, granted_ns)
+        return ticket, welcome, connection, engine, granted_ns
     except BaseException as error:
         connection.abort()
         if isinstance(error, Exception):
             log.exception("engine not built")
             raise _NotBuilt(f"the engine could not be built: {type(error).__name__}: {error}") from error
         raise
-
-
-class _Booted(NamedTuple):
-    ticket: Ticket
-    welcome: wire.Welcome
-    connection: OrchestratorLink
-    engine: RolloutEngine
-    granted_ns: Nanoseconds
 
 
 class _NotBuilt(Exception):

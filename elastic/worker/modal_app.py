@@ -9,8 +9,15 @@ import os
 import re
 from typing import Any
 
-from elastic.system.modal import APP, SOURCES, VERSION_TAG, version
-from elastic.worker.modal_variables import APP_VARIABLE, MODULES_VARIABLE, PACKAGES_VARIABLE
+from elastic.system.modal import (
+    APP,
+    APP_VARIABLE,
+    MODULES_VARIABLE,
+    PACKAGES_VARIABLE,
+    SOURCES,
+    VERSION_TAG,
+    version,
+)
 
 EXTRAS = ("train", "modal", "vllm")
 PYTHON_VERSION = "3.12"

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import psutil
 
 from elastic.worker.modal_app import app, image
-from elastic.worker.modal_times import container_born_s
 from functions.modal_calls import RemoteAnswer, RemoteCall
 from functions.process import Answer, Loaded, Missing, call, load
 
+_IMPORTED_S = time.time()
 _decode = msgspec.msgpack.Decoder(RemoteCall).decode
 
 
@@ -46,11 +47,17 @@ def _answered(encoded: bytes) -> bytes:
         RemoteAnswer(
             answer=answer,
             container=os.environ.get("MODAL_TASK_ID", ""),
-            born_s=container_born_s(),
+            born_s=_born_s(),
             begun_s=begun_s,
             ended_s=time.time(),
         )
     )
+
+
+def _born_s() -> float:
+    """Unix time of this container's first process's start, or of this module's import where it was restored from a
+    snapshot."""
+    return min(_IMPORTED_S, psutil.Process().create_time())
 
 
 def _run(order: RemoteCall) -> Answer:

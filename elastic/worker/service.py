@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -29,8 +29,11 @@ from elastic.worker.device_permit import DevicePermit
 from elastic.worker.notices import watch_instance
 from elastic.worker.threads import DaemonThread, run_in_thread
 from elastic.worker.token_stream import TokenStream
-from elastic.worker.training import Trainer, TrainerOrder, Training
+from elastic.worker.training import TrainerOrder, Training
 from elastic.worker.weights import source_of
+
+if TYPE_CHECKING:
+    from elastic.worker.trainer_host import TrainerHost
 
 log = structlog.get_logger(__name__)
 
@@ -77,7 +80,7 @@ class Service:
         engine: RolloutEngine,
         device: DaemonThread,
         share: DeviceShare | None,
-        trainer: Trainer | None,
+        trainer: "TrainerHost | None",
         permit: DevicePermit,
         intervals: Intervals,
     ) -> None:
@@ -333,7 +336,7 @@ class Service:
         self._send(wire.Slept())
 
     async def _wake(self) -> None:
-        wake = self._engine.wake if self._training is None else self._training.wake
+        wake = self._engine.wake if self._trainer is None else self._trainer.wake
         await self._device.run(SLEEP_TIMEOUT_S, wake)
         self._heartbeat()
         self._send(wire.Awoke())

@@ -32,7 +32,7 @@ from elastic.engine.kv.vmm import VmmError
 from elastic.engine.model.checkpoint import CheckpointError, model_tensors, read_config, read_tensors
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
-from elastic.engine.torch.runner import dtype_on
+from elastic.engine.torch.runner import device_named, dtype_on
 from elastic.protocol import wire
 from policies.admission import Slo, SloAdmission
 from policies.kvmemory import PreemptiveMemory
@@ -101,10 +101,10 @@ class ExecutorDevice:
         self.lending = settings.lending
         self._executor_settings = executor
         config, self._tensors = _serving_model(executor)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = device_named("auto")
         engine = EngineConfig.model_validate(
             {
-                "device": device,
+                "device": device.type,
                 "max_context_tokens": executor.max_context_tokens,
                 "prefill_chunk_tokens": executor.prefill_chunk_tokens or executor.max_context_tokens,
                 "max_batch": executor.max_batch,
@@ -114,7 +114,7 @@ class ExecutorDevice:
         page_bytes = mappable_page_bytes(executor.page_kib * 1024, device)
         slo = Slo(ttft_ns=round(executor.ttft_slo_s * NS_PER_S), tpot_ns=round(executor.tpot_slo_s * NS_PER_S))
         self.executor = CoServing(
-            ModelSpec(config, engine, dtype_on(torch.device(device))),
+            ModelSpec(config, engine, dtype_on(device)),
             open_backend(executor.kv_pages + SPARE_PAGES, page_bytes, device),
             SloAdmission(slo=slo, longest_ns=round(executor.longest_share * slo.ttft_ns)),
             PreemptiveMemory(headroom_share=executor.headroom_share, lease_ns=round(executor.lease_s * NS_PER_S)),

@@ -1,9 +1,9 @@
 """Blocking calls off the event loop, on threads that never keep a process alive."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from concurrent.futures import Future
+from typing import ParamSpec, TypeVar
 
 from elastic.system.host import here
 
@@ -54,21 +54,20 @@ class DaemonThread:
             future.cancel()
 
     def _ask(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+        made: Future[T] = Future()
 
         def call() -> None:
-            if future.cancelled():
+            if not made.set_running_or_notify_cancel():
                 return
             try:
-                result, error = function(*args, **kwargs), None
-            except BaseException as raised:
-                result, error = None, raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-                loop.call_soon_threadsafe(_settle, future, result, error)
+                result = function(*args, **kwargs)
+            except BaseException as error:
+                made.set_exception(error)
+            else:
+                made.set_result(result)
 
         self._lane.submit(call)
-        return future
+        return asyncio.wrap_future(made)
 
     def stop(self) -> None:
         """End the thread after its pending calls. No call may be requested after this."""
@@ -82,12 +81,3 @@ async def run_in_thread(timeout_s: float, function: Callable[P, T], *args: P.arg
         return await thread.run(timeout_s, function, *args, **kwargs)
     finally:
         thread.stop()
-
-
-def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
-    if future.cancelled():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

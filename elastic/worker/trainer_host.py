@@ -16,6 +16,7 @@ from elastic.config import Config, EngineConfig, TrainerPacingConfig, WeightsCon
 from elastic.core.types import LogprobCheck, WeightMode
 from elastic.engine.base import RolloutEngine
 from elastic.engine.model.checkpoint import load_model
+from elastic.engine.torch.runner import device_named
 from elastic.protocol import wire
 from elastic.system.host import here
 from elastic.system.logs import PaceLog
@@ -90,7 +91,7 @@ OpenRelay = Callable[[str, str, str], Relay]
 
 def grpo_trainer(config: Config, device: str) -> PolicyTrainer:
     torch.set_num_threads(config.trainer.threads)
-    model = load_model(config.model.checkpoint, _device(device))
+    model = load_model(config.model.checkpoint, device_named(device))
     return GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature)
 
 
@@ -119,7 +120,7 @@ async def run_trainer_host(
 
 
 class TrainerHost:
-    """`elastic.worker.training.Trainer` over a `PolicyTrainer`; every method runs on the worker's device thread.
+    """Takes the orders of the trainer's worker, with a `PolicyTrainer`. Methods block, on the worker's device thread.
 
     It is `Parkable`. Where it `shares_device` versions are kept in host memory, and published and activated from there.
     """
@@ -145,6 +146,7 @@ class TrainerHost:
         self._paces = PaceLog("training")
         self._key = SigningKey()
         self.publisher = self._key.public
+        """The key with which its versions are signed."""
         self._checkpoints = run_dir / "checkpoints"
         self._resume = resume
         self._publishing = here().executor(1, "publishing")
@@ -179,6 +181,7 @@ class TrainerHost:
         return self._make_engine(welcome)
 
     def load_policy(self, engine: RolloutEngine) -> None:
+        """Load the trainer's weights into its engine, before the worker is ready."""
         self._engine = engine
         if not self._shares_device:
             self._apply(self._tensors())
@@ -207,14 +210,17 @@ class TrainerHost:
         return _both(each.resume() for each in coming if each is not None)
 
     def follow(self, welcome: wire.Welcome) -> None:
+        """Use the relay of an orchestrator that has come back."""
         if self._relay_at != (welcome.relay, welcome.relay_token, welcome.relay_anchor):
             self._relay_at = welcome.relay, welcome.relay_token, welcome.relay_anchor
             self._relay.follow(self._open_relay(*self._relay_at))
 
     def standing(self) -> Standing:
+        """Return the progress. Any thread may call it once there is an engine."""
         return self._standing
 
     def has(self, order: TrainerOrder) -> bool:
+        """Return whether the order was carried out before. Then it is only answered again, and needs no device."""
         match order:
             case wire.TrainGroupFrame():
                 return order.group in self._standing.groups
@@ -226,6 +232,7 @@ class TrainerHost:
                 assert_never(order)
 
     def carry_out(self, order: TrainerOrder) -> TrainerReply:
+        """Carry out the order. The engine sleeps meanwhile, except during a `SkipGroup`."""
         began_s = here().monotonic()
         match order:
             case wire.TrainGroupFrame():
@@ -282,11 +289,16 @@ class TrainerHost:
         return wire.Stepped(order.version, wire.finite(metrics | times), unusable, self._trainer.take_checks())
 
     def checkpoint(self) -> None:
+        """Save what was trained, before the device is given back, unless it is saved or a step is under way.
+
+        Raises what failed.
+        """
         path, stands = self._checkpoint_path, self._standing
         if stands.version and not stands.groups and not stands.slots and not path.exists():
             self._save()
 
     def published(self) -> wire.PublishedFrame:
+        """Wait until the last version is on the relay; returns how long that took. Raises what failed."""
         return self._publication.result()
 
     def _publish(self, version: int, pulled: Sequence[int], tensors: dict[str, torch.Tensor]) -> wire.PublishedFrame:
@@ -331,19 +343,16 @@ class TrainerHost:
 
     def _save(self) -> None:
         self._trainer.save(self._checkpoint_path)
-        for old in self._saved()[:-KEEP_CHECKPOINTS]:
+        for old in checkpoint.saved(self._checkpoints)[:-KEEP_CHECKPOINTS]:
             old.unlink(missing_ok=True)
 
     def _restore(self) -> None:
         checkpoint.sweep(self._checkpoints)
-        saved = self._saved()
+        saved = checkpoint.saved(self._checkpoints)
         if saved:
             self._trainer.load(saved[-1])
             self._stepped = wire.Stepped(self._trainer.version, wire.finite(self._trainer.metrics))
         log.info("resuming", version=self._trainer.version, checkpoint=str(saved[-1]) if saved else "none")
-
-    def _saved(self) -> list[Path]:
-        return checkpoint.saved(self._checkpoints)
 
 
 def _tokens_s(pacing: TrainerPacingConfig | None, group: wire.TrainGroupFrame) -> float:
@@ -379,9 +388,3 @@ def _publish_settings(config: WeightsConfig) -> PublishSettings:
         keep_versions=config.keep_versions,
         link_bytes_per_s=config.link_gbps * BYTES_PER_S_IN_GBPS,
     )
-
-
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import structlog
@@ -14,6 +14,9 @@ from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import OrchestratorLink
 from elastic.worker.device_permit import DevicePermit
 from elastic.worker.threads import DaemonThread, run_in_thread
+
+if TYPE_CHECKING:
+    from elastic.worker.trainer_host import TrainerHost
 
 log = structlog.get_logger(__name__)
 
@@ -29,55 +32,12 @@ class Standing(msgspec.Struct, frozen=True):
     slots: frozenset[int] = frozenset()
 
 
-class Trainer(Protocol):
-    """Takes the orders of the trainer's worker; see `elastic.worker.trainer_host`."""
-
-    timeout_s: float
-    publisher: str
-    """The public key with which its versions are signed, once there is an engine."""
-
-    def load_policy(self, engine: RolloutEngine) -> None:
-        """Loads the trainer's weights into its engine, before the worker is ready. Blocks."""
-        ...
-
-    def wake(self) -> None:
-        """Lets the engine generate, at once or as soon as it has the device."""
-        ...
-
-    def standing(self) -> Standing:
-        """Returns the progress. Any thread may call it once there is an engine."""
-        ...
-
-    def has(self, order: TrainerOrder) -> bool:
-        """Returns whether the order was carried out before. Then it is only answered again, and needs no device."""
-        ...
-
-    def carry_out(self, order: TrainerOrder) -> TrainerReply:
-        """Carries out the order. Blocks. The engine sleeps meanwhile, except during a `SkipGroup`."""
-        ...
-
-    def follow(self, welcome: wire.Welcome) -> None:
-        """Uses the relay of an orchestrator that has come back."""
-        ...
-
-    def checkpoint(self) -> None:
-        """Saves what was trained, before the device is given back, unless it is saved or a step is under way.
-
-        Blocks; raises what failed.
-        """
-        ...
-
-    def published(self) -> wire.PublishedFrame:
-        """Waits until the last version is on the relay; returns how long that took. Raises what failed."""
-        ...
-
-
 class Training:
     """Runs a trainer's orders. It sends its messages through `send`; the caller owns its tasks."""
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: "TrainerHost",
         engine: RolloutEngine,
         device: DaemonThread,
         permit: DevicePermit,
@@ -103,10 +63,6 @@ class Training:
     def ready(self) -> wire.Ready:
         stands, key = self._trainer.standing(), self._trainer.publisher
         return wire.Ready(self._engine.capabilities, stands.version, key, list(stands.groups), sorted(stands.slots))
-
-    def wake(self) -> None:
-        """Wake the engine. Called on the device's thread."""
-        self._trainer.wake()
 
     def resumed(self, welcome: wire.Welcome) -> None:
         """Repeat the last announcements on a new connection, since they may have been lost."""

@@ -76,24 +76,24 @@ def test_a_redundant_tied_head_is_ignored(make_model, tmp_path):
     assert read_tensors(tmp_path, model.config).keys() == tensors.keys()
 
 
-def _missing(tensors):
+def missing(tensors):
     del tensors["model.layers.1.mlp.up_proj.weight"]
 
 
-def _misshapen(tensors):
+def misshapen(tensors):
     tensors["model.norm.weight"] = torch.ones(64)
 
 
-def _unexpected(tensors):
+def unexpected(tensors):
     tensors["model.layers.9.mlp.up_proj.weight"] = torch.ones(2, 2)
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_missing, r"model\.layers\.1\.mlp\.up_proj\.weight: missing; expected shape \[384, 128\]"),
-        (_misshapen, r"model\.norm\.weight: expected shape \[128\], found \[64\]"),
-        (_unexpected, r"model\.layers\.9\.mlp\.up_proj\.weight: not a parameter .* \[2, 2\]"),
+        (missing, r"model\.layers\.1\.mlp\.up_proj\.weight: missing; expected shape \[384, 128\]"),
+        (misshapen, r"model\.norm\.weight: expected shape \[128\], found \[64\]"),
+        (unexpected, r"model\.layers\.9\.mlp\.up_proj\.weight: not a parameter .* \[2, 2\]"),
     ],
 )
 def test_a_checkpoint_that_does_not_match_its_config_names_the_tensor(make_model, tmp_path, spoil, message):

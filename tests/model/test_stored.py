@@ -14,6 +14,7 @@ from elastic.engine.model.checkpoint import CheckpointError, model_tensors, read
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.engine.model.stored import check_stored, parameter_shapes, read_config
+from tests.model.test_checkpoint import misshapen, missing, unexpected
 
 
 @given(
@@ -61,18 +62,6 @@ def _fp8(tensors):
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
 
 
-def _missing(tensors):
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-
-
-def _misshapen(tensors):
-    tensors["model.norm.weight"] = torch.ones(64)
-
-
-def _unexpected(tensors):
-    tensors["model.layers.9.mlp.up_proj.weight"] = torch.ones(2, 2)
-
-
 def said_by(check):
     try:
         check()
@@ -81,9 +70,7 @@ def said_by(check):
     return ""
 
 
-@pytest.mark.parametrize(
-    "spoil", [_whole, _tied_twice, _untied, _wider, _int8, _fp8, _missing, _misshapen, _unexpected]
-)
+@pytest.mark.parametrize("spoil", [_whole, _tied_twice, _untied, _wider, _int8, _fp8, missing, misshapen, unexpected])
 @pytest.mark.parametrize("cut", [0, 1])
 def test_it_says_what_reading_says(make_model, tmp_path, spoil, cut):
     model = make_model()

@@ -12,7 +12,7 @@ from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.worker.trainer.batches import micro_batches
 from elastic.worker.trainer.grpo import sampled_distribution
 from elastic.worker.trainer.trainer import GRPOTrainer
-from tests.trainer.test_trainer import GROUPS, groups_of
+from tests.trainer.test_trainer import GROUPS, equal, groups_of
 
 HONEST, LIAR = "reserved-1/w", "spot-1/w"
 
@@ -59,10 +59,6 @@ def step(made: GRPOTrainer, groups: list[TrainGroupFrame]) -> dict[str, torch.Te
         made.train_group(one)
     made.update()
     return {name: tensor.clone() for name, tensor in made.bf16_tensors().items()}
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("updates", [1, 2])

@@ -45,11 +45,6 @@ def test_advantages_rank_as_rewards_do(values: list[float]):
     assert all(advantages[a] <= advantages[b] for a, b in itertools.pairwise(order))
 
 
-@given(st.floats(-1e6, 1e6), st.integers(1, 9))
-def test_equal_rewards_say_nothing(value: float, size: int):
-    assert group_advantages([value] * size, EPSILON) == [0.0] * size
-
-
 @given(st.floats(-10, 10), st.floats(0, 1e-3), st.integers(2, 9))
 def test_a_small_difference_is_no_large_advantage(value: float, difference: float, size: int):
     advantages = group_advantages([value] * (size - 1) + [value + difference], EPSILON)
@@ -98,12 +93,6 @@ def test_a_truncated_weight_is_the_threshold_and_gives_its_gradient(log_ratio: f
     assert logprobs.grad.item() == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("age", [0, 1])
-def test_only_tokens_more_than_one_version_old_are_truncated(age: int):
-    policy = loss_of(torch.tensor([-2.0]), torch.tensor([-2.0 - math.log(2.5)]), torch.tensor([-1.0]), age)
-    assert (policy.loss.item(), policy.truncated.item()) == (pytest.approx(2.5), False)
-
-
 @given(st.floats(-5.0, 5.0), st.floats(-3, 3), st.integers(0, 4))
 def test_truncation_changes_nothing_below_its_threshold_nor_what_is_clipped(
     log_ratio: float, advantage: float, age: int
@@ -133,14 +122,6 @@ def test_no_token_weighs_more_than_the_clips_let_it(tokens: list[tuple[float, fl
     assert logprobs.grad is not None
     assert (logprobs.grad.abs() <= HEAVIEST * advantages.abs() * (1 + 1e-5)).all()
     assert not logprobs.grad[policy.clipped].any()
-
-
-def test_the_gradient_on_policy_is_that_of_reinforce():
-    logprobs = torch.randn(50, dtype=torch.float64, requires_grad=True)
-    advantages = torch.randn(50, dtype=torch.float64)
-    loss_of(logprobs, logprobs.detach(), advantages).loss.backward()
-    assert logprobs.grad is not None
-    torch.testing.assert_close(logprobs.grad, -advantages)
 
 
 @given(st.integers(0, 2**31), st.floats(0.2, 3.0))

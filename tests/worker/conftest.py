@@ -6,9 +6,11 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Self
+from pathlib import Path
+from typing import Self, TypeVar
 
 import pytest
+import torch
 import uvloop
 
 from elastic.core.types import Account, Capabilities, FinishReason, SamplingParameters, WeightMode
@@ -19,6 +21,9 @@ from elastic.engine.base import (
     TokenChunk,
 )
 from elastic.engine.meter import AccountMeter
+from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
+from elastic.engine.model.config import Qwen3Config
+from elastic.engine.model.qwen3 import Qwen3
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint
 from elastic.runtime.gateway import Gateway
@@ -26,7 +31,11 @@ from elastic.weights.signing import SigningKey
 from elastic.weights.source import PullReport, RelaySource, WeightsSource
 from elastic.worker.agent import AgentExit, Ticket, run_agent
 
+MessageT = TypeVar("MessageT")
+
 PATIENCE_S = 20.0
+MODEL = Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=48, initializer_range=0.2)
+"""A tiny policy."""
 RUN = "run"
 
 
@@ -251,16 +260,20 @@ class Orchestra:
                 self._news.clear()
                 await self._news.wait()
 
-    async def first(self, kind: type, epoch: int | None = None, after: int = 0) -> object:
+    async def first(self, kind: type[MessageT], epoch: int | None = None, after: int = 0) -> MessageT:
         """The first message of a kind (and an epoch) since `heard` was `after` long, once it has come."""
 
-        def found() -> list[object]:
+        def found() -> list[MessageT]:
             return [m for _, e, m in self.heard[after:] if isinstance(m, kind) and epoch in (None, e)]
 
         await self.until(found)
         return found()[0]
 
-    def of(self, kind: type) -> list[object]:
+    async def next(self, kind: type[MessageT]) -> MessageT:
+        """The first of a kind that comes from now on."""
+        return await self.first(kind, after=len(self.heard))
+
+    def of(self, kind: type[MessageT]) -> list[MessageT]:
         return [message for _, _, message in self.heard if isinstance(message, kind)]
 
     def chunks(self, turn: str, attempt: int = 1) -> list[wire.Chunk]:
@@ -293,6 +306,22 @@ class Orchestra:
         work = run_agent(self.ticket(worker, join), lambda _: engine, **options)  # type: ignore[arg-type]
         self.agents.append(asyncio.create_task(work))
         return self.agents[-1]
+
+    async def at_work(self, engine: object, **options: object) -> asyncio.Task[AgentExit]:
+        """As `employ`, and wait until the agent is ready."""
+        agent = self.employ(engine, **options)  # type: ignore[arg-type]
+        await self.first(wire.Ready)
+        return agent
+
+    async def report_of(self, version: int, mode: WeightMode = WeightMode.FINISH) -> wire.WeightsReport:
+        """Order the first weights, and return what is reported of them."""
+        self.send(wire.PullWeights(version, mode))
+        return await self.first(wire.WeightsReport)
+
+    async def running(self, turn: str = "t") -> None:
+        """Order a turn that does not end by itself, and wait for its first tokens."""
+        self.send(generate(turn, most=1_000_000))
+        await self.until(lambda: self.chunks(turn))
 
     def cut(self) -> None:
         """Every connection, without a word."""
@@ -367,6 +396,20 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
     """The agent is tested on both event loops: their transports differ where it matters to it."""
     asyncio_alone: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
     return asyncio_alone | {"uvloop": uvloop.new_event_loop} if item.path.name == "test_agent.py" else asyncio_alone
+
+
+def policy(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Weights of `MODEL`."""
+    torch.manual_seed(seed)
+    return model_tensors(Qwen3(MODEL))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the policy."""
+    directory = tmp_path_factory.mktemp("base") / "policy"
+    write_checkpoint(directory, MODEL, policy())
+    return directory
 
 
 @pytest.fixture

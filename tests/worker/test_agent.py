@@ -36,15 +36,6 @@ def check_tokens(chunks: list[wire.Chunk], seed: int, start: int = 0) -> int:
     return at
 
 
-async def test_a_turn_streams_to_its_end(orchestra: Orchestra) -> None:
-    orchestra.employ(ScriptedEngine())
-    await orchestra.first(wire.Ready)
-    orchestra.send(generate("t", seed=5, start=3, most=30))
-    last = await orchestra.finished("t")
-    assert last.finish is FinishReason.LENGTH
-    assert check_tokens(orchestra.chunks("t"), seed=5, start=3) == 30
-
-
 async def test_credit_is_announced_right_after_ready(orchestra: Orchestra) -> None:
     orchestra.employ(ScriptedEngine())
     await orchestra.first(wire.Heartbeat)
@@ -65,8 +56,7 @@ def test_tokens_come_in_order_and_gapless_whatever_the_schedule(seed: int, turns
 
     async def run() -> None:
         async with Orchestra(flush_interval_s=0.005) as orchestra:
-            orchestra.employ(ScriptedEngine(seed, iteration_s=0.0005))
-            await orchestra.first(wire.Ready)
+            await orchestra.at_work(ScriptedEngine(seed, iteration_s=0.0005))
             for i, (start, count, abort) in enumerate(turns):
                 orchestra.send(generate(f"t{i}", seed=i, start=start, most=start + count, attempt=i + 1))
                 if abort:
@@ -82,30 +72,26 @@ def test_tokens_come_in_order_and_gapless_whatever_the_schedule(seed: int, turns
 
 async def test_tokens_are_batched(orchestra: Orchestra) -> None:
     engine = ScriptedEngine(iteration_s=0.001)
-    orchestra.employ(engine)
-    await orchestra.first(wire.Ready)
+    await orchestra.at_work(engine)
     orchestra.send(*(generate(f"t{i}", seed=i, most=200) for i in range(4)))
     for i in range(4):
         await orchestra.finished(f"t{i}")
     frames = orchestra.of(wire.Tokens)
     iterations = engine.statistics().progress
     assert len(frames) < iterations / 4
-    assert all(len({c.turn for c in f.chunks}) == len(f.chunks) for f in frames)  # type: ignore[attr-defined]
+    assert all(len({c.turn for c in f.chunks}) == len(f.chunks) for f in frames)
 
 
 async def test_a_finish_does_not_wait_for_the_batch() -> None:
     async with Orchestra(flush_interval_s=30.0) as orchestra:
-        orchestra.employ(ScriptedEngine())
-        await orchestra.first(wire.Ready)
+        await orchestra.at_work(ScriptedEngine())
         orchestra.send(generate("t", most=5))
         await orchestra.finished("t")
 
 
 async def test_aborting_gives_back_all_there_is(orchestra: Orchestra) -> None:
-    orchestra.employ(ScriptedEngine())
-    await orchestra.first(wire.Ready)
-    orchestra.send(generate("t", most=100_000))
-    await orchestra.until(lambda: orchestra.chunks("t"))
+    await orchestra.at_work(ScriptedEngine())
+    await orchestra.running()
     orchestra.send(wire.Abort("t", 1), wire.Abort("unknown", 1), wire.Abort("t", 2))
     assert (await orchestra.finished("t")).finish is FinishReason.ABORTED
     assert check_tokens(orchestra.chunks("t"), 1) > 0
@@ -124,13 +110,12 @@ async def test_accounts_add_up_to_the_process_age_in_every_heartbeat(orchestra: 
         note(worker, epoch, message)
 
     orchestra.on_message = on_message  # type: ignore[method-assign]
-    agent = orchestra.employ(engine)
-    await orchestra.first(wire.Ready)
+    agent = await orchestra.at_work(engine)
     orchestra.send(wire.PullWeights(1, FINISH), generate("t", most=400))
     await orchestra.finished("t")
     orchestra.send(wire.Sleep(), wire.Wake())
     await orchestra.first(wire.Awoke)
-    await orchestra.first(wire.Heartbeat, after=len(orchestra.heard))
+    await orchestra.next(wire.Heartbeat)
     drained_ns = time.monotonic_ns() - born_ns
     orchestra.send(wire.Drain("done"))
     await agent
@@ -139,25 +124,22 @@ async def test_accounts_add_up_to_the_process_age_in_every_heartbeat(orchestra: 
         assert sum_ns <= age_ns + tick_ns
     assert [ns for _, ns in ages] == sorted(ns for _, ns in ages)
     assert ages[-1][1] >= drained_ns - tick_ns
-    last = orchestra.of(wire.Goodbye)[0].accounts_ns  # type: ignore[attr-defined]
+    last = orchestra.of(wire.Goodbye)[0].accounts_ns
     assert last.keys() >= {Account.BOOTING, Account.DECODE, Account.LOADING, Account.IDLE}
 
 
 async def test_time_without_weights_is_loading_and_then_idle(orchestra: Orchestra) -> None:
     orchestra.employ(ScriptedEngine())
     first = await orchestra.first(wire.Heartbeat)
-    await orchestra.first(wire.Heartbeat, after=len(orchestra.heard))
-    assert Account.IDLE not in first.accounts_ns  # type: ignore[attr-defined]
-    orchestra.send(wire.PullWeights(0, FINISH))
-    await orchestra.first(wire.WeightsReport)
-    await orchestra.until(lambda: Account.IDLE in orchestra.of(wire.Heartbeat)[-1].accounts_ns)  # type: ignore[attr-defined]
+    await orchestra.next(wire.Heartbeat)
+    assert Account.IDLE not in first.accounts_ns
+    await orchestra.report_of(0)
+    await orchestra.until(lambda: Account.IDLE in orchestra.of(wire.Heartbeat)[-1].accounts_ns)
 
 
 async def test_sleep_gives_turns_back_first_and_wake_takes_new_ones(orchestra: Orchestra) -> None:
-    orchestra.employ(ScriptedEngine())
-    await orchestra.first(wire.Ready)
-    orchestra.send(generate("t", most=100_000))
-    await orchestra.until(lambda: orchestra.chunks("t"))
+    await orchestra.at_work(ScriptedEngine())
+    await orchestra.running()
     orchestra.send(wire.Sleep(), generate("late"))
     await orchestra.first(wire.Slept)
     kinds = [type(message) for _, _, message in orchestra.heard]
@@ -174,11 +156,8 @@ async def test_sleep_gives_turns_back_first_and_wake_takes_new_ones(orchestra: O
 
 async def test_weights_are_pulled_applied_and_reported(orchestra: Orchestra) -> None:
     engine = ScriptedEngine()
-    orchestra.employ(engine)
-    await orchestra.first(wire.Ready)
-    orchestra.send(wire.PullWeights(3, WeightMode.KEEP))
-    report = await orchestra.first(wire.WeightsReport)
-    assert isinstance(report, wire.WeightsReport)
+    await orchestra.at_work(engine)
+    report = await orchestra.report_of(3, WeightMode.KEEP)
     assert (report.version, report.error, report.pulled_bytes) == (3, "", 12)
     assert engine.loads == [(3, WeightMode.KEEP)]
     assert report.split_s.keys() == {"encode", "queue", "wire", "decode", "apply", "pause"}
@@ -188,10 +167,8 @@ async def test_weights_are_pulled_applied_and_reported(orchestra: Orchestra) -> 
 
 async def test_weights_that_are_served_already_are_not_pulled_again(orchestra: Orchestra) -> None:
     engine = ScriptedEngine(version=3)
-    orchestra.employ(engine)
-    await orchestra.first(wire.Ready)
-    orchestra.send(wire.PullWeights(3, FINISH))
-    assert await orchestra.first(wire.WeightsReport) == wire.WeightsReport(3, "", 0, 0.0, 0.0)
+    await orchestra.at_work(engine)
+    assert await orchestra.report_of(3) == wire.WeightsReport(3, "", 0, 0.0, 0.0)
     assert engine.loads == []
 
 
@@ -204,8 +181,7 @@ async def test_newer_weights_supersede_those_being_pulled(orchestra: Orchestra) 
             release.wait(10)
 
     engine.fetch = fetch
-    orchestra.employ(engine)
-    await orchestra.first(wire.Ready)
+    await orchestra.at_work(engine)
     for version in (1, 2, 3):
         orchestra.send(wire.PullWeights(version, FINISH))
         assert await asyncio.to_thread(pulls.acquire, timeout=10)
@@ -214,19 +190,18 @@ async def test_newer_weights_supersede_those_being_pulled(orchestra: Orchestra) 
     orchestra.send(wire.PullWeights(4, FINISH))
     await orchestra.until(lambda: len(orchestra.of(wire.WeightsReport)) == 2)
     assert [version for version, _ in engine.loads] == [3, 4]
-    assert [r.version for r in orchestra.of(wire.WeightsReport)] == [3, 4]  # type: ignore[attr-defined]
+    assert [r.version for r in orchestra.of(wire.WeightsReport)] == [3, 4]
 
 
 async def test_weights_superseded_while_they_wait_for_the_device_are_not_applied(orchestra: Orchestra) -> None:
     engine, release = ScriptedEngine(), threading.Event()
     engine.before_load = lambda version: None if version > 1 else assert_set(release)
-    orchestra.employ(engine)
-    await orchestra.first(wire.Ready)
+    await orchestra.at_work(engine)
     orchestra.send(wire.PullWeights(1, FINISH))
     for version in (2, 3):
-        await orchestra.first(wire.Heartbeat, after=len(orchestra.heard))
+        await orchestra.next(wire.Heartbeat)
         orchestra.send(wire.PullWeights(version, FINISH))
-    await orchestra.first(wire.Heartbeat, after=len(orchestra.heard))
+    await orchestra.next(wire.Heartbeat)
     release.set()
     await orchestra.until(lambda: len(orchestra.of(wire.WeightsReport)) == 2)
     assert [version for version, _ in engine.loads] == [1, 3]
@@ -248,15 +223,12 @@ async def test_weights_that_cannot_be_had_are_reported_and_not_served(orchestra:
 
     engine = ScriptedEngine(version=0)
     engine.fetch, engine.before_load = fetch, before_load
-    orchestra.employ(engine)
-    await orchestra.first(wire.Ready)
-    orchestra.send(wire.PullWeights(1, FINISH))
-    report = await orchestra.first(wire.WeightsReport)
-    assert isinstance(report, wire.WeightsReport)
+    await orchestra.at_work(engine)
+    report = await orchestra.report_of(1)
     assert problem in report.error
     assert engine.statistics().weights_version == 0
     orchestra.send(wire.PullWeights(2, FINISH))
-    await orchestra.until(lambda: orchestra.of(wire.WeightsReport)[-1].version == 2)  # type: ignore[attr-defined]
+    await orchestra.until(lambda: orchestra.of(wire.WeightsReport)[-1].version == 2)
 
 
 async def test_weights_that_an_audit_finds_wrong_are_pulled_again_and_reported(orchestra: Orchestra) -> None:
@@ -276,13 +248,11 @@ async def test_weights_that_an_audit_finds_wrong_are_pulled_again_and_reported(o
         return msgspec.structs.replace(FETCHED, refused=told)
 
     engine.fetch, engine.sound = fetch, sound
-    orchestra.employ(engine, intervals=Intervals(audit_s=0.01))
-    await orchestra.first(wire.Ready)
-    orchestra.send(wire.PullWeights(3, FINISH))
-    await orchestra.first(wire.WeightsReport)
+    await orchestra.at_work(engine, intervals=Intervals(audit_s=0.01))
+    await orchestra.report_of(3)
     wrong.set()
     await orchestra.until(lambda: len(orchestra.of(wire.WeightsReport)) == 2)
-    reports = [(r.version, r.error, r.refused) for r in orchestra.of(wire.WeightsReport)]  # type: ignore[attr-defined]
+    reports = [(r.version, r.error, r.refused) for r in orchestra.of(wire.WeightsReport)]
     assert reports == [(3, "", []), (3, "", [wire.UnverifiedWeights("weights held", "a tile is wrong")])]
     assert [version for version, _ in engine.loads] == [3, 3]
 
@@ -295,11 +265,8 @@ async def test_what_a_failed_pull_refused_is_reported(orchestra: Orchestra) -> N
 
     engine = ScriptedEngine()
     engine.fetch = fetch
-    orchestra.employ(engine)
-    await orchestra.first(wire.Ready)
-    orchestra.send(wire.PullWeights(1, FINISH))
-    report = await orchestra.first(wire.WeightsReport)
-    assert isinstance(report, wire.WeightsReport)
+    await orchestra.at_work(engine)
+    report = await orchestra.report_of(1)
     assert "nothing verifies" in report.error
     assert report.refused == [wire.UnverifiedWeights("keyframe of version 1", "torn")]
 
@@ -308,12 +275,10 @@ async def test_a_pull_that_hangs_is_given_up() -> None:
     async with Orchestra(pull_timeout_s=0.05) as orchestra:
         engine, release = ScriptedEngine(), threading.Event()
         engine.fetch = lambda source: release.wait(10)
-        orchestra.employ(engine)
-        await orchestra.first(wire.Ready)
-        orchestra.send(wire.PullWeights(1, FINISH))
-        report = await orchestra.first(wire.WeightsReport)
+        await orchestra.at_work(engine)
+        report = await orchestra.report_of(1)
         release.set()
-        assert "not pulled within" in report.error  # type: ignore[attr-defined]
+        assert "not pulled within" in report.error
 
 
 async def test_a_pull_that_fails_is_told_where_it_was_ordered(orchestra: Orchestra) -> None:
@@ -328,8 +293,7 @@ async def test_a_pull_that_fails_is_told_where_it_was_ordered(orchestra: Orchest
         return any(e == epoch and isinstance(m, wire.Heartbeat) and m.loading is phase for _, e, m in orchestra.heard)
 
     engine.fetch = fetch
-    orchestra.employ(engine)
-    await orchestra.first(wire.Ready)
+    await orchestra.at_work(engine)
     orchestra.send(wire.PullWeights(1, FINISH))
     await orchestra.until(lambda: beats(1, LoadPhase.PULLING))
     orchestra.cut()
@@ -343,27 +307,24 @@ async def test_weights_wait_for_running_turns_however_long_these_are() -> None:
     async with Orchestra(load_timeout_s=0.1) as orchestra:
         engine = ScriptedEngine()
         engine.finishes_first = True
-        agent = orchestra.employ(engine)
-        await orchestra.first(wire.Ready)
-        orchestra.send(generate("t", most=1_000_000))
-        await orchestra.until(lambda: orchestra.chunks("t"))
+        agent = await orchestra.at_work(engine)
+        await orchestra.running()
         orchestra.send(wire.PullWeights(1, FINISH))
         # Ten heartbeats are several times as long as loading may take.
-        await orchestra.until(lambda: [b.loading for b in orchestra.of(wire.Heartbeat)].count(LoadPhase.WAITING) > 10)  # type: ignore[attr-defined]
+        await orchestra.until(lambda: [b.loading for b in orchestra.of(wire.Heartbeat)].count(LoadPhase.WAITING) > 10)
         assert not agent.done()
         orchestra.send(wire.Abort("t", 1))
         report = await orchestra.first(wire.WeightsReport)
-        assert not report.error  # type: ignore[attr-defined]
+        assert not report.error
         after = len(orchestra.heard)
-        assert (await orchestra.first(wire.Heartbeat, after=after)).loading is LoadPhase.NONE  # type: ignore[attr-defined]
+        assert (await orchestra.first(wire.Heartbeat, after=after)).loading is LoadPhase.NONE
 
 
 async def test_an_engine_that_hangs_while_it_applies_weights_ends_the_worker() -> None:
     async with Orchestra(load_timeout_s=0.1) as orchestra:
         engine, release = ScriptedEngine(), threading.Event()
         engine.before_load = lambda version: assert_set(release)
-        agent = orchestra.employ(engine)
-        await orchestra.first(wire.Ready)
+        agent = await orchestra.at_work(engine)
         orchestra.send(generate("t", most=1_000_000), wire.PullWeights(1, FINISH))
         end = await asyncio.wait_for(agent, PATIENCE_S)
         release.set()
@@ -371,8 +332,7 @@ async def test_an_engine_that_hangs_while_it_applies_weights_ends_the_worker() -
 
 
 async def test_drain_lets_running_turns_finish_then_says_goodbye(orchestra: Orchestra) -> None:
-    agent = orchestra.employ(ScriptedEngine())
-    await orchestra.first(wire.Ready)
+    agent = await orchestra.at_work(ScriptedEngine())
     orchestra.send(generate("t", most=100), wire.Drain("no longer needed"), generate("late"))
     end = await agent
     assert (end.code, end.reason) == (0, "no longer needed")
@@ -387,8 +347,7 @@ async def test_drain_lets_running_turns_finish_then_says_goodbye(orchestra: Orch
 
 async def test_drain_gives_back_what_does_not_finish_in_time() -> None:
     async with Orchestra(drain_timeout_s=0.1) as orchestra:
-        agent = orchestra.employ(ScriptedEngine())
-        await orchestra.first(wire.Ready)
+        agent = await orchestra.at_work(ScriptedEngine())
         orchestra.send(generate("t", most=1_000_000), wire.Drain("preempted"))
         assert (await agent).code == 0
         assert orchestra.chunks("t")[-1].finish is FinishReason.ABORTED
@@ -417,17 +376,15 @@ async def test_credit_follows_the_device_share_without_waiting_for_a_heartbeat()
         share = Switch()
         orchestra.employ(ScriptedEngine(), share=share)
         beat = await orchestra.first(wire.Heartbeat)
-        assert beat.capacity_turns == 6  # type: ignore[attr-defined]
+        assert beat.capacity_turns == 6
         share.turns = 2
-        await orchestra.until(lambda: orchestra.of(wire.Heartbeat)[-1].capacity_turns == 2)  # type: ignore[attr-defined]
+        await orchestra.until(lambda: orchestra.of(wire.Heartbeat)[-1].capacity_turns == 2)
 
 
 async def test_turns_are_given_back_as_stalled_when_the_owner_needs_the_device(orchestra: Orchestra) -> None:
     share = Switch()
-    orchestra.employ(ScriptedEngine(), share=share)
-    await orchestra.first(wire.Ready)
-    orchestra.send(generate("t", most=100_000))
-    await orchestra.until(lambda: orchestra.chunks("t"))
+    await orchestra.at_work(ScriptedEngine(), share=share)
+    await orchestra.running()
     share.held = True
     assert (await orchestra.finished("t")).finish is FinishReason.STALLED
     check_tokens(orchestra.chunks("t"), 1)
@@ -440,10 +397,8 @@ async def test_turns_are_given_back_as_stalled_when_the_owner_needs_the_device(o
 
 async def test_a_dead_path_is_left_and_the_session_resumed(orchestra: Orchestra, dead_path: DeadPath) -> None:
     engine = ScriptedEngine(iteration_s=0.005)
-    orchestra.employ(engine, join=dead_path.address)
-    await orchestra.first(wire.Ready)
-    orchestra.send(generate("t", most=1_000_000))
-    await orchestra.until(lambda: orchestra.chunks("t"))
+    await orchestra.at_work(engine, join=dead_path.address)
+    await orchestra.running()
     dead_path.die()
     await orchestra.first(wire.Ready, epoch=2)
     assert orchestra.gone == [("w", 1, False)]
@@ -455,22 +410,12 @@ async def test_a_dead_path_is_left_and_the_session_resumed(orchestra: Orchestra,
     assert engine.statistics().executing == 0, "turns of the old epoch were ended where they ran"
 
 
-async def test_a_cut_connection_is_resumed_at_once(orchestra: Orchestra, dead_path: DeadPath) -> None:
-    orchestra.employ(ScriptedEngine(), join=dead_path.address)
-    for epoch in (1, 2, 3):
-        await orchestra.first(wire.Ready, epoch=epoch)
-        orchestra.cut()
-    await orchestra.first(wire.Heartbeat, epoch=4)
-
-
 @pytest.mark.parametrize("patience", [{"resume_timeout_s": 0.3}, {"orchestrator_timeout_s": 0.3}], ids=str)
 async def test_a_worker_whose_orchestrator_stays_away_exits(patience: dict[str, float]) -> None:
     async with Orchestra(**{"resume_timeout_s": 0.1, "orchestrator_timeout_s": 0.1} | patience) as orchestra:
         engine = ScriptedEngine()
-        agent = orchestra.employ(engine)
-        await orchestra.first(wire.Ready)
-        orchestra.send(generate("t", most=1_000_000))
-        await orchestra.until(lambda: orchestra.chunks("t"))
+        agent = await orchestra.at_work(engine)
+        await orchestra.running()
         await orchestra.gateway.aclose()
         end = await asyncio.wait_for(agent, 10)
         assert end.code == 1
@@ -511,7 +456,7 @@ async def _serve_on(seed: int, script: list[str]) -> None:
                 case "weights":
                     version += 1
                     orchestra.send(wire.PullWeights(version, FINISH), epoch=epoch)
-                    await orchestra.first(wire.WeightsReport, after=len(orchestra.heard))
+                    await orchestra.next(wire.WeightsReport)
                     continue
                 case "cut":
                     orchestra.heard.clear()
@@ -539,7 +484,6 @@ async def _serve_on(seed: int, script: list[str]) -> None:
 async def expected(orchestra: Orchestra, version: int) -> int:
     """The worker is there with its weights; its epoch."""
     ready = await orchestra.first(wire.Ready)
-    assert isinstance(ready, wire.Ready)
     assert ready.weights_version == version
     return next(epoch for _, epoch, message in orchestra.heard if message is ready)
 
@@ -576,10 +520,8 @@ async def test_a_session_follows_its_new_welcome(orchestra: Orchestra) -> None:
     engine = ScriptedEngine(iteration_s=0.01)
     relays: list[str] = []
     engine.fetch = lambda source: relays.append(source.relay)
-    orchestra.employ(engine)
-    await orchestra.first(wire.Ready)
-    orchestra.send(generate("t", most=1_000_000))
-    await orchestra.until(lambda: orchestra.chunks("t"))
+    await orchestra.at_work(engine)
+    await orchestra.running()
     orchestra.door._sessions["w"].welcome = msgspec.structs.replace(orchestra.door._welcome, relay="elsewhere")
     orchestra.heard.clear()
     orchestra.cut()
@@ -593,8 +535,7 @@ async def test_a_session_follows_its_new_welcome(orchestra: Orchestra) -> None:
 
 
 async def test_a_fenced_worker_exits_and_says_why(orchestra: Orchestra) -> None:
-    agent = orchestra.employ(ScriptedEngine())
-    await orchestra.first(wire.Ready)
+    agent = await orchestra.at_work(ScriptedEngine())
     orchestra.door.fence("w", "no heartbeat for 3 s")
     end = await asyncio.wait_for(agent, 10)
     assert end.code == 1
@@ -650,8 +591,7 @@ async def test_an_engine_that_cannot_be_built_ends_the_worker(orchestra: Orchest
 async def test_an_order_that_cannot_be_read_costs_its_attempt_and_no_connection(
     orchestra: Orchestra, prompt: object
 ) -> None:
-    orchestra.employ(ScriptedEngine())
-    await orchestra.first(wire.Ready)
+    await orchestra.at_work(ScriptedEngine())
     poison = msgspec.structs.replace(generate("poison", attempt=7, start=2, most=30), token_ids=prompt)
     orchestra.send(poison)
     orchestra.send(generate("sound", seed=5, most=20))

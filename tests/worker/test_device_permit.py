@@ -6,66 +6,30 @@ import itertools
 import os
 import random
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from elastic.config import Config, ConfigError
+from elastic.config import ConfigError
 from elastic.core.types import Account, FinishReason
-from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
-from elastic.engine.model.config import Qwen3Config
-from elastic.engine.model.qwen3 import Qwen3
 from elastic.pool.messages import KEEPER_VARIABLE, Warm
 from elastic.protocol import wire
 from elastic.worker.agent import AgentExit
 from elastic.worker.device_permit import DevicePermit, keeper_socket
-from elastic.worker.trainer_host import run_trainer_host
-from tests.worker.conftest import Orchestra, generate
+from tests.worker.conftest import generate
 from tests.worker.keeper import Keeper
-
-MODEL = Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=48, initializer_range=0.2)
-GROUPS = 2
+from tests.worker.trainer_house import TrainerHouse, config_of, step_of, train_group
 
 
-class Shared(Orchestra):
-    """A run whose trainer has its device by permit, or one of its own."""
+class Shared(TrainerHouse):
+    """Its trainer has the device by permit, or one of its own."""
 
     def __init__(self, run_dir: Path, base: Path, keeper: Keeper | None) -> None:
-        config = {
-            "run": {"steps": 9},
-            "model": {"checkpoint": str(base)},
-            "rollout": {"groups": GROUPS, "group_size": 2},
-            "trainer": {"updates_per_step": 2, "warmup_updates": 0},
-            "engine": {"max_context_tokens": 64, "kv_blocks": 16, "max_batch": 4},
-        }
-        self.config = Config.model_validate(config)
-        self.run_dir, self.keeper = run_dir, keeper
-        super().__init__(
-            engine=self.config.engine.model_dump(mode="json"),  # type: ignore[arg-type]
-            model=MODEL.to_dict(),  # type: ignore[arg-type]
-            relay=str(run_dir / "weights"),  # type: ignore[arg-type]
-            silence_timeout_s=10.0,
-        )
-
-    def host(self) -> asyncio.Task[AgentExit]:
-        self.expect("w", trains=True)
-        permit = DevicePermit(self.keeper.resident) if self.keeper is not None else None
-        work = run_trainer_host(self.ticket("w"), self.config, self.run_dir, False, permit)
-        self.agents.append(asyncio.create_task(work))
-        return self.agents[-1]
-
-    def order(self, version: int) -> list[wire.FromOrchestrator]:
-        groups = [train_group(version, index) for index in range(GROUPS)]
-        return [*groups, wire.UpdateFrame(version, version)]
-
-    async def trained(self, version: int, index: int) -> object:
-        return await self.until(lambda: any(t.group == f"s{version}g{index}" for t in self.of(wire.Trained)))  # type: ignore[attr-defined]
-
-    async def stepped(self, version: int) -> None:
-        await self.until(lambda: any(s.version == version for s in self.of(wire.Stepped)))  # type: ignore[attr-defined]
+        super().__init__(config_of(base, trainer={"updates_per_step": 2}), run_dir)
+        self.keeper = keeper
+        self.parts["permit"] = DevicePermit(keeper.resident) if keeper is not None else None
 
     async def state(self) -> bytes:
         """Of the newest checkpoint, once the worker has left."""
@@ -75,27 +39,8 @@ class Shared(Orchestra):
         tensors = load_file(newest)
         return b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
 
-    def accounts(self) -> dict[Account, int]:
-        return self.of(wire.Heartbeat)[-1].accounts_ns  # type: ignore[attr-defined]
-
-
-def train_group(step: int, index: int) -> wire.TrainGroupFrame:
-    """Two trajectories of which one was rewarded."""
-    trajectories = [
-        wire.TrajectoryData(
-            f"s{step}g{index}m{m}", [1, 2, 3, 4 + m, 5], [0, 0, 1, 1, 1], [0, 0, -3, -3, -3], [0] * 5, m
-        )
-        for m in range(2)
-    ]
-    return wire.TrainGroupFrame(step, f"s{step}g{index}", index, trajectories)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp("base") / "policy"
-    write_checkpoint(directory, MODEL, model_tensors(Qwen3(MODEL)))
-    return directory
+    def accounts(self) -> Mapping[Account, int]:
+        return self.of(wire.Heartbeat)[-1].accounts_ns
 
 
 @pytest.fixture
@@ -127,11 +72,11 @@ async def test_what_was_under_way_ends_before_the_device_is_left(shared: Shared,
     parked = await keeper.take()
     assert parked.state_bytes > 0
     shared.send(train_group(1, 1))
-    await shared.first(wire.Heartbeat, after=len(shared.heard))
-    await shared.first(wire.Heartbeat, after=len(shared.heard))
+    await shared.next(wire.Heartbeat)
+    await shared.next(wire.Heartbeat)
     assert len(shared.of(wire.Trained)) == 1
     began = shared.accounts()
-    await shared.first(wire.Heartbeat, after=len(shared.heard))
+    await shared.next(wire.Heartbeat)
     gained = {account for account, ns in shared.accounts().items() if ns != began.get(account, 0)}
     assert gained == {Account.PARKED}
     await keeper.give()
@@ -148,7 +93,7 @@ async def test_seeding_stops_and_goes_on_with_the_device(shared: Shared, keeper:
     cut = await shared.finished("long")
     assert cut.finish in (FinishReason.ABORTED, FinishReason.LENGTH, FinishReason.STOP)
     shared.send(generate("later", most=5))
-    await shared.first(wire.Heartbeat, after=len(shared.heard))
+    await shared.next(wire.Heartbeat)
     assert not shared.chunks("later")
     await keeper.give()
     await shared.finished("later")
@@ -175,13 +120,13 @@ async def test_a_parked_trainer_leaves_with_a_checkpoint_and_without_what_it_was
 ) -> None:
     await keeper.give()
     await shared.first(wire.Ready)
-    shared.send(wire.Sleep(), *shared.order(1))
+    shared.send(wire.Sleep(), *step_of(1))
     await shared.stepped(1)
     await keeper.take()
     shared.send(train_group(2, 0), wire.Drain("over"))
     end = await shared.agents[-1]
     assert end == AgentExit(0, "over")
-    assert not any(trained.group == "s2g0" for trained in shared.of(wire.Trained))  # type: ignore[attr-defined]
+    assert not any(trained.group == "s2g0" for trained in shared.of(wire.Trained))
     assert (shared.run_dir / "checkpoints" / "00000001.safetensors").exists()
 
 
@@ -207,7 +152,7 @@ async def test_training_with_parks_anywhere_gives_the_same_weights(tmp_path: Pat
             taking = asyncio.create_task(take_turns(keeper)) if keeper is not None else None
             await run.first(wire.Ready)
             for version in (1, 2):
-                orders = run.order(version)
+                orders = step_of(version)
                 rng.shuffle(orders[:-1])
                 for order in orders:
                     run.send(order)

@@ -9,12 +9,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from elastic.core.types import Account, WeightMode
-from elastic.engine.model.checkpoint import model_tensors
-from elastic.engine.model.config import Qwen3Config
-from elastic.engine.model.qwen3 import Qwen3
 from elastic.pool.messages import KEEPER_VARIABLE, Left, Warm
 from elastic.protocol import wire
 from elastic.weights.directory import DirectoryRelay
@@ -23,10 +19,9 @@ from elastic.weights.signing import SigningKey
 from elastic.weights.versions import discard_all
 from elastic.worker.agent import AgentExit
 from elastic.worker.rollout_resident import RolloutResident
-from tests.worker.conftest import PATIENCE_S, Orchestra, generate
+from tests.worker.conftest import MODEL, PATIENCE_S, MessageT, Orchestra, generate, policy
 from tests.worker.keeper import Keeper
 
-MODEL = Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=48, initializer_range=0.2)
 ENGINE = {"kind": "torch", "device": "cpu", "max_context_tokens": 64, "kv_blocks": 16, "max_batch": 4}
 FOLLOW_S = 0.01
 
@@ -54,33 +49,40 @@ class Job:
         self._publisher = Publisher(self.relay, "run", MODEL.to_dict(), key=self.key)
 
     def publish(self, version: int, seed: int | None = None) -> None:
-        self._publisher.publish(version, weights(version if seed is None else seed))
+        self._publisher.publish(version, policy(version if seed is None else seed))
         self._publisher.wait()
 
-    async def begin(self) -> str:
-        """Resume, lend a worker, wait until it is ready; returns its name."""
+    async def begin(self, version: int | None = None) -> str:
+        """Resume, lend a worker, wait until it is ready, with weights of the version; returns its name."""
         await self.keeper.give()
-        return await self.lend()
+        worker = await self.lend()
+        if version is not None:
+            await self.load(worker, version)
+        return worker
 
     async def lend(self) -> str:
         self.slices += 1
         worker = f"w{self.slices}"
         self.orchestra.expect(worker)
         self.keeper.lend(worker, self.orchestra.address, f"token of {worker}")
-        await self.orchestra.until(lambda: any(w == worker for w, _, m in self.orchestra.heard if is_ready(m)))
+        await self.orchestra.until(lambda: self.of(worker, wire.Ready))
         return worker
 
-    def of(self, worker: str, kind: type) -> list[object]:
+    def of(self, worker: str, kind: type[MessageT]) -> list[MessageT]:
         return [m for w, _, m in self.orchestra.heard if w == worker and isinstance(m, kind)]
 
     async def load(self, worker: str, version: int) -> wire.WeightsReport:
         order = wire.PullWeights(version, WeightMode.FINISH, self.key.public)
         self.orchestra.send(order, worker=worker)
-        await self.orchestra.until(lambda: any(r.version == version for r in self.of(worker, wire.WeightsReport)))  # type: ignore[attr-defined]
+        await self.orchestra.until(lambda: any(r.version == version for r in self.of(worker, wire.WeightsReport)))
         report = self.of(worker, wire.WeightsReport)[-1]
-        assert isinstance(report, wire.WeightsReport)
         assert not report.error
         return report
+
+    async def park(self, worker: str) -> None:
+        self.keeper.call_back(worker)
+        await self.keeper.hear(Left)
+        await self.keeper.take()
 
     async def say(self, worker: str, turn: str, seed: int = 7) -> list[int]:
         self.orchestra.send(generate(turn, seed=seed, most=12), worker=worker)
@@ -92,15 +94,6 @@ class Job:
         async with asyncio.timeout(PATIENCE_S):
             while self.resident.kept.version != version:  # noqa: ASYNC110 (it tells nobody)
                 await asyncio.sleep(FOLLOW_S)
-
-
-def is_ready(message: object) -> bool:
-    return isinstance(message, wire.Ready)
-
-
-def weights(seed: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    return {name: tensor.bfloat16() for name, tensor in model_tensors(Qwen3(MODEL)).items()}
 
 
 @pytest.fixture
@@ -120,8 +113,7 @@ async def fresh(tmp_path: Path, version: int, seed: int = 7) -> list[int]:
     async with job.keeper, job.orchestra:
         resident = asyncio.create_task(job.resident.run(job.keeper.resident))
         await job.keeper.hear(Warm)
-        worker = await job.begin()
-        await job.load(worker, version)
+        worker = await job.begin(version)
         said = await job.say(worker, "t", seed)
         job.keeper.link.abort()
         await resident
@@ -134,13 +126,11 @@ async def test_slice_after_slice_it_works_with_the_engine_that_it_keeps(job: Job
     for number in range(4):
         worker = await job.begin()
         ready = job.of(worker, wire.Ready)[0]
-        assert isinstance(ready, wire.Ready)
         assert ready.weights_version is None, "whose the weights have to be is not known before they are ordered"
         report = await job.load(worker, 1)
         assert (report.pulled_bytes > 0) == (number == 0)
         said.append(await job.say(worker, f"t{number}"))
         beat = job.of(worker, wire.Heartbeat)[-1]
-        assert isinstance(beat, wire.Heartbeat)
         assert beat.decoded_tokens <= 12 + 1, "it counts from nothing"
         job.keeper.call_back(worker)
         assert (await job.keeper.hear(Left)) == Left(worker)
@@ -153,8 +143,7 @@ async def test_slice_after_slice_it_works_with_the_engine_that_it_keeps(job: Job
 
 async def test_parked_it_follows_the_versions_and_the_slice_begins_with_the_newest(job: Job, tmp_path: Path) -> None:
     job.publish(1)
-    worker = await job.begin()
-    await job.load(worker, 1)
+    worker = await job.begin(1)
     await job.keeper.take(working=worker)
     for version in (2, 3):
         job.publish(version)
@@ -166,9 +155,8 @@ async def test_parked_it_follows_the_versions_and_the_slice_begins_with_the_newe
 
 async def test_versions_of_another_trainer_are_not_followed_until_it_is_named(job: Job, tmp_path: Path) -> None:
     job.publish(1)
-    worker = await job.begin()
-    await job.load(worker, 1)
-    await park(job, worker)
+    worker = await job.begin(1)
+    await job.park(worker)
     job.new_trainer()
     job.publish(1, seed=2)
     job.publish(2)
@@ -177,30 +165,22 @@ async def test_versions_of_another_trainer_are_not_followed_until_it_is_named(jo
     worker = await job.begin()
     assert (await job.load(worker, 2)).pulled_bytes > 0
     assert await job.say(worker, "t") == await fresh(tmp_path, 2)
-    await park(job, worker)
+    await job.park(worker)
     job.publish(3)
     await job.has(3)
-
-
-async def park(job: Job, worker: str) -> None:
-    job.keeper.call_back(worker)
-    await job.keeper.hear(Left)
-    await job.keeper.take()
 
 
 async def test_a_device_that_is_taken_in_a_turn_keeps_every_token(job: Job) -> None:
     """The turn is cut where the slice ends, and goes on in the next one."""
     job.publish(1)
-    worker = await job.begin()
-    await job.load(worker, 1)
+    worker = await job.begin(1)
     whole = await job.say(worker, "whole")
     job.orchestra.send(generate("cut", seed=7, most=12), worker=worker)
     await job.orchestra.until(lambda: job.orchestra.chunks("cut"))
     await job.keeper.take(working=worker)
     had = [token for chunk in job.orchestra.chunks("cut") for token in chunk.token_ids]
     assert job.orchestra.chunks("cut")[-1].finish is not None
-    worker = await job.begin()
-    await job.load(worker, 1)
+    worker = await job.begin(1)
     if len(had) < len(whole):
         prompt = generate("cut", seed=7).token_ids
         rest = msgspec.structs.replace(
@@ -214,13 +194,11 @@ async def test_a_device_that_is_taken_in_a_turn_keeps_every_token(job: Job) -> N
 
 async def test_time_before_the_engine_is_lent_has_a_name(job: Job) -> None:
     job.publish(1)
-    worker = await job.begin()
-    await job.load(worker, 1)
-    await park(job, worker)
+    worker = await job.begin(1)
+    await job.park(worker)
     worker = await job.begin()
     await job.orchestra.until(lambda: job.of(worker, wire.Heartbeat))
     beat = job.of(worker, wire.Heartbeat)[0]
-    assert isinstance(beat, wire.Heartbeat)
     assert beat.accounts_ns[Account.SWITCHING] > 0
     assert beat.accounts_ns.keys() <= {Account.SWITCHING, Account.BOOTING, Account.LOADING}
 
@@ -251,9 +229,8 @@ async def test_a_worker_that_is_not_let_in_is_told_of_and_the_resident_stays(job
 
 async def test_another_engine_is_built_where_another_is_asked_for(job: Job, tmp_path: Path) -> None:
     job.publish(1)
-    worker = await job.begin()
-    await job.load(worker, 1)
-    await park(job, worker)
+    worker = await job.begin(1)
+    await job.park(worker)
     first = job.resident.kept.engine
     job.orchestra.door._welcome = msgspec.structs.replace(  # the run goes on with other settings
         job.orchestra.door._welcome, engine={**ENGINE, "max_batch": 2}
@@ -280,8 +257,7 @@ async def test_at_random_times(job: Job, tmp_path: Path) -> None:
     job.publish(version)
     expected: dict[int, list[int]] = {}
     for number in range(12):
-        worker = await job.begin()
-        await job.load(worker, version)
+        worker = await job.begin(version)
         if rng.random() < 0.8:
             said = await job.say(worker, f"t{number}")
             assert said == expected.setdefault(version, said)
@@ -309,8 +285,7 @@ async def test_the_process_is_warm_before_it_is_up(job: Job) -> None:
         other = job.keeper
         job.keeper = keeper
         job.publish(1)
-        worker = await job.begin()
-        await job.load(worker, 1)
+        worker = await job.begin(1)
         assert await job.say(worker, "t")
         job.keeper = other
         process.terminate()

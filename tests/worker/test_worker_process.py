@@ -4,27 +4,21 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from elastic.config import EngineConfig
 from elastic.core.types import Account, FinishReason, SamplingParameters
-from elastic.engine.model.checkpoint import model_tensors
-from elastic.engine.model.config import Qwen3Config
-from elastic.engine.model.qwen3 import Qwen3
 from elastic.protocol import wire
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.relay import open_relay
-from tests.worker.conftest import KEY, Orchestra, ordered
+from tests.worker.conftest import KEY, MODEL, Orchestra, ordered, policy
 
 pytestmark = pytest.mark.alone
 
-MODEL = Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=48, initializer_range=0.2)
 ENGINE = EngineConfig.model_validate(
     {
         "max_context_tokens": 128,
@@ -88,8 +82,7 @@ class Workers(Orchestra):
 
 @pytest.fixture
 async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
-    torch.manual_seed(0)
-    publish_keyframe(open_relay(str(tmp_path)), "run", 0, model_tensors(Qwen3(MODEL)), MODEL.to_dict(), KEY)
+    publish_keyframe(open_relay(str(tmp_path)), "run", 0, policy(), MODEL.to_dict(), KEY)
     async with Workers(tmp_path) as workers:
         yield workers
 
@@ -126,101 +119,6 @@ async def test_a_turn_of_a_killed_worker_continues_elsewhere_token_for_token(wor
     await workers.finished("whole")
     await workers.finished("cut", 2)
     assert [*accepted, *tokens(workers.chunks("cut", 2))] == tokens(workers.chunks("whole"))
-
-
-ORCHESTRATOR = """
-import asyncio, sys
-from elastic.protocol import wire
-from elastic.runtime.gateway import Gateway
-
-port, epoch, welcome = sys.argv[1:]
-
-def tell(epoch, message):
-    print(epoch, wire.encode(message)[4:].hex(), flush=True)
-
-class Ear:
-    def on_ready(self, worker, epoch, ready): tell(epoch, ready)
-    def on_message(self, worker, epoch, message): tell(epoch, message)
-    def on_tokens(self, worker, epoch, tokens, body): tell(epoch, tokens)
-    def on_disconnected(self, worker, epoch, goodbye): pass
-
-async def main():
-    gateway = Gateway()
-    await gateway.start(port=int(port))
-    door = gateway.open("run", Ear(), wire.decode_from_orchestrator(bytes.fromhex(welcome)))
-    door.expect("w", "token of w", "key of w", epoch=int(epoch))
-    stdin = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
-    async for line in stdin:
-        epoch_to, order = line.split()
-        door.send("w", int(epoch_to), wire.decode_from_orchestrator(bytes.fromhex(order.decode())))
-
-asyncio.run(main())
-"""
-
-
-class KilledOrchestrator(Workers):
-    """An orchestra whose gateway is a process, which can be killed, and come back at its address."""
-
-    async def rise(self, epoch: int = 0) -> None:
-        """As the gateway of an orchestrator that knows so many epochs of the worker."""
-        if not epoch:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                self.address = "{}:{}".format(*free.getsockname())
-        welcome = wire.encode(self.door._welcome)[4:].hex()
-        self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", ORCHESTRATOR, self.address.split(":")[1], str(epoch), welcome),
-            stdin=-1,
-            stdout=-1,
-            limit=1 << 20,
-        )
-        self.processes.append(self.process)
-        self.hearing = asyncio.create_task(self._hear(self.process))
-
-    async def _hear(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        async for line in process.stdout:
-            epoch, body = line.split()
-            self.on_message("w", int(epoch), wire.decode_from_worker(bytes.fromhex(body.decode())))
-
-    def send(self, *messages: wire.FromOrchestrator, epoch: int = 1, worker: str = "w") -> None:
-        assert self.process.stdin is not None
-        for message in messages:
-            self.process.stdin.write(f"{epoch} {wire.encode(message)[4:].hex()}\n".encode())
-
-    async def kill(self) -> None:
-        self.process.kill()
-        await self.hearing
-
-
-@pytest.mark.nightly
-async def test_a_worker_outlives_its_orchestrator_with_its_weights_and_its_kv(workers: Workers, tmp_path: Path) -> None:
-    async with KilledOrchestrator(tmp_path) as orchestra:
-        await orchestra.rise()
-        worker = await orchestra.spawn("w")
-        orchestra.send(turn("whole"))
-        await orchestra.finished("whole")
-        for epoch in (1, 2):
-            orchestra.send(turn(f"cut {epoch}"), epoch=epoch)
-            await orchestra.until(lambda name=f"cut {epoch}": orchestra.chunks(name))
-            await orchestra.kill()
-            before = len(orchestra.heard)
-            await orchestra.rise(epoch)
-            ready = await orchestra.first(wire.Ready, epoch=epoch + 1)
-            assert ready.weights_version == 0  # type: ignore[attr-defined]
-            whole = tokens(orchestra.chunks("whole"))
-            accepted = tuple(whole[: TURN_TOKENS // 2])
-            orchestra.send(turn(f"again {epoch}", 1, accepted), epoch=epoch + 1)
-            await orchestra.finished(f"again {epoch}")
-            again = orchestra.chunks(f"again {epoch}")
-            assert [*accepted, *tokens(again)] == whole
-            assert again[0].cached_tokens >= len(accepted) // 16 * 16, "its prefix was still there"
-            assert not any(isinstance(m, wire.WeightsReport) for _, _, m in orchestra.heard[before:])
-        assert worker.returncode is None
-        await orchestra.kill()
-        output, _ = await asyncio.wait_for(worker.communicate(), 30)
-        assert worker.returncode == 1
-        assert "could not be resumed within 5.0 s" in output.decode()
 
 
 @pytest.mark.nightly

@@ -94,28 +94,8 @@ class LeasedBlocks(BlockPool):
                 self._users_in[block // self._per_page] += 1
         return blocks
 
-    def release(self, blocks: Sequence[int]) -> None:
-        expiry_ns = self._now_ns() + self._lease_ns
-        for block in reversed(blocks):
-            if self._users[block] < 1:
-                raise ValueError(f"block {block} is not in use")
-            self._users[block] -= 1
-            if self._users[block]:
-                continue
-            self._users_in[block // self._per_page] -= 1
-            if self._lease_ns and self._digests[block] is not None:
-                self._cached[block] = None
-                self._expiry_ns[block] = expiry_ns
-            else:
-                self._unregister(block)
-                self._put_back(block)
-
     def forget(self) -> None:
-        self._found.clear()
-        self._digests = [None] * self.total
-        for block in self._cached:
-            self._put_back(block)
-        self._cached.clear()
+        super().forget()
         self._expiry_ns.clear()
 
     def expire(self) -> None:
@@ -159,9 +139,7 @@ class LeasedBlocks(BlockPool):
         assert set(self._open) == {page for page, blocks in self._in_page.items() if blocks}
         assert Counter(block // self._per_page for block in in_use) == +self._users_in
         assert self._expiry_ns.keys() == self._cached.keys()
-        assert all(self._digests[block] == digest for digest, block in self._found.items())
-        assert len(self._found) == sum(digest is not None for digest in self._digests)
-        assert all(self._digests[block] is None for block in free)
+        self._check_digests(free)
 
     def _grow(self, wanted: int) -> None:
         """Map up to `wanted` pages."""
@@ -187,6 +165,14 @@ class LeasedBlocks(BlockPool):
         self._users_in[page] += 1
         return block
 
+    def _rest(self, block: int) -> None:
+        self._users_in[block // self._per_page] -= 1
+        if not self._lease_ns:
+            self._unregister(block)
+        super()._rest(block)
+        if block in self._cached:
+            self._expiry_ns[block] = self._now_ns() + self._lease_ns
+
     def _put_back(self, block: int) -> None:
         page = block // self._per_page
         self._in_page[page].append(block)
@@ -197,9 +183,3 @@ class LeasedBlocks(BlockPool):
         block = super()._evict()
         del self._expiry_ns[block]
         return block
-
-    def _unregister(self, block: int) -> None:
-        digest = self._digests[block]
-        if digest is not None:
-            del self._found[digest]
-            self._digests[block] = None

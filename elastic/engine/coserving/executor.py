@@ -47,14 +47,9 @@ class CoServingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     rollout_pages: int
     rollout_bytes: int
     """All that the rollout model holds of the device: weights, tables and pages."""
-    free_pages: int
-    total_pages: int
     serving_peak_pages: int
     usage: DeviceUsage
     reclaims_ns: tuple[Nanoseconds, ...]
-    turns_aborted: int
-    turns_stalled: int
-    rollout_failures: int
     activation_s: float
     """How long the rollout model's last activation blocked the device."""
 
@@ -87,7 +82,7 @@ class CoServing:
         self._try_after_ns = try_after_ns
         self.changed = threading.Condition()
         """Who holds it keeps the executor between two steps: what one asks meanwhile is of one moment."""
-        self._rollout_failures = 0
+        self.rollout_failures = 0
         self._usage = UsageMeter(time.monotonic_ns())
         self._activating_ns = 0
         self._activation_s = 0.0
@@ -96,18 +91,11 @@ class CoServing:
         """When a rollout step was last begun, or the device lent."""
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._rollout: SharedRolloutEngine | None = None
-        self._serving = SharedServingEngine(serving, self.memory.pages, self.memory.serving_lending(), self.changed)
-        self.memory.serving = self._serving
-        self._refuse_too_small(self._serving, self.memory.budget.serving_pages)
-
-    @property
-    def serving(self) -> SharedServingEngine:
-        return self._serving
-
-    @property
-    def rollout(self) -> SharedRolloutEngine | None:
-        return self._rollout
+        self.rollout: SharedRolloutEngine | None = None
+        """The engine of the run to which the device is lent."""
+        self.serving = SharedServingEngine(serving, self.memory.pages, self.memory.serving_lending(), self.changed)
+        self.memory.serving = self.serving
+        self._refuse_too_small(self.serving, self.memory.budget.serving_pages)
 
     @property
     def running(self) -> bool:
@@ -119,11 +107,11 @@ class CoServing:
         if self._thread is not None or self._closed:
             raise RuntimeError("the executor was started before")
         self._thread = threading.Thread(target=self._run, name="co-serving", daemon=True)
-        self._serving.thread = self._thread
-        self._serving.start(sink)
+        self.serving.thread = self._thread
+        self.serving.start(sink)
         self._thread.start()
         try:
-            self._serving.load_version(TensorSource(0, tensors), WeightMode.FINISH)
+            self.serving.load_version(TensorSource(0, tensors), WeightMode.FINISH)
         except BaseException:
             self.close()
             raise
@@ -136,7 +124,7 @@ class CoServing:
         with self.changed:
             if self._thread is None or self._closed:
                 raise RuntimeError("the executor is not running")
-            if self._rollout is not None:
+            if self.rollout is not None:
                 raise RuntimeError("the device is lent to another run")
             rollout = SharedRolloutEngine(
                 spec,
@@ -154,9 +142,9 @@ class CoServing:
                 rollout.retire()
                 raise
             rollout.thread = self._thread
-            rollout.expect_pieces_like(self._serving)
+            rollout.expect_pieces_like(self.serving)
             self._rolled_ns = time.monotonic_ns()
-            self._rollout = self.memory.rollout = rollout
+            self.rollout = self.memory.rollout = rollout
             self._usage.lend(True, time.monotonic_ns())
             self.begin_step()
             return rollout
@@ -183,20 +171,15 @@ class CoServing:
 
     def statistics(self) -> CoServingStatistics:
         with self.changed:
-            rollout, memory = self._rollout, self.memory
+            rollout, memory = self.rollout, self.memory
             return CoServingStatistics(
                 budget=memory.budget,
                 serving_pages=memory.serving_pages,
                 rollout_pages=memory.rollout_pages,
                 rollout_bytes=rollout.runner.device_bytes if rollout else 0,
-                free_pages=memory.pages.free,
-                total_pages=memory.usable,
                 serving_peak_pages=memory.serving_peak,
                 usage=self._usage.read(time.monotonic_ns()),
                 reclaims_ns=tuple(memory.reclaims_ns),
-                turns_aborted=rollout.aborted_by_pressure if rollout else 0,
-                turns_stalled=rollout.stalled if rollout else 0,
-                rollout_failures=self._rollout_failures,
                 activation_s=self._activation_s,
             )
 
@@ -218,7 +201,7 @@ class CoServing:
         try:
             if self._cpu is not None:
                 os.sched_setaffinity(0, {self._cpu})
-            torch.set_num_threads(self._serving.settings.threads)
+            torch.set_num_threads(self.serving.settings.threads)
             with torch.inference_mode():
                 while (step := self._next_step()) is not None:
                     step()
@@ -234,7 +217,7 @@ class CoServing:
         """Waits for work and returns it; None at the end."""
         with self.changed:
             while True:
-                step = self._serving.housekeeping() or self._on_rollout(self._rollout_housekeeping)
+                step = self.serving.housekeeping() or self._on_rollout(self._rollout_housekeeping)
                 if step is not None:
                     return step
                 if self._closed:
@@ -250,7 +233,7 @@ class CoServing:
     def _decide(self, now_ns: Nanoseconds) -> Step | None:
         """Serving first; rollouts behind each of its iterations as far as there is slack, and when it rests."""
         if self._swapping is not None:
-            step = self._swapping.step(self._serving, self._rollout, now_ns)
+            step = self._swapping.step(self.serving, self.rollout, now_ns)
             if step is not None:
                 return step
         if self._rollout_ran and (step := self._serving_step()) is not None:
@@ -260,20 +243,20 @@ class CoServing:
         return self._on_rollout(self._rollout_step) or self._serving_step()
 
     def _serving_step(self) -> Step | None:
-        if (step := self._serving.loading_step()) is not None:
+        if (step := self.serving.loading_step()) is not None:
             return step
-        if self._serving.active and self._serving.costs is None:
-            return self._serving.measuring_step(self._profiles)
-        iteration = self._serving.next_iteration()
+        if self.serving.active and self.serving.costs is None:
+            return self.serving.measuring_step(self._profiles)
+        iteration = self.serving.next_iteration()
         if iteration is None:
             return None
-        if self._rollout is not None:
-            self._rollout.charge(Account.SERVING)
-        return self._timed(self._serving, iteration)
+        if self.rollout is not None:
+            self.rollout.charge(Account.SERVING)
+        return self._timed(self.serving, iteration)
 
     def _rollout_step(self, rollout: SharedRolloutEngine) -> Step | None:
         now_ns = time.monotonic_ns()
-        view = self._serving.view(now_ns)
+        view = self.serving.view(now_ns)
         allowance_ns = self._admission.allowance_ns(view)
         if allowance_ns <= 0:
             return None
@@ -306,7 +289,7 @@ class CoServing:
         return None
 
     def _detach(self) -> None:
-        self._rollout = self.memory.rollout = None
+        self.rollout = self.memory.rollout = None
         self._usage.lend(False, time.monotonic_ns())
 
     def _timed(self, engine: SharedDeviceEngine, iteration: Iteration) -> Step:
@@ -339,10 +322,10 @@ class CoServing:
     # Faults.
 
     def _on_rollout(self, ask: Callable[[SharedRolloutEngine], Step | None]) -> Step | None:
-        if self._rollout is None:
+        if self.rollout is None:
             return None
         try:
-            return ask(self._rollout)
+            return ask(self.rollout)
         except Exception:
             self._lose_rollout()
             return None
@@ -359,9 +342,9 @@ class CoServing:
 
     def _lose_rollout(self) -> None:
         """The rollout engine failed: its turns end, its memory comes back, serving goes on."""
-        rollout = self._rollout
+        rollout = self.rollout
         assert rollout is not None
-        self._rollout_failures += 1
+        self.rollout_failures += 1
         _log.error("the rollout engine failed", trace=traceback.format_exc())
         why = "the rollout engine of the co-serving executor failed"
         try:
@@ -383,11 +366,11 @@ class CoServing:
             engine.emit_outbox()
 
     def _engines(self) -> list[SharedDeviceEngine]:
-        return [engine for engine in (self._serving, self._rollout) if engine is not None]
+        return [engine for engine in (self.serving, self.rollout) if engine is not None]
 
     def _patience_s(self, now_ns: Nanoseconds) -> float:
         """How long nothing can happen by itself: a lease or a stall may end, slack may be checked again."""
-        if self._rollout is not None and (self._rollout.has_work or self._serving.has_work):
+        if self.rollout is not None and (self.rollout.has_work or self.serving.has_work):
             return 0.002
-        expiry_ns = self._rollout.pool.next_expiry_ns if self._rollout is not None else None
+        expiry_ns = self.rollout.pool.next_expiry_ns if self.rollout is not None else None
         return 0.1 if expiry_ns is None else min(0.1, max(0.001, (expiry_ns - now_ns) / NS_PER_S))

@@ -10,8 +10,8 @@ import codecs
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
 from uuid import uuid4
 from xml.sax.saxutils import escape
 
@@ -25,6 +25,7 @@ from starlette.routing import BaseRoute, Route
 
 from elastic.core.types import FinishReason, SamplingParameters
 from elastic.engine.base import GenerateRequest, TokenChunk
+from elastic.engine.coserving.serving import SharedServingEngine
 from elastic.protocol.http_server import BodyLimits, HostCheck
 
 DEFAULT_MAX_TOKENS = 16
@@ -46,16 +47,14 @@ BODY_BYTES_PER_TOKEN = 32
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
+Detokenizer = Callable[[Sequence[int]], str]
+"""Tells the text that tokens add to that of the tokens before them."""
+
+
 class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
-    def decoder(self) -> "Detokenizer": ...
-
-
-class Detokenizer(Protocol):
-    def __call__(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens add to that of the tokens before them."""
-        ...
+    def decoder(self) -> Detokenizer: ...
 
 
 class Utf8Tokenizer:
@@ -77,17 +76,6 @@ class NoTokenizer:
 
     def decoder(self) -> Detokenizer:
         return lambda token_ids: ""
-
-
-class Generator(Protocol):
-    """The part of an engine that the front uses."""
-
-    @property
-    def closed(self) -> bool: ...
-
-    def submit(self, requests: Sequence[GenerateRequest]) -> None: ...
-
-    def abort(self, request_ids: Sequence[str]) -> None: ...
 
 
 class ModelCard(BaseModel):
@@ -224,9 +212,9 @@ class ServingFront:
         self._tokenizer = tokenizer or Utf8Tokenizer()
         self._queues: dict[str, asyncio.Queue[TokenChunk]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._engine: Generator | None = None
+        self._engine: SharedServingEngine | None = None
 
-    def connect(self, engine: Generator, loop: asyncio.AbstractEventLoop) -> None:
+    def connect(self, engine: SharedServingEngine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine, self._loop = engine, loop
 
     def sink(self, chunks: Sequence[TokenChunk]) -> None:
@@ -288,7 +276,7 @@ class ServingFront:
     async def _completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionRequest)
         prompt = self._tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-        return await self._answer(request, body, prompt, body.max_tokens, _CompletionFormat())
+        return await self._answer(request, body, prompt, body.max_tokens, _COMPLETION)
 
     async def _chat(self, request: Request) -> Response:
         body = await self._body(request, ChatRequest)
@@ -297,7 +285,7 @@ class ServingFront:
         prompt = self._tokenizer.encode(f"{text}<assistant>")
         most = body.max_completion_tokens or body.max_tokens
         room = self._card.max_context_tokens - len(prompt)
-        return await self._answer(request, body, prompt, most or max(1, room), _ChatFormat())
+        return await self._answer(request, body, prompt, most or max(1, room), _CHAT)
 
     async def _models(self, request: Request) -> Response:
         self._check_key(request)
@@ -328,7 +316,7 @@ class ServingFront:
             raise FrontError(400, f"{param or 'body'}: {said}", param) from None
 
     async def _answer(
-        self, request: Request, body: _Common, prompt: list[int], max_tokens: int, form: "_Format"
+        self, request: Request, body: _Common, prompt: list[int], max_tokens: int, form: "_AnswerFormat"
     ) -> Response:
         self._check(body, prompt, max_tokens)
         wanted = GenerateRequest(
@@ -371,36 +359,28 @@ class ServingFront:
             )
 
 
-class _Format(Protocol):
+class _AnswerFormat(NamedTuple):
+    """The names in an answer: of its id, of a whole answer and of a piece of one."""
+
     prefix: str
     whole: str
     piece: str
 
-    def choice(self, text: str, streaming: bool) -> dict[str, Any]: ...
-
-
-class _CompletionFormat:
-    prefix = "cmpl"
-    whole = piece = "text_completion"
-
     def choice(self, text: str, streaming: bool) -> dict[str, Any]:
-        return {"text": text}
-
-
-class _ChatFormat:
-    prefix = "chatcmpl"
-    whole = "chat.completion"
-    piece = "chat.completion.chunk"
-
-    def choice(self, text: str, streaming: bool) -> dict[str, Any]:
+        if self is _COMPLETION:
+            return {"text": text}
         return {"delta" if streaming else "message": {"role": "assistant", "content": text}}
+
+
+_COMPLETION = _AnswerFormat("cmpl", "text_completion", "text_completion")
+_CHAT = _AnswerFormat("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 
 class _Answer:
     """One request's chunks in the shape that its client knows."""
 
     def __init__(
-        self, request: GenerateRequest, model: str, body: _Common, form: _Format, decoder: Detokenizer
+        self, request: GenerateRequest, model: str, body: _Common, form: _AnswerFormat, decoder: Detokenizer
     ) -> None:
         self._request = request
         self._body = body

@@ -42,8 +42,6 @@ class SharedRolloutEngine(SharedDeviceEngine):
         self._budget_pages = budget_pages
         self._on_version = on_version
         self._progress_ns: dict[str, Nanoseconds] = {}
-        self.aborted_by_pressure = 0
-        self.stalled = 0
 
     def close(self) -> None:
         """End every live request with ABORTED, and give the device back. Safe to call twice."""
@@ -91,7 +89,6 @@ class SharedRolloutEngine(SharedDeviceEngine):
                 self._progress_ns[request.request_id] = now_ns
             waited_ns = now_ns - self._progress_ns.setdefault(request.request_id, now_ns)
             if waited_ns > self._stall_timeout_ns:
-                self.stalled += 1
                 why = f"no progress for {waited_ns / 1e9:.1f} s: serving holds the device"
                 self.end_early([sequence], FinishReason.STALLED, why)
 
@@ -106,7 +103,6 @@ class SharedRolloutEngine(SharedDeviceEngine):
         self._drop_cached(most_pages)
         while self.pool.pages > most_pages and self._scheduler.running:
             self.end_early(self._scheduler.running[-1:], FinishReason.ABORTED, "serving takes its memory back")
-            self.aborted_by_pressure += 1
             self._drop_cached(most_pages)
 
     def iterate(self, iteration: Iteration) -> None:

@@ -22,10 +22,10 @@ from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.coserving.spec import ModelSpec, PageLending
 from elastic.engine.kv import PagePool
 from elastic.engine.torch.controls import ControlledEngine
-from elastic.engine.torch.engine import device_named
 from elastic.engine.torch.iterations import IterationRunner
 from elastic.engine.torch.pacing import Costs
 from elastic.engine.torch.requests import RequestTable
+from elastic.engine.torch.runner import device_named
 from elastic.engine.torch.scheduler import BatchScheduler, Work, load_of
 from elastic.engine.torch.scheduler import Sequence as Running
 

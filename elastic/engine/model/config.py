@@ -95,15 +95,7 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
+_REQUIRED = _SIZES[:-1]
 _ONLY_SUPPORTED: Mapping[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,

@@ -5,7 +5,7 @@ Without the models' library, which takes seconds to import: so whoever only star
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,16 +144,21 @@ def check_shapes(
     directory: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raises `CheckpointError` naming the first tensor that is missing, unexpected or of another shape."""
+    if (why := misfit(found, expected)) is not None:
+        raise CheckpointError(f"{directory}: {why}")
+
+
+def misfit(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> str | None:
+    """The first tensor by whose absence, presence or shape one model's tensors are not those of another; or None."""
     for name, shape in expected.items():
         if name not in found:
-            raise CheckpointError(f"{directory}: {name}: missing; expected shape {list(shape)}")
-        if found[name] != shape:
-            raise CheckpointError(f"{directory}: {name}: expected shape {list(shape)}, found {list(found[name])}")
-    unexpected = sorted(found.keys() - expected.keys())
-    if unexpected:
-        raise CheckpointError(
-            f"{directory}: {unexpected[0]}: not a parameter of this config (found shape {list(found[unexpected[0]])})"
-        )
+            return f"{name}: missing; expected shape {list(shape)}"
+        if tuple(found[name]) != tuple(shape):
+            return f"{name}: expected shape {list(shape)}, found {list(found[name])}"
+    unexpected = min(found.keys() - expected.keys(), default=None)
+    if unexpected is None:
+        return None
+    return f"{unexpected}: not a parameter of this model (found shape {list(found[unexpected])})"
 
 
 def weight_files(directory: Path) -> list[Path]:

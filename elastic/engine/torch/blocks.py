@@ -69,12 +69,8 @@ class BlockPool:
             if self._users[block] < 1:
                 raise ValueError(f"block {block} is not in use")
             self._users[block] -= 1
-            if self._users[block]:
-                continue
-            if self._digests[block] is None:
-                self._free.append(block)
-            else:
-                self._cached[block] = None
+            if not self._users[block]:
+                self._rest(block)
 
     def register(self, block: int, digest: bytes) -> None:
         """The block is full and computed: make it findable, unless another one with its content already is."""
@@ -86,23 +82,39 @@ class BlockPool:
         """No block can be found any more; those in use stay with their users."""
         self._found.clear()
         self._digests = [None] * self.total
-        self._free.extend(self._cached)
-        self._cached.clear()
+        while self._cached:
+            self._put_back(self._cached.popitem(last=False)[0])
+
+    def _rest(self, block: int) -> None:
+        """Nobody uses the block any more."""
+        if self._digests[block] is None:
+            self._put_back(block)
+        else:
+            self._cached[block] = None
+
+    def _put_back(self, block: int) -> None:
+        self._free.append(block)
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        digest = self._digests[block]
-        assert digest is not None
-        del self._found[digest]
-        self._digests[block] = None
+        self._unregister(block)
         return block
+
+    def _unregister(self, block: int) -> None:
+        digest = self._digests[block]
+        if digest is not None:
+            del self._found[digest]
+            self._digests[block] = None
 
     def check(self) -> None:
         """Assert that no block is lost or in two states (for tests)."""
         in_use = {block for block in range(self.total) if self._users[block]}
         states = [*self._free, *self._cached, *in_use]
         assert sorted(states) == list(range(self.total)), "a block is lost or in two states"
+        self._check_digests(self._free)
+        assert all(self._digests[block] is not None for block in self._cached)
+
+    def _check_digests(self, free: Sequence[int]) -> None:
         assert all(self._digests[block] == digest for digest, block in self._found.items())
         assert len(self._found) == sum(digest is not None for digest in self._digests)
-        assert all(self._digests[block] is None for block in self._free)
-        assert all(self._digests[block] is not None for block in self._cached)
+        assert all(self._digests[block] is None for block in free)

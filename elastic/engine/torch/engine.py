@@ -18,7 +18,7 @@ from elastic.engine.model.config import Qwen3Config
 from elastic.engine.torch.controls import ControlledEngine, SwitchOrder, WeightsOrder
 from elastic.engine.torch.iterations import IterationRunner
 from elastic.engine.torch.requests import RequestTable
-from elastic.engine.torch.runner import Runner
+from elastic.engine.torch.runner import Runner, device_named
 from elastic.engine.torch.scheduler import BatchScheduler, Work
 from elastic.system.parking import Switch
 from elastic.system.parking.tensors import empty_caches, held_bytes
@@ -215,11 +215,3 @@ class TorchEngine(ControlledEngine):
             self.charge(Account.SERVING)
         self._share.acquire_iteration()
         return not self._share.hold_back()
-
-
-def device_named(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("engine.device: 'cuda' was asked for, but torch finds no CUDA device")
-    return torch.device(name)

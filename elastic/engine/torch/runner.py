@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from elastic.engine.base import WeightsMismatch
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import rotate, rotations
-from elastic.engine.model.stored import parameter_shapes
+from elastic.engine.model.stored import misfit, parameter_shapes
 from elastic.engine.torch.scheduler import Work
 from elastic.system.parking.tensors import give_back
 from elastic.weights.source import WeightChanges
@@ -90,6 +90,14 @@ class Patch(NamedTuple):
     """(table, where in it, flat, the values there), in the device's precision."""
 
 
+def device_named(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("engine.device: 'cuda' was asked for, but torch finds no CUDA device")
+    return torch.device(name)
+
+
 def dtype_on(device: torch.device) -> torch.dtype:
     """Of weights and KV."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -131,20 +139,12 @@ class Runner:
     def verify(self, tensors: Mapping[str, object]) -> dict[str, Tensor]:
         """`tensors`, if they are this model's in bfloat16. Raises `WeightsMismatch` naming the first that is not."""
         checked: dict[str, Tensor] = {}
-        for name, shape in self._shapes.items():
-            tensor = tensors.get(name)
-            if not isinstance(tensor, Tensor):
-                raise WeightsMismatch(
-                    f"{name}: expected a tensor of shape {list(shape)}, found {type(tensor).__name__}"
-                )
-            if tuple(tensor.shape) != shape:
-                raise WeightsMismatch(f"{name}: expected shape {list(shape)}, found {list(tensor.shape)}")
-            if tensor.dtype != torch.bfloat16:
-                raise WeightsMismatch(f"{name}: expected bfloat16, found {str(tensor.dtype).removeprefix('torch.')}")
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor) or tensor.dtype != torch.bfloat16:
+                raise WeightsMismatch(f"{name}: expected bfloat16, found {getattr(tensor, 'dtype', type(tensor))}")
             checked[name] = tensor
-        unexpected = sorted(tensors.keys() - self._shapes.keys())
-        if unexpected:
-            raise WeightsMismatch(f"{unexpected[0]}: not a parameter of this model")
+        if (why := misfit({name: tensor.shape for name, tensor in checked.items()}, self._shapes)) is not None:
+            raise WeightsMismatch(why)
         return checked
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -286,34 +286,30 @@ class VllmEngine:
         self._starting = process
         connection = Connection(ours.detach())
         line = m.Line.of_worker(connection)
-        try:
-            line.send(m.Begin(self._model_config, self._arguments(), self._settings.sleep_level))
-            if not connection.poll(self._settings.start_timeout_s):
+        with contextlib.ExitStack() as failing:
+            failing.callback(_kill, process)
+            failing.callback(line.hang_up)
+            try:
+                line.send(m.Begin(self._model_config, self._arguments(), self._settings.sleep_level))
+                if not connection.poll(self._settings.start_timeout_s):
+                    raise ValueError(
+                        f"engine.vllm.start_timeout_s: vLLM did not start in {self._settings.start_timeout_s:g} s; "
+                        "on an idle machine it takes up to 60 s, and longer where several start at once"
+                    )
+                up = line.receive()
+            except (OSError, EOFError):
+                line.hang_up()
+                how = _how(process)
+                raise ValueError(f"engine.kind: vLLM's process ended as it started: {how}{_remedy(how)}") from None
+            if isinstance(up, m.Failed):
+                raise ValueError(f"engine.kind: vLLM did not start: {up.reason}{_remedy(up.reason)}")
+            dtype = self._settings.arguments.get("dtype", "bfloat16")
+            if up.device == "cpu" and self._settings.base is None and dtype != "bfloat16":
                 raise ValueError(
-                    f"engine.vllm.start_timeout_s: vLLM did not start in {self._settings.start_timeout_s:g} s; "
-                    "on an idle machine it takes up to 60 s, and longer where several start at once"
+                    f"engine.vllm.arguments.dtype: on a CPU vLLM does not compute with new weights in {dtype!r}; "
+                    "allowed: 'bfloat16'"
                 )
-            up = line.receive()
-        except (OSError, EOFError):
-            line.hang_up()
-            how = _how(process)
-            raise ValueError(f"engine.kind: vLLM's process ended as it started: {how}{_remedy(how)}") from None
-        except BaseException:
-            line.hang_up()
-            _kill(process)
-            raise
-        if isinstance(up, m.Failed):
-            line.hang_up()
-            _kill(process)
-            raise ValueError(f"engine.kind: vLLM did not start: {up.reason}{_remedy(up.reason)}")
-        dtype = self._settings.arguments.get("dtype", "bfloat16")
-        if up.device == "cpu" and self._settings.base is None and dtype != "bfloat16":
-            line.hang_up()
-            _kill(process)
-            raise ValueError(
-                f"engine.vllm.arguments.dtype: on a CPU vLLM does not compute with new weights in {dtype!r}; "
-                "allowed: 'bfloat16'"
-            )
+            failing.pop_all()
         return up, process, line
 
     def _arguments(self) -> dict[str, Any]:

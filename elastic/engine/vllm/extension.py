@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from elastic.engine.base import WeightsMismatch
+from elastic.engine.model.stored import misfit
 from elastic.weights.client import WeightsClient
 from elastic.weights.source import PullReport, RelaySource
 
@@ -159,17 +160,10 @@ class RankWeights:
     def _verify(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if tensor.dtype is not torch.bfloat16:
-                raise WeightsMismatch(f"tensor {name}: expected bfloat16, found {tensor.dtype}")
-        if self._shapes is None:
-            return
-        if odd := sorted(self._shapes.keys() ^ tensors.keys()):
-            state = "missing" if odd[0] in self._shapes else "not in the model"
-            raise WeightsMismatch(f"tensor {odd[0]}: {state}" + _and_more(odd))
-        for name, shape in self._shapes.items():
-            if tensors[name].shape != shape:
-                raise WeightsMismatch(
-                    f"tensor {name}: expected shape {tuple(shape)}, found {tuple(tensors[name].shape)}"
-                )
+                raise WeightsMismatch(f"{name}: expected bfloat16, found {tensor.dtype}")
+        found = {name: tensor.shape for name, tensor in tensors.items()}
+        if self._shapes is not None and (why := misfit(found, self._shapes)) is not None:
+            raise WeightsMismatch(why)
 
 
 def _and_more(names: list[str]) -> str:

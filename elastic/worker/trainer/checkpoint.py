@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from elastic.engine.model.checkpoint import CheckpointError
+from elastic.engine.model.stored import CheckpointError, check_shapes
 from elastic.system.cores import cores
 from elastic.system.files import replace_durably, sync
 
@@ -76,7 +76,7 @@ def read(path: Path, expected: Mapping[str, tuple[int, ...]]) -> tuple[dict[str,
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     counters = _counters(path, header)
-    _check_shapes(path, tensors, expected)
+    check_shapes(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected)
     _check_digests(path, header, tensors)
     return tensors, counters
 
@@ -111,14 +111,3 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _digest(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _check_shapes(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    odd = sorted(tensors.keys() ^ expected.keys())
-    if odd:
-        where = "the model" if odd[0] in tensors else "the checkpoint"
-        raise CheckpointError(f"{path}: does not fit the model: {odd[0]} is not in {where}")
-    for name, shape in expected.items():
-        if tensors[name].shape != shape:
-            found = tuple(tensors[name].shape)
-            raise CheckpointError(f"{path}: does not fit the model: {name} has shape {found}, not {tuple(shape)}")

@@ -15,6 +15,7 @@ No data ends a run. A group from which no usable gradient comes is left out whol
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -267,14 +268,18 @@ class GRPOTrainer:
             ages, entropy = ages[keep], entropy[keep]
         policy = clipped_policy_loss(logprobs, sampled, advantages, ages, self._clip)
         gradient = torch.autograd.grad(policy.loss, self._parameters)
-        statistics.tokens += len(logprobs)
-        statistics.loss += policy.loss.item()
-        statistics.entropy += entropy.sum().item()
-        statistics.ratio += policy.ratio.sum().item()
         statistics.ratio_max = max(statistics.ratio_max, policy.ratio.max().item())
-        statistics.clipped += int(policy.clipped.sum())
-        statistics.truncated += int(policy.truncated.sum())
-        statistics.age += int(ages.sum())
+        sums = {
+            "tokens": len(logprobs),
+            "loss": policy.loss.item(),
+            "entropy": entropy.sum().item(),
+            "ratio": policy.ratio.sum().item(),
+            "clipped": policy.clipped.sum().item(),
+            "truncated": policy.truncated.sum().item(),
+            "age": ages.sum().item(),
+        }
+        for name, value in sums.items():
+            statistics.sums[name] += value
         return gradient
 
     @torch.no_grad()
@@ -313,21 +318,28 @@ class GRPOTrainer:
     def _metrics(self) -> dict[str, float]:
         groups = [self._statistics[index] for index in sorted(self._statistics)]
         rewards = [reward for group in groups for reward in group.rewards]
-        tokens = sum(group.tokens for group in groups)
+
+        def total(name: str) -> float:
+            return math.fsum(group.sums[name] for group in groups)
+
+        def per_token(name: str) -> float:
+            return total(name) / max(1, tokens)
+
+        tokens = total("tokens")
         return {
-            "loss": math.fsum(group.loss for group in groups) / max(1, self._tokens_of_mean),
+            "loss": total("loss") / max(1, self._tokens_of_mean),
             "gradient_norm": math.fsum(self._gradient_norms) / max(1, len(self._gradient_norms)),
-            "ratio_mean": math.fsum(group.ratio for group in groups) / tokens if tokens else 1.0,
+            "ratio_mean": per_token("ratio") if tokens else 1.0,
             "ratio_max": max((group.ratio_max for group in groups), default=0.0) if tokens else 1.0,
-            "clip_fraction": sum(group.clipped for group in groups) / max(1, tokens),
-            "truncated_fraction": sum(group.truncated for group in groups) / max(1, tokens),
-            "staleness_mean": sum(group.age for group in groups) / max(1, tokens),
-            "entropy": math.fsum(group.entropy for group in groups) / max(1, tokens),
-            "tokens": float(tokens),
+            "clip_fraction": per_token("clipped"),
+            "truncated_fraction": per_token("truncated"),
+            "staleness_mean": per_token("age"),
+            "entropy": per_token("entropy"),
+            "tokens": tokens,
             "tokens_left_out": float(self._tokens_left_out),
             "mismatch_mean": self._agreement.mean,
             "groups": float(len(groups)),
-            "groups_with_signal": float(sum(group.tokens > 0 for group in groups)),
+            "groups_with_signal": float(sum(group.sums["tokens"] > 0 for group in groups)),
             "groups_unusable": float(len(self._unusable)),
             "reward_mean": math.fsum(rewards) / max(1, len(rewards)),
             "learning_rate": self._rate if self._gradient_norms else 0.0,
@@ -357,11 +369,5 @@ class _GroupStatistics:
 
     def __init__(self, rewards: list[float]) -> None:
         self.rewards = rewards
-        self.tokens = 0
-        self.loss = 0.0
-        self.entropy = 0.0
-        self.ratio = 0.0
         self.ratio_max = 0.0
-        self.clipped = 0
-        self.truncated = 0
-        self.age = 0
+        self.sums = defaultdict[str, float](float)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from elastic.config import EngineConfig
-from elastic.core.types import WeightMode
-from elastic.engine.base import TokenChunk
+from elastic.core.types import FinishReason, WeightMode
+from elastic.engine.base import GenerateRequest, TokenChunk
 from elastic.engine.coserving.executor import CoServing
 from elastic.engine.coserving.memory import SPARE_PAGES
 from elastic.engine.coserving.rollout import SharedRolloutEngine
@@ -35,6 +35,21 @@ ROLLOUT = Qwen3Config(num_hidden_layers=2, initializer_range=0.15)
 def weights_of(config: Qwen3Config, seed: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     return {name: tensor.bfloat16() for name, tensor in model_tensors(Qwen3(config)).items()}
+
+
+def load(
+    rollout: SharedRolloutEngine, version: int, mode: WeightMode = WeightMode.FINISH, seed: int | None = None
+) -> None:
+    """Put a version of the rollout model in force, by default with weights of its number."""
+    tensors = weights_of(ROLLOUT, version if seed is None else seed)
+    rollout.load_version(TensorSource(version, tensors), mode)
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
 
 
 class Chunks:
@@ -138,8 +153,23 @@ class Device:
 
     def lend(self, version: int = 1, **settings) -> SharedRolloutEngine:
         rollout = self.attach(**settings)
-        rollout.load_version(TensorSource(version, weights_of(ROLLOUT, version)), WeightMode.FINISH)
+        load(rollout, version)
         return rollout
+
+    def serve(self, *requests: GenerateRequest) -> list[TokenChunk]:
+        """The ends of requests that are served now."""
+        self.serving.submit(requests)
+        return self.served.finish(*(request.request_id for request in requests))
+
+    def roll(self, *requests: GenerateRequest) -> list[TokenChunk]:
+        """The ends of turns that are rolled out now."""
+        assert self.executor.rollout is not None
+        self.executor.rollout.submit(requests)
+        return self.rolled.finish(*(request.request_id for request in requests))
+
+    def check_serves(self, *requests: GenerateRequest) -> None:
+        """Serving answers these in full."""
+        assert {end.finish for end in self.serve(*requests)} == {FinishReason.LENGTH}
 
     def check_pages(self) -> None:
         """No page or block is lost or in two places, and the engines stay within their budget."""
@@ -150,7 +180,8 @@ class Device:
                 if engine is not None:
                     engine.pool.check()
             statistics = executor.statistics()
-        assert statistics.serving_pages + statistics.rollout_pages + statistics.free_pages >= statistics.total_pages
+        mapped = statistics.serving_pages + statistics.rollout_pages
+        assert mapped + executor.memory.pages.free >= executor.memory.usable
         assert statistics.rollout_pages <= statistics.budget.pages
 
 

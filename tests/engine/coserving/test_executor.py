@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from elastic.core.types import Account, FinishReason, WeightMode
-from elastic.engine.base import WeightsMismatch
 from elastic.engine.coserving.profile import CostProfile, Grid, Prefill, Shape, write_profile
 from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.coserving.swapping import Swapping
 from elastic.weights.source import TensorSource, WeightChanges
 from policies.admission import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
+from tests.engine.coserving.conftest import load, raising
 
 pytestmark = pytest.mark.alone
 
@@ -60,46 +60,40 @@ def test_a_gpu_is_shared_like_any_other_device(make_device, turn, spec_of_servin
     turns = [turn(f"r{i}", prompt=100, max_new_tokens=100) for i in range(4)]
     rollout.submit(turns)
     serves = [turn(f"s{i}", prompt=250, max_new_tokens=6) for i in range(12)]
-    device.serving.submit(serves)
-    ends = device.served.finish(*(s.request_id for s in serves))
-    assert {end.finish for end in ends} == {FinishReason.LENGTH}
+    device.check_serves(*serves)
     ends = device.rolled.finish(*(t.request_id for t in turns))
     assert {end.finish for end in ends} <= {FinishReason.LENGTH, FinishReason.ABORTED}
     rollout.sleep()
     rollout.wake()
-    rollout.submit([turn("awake")])
-    assert device.rolled.finish("awake")[0].finish is FinishReason.LENGTH
+    assert device.roll(turn("awake"))[0].finish is FinishReason.LENGTH
     device.check_pages()
 
 
 def test_rollouts_wait_while_there_is_no_slack_and_stall_to_be_routed_again(make_device, turn):
     device = make_device(admission=NoAdmission(), stall_timeout_ns=300 * MS)
-    rollout = device.lend()
+    device.lend()
     device.admission.policy = NEVER
-    rollout.submit([turn("r")])
-    (end,) = device.rolled.finish("r")
+    (end,) = device.roll(turn("r"))
     assert end.finish is FinishReason.STALLED
     assert "no progress" in end.detail
-    assert device.executor.statistics().turns_stalled == 1
-    device.serving.submit([turn("s")])
-    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+    device.check_serves(turn("s"))
 
 
-def test_a_turn_that_new_weights_wait_for_stalls_like_any_other(make_device, turn, rollout_weights):
+def test_a_turn_that_new_weights_wait_for_stalls_like_any_other(make_device, turn):
     device = make_device(stall_timeout_ns=300 * MS)
     rollout = device.lend()
     rollout.submit([turn("r", max_new_tokens=200)])
     device.rolled.until(lambda: bool(device.rolled.tokens("r")))
     device.admission.policy = NEVER
     with ThreadPoolExecutor() as threads:
-        loading = threads.submit(rollout.load_version, TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
+        loading = threads.submit(load, rollout, 2)
         (end,) = device.rolled.finish("r")
         assert end.finish is FinishReason.STALLED
         device.admission.policy = NoAdmission()
         loading.result(30)
 
 
-def test_a_turn_whose_new_weights_get_stuck_on_their_way_stalls_too(make_device, turn, rollout_weights):
+def test_a_turn_whose_new_weights_get_stuck_on_their_way_stalls_too(make_device, turn):
     device = make_device(stall_timeout_ns=300 * MS)
     rollout = device.lend()
     rollout.submit([turn("r", max_new_tokens=200)])
@@ -110,7 +104,7 @@ def test_a_turn_whose_new_weights_get_stuck_on_their_way_stalls_too(make_device,
 
     device.runner.before["piece"] = no_more
     with ThreadPoolExecutor() as threads:
-        loading = threads.submit(rollout.load_version, TensorSource(2, rollout_weights(2)), WeightMode.KEEP)
+        loading = threads.submit(load, rollout, 2, WeightMode.KEEP)
         assert device.rolled.finish("r")[0].finish is FinishReason.STALLED
         device.runner.before.clear()
         device.admission.policy = NoAdmission()
@@ -140,8 +134,7 @@ def test_serving_runs_first_at_every_tick(make_device, turn):
 
         engine.iterate = noted
     rollout.submit([turn(f"r{i}", max_new_tokens=100) for i in range(4)])
-    device.serving.submit([turn("s", max_new_tokens=40)])
-    device.served.finish("s")
+    device.serve(turn("s", max_new_tokens=40))
     device.rolled.finish(*(f"r{i}" for i in range(4)))
     assert "rr" not in "".join(order)
     assert "s" in order
@@ -189,8 +182,7 @@ def test_the_next_burst_is_taken_to_be_as_large_as_the_largest_of_late(make_devi
     one by one, down to one prompt."""
     device = make_device(serving=spec_of_serving(prefill_chunk_tokens=64))
     serving = device.serving
-    serving.submit([turn("first", prompt=100, max_new_tokens=1)])
-    device.served.finish("first")
+    device.serve(turn("first", prompt=100, max_new_tokens=1))
 
     def kept_ns() -> int:
         with device.executor.changed:
@@ -206,12 +198,11 @@ def test_the_next_burst_is_taken_to_be_as_large_as_the_largest_of_late(make_devi
     device.served.finish(*(f"b{i}" for i in range(6)))
     assert 0.8 * burst_ns < kept_ns() <= burst_ns
     for number in range(100):
-        serving.submit([turn(f"s{number}", prompt=100, max_new_tokens=1)])
-        device.served.finish(f"s{number}")
+        device.serve(turn(f"s{number}", prompt=100, max_new_tokens=1))
     assert kept_ns() == one_ns
 
 
-def test_a_burst_takes_the_memory_back_and_the_turns_are_given_back_whole(make_device, turn, rollout_weights):
+def test_a_burst_takes_the_memory_back_and_the_turns_are_given_back_whole(make_device, turn):
     """Serving never waits for memory that rollouts hold; the turns cut lose no token that was emitted."""
     memory = PreemptiveMemory(headroom_share=0.25)
     device = make_device(pages=16, memory=memory, stall_timeout_ns=5_000 * MS)
@@ -220,23 +211,20 @@ def test_a_burst_takes_the_memory_back_and_the_turns_are_given_back_whole(make_d
     rollout.submit(turns)
     device.rolled.until(lambda: sum(bool(device.rolled.tokens(t.request_id)) for t in turns) >= 1)
     serves = [turn(f"s{i}", prompt=250, max_new_tokens=6) for i in range(12)]
-    device.serving.submit(serves)
-    ends = device.served.finish(*(s.request_id for s in serves))
-    assert {end.finish for end in ends} == {FinishReason.LENGTH}
+    device.check_serves(*serves)
     device.check_pages()
     statistics = device.executor.statistics()
     assert statistics.budget.pressure
     assert statistics.budget.cuts >= len(statistics.reclaims_ns) >= 1
     ends = device.rolled.finish(*(t.request_id for t in turns))
     assert FinishReason.ABORTED in {end.finish for end in ends}
-    assert statistics.turns_aborted == sum(end.finish is FinishReason.ABORTED for end in ends)
     for request in turns:
         chunks = [c for c in device.rolled.all if c.request_id == request.request_id]
         positions = [chunk.start + len(chunk.token_ids) for chunk in chunks]
         assert [chunk.start for chunk in chunks] == [0, *positions[:-1]]
     # Frozen until the next step, which a new version of the policy begins.
     assert device.executor.statistics().budget.pages == statistics.budget.pages
-    rollout.load_version(TensorSource(2, rollout_weights(1)), WeightMode.FINISH)
+    load(rollout, 2, seed=1)
     assert not device.executor.statistics().budget.pressure
 
 
@@ -247,8 +235,7 @@ def test_serving_can_reach_the_whole_memory(make_device, turn, spec_of_serving, 
     rollout.submit([turn(f"r{i}", prompt=120, max_new_tokens=100) for i in range(4)])
     device.rolled.until(lambda: len(device.rolled.all) > 0)
     serves = [turn(f"s{i}", prompt=90, max_new_tokens=30) for i in range(12)]
-    device.serving.submit(serves)
-    device.served.finish(*(s.request_id for s in serves))
+    device.serve(*serves)
     assert device.executor.statistics().serving_peak_pages == 12
     device.check_pages()
 
@@ -295,20 +282,19 @@ def test_a_profile_of_another_device_is_measured_anew(make_device, turn, tmp_pat
     foreign = msgspec.structs.replace(known, device="another", decode=Grid((1,), (1,), ((10**15,),)))
     write_profile(path, foreign)
     device = make_device(profiles=tmp_path)
-    device.serving.submit([turn("s", prompt=20, max_new_tokens=3)])
-    device.served.finish("s")
+    device.serve(turn("s", prompt=20, max_new_tokens=3))
     found = msgspec.json.decode(path.read_bytes(), type=CostProfile)
     assert found.device == known.device
     assert device.serving.costs.profile == found
 
 
-def test_a_slow_piece_of_weights_does_not_keep_the_next_ones_out(make_device, turn, rollout_weights):
+def test_a_slow_piece_of_weights_does_not_keep_the_next_ones_out(make_device):
     """One hiccup of the host may take longer than any allowance; while serving rests weights still come in."""
     device = make_device(admission=SloAdmission(slo=LOOSE, longest_ns=20 * MS))
     rollout = device.lend()
     hiccups = iter([0.1])
     device.runner.before["piece"] = lambda: time.sleep(next(hiccups, 0))
-    rollout.load_version(TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
+    load(rollout, 2)
     assert rollout.statistics().weights_version == 2
 
 
@@ -353,8 +339,7 @@ def test_beside_a_load_that_never_rests_rollouts_are_tried_now_and_then(make_dev
     rollout.costs.prefill_factor = rollout.costs.decode_factor = 1e9
     device.serving.submit([turn(f"s{i}", max_new_tokens=200) for i in range(3)])
     device.served.until(lambda: len(device.served.all) > 0)
-    rollout.submit([turn("r", max_new_tokens=2)])
-    assert device.rolled.finish("r")[0].finish is FinishReason.LENGTH
+    assert device.roll(turn("r", max_new_tokens=2))[0].finish is FinishReason.LENGTH
     assert not device.served.end("s0")
 
 
@@ -368,12 +353,12 @@ def test_a_model_is_measured_beside_a_load_that_never_rests(make_device, turn, s
     assert not device.served.end("s0")
 
 
-def test_measuring_costs_is_loading_and_no_pause_of_a_version(make_device, rollout_weights):
+def test_measuring_costs_is_loading_and_no_pause_of_a_version(make_device):
     device = make_device(profiles=None)
     rollout = device.attach()
     accounts: list[dict[Account, int]] = []
     device.runner.before["forward"] = lambda: accounts.append(dict(rollout.statistics().accounts_ns))
-    rollout.load_version(TensorSource(1, rollout_weights(1)), WeightMode.FINISH)
+    load(rollout, 1)
     grown = {account for account, ns in accounts[-1].items() if ns > accounts[0].get(account, 0)}
     assert grown == {Account.LOADING}
 
@@ -417,23 +402,19 @@ def test_a_static_partition_holds_both_to_their_half(make_device, turn):
     rollout = device.lend()
     rollout.submit([turn(f"r{i}", prompt=120, max_new_tokens=60) for i in range(4)])
     serves = [turn(f"s{i}", prompt=200, max_new_tokens=10) for i in range(12)]
-    device.serving.submit(serves)
-    device.served.finish(*(s.request_id for s in serves))
+    device.serve(*serves)
     device.check_pages()
-    device.rolled.finish(*(f"r{i}" for i in range(4)))
-    statistics = device.executor.statistics()
-    assert statistics.serving_peak_pages <= 12
-    assert statistics.turns_aborted == 0
+    assert {end.finish for end in device.rolled.finish(*(f"r{i}" for i in range(4)))} == {FinishReason.LENGTH}
+    assert device.executor.statistics().serving_peak_pages <= 12
 
 
 def test_a_prefix_is_kept_for_its_lease_and_no_longer(make_device, turn):
     device = make_device(memory=PreemptiveMemory(lease_ns=200 * MS))
-    rollout = device.lend()
+    device.lend()
     prompt = list(range(32)) * 3
 
     def cached(name: str) -> int:
-        rollout.submit([turn(name, prompt=prompt)])
-        device.rolled.finish(name)
+        device.roll(turn(name, prompt=prompt))
         return next(c for c in device.rolled.all if c.request_id == name).cached_tokens
 
     assert cached("first") == 0
@@ -455,24 +436,23 @@ def test_credits_follow_the_budget(make_device):
     assert rollout.statistics().capacity_turns == 20 * layout.layer_slots // 256
 
 
-def test_asleep_the_rollout_model_keeps_one_page_and_wakes_from_host_memory(make_device, turn, rollout_weights):
+def test_asleep_the_rollout_model_keeps_one_page_and_wakes_from_host_memory(make_device, turn):
     device = make_device()
     rollout = device.lend()
     request = turn("a", prompt=60)
     rollout.submit([request])
     device.rolled.finish("a")
-    awake = device.executor.statistics()
+    awake, free = device.executor.statistics(), device.executor.memory.pages.free
     rollout.sleep()
     asleep = device.executor.statistics()
     assert asleep.rollout_pages == 0
     assert asleep.rollout_bytes <= RESTING_BYTES < awake.rollout_bytes
-    assert asleep.free_pages >= awake.free_pages
+    assert device.executor.memory.pages.free >= free
     assert device.runner.weight_bytes == 0
-    rollout.load_version(TensorSource(2, rollout_weights(1)), WeightMode.FINISH)
+    load(rollout, 2, seed=1)
     assert device.runner.weight_bytes == 0
     rollout.wake()
-    rollout.submit([turn("b", prompt=request.token_ids, noise_seed=request.sampling.noise_seed)])
-    device.rolled.finish("b")
+    device.roll(turn("b", prompt=request.token_ids, noise_seed=request.sampling.noise_seed))
     assert device.rolled.tokens("a") == device.rolled.tokens("b")
     assert rollout.statistics().accounts_ns[Account.LOADING] > 0
 
@@ -480,8 +460,7 @@ def test_asleep_the_rollout_model_keeps_one_page_and_wakes_from_host_memory(make
 def test_the_devices_time_that_serving_takes_is_servings(make_device, turn):
     device = make_device()
     rollout = device.lend()
-    device.serving.submit([turn("s", prompt=200, max_new_tokens=30)])
-    device.served.finish("s")
+    device.serve(turn("s", prompt=200, max_new_tokens=30))
     accounts = rollout.statistics().accounts_ns
     usage = device.executor.statistics().usage
     assert accounts[Account.SERVING] >= 0.5 * usage.lent_serving_ns
@@ -502,9 +481,8 @@ def test_a_device_serves_one_run_at_a_time_and_can_be_lent_again(make_device, tu
     assert device.rolled.finish("a")[0].finish is FinishReason.ABORTED
     assert device.executor.rollout is None
     device.check_pages()
-    second = device.lend(version=3)
-    second.submit([turn("b")])
-    assert device.rolled.finish("b")[0].weights_version == 3
+    device.lend(version=3)
+    assert device.roll(turn("b"))[0].weights_version == 3
 
 
 def test_a_rollout_model_that_does_not_fit_is_refused(make_device, turn, spec_of_rollouts):
@@ -515,8 +493,7 @@ def test_a_rollout_model_that_does_not_fit_is_refused(make_device, turn, spec_of
         device.executor.attach(spec_of_rollouts(kv_block_tokens=64))
     assert device.executor.rollout is None
     device.check_pages()
-    device.serving.submit([turn("s")])
-    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+    device.check_serves(turn("s"))
 
 
 def test_a_core_that_is_not_there_keeps_nobody_waiting(make_device):
@@ -529,18 +506,7 @@ def test_a_serving_model_that_could_wait_for_ever_is_refused(make_device):
         make_device(pages=12, memory=StaticPartition())
 
 
-def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(make_device, turn, rollout_weights):
-    device = make_device()
-    rollout = device.attach()
-    wrong = rollout_weights(1)
-    wrong.pop("model.norm.weight")
-    with pytest.raises(WeightsMismatch, match=r"model\.norm\.weight"):
-        rollout.load_version(TensorSource(1, wrong), WeightMode.FINISH)
-    device.serving.submit([turn("s")])
-    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
-
-
-def test_weights_that_the_device_has_no_room_for_leave_nothing_on_it(make_device, turn, rollout_weights):
+def test_weights_that_the_device_has_no_room_for_leave_nothing_on_it(make_device, turn):
     device = make_device()
     rollout = device.lend()
     pieces = iter(range(3))
@@ -551,34 +517,29 @@ def test_weights_that_the_device_has_no_room_for_leave_nothing_on_it(make_device
 
     device.runner.before["piece"] = no_room
     with pytest.raises(MemoryError, match="out of memory"):
-        rollout.load_version(TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
+        load(rollout, 2)
     device.runner.before.clear()
     assert device.executor.statistics().rollout_bytes <= RESTING_BYTES
-    device.serving.submit([turn("s")])
-    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
-    rollout.load_version(TensorSource(3, rollout_weights(3)), WeightMode.FINISH)
-    rollout.submit([turn("r")])
-    assert device.rolled.finish("r")[0].weights_version == 3
+    device.check_serves(turn("s"))
+    load(rollout, 3)
+    assert device.roll(turn("r"))[0].weights_version == 3
 
 
-def test_weights_that_cannot_be_put_in_force_are_none_at_all(make_device, turn, rollout_weights):
+def test_weights_that_cannot_be_put_in_force_are_none_at_all(make_device, turn):
     """They lie over the old ones by then, which are not what the version says any more."""
     device = make_device()
     rollout = device.lend()
 
-    def broken() -> None:
-        raise RuntimeError("the cache cannot be cleared")
+    broken = raising(RuntimeError("the cache cannot be cleared"))
 
     device.runner.before["scrub_cache"] = broken
     with pytest.raises(RuntimeError, match="cannot be cleared"):
-        rollout.load_version(TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
+        load(rollout, 2)
     device.runner.before.clear()
     assert rollout.statistics().weights_version is None
-    device.serving.submit([turn("s")])
-    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
-    rollout.load_version(TensorSource(3, rollout_weights(3)), WeightMode.FINISH)
-    rollout.submit([turn("r")])
-    assert device.rolled.finish("r")[0].weights_version == 3
+    device.check_serves(turn("s"))
+    load(rollout, 3)
+    assert device.roll(turn("r"))[0].weights_version == 3
 
 
 def test_serving_survives_a_rollout_engine_that_cannot_even_be_cleared_away(make_device, turn):
@@ -587,18 +548,15 @@ def test_serving_survives_a_rollout_engine_that_cannot_even_be_cleared_away(make
     rollout.submit([turn("r", max_new_tokens=200)])
     device.rolled.until(lambda: bool(device.rolled.tokens("r")))
 
-    def broken() -> int:
-        raise RuntimeError("the page table is damaged")
+    broken = raising(RuntimeError("the page table is damaged"))
 
     rollout.pool.trim = broken
     assert device.rolled.finish("r")[0].finish is FinishReason.ERROR
     until(lambda: device.executor.rollout is None)
-    device.serving.submit([turn("s")])
-    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+    device.check_serves(turn("s"))
     device.check_pages()
-    again = device.lend(version=2)
-    again.submit([turn("again")])
-    assert device.rolled.finish("again")[0].finish is FinishReason.LENGTH
+    device.lend(version=2)
+    assert device.roll(turn("again"))[0].finish is FinishReason.LENGTH
 
 
 class FailingMemory:
@@ -628,21 +586,12 @@ def test_what_comes_as_the_executor_fails_is_answered_too(make_device, turn):
     until(lambda: not device.executor.running)
 
 
-def test_a_request_longer_than_the_model_ends_alone(make_device, turn):
-    device = make_device()
-    device.serving.submit([turn("long", prompt=300), turn("s")])
-    long, good = device.served.finish("long", "s")
-    assert (long.finish, good.finish) == (FinishReason.ERROR, FinishReason.LENGTH)
-    assert "prompt too long: 300 tokens; at most 256" in long.detail
-
-
 @pytest.mark.parametrize("where", ["forward", "next_iteration", "end_stalled"])
 def test_serving_survives_a_crash_of_the_rollout_engine(make_device, turn, where):
     device = make_device()
     rollout = device.lend()
 
-    def crash(*_args):
-        raise ZeroDivisionError("a bug")
+    crash = raising(ZeroDivisionError("a bug"))
 
     if where == "forward":
         device.runner.before["forward"] = crash
@@ -656,8 +605,7 @@ def test_serving_survives_a_crash_of_the_rollout_engine(make_device, turn, where
         assert device.rolled.finish("r")[0].finish is FinishReason.ERROR
     device.runner.before.clear()
     rollout.__dict__.pop(where, None)
-    rollout.submit([turn("again")])
-    assert device.rolled.finish("again")[0].finish is FinishReason.LENGTH
+    assert device.roll(turn("again"))[0].finish is FinishReason.LENGTH
     device.check_pages()
 
 
@@ -666,22 +614,19 @@ def test_serving_gets_its_memory_from_a_rollout_engine_that_fails_to_give_it(mak
     device = make_device(pages=16, memory=PreemptiveMemory(headroom_share=0))
     rollout = device.lend()
 
-    def crash(*_args):
-        raise ZeroDivisionError("a bug")
+    crash = raising(ZeroDivisionError("a bug"))
 
     rollout.submit([turn(f"r{i}", prompt=100, max_new_tokens=150) for i in range(4)])
     device.rolled.until(lambda: len(device.rolled.all) > 0)
     setattr(rollout, where, crash)
     serves = [turn(f"s{i}", prompt=250, max_new_tokens=6) for i in range(8)]
-    device.serving.submit(serves)
-    ends = device.served.finish(*(s.request_id for s in serves))
-    assert {end.finish for end in ends} == {FinishReason.LENGTH}
+    device.check_serves(*serves)
     assert FinishReason.ERROR in {end.finish for end in device.rolled.finish(*(f"r{i}" for i in range(4)))}
-    assert device.executor.statistics().rollout_failures >= 1
+    assert device.executor.rollout_failures >= 1
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the device", "the engine"])
-def test_closing_while_costs_are_measured_keeps_nobody_waiting(make_device, rollout_weights, whole):
+def test_closing_while_costs_are_measured_keeps_nobody_waiting(make_device, whole):
     device = make_device(profiles=None)
     rollout = device.attach()
     reached, closed = threading.Event(), threading.Event()
@@ -692,7 +637,7 @@ def test_closing_while_costs_are_measured_keeps_nobody_waiting(make_device, roll
 
     device.runner.before["forward"] = slowly
     with ThreadPoolExecutor() as threads:
-        loading = threads.submit(rollout.load_version, TensorSource(1, rollout_weights(1)), WeightMode.FINISH)
+        loading = threads.submit(load, rollout, 1)
         assert reached.wait(30)
         (device.executor if whole else rollout).close()
         closed.set()
@@ -700,30 +645,26 @@ def test_closing_while_costs_are_measured_keeps_nobody_waiting(make_device, roll
             loading.result(30)
 
 
-def test_costs_that_cannot_be_measured_fail_the_load_and_not_serving(make_device, turn, rollout_weights):
+def test_costs_that_cannot_be_measured_fail_the_load_and_not_serving(make_device, turn):
     device = make_device(profiles=None)
     rollout = device.attach()
 
-    def out_of_memory() -> None:
-        raise MemoryError
+    out_of_memory = raising(MemoryError())
 
     device.runner.before["forward"] = out_of_memory
     with pytest.raises(RuntimeError, match="rollout engine"):
-        rollout.load_version(TensorSource(1, rollout_weights(1)), WeightMode.FINISH)
+        load(rollout, 1)
     device.runner.before.clear()
-    device.serving.submit([turn("s")])
-    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
-    assert device.executor.statistics().rollout_failures == 1
-    rollout.load_version(TensorSource(1, rollout_weights(1)), WeightMode.FINISH)
-    rollout.submit([turn("r")])
-    assert device.rolled.finish("r")[0].finish is FinishReason.LENGTH
+    device.check_serves(turn("s"))
+    assert device.executor.rollout_failures == 1
+    load(rollout, 1)
+    assert device.roll(turn("r"))[0].finish is FinishReason.LENGTH
 
 
 def test_a_profile_that_cannot_be_kept_is_used_all_the_same(make_device, turn, tmp_path):
     (tmp_path / "file").write_text("")
     device = make_device(profiles=tmp_path / "file" / "profiles")
-    device.serving.submit([turn("s")])
-    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+    device.check_serves(turn("s"))
 
 
 @pytest.mark.parametrize(("seed", "vmm"), [(0, False), (1, False), (2, True), (3, True)])
@@ -772,7 +713,7 @@ def test_whatever_happens_every_request_ends_once_and_no_page_is_lost(make_devic
     device.check_pages()
     rollout.close()
     statistics = device.executor.statistics()
-    assert (statistics.rollout_pages, statistics.rollout_failures) == (0, 0)
+    assert (statistics.rollout_pages, device.executor.rollout_failures) == (0, 0)
 
 
 def test_closing_ends_what_is_alive_in_both_halves(make_device, turn):
@@ -792,11 +733,9 @@ def test_closing_ends_what_is_alive_in_both_halves(make_device, turn):
 def test_stop_and_reload_lets_one_model_on_the_device_at_a_time(make_device, turn):
     swapping = Swapping(idle_ns=50 * MS, boot_ns=20 * MS)
     device = make_device(admission=ExclusiveAdmission(), swapping=swapping)
-    rollout = device.lend()
-    rollout.submit([turn("r", max_new_tokens=12), turn("long", max_new_tokens=200)])
+    device.lend().submit([turn("r", max_new_tokens=12), turn("long", max_new_tokens=200)])
     device.rolled.finish("r")
     assert device.serving.aside
-    device.serving.submit([turn("s")])
-    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+    device.check_serves(turn("s"))
     assert device.rolled.finish("long")[0].finish in (FinishReason.ABORTED, FinishReason.LENGTH)
     device.check_pages()

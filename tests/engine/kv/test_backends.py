@@ -63,34 +63,12 @@ def test_a_view_is_as_long_as_the_pool_and_shows_pages_that_come_later(make_pool
     assert space.view(torch.uint8).data_ptr() == view.data_ptr()
 
 
-def test_a_page_changes_hands_clean(make_pool) -> None:
-    """Bits of one dtype may be infinities in another's."""
-    pool: PagePool = make_pool(total=1)
-    a, b = pool.space(), pool.space()
-    virtual, _ = a.map()
-    a.view(torch.float32).fill_(-1.0)
-    a.unmap(virtual)
-    b.map()
-    assert not b.view(torch.bfloat16).any()
-
-
 def test_unmapping_what_is_not_mapped_is_refused(make_pool) -> None:
     space = make_pool().space()
     virtual, _ = space.map()
     space.unmap(virtual)
     with pytest.raises(ValueError, match="virtual page 0 is not mapped"):
         space.unmap(virtual)
-
-
-def test_one_space_can_have_every_page_in_turn(make_pool) -> None:
-    pool: PagePool = make_pool()
-    spaces = [pool.space() for _ in range(3)]
-    for space in spaces:
-        pages = [space.map()[0] for _ in range(pool.total)]
-        with pytest.raises(OutOfPages, match="all 8 pages are mapped"):
-            space.map()
-        for page in pages:
-            space.unmap(page)
 
 
 def test_closing_the_pool_ends_every_space(make_pool) -> None:

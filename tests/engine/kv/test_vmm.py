@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from elastic.engine.kv import PagePool
-from elastic.engine.kv.backends import open_backend
-from elastic.engine.kv.slab import SlabBackend
 from elastic.engine.kv.vmm import VmmBackend, VmmError, VmmUnavailable, load_driver
 
 PAGE_BYTES = 8192
@@ -136,8 +134,3 @@ def test_the_host_stands_in_for_calls_that_cuda_python_has(driver) -> None:
             for member, value in getattr(vars(type(driver))[name], "__dict__", {}).items():
                 if member.startswith("CU_"):
                     assert getattr(getattr(real, name), member).value == value
-
-
-def test_a_host_without_cuda_gets_one_buffer() -> None:
-    backend = open_backend(4, PAGE_BYTES, "cpu")
-    assert isinstance(backend, SlabBackend)

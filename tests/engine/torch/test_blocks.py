@@ -85,23 +85,3 @@ def test_the_least_recently_used_is_forgotten_first_and_tails_before_their_begin
     pool.allocate(1)
     assert len(pool.share(old)) == 1
     assert len(pool.share(new)) == 2
-
-
-def test_a_block_counts_its_users():
-    pool = BlockPool(2)
-    blocks = pool.allocate(1)
-    (digest,) = chain(1, [5] * SIZE)
-    pool.register(blocks[0], digest)
-    assert pool.share([digest]) == blocks
-    pool.release(blocks)
-    assert pool.used == 1
-    pool.release(blocks)
-    assert pool.used == 0
-    with pytest.raises(ValueError, match="not in use"):
-        pool.release(blocks)
-
-
-def test_digests_depend_on_version_and_everything_before():
-    assert chain(1, [1, 2, 3]) != chain(2, [1, 2, 3])
-    assert chain(1, [1, 2, 3, 4, 5, 6])[1] != chain(1, [0, 2, 3, 4, 5, 6])[1]
-    assert chain(1, [1, 2, 3, 4, 5, 6])[0] == chain(1, [1, 2, 3])[0]
