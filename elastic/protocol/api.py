@@ -396,11 +396,55 @@ class ProviderKind(_Resource):
     usd_per_hour: float
 
 
+class PoolNode(_Resource):
+    """A node: the job that computes on it, and where its time went."""
+
+    name: str
+    phase: str
+    group: str | None
+    account: str
+    accounts_s: dict[str, float]
+    job: str | None
+
+
+class PoolGroup(_Resource):
+    """Jobs that take turns on nodes; their steps last `cycle_s`, of at most `limit_s`."""
+
+    name: str
+    members: list[str]
+    rollout: list[str]
+    train: list[str]
+    cycle_s: float
+    limit_s: float
+    usd_per_hour: float
+
+
+class PoolPermit(_Resource):
+    """A job's permit to compute. `phase` is that of its cycle, or "both"."""
+
+    number: int
+    job: str
+    phase: str
+    nodes: list[str]
+    since_s: float
+    left_s: float
+    recalled: bool
+
+
+class PoolWait(_Resource):
+    """Something that a job waits for, and for how long yet."""
+
+    what: str
+    key: str
+    since_s: float
+    left_s: float
+
+
 class HostedPool(_Resource):
     """Devices that jobs share, phase by phase. `away`: its process does not answer now, and is started again.
 
-    `nodes`, `groups`, `permits` and `waits` are as `elastic pool status --json` has them; of other projects' jobs there
-    is no more than that they are there.
+    `nodes`, `groups`, `permits` and `waits` are of those that `elastic pool status --json` has; of other projects' jobs
+    there is no more than that they are there.
     """
 
     id: str
@@ -409,10 +453,10 @@ class HostedPool(_Resource):
     now_s: float | None = None
     usd: float | None = None
     usd_per_hour: float | None = None
-    nodes: list[dict[str, Any]] = []
-    groups: list[dict[str, Any]] = []
-    permits: list[dict[str, Any]] = []
-    waits: list[dict[str, Any]] = []
+    nodes: list[PoolNode] = []
+    groups: list[PoolGroup] = []
+    permits: list[PoolPermit] = []
+    waits: list[PoolWait] = []
 
 
 class HostedJob(_Resource):
@@ -448,14 +492,37 @@ class JobSubmission(_RequestBody):
     )
 
 
+class JobPlace(_Resource):
+    """A place for a job: in a group, or in a new one where it is null. Its `members` are told to keys of no project."""
+
+    group: str | None
+    how: str
+    rollout: list[str]
+    new_rollout: int
+    new_train: int
+    usd_per_hour: float
+    cycle_s: float
+    planned_slowdown: float
+    members: list[str] | None = None
+
+
+class JobRefusal(_Resource):
+    """Why a job cannot join a group."""
+
+    group: str
+    reason: str
+    needed: float
+    allowed: float
+
+
 class JobPlacement(_Resource):
     """Where a job would go now, and for each group why not. `placement` is null where it would be queued (`why`)."""
 
     object: Literal["job_placement"] = "job_placement"
     pool: str
     slo: float
-    placement: dict[str, Any] | None
-    refusals: list[dict[str, Any]]
+    placement: JobPlace | None
+    refusals: list[JobRefusal]
     why: str
 
 

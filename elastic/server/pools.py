@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
-from msgspec.structs import asdict
+from msgspec import to_builtins
 
 from elastic.compose.runs import is_claimed
 from elastic.pool.control_messages import JOBS_PAGE, PoolControl
@@ -74,38 +74,26 @@ def project_of_job(settings: ServerSettings, job: JobStanding) -> str | None:
 
 
 def as_job(settings: ServerSettings, pool: str, job: JobStanding) -> HostedJob:
-    return HostedJob(id=job.name, pool=pool, project=project_of_job(settings, job), **asdict(job))
+    project = project_of_job(settings, job)
+    return HostedJob.model_validate(to_builtins(job) | {"id": job.name, "pool": pool, "project": project})
 
 
 def as_pool(settings: ServerSettings, status: PoolStatus, name: str, project: str | None) -> HostedPool:
     """Return the pool as this project may see it, without the names of other projects' jobs; None sees all jobs."""
     own = {job.name for job in status.jobs if project is None or project_of_job(settings, job) == project}
 
-    def seen(job: str | None) -> str | None:
-        return job if job is None or project is None or job in own else "another project's"
+    def seen(job: str) -> str:
+        return job if project is None or job in own else "another project's"
 
-    nodes = [
-        {
-            "name": node.name,
-            "phase": node.phase,
-            "group": node.group,
-            "account": node.account,
-            "accounts_s": node.accounts_s,
-            "job": seen(node.job),
-        }
-        for node in status.nodes
-    ]
-    return HostedPool(
-        id=name,
-        away=False,
-        now_s=status.now_s,
-        usd=status.usd,
-        usd_per_hour=status.usd_per_hour,
-        nodes=nodes,
-        groups=[asdict(group) | {"members": [seen(job) for job in group.members]} for group in status.groups],
-        permits=[asdict(permit) | {"job": seen(permit.job)} for permit in status.permits],
-        waits=[asdict(wait) for wait in status.waits if project is None or wait.key in own],
-    )
+    pool = HostedPool.model_validate(to_builtins(status) | {"id": name, "away": False})
+    for node in pool.nodes:
+        node.job = node.job and seen(node.job)
+    for permit in pool.permits:
+        permit.job = seen(permit.job)
+    for group in pool.groups:
+        group.members = list(map(seen, group.members))
+    pool.waits = [wait for wait in pool.waits if project is None or wait.key in own]
+    return pool
 
 
 def settle_jobs(store: Store, settings: ServerSettings, project: str | None = None) -> None:

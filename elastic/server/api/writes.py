@@ -36,6 +36,23 @@ class WriteResult:
     project: str | None = None
 
 
+def created(
+    place: str, body: BaseModel, project: str | None, version: int | None = None, kept: BaseModel | None = None
+) -> WriteResult:
+    """The result of a request that has made what is now at `place`."""
+    headers = {"location": place, **({} if version is None else {"etag": etag_of(version)})}
+    return WriteResult(201, body, headers, kept=kept, resource=place, project=project)
+
+
+def edited(body: BaseModel, version: int, project: str | None = None) -> WriteResult:
+    """The result of a request that has changed something to this version."""
+    return WriteResult(200, body, {"etag": etag_of(version)}, project=project)
+
+
+def etag_of(version: int) -> str:
+    return f'"{version}"'
+
+
 @dataclass(frozen=True)
 class WriteRequest:
     """A request that changes something. `key` is its Idempotency-Key, empty without one."""

@@ -11,6 +11,7 @@ from elastic.server.intake.upload_files import UploadStanding
 from elastic.server.retention.rules import REMOVING, RetentionRow, due, upload_is_over
 from elastic.server.store import jobs, runs, uploads
 from elastic.server.store.database import now_us
+from elastic.server.store.rows import first, put
 from elastic.server.store.runs import Attempting, HostedRunRow
 from elastic.server.store.tables import retention
 from elastic.server.store.tables import runs as runs_table
@@ -21,17 +22,12 @@ SERVER = "server"
 
 
 def policy(connection: sa.Connection, scope: str) -> RetentionRow:
-    row = connection.execute(sa.select(retention).where(retention.c.scope == scope)).mappings().first()
+    row = first(connection, sa.select(retention).where(retention.c.scope == scope))
     return RetentionRow(scope=scope) if row is None else RetentionRow(**row)
 
 
 def change(tx: sa.Connection, scope: str, changes: Mapping[str, Any]) -> None:
-    if policy(tx, scope).version:
-        tx.execute(
-            sa.update(retention).where(retention.c.scope == scope).values(**changes, version=retention.c.version + 1)
-        )
-    else:
-        tx.execute(sa.insert(retention).values(scope=scope, version=1, **changes))
+    put(tx, retention, scope, changes, {})
 
 
 def needed_by(connection: sa.Connection, run: HostedRunRow) -> str | None:

@@ -6,6 +6,7 @@ from elastic.protocol.api import AuditEntry
 from elastic.server import ids
 from elastic.server.clock import rfc3339
 from elastic.server.store.database import now_us
+from elastic.server.store.rows import told
 from elastic.server.store.tables import audit
 
 RESOURCE_CHARACTERS = 200
@@ -29,13 +30,4 @@ def write(
 
 
 def as_entry(row: sa.RowMapping) -> AuditEntry:
-    return AuditEntry(
-        id=row["id"],
-        at=rfc3339(row["at_us"]) or "",
-        actor=row["actor"],
-        action=row["action"],
-        resource=row["resource"],
-        project=row["project"],
-        status=row["status"],
-        request_id=row["request_id"],
-    )
+    return told(AuditEntry, row, at=rfc3339(row["at_us"]))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import sqlalchemy as sa
 
 from elastic.server.store.database import now_us
+from elastic.server.store.rows import first
 from elastic.server.store.tables import jobs
 
 
@@ -29,7 +30,7 @@ def insert(
 
 
 def find(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
-    return connection.execute(sa.select(jobs).where(jobs.c.id == id_)).mappings().first()
+    return first(connection, sa.select(jobs).where(jobs.c.id == id_))
 
 
 def note_again(tx: sa.Connection, id_: str) -> None:

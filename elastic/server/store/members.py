@@ -8,9 +8,9 @@ import sqlalchemy as sa
 
 from elastic.protocol.api import AccessRole, Membership, ProjectMember
 from elastic.server import ids
-from elastic.server.clock import rfc3339
 from elastic.server.store.database import now_us
 from elastic.server.store.people import role_of
+from elastic.server.store.rows import changed, first, told
 from elastic.server.store.tables import keys, members, projects, sessions, users
 
 GIVEN, MAPPED = "given", "sign-in"
@@ -38,10 +38,8 @@ def person_of_sign_in(tx: sa.Connection, *, issuer: str, subject: str, email: st
     A person who became a member by address is recognised at the first sign-in. If an address changes hands, its new
     owner gets nothing of the former owner.
     """
-    known = tx.execute(sa.select(users).where(users.c.issuer == issuer, users.c.subject == subject)).mappings().first()
-    holder = None
-    if email is not None:
-        holder = tx.execute(sa.select(users).where(users.c.email == email)).mappings().first()
+    known = first(tx, sa.select(users).where(users.c.issuer == issuer, users.c.subject == subject))
+    holder = None if email is None else first(tx, sa.select(users).where(users.c.email == email))
     if known is None and holder is not None and holder["subject"] is None:
         known = holder
     if known is None:
@@ -61,8 +59,7 @@ def _new_person(tx: sa.Connection, **fields: str | None) -> str:
 
 def add(tx: sa.Connection, project: str, person: str, role: AccessRole, source: str) -> sa.RowMapping:
     """Make a person a member, perhaps again. The keys of an earlier membership stay revoked."""
-    same = (members.c.project == project) & (members.c.user == person)
-    former = tx.execute(sa.select(members).where(same)).mappings().first()
+    former = first(tx, sa.select(members).where(members.c.project == project, members.c.user == person))
     if former is None:
         id_ = ids.new_id(ids.MEMBER)
         row = {"project": project, "user": person, "role": role.value, "source": source}
@@ -77,18 +74,18 @@ def add(tx: sa.Connection, project: str, person: str, role: AccessRole, source: 
 
 def find(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
     """Return a present member with its person; None for a former member."""
-    return connection.execute(sa.select(with_person).where(with_person.c.id == id_)).mappings().first()
+    return first(connection, sa.select(with_person).where(with_person.c.id == id_))
 
 
 def of_person(connection: sa.Connection, project: str, person: str) -> sa.RowMapping | None:
-    found = sa.select(with_person).where(with_person.c.project == project, with_person.c.user == person)
-    return connection.execute(found).mappings().first()
+    return first(
+        connection, sa.select(with_person).where(with_person.c.project == project, with_person.c.user == person)
+    )
 
 
 def change(tx: sa.Connection, id_: str, role: AccessRole, source: str, **fields: int | None) -> None:
     """Give a member another role. Their keys do no more than it allows, from the next request on."""
-    changed = {"role": role.value, "source": source, "version": members.c.version + 1, **fields}
-    tx.execute(sa.update(members).where(members.c.id == id_).values(**changed))
+    changed(tx, members, id_, {"role": role.value, "source": source, **fields})
 
 
 def remove(tx: sa.Connection, id_: str) -> None:
@@ -96,8 +93,7 @@ def remove(tx: sa.Connection, id_: str) -> None:
     at_us = now_us()
     tx.execute(sa.update(keys).where(keys.c.member == id_, keys.c.revoked_us.is_(None)).values(revoked_us=at_us))
     tx.execute(sa.delete(sessions).where(sessions.c.member == id_))
-    gone = {"removed_us": at_us, "version": members.c.version + 1}
-    tx.execute(sa.update(members).where(members.c.id == id_).values(**gone))
+    changed(tx, members, id_, {"removed_us": at_us})
 
 
 def is_last_admin(tx: sa.Connection, member: sa.RowMapping) -> bool:
@@ -108,7 +104,7 @@ def is_last_admin(tx: sa.Connection, member: sa.RowMapping) -> bool:
         members.c.removed_us.is_(None),
         members.c.id != member["id"],
     )
-    return member["role"] == AccessRole.ADMIN and tx.execute(others.limit(1)).first() is None
+    return member["role"] == AccessRole.ADMIN and first(tx, others.limit(1)) is None
 
 
 def memberships(connection: sa.Connection, member: str) -> list[Membership]:
@@ -120,18 +116,13 @@ def memberships(connection: sa.Connection, member: str) -> list[Membership]:
         .where(members.c.user == person, members.c.removed_us.is_(None))
         .order_by(members.c.id)
     )
-    return [
-        Membership(
-            member=row["id"], project=row["project"], project_name=row["project_name"], role=AccessRole(row["role"])
-        )
-        for row in connection.execute(found).mappings()
-    ]
+    return [told(Membership, row, member=row["id"]) for row in connection.execute(found).mappings()]
 
 
 def first_of(connection: sa.Connection, person: str) -> sa.RowMapping | None:
     """A membership of a person's: the oldest."""
     found = sa.select(members).where(members.c.user == person, members.c.removed_us.is_(None)).order_by(members.c.id)
-    return connection.execute(found.limit(1)).mappings().first()
+    return first(connection, found.limit(1))
 
 
 def map_claims(tx: sa.Connection, person: str, mapped: dict[str, AccessRole]) -> None:
@@ -149,12 +140,4 @@ def map_claims(tx: sa.Connection, person: str, mapped: dict[str, AccessRole]) ->
 
 
 def as_member(row: sa.RowMapping) -> ProjectMember:
-    return ProjectMember(
-        id=row["id"],
-        project=row["project"],
-        email=row["email"],
-        name=row["person_name"],
-        role=role_of(row),
-        source=row["source"],
-        created_at=rfc3339(row["created_us"]) or "",
-    )
+    return told(ProjectMember, row, name=row["person_name"], role=role_of(row))

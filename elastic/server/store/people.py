@@ -8,9 +8,9 @@ import sqlalchemy as sa
 
 from elastic.protocol.api import AccessRole, ApiKey, Project
 from elastic.server import ids
-from elastic.server.clock import rfc3339
 from elastic.server.permissions import lesser
 from elastic.server.store.database import now_us
+from elastic.server.store.rows import changed, first, inserted, told
 from elastic.server.store.tables import keys, members, projects, users
 
 SECRET_PREFIX = "elastic_"
@@ -67,14 +67,12 @@ def new_key(
         "created_us": now_us(),
         "expires_us": expires_us,
     }
-    tx.execute(sa.insert(keys).values(**row))
-    made = key(tx, row["id"])
-    assert made is not None
-    return made, secret
+    inserted(tx, keys, **row)
+    return tx.execute(_keys.where(keys.c.id == row["id"])).mappings().one(), secret
 
 
 def key(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
-    return connection.execute(_keys.where(keys.c.id == id_)).mappings().first()
+    return first(connection, _keys.where(keys.c.id == id_))
 
 
 def key_of_secret(connection: sa.Connection, secret: str) -> sa.RowMapping | None:
@@ -84,7 +82,7 @@ def key_of_secret(connection: sa.Connection, secret: str) -> sa.RowMapping | Non
 
 
 def key_of_hash(connection: sa.Connection, digest: bytes) -> sa.RowMapping | None:
-    return connection.execute(_KEY_OF_HASH, {"digest": digest}).mappings().first()
+    return first(connection, _KEY_OF_HASH, digest=digest)
 
 
 def role_of(row: sa.RowMapping) -> AccessRole:
@@ -110,28 +108,20 @@ def revoke(tx: sa.Connection, id_: str) -> None:
 
 
 def any_key(connection: sa.Connection) -> bool:
-    return connection.execute(sa.select(keys.c.id).limit(1)).first() is not None
+    return first(connection, sa.select(keys.c.id).limit(1)) is not None
 
 
 def new_project(tx: sa.Connection, name: str, unix_user: str | None) -> sa.RowMapping:
     """Make a project. Raises `IntegrityError` if the name is taken."""
-    row = {
-        "id": ids.new_id(ids.PROJECT),
-        "name": name,
-        "unix_user": unix_user,
-        "created_us": now_us(),
-        "version": 1,
-    }
-    tx.execute(sa.insert(projects).values(**row))
-    made = project(tx, row["id"])
-    assert made is not None
-    return made
+    return inserted(
+        tx, projects, id=ids.new_id(ids.PROJECT), name=name, unix_user=unix_user, created_us=now_us(), version=1
+    )
 
 
 def project(connection: sa.Connection, id_or_name: str) -> sa.RowMapping | None:
     """Return a project by its id or name."""
     wanted = (projects.c.id == id_or_name) | (projects.c.name == id_or_name)
-    return connection.execute(sa.select(projects).where(wanted)).mappings().first()
+    return first(connection, sa.select(projects).where(wanted))
 
 
 def all_projects(connection: sa.Connection) -> list[sa.RowMapping]:
@@ -140,25 +130,12 @@ def all_projects(connection: sa.Connection) -> list[sa.RowMapping]:
 
 def change_project(tx: sa.Connection, id_: str, changes: dict[str, Any]) -> None:
     """Change a project. Raises `IntegrityError` if the name is taken."""
-    tx.execute(sa.update(projects).where(projects.c.id == id_).values(**changes, version=projects.c.version + 1))
+    changed(tx, projects, id_, changes)
 
 
 def as_project(row: sa.RowMapping) -> Project:
-    return Project(
-        id=row["id"], name=row["name"], unix_user=row["unix_user"], created_at=rfc3339(row["created_us"]) or ""
-    )
+    return told(Project, row)
 
 
 def as_key(row: sa.RowMapping) -> ApiKey:
-    return ApiKey(
-        id=row["id"],
-        name=row["name"],
-        project=row["project"],
-        member=row["member"],
-        role=role_of(row),
-        scopes=row["scopes"],
-        hint=row["hint"],
-        created_at=rfc3339(row["created_us"]) or "",
-        expires_at=rfc3339(row["expires_us"]),
-        revoked_at=rfc3339(row["revoked_us"]),
-    )
+    return told(ApiKey, row, role=role_of(row))

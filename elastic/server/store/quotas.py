@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.server.quotas.budgets import SpendingLimits, day_of
 from elastic.server.store.database import now_us
+from elastic.server.store.rows import first, inserted, put
 from elastic.server.store.tables import accounts, capacities, quotas, runs
 
 TRAINER = "trainer"
@@ -50,7 +51,7 @@ def _nano(usd: float | None) -> int | None:
 
 def quota(connection: sa.Connection, project: str) -> QuotaRow:
     """Return a project's quota; without limits if none was ever set."""
-    row = connection.execute(sa.select(quotas).where(quotas.c.project == project)).mappings().first()
+    row = first(connection, sa.select(quotas).where(quotas.c.project == project))
     return QuotaRow(project=project) if row is None else QuotaRow(**row)
 
 
@@ -59,17 +60,12 @@ def all_quotas(connection: sa.Connection) -> dict[str, QuotaRow]:
 
 
 def change_quota(tx: sa.Connection, project: str, changes: Mapping[str, Any]) -> None:
-    if quota(tx, project).version:
-        what = sa.update(quotas).where(quotas.c.project == project)
-        tx.execute(what.values(**changes, version=quotas.c.version + 1))
-    else:
-        first = {"gpus": {}, "weight": 1.0, "version": 1, **changes}
-        tx.execute(sa.insert(quotas).values(project=project, **first))
+    put(tx, quotas, project, changes, {"gpus": {}, "weight": 1.0})
 
 
 def capacity(connection: sa.Connection, provider: str) -> tuple[int | None, int]:
     """Return how many GPUs of a kind all runs may hold (None for any number), and the version of this limit."""
-    row = connection.execute(sa.select(capacities).where(capacities.c.provider == provider)).mappings().first()
+    row = first(connection, sa.select(capacities).where(capacities.c.provider == provider))
     return (None, 0) if row is None else (row["gpus"], row["version"])
 
 
@@ -80,23 +76,19 @@ def all_capacities(connection: sa.Connection) -> dict[str, int]:
 
 
 def change_capacity(tx: sa.Connection, provider: str, gpus: int | None) -> None:
-    if capacity(tx, provider)[1]:
-        what = sa.update(capacities).where(capacities.c.provider == provider)
-        tx.execute(what.values(gpus=gpus, version=capacities.c.version + 1))
-    else:
-        tx.execute(sa.insert(capacities).values(provider=provider, gpus=gpus, version=1))
+    put(tx, capacities, provider, {"gpus": gpus}, {})
 
 
 def account(connection: sa.Connection, project: str) -> AccountRow:
-    row = connection.execute(sa.select(accounts).where(accounts.c.project == project)).mappings().first()
+    row = first(connection, sa.select(accounts).where(accounts.c.project == project))
     return AccountRow(project=project) if row is None else AccountRow(**row)
 
 
 def change_account(tx: sa.Connection, project: str, **changes: Any) -> None:
     if tx.execute(sa.update(accounts).where(accounts.c.project == project).values(**changes)).rowcount:
         return
-    first = {"deleted_nano_usd": 0, "day": 0, "deleted_today_nano_usd": 0, "marks": [], "warned": []}
-    tx.execute(sa.insert(accounts).values(project=project, **first | changes))
+    new = {"deleted_nano_usd": 0, "day": 0, "deleted_today_nano_usd": 0, "marks": [], "warned": []}
+    inserted(tx, accounts, project=project, **new | changes)
 
 
 def deleted(tx: sa.Connection, project: str, cost_nano_usd: int, today_nano_usd: int) -> None:

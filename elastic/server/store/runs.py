@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,10 +15,10 @@ from elastic.config import Config
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.protocol.api import ENDED, Condition, HostedRun, HostedRunDetail, RunFigures, RunPhase
 from elastic.server import ids
-from elastic.server.clock import rfc3339
 from elastic.server.quotas.needs import RunNeeds
 from elastic.server.store import webhooks
 from elastic.server.store.database import now_us
+from elastic.server.store.rows import first, inserted, told
 from elastic.server.store.tables import idempotency, runs
 from elastic.system.processes import Identity
 
@@ -166,10 +165,7 @@ def insert(tx: sa.Connection, new: NewRun, created_by: str, conditions: list[Con
         "figures": RunFigures(steps=new.config.run.steps),
         "needs": new.needs,
     }
-    tx.execute(sa.insert(runs).values(**_columns(row)))
-    made = find(tx, row["id"])
-    assert made is not None
-    return made
+    return as_record(inserted(tx, runs, **_columns(row)))
 
 
 _FIND = sa.select(runs).where(runs.c.id == sa.bindparam("run"), runs.c.wanted != DELETE)
@@ -177,7 +173,7 @@ _FIND = sa.select(runs).where(runs.c.id == sa.bindparam("run"), runs.c.wanted !=
 
 def find(connection: sa.Connection, id_: str) -> HostedRunRow | None:
     """Return a run by its id, unless it is being deleted."""
-    row = connection.execute(_FIND, {"run": id_}).mappings().first()
+    row = first(connection, _FIND, run=id_)
     return None if row is None else as_record(row)
 
 
@@ -252,28 +248,22 @@ def forget_answers(tx: sa.Connection, before_us: int) -> None:
     tx.execute(sa.delete(idempotency).where(idempotency.c.created_us < before_us))
 
 
-_SHOWN = (
-    *("id", "project", "name", "phase", "conditions", "generation", "providers", "figures", "budget_usd", "caps"),
-    *("labels", "restarts", "max_restarts", "cause", "created_by"),
-)
-_SHOWN_TIMES = {"created_at": "created_us", "started_at": "started_us", "ended_at": "ended_us"}
-LISTED = [runs.c[name] for name in (*_SHOWN, *_SHOWN_TIMES.values())]
+LISTED = [
+    column
+    for column in runs.c
+    if column.name.removesuffix("_us") + "_at" in HostedRun.model_fields or column.name in HostedRun.model_fields
+]
 """Columns of a run that lists show."""
 
 
 def as_run(record: HostedRunRow) -> HostedRun:
-    return HostedRun(**_shown(partial(getattr, record)))
+    return told(HostedRun, vars(record))
 
 
 def as_run_detail(record: HostedRunRow) -> HostedRunDetail:
-    return HostedRunDetail(**_shown(partial(getattr, record)), config=json.loads(record.config))
+    return told(HostedRunDetail, vars(record), config=json.loads(record.config))
 
 
 def as_listed_run(row: sa.RowMapping) -> HostedRun:
     """Return a run from the columns in `LISTED`."""
-    return HostedRun(**_shown(row.__getitem__))
-
-
-def _shown(column: Callable[[str], Any]) -> dict[str, Any]:
-    times = {name: rfc3339(column(of)) for name, of in _SHOWN_TIMES.items()}
-    return {name: column(name) for name in _SHOWN} | times
+    return told(HostedRun, row)

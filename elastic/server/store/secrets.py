@@ -3,8 +3,8 @@
 import sqlalchemy as sa
 
 from elastic.protocol.api import VENDORS, ProjectCredentials, ProjectSecret
-from elastic.server.clock import rfc3339
 from elastic.server.store.database import now_us
+from elastic.server.store.rows import told
 from elastic.server.store.tables import secrets
 
 
@@ -28,4 +28,4 @@ def all_of(connection: sa.Connection, project: str) -> list[sa.RowMapping]:
 
 def as_told(row: sa.RowMapping) -> ProjectSecret | ProjectCredentials:
     kind = ProjectCredentials if row["name"] in VENDORS else ProjectSecret
-    return kind(id=row["name"], project=row["project"], updated_at=rfc3339(row["updated_us"]) or "")
+    return told(kind, row, id=row["name"])

@@ -7,6 +7,7 @@ import sqlalchemy as sa
 
 from elastic.server.store.database import now_us
 from elastic.server.store.people import hash_of
+from elastic.server.store.rows import first
 from elastic.server.store.tables import sessions, used_nonces
 
 
@@ -23,7 +24,7 @@ def use_nonce(tx: sa.Connection, nonce: str, lasts_s: float) -> bool:
     """Whether a sign-in's nonce comes for the first time; it does not from now on. Old ones are dropped."""
     at_us, digest = now_us(), hash_of(nonce)
     tx.execute(sa.delete(used_nonces).where(used_nonces.c.expires_us <= at_us))
-    if tx.execute(sa.select(used_nonces.c.hash).where(used_nonces.c.hash == digest)).first() is not None:
+    if first(tx, sa.select(used_nonces.c.hash).where(used_nonces.c.hash == digest)) is not None:
         return False
     tx.execute(sa.insert(used_nonces).values(hash=digest, expires_us=at_us + int(lasts_s * 1e6)))
     return True
@@ -36,7 +37,7 @@ def end(tx: sa.Connection, secret: str) -> None:
 def find(connection: sa.Connection, secret: str) -> sa.RowMapping | None:
     """The session with this secret, unless it has expired: its `key`, or its `member`."""
     wanted = sa.select(sessions).where(sessions.c.hash == hash_of(secret), sessions.c.expires_us > now_us())
-    return connection.execute(wanted).mappings().first()
+    return first(connection, wanted)
 
 
 def change_member(tx: sa.Connection, secret: str, member: str) -> None:

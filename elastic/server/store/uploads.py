@@ -6,31 +6,29 @@ import sqlalchemy as sa
 
 from elastic.protocol.api import Upload, UploadFile
 from elastic.server import ids
-from elastic.server.clock import rfc3339
 from elastic.server.store import jobs
 from elastic.server.store.database import now_us
+from elastic.server.store.rows import first, inserted, told
 from elastic.server.store.runs import DELETE
 from elastic.server.store.tables import runs, uploads
 
 
 def insert(tx: sa.Connection, project: str, name: str, files: list[UploadFile], created_by: str) -> sa.RowMapping:
-    row = {
-        "id": ids.new_id(ids.UPLOAD),
-        "project": project,
-        "name": name,
-        "files": [file.model_dump() for file in files],
-        "bytes": sum(file.bytes for file in files),
-        "created_by": created_by,
-        "created_us": now_us(),
-    }
-    tx.execute(sa.insert(uploads).values(**row))
-    made = find(tx, row["id"])
-    assert made is not None
-    return made
+    return inserted(
+        tx,
+        uploads,
+        id=ids.new_id(ids.UPLOAD),
+        project=project,
+        name=name,
+        files=[file.model_dump() for file in files],
+        bytes=sum(file.bytes for file in files),
+        created_by=created_by,
+        created_us=now_us(),
+    )
 
 
 def find(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
-    return connection.execute(sa.select(uploads).where(uploads.c.id == id_)).mappings().first()
+    return first(connection, sa.select(uploads).where(uploads.c.id == id_))
 
 
 def remove(tx: sa.Connection, id_: str) -> None:
@@ -81,15 +79,5 @@ def files_of(row: sa.RowMapping) -> list[UploadFile]:
 
 
 def as_upload(row: sa.RowMapping, *, ready: bool, received: set[str]) -> Upload:
-    files = files_of(row)
-    return Upload(
-        id=row["id"],
-        project=row["project"],
-        name=row["name"],
-        state="ready" if ready else "open",
-        bytes=row["bytes"],
-        files=files,
-        missing=[] if ready else sorted({file.sha256 for file in files} - received),
-        created_by=row["created_by"],
-        created_at=rfc3339(row["created_us"]) or "",
-    )
+    missing = [] if ready else sorted({file.sha256 for file in files_of(row)} - received)
+    return told(Upload, row, state="ready" if ready else "open", missing=missing)

@@ -12,6 +12,7 @@ from elastic.protocol.api import WEBHOOK_EVENTS, Webhook, WebhookDelivery
 from elastic.server import ids
 from elastic.server.clock import rfc3339
 from elastic.server.store.database import now_us
+from elastic.server.store.rows import changed, first, inserted, told
 from elastic.server.store.tables import deliveries, webhooks
 from elastic.system.outages import backoff
 
@@ -32,27 +33,16 @@ NOT_REACHED = "not sent: its receiver has not answered others for too long"
 
 
 def insert(tx: sa.Connection, project: str, url: str, events: list[str], secret: bytes) -> sa.RowMapping:
-    row = {
-        "id": ids.new_id(ids.WEBHOOK),
-        "project": project,
-        "url": url,
-        "events": events,
-        "secret": secret,
-        "version": 1,
-        "created_us": now_us(),
-    }
-    tx.execute(sa.insert(webhooks).values(**row))
-    made = find(tx, row["id"])
-    assert made is not None
-    return made
+    row = {"id": ids.new_id(ids.WEBHOOK), "project": project, "url": url, "events": events, "secret": secret}
+    return inserted(tx, webhooks, **row, version=1, created_us=now_us())
 
 
 def find(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
-    return connection.execute(sa.select(webhooks).where(webhooks.c.id == id_)).mappings().first()
+    return first(connection, sa.select(webhooks).where(webhooks.c.id == id_))
 
 
 def change(tx: sa.Connection, id_: str, **changes: Any) -> None:
-    tx.execute(sa.update(webhooks).where(webhooks.c.id == id_).values(**changes, version=webhooks.c.version + 1))
+    changed(tx, webhooks, id_, changes)
 
 
 def remove(tx: sa.Connection, id_: str) -> None:
@@ -72,19 +62,9 @@ def announce(tx: sa.Connection, project: str, type_: str, data: dict[str, Any]) 
 
 def enqueue(tx: sa.Connection, webhook: str, type_: str, data: dict[str, Any]) -> sa.RowMapping:
     at_us = now_us()
-    row = {
-        "id": ids.new_id(ids.DELIVERY),
-        "webhook": webhook,
-        "type": type_,
-        "body": json.dumps({"type": type_, "timestamp": rfc3339(at_us), "data": data}),
-        "state": WAITING,
-        "attempts": 0,
-        "not_before_us": 0,
-        "answer": "",
-        "created_us": at_us,
-    }
-    tx.execute(sa.insert(deliveries).values(**row))
-    return tx.execute(sa.select(deliveries).where(deliveries.c.id == row["id"])).mappings().one()
+    body = json.dumps({"type": type_, "timestamp": rfc3339(at_us), "data": data})
+    row = {"id": ids.new_id(ids.DELIVERY), "webhook": webhook, "type": type_, "body": body, "state": WAITING}
+    return inserted(tx, deliveries, **row, created_us=at_us)
 
 
 class DueWebhook(NamedTuple):
@@ -118,7 +98,7 @@ def claim(tx: sa.Connection, webhook: str) -> sa.RowMapping | None:
         .order_by(deliveries.c.not_before_us, deliveries.c.id)
         .limit(1)
     )
-    row = tx.execute(oldest).mappings().first()
+    row = first(tx, oldest)
     if row is not None:
         tx.execute(sa.update(webhooks).where(webhooks.c.id == webhook).values(claimed_until_us=until_us))
         tx.execute(sa.update(deliveries).where(deliveries.c.id == row["id"]).values(not_before_us=until_us))
@@ -191,17 +171,13 @@ def _release(tx: sa.Connection, webhook: str, *, failures: int, open_until_us: i
 
 
 def as_webhook(row: sa.RowMapping) -> Webhook:
-    return Webhook(
-        id=row["id"],
-        project=row["project"],
-        url=row["url"],
-        events=row["events"],
+    return told(
+        Webhook,
+        row,
         enabled=row["disabled"] is None,
         disabled_because=row["disabled"] or "",
         circuit=_circuit(row),
-        failures=row["failures"],
         next_probe_at=rfc3339(row["open_until_us"]) if row["failures"] >= OPENS_AFTER else None,
-        created_at=rfc3339(row["created_us"]) or "",
     )
 
 
@@ -213,13 +189,4 @@ def _circuit(row: sa.RowMapping) -> Literal["closed", "open", "half-open"]:
 
 def as_delivery(row: sa.RowMapping) -> WebhookDelivery:
     waits = row["state"] == WAITING and row["not_before_us"]
-    return WebhookDelivery(
-        id=row["id"],
-        webhook=row["webhook"],
-        type=row["type"],
-        state=row["state"],
-        attempts=row["attempts"],
-        answer=row["answer"],
-        next_at=rfc3339(row["not_before_us"]) if waits else None,
-        created_at=rfc3339(row["created_us"]) or "",
-    )
+    return told(WebhookDelivery, row, next_at=rfc3339(row["not_before_us"]) if waits else None)

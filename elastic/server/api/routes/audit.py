@@ -20,6 +20,5 @@ def list_entries(
     request: Request, caller: CallerDep, state: StateDep, cursor: Annotated[Cursor, Depends(cursor_of(ids.AUDIT))]
 ) -> Listed[AuditEntry]:
     """List what was done, newest first."""
-    where = [] if caller.project is None else [audit_table.c.project == caller.project]
     with state.store.reading() as connection:
-        return listing(request, connection, audit_table, where, cursor, audit.as_entry)
+        return listing(request, connection, audit_table, caller.seen_of(audit_table), cursor, audit.as_entry)

@@ -11,6 +11,7 @@ from elastic.protocol.api import Listed, Problem
 from elastic.server import ids
 from elastic.server.api.auth import Caller, CallerDep, RequesterDep, requires
 from elastic.server.api.state import ServerState, state_of
+from elastic.server.api.writes import etag_of
 from elastic.server.permissions import Action
 from elastic.server.problems import (
     MEDIA_TYPE,
@@ -44,7 +45,7 @@ ALWAYS = (
 
 _OF_WRITES = ("idempotency-mismatch",)
 
-__all__ = ["CallerDep", "Cursor", "IfMatch", "StateDep"]
+__all__ = ["CallerDep", "Cursor", "IfMatch", "StateDep", "etag_of"]
 
 
 def rules(action: Action, *problems: str, **openapi: Any) -> dict[str, Any]:
@@ -106,8 +107,16 @@ def listing(
     resource: Callable[[sa.RowMapping], R],
     columns: Sequence[sa.ColumnElement[Any]] = (),
 ) -> Listed[R]:
+    """Return a page of the rows of a table that are wanted, as resources."""
     rows, has_more = page(connection, table, where, cursor, columns)
     return Listed(url=request.url.path, data=[resource(row) for row in rows], has_more=has_more)
+
+
+def seen(caller: Caller, what: str, id_: str, found: sa.RowMapping | None) -> sa.RowMapping:
+    """Return what was found under this id, if the caller sees it. Raises `ApiProblem`."""
+    if found is None or not caller.sees(found["project"]):
+        raise not_found(what, id_)
+    return found
 
 
 def run_of(connection: sa.Connection, caller: Caller, run: str) -> HostedRunRow:
@@ -156,13 +165,10 @@ def refuse_gone(tx: sa.Connection, project: str, config: str) -> None:
         raise ApiProblem("invalid-configuration", f"upload {upload} was deleted meanwhile")
 
 
-def check_etag(if_match: str | None, etag: str) -> None:
+def check_etag(if_match: str | None, version: int) -> None:
     """Raise `ApiProblem` unless the request names the present version."""
+    etag = etag_of(version)
     if if_match is None:
         raise ApiProblem("precondition-required", f"send If-Match with the ETag of what you have read; now {etag}")
     if if_match.strip() not in (etag, "*"):
         raise ApiProblem("precondition-failed", f"If-Match: found {if_match[:100]}; now {etag}")
-
-
-def etag_of(version: int) -> str:
-    return f'"{version}"'

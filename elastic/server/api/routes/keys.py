@@ -16,11 +16,12 @@ from elastic.server.api.routes.common import (
     listing,
     project_of,
     rules,
+    seen,
 )
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteDep, WriteResult
+from elastic.server.api.writes import WriteDep, WriteResult, created
 from elastic.server.permissions import Action, actions_of, may_grant
-from elastic.server.problems import ApiProblem, not_found
+from elastic.server.problems import ApiProblem
 from elastic.server.store import people
 from elastic.server.store.database import now_us
 
@@ -54,11 +55,8 @@ def create(body: NewKey, write: WriteDep) -> Response:
 def key_made(row: sa.RowMapping, secret: str | None, prefix: str, project: str | None = None) -> WriteResult:
     """Return the answer with a new key. Its secret is in this answer only, and not in repetitions."""
     made = people.as_key(row).model_dump()
-    place = f"{prefix}/{row['id']}"
     kept = CreatedKey(**made, secret=None)
-    return WriteResult(
-        201, CreatedKey(**made, secret=secret), {"location": place}, kept=kept, resource=place, project=project
-    )
+    return created(f"{prefix}/{row['id']}", CreatedKey(**made, secret=secret), project, kept=kept)
 
 
 @router.get("", **rules(Action.KEYS_READ, "invalid-cursor"))
@@ -66,9 +64,8 @@ def list_keys(
     request: Request, caller: CallerDep, state: StateDep, cursor: Annotated[Cursor, Depends(cursor_of(ids.KEY))]
 ) -> Listed[ApiKey]:
     """List keys, newest first, without their secrets."""
-    where = [] if caller.project is None else [people.keys_seen.c.project == caller.project]
     with state.store.reading() as connection:
-        return listing(request, connection, people.keys_seen, where, cursor, people.as_key)
+        return listing(request, connection, people.keys_seen, caller.seen_of(people.keys_seen), cursor, people.as_key)
 
 
 @router.get("/{key}", **rules(Action.KEYS_READ, "not-found"))
@@ -92,10 +89,7 @@ def revoke(key: KeyId, write: WriteDep) -> Response:
 
 def key_of(connection: sa.Connection, caller: Caller, key: str) -> sa.RowMapping:
     """The key with this id, if the caller sees it. Raises `ApiProblem`."""
-    found = people.key(connection, key)
-    if found is None or not caller.sees(found["project"]):
-        raise not_found("key", key)
-    return found
+    return seen(caller, "key", key, people.key(connection, key))
 
 
 def refuse_more(caller: Caller, role: AccessRole, scopes: list[str], *, server_wide: bool) -> None:

@@ -21,7 +21,7 @@ from elastic.server.api.routes.common import (
     rules,
 )
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteDep, WriteResult
+from elastic.server.api.writes import WriteDep, WriteResult, created, edited
 from elastic.server.permissions import Action, may_grant
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store import members
@@ -46,9 +46,7 @@ def add(project: str, body: NewMember, write: WriteDep) -> Response:
         if members.of_person(tx, found, person) is not None:
             raise ApiProblem("name-taken", f"{body.email} is a member already")
         made = members.add(tx, found, person, body.role, members.GIVEN)
-        place = f"/v1/projects/{found}/members/{made['id']}"
-        headers = {"location": place, "etag": etag_of(made["version"])}
-        return WriteResult(201, members.as_member(made), headers, resource=place, project=found)
+        return created(f"/v1/projects/{found}/members/{made['id']}", members.as_member(made), found, made["version"])
 
     return write.carry_out(Action.MEMBERS_WRITE, body, work)
 
@@ -86,13 +84,13 @@ def change(project: str, member: MemberId, body: MemberChange, write: WriteDep, 
 
     def work(tx: sa.Connection) -> WriteResult:
         found = _member_of(tx, project_of(tx, write.caller, project), member)
-        check_etag(if_match, etag_of(found["version"]))
+        check_etag(if_match, found["version"])
         _refuse_more(write.caller, body.role)
         if body.role is not AccessRole.ADMIN:
             _refuse_last(tx, found)
         members.change(tx, found["id"], body.role, members.GIVEN)
         now = _member_of(tx, found["project"], member)
-        return WriteResult(200, members.as_member(now), {"etag": etag_of(now["version"])}, project=now["project"])
+        return edited(members.as_member(now), now["version"], now["project"])
 
     return write.carry_out(Action.MEMBERS_WRITE, body, work)
 

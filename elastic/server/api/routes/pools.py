@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import sqlalchemy as sa
 from fastapi import APIRouter, Path, Query, Request, Response
-from msgspec.structs import asdict
+from msgspec import to_builtins
 
 from elastic.compose.pool_config import job_request
 from elastic.compose.runs import discard_run, save_run_config
@@ -24,7 +24,7 @@ from elastic.server.api.job_limits import refuse_beyond, train_gpus
 from elastic.server.api.routes.common import CallerDep, StateDep, project_of, refuse_gone, refuse_profiles, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
-from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult
+from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult, created
 from elastic.server.intake.checking import checked
 from elastic.server.permissions import Action
 from elastic.server.pools import as_job, as_pool, asked, control_of, project_of_job, settle_jobs
@@ -141,8 +141,7 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     made = _job(settings, pool, job, write.caller)
 
     def work(tx: sa.Connection) -> WriteResult:
-        place = f"{router.prefix}/{pool}/jobs/{job}"
-        return WriteResult(201, made, {"location": place}, resource=place, project=project)
+        return created(f"{router.prefix}/{pool}/jobs/{job}", made, project)
 
     return write.carry_out(Action.RUNS_WRITE, body, work)
 
@@ -160,11 +159,10 @@ def dry_run_job(pool: PoolId, body: JobSubmission, caller: CallerDep, state: Sta
     with state.store.reading() as connection:
         refuse_beyond(connection, project, needs, train_gpus(state.settings, pool, config.job.train_nodes))
     plan = asked(control.plan(_request("job", config)))
-    placement = None if plan.placement is None else asdict(plan.placement)
-    if placement is not None and caller.project is not None:
-        del placement["members"]
-    refusals = [asdict(one) for one in plan.refusals]
-    return JobPlacement(pool=pool, slo=plan.slo, placement=placement, refusals=refusals, why=plan.why)
+    told = JobPlacement.model_validate(to_builtins(plan) | {"pool": pool})
+    if told.placement is not None and caller.project is not None:
+        told.placement.members = None
+    return told
 
 
 @router.post(

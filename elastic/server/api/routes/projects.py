@@ -14,7 +14,7 @@ from elastic.server.api.routes.common import (
     rules,
 )
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteDep, WriteResult
+from elastic.server.api.writes import WriteDep, WriteResult, created, edited
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.store import people
@@ -40,9 +40,7 @@ def create(body: NewProject, write: WriteDep) -> Response:
                 "server with --shared-trust",
             )
         made = people.new_project(tx, body.name, body.unix_user)
-        place = f"{router.prefix}/{made['id']}"
-        headers = {"location": place, "etag": etag_of(made["version"])}
-        return WriteResult(201, people.as_project(made), headers, resource=place, project=made["id"])
+        return created(f"{router.prefix}/{made['id']}", people.as_project(made), made["id"], made["version"])
 
     return write.carry_out(Action.SERVER_WRITE, body, work)
 
@@ -77,14 +75,14 @@ def change(project: str, body: ProjectChange, write: WriteDep, if_match: IfMatch
     def work(tx: sa.Connection) -> WriteResult:
         found = people.project(tx, project_of(tx, write.caller, project))
         assert found is not None
-        check_etag(if_match, etag_of(found["version"]))
+        check_etag(if_match, found["version"])
         changes = body.model_dump(exclude_unset=True, exclude_none=True)
         if changes.get("name", found["name"]) != found["name"]:
             _refuse_taken(tx, changes["name"])
         people.change_project(tx, found["id"], changes)
         now = people.project(tx, found["id"])
         assert now is not None
-        return WriteResult(200, people.as_project(now), {"etag": etag_of(now["version"])}, project=now["id"])
+        return edited(people.as_project(now), now["version"], now["id"])
 
     return write.carry_out(Action.SERVER_WRITE, body, work)
 

@@ -10,7 +10,7 @@ from elastic.compose.plan import kind_of
 from elastic.protocol.api import ENDED, Listed, ProviderChange, ProviderFigures, ProviderKind, RunFigures
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteDep, WriteResult
+from elastic.server.api.writes import WriteDep, WriteResult, edited
 from elastic.server.permissions import Action
 from elastic.server.problems import not_found
 from elastic.server.store import quotas
@@ -47,10 +47,9 @@ def change(provider: str, body: ProviderChange, write: WriteDep, if_match: IfMat
     kind = show(provider, write.caller, write.state, Response())
 
     def work(tx: sa.Connection) -> WriteResult:
-        check_etag(if_match, etag_of(quotas.capacity(tx, provider)[1]))
+        check_etag(if_match, quotas.capacity(tx, provider)[1])
         quotas.change_capacity(tx, provider, body.gpus)
-        version = quotas.capacity(tx, provider)[1]
-        return WriteResult(200, kind.model_copy(update={"gpus": body.gpus}), {"etag": etag_of(version)})
+        return edited(kind.model_copy(update={"gpus": body.gpus}), quotas.capacity(tx, provider)[1])
 
     return write.carry_out(Action.SERVER_WRITE, body, work)
 

@@ -7,7 +7,7 @@ from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.protocol.api import ProblemError, ProjectQuota, QuotaChange, QuotaUse
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteDep, WriteResult
+from elastic.server.api.writes import WriteDep, WriteResult, edited
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.quotas import budgets
@@ -43,10 +43,10 @@ def change(project: str, body: QuotaChange, write: WriteDep, if_match: IfMatch =
 
     def work(tx: sa.Connection) -> WriteResult:
         id_ = project_of(tx, write.caller, project)
-        check_etag(if_match, etag_of(quotas.quota(tx, id_).version))
+        check_etag(if_match, quotas.quota(tx, id_).version)
         quotas.change_quota(tx, id_, _columns(body))
         now = quotas.quota(tx, id_)
-        return WriteResult(200, as_quota(tx, now), {"etag": etag_of(now.version)}, project=id_)
+        return edited(as_quota(tx, now), now.version, id_)
 
     return write.carry_out(Action.SERVER_WRITE, body, work)
 

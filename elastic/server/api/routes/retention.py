@@ -10,13 +10,14 @@ from elastic.protocol.api import RetentionChange, RetentionItem, RetentionPlan, 
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
-from elastic.server.api.writes import WriteDep, WriteResult
+from elastic.server.api.writes import WriteDep, WriteResult, edited
 from elastic.server.clock import rfc3339
 from elastic.server.intake.upload_files import UploadStorage
 from elastic.server.permissions import Action
 from elastic.server.retention import records
-from elastic.server.retention.rules import RetentionRow, bytes_of
+from elastic.server.retention.rules import bytes_of
 from elastic.server.store.database import now_us
+from elastic.server.store.rows import told
 
 router = APIRouter(prefix="/v1", tags=["retention"], route_class=ModelRoute)
 ITEMS = 1_000
@@ -85,27 +86,16 @@ def _shown(state: ServerState, scope: str, response: Response) -> RetentionPolic
     with state.store.reading() as connection:
         found = records.policy(connection, scope)
     response.headers["etag"] = etag_of(found.version)
-    return _policy(found)
+    return told(RetentionPolicy, vars(found))
 
 
 def _changed(
     tx: sa.Connection, scope: str, body: RetentionChange, if_match: str | None, project: str | None
 ) -> WriteResult:
-    check_etag(if_match, etag_of(records.policy(tx, scope).version))
+    check_etag(if_match, records.policy(tx, scope).version)
     records.change(tx, scope, body.model_dump(exclude_unset=True))
     now = records.policy(tx, scope)
-    return WriteResult(200, _policy(now), {"etag": etag_of(now.version)}, project=project)
-
-
-def _policy(row: RetentionRow) -> RetentionPolicy:
-    return RetentionPolicy(
-        scope=row.scope,
-        runs_days=row.runs_days,
-        trajectories_days=row.trajectories_days,
-        checkpoints_days=row.checkpoints_days,
-        logs_days=row.logs_days,
-        uploads_days=row.uploads_days,
-    )
+    return edited(told(RetentionPolicy, vars(now)), now.version, project)
 
 
 def _plan(state: ServerState, project: str | None, limit: int) -> RetentionPlan:

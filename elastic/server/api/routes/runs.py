@@ -37,7 +37,7 @@ from elastic.server.api.routes.common import (
     run_of,
 )
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteDep, WriteResult
+from elastic.server.api.writes import WriteDep, WriteResult, created, edited
 from elastic.server.intake import submissions
 from elastic.server.intake.checking import checked
 from elastic.server.permissions import Action
@@ -71,9 +71,7 @@ def submit(body: Submission, write: WriteDep) -> Response:
         first = conditions.updated([], [conditions.SUBMITTED], now_us(), 1)
         run = runs.insert(tx, new, write.caller.actor, first)
         refuse_gone(tx, project, run.config)
-        place = f"{router.prefix}/{run.id}"
-        headers = {"location": place, "etag": etag_of(run.generation)}
-        return WriteResult(201, runs.as_run(run), headers, resource=place, project=project)
+        return created(f"{router.prefix}/{run.id}", runs.as_run(run), project, run.generation)
 
     return write.carry_out(Action.RUNS_WRITE, body, work)
 
@@ -130,7 +128,7 @@ def change(run: RunId, body: RunChange, write: WriteDep, if_match: IfMatch = Non
 
     def work(tx: sa.Connection) -> WriteResult:
         found = run_of(tx, write.caller, run)
-        check_etag(if_match, etag_of(found.generation))
+        check_etag(if_match, found.generation)
         if unknown := sorted((body.caps or {}).keys() - set(found.providers)):
             allowed = ", ".join(found.providers) or "none"
             raise ApiProblem(
@@ -252,4 +250,4 @@ def _refuse_ended(found: runs.HostedRunRow) -> None:
 
 def _changed(tx: sa.Connection, caller: CallerDep, run: str) -> WriteResult:
     now = run_of(tx, caller, run)
-    return WriteResult(200, runs.as_run(now), {"etag": etag_of(now.generation)}, project=now.project)
+    return edited(runs.as_run(now), now.generation, now.project)

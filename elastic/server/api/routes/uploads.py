@@ -28,10 +28,11 @@ from elastic.server.api.routes.common import (
     listing,
     project_of,
     rules,
+    seen,
 )
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
-from elastic.server.api.writes import WriteDep, WriteResult
+from elastic.server.api.writes import WriteDep, WriteResult, created
 from elastic.server.intake.upload_files import ChecksumMismatch, Receiving, UploadStorage
 from elastic.server.permissions import Action
 from elastic.server.pools import settle_jobs
@@ -66,8 +67,7 @@ def create(body: NewUpload, write: WriteDep) -> Response:
                 "quota-exceeded", f"the project's uploads have {taken} bytes; with these {wanted} more than {most}"
             )
         row = uploads.insert(tx, project, body.name, body.files, write.caller.actor)
-        place = f"{router.prefix}/{row['id']}"
-        return WriteResult(201, _shown(write.state, row), {"location": place}, resource=place, project=project)
+        return created(f"{router.prefix}/{row['id']}", _shown(write.state, row), project)
 
     return write.carry_out(Action.UPLOADS_WRITE, body, work)
 
@@ -77,9 +77,10 @@ def list_uploads(
     request: Request, caller: CallerDep, state: StateDep, cursor: Annotated[Cursor, Depends(cursor_of(ids.UPLOAD))]
 ) -> Listed[Upload]:
     """List uploads, newest first."""
-    where = [] if caller.project is None else [uploads_table.c.project == caller.project]
     with state.store.reading() as connection:
-        return listing(request, connection, uploads_table, where, cursor, lambda row: _shown(state, row))
+        return listing(
+            request, connection, uploads_table, caller.seen_of(uploads_table), cursor, lambda row: _shown(state, row)
+        )
 
 
 @router.get("/{upload}", **rules(Action.UPLOADS_READ, "not-found"))
@@ -187,10 +188,7 @@ def _has(storage: UploadStorage, row: sa.RowMapping, digest: str) -> bool:
 
 
 def _upload_of(connection: sa.Connection, caller: Caller, upload: str) -> sa.RowMapping:
-    found = uploads.find(connection, upload)
-    if found is None or not caller.sees(found["project"]):
-        raise not_found("upload", upload)
-    return found
+    return seen(caller, "upload", upload, uploads.find(connection, upload))
 
 
 def _file_of(state: ServerState, caller: Caller, upload: str, digest: str) -> tuple[sa.RowMapping, UploadFile]:

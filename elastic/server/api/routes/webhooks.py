@@ -27,11 +27,12 @@ from elastic.server.api.routes.common import (
     listing,
     project_of,
     rules,
+    seen,
 )
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.writes import WriteDep, WriteResult
+from elastic.server.api.writes import WriteDep, WriteResult, created, edited
 from elastic.server.permissions import Action
-from elastic.server.problems import ApiProblem, not_found
+from elastic.server.problems import ApiProblem
 from elastic.server.settings import ServerSettings
 from elastic.server.store import webhooks
 from elastic.server.store.tables import deliveries as deliveries_table
@@ -60,15 +61,9 @@ def create(body: NewWebhook, write: WriteDep) -> Response:
         sealed = Vault(write.state.settings.home).sealed(secret)
         row = webhooks.insert(tx, project, body.url, list(dict.fromkeys(body.events)), sealed)
         made = webhooks.as_webhook(row).model_dump()
-        place = f"{router.prefix}/{row['id']}"
-        return WriteResult(
-            201,
-            CreatedWebhook(**made, secret=secret),
-            {"location": place, "etag": etag_of(row["version"])},
-            kept=CreatedWebhook(**made, secret=None),
-            resource=place,
-            project=project,
-        )
+        kept = CreatedWebhook(**made, secret=None)
+        shown = CreatedWebhook(**made, secret=secret)
+        return created(f"{router.prefix}/{row['id']}", shown, project, row["version"], kept)
 
     return write.carry_out(Action.WEBHOOKS_WRITE, body, work)
 
@@ -78,9 +73,8 @@ def list_webhooks(
     request: Request, caller: CallerDep, state: StateDep, cursor: Annotated[Cursor, Depends(cursor_of(ids.WEBHOOK))]
 ) -> Listed[Webhook]:
     """List webhooks, newest first, without their secrets."""
-    where = [] if caller.project is None else [webhooks_table.c.project == caller.project]
     with state.store.reading() as connection:
-        return listing(request, connection, webhooks_table, where, cursor, webhooks.as_webhook)
+        return listing(request, connection, webhooks_table, caller.seen_of(webhooks_table), cursor, webhooks.as_webhook)
 
 
 @router.get("/{webhook}", **rules(Action.WEBHOOKS_READ, "not-found"))
@@ -104,7 +98,7 @@ def change(webhook: WebhookId, body: WebhookChange, write: WriteDep, if_match: I
 
     def work(tx: sa.Connection) -> WriteResult:
         found = _webhook_of(tx, write.caller, webhook)
-        check_etag(if_match, etag_of(found["version"]))
+        check_etag(if_match, found["version"])
         changes = body.model_dump(include={"url", "events"}, exclude_unset=True, exclude_none=True)
         if body.enabled is not None:
             changes["disabled"] = None if body.enabled else found["disabled"] or webhooks.DISABLED
@@ -112,8 +106,7 @@ def change(webhook: WebhookId, body: WebhookChange, write: WriteDep, if_match: I
             changes |= {"failures": 0, "open_until_us": 0}
         webhooks.change(tx, found["id"], **changes)
         now = _webhook_of(tx, write.caller, webhook)
-        headers = {"etag": etag_of(now["version"])}
-        return WriteResult(200, webhooks.as_webhook(now), headers, project=now["project"])
+        return edited(webhooks.as_webhook(now), now["version"], now["project"])
 
     return write.carry_out(Action.WEBHOOKS_WRITE, body, work)
 
@@ -163,10 +156,7 @@ def list_deliveries(
 
 
 def _webhook_of(connection: sa.Connection, caller: Caller, webhook: str) -> sa.RowMapping:
-    found = webhooks.find(connection, webhook)
-    if found is None or not caller.sees(found["project"]):
-        raise not_found("webhook", webhook)
-    return found
+    return seen(caller, "webhook", webhook, webhooks.find(connection, webhook))
 
 
 def _check_url(settings: ServerSettings, url: str) -> None:
