@@ -396,7 +396,7 @@ class ProviderKind(_Resource):
     usd_per_hour: float
 
 
-class PoolNode(_Resource):
+class HostedNode(_Resource):
     """A node: the job that computes on it, and where its time went."""
 
     name: str
@@ -407,7 +407,7 @@ class PoolNode(_Resource):
     job: str | None
 
 
-class PoolGroup(_Resource):
+class HostedGroup(_Resource):
     """Jobs that take turns on nodes; their steps last `cycle_s`, of at most `limit_s`."""
 
     name: str
@@ -419,7 +419,7 @@ class PoolGroup(_Resource):
     usd_per_hour: float
 
 
-class PoolPermit(_Resource):
+class HostedPermit(_Resource):
     """A job's permit to compute. `phase` is that of its cycle, or "both"."""
 
     number: int
@@ -431,7 +431,7 @@ class PoolPermit(_Resource):
     recalled: bool
 
 
-class PoolWait(_Resource):
+class HostedWait(_Resource):
     """Something that a job waits for, and for how long yet."""
 
     what: str
@@ -453,10 +453,10 @@ class HostedPool(_Resource):
     now_s: float | None = None
     usd: float | None = None
     usd_per_hour: float | None = None
-    nodes: list[PoolNode] = []
-    groups: list[PoolGroup] = []
-    permits: list[PoolPermit] = []
-    waits: list[PoolWait] = []
+    nodes: list[HostedNode] = []
+    groups: list[HostedGroup] = []
+    permits: list[HostedPermit] = []
+    waits: list[HostedWait] = []
 
 
 class HostedJob(_Resource):
@@ -492,7 +492,7 @@ class JobSubmission(_RequestBody):
     )
 
 
-class JobPlace(_Resource):
+class HostedPlace(_Resource):
     """A place for a job: in a group, or in a new one where it is null. Its `members` are told to keys of no project."""
 
     group: str | None
@@ -506,7 +506,7 @@ class JobPlace(_Resource):
     members: list[str] | None = None
 
 
-class JobRefusal(_Resource):
+class HostedRefusal(_Resource):
     """Why a job cannot join a group."""
 
     group: str
@@ -521,8 +521,8 @@ class JobPlacement(_Resource):
     object: Literal["job_placement"] = "job_placement"
     pool: str
     slo: float
-    placement: JobPlace | None
-    refusals: list[JobRefusal]
+    placement: HostedPlace | None
+    refusals: list[HostedRefusal]
     why: str
 
 
