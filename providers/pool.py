@@ -170,7 +170,7 @@ class PoolTrainerProvider(BaseProvider[ProviderSettings]):
         (ticket,) = request.tickets
         if self._client.part.trainer is not None:
             raise CapacityUnavailable(f"{self.name}: the former trainer's process has not ended yet")
-        self._client.start_trainer(ticket_frame(self.context, self._client, ticket))
+        self._client.part.start_trainer(ticket_frame(self.context, self._client, ticket))
         return self._runs_as(request.lease, ticket.worker)
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
@@ -194,7 +194,7 @@ class PoolTrainerProvider(BaseProvider[ProviderSettings]):
         self._open = True
 
     def _runs_as(self, lease: LeaseId, worker: WorkerId) -> _Resident:
-        self._resident = _Resident(lease, worker, self._client.end_trainer)
+        self._resident = _Resident(lease, worker, self._client.part.end_trainer)
         return self._resident
 
     def _hear(self, news: News) -> None:
@@ -245,7 +245,7 @@ class PoolProvider(BaseProvider[PoolSettings]):
             raise CapacityUnavailable(WITHDRAWN)
         placed: asyncio.Future[_Resident] = asyncio.get_running_loop().create_future()
         self._waiting[ticket.worker] = (request.lease, placed)
-        self._client.offer(ticket_frame(self.context, self._client, ticket))
+        self._client.part.offer(ticket_frame(self.context, self._client, ticket))
         self._follow()
         return await placed
 
@@ -274,7 +274,7 @@ class PoolProvider(BaseProvider[PoolSettings]):
     def withdrawn(self, lease: LeaseId) -> None:
         for worker in [worker for worker, (waits, _) in self._waiting.items() if waits == lease]:
             _, placed = self._waiting.pop(worker)
-            self._client.give_back(worker)
+            self._client.part.give_back(worker)
             if not placed.done():
                 placed.set_exception(CapacityUnavailable(WITHDRAWN))
             self._follow()
@@ -335,17 +335,17 @@ class PoolProvider(BaseProvider[PoolSettings]):
                 continue
             if not used and not ((self._waiting or self._asked_again) and held.usable):
                 done, of = part.progress or (0, 1)
-                client.leave(held.number, finished=done >= of)
+                client.part.leave(held.number, finished=done >= of)
             elif used and held.tail_nodes and not held.tail_moved and used <= {*held.tail_nodes}:
-                client.leave_for_tail(held.number)
+                client.part.leave_for_tail(held.number)
         if self._waiting:
-            client.ask(PhaseKind.ROLLOUT)
+            client.part.ask(PhaseKind.ROLLOUT)
         else:
-            client.withdraw(PhaseKind.ROLLOUT)
+            client.part.withdraw(PhaseKind.ROLLOUT)
 
     def _resident(self, lease: LeaseId, worker: WorkerId) -> _Resident:
         def end() -> None:
-            self._client.give_back(worker, LIED if lease in self._bars else "")
+            self._client.part.give_back(worker, LIED if lease in self._bars else "")
 
         resident = self._residents[worker] = _Resident(lease, worker, end)
         return resident

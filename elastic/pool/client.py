@@ -88,19 +88,15 @@ class PoolWorker:
     ending: bool = False
     ends: str = ""
 
-    def end(self) -> w.EndWorker:
-        self.ending = True
-        return w.EndWorker(self.worker, self.ends)
-
 
 class JobPart:
-    """The pure state of a job. Every method that changes it returns the messages for the pool.
+    """The pure state of a job. `say` gets the messages for the pool that follow from a change; it may lose them.
 
     The pool ignores requests for a phase whose permit the job holds. They are sent once the permit is over.
     """
 
-    def __init__(self, job: str = "") -> None:
-        self._job = job
+    def __init__(self, job: str, say: Callable[[w.FromJob], None]) -> None:
+        self._job, self._say = job, say
         self.wanted: dict[PhaseKind, bool] = {}
         """Whether a phase is wanted with the nodes of both."""
         self.permits: dict[int, Permit] = {}
@@ -124,110 +120,112 @@ class JobPart:
 
     # What the job does
 
-    def ask(self, phase: PhaseKind, *, both: bool = False) -> list[w.FromJob]:
-        if self.wanted.get(phase) == both:
-            return []
-        self.wanted[phase] = both
-        return self._wants(phase)
+    def ask(self, phase: PhaseKind, *, both: bool = False) -> None:
+        if self.wanted.get(phase) != both:
+            self.wanted[phase] = both
+            self._say_wanted(phase)
 
-    def withdraw(self, phase: PhaseKind) -> list[w.FromJob]:
+    def withdraw(self, phase: PhaseKind) -> None:
         both = self.wanted.pop(phase, None)
-        return [] if both is None else [w.WithdrawPhase(phase, both)]
+        if both is not None:
+            self._say(w.WithdrawPhase(phase, both))
 
-    def offer(self, ticket: w.WorkerTicketFrame) -> list[w.FromJob]:
+    def offer(self, ticket: w.WorkerTicketFrame) -> None:
         """Have a resident work as this worker, as soon as there is one with a device and without a worker."""
         assert ticket.worker not in self.workers
         self.workers[ticket.worker] = PoolWorker(ticket.worker, ticket)
-        return [w.OfferWorker(ticket)]
+        self._say(w.OfferWorker(ticket))
 
-    def give_back(self, worker: str, ends: str = "") -> list[w.FromJob]:
+    def give_back(self, worker: str, ends: str = "") -> None:
         """End the worker, or take back the offer of it. With `ends`, also end its resident, for that reason."""
         found = self.workers.get(worker)
         if found is None or (found.ending and found.ends == (ends or found.ends)):
-            return []
+            return
         found.ends = ends or found.ends
         if not found.permit:
             del self.workers[worker]
-        return [found.end()]
+        self._end(found)
 
-    def start_trainer(self, ticket: w.WorkerTicketFrame) -> list[w.FromJob]:
+    def start_trainer(self, ticket: w.WorkerTicketFrame) -> None:
         assert self.trainer is None
         self.trainer = PoolWorker(ticket.worker, ticket)
-        return [w.StartTrainer(ticket)]
+        self._say(w.StartTrainer(ticket))
 
-    def end_trainer(self) -> list[w.FromJob]:
-        return [] if self.trainer is None or self.trainer.ending else [self.trainer.end()]
+    def end_trainer(self) -> None:
+        if self.trainer is not None and not self.trainer.ending:
+            self._end(self.trainer)
 
-    def leave(self, permit: int, *, finished: bool, switch_s: float = 0.0) -> list[w.FromJob]:
+    def leave(self, permit: int, *, finished: bool, switch_s: float = 0.0) -> None:
         """Yield a permit. No worker may be left under it. Does nothing for a permit that is over."""
         held = self.permits.pop(permit, None)
         if held is None:
-            return []
+            return
         if finished and held.phase is PhaseKind.ROLLOUT:
             self.progress = None
         self._yields[permit] = said = w.YieldPhase(permit, finished, switch_s)
-        return [said, *self._wants(held.phase)]
+        self._say(said)
+        self._say_wanted(held.phase)
 
-    def leave_for_tail(self, permit: int) -> list[w.FromJob]:
+    def leave_for_tail(self, permit: int) -> None:
         """Give up the permit's nodes on which the tail does not go on. No worker may be left on them."""
         held = self.permits[permit]
         self.permits[permit] = msgspec.structs.replace(held, nodes=held.tail_nodes)
-        return [w.TailLeft(permit)]
+        self._say(w.TailLeft(permit))
 
-    def tell_steps(self, steps: int) -> list[w.FromJob]:
-        if self._steps == steps:
-            return []
-        self._steps = steps
-        return [w.StepsDone(steps)]
+    def tell_steps(self, steps: int) -> None:
+        if self._steps != steps:
+            self._steps = steps
+            self._say(w.StepsDone(steps))
 
-    def tell_progress(self, done: int, of: int) -> list[w.FromJob]:
+    def tell_progress(self, done: int, of: int) -> None:
         self.progress = (done, of)
-        return self._progress()
+        self._say_progress()
 
     # What the pool does
 
-    def welcomed(self, welcome: w.JobWelcome, now_ns: Nanoseconds) -> tuple[list[News], list[w.FromJob]]:
-        """Note that the pool's process is there; returns what has changed meanwhile, and the messages to send
-        (again)."""
+    def welcomed(self, welcome: w.JobWelcome, now_ns: Nanoseconds) -> list[News]:
+        """Note that the pool's process is there; returns what has changed meanwhile. Says (again) what it may not have
+        heard."""
         news: list[News] = []
-        say: list[w.FromJob] = []
         told = {found.permit: found for found in welcome.permits}
         self._yields = {permit: said for permit, said in self._yields.items() if permit in told}
         for permit in [permit for permit in self.permits if permit not in told]:
             news += self._over(permit, f"it was taken back {AWAY}")
         for found in welcome.permits:
             if found.permit in self._yields:
-                say.append(self._yields[found.permit])
+                self._say(self._yields[found.permit])
             else:
-                news += self._told(found, now_ns, say)
+                news += self._told(found, now_ns)
             if found.permit in self.permits and self.permits[found.permit].tail_moved:
-                say.append(w.TailLeft(found.permit))
+                self._say(w.TailLeft(found.permit))
         working = {worker for found in welcome.permits for worker in found.workers.values()}
         for worker in [worker for worker in self.workers.values() if worker.worker not in working]:
             if worker.permit or worker.ticket is None:
                 news += self._ended(w.WorkerEnded(worker.worker, f"it ended {AWAY}"))
             else:
-                say.append(w.OfferWorker(worker.ticket))
-        news += self._found_trainer(welcome.trainer, say)
-        for phase in self.wanted:
-            say += self._wants(phase)
-        say += [] if self._steps is None else [w.StepsDone(self._steps)]
+                self._say(w.OfferWorker(worker.ticket))
+        news += self._found_trainer(welcome.trainer)
+        for phase in list(self.wanted):
+            self._say_wanted(phase)
+        if self._steps is not None:
+            self._say(w.StepsDone(self._steps))
         self._welcomed = True
-        return news, say + self._progress()
+        self._say_progress()
+        return news
 
-    def heard(self, message: w.ToJob, now_ns: Nanoseconds) -> tuple[list[News], list[w.FromJob]]:
-        """Return what is new in a message, and the messages to send. Repetitions and messages on past permits give
-        nothing."""
-        say: list[w.FromJob] = []
+    def heard(self, message: w.ToJob, now_ns: Nanoseconds) -> list[News]:
+        """Return what is new in a message. Repetitions and messages on past permits give nothing."""
         match message:
             case w.Granted():
-                return self._told(message, now_ns, say), say
+                return self._told(message, now_ns)
             case w.WorkerEnded():
-                return self._ended(message), say
+                return self._ended(message)
             case w.PermitOver(permit=permit) if (held := self.permits.get(permit)) is not None:
-                return self._over(permit, message.cause), self._wants(held.phase)
+                news = self._over(permit, message.cause)
+                self._say_wanted(held.phase)
+                return news
             case _:
-                return [], say
+                return []
 
     def forsaken(self, why: str) -> list[News]:
         """End everything that the process held, because the pool has dismissed it."""
@@ -241,7 +239,7 @@ class JobPart:
         self._yields.clear()
         return news
 
-    def _told(self, message: w.Granted, now_ns: Nanoseconds, say: list[w.FromJob]) -> list[News]:
+    def _told(self, message: w.Granted, now_ns: Nanoseconds) -> list[News]:
         """Take in a permit as it stands, and end workers that the run has given back meanwhile."""
         number = message.permit
         if number in self._yields:
@@ -261,8 +259,13 @@ class JobPart:
                 worker = self.workers[name] = PoolWorker(name, None, ending=self._welcomed)
             new = new or not worker.permit
             worker.permit, worker.node = number, node
-            say += [worker.end()] if worker.ending else []
+            if worker.ending:
+                self._end(worker)
         return [message] if new else []
+
+    def _end(self, worker: PoolWorker) -> None:
+        worker.ending = True
+        self._say(w.EndWorker(worker.worker, worker.ends))
 
     def _over(self, permit: int, cause: str) -> list[News]:
         del self.permits[permit]
@@ -277,28 +280,29 @@ class JobPart:
             return [message]
         return [] if self.workers.pop(message.worker, None) is None else [message]
 
-    def _found_trainer(self, worker: str, say: list[w.FromJob]) -> list[News]:
+    def _found_trainer(self, worker: str) -> list[News]:
         ours = self.trainer
+        if ours is None and worker:
+            ours = self.trainer = PoolWorker(worker, None, ending=self._welcomed)
         if ours is None:
-            if worker:
-                self.trainer = PoolWorker(worker, None)
-                say += [self.trainer.end()] if self._welcomed else []
             return []
         if worker == ours.worker:
-            say += [ours.end()] if ours.ending else []
-            return []
-        if ours.ending or ours.ticket is None:
+            if ours.ending:
+                self._end(ours)
+        elif ours.ending or ours.ticket is None:
             return self._ended(w.WorkerEnded(ours.worker, f"it ended {AWAY}"))
-        say.append(w.StartTrainer(ours.ticket))
+        else:
+            self._say(w.StartTrainer(ours.ticket))
         return []
 
-    def _wants(self, phase: PhaseKind) -> list[w.FromJob]:
-        wanted = phase in self.wanted and self.permit_of(phase) is None
-        return [w.AskPhase(phase, self.wanted[phase])] if wanted else []
+    def _say_wanted(self, phase: PhaseKind) -> None:
+        if phase in self.wanted and self.permit_of(phase) is None:
+            self._say(w.AskPhase(phase, self.wanted[phase]))
 
-    def _progress(self) -> list[w.FromJob]:
+    def _say_progress(self) -> None:
         held = next((x for x in self.permits.values() if x.phase is PhaseKind.ROLLOUT or x.both), None)
-        return [] if held is None or self.progress is None else [w.PhaseProgress(held.number, *self.progress)]
+        if held is not None and self.progress is not None:
+            self._say(w.PhaseProgress(held.number, *self.progress))
 
 
 class PoolClient:
@@ -315,7 +319,7 @@ class PoolClient:
     ) -> None:
         self.membership = membership
         self._held, self._away_s = held, away_s
-        self.part = JobPart(membership.job)
+        self.part = JobPart(membership.job, self.say)
         self.heard_of: Callable[[str], None] = self._note
         """Called as the pool's process goes away, with the reason, and with none as it is there."""
         self.turned_away: Callable[[str], None] = lambda reason: None
@@ -371,38 +375,6 @@ class PoolClient:
         """Return the seconds until the permit ends."""
         return max(0, self.part.permits[permit].deadline_ns - self._now_ns()) / NS_PER_S
 
-    # Orders
-
-    def ask(self, phase: PhaseKind, *, both: bool = False) -> None:
-        self._say(self.part.ask(phase, both=both))
-
-    def withdraw(self, phase: PhaseKind) -> None:
-        self._say(self.part.withdraw(phase))
-
-    def offer(self, ticket: w.WorkerTicketFrame) -> None:
-        self._say(self.part.offer(ticket))
-
-    def give_back(self, worker: str, ends: str = "") -> None:
-        self._say(self.part.give_back(worker, ends))
-
-    def start_trainer(self, ticket: w.WorkerTicketFrame) -> None:
-        self._say(self.part.start_trainer(ticket))
-
-    def end_trainer(self) -> None:
-        self._say(self.part.end_trainer())
-
-    def leave(self, permit: int, *, finished: bool, switch_s: float = 0.0) -> None:
-        self._say(self.part.leave(permit, finished=finished, switch_s=switch_s))
-
-    def leave_for_tail(self, permit: int) -> None:
-        self._say(self.part.leave_for_tail(permit))
-
-    def tell_steps(self, steps: int) -> None:
-        self._say(self.part.tell_steps(steps))
-
-    def tell_progress(self, done: int, of: int) -> None:
-        self._say(self.part.tell_progress(done, of))
-
     # The connection
 
     @property
@@ -416,10 +388,10 @@ class PoolClient:
         told = {"job": self.membership.job}
         log.warning("the pool is not there", **told, reason=why) if why else log.info("the pool is there", **told)
 
-    def _say(self, messages: list[w.FromJob]) -> None:
+    def say(self, message: w.FromJob) -> None:
+        """Send a message of the job's part, if the pool's process is there."""
         if self._link is not None:
-            for message in messages:
-                self._link.send(message)
+            self._link.send(message)
 
     async def _join(self, within_s: float) -> PoolLink[w.ToJob]:
         mine = self.membership
@@ -431,9 +403,7 @@ class PoolClient:
         link, self.welcome = await join(mine.endpoint, TO_JOB, hello, w.JobWelcome, within_s)
         link.watch(self.welcome.silence_s)
         self._link = link
-        news, say = self.part.welcomed(self.welcome, self._now_ns())
-        self._say(say)
-        self._tell(news)
+        self.tell(self.part.welcomed(self.welcome, self._now_ns()))
         self.heard_of("")
         return link
 
@@ -446,9 +416,7 @@ class PoolClient:
                         message = await link.receive()
                         if isinstance(message, w.RefusedFrame):
                             raise SessionRefused(message.reason, retry=message.retry)
-                        news, say = self.part.heard(message, self._now_ns())
-                        self._say(say)
-                        self._tell(news)
+                        self.tell(self.part.heard(message, self._now_ns()))
                 except (ConnectionLost, SessionRefused) as error:
                     why = _final(error)
                     self._link = None
@@ -465,10 +433,11 @@ class PoolClient:
             log.exception("the pool's connection failed", job=self.membership.job)
             why = f"internal error: {type(error).__name__}: {error}"
         self._link = None
-        self._tell(self.part.forsaken(why))
+        self.tell(self.part.forsaken(why))
         self.turned_away(f"{self._name} turned this process away: {why}")
 
-    def _tell(self, news: list[News]) -> None:
+    def tell(self, news: list[News]) -> None:
+        """Pass what is new to whom it concerns."""
         for one in news:
             match one:
                 case w.WorkerEnded():

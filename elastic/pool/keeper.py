@@ -139,18 +139,7 @@ class Keeper:
                 link.abort()
 
     def _hello(self) -> w.KeeperHello:
-        ticket, state = self._ticket, self._state
-        return w.KeeperHello(
-            w.POOL_PROTOCOL_VERSION,
-            ticket.node,
-            self._token,
-            here().pid(),
-            here().name(),
-            state.last_permit,
-            state.residents(),
-            state.scripts_over(),
-            *state.given(),
-        )
+        return self._state.hello(self._ticket.node, self._token, here().pid())
 
     def _say(self, message: w.FromKeeper) -> None:
         if self._link is not None:

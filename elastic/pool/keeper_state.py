@@ -4,12 +4,12 @@ A pure state machine: it is told what has happened and the time, and answers wha
 at a time; one that is to follow another starts once that one is gone.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
 
-from elastic.core.cluster.types import JobId
+from elastic.core.cluster.types import JobId, NodeId
 from elastic.pool import messages as w
 
 
@@ -104,7 +104,8 @@ class _KeptResident:
     """Started once this one is gone."""
     leaving: bool = False
     """Whether its worker was told to leave."""
-    resumed: w.DeviceResumed = field(default_factory=lambda: w.DeviceResumed(0, 0.0, 0))
+    resume_s: float = 0.0
+    """How long it took to resume under its permit."""
 
 
 @dataclass(slots=True)
@@ -162,16 +163,15 @@ class KeeperState:
             due_s.append(self._device.until_s)
         return min(due_s, default=None)
 
-    def residents(self) -> tuple[w.ResidentState, ...]:
-        """Return the residents that are there."""
-        return tuple(
+    def hello(self, node: NodeId, token: str, pid: int) -> w.KeeperHello:
+        """Return what a keeper says as it dials: what there is on its node, and how scripts have ended, which nobody
+        else knows."""
+        residents = tuple(
             w.ResidentState(job, kept.order.placement, kept.worker, kept.permit, kept.up)
             for job, kept in self._kept.items()
         )
-
-    def scripts_over(self) -> tuple[w.ResidentGone, ...]:
-        """Return how scripts have ended: nobody else knows."""
-        return tuple(self._scripts_over.values())
+        version, over = w.POOL_PROTOCOL_VERSION, tuple(self._scripts_over.values())
+        return w.KeeperHello(version, node, token, pid, self.last_permit, residents, over, *self.given())
 
     def given(self) -> tuple[int, JobId]:
         """Return the permit under which a job has the device, and the job; 0 if none has it."""
@@ -191,7 +191,7 @@ class KeeperState:
         if kept is not None and (kept.permit or kept.order.script):
             self._kill(device.job, "it has not parked in time" if device.taking else "it held the device too long")
         else:
-            self._free(w.DeviceFreed(device.permit, device.job, 0.0, 0.0, 0, 0))
+            self._free(w.DeviceFreed(device.permit, device.job))
 
     def _dies(self, device: _Device) -> bool:
         """Whether the device's holder is killed already."""
@@ -287,7 +287,7 @@ class KeeperState:
         device, kept = self._device, self._kept.get(job)
         if device is None or device.permit != permit:
             if kept is None or kept.permit != permit:
-                self._say(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
+                self._say(w.DeviceFreed(permit, job))
             return
         if device.taking:
             return
@@ -297,7 +297,7 @@ class KeeperState:
             if kept is not None:
                 self._drop_ticket(kept)
                 kept.permit = 0 if kept.order.script else kept.permit
-            self._free(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
+            self._free(w.DeviceFreed(permit, job))
         elif not kept.ending:
             self._commands.append(TellResident(job, w.Park(permit)))
 
@@ -334,24 +334,23 @@ class KeeperState:
         match message:
             case w.Warm():
                 self._is_up(kept)
-            case w.DeviceResumed():
-                kept.resumed = message
+            case w.DeviceResumed(permit=permit, resume_s=resume_s) if permit == kept.permit:
+                kept.resume_s = resume_s
             case w.Left(worker=worker, cause=cause):
                 if kept.order.phase is not w.PhaseKind.TRAIN and kept.worker == worker:
                     kept.worker, kept.leaving = "", False
                     self._say(w.WorkerLeft(job, worker, cause))
             case w.Parked():
                 self._parked(job, kept, message)
+            case w.DeviceResumed():
+                pass
 
     def _parked(self, job: JobId, kept: _KeptResident, message: w.Parked) -> None:
         permit = message.permit
         if kept.permit != permit or kept.ending:
             return
-        kept.permit = 0
-        resume_s = kept.resumed.resume_s if kept.resumed.permit == permit else 0.0
-        freed = w.DeviceFreed(
-            permit, job, resume_s, message.park_s, message.state_bytes, message.rest_bytes, kept.worker
-        )
+        freed = w.DeviceFreed(permit, job, kept.resume_s + message.park_s)
+        kept.permit, kept.resume_s = 0, 0.0
         self._drop_ticket(kept)
         if self.given()[0] == permit:
             self._free(freed)
@@ -364,7 +363,7 @@ class KeeperState:
         if self._device is not None and self._device.job == event.job and self._device.taking:
             self._device = None
         cause = kept.ending or event.cause
-        gone = w.ResidentGone(event.job, kept.order.placement, cause, kept.permit, kept.worker, event.code)
+        gone = w.ResidentGone(event.job, kept.order.placement, cause, kept.permit, event.code)
         if kept.order.script:
             self._scripts_over[event.job] = gone
         self._say(gone)

@@ -245,7 +245,6 @@ class ResidentGone(_PoolMessage, frozen=True):
     placement: Count
     cause: Text
     permit: Count = 0
-    worker: Text = ""
     code: int | None = None
 
 
@@ -260,7 +259,6 @@ class KeeperHello(_PoolMessage, frozen=True):
     node: Text
     token: Text
     pid: Count
-    host: Text
     last_permit: Count = 0
     residents: Annotated[tuple[ResidentState, ...], msgspec.Meta(max_length=RESIDENTS_MAX)] = ()
     gone: Annotated[tuple[ResidentGone, ...], msgspec.Meta(max_length=RESIDENTS_MAX)] = ()
@@ -269,16 +267,11 @@ class KeeperHello(_PoolMessage, frozen=True):
 
 
 class DeviceFreed(_PoolMessage, frozen=True):
-    """The resident has parked. Gives the seconds that resuming and parking took, the bytes copied each way, and the
-    device memory that the resident keeps while it is parked."""
+    """The resident has parked. `switch_s` is how long it took to resume and to park."""
 
     permit: Count
     job: Text
-    resume_s: Seconds
-    park_s: Seconds
-    state_bytes: Count
-    rest_bytes: Count
-    worker: Text = ""
+    switch_s: Seconds = 0.0
 
 
 class WorkerLeft(_PoolMessage, frozen=True):
@@ -399,14 +392,14 @@ class Warm(_PoolMessage, frozen=True):
 class DeviceResumed(_PoolMessage, frozen=True):
     permit: Count
     resume_s: Seconds
-    state_bytes: Count
+    state_bytes: Count = 0
 
 
 class Parked(_PoolMessage, frozen=True):
     permit: Count
     park_s: Seconds
-    state_bytes: Count
-    rest_bytes: Count
+    state_bytes: Count = 0
+    rest_bytes: Count = 0
 
 
 class Left(_PoolMessage, frozen=True):

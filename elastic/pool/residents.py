@@ -56,8 +56,7 @@ class NodeResidents:
         if resident is not None and resident.permit == message.permit:
             resident.permit = 0
             self._jobs[message.job].deaths.pop(name, None)
-        switch_ns = nanoseconds(message.resume_s + message.park_s)
-        self._slices.freed(name, message.job, message.permit, switch_ns)
+        self._slices.freed(name, message.job, message.permit, nanoseconds(message.switch_s))
 
     def _wanted(self, name: NodeId, node: PoolNode) -> Iterator[tuple[JobId, JobRecord, w.WorkerTicketFrame | None]]:
         """Return the jobs whose residents belong on this node."""

@@ -21,19 +21,19 @@ class PoolPermits:
         """The permit that the run has been told of, until it is over."""
 
     def ask_permit(self) -> None:
-        self._client.ask(PhaseKind.TRAIN)
+        self._client.part.ask(PhaseKind.TRAIN)
 
     def yield_permit(self, permit: int | None, *, finished: bool) -> None:
         if permit is None:
-            self._client.withdraw(PhaseKind.TRAIN)
+            self._client.part.withdraw(PhaseKind.TRAIN)
             return
         if permit == self._had:
             self._had = None
-        self._client.leave(permit, finished=finished)
+        self._client.part.leave(permit, finished=finished)
 
     def tell_progress(self, step: int, done: int, of: int) -> None:
-        self._client.tell_steps(step)
-        self._client.tell_progress(done, of)
+        self._client.part.tell_steps(step)
+        self._client.part.tell_progress(done, of)
 
     def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:
         """Begin. Called once, before anything else, also for a new run."""
@@ -49,7 +49,7 @@ class PoolPermits:
             elif held.number > last:
                 self._grant(held.number)
             else:
-                self._client.leave(held.number, finished=False)
+                self._client.part.leave(held.number, finished=False)
         if asked and self._had is None:
             self.ask_permit()
 

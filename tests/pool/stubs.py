@@ -97,7 +97,7 @@ async def be_resident(directory: Path) -> None:
                 permit = number
                 device.take(permit)
                 (directory / f"resumed {os.environ.get('ELASTIC_WORKER', '')}").touch()
-                link.send(w.DeviceResumed(permit, 0.001, 1000))
+                link.send(w.DeviceResumed(permit, 0.001))
             case w.WorkAs(ticket=ticket):
                 worker = ticket.worker
             case w.Leave(worker=left):
@@ -112,7 +112,7 @@ async def be_resident(directory: Path) -> None:
                 if permit:
                     device.free(number)
                 permit = 0
-                link.send(w.Parked(number, 0.001, 1000, 10))
+                link.send(w.Parked(number, 0.001))
 
 
 class StubJob:
@@ -149,7 +149,7 @@ class StubJob:
                 await self.phase(phase, self.script[f"{phase}_s"])
             (self.directory / "steps.new").write_text(str(self.steps + 1))
             (self.directory / "steps.new").rename(self.directory / "steps")
-            client.tell_steps(self.steps)
+            client.part.tell_steps(self.steps)
             if (self.directory / "stop").exists():
                 (self.directory / "stopped").touch()
                 return
@@ -162,14 +162,14 @@ class StubJob:
         client, part = self.client, self.client.part
         while left_s > 0:
             for _ in self.welcome.rollout_nodes if phase is _ROLLOUT and self.lends else ():
-                client.offer(self.ticket("worker"))
-            client.ask(phase, both=both)
+                client.part.offer(self.ticket("worker"))
+            client.part.ask(phase, both=both)
             await self.until(lambda: part.permit_of(phase) is not None)
             turn = part.permit_of(phase)
             assert turn is not None
             permit = self.held = turn.number
             if phase is _TRAIN and part.trainer is None and self.lends:
-                client.start_trainer(self.ticket("trainer"))
+                client.part.start_trainer(self.ticket("trainer"))
             while phase is _TRAIN and self.lends and permit in part.permits and not self.resumed():
                 await self.until(lambda permit=permit: permit not in part.permits, 0.02)
             began_s = time.monotonic()
@@ -184,10 +184,10 @@ class StubJob:
             for device in devices:
                 device.free(permit)
             for worker in list(part.workers):
-                client.give_back(worker)
+                client.part.give_back(worker)
             await self.until(lambda permit=permit: not part.working(permit))
             self.held = 0
-            client.leave(permit, finished=left_s <= 0)
+            client.part.leave(permit, finished=left_s <= 0)
 
     def ticket(self, what: str) -> w.WorkerTicketFrame:
         self.workers += 1

@@ -31,15 +31,15 @@ class JobAndPool(RuleBasedStateMachine):
         self.to_job: deque[w.ToJob] = deque()
         self.connected = self.slow = False
         self.pool = JobsPool(lambda message: self.to_job.append(message) if self.connected else None)
-        self.part = JobPart()
+        self.part = JobPart("job", self.say)
         self.workers = 0
         self.lent: Counter[str] = Counter()
         self.over: Counter[str] = Counter()
         self.connect()
 
-    def say(self, messages: list[w.FromJob]) -> None:
+    def say(self, message: w.FromJob) -> None:
         if self.connected:
-            self.to_pool.extend(messages)
+            self.to_pool.append(message)
 
     def news(self, news: list[News]) -> None:
         for one in news:
@@ -61,9 +61,7 @@ class JobAndPool(RuleBasedStateMachine):
     @rule()
     def connect(self) -> None:
         self.connected = True
-        news, say = self.part.welcomed(self.pool.welcome(), 0)
-        self.news(news)
-        self.say(say)
+        self.news(self.part.welcomed(self.pool.welcome(), 0))
 
     @precondition(lambda self: self.connected)
     @rule()
@@ -80,56 +78,54 @@ class JobAndPool(RuleBasedStateMachine):
     @precondition(lambda self: self.to_job)
     @rule()
     def job_hears(self) -> None:
-        news, say = self.part.heard(self.to_job.popleft(), 0)
-        self.news(news)
-        self.say(say)
+        self.news(self.part.heard(self.to_job.popleft(), 0))
 
     # The job
 
     @rule(phase=PHASES)
     def ask(self, phase) -> None:
-        self.say(self.part.ask(phase))
+        self.part.ask(phase)
 
     @rule(phase=PHASES)
     def withdraw(self, phase) -> None:
-        self.say(self.part.withdraw(phase))
+        self.part.withdraw(phase)
 
     @precondition(lambda self: len(self.part.workers) < 4)
     @rule()
     def offer(self) -> None:
-        self.say(self.part.offer(self.new_ticket()))
+        self.part.offer(self.new_ticket())
 
     @rule(which=st.integers(0, 3), ends=st.sampled_from(["", "it lied"]))
     def give_back(self, which: int, ends: str) -> None:
         workers = list(self.part.workers)
         if workers:
-            self.say(self.part.give_back(workers[which % len(workers)], ends))
+            self.part.give_back(workers[which % len(workers)], ends)
 
     @rule(which=st.integers(0, 3), finished=st.booleans())
     def leave(self, which: int, finished: bool) -> None:
         empty = [permit for permit in self.part.permits if not self.part.working(permit)]
         if empty:
-            self.say(self.part.leave(empty[which % len(empty)], finished=finished))
+            self.part.leave(empty[which % len(empty)], finished=finished)
 
     @precondition(lambda self: self.part.trainer is None)
     @rule()
     def start_trainer(self) -> None:
-        self.say(self.part.start_trainer(self.new_ticket()))
+        self.part.start_trainer(self.new_ticket())
 
     @rule()
     def end_trainer(self) -> None:
-        self.say(self.part.end_trainer())
+        self.part.end_trainer()
 
     @rule(step=st.integers(0, 3), done=st.integers(0, 8))
     def progress(self, step: int, done: int) -> None:
-        self.say(self.part.tell_steps(step))
-        self.say(self.part.tell_progress(done, 8))
+        self.part.tell_steps(step)
+        self.part.tell_progress(done, 8)
 
     @rule()
     def die(self) -> None:
         """Another process takes the run up: it knows nothing but what it is told as it begins."""
         self.lose_connection()
-        self.part = JobPart()
+        self.part = JobPart("job", self.say)
         self.connect()
 
     # The pool
@@ -284,22 +280,22 @@ async def test_what_is_ordered_while_the_pool_is_away_is_done_once_it_is_back():
     client = PoolClient(membership(server.address))
     client.hear_slices(heard.append)
     assert (await client.open(10.0)).rollout_nodes == ("node-1", "node-2")
-    client.ask(ROLLOUT)
+    client.part.ask(ROLLOUT)
     await until(lambda: ROLLOUT in server.pool.asked)
     server.stop()
     server.link = None
     server.pool.asked.clear()
     permit = server.pool.grant(ROLLOUT)
-    client.ask(TRAIN)
+    client.part.ask(TRAIN)
     await server.start()
     await until(lambda: permit in client.part.permits and TRAIN in server.pool.asked)
     assert 500 < client.left_s(permit) <= 600
-    client.offer(ticket("worker-1"))
+    client.part.offer(ticket("worker-1"))
     await until(lambda: server.pool.slices == {"node-1": "worker-1"})
     await until(lambda: client.part.working(permit))
-    client.give_back("worker-1")
+    client.part.give_back("worker-1")
     await until(lambda: any(isinstance(one, w.WorkerEnded) for one in heard))
-    client.leave(permit, finished=True)
+    client.part.leave(permit, finished=True)
     await client.aclose()
     await until(lambda: not server.pool.permits)
     assert [type(one).__name__ for one in heard] == ["Granted", "Granted", "WorkerEnded"]
@@ -313,8 +309,8 @@ async def test_who_is_turned_away_has_nothing_any_more_and_says_why():
     client.hear_slices(heard.append)
     client.turned_away = reasons.append
     await client.open(10.0)
-    client.offer(ticket("worker-1"))
-    client.ask(ROLLOUT)
+    client.part.offer(ticket("worker-1"))
+    client.part.ask(ROLLOUT)
     await until(lambda: ROLLOUT in server.pool.asked)
     permit = server.pool.grant(ROLLOUT)
     await until(lambda: client.part.working(permit))

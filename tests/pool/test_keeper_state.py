@@ -46,9 +46,9 @@ def test_the_next_job_has_the_device_once_the_one_before_has_parked():
     warm(state, "a", "b")
     assert state.handle(w.GiveDevice(1, "a", 10), 0) == [TellResident("a", w.Resume(1))]
     assert state.handle(w.TakeDevice(1, "a", 5), 1) == [TellResident("a", w.Park(1))]
-    freed = w.DeviceFreed(1, "a", 0.25, 0.5, 7, 3)
-    state.handle(ResidentSaid("a", w.DeviceResumed(1, 0.25, 7)), 1)
-    assert state.handle(ResidentSaid("a", w.Parked(1, 0.5, 7, 3)), 2) == [TellPool(freed)]
+    freed = w.DeviceFreed(1, "a", 0.75)
+    state.handle(ResidentSaid("a", w.DeviceResumed(1, 0.25)), 1)
+    assert state.handle(ResidentSaid("a", w.Parked(1, 0.5)), 2) == [TellPool(freed)]
     assert state.handle(w.GiveDevice(2, "b", 10), 3) == [TellResident("b", w.Resume(2))]
     assert state.handle(w.GiveDevice(1, "a", 10), 4) == [PermitRefused(1)]
     assert state.given() == (2, "b")
@@ -65,7 +65,7 @@ def test_who_has_the_device_too_long_or_does_not_park_is_killed():
         assert not state.handle(WakeupDue(), 9)
         assert state.handle(WakeupDue(), 10) == [Signal("a", cause, kill=True)]
         assert state.next_wakeup_s() is None
-        gone = w.ResidentGone("a", 1, cause, 1, "", -9)
+        gone = w.ResidentGone("a", 1, cause, 1, -9)
         assert TellPool(gone) in state.handle(ResidentEnded("a", "killed", -9), 11)
         assert state.given() == (0, "")
 
@@ -112,12 +112,12 @@ def test_a_script_s_device_is_free_at_once_and_its_end_is_told_at_every_dial():
     assert state.handle(order("a", script=True), 0)
     assert state.handle(ScriptStarted("a"), 0) == [TellPool(w.ResidentUp("a", 1))]
     state.handle(w.GiveDevice(1, "a", 10), 0)
-    assert state.handle(w.TakeDevice(1, "a", 5), 1) == [TellPool(w.DeviceFreed(1, "a", 0, 0, 0, 0))]
-    gone = w.ResidentGone("a", 1, "it exited", 0, "", 0)
+    assert state.handle(w.TakeDevice(1, "a", 5), 1) == [TellPool(w.DeviceFreed(1, "a"))]
+    gone = w.ResidentGone("a", 1, "it exited", 0, 0)
     assert state.handle(ResidentEnded("a", "it exited", 0), 2) == [TellPool(gone)]
-    assert state.scripts_over() == (gone,)
+    assert state.hello("n", "", 1).gone == (gone,)
     state.handle(order("a", 2, script=True), 3)
-    assert not state.scripts_over()
+    assert not state.hello("n", "", 1).gone
 
 
 def test_a_worker_is_lent_with_the_device_and_its_end_is_told():
@@ -222,7 +222,7 @@ class AnyKeeper(RuleBasedStateMachine):
         job = picked(self.parking.keys() - self.killed, pick)
         permit = self.parking.pop(job)
         del self.computing[job]
-        self.tell(ResidentSaid(job, w.Parked(permit, 0, 0, 0)))
+        self.tell(ResidentSaid(job, w.Parked(permit, 0)))
 
     @precondition(lambda self: self.living)
     @rule(pick=PICKS)
@@ -258,7 +258,7 @@ class AnyKeeper(RuleBasedStateMachine):
 
     @invariant()
     def it_says_what_it_holds(self) -> None:
-        told = {one.job: one.permit for one in self.state.residents()}
+        told = {one.job: one.permit for one in self.state.hello("n", "", 1).residents}
         assert told.keys() == self.living.keys()
         assert {job: permit for job, permit in told.items() if permit} == self.computing
 

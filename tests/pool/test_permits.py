@@ -5,7 +5,7 @@ import pytest
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S
 from elastic.pool import messages as w
-from elastic.pool.client import News, PoolClient, PoolMembership
+from elastic.pool.client import PoolClient, PoolMembership
 from elastic.protocol.endpoint import Endpoint
 from elastic.runtime.pool_permits import PoolPermits
 from tests.pool.model import ROLLOUT, TRAIN, JobsPool
@@ -18,17 +18,11 @@ class NearClient(PoolClient):
         super().__init__(PoolMembership(endpoint=Endpoint("nowhere:1"), job="job", placement=1, token="secret"))
         self._pool = pool
 
-    def take(self, news: list[News], say: list[w.FromJob]) -> None:
-        """What its part makes of a message."""
-        self._say(say)
-        self._tell(news)
-
     def _now_ns(self) -> int:
         return 0
 
-    def _say(self, messages: list[w.FromJob]) -> None:
-        for message in messages:
-            self._pool.hear(message)
+    def say(self, message: w.FromJob) -> None:
+        self._pool.hear(message)
 
 
 class House:
@@ -42,10 +36,10 @@ class House:
         self.permits = PoolPermits(self.client, lambda event, payload=None: self.events.append(event), lambda: NS_PER_S)
 
     def welcome(self) -> None:
-        self.client.take(*self.client.part.welcomed(self.pool.welcome(), 0))
+        self.client.tell(self.client.part.welcomed(self.pool.welcome(), 0))
 
     def _deliver(self, message: w.ToJob) -> None:
-        self.client.take(*self.client.part.heard(message, 0))
+        self.client.tell(self.client.part.heard(message, 0))
 
 
 @pytest.fixture
@@ -82,7 +76,7 @@ def test_a_permit_that_is_taken_is_over_and_the_next_one_can_be_asked_for_before
 
 
 def test_of_rollouts_permits_the_trainer_hears_nothing(house: House):
-    house.client.ask(ROLLOUT)
+    house.client.part.ask(ROLLOUT)
     house.pool.take(house.pool.grant(ROLLOUT))
     assert house.events == []
 

@@ -71,10 +71,10 @@ class PhaseClient:
         self._there(self._yield(finished=finished, switch_s=switch_s))
 
     def progress(self, done: int, of: int) -> None:
-        self._there(self._order(lambda client: client.tell_progress(done, of)))
+        self._there(self._order(lambda client: client.part.tell_progress(done, of)))
 
     def steps_done(self, steps: int) -> None:
-        self._there(self._order(lambda client: client.tell_steps(steps)))
+        self._there(self._order(lambda client: client.part.tell_steps(steps)))
 
     def on_consolidate(self, callback: Consolidate) -> None:
         self._consolidate = callback
@@ -124,17 +124,17 @@ class PhaseClient:
             raise PhaseError(f"no session with the pool: {error}") from error
         self._wanted, self._waiter = (phase, both), asyncio.get_running_loop().create_future()
         try:
-            self._client.ask(phase, both=both)
+            self._client.part.ask(phase, both=both)
             self._count_down()
             return await self._waiter
         finally:
             self._stop_counting()
-            self._client.withdraw(phase)
+            self._client.part.withdraw(phase)
             self._wanted, self._waiter = None, None
 
     async def _yield(self, *, finished: bool, switch_s: float) -> None:
         permit, self._permit = self._permit, 0
-        self._client.leave(permit, finished=finished, switch_s=switch_s)
+        self._client.part.leave(permit, finished=finished, switch_s=switch_s)
 
     async def _order(self, order: Callable[[PoolClient], None]) -> None:
         order(self._client)
@@ -157,7 +157,7 @@ class PhaseClient:
         """Take the turn that is waited for. One of an earlier wish that was on its way is given back."""
         waits = self._waiter is not None and not self._waiter.done() and self._wanted == (turn.phase, turn.both)
         if not waits or self._waiter is None:
-            self._client.leave(turn.number, finished=True)
+            self._client.part.leave(turn.number, finished=True)
             return
         self._permit = turn.number
         self._waiter.set_result(turn)
@@ -172,7 +172,7 @@ class PhaseClient:
 
     def _tail_left(self, permit: int) -> None:
         if permit in self._client.part.permits:
-            self._client.leave_for_tail(permit)
+            self._client.part.leave_for_tail(permit)
 
     def _heard_of(self, why: str) -> None:
         """Count only the time while the pool's process is there."""

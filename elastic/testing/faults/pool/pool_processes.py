@@ -88,11 +88,7 @@ class ModelKeeper:
             self.world.loop.after(2 * S, self.dial)
             return
         self.wire = self.world.keeper_wires[self.node] = ModelWire(self.world)
-        state, version = self._state, w.POOL_PROTOCOL_VERSION
-        hello = w.KeeperHello(
-            version, self.node, "", 1, "", state.last_permit, state.residents(), state.scripts_over(), *state.given()
-        )
-        refused = self.world.within(lambda: shell.keeper_joined(hello))
+        refused = self.world.within(lambda: shell.keeper_joined(self._state.hello(self.node, "", 1)))
         if refused:
             self.die()
 
@@ -224,7 +220,7 @@ class ModelKeeper:
         if one.worker and self.phase is not _TRAIN:
             self._leave(one)
         one.permit = 0
-        self._say(one, w.Parked(permit, 0.5, 10, 1))
+        self._say(one, w.Parked(permit, 0.5))
 
     def _say(self, one: ModelResident, message: w.FromResident) -> None:
         if one.alive:
@@ -264,7 +260,7 @@ class ModelJob:
     def __init__(self, world: "PoolWorld", shape: JobDraw) -> None:
         self.world, self.shape, self.request = world, shape, shape.request
         self.keeper: ModelKeeper | None = None
-        self.part = JobPart()
+        self.part = JobPart(shape.request.id, self._say)
         self.computes_on: tuple[NodeId, ...] = ()
         """Of a script."""
         self.steps = 0
@@ -303,7 +299,7 @@ class ModelJob:
         self.alive, self.placement, self.restarts = True, placement, restarts
         self.phase, self.left_ns, self.granted, self.ending = _ROLLOUT, None, 0, None
         self.hangs = self.syncing = self.stopping = False
-        self.part = JobPart()
+        self.part = JobPart(self.request.id, self._say)
         self.later(self.world.rng.randrange(S, 10 * S), self.dial)
 
     def end(self, *, died: bool = True) -> None:
@@ -358,12 +354,9 @@ class ModelJob:
             self.world.to_shell(lambda shell: shell.job_left(self.request.id))
             self.later(self.world.rng.randrange(5 * S), self.dial)
 
-    def _say(self, messages: list[w.FromJob]) -> None:
-        wire = self.wire
-        if wire is None or not wire.open:
-            return
-        for message in messages:
-            wire.carry(True, lambda said=message: self.world.to_shell(lambda shell: self._told(shell, said)))
+    def _say(self, message: w.FromJob) -> None:
+        if self.wire is not None and self.wire.open:
+            self.wire.carry(True, lambda: self.world.to_shell(lambda shell: self._told(shell, message)))
 
     def _told(self, shell: PoolShell, message: w.FromJob) -> None:
         shell.job_heard(self.request.id, message)
@@ -379,14 +372,13 @@ class ModelJob:
         number, incarnation = self.older
         if not self.shape.script and incarnation == self.world.incarnations and min(held, default=number + 1) <= number:
             self.world.fail(f"{self.request.id} has died, and its permits {held} are not taken back")
-        self._take_in(*self.part.welcomed(welcome, self.world.loop.now_ns))
+        self._take_in(self.part.welcomed(welcome, self.world.loop.now_ns))
         self._work_on()
 
     def hear(self, message: w.ToJob) -> None:
-        self._take_in(*self.part.heard(message, self.world.loop.now_ns))
+        self._take_in(self.part.heard(message, self.world.loop.now_ns))
 
-    def _take_in(self, news: list[News], say: list[w.FromJob]) -> None:
-        self._say(say)
+    def _take_in(self, news: list[News]) -> None:
         for one in news:
             match one:
                 case w.Granted():
@@ -407,7 +399,7 @@ class ModelJob:
             return
         if self.phase is _ROLLOUT and not self.shape.script:
             self._offer(self.request.rollout_nodes)
-        self._say(self.part.ask(self.phase, both=self.shape.both and self.phase is _TRAIN))
+        self.part.ask(self.phase, both=self.shape.both and self.phase is _TRAIN)
         if not self.shape.steady and self.world.rng.random() < 0.1:
             phase = self.phase
             self.later(self.world.rng.randrange(20 * S), lambda: self._withdraw(phase))
@@ -415,8 +407,8 @@ class ModelJob:
     def _withdraw(self, phase: PhaseKind) -> None:
         if self.phase is phase and not self.granted:
             for worker in list(self.part.workers):
-                self._say(self.part.give_back(worker))
-            self._say(self.part.withdraw(phase))
+                self.part.give_back(worker)
+            self.part.withdraw(phase)
             self.later(10 * S, lambda: self._ask() if self.phase is phase else None)
 
     def _granted(self, grant: w.Granted) -> None:
@@ -427,12 +419,12 @@ class ModelJob:
             elif grant.tail and self.ending is None:
                 self.computes_on = grant.tail if self.shape.script else ()
                 for worker in [one for one in self.part.workers.values() if one.node not in grant.tail]:
-                    self._say(self.part.give_back(worker.worker))
+                    self.part.give_back(worker.worker)
             else:
                 self._work_on()
             return
         if self.granted or grant.phase is not self.phase or self.syncing:
-            self._say(self.part.leave(permit, finished=False))
+            self.part.leave(permit, finished=False)
             return
         self.granted, self.highest, self.ending = permit, max(self.highest, permit), None
         if self.left_ns is None:
@@ -463,7 +455,7 @@ class ModelJob:
         late = self.left_ns < self.shape.profile.rollout_ns // 5
         if self.phase is _ROLLOUT and late and self.told != permit:
             self.told = permit
-            self._say(self.part.tell_progress(92, 100))
+            self.part.tell_progress(92, 100)
         self.later(max(S, min(_WORK_NS, self.left_ns)), lambda: self._work(permit, computed=computes))
 
     def _computes(self) -> bool:
@@ -487,12 +479,12 @@ class ModelJob:
         elif self.ending is None and self.phase is _ROLLOUT:
             self._offer(len(held.usable))
         elif self.ending is None and self.part.trainer is None:
-            self._say(self.part.start_trainer(self._ticket(f"trainer.{self.request.id}.{self.life}")))
+            self.part.start_trainer(self._ticket(f"trainer.{self.request.id}.{self.life}"))
 
     def _offer(self, wanted: int) -> None:
         """Have so many workers, or wait for nodes for them."""
         for _ in range(wanted - len(self.part.workers)):
-            self._say(self.part.offer(self._ticket(f"{self.request.id}.{self.life}")))
+            self.part.offer(self._ticket(f"{self.request.id}.{self.life}"))
 
     def _ticket(self, name: str) -> w.WorkerTicketFrame:
         self.workers += 1
@@ -502,7 +494,7 @@ class ModelJob:
         if self.ending is None and self.granted:
             self.ending = finished
             for worker in list(self.part.workers):
-                self._say(self.part.give_back(worker))
+                self.part.give_back(worker)
             self._settle()
 
     def _settle(self) -> None:
@@ -512,11 +504,11 @@ class ModelJob:
             return
         working = self.part.working(held.number)
         if held.tail_nodes and not held.tail_moved and {one.node for one in working} <= {*held.tail_nodes}:
-            self._say(self.part.leave_for_tail(held.number))
+            self.part.leave_for_tail(held.number)
         if self.ending is None or working:
             return
         finished, self.ending, self.granted, self.computes_on = self.ending, None, 0, ()
-        self._say(self.part.leave(held.number, finished=finished))
+        self.part.leave(held.number, finished=finished)
         if finished:
             self.left_ns = None
         if finished and self.phase is _TRAIN:
@@ -530,7 +522,7 @@ class ModelJob:
         self.steps += 1
         self.world.progress_ns = self.world.loop.now_ns
         self.phase, self.syncing = _ROLLOUT, False
-        self._say(self.part.tell_steps(self.steps))
+        self.part.tell_steps(self.steps)
         if self.steps >= self.request.steps:
             self.die("finished")
         elif self.stopping:
