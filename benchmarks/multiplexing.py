@@ -305,7 +305,7 @@ def lived(
 
         world.submit(run.request(seen), run.switch, make)
     groups = world.cluster.groups.values()
-    usd = sum(g.price(spec.rollout.nano_usd_per_hour, spec.train.nano_usd_per_hour) for g in groups) / 1e9
+    usd = sum(g.price(spec) for g in groups) / 1e9
     with rare_collections():
         loop.run(HORIZON_NS)
     return GroupSeen({run.name: run.seen(world) for run in runs}, usd)

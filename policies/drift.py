@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from elastic.core.cluster.cycle import cycle_ns
 from elastic.core.cluster.groups import JobGroup, PlannedMember
 from elastic.core.cluster.types import JobId, Nanoseconds
@@ -38,14 +40,4 @@ def _as_measured(member: PlannedMember, phases: tuple[Nanoseconds, Nanoseconds] 
     if phases is None:
         return member
     rollout_ns, train_ns = phases
-    return PlannedMember(
-        job=member.job,
-        rollout_ns=rollout_ns,
-        train_ns=train_ns,
-        sync_ns=member.sync_ns,
-        solo_ns=member.solo_ns,
-        limit_ns=member.limit_ns,
-        nodes=member.nodes,
-        rollout_bytes=member.rollout_bytes,
-        train_bytes=member.train_bytes,
-    )
+    return msgspec.structs.replace(member, rollout_ns=rollout_ns, train_ns=train_ns)

@@ -142,13 +142,11 @@ class PlacementRules:
     def alone(self, request: JobRequest, pool: PoolView) -> PlacementChoice | None:
         if pool.free_rollout < request.rollout_nodes or pool.free_train < request.train_nodes:
             return None
-        spec = pool.spec
         return PlacementChoice(
             group=None,
             new_rollout=request.rollout_nodes,
             new_train=request.train_nodes,
-            marginal_nano_usd_per_hour=request.rollout_nodes * spec.rollout.nano_usd_per_hour
-            + request.train_nodes * spec.train.nano_usd_per_hour,
+            marginal_nano_usd_per_hour=pool.spec.price_alone(request),
             cycle_ns=request.alone_ns,
         )
 
@@ -196,7 +194,7 @@ class PlacementRules:
                 return
             kept = tuple(with_memory[: wanted - new])
             member.nodes = (*kept, *(f"new-{i}" for i in range(new)))
-            lasts_ns = group.cycle_with(member, self.cycle)
+            lasts_ns = self.cycle([*group.members.values(), member])
             if lasts_ns <= bound_ns or not self.keeps_slos:
                 price = new * pool.spec.rollout.nano_usd_per_hour
                 yield PlacementChoice(

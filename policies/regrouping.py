@@ -72,7 +72,7 @@ def brought_together(rules: WaysInto, pool: PoolView, changed: Sequence[GroupNam
 def _what_may_be_given_back(group: JobGroup, spec: PoolSpec) -> Iterator[tuple[list[PlannedMember], int]]:
     """Yield the members that would have to leave, and the price of the nodes that would become free."""
     members, rollout = list(group.members.values()), spec.rollout.nano_usd_per_hour
-    yield members, group.price(rollout, spec.train.nano_usd_per_hour)
+    yield members, group.price(spec)
     for node in group.rollout:
         pinned = [member for member in members if node in member.nodes]
         if len(pinned) < len(members) and all(len(member.nodes) == 1 for member in pinned):
@@ -118,7 +118,7 @@ def _moved(
             return None
         saved -= best[0]
         after.join(newcomer, best[1], rules.cycle)
-        moves.append(Relocation(member.job, best[1], f"nodes of {group.name} are given back"))
+        moves.append(Relocation(member.job, best[1]))
     return saved, moves
 
 
@@ -132,21 +132,17 @@ class GroupsAfter:
         self._new: set[NodeId] = set()
         self._groups = {group.name: (group, lives_ns) for group, lives_ns in takers if group.name != without}
 
-    def price(self, group: JobGroup) -> int:
-        return group.price(self.spec.rollout.nano_usd_per_hour, self.spec.train.nano_usd_per_hour)
-
     def cheapest(
         self, rules: WaysInto, newcomer: Newcomer, remaining_ns: Nanoseconds
     ) -> tuple[int, PlacementChoice] | None:
         """Return the place where the job costs least until it ends: new nodes, a longer life of the group, and the
         job's own nodes while it restarts."""
         request = newcomer.request
-        own = request.rollout_nodes * self.spec.rollout.nano_usd_per_hour
-        restart = (own + request.train_nodes * self.spec.train.nano_usd_per_hour) * request.restart_ns
+        restart = self.spec.price_alone(request) * request.restart_ns
         ends_ns = remaining_ns + request.restart_ns
         best: tuple[int, PlacementChoice] | None = None
         for group, lives_ns in self._groups.values():
-            longer = self.price(group) * max(0, ends_ns - lives_ns)
+            longer = group.price(self.spec) * max(0, ends_ns - lives_ns)
             if best is not None and longer + restart >= best[0]:
                 continue
             for choice in rules.ways_into(group, newcomer, self):

@@ -84,10 +84,7 @@ class _Neighbourhood:
 
     def _neighbour(self, home: int, member: PlannedMember) -> _Neighbour:
         pool, request = self._pool, self._pool.request(member.job)
-        movable, spec = pool.movable(member.job), pool.spec
-        own = (
-            request.rollout_nodes * spec.rollout.nano_usd_per_hour + request.train_nodes * spec.train.nano_usd_per_hour
-        )
+        movable = pool.movable(member.job)
         return _Neighbour(
             member=member,
             request=request,
@@ -95,7 +92,7 @@ class _Neighbourhood:
             movable=movable,
             left_ns=min(HORIZON_NS, pool.remaining_ns(member.job)),
             moved_limit_ns=pool.limit_after_restart_ns(member.job) if movable else 0,
-            move_cost=own * max(1, request.restart_ns),
+            move_cost=pool.spec.price_alone(request) * max(1, request.restart_ns),
         )
 
     def moves(self, rules: WaysInto) -> list[Relocation]:
@@ -213,7 +210,7 @@ class _Neighbourhood:
                 choice = after.into(name, rules, newcomer, new_rollout=int(node is None))
                 if choice is not None:
                     after.join(newcomer, choice, rules.cycle)
-                    moves.append(Relocation(job.request.id, choice, f"with others of {name} it forms a cheaper group"))
+                    moves.append(Relocation(job.request.id, choice))
         return moves
 
 

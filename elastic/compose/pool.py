@@ -22,7 +22,7 @@ from elastic.core.cluster.events import ClusterEvent
 from elastic.core.cluster.types import NodeId, PhaseKind, PhasePlan
 from elastic.pool import messages as w
 from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolCommandManager, invalid
-from elastic.pool.gateway import KeeperTimes, PoolGateway, PoolTokens
+from elastic.pool.gateway import PoolGateway, PoolTokens
 from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
 from elastic.pool.keeper import Keeper, KeeperTicket
@@ -219,7 +219,8 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
     limits = config.limits
     tokens = PoolTokens(pool_secret(directory))
     isolated = IsolatedLoop("pool", wiring.faults, clock=asyncio.get_running_loop().time)
-    gateway = PoolGateway(tokens, journal, KeeperTimes(limits.silence_s, limits.orphan_s, limits.measure_s), isolated)
+    welcome = w.KeeperWelcome("", limits.silence_s, limits.orphan_s, limits.measure_s)
+    gateway = PoolGateway(tokens, journal, welcome, isolated)
     certificate = _certificate(config, directory)
     address = await _listen(gateway, config, journal, certificate)
     # Keepers and jobs are this process's children: they dial the machine that they are on.

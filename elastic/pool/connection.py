@@ -3,14 +3,12 @@
 After `Connection.watch` both ends send a message every third of the silence limit.
 """
 
-from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
 import msgspec
 
 from elastic.pool import messages as w
-from elastic.protocol.connection import Connection, Greeting, MessageCodec, Peer, dial
-from elastic.protocol.endpoint import Endpoint
+from elastic.protocol.connection import Connection, MessageCodec, Peer
 from elastic.protocol.frames import WireError, framed
 
 FRAME_BYTES_MAX = 2 * 1024 * 1024
@@ -49,15 +47,3 @@ TO_JOB = _codec(msgspec.msgpack.Decoder(w.ToJob))
 TO_KEEPER = _codec(msgspec.msgpack.Decoder(w.ToKeeper))
 TO_RESIDENT = _codec(msgspec.msgpack.Decoder(w.ToResident))
 FROM_RESIDENT = _codec(msgspec.msgpack.Decoder(w.FromResident))
-
-
-async def join(
-    endpoint: Endpoint,
-    codec: MessageCodec[msgspec.Struct, M],
-    hello: Callable[[], msgspec.Struct],
-    welcome: type[W],
-    within_s: float,
-) -> tuple[PoolLink[M], W]:
-    """Dial the pool's process until welcomed; raises as `dial`. The caller then calls `watch` with the limit in the
-    welcome."""
-    return await dial(endpoint, POOL, codec, Greeting(hello, welcome), within_s)

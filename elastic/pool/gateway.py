@@ -8,7 +8,7 @@
 import hashlib
 import hmac
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
@@ -16,40 +16,14 @@ import structlog
 from elastic.core.cluster.types import JobId, NodeId
 from elastic.pool import messages as w
 from elastic.pool.connection import FROM_DIALLER, FromDialler, PoolLink
+from elastic.pool.journal import PoolJournal
+from elastic.pool.shell import PoolShell
 from elastic.protocol.admission import Admission, is_secret
 from elastic.protocol.connection import SessionRefused
 from elastic.protocol.tls import Certificate
 from elastic.system.isolation import IsolatedLoop
 
 log = structlog.get_logger(__name__)
-
-
-class KeeperTickets(Protocol):
-    """Says which tickets of keepers are valid."""
-
-    def ticket(self, node: NodeId) -> tuple[int, bool]: ...
-
-    def spend_ticket(self, node: NodeId) -> None: ...
-
-
-class PoolListener(Protocol):
-    """Receives the messages: the pool's shell."""
-
-    def keeper_joined(self, hello: w.KeeperHello) -> str: ...
-
-    def keeper_left(self, name: NodeId) -> None: ...
-
-    def keeper_heard(self, name: NodeId, message: w.FromKeeper) -> None: ...
-
-    def job_joined(self, hello: w.JobHello) -> w.JobWelcome | w.RefusedFrame: ...
-
-    def settle(self) -> None:
-        """Called after a peer was welcomed. The shell may now send it messages."""
-        ...
-
-    def job_left(self, job: JobId) -> None: ...
-
-    def job_heard(self, job: JobId, message: w.FromJob) -> None: ...
 
 
 class PoolTokens:
@@ -71,22 +45,16 @@ class PoolTokens:
         return hmac.new(self._secret, "\0".join(what).encode(), hashlib.sha256).hexdigest()
 
 
-class KeeperTimes(msgspec.Struct, frozen=True):
-    """Times that keepers are told, in seconds."""
-
-    silence_s: float
-    orphan_s: float
-    measure_s: float
-
-
 class PoolGateway:
-    """Serves connections for `listener` while it is open."""
+    """Serves connections for a shell while it is open. Keepers get `welcome` with their sessions."""
 
-    def __init__(self, tokens: PoolTokens, tickets: KeeperTickets, times: KeeperTimes, isolated: IsolatedLoop) -> None:
-        self._tokens, self._tickets, self._times = tokens, tickets, times
+    def __init__(
+        self, tokens: PoolTokens, journal: PoolJournal, welcome: w.KeeperWelcome, isolated: IsolatedLoop
+    ) -> None:
+        self._tokens, self._journal, self._welcome = tokens, journal, welcome
         self._isolated = isolated
         self._admission = Admission(FROM_DIALLER, self._greet)
-        self._listener: PoolListener | None = None
+        self._shell: PoolShell | None = None
         self._keepers: dict[NodeId, PoolLink[FromDialler]] = {}
         self._jobs: dict[JobId, PoolLink[FromDialler]] = {}
 
@@ -94,11 +62,11 @@ class PoolGateway:
         """Listen; returns `host:port`. No peer is let in before `serve`. Raises `OSError`."""
         return await self._admission.start(host, port, certificate)
 
-    def serve(self, listener: PoolListener) -> None:
-        self._listener = listener
+    def serve(self, shell: PoolShell) -> None:
+        self._shell = shell
 
     async def aclose(self) -> None:
-        self._listener = None
+        self._shell = None
         for links in (self._keepers, self._jobs):
             links.clear()
         await self._admission.aclose()
@@ -124,7 +92,7 @@ class PoolGateway:
     def _greet(self, link: PoolLink[FromDialler], hello: FromDialler) -> None:
         if not isinstance(hello, w.KeeperHello | w.JobHello):
             raise SessionRefused("the first message is a hello")
-        if self._listener is None:
+        if self._shell is None:
             raise SessionRefused("the pool's process is not ready yet", retry=True)
         if hello.protocol_version != w.POOL_PROTOCOL_VERSION:
             raise SessionRefused(
@@ -134,9 +102,9 @@ class PoolGateway:
         with self._isolated.attempt("connection") as attempt:
             try:
                 if isinstance(hello, w.KeeperHello):
-                    self._let_keeper_in(link, hello, self._listener)
+                    self._let_keeper_in(link, hello, self._shell)
                 else:
-                    self._let_job_in(link, hello, self._listener)
+                    self._let_job_in(link, hello, self._shell)
             except SessionRefused as refused:
                 refusal = refused
         if attempt.fault:
@@ -144,40 +112,39 @@ class PoolGateway:
         if refusal is not None:
             raise refusal
 
-    def _let_keeper_in(self, link: PoolLink[FromDialler], hello: w.KeeperHello, listener: PoolListener) -> None:
+    def _let_keeper_in(self, link: PoolLink[FromDialler], hello: w.KeeperHello, shell: PoolShell) -> None:
         name = hello.node
-        number, spent = self._tickets.ticket(name)
+        number, spent = self._journal.ticket(name)
         session = self._tokens.session(name, number)
         by_ticket = is_secret(hello.token, self._tokens.ticket(name, number))
         if not (by_ticket and not spent) and not is_secret(hello.token, session):
             raise SessionRefused("unknown node or wrong token")
         if by_ticket:
-            self._tickets.spend_ticket(name)
+            self._journal.spend_ticket(name)
         former = self._keepers.get(name)
         if former is not None:
             former.abort()
-        self._seat(link, self._keepers, name, listener.keeper_heard, listener.keeper_left)
-        times = self._times
-        link.send(w.KeeperWelcome(session, times.silence_s, times.orphan_s, times.measure_s))
-        if refused := listener.keeper_joined(hello):
+        self._seat(link, self._keepers, name, shell.keeper_heard, shell.keeper_left)
+        link.send(msgspec.structs.replace(self._welcome, session=session))
+        if refused := shell.keeper_joined(hello):
             self._keepers.pop(name, None)
             raise SessionRefused(refused)
-        link.watch(times.silence_s)
+        link.watch(self._welcome.silence_s)
 
-    def _let_job_in(self, link: PoolLink[FromDialler], hello: w.JobHello, listener: PoolListener) -> None:
+    def _let_job_in(self, link: PoolLink[FromDialler], hello: w.JobHello, shell: PoolShell) -> None:
         job = hello.job
         if not is_secret(hello.token, self._tokens.job(job, hello.placement)):
             raise SessionRefused("unknown job or wrong token")
-        answer = listener.job_joined(hello)
+        answer = shell.job_joined(hello)
         if isinstance(answer, w.RefusedFrame):
             raise SessionRefused(answer.reason, retry=answer.retry)
         former = self._jobs.get(job)
-        self._seat(link, self._jobs, job, listener.job_heard, listener.job_left)
+        self._seat(link, self._jobs, job, shell.job_heard, shell.job_left)
         if former is not None:
             former.abort()
         link.send(answer)
         link.watch(answer.silence_s)
-        listener.settle()
+        shell.settle()
 
     def _seat(
         self,

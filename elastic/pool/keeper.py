@@ -16,7 +16,7 @@ import structlog
 
 from elastic.core.cluster.types import JobId
 from elastic.pool import messages as w
-from elastic.pool.connection import FROM_RESIDENT, TO_KEEPER, PoolLink, join
+from elastic.pool.connection import FROM_RESIDENT, POOL, TO_KEEPER, PoolLink
 from elastic.pool.keeper_state import (
     BeginResident,
     KeeperCommand,
@@ -32,7 +32,7 @@ from elastic.pool.keeper_state import (
     Untaken,
     WakeupDue,
 )
-from elastic.protocol.connection import ConnectionLost, SessionRefused, over_socket
+from elastic.protocol.connection import ConnectionLost, Greeting, SessionRefused, dial, over_socket
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.host import here
 from elastic.system.isolation import IsolatedLoop, LoopFaults
@@ -114,10 +114,10 @@ class Keeper:
             await asyncio.gather(*(resident.recorded.end() for resident in self._residents.values()))
 
     async def _serve(self) -> str:
-        within_s = self._ticket.wait_s
+        within_s, greeting = self._ticket.wait_s, Greeting(self._hello, w.KeeperWelcome)
         while True:
             try:
-                link, welcome = await join(self._ticket.endpoint, TO_KEEPER, self._hello, w.KeeperWelcome, within_s)
+                link, welcome = await dial(self._ticket.endpoint, POOL, TO_KEEPER, greeting, within_s)
             except (SessionRefused, ConnectionLost) as end:
                 return str(end)
             log.info("joined the pool", node=self._ticket.node)

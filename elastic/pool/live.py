@@ -108,24 +108,24 @@ class LivePorts:
         command: DoneCommand | None = None,
         forgotten: Sequence[ForgottenJob] = (),
     ) -> None:
-        try:
+        with self._durably():
             self._journal.append(record, entry, command, forgotten)
-        except BaseException as error:
-            self.fail(error)
-            raise
 
     def replayed(self, policies: ClusterPolicies) -> Cluster:
-        try:
+        with self._durably():
             cluster, _ = self._journal.replayed(policies)
             self._journal.note_state(cluster, at_once=True)  # So that the next time costs little.
-        except BaseException as error:
-            self.fail(error)
-            raise
         return cluster
 
     def died(self, node: NodeId, job: JobId, what: str) -> None:
-        try:
+        with self._durably():
             self._journal.note_death(NotedDeath(self._now_ns(), node, job, what))
+
+    @contextlib.contextmanager
+    def _durably(self) -> Iterator[None]:
+        """A context in which any failure, as of the journal, ends the pool's process."""
+        try:
+            yield
         except BaseException as error:
             self.fail(error)
             raise
@@ -138,11 +138,8 @@ class LivePorts:
             raise self._failed
 
     def settled(self) -> None:
-        try:
+        with self._durably():
             self._journal.note_state(self.shell.cluster)
-        except BaseException as error:
-            self.fail(error)
-            raise
         self._stirred.set()
 
     def start_keeper(self, node: NodeId, phase: PhaseKind) -> None:

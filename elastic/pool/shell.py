@@ -11,7 +11,6 @@ carries out the results through ports.
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 from elastic.core.cluster import Cluster
 from elastic.core.cluster import commands as c
@@ -68,24 +67,9 @@ class PoolShell:
             "keeper": self._keepers.unheard,
             "new keeper": self._keepers.start_anew,
             "market": lambda key: self._keepers.market_changed(),
-            "restart": lambda job: None,
-            "again": lambda item: None,
-            "resident": lambda key: None,
             "up": lambda key: self._residents.overdue(*key.split("/", 1)),
             "warm": self._slices.overdue,
             "script": self._scripts.overdue,
-        }
-        self._carriers: Mapping[type[c.ClusterCommand], Callable[[Any], object]] = {
-            c.ProfileJob: lambda command: None,
-            c.StartJob: self._placed,
-            c.StopJob: lambda command: None,
-            c.EndJob: lambda command: None,
-            c.RejectJob: lambda command: None,
-            c.GrantPermit: self._slices.granted,
-            c.RecallPermit: lambda command: self._slices.tell(command.permit),
-            c.MoveTail: lambda command: self._slices.tell(command.permit),
-            c.KillResident: lambda command: self._residents.end(command.job, command.node, command.reason),
-            c.StartResident: lambda command: None,
         }
 
     def begin(self, keepers: Mapping[NodeId, bool], jobs: Mapping[JobId, tuple[int, int]], *, anew: bool) -> None:
@@ -166,9 +150,20 @@ class PoolShell:
             host_bytes=self._residents.host_bytes(job),
         )
 
-    def _placed(self, command: c.StartJob) -> None:
-        self._lives.placed(command.job)
-        self._residents.placed(command.job)
+    def _carry_out(self, command: c.ClusterCommand) -> None:
+        """Do what a comparison with the cluster's state does not show."""
+        match command:
+            case c.StartJob(job=job):
+                self._lives.placed(job)
+                self._residents.placed(job)
+            case c.GrantPermit(permit=permit):
+                self._slices.granted(permit.number)
+            case c.RecallPermit(permit=permit) | c.MoveTail(permit=permit):
+                self._slices.tell(permit)
+            case c.KillResident(job=job, node=node, reason=reason):
+                self._residents.end(job, node, reason)
+            case _:
+                pass
 
     def now_ns(self) -> Nanoseconds:
         return self._pool.ports.now_ns()
@@ -183,7 +178,8 @@ class PoolShell:
         now_ns = self._pool.ports.now_ns()
         for what, key in self._pool.timers.pop_due(now_ns):
             with self._pool.ports.attempting(f"{what} {key}") as attempt:
-                self._due[what](key)
+                if what in self._due:  # Others only end a wait, after which things are compared.
+                    self._due[what](key)
             if attempt.fault:
                 self._pool.timers.set(what, key, now_ns, self._pool.times.retry_max_ns)
         wakeup_ns = self._pool.cluster.next_wakeup_ns()
@@ -345,7 +341,7 @@ class PoolShell:
                     self.events += 1
                     self._after(event)
                     for order in commands:
-                        self._carriers[type(order)](order)
+                        self._carry_out(order)
                 self._compare()
                 if not self._pool.news:
                     self._forget()

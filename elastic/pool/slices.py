@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import msgspec
 
-from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, Permit, PhaseKind
 from elastic.pool import messages as w
@@ -128,21 +127,22 @@ class PoolSlices:
             if node.given == permit:
                 self.take_device(name, job, permit)
 
-    def granted(self, command: c.GrantPermit) -> None:
-        turns = self._jobs[command.job]
-        permit = self._pool.cluster.permits.get(command.permit.number)
+    def granted(self, number: int) -> None:
+        """Tell the job of a permit that has just begun or got more nodes, unless it does not want it any more."""
+        permit = self._pool.cluster.permits.get(number)
         if permit is None:
             return
+        turns = self._jobs[permit.job]
         if turns.yields(permit.number):
             return  # It has got more nodes while it was leaving; they are given to nobody.
         if permit.number not in turns.known:
             if turns.wants.get(permit.phase) is not permit.both:
-                self._pool.feed(e.PermitYielded(job=command.job, permit=permit.number, finished=False))
+                self._pool.feed(e.PermitYielded(job=permit.job, permit=permit.number, finished=False))
                 return
             del turns.wants[permit.phase]
             turns.known.add(permit.number)
             turns.overdue = False
-        if not self._pool.is_script(command.job):
+        if not self._pool.is_script(permit.job):
             self._workers.place(permit)
             self.tell(permit)
 

@@ -193,7 +193,7 @@ def standing(
                 train=list(group.train),
                 cycle_s=group.cycle_ns / NS_PER_S,
                 limit_s=group.limit_ns / NS_PER_S,
-                usd_per_hour=group_price(cluster, group.name) / NANO_USD,
+                usd_per_hour=group.price(cluster.spec) / NANO_USD,
             )
             for group in cluster.groups.values()
         ],
@@ -221,10 +221,7 @@ def plan_of(cluster: Cluster, request: JobRequest) -> PlacementPlan:
     choice, refusals = cluster.dry_run(request)
     found.refusals = list(refusals)
     if choice is None:
-        found.why = (
-            f"no group takes it, and of {request.rollout_nodes} rollout and {request.train_nodes} train nodes for one "
-            f"of its own {cluster.free_rollout} and {cluster.free_train} are free"
-        )
+        found.why = cluster.short_of(request)
         return found
     found.placement = PlacementStanding(
         group=choice.group,
@@ -250,11 +247,6 @@ def bills(cluster: Cluster, now_ns: Nanoseconds) -> dict[JobId, int]:
     return found
 
 
-def group_price(cluster: Cluster, name: str) -> int:
-    """Return the price of an hour of the group's nodes, in nano-dollars."""
-    return cluster.groups[name].price(cluster.spec.rollout.nano_usd_per_hour, cluster.spec.train.nano_usd_per_hour)
-
-
 def saved_if_left(cluster: Cluster, record: JobRecord) -> int:
     """Return how much cheaper an hour of the pool would be without the job, in nano-dollars: the nodes that no other
     member needs."""
@@ -264,7 +256,7 @@ def saved_if_left(cluster: Cluster, record: JobRecord) -> int:
     group = cluster.groups[record.seat.group]
     others = [member for name, member in group.members.items() if name != job]
     if not others:
-        return group_price(cluster, group.name)
+        return group.price(cluster.spec)
     pinned = {node for member in others for node in member.nodes}
     return sum(node not in pinned for node in record.seat.rollout) * cluster.spec.rollout.nano_usd_per_hour
 

@@ -346,7 +346,7 @@ def _job(
         took_ns = seen.stepped_ns - seen.begun_ns
         planned = took_ns / (steps * plan.solo_ns)
         actual = took_ns / alone_ns if alone_ns else None
-    alone = cluster.books.alone_price(request)
+    alone = cluster.spec.price_alone(request)
     up_ns = now_ns if seen.begun_ns is None else seen.begun_ns
     starting_ns = 0 if seen.started_ns is None else up_ns - seen.started_ns
     cycle_s = statistics.median(seen.cycles_ns) / NS_PER_S if seen.cycles_ns else None

@@ -10,8 +10,8 @@ import pytest
 
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.connection import FROM_DIALLER, TO_JOB, FromDialler, PoolLink, join
-from elastic.protocol.connection import ConnectionLost, SessionRefused, over_socket
+from elastic.pool.connection import FROM_DIALLER, POOL, TO_JOB, FromDialler, PoolLink
+from elastic.protocol.connection import ConnectionLost, Greeting, SessionRefused, dial, over_socket
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.frames import framed
 from tests.pool.model import listen_as_pool
@@ -45,7 +45,7 @@ async def welcomes(connected: "asyncio.Queue[PoolLink[FromDialler]]", *answers: 
 async def test_a_job_joins_and_both_hear_each_other_in_order():
     async with served() as (endpoint, connected), asyncio.timeout(20):
         answering = asyncio.create_task(welcomes(connected, WELCOME))
-        link, welcome = await join(endpoint, TO_JOB, lambda: HELLO, w.JobWelcome, 10.0)
+        link, welcome = await dial(endpoint, POOL, TO_JOB, Greeting(lambda: HELLO, w.JobWelcome), 10.0)
         await answering
         assert welcome == WELCOME
         other = connected.get_nowait()
@@ -66,7 +66,7 @@ async def test_who_is_refused_for_good_does_not_dial_again_and_who_may_does():
             welcomes(connected, w.RefusedFrame("later", retry=True), w.RefusedFrame("an older process", retry=False))
         )
         with pytest.raises(SessionRefused, match="older"):
-            await join(endpoint, TO_JOB, lambda: HELLO, w.JobWelcome, 10.0)
+            await dial(endpoint, POOL, TO_JOB, Greeting(lambda: HELLO, w.JobWelcome), 10.0)
         await answering
 
 

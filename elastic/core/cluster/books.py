@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 from elastic.core.cluster.policy import BillShare, ChargingPolicy
 from elastic.core.cluster.state import ClusterState, NodeRecord
-from elastic.core.cluster.types import DeviceAccount, GroupName, JobId, JobRequest, Nanoseconds, PhaseKind, PoolSpec
+from elastic.core.cluster.types import DeviceAccount, GroupName, JobId, Nanoseconds, PhaseKind, PoolSpec
 
 
 class Books:
     def __init__(self, state: ClusterState, spec: PoolSpec, charging: ChargingPolicy) -> None:
-        self._state = state
+        self._state, self._spec = state, spec
         self._price = {phase: spec.kind(phase).nano_usd_per_hour for phase in PhaseKind}
         self._charging = charging
 
@@ -22,7 +22,7 @@ class Books:
         """Bring the node's account up to now."""
         passed_ns = now_ns - node.settled_ns
         if passed_ns > 0:
-            node.accounts_ns[node.account] = node.accounts_ns.get(node.account, 0) + passed_ns
+            node.charge(node.account, passed_ns)
             node.settled_ns = now_ns
             if node.user is not None:
                 node.used_ns[node.user] = node.used_ns.get(node.user, 0) + passed_ns
@@ -34,10 +34,14 @@ class Books:
 
     def switched(self, node: NodeRecord, switch_ns: Nanoseconds) -> None:
         """Record that `switch_ns` of a slice was switching between jobs."""
-        moved_ns = min(switch_ns, node.accounts_ns.get(DeviceAccount.SLICE, 0))
+        self.charge_instead(node, DeviceAccount.SWITCHING, switch_ns)
+
+    def charge_instead(self, node: NodeRecord, account: DeviceAccount, length_ns: Nanoseconds) -> None:
+        """Charge so much of the node's slices, at most all, to another account."""
+        moved_ns = min(length_ns, node.accounts_ns.get(DeviceAccount.SLICE, 0))
         if moved_ns > 0:
-            node.accounts_ns[DeviceAccount.SLICE] -= moved_ns
-            node.accounts_ns[DeviceAccount.SWITCHING] = node.accounts_ns.get(DeviceAccount.SWITCHING, 0) + moved_ns
+            node.charge(DeviceAccount.SLICE, -moved_ns)
+            node.charge(account, moved_ns)
 
     def bill(self, name: GroupName, now_ns: Nanoseconds) -> None:
         """Divide a group's cost since its last bill. The group's members and nodes must not have changed since then."""
@@ -68,17 +72,9 @@ class Books:
                     used[job] += price * used_ns
             if node.user in used:
                 used[node.user] += price * (now_ns - node.settled_ns)
-        shares = [
-            BillShare(job=job, used=used[job], alone=self.alone_price(state.jobs[job].request) * (now_ns - since_ns))
-            for job in used
-        ]
+        alone = {job: self._spec.price_alone(state.jobs[job].request) * (now_ns - since_ns) for job in used}
+        shares = [BillShare(job=job, used=used[job], alone=alone[job]) for job in used]
         return self._charging.bills(shares, cost), cost
-
-    def alone_price(self, request: JobRequest) -> int:
-        """Return the price of an hour of the nodes that a job asks for."""
-        return (
-            request.rollout_nodes * self._price[PhaseKind.ROLLOUT] + request.train_nodes * self._price[PhaseKind.TRAIN]
-        )
 
     def own(self, node: NodeRecord, since_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
         """Charge a node's time outside of any group to the pool."""

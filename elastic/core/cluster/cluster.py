@@ -84,7 +84,7 @@ class Cluster:
             "profile": lambda job: self._over(job, JobState.FAILED, "its step was not timed in time"),
             "queue": lambda job: self._reject(job, f"{NO_ROOM} {limits.queue_ns / 3.6e12:.6g} h"),
             "start": lambda job: self._fail(job, "it did not start in time"),
-            "stop": lambda job: self._stop_overdue(job),
+            "stop": self._stop_overdue,
             "turn": lambda job: self._rotation.pass_over(job, self.now_ns),
             "permit": lambda number: self._rotation.recall(int(number), self.now_ns),
             "yield": lambda number: self._rotation.kill(int(number), self.now_ns),
@@ -175,8 +175,7 @@ class Cluster:
 
     def price_per_hour(self) -> int:
         """The price of an hour of all groups' nodes, in nano-dollars."""
-        rollout, train = self.spec.rollout.nano_usd_per_hour, self.spec.train.nano_usd_per_hour
-        return sum(group.price(rollout, train) for group in self.state.groups.values())
+        return sum(group.price(self.spec) for group in self.state.groups.values())
 
     def dry_run(self, request: JobRequest) -> tuple[PlacementChoice | None, Sequence[PlacementRefusal]]:
         """Return where a job would go now, and the reason for each group that it could not join.
@@ -223,7 +222,7 @@ class Cluster:
                 if event.node in group.train or event.node in member.nodes
             ]
         for record in theirs:
-            self._tell(c.EndJob(job=record.request.id, reason=f"node {event.node} was lost"))
+            self._tell(c.EndJob(job=record.request.id))
             self._vacate(record)
             record.to(JobState.SUBMITTED, self.now_ns, f"node {event.node} was lost")
         self.books.settle(node, self.now_ns)
@@ -310,7 +309,7 @@ class Cluster:
         self.state.placements += 1
         choice = self.policies.placement.place(record.request, self)
         if choice is None:
-            record.to(JobState.QUEUED, self.now_ns, self._short_of(record.request))
+            record.to(JobState.QUEUED, self.now_ns, self.short_of(record.request))
             self.timers.set("queue", job, self.now_ns, self.limits.queue_ns)
         else:
             self._place(record, choice)
@@ -337,7 +336,8 @@ class Cluster:
     def _at_first(self, phase: PhaseKind) -> int:
         return self.spec.rollout_nodes if phase is _ROLLOUT else self.spec.train_nodes
 
-    def _short_of(self, request: JobRequest) -> str:
+    def short_of(self, request: JobRequest) -> str:
+        """Return why the job has to wait."""
         return (
             f"no group takes it, and of {request.rollout_nodes} rollout and {request.train_nodes} train nodes for one "
             f"of its own {self.free_rollout} and {self.free_train} are free"
@@ -445,17 +445,17 @@ class Cluster:
         }
         job = self.policies.drift.strays(group, measured)
         if job is not None and self.movable(job):
-            self._stop(self.state.jobs[job], "its phases have drifted from the plan")
+            self._stop(self.state.jobs[job])
 
-    def _stop(self, record: JobRecord, reason: str) -> None:
+    def _stop(self, record: JobRecord) -> None:
         job = record.request.id
         record.stopping = True
         wait_ns = self.limits.stop_ns + 2 * record.request.limit_ns
         self.timers.set("stop", job, self.now_ns, wait_ns)
-        self._tell(c.StopJob(job=job, reason=reason))
+        self._tell(c.StopJob(job=job))
 
     def _stop_overdue(self, job: JobId) -> None:
-        self._tell(c.EndJob(job=job, reason="it did not stop in time"))
+        self._tell(c.EndJob(job=job))
         self._go_on_elsewhere(self.state.jobs[job])
 
     def _stopped(self, event: e.JobStopped) -> None:
@@ -544,7 +544,7 @@ class Cluster:
         if state is JobState.FINISHED:
             record.steps_done = record.request.steps
         elif record.seat is not None:
-            self._tell(c.EndJob(job=job, reason=cause))
+            self._tell(c.EndJob(job=job))
         self._vacate(record)
         record.to(state, self.now_ns, cause)
         self.state.over[job] = None
@@ -597,7 +597,7 @@ class Cluster:
             assert self.movable(move.job), "a policy may move only those that run"
             limit_ns = self.limit_after_restart_ns(move.job)
             record.reserved = self._seat(record, move.to, limit_ns)
-            self._stop(record, move.reason)
+            self._stop(record)
 
     # Residents.
 

@@ -31,14 +31,12 @@ class StopJob(_ClusterCommand, frozen=True):
     """Stop the job at its step's end and keep its checkpoint; answered by `JobStopped`."""
 
     job: JobId
-    reason: str
 
 
 class EndJob(_ClusterCommand, frozen=True):
     """End every process of the job now. The cluster ignores the job's messages from here on."""
 
     job: JobId
-    reason: str
 
 
 class RejectJob(_ClusterCommand, frozen=True):

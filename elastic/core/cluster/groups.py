@@ -10,7 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from elastic.core.cluster.cycle import CycleMember
-from elastic.core.cluster.types import GroupName, JobId, JobRequest, Nanoseconds, NodeId
+from elastic.core.cluster.types import GroupName, JobId, JobRequest, Nanoseconds, NodeId, PoolSpec
 
 CycleModel: TypeAlias = Callable[[Sequence[CycleMember]], Nanoseconds]
 
@@ -99,10 +99,6 @@ class JobGroup(msgspec.Struct, kw_only=True):
         """Whether the busiest node has no idle time in the longest member's step (Weave §4.2)."""
         return self.load_ns >= self.longest_ns
 
-    def price(self, nano_usd_per_rollout_node: int, nano_usd_per_train_node: int) -> int:
+    def price(self, spec: PoolSpec) -> int:
         """Return the price of an hour of all of the group's nodes, in nano-dollars."""
-        return len(self.rollout) * nano_usd_per_rollout_node + len(self.train) * nano_usd_per_train_node
-
-    def cycle_with(self, newcomer: PlannedMember, cycle: CycleModel) -> Nanoseconds:
-        """Return the cycle that the group has once the newcomer is its last member."""
-        return cycle([*self.members.values(), newcomer])
+        return spec.price(len(self.rollout), len(self.train))

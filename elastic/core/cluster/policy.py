@@ -78,11 +78,10 @@ class PlacementRefusal(msgspec.Struct, frozen=True):
 
 
 class Relocation(msgspec.Struct, frozen=True):
-    """A move of a running job to another place, and why the move pays."""
+    """A move of a running job to another place."""
 
     job: JobId
     to: PlacementChoice
-    reason: str
 
 
 class PlacementPolicy(Protocol):

@@ -128,9 +128,7 @@ class Rotation:
             node = self._state.nodes[node_id]
             self._books.settle(node, now_ns)
             self._tell(c.KillResident(job=permit.job, node=node_id, reason=f"permit {number} was not yielded in time"))
-            held_ns = min(self._limits.notice_ns, node.accounts_ns.get(DeviceAccount.SLICE, 0))
-            node.accounts_ns[DeviceAccount.SLICE] -= held_ns
-            node.accounts_ns[DeviceAccount.DOWN] = node.accounts_ns.get(DeviceAccount.DOWN, 0) + held_ns
+            self._books.charge_instead(node, DeviceAccount.DOWN, self._limits.notice_ns)
         self._end(permit, now_ns)
         record = self._state.jobs[permit.job]
         record.turns[permit.phase] += 1

@@ -130,6 +130,9 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     user: JobId | None = None
     residents: dict[JobId, int] = {}
 
+    def charge(self, account: DeviceAccount, length_ns: Nanoseconds) -> None:
+        self.accounts_ns[account] = self.accounts_ns.get(account, 0) + length_ns
+
 
 class ClusterState(msgspec.Struct, kw_only=True):
     """`free` holds the nodes of no group, by phase, in the order in which they became free. `over` holds the jobs that

@@ -169,6 +169,14 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     def kind(self, phase: PhaseKind) -> NodeKind:
         return self.rollout if phase is PhaseKind.ROLLOUT else self.train
 
+    def price(self, rollout_nodes: int, train_nodes: int) -> int:
+        """Return the price of an hour of so many nodes, in nano-dollars."""
+        return rollout_nodes * self.rollout.nano_usd_per_hour + train_nodes * self.train.nano_usd_per_hour
+
+    def price_alone(self, request: JobRequest) -> int:
+        """Return the price of an hour of the nodes that a job asks for."""
+        return self.price(request.rollout_nodes, request.train_nodes)
+
 
 class WaitLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How long the cluster waits, and how much time a phase gets beyond its plan.
