@@ -136,17 +136,16 @@ def test_an_engine_in_its_own_process_makes_a_profile(configured, tmp_path: Path
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize(
-    ("engine", "found"),
-    [
-        ({"max_context_tokens": 8}, "max_context_tokens: found 8, and 1024 tokens of KV cache"),
-        ({"kind": "nosuch"}, "unknown engine .nosuch."),
-    ],
-)
-def test_engines_that_cannot_be_measured(configured, engine: dict[str, object], found: str) -> None:
-    rollout = {"rollout": {"max_tokens_per_turn": 4}}
-    with pytest.raises(CalibrationError, match=found):
-        measure_engine(configured(rollout, **engine), repeats=1)
+def test_an_engine_that_holds_too_little_cannot_be_measured(configured, probing) -> None:
+    config = configured({"rollout": {"max_tokens_per_turn": 4}}, max_context_tokens=8)
+    found = probing(config).measure(ignore, repeats=1)
+    with pytest.raises(CalibrationError, match="max_context_tokens: found 8, and 1024 tokens of KV cache"):
+        engine_numbers(found, config.engine)
+
+
+def test_why_the_engine_s_process_fails_is_said(configured) -> None:
+    with pytest.raises(CalibrationError, match=r"unknown engine .nosuch."):
+        measure_engine(configured(kind="nosuch"), repeats=1)
 
 
 def test_without_a_policy_nothing_is_started(configured, tmp_path: Path) -> None:

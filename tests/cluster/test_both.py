@@ -110,7 +110,7 @@ def test_a_journal_from_before_there_were_such_phases_is_read():
     assert entry.event == e.PhaseAsked(job="a", phase=TRAIN)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**9), moves=st.booleans())
 def test_nobody_waits_in_a_circle_and_nobody_is_overtaken_for_ever(seed: int, moves: bool):
     """Jobs of any scripts, on any nodes, asking and ending in any order; `moves`: time passes meanwhile."""

@@ -135,15 +135,6 @@ def test_moves_come_to_an_end_and_never_to_dearer_groups(lengths: list[list[int]
     assert priced(after) <= priced(groups)
 
 
-@given(st.lists(st.integers(5, 90), min_size=2, max_size=6))
-@settings(max_examples=25, deadline=None)
-def test_jobs_that_are_all_alone_come_together_as_cheaply_as_can_be(lengths: list[int]) -> None:
-    jobs = [trains(f"j{i}", ns) for i, ns in enumerate(lengths)]
-    after = settled(pool_of(*([each] for each in jobs)))
-    least = min(priced(each) for each in partitions(jobs) if all(bears(block) for block in each))
-    assert priced(after) == least
-
-
 def test_what_fills_the_nodes_exactly_shares_them() -> None:
     host = job("h", 60, 40, slo=1.0, rollout_bytes=3, train_bytes=3, restart_ns=999)
     for rollout_ns, rollout_bytes, train_bytes, way in (

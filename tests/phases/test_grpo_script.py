@@ -26,11 +26,11 @@ def run(directory: Path, steps: int, **environment: str) -> list[dict[str, objec
 
 
 def test_it_learns_the_same_alone_in_a_pool_and_from_its_checkpoint(tmp_path: Path) -> None:
-    alone = run(tmp_path / "alone", 6)
+    alone = run(tmp_path / "alone", 4)
     with StubPool() as pool:
-        assert run(tmp_path / "shared", 3, **pool.environment()) == alone[:3]
-        assert run(tmp_path / "shared", 6, **pool.environment()) == alone[3:]
+        assert run(tmp_path / "shared", 2, **pool.environment()) == alone[:2]
+        assert run(tmp_path / "shared", 4, **pool.environment()) == alone[2:]
         pool.until(lambda stub: stub.held is None)
-        assert [ask.phase for ask in pool.said(w.AskPhase)] == [PhaseKind.ROLLOUT, PhaseKind.TRAIN] * 6
-        assert pool.said(w.StepsDone)[-1].steps == 6
+        assert [ask.phase for ask in pool.said(w.AskPhase)] == [PhaseKind.ROLLOUT, PhaseKind.TRAIN] * 4
+        assert pool.said(w.StepsDone)[-1].steps == 4
         assert [message.done for message in pool.said(w.PhaseProgress)][-1] > 0

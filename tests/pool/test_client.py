@@ -197,7 +197,7 @@ class JobAndPool(RuleBasedStateMachine):
 
 
 TestJobAndPool = JobAndPool.TestCase
-TestJobAndPool.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestJobAndPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
 def membership(address: str) -> PoolMembership:

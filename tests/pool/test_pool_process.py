@@ -172,23 +172,6 @@ async def finished(pool: Pool, *jobs: str) -> None:
         assert (pool.jobs[name] / "steps").read_text() == str(job["steps"])
 
 
-async def test_two_jobs_take_turns_on_the_same_devices_and_the_pool_ends_with_nothing_left(tmp_path: Path):
-    async with running(tmp_path) as pool:
-        one, two = pool.submit("one"), pool.submit("two")
-        assert not (await pool.control.submit(one)).repeated
-        assert (await pool.control.submit(one)).repeated
-        placed = await pool.control.submit(two)
-        assert placed.placement is not None
-        assert placed.placement.placement is not None
-        assert placed.placement.placement.how == "packed"
-        await finished(pool, "one", "two")
-        history = pool.history()
-        assert history.count("resumed") == history.count("parked") == 12
-        status = await pool.status()
-        assert not status["permits"]
-        assert pool.replayed_digest() == status["digest"]
-
-
 async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_certificate_says_nothing(
     tmp_path: Path,
 ):
@@ -222,8 +205,13 @@ async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_
 
 async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):
     async with running(tmp_path) as pool:
-        for name in ("one", "two"):
-            await pool.control.submit(pool.submit(name, steps=6, rollout_s=0.6))
+        one, two = (pool.submit(name, steps=6, rollout_s=0.6) for name in ("one", "two"))
+        assert not (await pool.control.submit(one)).repeated
+        assert (await pool.control.submit(one)).repeated
+        placed = await pool.control.submit(two)
+        assert placed.placement is not None
+        assert placed.placement.placement is not None
+        assert placed.placement.placement.how == "packed"
 
         def slices(status: dict[str, Any]) -> list[tuple[str, str]]:
             return [(one["job"], one["nodes"][0]) for one in status["permits"] if one["phase"] == "rollout"]

@@ -94,7 +94,7 @@ def test_worlds_are_small_but_for_one_in_a_hundred() -> None:
     assert len(simulate(LARGE_EVERY - 1).settings.providers) == 2
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_replayed_events_lead_to_the_same_state_after_each(seed: int) -> None:
     outcome = simulate(seed, digests=True)
     for journal in outcome.journals:
@@ -559,6 +559,8 @@ BREAKAGES: list[tuple[type[Any], str, object]] = [
 ]
 NEVER_END = ("rest", "take_outcomes")
 """Broken so, a world shows it only by going on for hours of its time."""
+FIRST_SEEDS = {"hear": 4, "_token_due": 22, "_score_due": 5}
+"""In which it has shown before, where earlier worlds do not show it."""
 
 
 @pytest.mark.parametrize(
@@ -574,4 +576,4 @@ def test_worlds_notice_a_broken_core(
     """The worlds are worth something only if they catch a core that is wrong."""
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(WorldFailed):
-        live_through(range(60))
+        live_through(range(FIRST_SEEDS.get(name, 0), 60))

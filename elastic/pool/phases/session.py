@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from elastic.core.cluster.types import Permit, PhaseKind
 from elastic.pool.client import PoolMembership, PoolUnavailable
@@ -15,29 +15,10 @@ from elastic.pool.phases.states import StateArena
 _log = logging.getLogger("elastic.pool.phases")
 
 
-class TurnSource(Protocol):
-    """Gives turns. A pool does, through its `PhaseClient`."""
-
-    @property
-    def recalled(self) -> bool: ...
-
-    def ask(self, phase: PhaseKind, *, both: bool = False) -> Permit: ...
-
-    def yield_turn(self, *, finished: bool, switch_s: float) -> None: ...
-
-    def progress(self, done: int, of: int) -> None: ...
-
-    def steps_done(self, steps: int) -> None: ...
-
-    def on_consolidate(self, callback: Consolidate) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class PhaseSession:
     """The phases of one process. Any thread may enter and leave phases, one at a time."""
 
-    def __init__(self, turns: TurnSource) -> None:
+    def __init__(self, turns: PhaseClient) -> None:
         self._turns = turns
         self._arena = StateArena()
         self._lock = threading.Lock()

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, Progress, TurnId, WeightMode
 from elastic.simulation.loop import EventLoop
+from elastic.simulation.performance.lending import LentShareModel
 from elastic.simulation.performance.prefix_cache import PrefixCache, Prompt
 from elastic.simulation.performance.profile import EngineRates
 
@@ -64,15 +64,6 @@ class Job:
     @property
     def finish(self) -> FinishReason:
         return FinishReason.LENGTH if self.length >= self.longest else FinishReason.STOP
-
-
-class SharedDevice(Protocol):
-    """A device that serving uses first."""
-
-    def acquire(self) -> Nanoseconds | None:
-        """Called before each iteration. Returns when to ask again (now: the iteration may begin); None if rollouts
-        must leave."""
-        ...
 
 
 _Shares = Sequence[tuple[Account, float]]
@@ -140,7 +131,7 @@ class EngineModel:
         rates: EngineRates,
         emit: Callable[[Sequence[Progress]], None],
         flush_ns: Nanoseconds,
-        share: SharedDevice | None = None,
+        share: LentShareModel | None = None,
     ) -> None:
         self.version: int | None = None
         self.asleep = False
@@ -328,7 +319,7 @@ class EngineModel:
         elif not self._waits_for_device:
             self._ask_device(self._share)
 
-    def _ask_device(self, share: SharedDevice) -> None:
+    def _ask_device(self, share: LentShareModel) -> None:
         self._charge()
         self._waits_for_device = True
         until_ns = share.acquire()

@@ -1,13 +1,12 @@
 """Providers on virtual time: the markets of live providers, and modelled workers that boot on their leases."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import traces
 from elastic.core import events as e
 from elastic.core.ids import worker_id
-from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, WorkerId, WorkerRole
-from elastic.simulation.loop import EventLoop
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, WorkerId
 from elastic.simulation.performance.lending import LentHostModel, LentShareModel
 from elastic.simulation.performance.profile import Device
 from providers.base import ProviderSettings
@@ -28,23 +27,12 @@ from providers.serving_messages import ServingSettings
 from traces.serving import read_serving_trace, replay_requests
 from traces.spot import read_spot_trace
 
+if TYPE_CHECKING:
+    from elastic.simulation.performance.run import SimulatedRun
+
 QUEUE_KEYS = {ReservedMarket: "reserved_queue_s", ServerlessMarket: "serverless_queue_s", SpotMarket: "spot_queue_s"}
 BOOT_KEYS = {TrainerMarket: "trainer_boot_s", ServingMarket: "serving_boot_s"}
 """The profile's keys of two times: from a request to its grant, and from a worker's start to its first message."""
-
-
-class LaunchWorld(Protocol):
-    """The part of the world that a launcher uses."""
-
-    loop: EventLoop
-
-    def feed(self, event: e.Event) -> None: ...
-
-    def boot_worker(
-        self, worker: WorkerId, lease: LeaseId, role: WorkerRole, boot_ns: Nanoseconds, share: LentShareModel | None
-    ) -> None: ...
-
-    def kill_worker(self, worker: WorkerId) -> None: ...
 
 
 @dataclass(slots=True)
@@ -74,7 +62,7 @@ class BilledSpan:
 class Launcher:
     """Drives a market, and boots workers on its leases as fast as their device's profile says."""
 
-    def __init__(self, market: Market[Any], device: Device, world: LaunchWorld) -> None:
+    def __init__(self, market: Market[Any], device: Device, world: "SimulatedRun") -> None:
         self.market = market
         self.device = device
         self.queue_key = QUEUE_KEYS.get(type(market), "")
@@ -194,7 +182,7 @@ class Launcher:
 class ServingCluster(Launcher):
     """Hosts with a modelled load. A host serves its load before it lends itself."""
 
-    def __init__(self, name: str, settings: ServingSettings, device: Device, world: LaunchWorld) -> None:
+    def __init__(self, name: str, settings: ServingSettings, device: Device, world: "SimulatedRun") -> None:
         load, trace = settings.load, read_serving_trace(traces.find(settings.load.trace))
         self._warm_ns = world.loop.now_ns + round(device.profile.serving_start_s * NS_PER_S)
         self._poll_ns = round(settings.poll_s * NS_PER_S)
@@ -222,7 +210,7 @@ class ServingCluster(Launcher):
         self._world.loop.after(self._poll_ns, self._look)
 
 
-def launcher_of(name: str, settings: ProviderSettings, device: Device, world: LaunchWorld) -> Launcher:
+def launcher_of(name: str, settings: ProviderSettings, device: Device, world: "SimulatedRun") -> Launcher:
     """Return the model of a provider with these settings. Raises `ValueError` if there is none."""
     markets: dict[type[ProviderSettings], type[Market[Any]]] = {
         SpotSettings: SpotMarket,

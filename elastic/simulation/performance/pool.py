@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -20,11 +20,14 @@ from elastic.core.cluster.types import JobId, NodeId, Permit, PhaseKind
 from elastic.core.ids import worker_id
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerRole
 from elastic.simulation.loop import EventLoop, Priority
-from elastic.simulation.performance.launchers import Launcher, LaunchWorld, ModelledLease
+from elastic.simulation.performance.launchers import Launcher, ModelledLease
 from elastic.simulation.performance.profile import Device
 from elastic.simulation.performance.relay import RelayModel
 from providers.base import ProviderSettings
 from providers.markets import CapacityUnavailable, LeaseEnding, Market, TakenBack, TrainerMarket
+
+if TYPE_CHECKING:
+    from elastic.simulation.performance.run import SimulatedRun
 
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 TAIL_NOTICE_NS = 30 * NS_PER_S
@@ -255,7 +258,7 @@ class SliceLauncher(Launcher):
     Residents are warm, and follow the job's versions while they are parked.
     """
 
-    def __init__(self, market: SliceMarket, device: Device, world: LaunchWorld, member: PoolMember) -> None:
+    def __init__(self, market: SliceMarket, device: Device, world: "SimulatedRun", member: PoolMember) -> None:
         super().__init__(market, device, world)
         self._member = member
         self._waiting: list[ModelledLease] = []

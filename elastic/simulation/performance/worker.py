@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -16,43 +16,19 @@ from elastic.core.types import (
     Nanoseconds,
     Progress,
     TurnId,
-    WeightMode,
     WorkerId,
     WorkerRole,
 )
 from elastic.protocol.wire import WeightsReport
-from elastic.simulation.loop import EventLoop
-from elastic.simulation.performance.engine import EngineModel, Job
+from elastic.simulation.performance.engine import EngineModel
 from elastic.simulation.performance.lending import LentShareModel
 from elastic.simulation.performance.profile import Device
-from elastic.simulation.performance.relay import RelayModel
+
+if TYPE_CHECKING:
+    from elastic.simulation.performance.run import SimulatedRun
 
 NO_VERSION = -1
 """The version of a chunk without tokens, as in live runs."""
-
-
-class WorkerWorld(Protocol):
-    """The part of the world that a worker uses. Arriving messages go to `feed`; `send` delivers one after the link's
-    delay."""
-
-    loop: EventLoop
-    relay: RelayModel
-    heartbeat_ns: Nanoseconds
-    flush_ns: Nanoseconds
-    message_ns: Nanoseconds
-    weight_mode: WeightMode
-
-    def tell(self, event: e.Event, payload: Any = None) -> None:
-        """Delivers the event to the run after the link's delay."""
-        ...
-
-    def next_epoch(self, worker: WorkerId) -> int | None: ...
-
-    def job(self, command: c.StartTurn) -> Job | None: ...
-
-    def worker_left(self, worker: WorkerId) -> None:
-        """Notes that the worker's process has ended by itself."""
-        ...
 
 
 class WorkerModel:
@@ -61,7 +37,7 @@ class WorkerModel:
 
     def __init__(
         self,
-        world: WorkerWorld,
+        world: "SimulatedRun",
         worker: WorkerId,
         lease: LeaseId,
         role: WorkerRole,
