@@ -134,14 +134,11 @@ class ModalFunctionPool(KeyedPool):
         return self._prices.usd_per_call + self.usd_per_s * (timeout_s + 2 * self._idle_s)
 
     async def aclose(self) -> None:
-        """Containers that are idle are stopped; what that saves of their idle time stays on the bill."""
+        """Idle containers are stopped, and waited for; what that saves of their idle time stays on the bill."""
         await self._end_calls()
         now_s = time.monotonic()
         idle = [name for name, one in self._containers.items() if one.heard_s + self._idle_s >= now_s]
-        for container in idle:
-            with contextlib.suppress(Exception):
-                async with asyncio.timeout(END_TIMEOUT_S):
-                    await modal_platform.stop_container(container)
+        await asyncio.gather(*(_stopped(container) for container in idle), return_exceptions=True)
         self._containers.clear()
 
     async def _call(self, key: str, payload: bytes, timeout_s: float) -> Any:
@@ -312,3 +309,10 @@ async def _cancel_spawned(spawning: "asyncio.Task[Any]") -> None:
     with contextlib.suppress(Exception):
         call = await spawning
         await call.cancel.aio(terminate_containers=True)
+
+
+async def _stopped(container: str) -> None:
+    """Returns once an idle container is gone. Raises `TimeoutError`, or what Modal says."""
+    async with asyncio.timeout(END_TIMEOUT_S):
+        await modal_platform.stop_container(container)
+        await modal_platform.gone(container, END_TIMEOUT_S)
