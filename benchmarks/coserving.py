@@ -33,10 +33,12 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import merge
 from pathlib import Path
 from random import Random
 from statistics import mean, median
@@ -70,8 +72,7 @@ from elastic.engine.kv.slab import SlabBackend
 from policies.admission import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
 from traces import data_path
-from traces.serving import ServingRequest, read_serving_trace
-from traces.windows import merged, scaled, typical_windows, window_at
+from traces.serving import ServingRequest, read_serving_trace, scaled, window_at
 
 MS = 1_000_000
 SLO_FACTOR = 1.6
@@ -165,6 +166,28 @@ class ServingGoals:
         }[policy]
 
 
+def typical_windows(trace: Sequence[ServingRequest], length_s: float = 120.0) -> dict[str, float]:
+    """Where three windows begin, of all whole ones that follow on each other: `mean`, whose number of requests is
+    nearest the average; `burstiest`, with the busiest second; `median`, whose busiest second is the median one."""
+    counts: dict[int, int] = Counter()
+    seconds: dict[int, Counter[int]] = {}
+    for request in trace:
+        window = int(request.arrival_s // length_s)
+        counts[window] += 1
+        seconds.setdefault(window, Counter())[int(request.arrival_s)] += 1
+    # The last one is not whole.
+    whole = sorted(counts)[:-1] or sorted(counts)
+    peaks = {window: max(seconds[window].values()) for window in whole}
+    average = mean(counts[window] for window in whole)
+    middle = median(peaks.values())
+    chosen = {
+        "mean": min(whole, key=lambda window: abs(counts[window] - average)),
+        "burstiest": max(whole, key=lambda window: peaks[window]),
+        "median": min(whole, key=lambda window: abs(peaks[window] - middle)),
+    }
+    return {name: window * length_s for name, window in chosen.items()}
+
+
 class TraceReplay:
     """The trace at a speed, in windows of `window_s`. They begin where the rule says for the trace's own speed, so that
     they are the same however fast the host turns out to be."""
@@ -172,7 +195,8 @@ class TraceReplay:
     def __init__(self, window_s: float) -> None:
         self.speed = 1.0
         self._window_s = window_s
-        self._trace = merged(*(read_serving_trace(data_path(name)) for name in ("azure-conversation", "azure-code")))
+        traces = (read_serving_trace(data_path(name)) for name in ("azure-conversation", "azure-code"))
+        self._trace = list(merge(*traces, key=lambda request: request.arrival_s))
         self.starts = typical_windows(self._trace, window_s)
 
     def requests(self, window: str, density: float) -> list[ServingRequest]:

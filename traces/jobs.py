@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from traces.errors import TraceError, at_line, numbered_lines
+from traces.rows import rows
 
-HEADER = "arrival_s,duration_s"
+COLUMNS = ("arrival_s", "duration_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,25 +21,10 @@ class TracedJob:
 def read_jobs(path: Path) -> Sequence[TracedJob]:
     """The jobs of a trace. Raises `TraceError` for disorder, negative times or anything else that is no such file."""
     jobs: list[TracedJob] = []
-    with numbered_lines(path) as lines:
-        for number, line in lines:
-            if number == 1:
-                if line != HEADER:
-                    raise at_line(path, 1, repr(line), f"the header {HEADER}")
-                continue
-            jobs.append(_job(path, number, line, jobs[-1].arrival_s if jobs else 0.0))
-    if not jobs:
-        raise TraceError(f"{path}: no job in it")
+    with rows(path, COLUMNS) as read:
+        for row in read:
+            job = TracedJob(row.number("arrival_s", jobs[-1].arrival_s if jobs else 0.0), row.number("duration_s"))
+            if not job.duration_s:
+                raise row.wrong("duration_s 0", "more than 0")
+            jobs.append(job)
     return jobs
-
-
-def _job(path: Path, number: int, line: str, earliest_s: float) -> TracedJob:
-    try:
-        arrival_s, duration_s = map(float, line.split(","))
-    except ValueError:
-        raise at_line(path, number, repr(line), f"two numbers: {HEADER}") from None
-    if not earliest_s <= arrival_s < float("inf"):
-        raise at_line(path, number, f"arrival_s {arrival_s:g}", f"at least {earliest_s:g}: arrivals come in order")
-    if not 0 < duration_s < float("inf"):
-        raise at_line(path, number, f"duration_s {duration_s:g}", "more than 0")
-    return TracedJob(arrival_s, duration_s)

@@ -16,14 +16,15 @@ from pathlib import Path
 
 import msgspec
 
-from traces.errors import TraceError, at_line, numbered_lines
+from traces.errors import TraceError, at_line
+from traces.rows import Row, rows
 
 HOLE_S = 600.0
 HOLE_SPACINGS = 100
 """A time without a request is a hole in the recording where it is longer than both: this, and so many times the usual
 time between two requests. The longest of the shipped traces is 217 s."""
 
-HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _EPOCH = datetime(1970, 1, 1)
 _TIME = re.compile(
     r"(?P<whole>[0-9-]+ [0-9:]+)(\.(?P<decimals>[0-9]*))?((?P<sign>[+-])(?P<hours>[0-9]{2}):(?P<minutes>[0-9]{2}))?"
@@ -50,13 +51,8 @@ def read_serving_trace(path: Path) -> tuple[ServingRequest, ...]:
 @functools.lru_cache(maxsize=4)
 def _read(path: Path, mtime_ns: int, size_bytes: int) -> tuple[ServingRequest, ...]:
     """Once for each state of the file: a command asks for a trace wherever its settings are checked."""
-    with numbered_lines(path) as lines:
-        _, header = next(lines, (1, ""))
-        if header != HEADER:
-            raise at_line(path, 1, repr(header), f"the header {HEADER}")
-        requests = tuple(_checked(path, lines))
-    if not requests:
-        raise TraceError(f"{path}: no requests; allowed: at least one")
+    with rows(path, COLUMNS) as read:
+        requests = tuple(_checked(read))
     _check_holes(path, requests)
     return requests
 
@@ -70,25 +66,23 @@ def _check_holes(path: Path, requests: Sequence[ServingRequest]) -> None:
             raise at_line(path, line, found, f"up to {most_s:g} s, so that no missing record is taken for idle time")
 
 
-def _checked(path: Path, rows: Iterator[tuple[int, str]]) -> Iterator[ServingRequest]:
+def _checked(read: Iterator[Row]) -> Iterator[ServingRequest]:
     first: tuple[float, float] | None = None
     last_s = 0.0
-    for line, text in rows:
-        fields = text.split(",")
-        if len(fields) != 3:
-            raise at_line(path, line, f"{len(fields)} fields in {text!r}", "3")
-        now = _timestamp(path, line, fields[0])
+    for row in read:
+        now = _timestamp(row)
         first = first or now
         # Part by part: as one number, seconds since 1970 would leave too few digits for the fraction.
         arrival_s = (now[0] - first[0]) + (now[1] - first[1])
         if arrival_s < last_s:
-            raise at_line(path, line, f"time {fields[0]!r}", "not before the last request's")
+            raise row.wrong(f"time {row.fields['TIMESTAMP']!r}", "not before the last request's")
         last_s = arrival_s
-        yield ServingRequest(arrival_s, _tokens(path, line, fields[1]), _tokens(path, line, fields[2]))
+        yield ServingRequest(arrival_s, max(1, row.whole("ContextTokens")), max(1, row.whole("GeneratedTokens")))
 
 
-def _timestamp(path: Path, line: int, text: str) -> tuple[float, float]:
+def _timestamp(row: Row) -> tuple[float, float]:
     """Whole seconds since 1970, and the fraction."""
+    text = row.fields["TIMESTAMP"]
     parts = _TIME.fullmatch(text)
     try:
         if parts is None:
@@ -99,13 +93,7 @@ def _timestamp(path: Path, line: int, text: str) -> tuple[float, float]:
         return seconds - ahead_s, float(f"0.{parts['decimals'] or 0}")
     except ValueError:
         allowed = "YYYY-MM-DD HH:MM:SS with decimals, and +HH:MM where it is not UTC"
-        raise at_line(path, line, f"time {text!r}", allowed) from None
-
-
-def _tokens(path: Path, line: int, text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise at_line(path, line, f"{text!r} tokens", "a whole number from 0 on")
-    return max(1, int(text))
+        raise row.wrong(f"time {text!r}", allowed) from None
 
 
 def replay_requests(
@@ -126,3 +114,26 @@ def replay_requests(
             number += 1
             if math.floor(number * share) > math.floor((number - 1) * share):
                 yield ServingRequest(arrival_s / speed, request.prompt_tokens, request.output_tokens)
+
+
+def window_at(trace: Sequence[ServingRequest], start_s: float, length_s: float) -> list[ServingRequest]:
+    """The requests of a window; arrivals count from its start."""
+    return [
+        ServingRequest(request.arrival_s - start_s, request.prompt_tokens, request.output_tokens)
+        for request in trace
+        if start_s <= request.arrival_s < start_s + length_s
+    ]
+
+
+def scaled(
+    window: Sequence[ServingRequest], *, speed: float, length: float, most_prompt: int, most_output: int
+) -> list[ServingRequest]:
+    """Arrivals `speed` times as fast, lengths times `length`, at least one token and at most so many."""
+    return [
+        ServingRequest(
+            request.arrival_s / speed,
+            min(most_prompt, max(1, round(request.prompt_tokens * length))),
+            min(most_output, max(1, round(request.output_tokens * length))),
+        )
+        for request in window
+    ]

@@ -6,15 +6,15 @@ whether an instance was there from the start (`initial`, only at time 0), came (
 """
 
 import itertools
-import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
 from traces.errors import TraceError, at_line, numbered_lines
+from traces.rows import Row, rows_of
 
 COLUMNS = ("time_s", "event", "instance_id", "kind")
 _KINDS = {"add": ("initial", "allocation"), "remove": ("preemption",)}
@@ -112,56 +112,34 @@ def _cycles(opening: tuple[str, ...], inside: list[SpotEvent], window_s: float, 
 def read_spot_trace(path: Path) -> SpotTrace:
     """Read a trace in either format. Raises `TraceError` at the first line that is not as it must be."""
     with numbered_lines(path) as lines:
-        first = next(lines, None)
-        if first is None:
-            raise TraceError(f"{path}: empty; allowed: at least one event")
-        rows: Iterable[tuple[int, str]]
-        if tuple(first[1].split(",")) in (COLUMNS, COLUMNS[:3]):
-            columns, unit_per_s, first_line, rows = len(first[1].split(",")), 1, 2, lines
-        elif _BAMBOO_LINE.fullmatch(first[1]):
-            columns, unit_per_s, first_line, rows = 3, _MS_PER_S, 1, itertools.chain([first], lines)
-        else:
-            header = ",".join(COLUMNS)
-            raise at_line(path, 1, repr(first[1]), f"the header {header} (kind is optional), or time_ms,add,instance")
-        events = tuple(_checked(path, rows, columns, unit_per_s))
-    if not events:
-        raise TraceError(f"{path}: no events; allowed: at least one")
-    return SpotTrace(events, first_line)
+        number, first = next(lines, (1, ""))
+        columns = tuple(first.split(","))
+        if columns in (COLUMNS, COLUMNS[:3]):
+            return SpotTrace(tuple(_checked(rows_of(path, columns, lines), 1)), first_line=2)
+        if _BAMBOO_LINE.fullmatch(first):
+            all_lines = itertools.chain([(number, first)], lines)
+            return SpotTrace(tuple(_checked(rows_of(path, COLUMNS[:3], all_lines), _MS_PER_S)))
+        header = ",".join(COLUMNS)
+        raise at_line(path, 1, repr(first), f"the header {header} (kind is optional), or time_ms,add,instance")
 
 
-def _checked(path: Path, rows: Iterable[tuple[int, str]], columns: int, unit_per_s: int) -> Iterator[SpotEvent]:
-    last_s = 0.0
+def _checked(read: Iterator[Row], units_per_s: int) -> Iterator[SpotEvent]:
+    last = 0.0
     there: set[str] = set()
-    for line, text in rows:
-        fields = text.split(",")
-        if len(fields) != columns:
-            raise at_line(path, line, f"{len(fields)} fields in {text!r}", f"{columns}")
-        event = _event(path, line, fields, unit_per_s)
-        if event.time_s < last_s:
-            raise at_line(path, line, f"time {event.time_s:g} s", f"not before the last event's, {last_s:g} s")
-        if event.change is SpotChange.ADD and event.instance in there:
-            raise at_line(path, line, f"a second add of {event.instance!r}", "remove it first")
-        if event.change is SpotChange.REMOVE and event.instance not in there:
-            raise at_line(path, line, f"a remove of {event.instance!r}", "instances that are there")
-        last_s = event.time_s
-        (there.add if event.change is SpotChange.ADD else there.remove)(event.instance)
-        yield event
-
-
-def _event(path: Path, line: int, fields: list[str], unit_per_s: int) -> SpotEvent:
-    time, change, instance, *kind = fields
-    try:
-        time_s = float(time) / unit_per_s
-    except ValueError:
-        time_s = math.nan
-    if not (math.isfinite(time_s) and time_s >= 0):
-        raise at_line(path, line, f"time {time!r}", "a number from 0 on")
-    if change not in _KINDS:
-        raise at_line(path, line, f"event {change!r}", "add, remove")
-    if not instance.strip():
-        raise at_line(path, line, "no instance id", "a name")
-    if kind and kind[0] not in _KINDS[change]:
-        raise at_line(path, line, f"kind {kind[0]!r} of an event {change!r}", ", ".join(_KINDS[change]))
-    if kind == ["initial"] and time_s > 0:
-        raise at_line(path, line, f"kind 'initial' at {time_s:g} s", "initial at time 0, else allocation")
-    return SpotEvent(time_s, SpotChange(change), instance)
+    for row in read:
+        last = row.number("time_s", last)
+        change, instance, kind = row.fields["event"], row.fields["instance_id"], row.fields.get("kind")
+        if change not in _KINDS:
+            raise row.wrong(f"event {change!r}", ", ".join(_KINDS))
+        if not instance.strip():
+            raise row.wrong("no instance id", "a name")
+        if kind is not None and kind not in _KINDS[change]:
+            raise row.wrong(f"kind {kind!r} of an event {change!r}", ", ".join(_KINDS[change]))
+        if kind == "initial" and last > 0:
+            raise row.wrong(f"kind 'initial' at {last:g} s", "initial at time 0, else allocation")
+        if change == SpotChange.ADD and instance in there:
+            raise row.wrong(f"a second add of {instance!r}", "remove it first")
+        if change == SpotChange.REMOVE and instance not in there:
+            raise row.wrong(f"a remove of {instance!r}", "instances that are there")
+        there ^= {instance}
+        yield SpotEvent(last / units_per_s, SpotChange(change), instance)

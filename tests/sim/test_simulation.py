@@ -361,10 +361,10 @@ def test_only_live_runs_make_profiles(tmp_path: Path) -> None:
     ("row", "found"),
     [
         ("s,1,2", "3 fields"),
-        ("s,0,2,1", "'0' tokens"),
-        ("s,1,-2,1", "'-2' tokens"),
-        ("s,1,2,-1", "gap '-1'"),
-        ("s,1,2,nan", "gap 'nan'"),
+        ("s,0,2,1", "new_tokens '0'"),
+        ("s,1,-2,1", "output_tokens '-2'"),
+        ("s,1,2,-1", "gap_s '-1'"),
+        ("s,1,2,nan", "gap_s 'nan'"),
         ("s,1,2,1\nt,1,2,1\ns,1,2,1", "session 's' again"),
     ],
 )

@@ -33,12 +33,13 @@ def test_the_windows_are_those_that_are_described(
     ("lines", "words"),
     [
         ("when,how_long\n", "1: found 'when,how_long'; allowed: the header arrival_s,duration_s"),
-        ("arrival_s,duration_s\n5,10\n4,10\n", "3: found arrival_s 4; allowed: at least 5"),
-        ("arrival_s,duration_s\n-1,10\n", "2: found arrival_s -1; allowed: at least 0"),
-        ("arrival_s,duration_s\n1,-10\n", "2: found duration_s -10; allowed: more than 0"),
-        ("arrival_s,duration_s\n1,nan\n", "2: found duration_s nan"),
-        ("arrival_s,duration_s\n1\n", "2: found '1'; allowed: two numbers"),
-        ("arrival_s,duration_s\n", "no job in it"),
+        ("arrival_s,duration_s\n5,10\n4,10\n", "3: found arrival_s '4'; allowed: a number from 5 on"),
+        ("arrival_s,duration_s\n-1,10\n", "2: found arrival_s '-1'; allowed: a number from 0 on"),
+        ("arrival_s,duration_s\n1,-10\n", "2: found duration_s '-10'; allowed: a number from 0 on"),
+        ("arrival_s,duration_s\n1,0\n", "2: found duration_s 0; allowed: more than 0"),
+        ("arrival_s,duration_s\n1,nan\n", "2: found duration_s 'nan'"),
+        ("arrival_s,duration_s\n1\n", "2: found 1 fields in '1'; allowed: 2"),
+        ("arrival_s,duration_s\n", "no rows"),
     ],
 )
 def test_a_trace_that_cannot_be_is_refused(tmp_path: Path, lines: str, words: str) -> None:

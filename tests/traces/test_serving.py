@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from traces import TraceError, data_path
-from traces.serving import HEADER, ServingRequest, read_serving_trace, replay_requests
+from traces.serving import COLUMNS, ServingRequest, read_serving_trace, replay_requests, scaled, window_at
+
+HEADER = ",".join(COLUMNS)
 
 
 def test_the_shipped_trace_is_whole() -> None:
@@ -27,15 +29,15 @@ def test_times_count_from_the_first_request_to_the_last_decimal(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("rows", "line", "found"),
     [
-        ("", None, "no requests"),
+        ("", None, "no rows"),
         ("2023-11-16 18:15:46.5,3\n", 2, "2 fields"),
         ("yesterday,3,1\n", 2, "'yesterday'"),
         ("2023-11-16 18:15:46.-5,3,1\n", 2, "'2023-11-16 18:15:46.-5'"),
         ("2023-11-16 18:15:46,3,1\n2023-11-16 18:15:45.9,3,1\n", 3, "18:15:45.9"),
         ("2024-05-10 00:00:00.0+0:00,3,1\n", 2, "time '2024-05-10 00:00:00.0+0:00'"),
         ("2024-05-10 00:00:00,3,1\n\n2024-05-10 00:00:01,3,1\n", 3, "1 fields in ''"),
-        ("2023-11-16 18:15:46,3,-1\n", 2, "'-1' tokens"),
-        ("2023-11-16 18:15:46,3,1.5\n", 2, "'1.5' tokens"),
+        ("2023-11-16 18:15:46,3,-1\n", 2, "GeneratedTokens '-1'"),
+        ("2023-11-16 18:15:46,3,1.5\n", 2, "GeneratedTokens '1.5'"),
     ],
 )
 def test_names_what_is_wrong_and_where(tmp_path: Path, rows: str, line: int | None, found: str) -> None:
@@ -124,3 +126,15 @@ def test_a_trace_is_read_once_until_it_changes(tmp_path: Path) -> None:
     first = read_serving_trace(path)
     assert read_serving_trace(path) is first
     assert len(read_serving_trace(written(path, 0, 1, 2))) == 3
+
+
+def test_scaling_keeps_lengths_within_bounds() -> None:
+    (small, large) = scaled(
+        [ServingRequest(4, 3, 2), ServingRequest(8, 8000, 900)], speed=2, length=0.1, most_prompt=400, most_output=50
+    )
+    assert (small.arrival_s, small.prompt_tokens, small.output_tokens) == (2, 1, 1)
+    assert (large.arrival_s, large.prompt_tokens, large.output_tokens) == (4, 400, 50)
+
+
+def test_a_window_counts_from_its_start() -> None:
+    assert [request.arrival_s for request in window_at(TRACE, 2.5, 3.0)] == [0.5, 1.5, 2.5]

@@ -58,15 +58,15 @@ def test_both_formats_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "found", "allowed"),
     [
-        ("", None, "empty", "event"),
-        (HEADER, None, "no events", "at least one"),
+        ("", 1, "''", "time_s,event,instance_id,kind"),
+        (HEADER, None, "no rows", "at least one"),
         ("time,what\n", 1, "time,what", "time_s,event,instance_id,kind"),
         (HEADER + "1,add,n1\n", 2, "3 fields", "4"),
         (HEADER + "1,add,n1,allocation\n\n2,remove,n1,preemption\n", 3, "1 fields", "4"),
         (HEADER + "-1,add,n1,allocation\n", 2, "'-1'", "from 0 on"),
         (HEADER + "nan,add,n1,allocation\n", 2, "'nan'", "from 0 on"),
         (HEADER + "soon,add,n1,allocation\n", 2, "'soon'", "from 0 on"),
-        (HEADER + "2,add,n1,allocation\n1,add,n2,allocation\n", 3, "1 s", "2 s"),
+        (HEADER + "2,add,n1,allocation\n1,add,n2,allocation\n", 3, "'1'", "from 2 on"),
         (HEADER + "1,start,n1,allocation\n", 2, "'start'", "add, remove"),
         (HEADER + "1,add,,allocation\n", 2, "no instance", "name"),
         (HEADER + "1,add,n1,preemption\n", 2, "'preemption'", "initial, allocation"),

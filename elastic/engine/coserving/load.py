@@ -24,8 +24,7 @@ import traces
 from elastic.engine.coserving.service import percentile
 from elastic.protocol.http_clients import async_client
 from traces.errors import TraceError
-from traces.serving import ServingRequest, read_serving_trace
-from traces.windows import scaled, window_at
+from traces.serving import ServingRequest, read_serving_trace, scaled, window_at
 
 REQUEST_TIMEOUT_S = 120.0
 KEY_VARIABLE = "OPENAI_API_KEY"
