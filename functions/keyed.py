@@ -6,10 +6,39 @@ from typing import Any
 
 import msgspec
 
-from functions.base import FunctionTimedOut, FunctionUnavailable, Meter
+from functions.base import (
+    BadResult,
+    FunctionMissing,
+    FunctionRaised,
+    FunctionTimedOut,
+    FunctionUnavailable,
+    Meter,
+)
+from functions.process import Answer, Loaded, Missing, Raised, Returned, Unsendable
 
 RECORDED_MAX = 100_000
 """Number of results that a pool keeps, the newest ones. It exceeds the calls of a run at any one time."""
+
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no answer: the last for nesting beyond all reason."""
+
+
+def value_of(function: str, answer: Answer) -> Any:
+    """Return the function's result; None if it was only loaded. Raises `FunctionError`."""
+    match answer:
+        case Returned(result):
+            try:
+                return msgspec.msgpack.decode(result)
+            except UNDECODABLE as error:
+                raise BadResult(f"{function}: its result makes no sense: {error}") from error
+        case Raised(error):
+            raise FunctionRaised(f"{function} raised {error}")
+        case Unsendable(error):
+            raise BadResult(f"{function}: its result of type {error}")
+        case Missing(error):
+            raise FunctionMissing(f"{function} cannot be loaded: {error}")
+        case Loaded():
+            return None
 
 
 class KeyedPool:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,13 +28,12 @@ from functions.base import (
     Call,
     CallOutcome,
     FunctionError,
-    FunctionMissing,
     FunctionRaised,
     FunctionTimedOut,
     FunctionUnavailable,
     Meter,
 )
-from functions.keyed import KeyedPool
+from functions.keyed import UNDECODABLE, KeyedPool, value_of
 from functions.process import ANSWER_BYTES_MAX, HEADER, Answer, Loaded, Missing, Raised, Returned, Unsendable
 
 log = structlog.get_logger(__name__)
@@ -46,8 +46,6 @@ START_TIMEOUT_S = 60.0
 """How long the first start may take. Later ones have the time of the call that waits for them."""
 
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
-_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are no answer: the last for nesting beyond all reason."""
 
 
 class Place(NamedTuple):
@@ -86,11 +84,7 @@ class _Process:
             # Cut short, the event loop would kill the process without telling anyone when it is dead.
             await asyncio.gather(spawning, return_exceptions=True)
             raise
-        answer = await self._hear()
-        if isinstance(answer, Missing):
-            raise FunctionMissing(f"{self._function} cannot be loaded: {answer.error}")
-        if not isinstance(answer, Loaded):
-            raise FunctionUnavailable(f"{self._function}: its process spoke out of turn")
+        value_of(self._function, await self._hear(Loaded | Missing))
 
     async def _spawn(self) -> None:
         with contextlib.ExitStack() as files:
@@ -117,15 +111,7 @@ class _Process:
             await process.stdin.drain()
         except OSError as error:
             raise FunctionUnavailable(f"{self._function}: its process died before the call") from error
-        match await self._hear():
-            case Returned(result):
-                return self._decoded(result)
-            case Raised(error):
-                raise FunctionRaised(f"{self._function} raised {error}")
-            case Unsendable(error):
-                raise BadResult(f"{self._function}: its result of type {error}")
-            case _:
-                raise FunctionUnavailable(f"{self._function}: its process spoke out of turn")
+        return value_of(self._function, await self._hear(Returned | Raised | Unsendable))
 
     async def kill(self) -> None:
         """SIGKILL the process and whatever it started; returns once it is reaped and that is gone."""
@@ -154,7 +140,7 @@ class _Process:
     def alive(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    async def _hear(self) -> Answer:
+    async def _hear(self, expected: UnionType) -> Answer:
         process = self._running()
         assert process.stdout is not None
         try:
@@ -163,18 +149,15 @@ class _Process:
                 raise OversizedAnswer(
                     f"{self._function}: an answer of {size_bytes} bytes; at most {ANSWER_BYTES_MAX} are taken"
                 )
-            return _decode_answer(await process.stdout.readexactly(size_bytes))
+            answer = _decode_answer(await process.stdout.readexactly(size_bytes))
         except (asyncio.IncompleteReadError, OSError) as error:
             status = await process.wait()
             raise FunctionUnavailable(f"{self._function}: its process ended with status {status}") from error
-        except _UNDECODABLE as error:
+        except UNDECODABLE as error:
             raise FunctionUnavailable(f"{self._function}: its process answered nonsense: {error}") from error
-
-    def _decoded(self, result: msgspec.Raw) -> Any:
-        try:
-            return msgspec.msgpack.decode(result)
-        except _UNDECODABLE as error:
-            raise BadResult(f"{self._function}: its result makes no sense: {error}") from error
+        if not isinstance(answer, expected):
+            raise FunctionUnavailable(f"{self._function}: its process spoke out of turn")
+        return answer
 
     def _running(self) -> asyncio.subprocess.Process:
         assert self._process is not None

@@ -24,20 +24,17 @@ from elastic.system import modal as modal_platform
 from elastic.system.modal import ModalUnusable, told
 from elastic.system.outages import Outage
 from functions.base import (
-    BadResult,
     Call,
     CallOutcome,
     FunctionError,
     FunctionMissing,
-    FunctionRaised,
     FunctionTimedOut,
     FunctionUnavailable,
     Meter,
 )
-from functions.keyed import KeyedPool
+from functions.keyed import UNDECODABLE, KeyedPool, value_of
 from functions.local import Prices
 from functions.modal_calls import RemoteAnswer, RemoteCall
-from functions.process import Loaded, Missing, Raised, Returned, Unsendable
 
 log = structlog.get_logger(__name__)
 
@@ -127,7 +124,7 @@ class ModalFunctionPool(KeyedPool):
         except TimeoutError:
             raise FunctionTimedOut(f"{self.function}: not loaded on Modal within {START_TIMEOUT_S:g} s") from None
         self._note(found.container, _Charged(found.born_s, False, time.monotonic()))
-        self._result(found)
+        value_of(self.function, found.answer)
 
     def most_usd(self, timeout_s: float) -> float:
         """Return a call's greatest cost in USD, with a container's start and the idle time around the call."""
@@ -154,7 +151,7 @@ class ModalFunctionPool(KeyedPool):
                     RemoteCall(function=self.function, payload=msgspec.Raw(payload), pacing_s=self._prices.pacing_s)
                 )
                 found = await self._answered(call)
-            result = self._result(found)
+            result = value_of(self.function, found.answer)
             outcome = CallOutcome.OK
             return result
         except TimeoutError:
@@ -219,24 +216,8 @@ class ModalFunctionPool(KeyedPool):
             raise FunctionUnavailable(f"{self.function}: {told(error)}") from error
         try:
             return _decode_answer(encoded)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        except (*UNDECODABLE, TypeError) as error:
             raise FunctionUnavailable(f"{self.function}: its container answered nonsense: {error}") from error
-
-    def _result(self, found: RemoteAnswer) -> Any:
-        match found.answer:
-            case Returned(result):
-                try:
-                    return msgspec.msgpack.decode(result)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    raise BadResult(f"{self.function}: its result makes no sense: {error}") from error
-            case Raised(error):
-                raise FunctionRaised(f"{self.function} raised {error}")
-            case Unsendable(error):
-                raise BadResult(f"{self.function}: its result of type {error}")
-            case Missing(error):
-                raise FunctionMissing(f"{self.function} cannot be loaded on Modal: {error}")
-            case Loaded():
-                return None
 
     async def _give_up(self, key: str, outcome: CallOutcome, times: "_Asked", call: Any) -> None:
         """End a call without an answer, and bill what Modal says of its container."""
