@@ -207,7 +207,9 @@ class BaseProvider(Generic[SettingsT]):
         if tasks := self.tasks:
             await asyncio.wait(tasks)
         try:
-            return await self.end_left_over()
+            if left := await self.end_left_over():
+                log.error("not everything is proven to be gone", provider=self.name, left=left)
+            return left
         finally:
             self._sink = None
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from elastic.core.events import LeaseNotice, LeaseRepriced, StraysBilled
-from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer
 from elastic.protocol.endpoint import is_loopback
 from providers.base import (
     REMARK,
@@ -37,7 +37,7 @@ from providers.base import (
     ProviderUnavailable,
     worker_environment,
 )
-from providers.base_provider import BaseProvider, Found, LeaseHandle
+from providers.base_provider import Found, LeaseHandle
 from providers.ec2_api import Ec2Api, Ec2Error, Instance, Launch, NoAccess, QueueNotice, installed, of_leases
 from providers.ec2_examination import examine
 from providers.ec2_history import Ec2History
@@ -55,15 +55,12 @@ from providers.ec2_market import (
 )
 from providers.ec2_user_data import UserDataTooLarge, user_data
 from providers.markets import CapacityUnavailable, LeaseEnding
-from providers.vendor_calls import call, told
+from providers.vendor_calls import call
+from providers.vendor_provider import LOOK_AGAIN_S, SETTLING_S, VendorProvider
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-SETTLING_S = 20.0
-"""How long an order whose answer was lost may take to show an instance in EC2's list, and how long AWS may not know
-other things that are new, such as templates and secrets."""
-LOOK_AGAIN_S = 0.5
 QUEUE_WAIT_S = 10
 """How long one poll of the queue waits for notices."""
 PUT_BACK_S = 2
@@ -112,7 +109,7 @@ class _Leased:
             self.over.set_result(ending)
 
 
-class Ec2Provider(BaseProvider[Ec2Settings]):
+class Ec2Provider(VendorProvider[Ec2Settings]):
     """A provider whose leases have one instance each. An instance is one worker."""
 
     Settings: ClassVar[type[Ec2Settings]] = Ec2Settings
@@ -129,71 +126,61 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         self._ec2.spent_usd = lambda: context.spent_usd(name)
         self._ec2.now_s = self._now_s
         self.api = Ec2Api(settings, context.tag(f"ec2 {name}"), name)
+        self.vendor, self.answer_s = self.api.where, settings.answer_timeout_s
         self._held: dict[LeaseId, _Leased] = {}
         self._ordering: set[LeaseId] = set()
         self._unsettled: dict[LeaseId, float] = {}
         """Orders whose answers were lost. The time (monotonic) is when an instance of theirs must have appeared."""
-        self._usd: dict[LeaseId, float] = {}
-        """The price of a GPU's hour at which each lease was requested."""
+        self._offers: dict[LeaseId, Offer] = {}
+        """The offer at which each lease was requested."""
         self._secrets: dict[LeaseId, float] = {}
         """When (monotonic) each secret was made that is there, or may be."""
         self._template_since_s = 0.0
-        self._most_usd: dict[LeaseId, float] = {}
-        """What an instance's hour may cost at the most, by the offer at which each lease was requested."""
         self._strays: dict[str, float] = {}
         """Instances of no lease, until their bill is known, and since when (monotonic) each is being ended."""
-        self._used = False
-        self._may_be_left = False
-        """Whether this process or an earlier one has created or ordered anything."""
         self._passed_over: Counter[tuple[SpotPool, str]] = Counter()
         """How often a pool was passed over, by pool and reason."""
         self._missing, self._times_missing = False, 0
+        self._reconciled_s = 0.0
         self._past = Ec2History(context.run_dir.parent, settings.endpoint_url)
-        self._silent_s: float | None = None
 
     @classmethod
     def examine(cls, name: str, settings: Ec2Settings) -> Examination:
         """Check credentials, quotas and network access, and list the capacity of now. Blocks."""
         return examine(name, settings)
 
-    def _unavailable(self, error: Ec2Error | TimeoutError) -> ProviderUnavailable:
-        lasting = isinstance(error, Ec2Error) and not error.passing
-        return (ProviderUnavailable if lasting else ProviderSilent)(self._told(error))
-
     # The contract
 
     async def start(self, emit: Emit) -> None:
         installed()
-        self._used = True
         self._ec2.history = await asyncio.to_thread(self._past.pools)
         try:
-            await self._call(self.api.check)
-            self._may_be_left = True
+            await self.ask(self.api.check)
+            self.used = True
             self._template_since_s = time.monotonic()
-            await self._call(self.api.make_template)
-            self._ec2.priced(await self._call(self.api.prices))
-        except (Ec2Error, TimeoutError) as error:
-            raise self._unavailable(error) from error
-        self._ec2.scores = await self._call(self.api.scores)
+            await self.ask(self.api.make_template)
+            self._ec2.priced(await self.ask(self.api.prices))
+        except Ec2Error as error:
+            raise (ProviderSilent if error.passing else ProviderUnavailable)(str(error)) from error
+        self._ec2.scores = await self.ask(self.api.scores)
         if not self._ec2.pools():
             raise ProviderUnavailable(f"{self.name}: {self._ec2.why_nothing()}; see providers.{self.name}.zones")
-        tuple(self._ec2.advance(self.context.now_ns()))
+        self._advance()
         await super().start(emit)
         self._say_what_is_missing()
-        self.run_in_background(self._watch(), "watch")
+        self.run_in_background(self.watch(self.settings.poll_s), "watch")
         self.run_in_background(self._follow_prices(), "prices")
         if self.settings.queue:
             self.run_in_background(self._hear(), "notices")
 
     async def acquire(self, request: LeaseRequest) -> None:
         # Whoever asks has read the last offer, and books the lease at its price.
-        self._usd[request.lease] = self._offered_usd
-        self._most_usd[request.lease] = self._ec2.offered_most_usd
+        self._offers[request.lease] = self._ec2.last_offer
         await super().acquire(request)
 
     async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
         (ticket,) = request.tickets
-        lease, s = request.lease, self.settings
+        lease, s, offer = request.lease, self.settings, self._offers[request.lease]
         environment = worker_environment(self.context, ticket)
         secret = self.api.secret_name(lease) if s.secret_prefix else ""
         try:
@@ -202,17 +189,16 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             )
         except UserDataTooLarge as error:
             raise CapacityUnavailable(f"{self.name}: {error}") from error
-        tuple(self._ec2.advance(self.context.now_ns()))
-        pools = [pool for pool in self._ec2.usable() if self._ec2.usd_now(pool) <= self._most_usd[lease]]
+        self._advance()
+        pools = [pool for pool in self._ec2.usable() if self._ec2.is_within(pool, offer)]
         if not pools:
             raise CapacityUnavailable(f"{self.name}: {self._ec2.why_nothing()}")
         self._ordering.add(lease)
         self._ec2.running[lease] = Running(max(pools, key=self._ec2.usd_now), self._now_s())
-        self._may_be_left = True
         try:
             if secret:
                 self._secrets[lease] = time.monotonic()
-                await self._call(self.api.put_secret, lease, ticket.token)
+                await self.ask(self.api.put_secret, lease, ticket.token)
             launch = await self._order(lease, pools, script)
         except NoAccess as error:
             self._ec2.closed = str(error)
@@ -240,16 +226,15 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 f"{refusal.pool} {refusal.code}",
                 f"{refusal.pool} was passed over {times} times: {refusal.code} ({refusal.message})",
             )
-        return self._hold(lease, launch.instance, launch.pool, self._usd[lease])
+        return self._hold(lease, launch.instance, launch.pool, offer.usd_per_gpu_hour)
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
         installed()
-        self._used = True
         try:
             there = await self._listed(known)
-        except (Ec2Error, TimeoutError) as error:
-            raise self._unavailable(error) from error
-        self._may_be_left = True
+        except Ec2Error as error:
+            raise (ProviderSilent if error.passing else ProviderUnavailable)(str(error)) from error
+        self.used = True
         found: dict[LeaseId, Found] = {}
         for lease, instances in there.items():
             wanted = known.get(lease)
@@ -263,7 +248,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 if not kept.lives:
                     handle.ended(self._ending(kept))
                 found[lease] = Found(handle)
-            with contextlib.suppress(Ec2Error, TimeoutError):  # The next search finds them again.
+            with contextlib.suppress(Ec2Error):  # The next search finds them again.
                 await self._end_strays(living)
         return found
 
@@ -271,7 +256,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         """Return the run's instances by lease, once EC2 lists each of a lease that was granted so lately that it may be
         missing."""
         while True:
-            there = of_leases(await self._call(self.api.instances))
+            there = of_leases(await self.ask(self.api.instances))
             since_ns = self.context.now_ns() - round(UNSEEN_S * NS_PER_S)
             new = [name for name, lease in known.items() if (lease.granted_at_ns or since_ns) > since_ns]
             if there.keys() >= set(new):
@@ -280,12 +265,11 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
 
     @property
     def closing_s(self) -> float:
-        leases_s = max(self.context.release_timeout_s, UNSEEN_S) + self.context.release_timeout_s
-        return leases_s + self._search_s + self.settings.answer_timeout_s
+        return super().closing_s + max(self.context.release_timeout_s, UNSEEN_S) + self.answer_s
 
     @property
-    def _search_s(self) -> float:
-        return max(self.context.release_timeout_s, SETTLING_S) + SETTLING_S
+    def remains(self) -> str:
+        return f"`{self._look_command()}` shows its instances"
 
     @property
     def waits_for(self) -> str:
@@ -298,29 +282,10 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         self.api.closed = True
         return await super().aclose()
 
-    async def end_left_over(self) -> str:
-        used, self._used = self._used, False
-        if not used or not self._may_be_left:
-            return ""
-        try:
-            async with asyncio.timeout(self._search_s):
-                await self._sweep()
-                await self._delete_template()
-                if self.settings.secret_prefix:
-                    await self._delete_secrets()
-        except (Ec2Error, TimeoutError) as error:
-            log.error(
-                "what is left of this run at EC2 is not known: instances end by themselves",
-                provider=self.name,
-                within_s=self.context.orchestrator_timeout_s,
-                at_the_latest_s=self.settings.max_life_s,
-                look=self._look_command(),
-                error=str(error),
-            )
-            return (
-                f"what is left of it at EC2 is not known ({told(error)}); `{self._look_command()}` shows its instances"
-            )
-        return ""
+    async def clear_up(self) -> None:
+        await self._delete_template()
+        if self.settings.secret_prefix:
+            await self._delete_secrets()
 
     # An instance
 
@@ -346,8 +311,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                     break
             await asyncio.sleep(LOOK_AGAIN_S)
         self._held.pop(leased.lease, None)
-        self._usd.pop(leased.lease, None)
-        self._most_usd.pop(leased.lease, None)
+        self._offers.pop(leased.lease, None)
         await self._delete_secret(leased.lease)
         if seen is None or seen.ended_s is None:
             return None
@@ -360,7 +324,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         await asyncio.to_thread(self._past.add, seen.pool, held_s, taken=seen.taken)
         usd = await self._bill(seen)
         self._ec2.running[leased.lease] = Running(seen.pool, seen.began_s, usd)
-        per_hour = (leased.usd_per_gpu_hour or seen.usd_per_gpu_hour) * self.settings.gpus
+        per_hour = (leased.usd_per_gpu_hour or seen.usd_per_gpu_hour) * self.settings.gpus_per_worker
         return round(usd / per_hour * HOUR_S * NS_PER_S) if per_hour else None
 
     async def _ended(self, leased: _Leased) -> Instance | None:
@@ -371,8 +335,8 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         async with asyncio.timeout(self.context.release_timeout_s):
             unknown = True
             while True:
-                unknown = unknown and bool(await self._call(self.api.terminate, [leased.instance]))
-                found = [i for i in await self._call(self.api.instances, leased.lease) if i.id == leased.instance]
+                unknown = unknown and bool(await self.ask(self.api.terminate, [leased.instance]))
+                found = [i for i in await self.ask(self.api.instances, leased.lease) if i.id == leased.instance]
                 if found and not found[0].lives:
                     return found[0]
                 if not found and leased.settled:
@@ -382,8 +346,8 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     async def _bill(self, instance: Instance) -> float:
         """Return the instance's cost in USD, by the prices over its whole life."""
         if not instance.taken:
-            with contextlib.suppress(Ec2Error, TimeoutError):
-                self._ec2.priced(await self._call(self.api.prices, instance.began_s))
+            with contextlib.suppress(Ec2Error):
+                self._ec2.priced(await self.ask(self.api.prices, instance.began_s))
         ended_s = self._now_s() if instance.ended_s is None else instance.ended_s
         points = self._ec2.prices.get(instance.pool, ())
         return bill_usd(instance.began_s, ended_s, points, interrupted=instance.taken)
@@ -392,16 +356,16 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         """Order one instance, and repeat the order until EC2 answers. The lease's time limit cancels the order."""
         while True:
             try:
-                return await self._call(self.api.launch, lease, pools, script, self._usd[lease])
+                return await self.ask(self.api.launch, lease, pools, script, self._offers[lease].usd_per_gpu_hour)
             except NoAccess:
                 raise
-            except (Ec2Error, TimeoutError) as error:
-                if getattr(error, "code", "") == "IdempotentParameterMismatch":
+            except Ec2Error as error:
+                if error.code == "IdempotentParameterMismatch":
                     # An earlier process of the run has ordered it otherwise: its order stands.
-                    there = [i for i in await self._call(self.api.instances, lease) if i.lives]
+                    there = [i for i in await self.ask(self.api.instances, lease) if i.lives]
                     if there:
                         return Launch(there[0].id, there[0].pool)
-                if isinstance(error, Ec2Error) and error.passing is False:
+                if not error.passing:
                     raise CapacityUnavailable(str(error)) from error
                 if self._closing:
                     raise
@@ -424,7 +388,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         running = self._ec2.running.get(leased.lease)
         if running is None or not leased.granted:
             return
-        usd_per_gpu_hour = self._ec2.usd_per_hour_most(running) / self.settings.gpus
+        usd_per_gpu_hour = self._ec2.usd_per_hour_most(running) / self.settings.gpus_per_worker
         if usd_per_gpu_hour != leased.told_usd or running.began_s < leased.told_since_s - SLACK_S:
             leased.told_usd, leased.told_since_s = usd_per_gpu_hour, running.began_s
             usd = self._ec2.bill_usd(running, SLACK_S, least_s=0.0)
@@ -435,7 +399,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         if leased is None:
             return ""
         leased.silent = True
-        tuple(self._ec2.advance(self.context.now_ns()))
+        self._advance()
         self._ec2.failed(leased.pool, NEVER_JOINED, f"no worker came of {leased.instance}, which booted there")
         return (
             f"no worker of instance {leased.instance} ({leased.pool}) has joined; "
@@ -457,32 +421,29 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
 
     # What goes on beside
 
-    async def _watch(self) -> None:
-        """Watch the instances, end those that belong to no lease, and keep the offer up to date."""
-        reconciled_s = 0.0
-        while True:
-            await asyncio.sleep(self.settings.poll_s)
-            try:
-                seen = await self._call(self.api.instances)
-            except (Ec2Error, TimeoutError) as error:
-                self._give_up(error)
-            else:
-                if self._silent_s is not None:
-                    log.info("EC2 answers again", provider=self.name)
-                self._silent_s, self._ec2.closed = None, ""
-                self._look_at(seen)
-                await self._settle_strays(seen)
-                if self._unsettled or time.monotonic() - reconciled_s >= self.settings.reconcile_s:
-                    reconciled_s = time.monotonic()
-                    with contextlib.suppress(Ec2Error, TimeoutError):  # The next search finds it again.
-                        await self._end_strays(self._of_no_lease(seen))
-                self._mind_the_cap()
-            tuple(self._ec2.advance(self.context.now_ns()))
-            self._say_what_is_missing()
-            self.announce()
+    async def look(self) -> None:
+        """Look at the instances, and end those that belong to no lease."""
+        seen = await self.ask(self.api.instances)
+        self._ec2.closed = ""
+        self._look_at(seen)
+        await self._settle_strays(seen)
+        if self._unsettled or time.monotonic() - self._reconciled_s >= self.settings.reconcile_s:
+            self._reconciled_s = time.monotonic()
+            with contextlib.suppress(Ec2Error):  # The next search finds it again.
+                await self._end_strays(self._of_no_lease(seen))
+        self._mind_the_cap()
+        self._say_what_is_missing()
+
+    async def unanswered(self, error: Exception) -> None:
+        """Offer nothing until EC2 answers again."""
+        self._ec2.closed = str(error)
+
+    def _advance(self) -> None:
+        tuple(self._ec2.advance(self.context.now_ns()))
 
     def _say_what_is_missing(self) -> None:
         """Log why no pool is left, once each time. No lease is requested then, so no refusal would tell."""
+        self._advance()
         missing = not self._ec2.closed and not self._ec2.usable()
         if missing and not self._missing:
             why = self._ec2.why_nothing()
@@ -504,6 +465,10 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             elif instance is not None:
                 self._ec2.running[leased.lease] = Running(instance.pool, instance.began_s)
                 self._tell_price(leased)
+        self._settle_orders()
+
+    def _settle_orders(self) -> None:
+        """Forget lost orders whose instances must have appeared by now."""
         now_s = time.monotonic()
         for lease in [lease for lease, until_s in self._unsettled.items() if until_s <= now_s]:
             del self._unsettled[lease]
@@ -532,26 +497,14 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         held.noticed = ending
         self._emit(LeaseNotice(lease=lease, deadline_ns=deadline_ns, reason=ending.detail))
 
-    def _give_up(self, error: Exception) -> None:
-        """Offer nothing until EC2 answers again."""
-        self._ec2.closed = str(error)
-        if self._silent_s is None:
-            self._silent_s = time.monotonic()
-            log.warning(
-                "EC2 cannot be asked: workers go on, and none is asked for until it answers",
-                provider=self.name,
-                tried=f"a look every {self.settings.poll_s:g} s, each for {self.settings.answer_timeout_s:g} s",
-                error=str(error),
-            )
-
     async def _follow_prices(self) -> None:
         while True:
             await asyncio.sleep(min(self.settings.price_s, self._until_repriced_s()))
-            with contextlib.suppress(Ec2Error, TimeoutError):  # The prices known stand until the next look.
-                self._ec2.priced(await self._call(self.api.prices))
+            with contextlib.suppress(Ec2Error):  # The prices known stand until the next look.
+                self._ec2.priced(await self.ask(self.api.prices))
                 for leased in tuple(self._held.values()):
                     self._tell_price(leased)
-                self._ec2.scores = await self._call(self.api.scores)
+                self._ec2.scores = await self.ask(self.api.scores)
             self.announce()
 
     def _until_repriced_s(self) -> float:
@@ -565,10 +518,10 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         told, wait_s = False, min(QUEUE_WAIT_S, int(self.settings.answer_timeout_s / 2))
         while True:
             try:
-                notices = await call(wait_s + self.settings.answer_timeout_s, self.api.notices, wait_s)
+                notices = await call(wait_s + self.answer_s, self.api.notices, wait_s)
                 ours = [notice for notice in notices if self._on_notice(notice) or self._is_old(notice)]
-                await self._call(self.api.discard, ours)
-                await self._call(self.api.put_back, [one for one in notices if one not in ours], PUT_BACK_S)
+                await self.ask(self.api.discard, ours)
+                await self.ask(self.api.put_back, [one for one in notices if one not in ours], PUT_BACK_S)
                 told = False
             except (Ec2Error, TimeoutError) as error:
                 if not told:
@@ -614,7 +567,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 self._tell_strays(usd)
                 log.warning("an instance of no lease is ended", instance=stray.id, lease=stray.lease)
                 self._remark(stray.id, f"{stray.id}, ordered for {stray.lease}, was of no lease and has been ended")
-        await self._call(self.api.terminate, [stray.id for stray in strays])
+        await self.ask(self.api.terminate, [stray.id for stray in strays])
 
     async def _settle_strays(self, seen: Sequence[Instance]) -> None:
         """Tell the run what else instances of no lease have cost, once they are over."""
@@ -634,21 +587,16 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         if usd:
             self._emit(StraysBilled(provider=self.name, usd=usd))
 
-    async def _sweep(self) -> None:
-        """End instances until EC2 knows of no living one of this run, and no open order can bring one."""
-        while True:
-            seen = await self._call(self.api.instances)
-            left = self._of_no_lease(seen)
-            await self._end_strays(left)
-            await self._settle_strays(seen)
-            now_s = time.monotonic()
-            self._unsettled = {lease: until_s for lease, until_s in self._unsettled.items() if until_s > now_s}
-            if not left and not self._unsettled and not self._strays:
-                return
-            await asyncio.sleep(LOOK_AGAIN_S)
+    async def sweep(self) -> bool:
+        seen = await self.ask(self.api.instances)
+        left = self._of_no_lease(seen)
+        await self._end_strays(left)
+        await self._settle_strays(seen)
+        self._settle_orders()
+        return not left and not self._unsettled and not self._strays
 
     async def _delete_template(self) -> None:
-        while not await self._call(self.api.delete_template):
+        while not await self.ask(self.api.delete_template):
             if time.monotonic() - self._template_since_s > SETTLING_S:
                 return
             await asyncio.sleep(LOOK_AGAIN_S)
@@ -656,17 +604,17 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     async def _delete_secret(self, lease: LeaseId) -> None:
         """Delete the lease's secret. One that cannot be deleted now, or is not known yet, is at the end."""
         if self.settings.secret_prefix:
-            with contextlib.suppress(Ec2Error, TimeoutError):
+            with contextlib.suppress(Ec2Error):
                 await self._forget_secret(lease)
 
     async def _forget_secret(self, lease: LeaseId) -> None:
-        known = await self._call(self.api.delete_secret, lease)
+        known = await self.ask(self.api.delete_secret, lease)
         if known or time.monotonic() - self._secrets.get(lease, -math.inf) > SETTLING_S:
             self._secrets.pop(lease, None)
 
     async def _delete_secrets(self) -> None:
         """Delete all secrets of this run and provider."""
-        while left := {*await self._call(self.api.secrets), *self._secrets}:
+        while left := {*await self.ask(self.api.secrets), *self._secrets}:
             names = sorted(left)
             for first in range(0, len(names), CALLS_AT_ONCE):
                 await asyncio.gather(*map(self._forget_secret, names[first : first + CALLS_AT_ONCE]))
@@ -678,17 +626,9 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
 
     # How it is asked
 
-    def _told(self, error: Exception) -> str:
-        """Return the error's message with this provider's name. An `Ec2Error` has the name already."""
-        return str(error) if isinstance(error, Ec2Error) else f"{self.name}: {self.api.where}: {error}"
-
     def _now_s(self) -> float:
         """AWS's clock, in Unix time."""
         return time.time() + self.api.skew_s
-
-    @property
-    def _offered_usd(self) -> float:
-        return self._ec2.offered_usd_per_gpu_hour
 
     def _look_command(self) -> str:
         return (
@@ -696,5 +636,9 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             f"'Name=tag:elastic:run,Values={self.api.run}' 'Name=instance-state-name,Values=pending,running'"
         )
 
-    async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await call(self.settings.answer_timeout_s, function, *arguments)
+    async def ask(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function of the API. Raises `Ec2Error`, also if EC2 does not answer in time."""
+        try:
+            return await super().ask(function, *arguments)
+        except TimeoutError as error:
+            raise Ec2Error(f"{self.name}: {function.__name__} of {self.vendor}", "Timeout", str(error)) from error

@@ -403,11 +403,12 @@ class Ec2Api:
         pages = self._pages("ec2", "describe_instance_types", InstanceTypes=list(s.instance_types))
         for one in (one for page in pages for one in page["InstanceTypes"]):
             gpus = sum(gpu.get("Count", 0) for gpu in one.get("GpuInfo", {}).get("Gpus", ()))
-            if gpus and gpus != s.gpus:
+            if gpus and gpus != s.gpus_per_worker:
                 raise Ec2Error(
                     self._asked("describe_instance_types"),
                     "GpusPerWorker",
-                    f"{one['InstanceType']} has {gpus} GPUs; providers.{self._provider}.gpus_per_worker is {s.gpus}",
+                    f"{one['InstanceType']} has {gpus} GPUs; "
+                    f"providers.{self._provider}.gpus_per_worker is {s.gpus_per_worker}",
                 )
         if s.launch_template:
             self._check_template()

@@ -51,7 +51,7 @@ def _findings(name: str, api: Ec2Api, market: Ec2Market) -> Iterator[VendorFindi
         if not market.usable():
             raise Ec2Error(f"{name}: prices of {api.where}", "NothingToBeHad", market.why_nothing())
         best = market.usable()[0]
-        usd = market.usd_now(best) / market.settings.gpus
+        usd = market.usd_now(best) / market.settings.gpus_per_worker
         return f"{len(market.usable())} pools; first {best} at ${usd:.3f} per GPU and hour"
 
     yield ask("credentials and reach", reach)
@@ -67,7 +67,7 @@ def _findings(name: str, api: Ec2Api, market: Ec2Market) -> Iterator[VendorFindi
 
 
 def _capacity(market: Ec2Market) -> Iterator[CapacityNow]:
-    usable, gpus = market.usable(), market.settings.gpus
+    usable, gpus = market.usable(), market.settings.gpus_per_worker
     for pool in [*usable, *(pool for pool in sorted(market.pools()) if pool not in usable)]:
         point = market.prices[pool][-1]
         yield CapacityNow(

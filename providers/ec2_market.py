@@ -103,11 +103,6 @@ class Ec2Settings(ProviderSettings):
     def usd_per_gpu_hour_most(self) -> float | None:
         return self.usd_per_gpu_hour_max
 
-    @property
-    def gpus(self) -> int:
-        """The number of GPUs of an instance, which is one worker."""
-        return self.gpus_per_worker
-
 
 class SpotPool(NamedTuple):
     instance_type: str
@@ -275,12 +270,7 @@ class Ec2Market(Market[Ec2Settings]):
     def usd_per_gpu_hour(self) -> float:
         """The price of the pool that comes first."""
         pools = self.usable() or self.pools()
-        return self.usd_now(pools[0]) / self.settings.gpus if pools else self.settings.usd_per_gpu_hour
-
-    @property
-    def offered_usd_per_gpu_hour(self) -> float:
-        """The price of the last offer, at which leases are booked."""
-        return self.usd_per_gpu_hour() if self._offered is None else self._offered.usd_per_gpu_hour
+        return self.usd_now(pools[0]) / self.settings.gpus_per_worker if pools else self.settings.usd_per_gpu_hour
 
     def life_s(self) -> float:
         """Return the time after which an instance ends itself."""
@@ -300,17 +290,21 @@ class Ec2Market(Market[Ec2Settings]):
 
     def offer(self) -> Offer:
         pools = self.usable() or self.pools()
-        most_usd = max(map(self.usd_now, pools)) / self.settings.gpus if pools else msgspec.UNSET
+        most_usd = max(map(self.usd_now, pools)) / self.settings.gpus_per_worker if pools else msgspec.UNSET
         least_ns = LEAST_BILLED_S * NS_PER_S
         return msgspec.structs.replace(
             super().offer(), least_billed_ns=least_ns, usd_per_gpu_hour_most=most_usd, ending_s=UNSEEN_S + ENDING_S
         )
 
     @property
-    def offered_most_usd(self) -> float:
-        """What an instance's hour may cost at the most by the last offer."""
-        usd = (self._offered or self.offer()).usd_per_gpu_hour_most
-        return math.inf if usd is msgspec.UNSET else usd * self.settings.gpus
+    def last_offer(self) -> Offer:
+        """The offer that the run has read. Leases are booked at its price."""
+        return self._offered or self.offer()
+
+    def is_within(self, pool: SpotPool, offer: Offer) -> bool:
+        """Return whether an hour in the pool costs no more than the offer has said."""
+        most_usd = offer.usd_per_gpu_hour_most
+        return most_usd is msgspec.UNSET or self.usd_now(pool) <= most_usd * self.settings.gpus_per_worker
 
     def forget(self, lease: LeaseId, *, barred: bool = False) -> None:
         super().forget(lease, barred=barred)
@@ -376,7 +370,7 @@ class Ec2Market(Market[Ec2Settings]):
 
     def _fits(self, pool: SpotPool) -> bool:
         limit = self.settings.usd_per_gpu_hour_max
-        return limit is None or self.usd_now(pool) <= limit * self.settings.gpus
+        return limit is None or self.usd_now(pool) <= limit * self.settings.gpus_per_worker
 
     def _life_s(self, pool: SpotPool) -> float | None:
         """Return the pool's own mean life, or that of all pools if the pool has none."""

@@ -46,9 +46,10 @@ from providers.base import (
     VendorFinding,
     worker_environment,
 )
-from providers.base_provider import RETRY_S, BaseProvider, Found, LeaseHandle
+from providers.base_provider import RETRY_S, Found, LeaseHandle
 from providers.markets import CapacityUnavailable, LeaseEnding, ServerlessMarket, ServerlessSettings
 from providers.modal_messages import ContainerSays, NewTicket, RolloutEnd, RolloutOrder
+from providers.vendor_provider import SETTLING_S, VendorProvider
 
 log = structlog.get_logger(__name__)
 
@@ -57,9 +58,6 @@ CLASS, METHOD = "Rollout", "work"
 CALL = "call"
 """What is kept of a lease: its call, once Modal has told it."""
 LISTEN_S, MESSAGES_MAX = 30.0, 100
-SETTLING_S = 20.0
-"""How long Modal may not know a new call yet, nor list it."""
-LOOK_AGAIN_S = 0.5
 RESTART_S_MIN = 60.0
 """How long a call that starts again is waited for at the least."""
 SITE_VARIABLE = "ELASTIC_SITE"
@@ -156,10 +154,11 @@ class _CallHandle:
         return round(charged_s * NS_PER_S)
 
 
-class ModalProvider(BaseProvider[Any]):
+class ModalProvider(VendorProvider[Any]):
     """Leases one worker each, of which none outlives `lease_s`."""
 
     Settings: ClassVar[type[ModalSettings]] = ModalSettings
+    settings: ModalSettings
 
     @classmethod
     def elsewhere(cls, settings: ProviderSettings) -> bool:
@@ -168,8 +167,7 @@ class ModalProvider(BaseProvider[Any]):
 
     def __init__(self, name: str, settings: ModalSettings, context: ProviderContext) -> None:
         super().__init__(ServerlessMarket(name, settings), context)
-        self._modal_settings = settings
-        self._where = f"providers.{name}"
+        self.vendor, self.answer_s = "Modal", settings.answer_timeout_s
         self._run_name = f"{context.tag(f'modal {name}')}/{name}"
         self._queue_name = f"elastic-{hashlib.blake2b(self._run_name.encode(), digest_size=12).hexdigest()}"
         self._queue: Any = None
@@ -221,7 +219,7 @@ class ModalProvider(BaseProvider[Any]):
         await self._connect()
         await super().start(emit)
         self.run_in_background(self._listen(), "listen")
-        self.run_in_background(self._reconcile_now_and_then(), "reconcile")
+        self.run_in_background(self.watch(self.settings.reconcile_s), "reconcile")
 
     async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
         environment = self._worker_environment(request)
@@ -244,7 +242,7 @@ class ModalProvider(BaseProvider[Any]):
             queue=self._queue_name,
             command=tuple(self.context.worker_command[1:]),
             environment=environment,
-            ask_s=self._modal_settings.ask_s,
+            ask_s=self.settings.ask_s,
         )
         recorded = self._record(request.lease, "")
         rollout: _RolloutCall | None = None
@@ -261,7 +259,7 @@ class ModalProvider(BaseProvider[Any]):
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
         await self._connect()
-        pending = {call for call, left in (await self._calls()).items() if left}
+        pending = await self._pending()
         while await self._hear(block=False):
             pass
         recorded = {
@@ -286,33 +284,13 @@ class ModalProvider(BaseProvider[Any]):
         return found
 
     @property
-    def closing_s(self) -> float:
-        return self.context.release_timeout_s + SETTLING_S + self._search_s
+    def remains(self) -> str:
+        return f"its calls end after {self.settings.lease_s:g} s; `modal container list` shows their containers"
 
-    @property
-    def _search_s(self) -> float:
-        return max(self.context.release_timeout_s, SETTLING_S) + SETTLING_S
-
-    async def end_left_over(self) -> str:
-        if self._work is None:
-            return ""
-        left = ""
-        try:
-            async with asyncio.timeout(self._search_s):
-                while self._spare:
-                    await self._end_stray(self._spare.popleft())
-                await self._sweep()
-                await modal_platform.modal().Queue.objects.delete.aio(
-                    self._queue_name, allow_missing=True, environment_name=self._modal_settings.environment or None
-                )
-        except Exception as error:
-            left = (
-                f"what it has left on Modal is not known ({told(error)}); its calls end after "
-                f"{self._modal_settings.lease_s:g} s; `modal container list` shows their containers"
-            )
-            log.error("what is left of this run on Modal is not known", provider=self.name, error=told(error))
-        self._work = None
-        return left
+    async def clear_up(self) -> None:
+        await modal_platform.modal().Queue.objects.delete.aio(
+            self._queue_name, allow_missing=True, environment_name=self.settings.environment or None
+        )
 
     # What a lease's handle asks for
 
@@ -347,7 +325,7 @@ class ModalProvider(BaseProvider[Any]):
     async def cancel(self, rollout: _RolloutCall) -> None:
         """End a call and its containers. Raises what Modal says, unless it knows the call no more: a new one it may not
         know yet."""
-        async with asyncio.timeout(self._modal_settings.answer_timeout_s):
+        async with asyncio.timeout(self.answer_s):
             try:
                 await rollout.call.cancel.aio(terminate_containers=True)
                 for container in await modal_platform.containers_of(rollout.call):
@@ -368,9 +346,9 @@ class ModalProvider(BaseProvider[Any]):
             return False
         first = rollout.containers[0]
         try:
-            async with asyncio.timeout(self._modal_settings.answer_timeout_s):
+            async with asyncio.timeout(self.answer_s):
                 life = await modal_platform.life_of(first)
-                if not life.finished_s or not (await self._calls()).get(rollout.id):
+                if not life.finished_s or rollout.id not in await self._pending():
                     return False
         except Exception as error:
             log.warning("Modal does not say whether a call starts again", call=rollout.id, error=told(error))
@@ -378,7 +356,7 @@ class ModalProvider(BaseProvider[Any]):
         if not handle.preempted.done():  # Else it has asked meanwhile.
             handle.containers = [first]
             self._spared(rollout, rollout.containers[1:])
-            patience_s = max(RESTART_S_MIN, 2 * self._modal_settings.cold_start_s)
+            patience_s = max(RESTART_S_MIN, 2 * self.settings.cold_start_s)
             self.run_in_background(self._end_if_unwanted(rollout, patience_s), f"patience with {rollout.id}")
         return True
 
@@ -391,7 +369,7 @@ class ModalProvider(BaseProvider[Any]):
         """What Modal charges for these containers, once all are gone. Raises `TimeoutError`."""
         charged_s = 0.0
         for container in containers:
-            life = await modal_platform.gone(container, self._modal_settings.answer_timeout_s)
+            life = await modal_platform.gone(container, self.answer_s)
             charged_s += max(0.0, life.finished_s - life.started_s) if life.started_s else 0.0
         return charged_s
 
@@ -412,7 +390,7 @@ class ModalProvider(BaseProvider[Any]):
 
     def _tell_strays(self, charged_s: float) -> None:
         if charged_s:
-            settings = self._modal_settings
+            settings = self.settings
             usd = charged_s / 3600 * settings.usd_per_gpu_hour * settings.gpus_per_worker
             self._emit(StraysBilled(provider=self.name, usd=usd))
 
@@ -431,7 +409,7 @@ class ModalProvider(BaseProvider[Any]):
     async def _spawn(self, lease: LeaseId, order: RolloutOrder) -> _RolloutCall:
         self._spawning += 1
         try:
-            async with asyncio.timeout(self._modal_settings.answer_timeout_s):
+            async with asyncio.timeout(self.answer_s):
                 call = await self._work.spawn.aio(msgspec.msgpack.encode(order))
             rollout = _RolloutCall(call.object_id, call, lease)
             self._rollouts[rollout.id] = rollout
@@ -477,7 +455,7 @@ class ModalProvider(BaseProvider[Any]):
 
     def _worker_environment(self, request: LeaseRequest) -> Mapping[str, str]:
         (ticket,) = request.tickets
-        settings = self._modal_settings
+        settings = self.settings
         environment = {**worker_environment(self.context, ticket)}
         if settings.volume:
             environment[SITE_VARIABLE] = settings.volume_path
@@ -528,7 +506,7 @@ class ModalProvider(BaseProvider[Any]):
             handle.preempted.set_result(None)
             self._spared(rollout, [says.container])
         rollout.asks.set()
-        patience_s = self._modal_settings.ask_s / 2
+        patience_s = self.settings.ask_s / 2
         self.run_in_background(self._end_if_unwanted(rollout, patience_s), f"patience with {rollout.id}")
 
     async def _end_if_unwanted(self, rollout: _RolloutCall, after_s: float) -> None:
@@ -538,7 +516,7 @@ class ModalProvider(BaseProvider[Any]):
             await self._end_stray(rollout)
 
     async def _answer(self, rollout: _RolloutCall, ticket: NewTicket) -> None:
-        async with asyncio.timeout(self._modal_settings.answer_timeout_s):
+        async with asyncio.timeout(self.answer_s):
             await self._queue.put.aio(msgspec.msgpack.encode(ticket), partition=rollout.containers[-1])
 
     # Order
@@ -547,7 +525,7 @@ class ModalProvider(BaseProvider[Any]):
         """Raises `ProviderUnavailable`."""
         if self._work is not None:
             return
-        settings = self._modal_settings
+        settings = self.settings
         environment = settings.environment or None
         try:
             await modal_platform.check_deployment(settings.app, settings.environment, settings.answer_timeout_s)
@@ -563,11 +541,11 @@ class ModalProvider(BaseProvider[Any]):
             raise kind(f"{self.name}: {error}") from error
         except Exception as error:
             kind = ProviderSilent if isinstance(error, (OSError, TimeoutError)) else ProviderUnavailable
-            raise kind(f"{self.name}: Modal does not give what {self._where} asks for: {told(error)}") from error
-        self._queue, self._work = queue, work
+            raise kind(f"{self.name}: Modal does not give what its section asks for: {told(error)}") from error
+        self._queue, self._work, self.used = queue, work, True
 
     def _options(self, modal: Any) -> dict[str, Any]:
-        settings = self._modal_settings
+        settings = self.settings
         options: dict[str, Any] = {
             "cpu": settings.cores,
             "memory": settings.memory_mb,
@@ -585,32 +563,26 @@ class ModalProvider(BaseProvider[Any]):
             options["volumes"] = {settings.volume_path: volume}
         return options
 
-    async def _calls(self) -> dict[str, bool]:
-        async with asyncio.timeout(self._modal_settings.answer_timeout_s):
-            return await modal_platform.calls_of(self._work.object_id)
+    async def _pending(self) -> set[str]:
+        """Return the run's calls that are not over, by their ids."""
+        async with asyncio.timeout(self.answer_s):
+            return {call for call, left in (await modal_platform.calls_of(self._work.object_id)).items() if left}
 
     def _call_of(self, call_id: str) -> Any:
         return modal_platform.modal().FunctionCall.from_id(call_id)
 
-    async def _reconcile_now_and_then(self) -> None:
-        while True:
-            await asyncio.sleep(self._modal_settings.reconcile_s)
-            try:
-                pending = {call for call, left in (await self._calls()).items() if left}
-                if not self._spawning:
-                    await self._cancel_strangers(pending)
-            except Exception as error:
-                log.warning("Modal cannot be asked for the run's calls", provider=self.name, error=told(error))
-
-    async def _sweep(self) -> None:
-        """Cancel calls until Modal knows of no pending one of this run, and no order can bring one."""
-        while True:
-            settled = time.monotonic() > self._unsettled_until_s
-            pending = {call for call, left in (await self._calls()).items() if left}
+    async def look(self) -> None:
+        pending = await self._pending()
+        if not self._spawning:
             await self._cancel_strangers(pending)
-            if settled and not pending:
-                return
-            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def sweep(self) -> bool:
+        while self._spare:
+            await self._end_stray(self._spare.popleft())
+        settled = time.monotonic() > self._unsettled_until_s
+        pending = await self._pending()
+        await self._cancel_strangers(pending)
+        return settled and not pending
 
     async def _cancel_strangers(self, pending: set[str]) -> None:
         for call_id in sorted(pending - self._rollouts.keys()):

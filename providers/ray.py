@@ -19,8 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence, Set
+from typing import Annotated, Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
 import structlog
@@ -39,18 +39,17 @@ from providers.base import (
     WorkerTicket,
     worker_environment,
 )
-from providers.base_provider import BaseProvider, Found, LeaseHandle
+from providers.base_provider import Found, LeaseHandle
 from providers.markets import CapacityUnavailable, LeaseEnding, Market
-from providers.ray_connection import RayConnection, ray
+from providers.ray_connection import RayConnection, RayUnusable, ray
 from providers.ray_relay import NODE_VARIABLE
 from providers.vendor_calls import call, told
+from providers.vendor_provider import VendorProvider
 
 log = structlog.get_logger(__name__)
-T = TypeVar("T")
 
 LINGER_S = 60.0
 """How long an actor waits after its worker's end for somebody to ask how it ended."""
-LOOK_AGAIN_S = 0.5
 CLOSING_SHARE = 0.5
 """The share of a provider's closing time for ending actors. The rest is for the connection."""
 
@@ -156,10 +155,11 @@ class _Actors:
             await self._provider.end_actor(name)
 
 
-class RayProvider(BaseProvider[RaySettings]):
+class RayProvider(VendorProvider[RaySettings]):
     """A provider whose leases have one worker each, on any node with room for it."""
 
     Settings: ClassVar[type[RaySettings]] = RaySettings
+    mend = "start its head again, or open its client port to this machine"
 
     @classmethod
     def elsewhere(cls, settings: ProviderSettings) -> bool:
@@ -170,6 +170,7 @@ class RayProvider(BaseProvider[RaySettings]):
     def __init__(self, name: str, settings: RaySettings, context: ProviderContext) -> None:
         self._ray_market = RayMarket(name, settings)
         super().__init__(self._ray_market, context)
+        self.vendor, self.answer_s = f"the Ray cluster at {settings.address}", settings.answer_timeout_s
         self._connection = RayConnection(settings.address)
         self._prefix = f"elastic/{context.tag(f'ray {name}')}/{name}/"
         self._ends: dict[str, asyncio.Future[LeaseEnding]] = {}
@@ -179,25 +180,21 @@ class RayProvider(BaseProvider[RaySettings]):
         self._unanswered: set[str] = set()
         """The names of actors that a call is starting, also one that nobody waits for any more."""
         self._questions: dict[str, Any] = {}
-        """Open questions to actors. Only `_look` changes them."""
-        self._used = False
-        """Whether the cluster was reached."""
-        self._lost_s: float | None = None
-        """When the cluster stopped answering; None while it answers."""
+        """Open questions to actors. Only `_read` changes them."""
 
     async def start(self, emit: Emit) -> None:
         await self._connect()
         asked = self.settings.asked()
-        nodes = await self._call(_nodes)
+        nodes = await self.ask(_nodes)
         if not any(places(node, asked) for node in nodes):
             there = "; ".join(sorted({_told(node) for node in nodes})) or "no node"
             raise ProviderUnavailable(
-                f"{self.name}: no node of the Ray cluster at {self.settings.address} has what a worker asks for "
+                f"{self.name}: no node of {self.vendor} has what a worker asks for "
                 f"({_told(asked)}); its nodes have {there}: set num_cpus, num_gpus or resources, or add nodes"
             )
-        await self._look()
+        await self._read()
         await super().start(emit)
-        self.run_in_background(self._watch(), "watch")
+        self.run_in_background(self.watch(self.settings.poll_s), "watch")
 
     async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
         names = [self._actor(request.lease, ticket) for ticket in request.tickets]
@@ -223,7 +220,7 @@ class RayProvider(BaseProvider[RaySettings]):
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
         await self._connect()
-        there = await self._call(_named, self.settings.namespace, self._prefix)
+        there = await self.ask(_named, self.settings.namespace, self._prefix)
         names = {
             lease_id: [self._actor(lease_id, ticket) for ticket in one.request.tickets]
             for lease_id, one in known.items()
@@ -234,24 +231,15 @@ class RayProvider(BaseProvider[RaySettings]):
         return found
 
     @property
-    def closing_s(self) -> float:
-        return 3 * self.context.release_timeout_s
+    def remains(self) -> str:
+        return f"`ray list actors` shows actors, of which its own are called {self._prefix}…"
 
     async def end_left_over(self) -> str:
-        used, self._used = self._used, False
         try:
-            if used:
-                async with asyncio.timeout(self.context.release_timeout_s):
-                    await self._sweep()
-        except Exception as error:
-            return (
-                f"what is left of it on the Ray cluster at {self.settings.address} is not known ({told(error)}); "
-                f"`ray list actors` shows actors, of which its own are called {self._prefix}…"
-            )
+            return await super().end_left_over()
         finally:
             with contextlib.suppress(Exception):
                 await call(self.context.release_timeout_s * CLOSING_SHARE, self._connection.close)
-        return ""
 
     def watch_for_end(self, name: str) -> "asyncio.Future[LeaseEnding]":
         return self._ends.setdefault(name, asyncio.get_running_loop().create_future())
@@ -266,7 +254,8 @@ class RayProvider(BaseProvider[RaySettings]):
         try:
             await call(timeout_s, _end, name, self.settings.namespace, timeout_s)
         except Exception as error:
-            if not (self._closing or self._lost_for_s() > self.context.orchestrator_timeout_s):
+            since_s = time.monotonic() if self.silent_since_s is None else self.silent_since_s
+            if not (self._closing or time.monotonic() - since_s > self.context.orchestrator_timeout_s):
                 raise
             log.warning(
                 "the Ray cluster cannot be asked to end an actor: its worker ends by itself within the timeout",
@@ -284,15 +273,11 @@ class RayProvider(BaseProvider[RaySettings]):
         finally:
             self._unanswered.discard(name)
 
-    async def _sweep(self) -> None:
-        """End this run's actors until there is none, and no call that is under way can start one."""
-        while True:
-            settled = not self._unanswered
-            there = await self._call(_named, self.settings.namespace, self._prefix)
-            await self._end_left_over(there)
-            if settled and not there:
-                return
-            await asyncio.sleep(LOOK_AGAIN_S)
+    async def sweep(self) -> bool:
+        settled = not self._unanswered
+        there = await self.ask(_named, self.settings.namespace, self._prefix)
+        await self._end_left_over(there)
+        return settled and not there
 
     async def _end_left_over(self, there: Set[str]) -> None:
         for name in sorted(there - self._ends.keys()):
@@ -304,30 +289,23 @@ class RayProvider(BaseProvider[RaySettings]):
 
     async def _connect(self) -> None:
         """Connect to the cluster. Raises `ProviderUnavailable`."""
-        where = f"{self.name}: the Ray cluster at {self.settings.address}"
         try:
-            await self._call(self._connection.open)
-            self._used = True
-        except ImportError as error:
-            raise ProviderUnavailable(
-                f"{self.name}: Ray is not installed here; pip install -e '.[ray]' in a clone of elastic"
-            ) from error
-        except (ConnectionError, TimeoutError) as error:
-            raise ProviderSilent(
-                f"{where} does not answer ({told(error)}); is its head up, and its client port open to this machine?"
-            ) from error
-        except RuntimeError as error:
-            raise ProviderUnavailable(
-                f"{where} does not take this client: {told(error)}; install its versions of Ray and Python here"
-            ) from error
+            await asyncio.to_thread(self._connection.open, self.answer_s)
+            self.used = True
+        except RayUnusable as error:
+            raise (ProviderSilent if error.passing else ProviderUnavailable)(f"{self.name}: {error}") from error
 
-    async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await call(self.settings.answer_timeout_s, function, *arguments)
+    async def look(self) -> None:
+        if self.silent_since_s is not None:
+            await self._connect()
+        left_over = await self._read()
+        with contextlib.suppress(Exception):  # The next look finds what is left then.
+            await self._end_left_over(left_over)
 
-    async def _look(self) -> set[str]:
+    async def _read(self) -> set[str]:
         """Ask the cluster for its state, and return the actors that belong to no lease."""
         known = set(self._ends)
-        look = await self._call(_look, self.settings, self._prefix, sorted(self._standing), self._questions)
+        look = await self.ask(_look, self.settings, self._prefix, sorted(self._standing), self._questions)
         self._ray_market.places = places(look.free, self.settings.asked())
         for name, said in look.said.items():
             if not said.runs:
@@ -349,42 +327,12 @@ class RayProvider(BaseProvider[RaySettings]):
         if end is not None and not end.done():
             end.set_result(ending)
 
-    def _lost_for_s(self) -> float:
-        return 0.0 if self._lost_s is None else time.monotonic() - self._lost_s
-
-    async def _watch(self) -> None:
-        """Keep the offer up to date. Offer nothing while the cluster does not answer."""
-        while True:
-            await asyncio.sleep(self.settings.poll_s)
-            try:
-                if self._lost_s is not None:
-                    await self._connect()
-                left_over = await self._look()
-            except Exception as error:
-                await self._give_up(error)
-            else:
-                if self._lost_s is not None:
-                    log.info("the Ray cluster answers again", address=self.settings.address)
-                self._lost_s = None
-                with contextlib.suppress(Exception):  # The next look finds what is left then.
-                    await self._end_left_over(left_over)
-            self.announce()
-
-    async def _give_up(self, error: Exception) -> None:
+    async def unanswered(self, error: Exception) -> None:
         """Offer nothing until there is a new connection."""
-        if self._lost_s is None:
-            self._lost_s = time.monotonic()
-            log.warning(
-                "the Ray cluster cannot be asked: workers go on, and none is asked for until it answers",
-                address=self.settings.address,
-                tried=f"a look every {self.settings.poll_s:g} s, each for {self.settings.answer_timeout_s:g} s",
-                mend="start its head again, or open its client port to this machine",
-                error=told(error),
-            )
         self._ray_market.places = 0
         self._questions = {}
         with contextlib.suppress(Exception):
-            await self._call(self._connection.reset)
+            await self.ask(self._connection.reset)
 
 
 # What is called on the cluster, by the client's threads.

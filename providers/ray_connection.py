@@ -9,11 +9,22 @@ import os
 import threading
 from typing import Any
 
+from providers.vendor_calls import called, told
+
 GRACE_VARIABLE, GRACE_S = "RAY_CLIENT_RECONNECT_GRACE_PERIOD", 5
 """How long Ray's client looks for a lost head before its calls fail. Callers repeat theirs."""
 
 NAMESPACE = "elastic-relays"
 """Ray's namespace of the connection and of relays' actors. Providers name that of other actors."""
+
+
+class RayUnusable(Exception):
+    """A cluster cannot be used from here. The message says why and what to do. `passing`: it only does not answer."""
+
+    def __init__(self, message: str, *, passing: bool = False) -> None:
+        super().__init__(message)
+        self.passing = passing
+
 
 _changing = threading.Lock()
 _users: "set[RayConnection]" = set()
@@ -25,21 +36,22 @@ class RayConnection:
     def __init__(self, address: str) -> None:
         self.address = address
 
-    def open(self) -> None:
-        """Connect, if nobody has. Raises `ImportError`, `RuntimeError` for another version, `ConnectionError`."""
-        with _changing:
-            if not ray().is_initialized():
-                if _users:  # Ray's client has given this connection up, but makes no other before it is ended.
-                    _users.clear()
-                    ray().shutdown()
-                os.environ.setdefault(GRACE_VARIABLE, str(GRACE_S))
-                try:
-                    self._init()
-                except ConnectionAbortedError:  # The head was too busy to start this client's process in its time.
-                    self._init()
-                _users.add(self)
-            elif _users:  # Else it is somebody else's, who ends it.
-                _users.add(self)
+    def open(self, within_s: float) -> None:
+        """Connect, if nobody has. Raises `RayUnusable`."""
+        cluster = f"the Ray cluster at {self.address}"
+        try:
+            called(within_s, self._open)
+        except ImportError as error:
+            raise RayUnusable("Ray is not installed here; pip install -e '.[ray]' in a clone of elastic") from error
+        except (ConnectionError, TimeoutError) as error:
+            raise RayUnusable(
+                f"{cluster} does not answer ({told(error)}); is its head up, and its client port open to this machine?",
+                passing=True,
+            ) from error
+        except RuntimeError as error:
+            raise RayUnusable(
+                f"{cluster} does not take this client: {told(error)}; install its versions of Ray and Python here"
+            ) from error
 
     def close(self) -> None:
         """Leave the connection. Actors stay."""
@@ -55,6 +67,21 @@ class RayConnection:
             if self in _users:
                 _users.clear()
                 ray().shutdown()
+
+    def _open(self) -> None:
+        with _changing:
+            if not ray().is_initialized():
+                if _users:  # Ray's client has given this connection up, but makes no other before it is ended.
+                    _users.clear()
+                    ray().shutdown()
+                os.environ.setdefault(GRACE_VARIABLE, str(GRACE_S))
+                try:
+                    self._init()
+                except ConnectionAbortedError:  # The head was too busy to start this client's process in its time.
+                    self._init()
+                _users.add(self)
+            elif _users:  # Else it is somebody else's, who ends it.
+                _users.add(self)
 
     def _init(self) -> None:
         ray().init(self.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")

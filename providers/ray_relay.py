@@ -20,7 +20,7 @@ import numpy as np
 
 from elastic.weights.blobs import Buffer, check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable
-from providers.ray_connection import NAMESPACE, RayConnection, ray
+from providers.ray_connection import NAMESPACE, RayConnection, RayUnusable, ray
 from providers.vendor_calls import called, told
 
 NODE_VARIABLE = "ELASTIC_RAY_CLUSTER"
@@ -127,7 +127,8 @@ class RayRelay:
             except exceptions.OutOfMemoryError as error:
                 raise RelayError(f"{self._url}: no room: {told(error)}") from error
             except (exceptions.RayError, ConnectionError, TimeoutError, RuntimeError) as error:
-                raise RelayUnavailable(f"{self._url}: the Ray cluster does not answer: {told(error)}") from error
+                cluster = f"the Ray cluster at {self._connection.address}"
+                raise RelayUnavailable(f"{self._url}: {cluster} does not answer: {told(error)}") from error
         raise AssertionError
 
     def _answer(self, what: str, arguments: Sequence[Any], make: bool) -> Any:
@@ -160,21 +161,9 @@ class RayRelay:
 
     def _connect(self) -> None:
         try:
-            called(ANSWER_TIMEOUT_S, self._connection.open)
-        except ImportError as error:
-            raise RelayError(
-                f"{self._url}: Ray is not installed here; pip install -e '.[ray]' in a clone of elastic"
-            ) from error
-        except (ConnectionError, TimeoutError) as error:
-            raise RelayUnavailable(
-                f"{self._url}: the Ray cluster does not answer ({told(error)}); is its head up, and its "
-                "client port open to this machine?"
-            ) from error
-        except RuntimeError as error:
-            raise RelayError(
-                f"{self._url}: the Ray cluster does not take this client: {told(error)}; install its "
-                "versions of Ray and Python here"
-            ) from error
+            self._connection.open(ANSWER_TIMEOUT_S)
+        except RayUnusable as error:
+            raise (RelayUnavailable if error.passing else RelayError)(f"{self._url}: {error}") from error
 
 
 def _got(reference: Any) -> Any:

@@ -191,14 +191,14 @@ def test_a_head_that_is_lost_is_named_and_the_run_goes_on(
 
         def warnings() -> list[str]:
             logs = "".join(path.read_text() for path in (live.run.run_dir / "logs").glob("*.log"))
-            return [line for line in logs.splitlines() if "the Ray cluster cannot be asked: workers go on" in line]
+            return [line for line in logs.splitlines() if "cannot be asked: workers go on" in line]
 
         live.run.until("a warning", warnings)
         for part in (cluster.client_address, "tried", "a look every 0.5 s", "start its head again"):
             assert part in warnings()[0]
         live.more_tokens()
         with pytest.raises(
-            RelayError, match=rf"{cluster.client_address}/of-a-lost-head: the Ray cluster does not answer"
+            RelayError, match=rf"{cluster.client_address}/of-a-lost-head: the Ray cluster at .* does not answer"
         ):
             relay.get("k")
         again = subprocess.run(
