@@ -13,7 +13,7 @@ itself (`elastic.runtime.ports.Pool`).
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import structlog
@@ -53,6 +53,20 @@ class PoolSettings(ProviderSettings):
     max_workers: int = Field(10_000, ge=0, le=10_000, description="most of the job's rollout nodes to use at once")
 
 
+def at_pool_prices(offer: Offer, welcome: w.JobWelcome | None) -> Offer:
+    """Return a market's offer with what the pool has said of its nodes, once it has."""
+    if welcome is None:
+        return offer
+    trains = offer.role is WorkerRole.TRAINER
+    return msgspec.structs.replace(
+        offer,
+        usd_per_gpu_hour=welcome.train_usd_per_gpu_hour if trains else welcome.rollout_usd_per_gpu_hour,
+        gpus_per_worker=max(1, welcome.gpus_per_train_node if trains else welcome.gpus_per_rollout_node),
+        grant_within_s=welcome.grant_within_s,
+        by_permit=trains,
+    )
+
+
 class PoolMarket(Market[PoolSettings]):
     """The rollout nodes of the job's place in the pool."""
 
@@ -65,15 +79,7 @@ class PoolMarket(Market[PoolSettings]):
         return min(nodes, self.settings.max_workers) - len(self._held)
 
     def offer(self) -> Offer:
-        offer, welcome = super().offer(), self.welcome
-        if welcome is None:
-            return offer
-        return msgspec.structs.replace(
-            offer,
-            usd_per_gpu_hour=welcome.rollout_usd_per_gpu_hour,
-            gpus_per_worker=max(1, welcome.gpus_per_rollout_node),
-            grant_within_s=welcome.grant_within_s,
-        )
+        return at_pool_prices(super().offer(), self.welcome)
 
 
 class PoolTrainerMarket(TrainerMarket):
@@ -82,29 +88,13 @@ class PoolTrainerMarket(TrainerMarket):
     welcome: w.JobWelcome | None = None
 
     def offer(self) -> Offer:
-        offer, welcome = super().offer(), self.welcome
-        if welcome is None:
-            return offer
-        return msgspec.structs.replace(
-            offer,
-            usd_per_gpu_hour=welcome.train_usd_per_gpu_hour,
-            gpus_per_worker=max(1, welcome.gpus_per_train_node),
-            grant_within_s=welcome.grant_within_s,
-            by_permit=True,
-        )
+        return at_pool_prices(super().offer(), self.welcome)
 
 
 class JobContext(ProviderContext, frozen=True, kw_only=True):
     """The surroundings of providers of a run that is a pool's job."""
 
     pool: PoolClient
-
-
-def client_of(name: str, context: ProviderContext) -> PoolClient:
-    """Return the run's pool client. Raises `ProviderUnavailable` if the run is no pool's job."""
-    if not isinstance(context, JobContext):
-        raise ProviderUnavailable(f"{name}: {NOT_A_JOB}")
-    return context.pool
 
 
 def ticket_frame(context: ProviderContext, client: PoolClient, ticket: WorkerTicket) -> w.WorkerTicketFrame:
@@ -146,17 +136,15 @@ class _Resident:
         self.over.set()
 
 
-class PoolTrainerProvider(BaseProvider[ProviderSettings]):
-    """Leases the trainer's process on the job's training node, for as long as the job runs."""
+class PoolNodeProvider(BaseProvider[Any]):
+    """The common part of a job's providers: each joins its pool before it does anything else."""
 
-    Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
-
-    def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
-        self._client = client_of(name, context)
-        self._pool_market = PoolTrainerMarket(name, settings)
-        super().__init__(self._pool_market, context)
-        self._resident: _Resident | None = None
-        self._open = False
+    def __init__(self, market: PoolMarket | PoolTrainerMarket, context: ProviderContext) -> None:
+        if not isinstance(context, JobContext):
+            raise ProviderUnavailable(f"{market.name}: {NOT_A_JOB}")
+        super().__init__(market, context)
+        self._client = context.pool
+        self._pool_market = market
 
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
         await self._have_pool()
@@ -165,6 +153,30 @@ class PoolTrainerProvider(BaseProvider[ProviderSettings]):
     async def start(self, emit: Emit) -> None:
         await self._have_pool()
         await super().start(emit)
+
+    def follow_pool(self) -> None:
+        """Called once the pool is joined: hear what it says from now on. Raises `PoolUnavailable`."""
+        raise NotImplementedError
+
+    async def _have_pool(self) -> None:
+        if self._pool_market.welcome is not None:
+            return
+        try:
+            welcome = await self._client.open(self.context.acquire_timeout_s)
+            self.follow_pool()
+        except PoolUnavailable as error:
+            raise ProviderUnavailable(f"{self.name}: {error}") from error
+        self._pool_market.welcome = welcome
+
+
+class PoolTrainerProvider(PoolNodeProvider):
+    """Leases the trainer's process on the job's training node, for as long as the job runs."""
+
+    Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
+
+    def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
+        super().__init__(PoolTrainerMarket(name, settings), context)
+        self._resident: _Resident | None = None
 
     async def launch(self, request: LeaseRequest, place: str) -> _Resident:
         (ticket,) = request.tickets
@@ -183,15 +195,8 @@ class PoolTrainerProvider(BaseProvider[ProviderSettings]):
         await _end_strangers([self._runs_as("", trainer.worker)], self.context.release_timeout_s)
         return {}
 
-    async def _have_pool(self) -> None:
-        if self._open:
-            return
-        try:
-            self._pool_market.welcome = await self._client.open(self.context.acquire_timeout_s)
-        except PoolUnavailable as error:
-            raise ProviderUnavailable(f"{self.name}: {error}") from error
+    def follow_pool(self) -> None:
         self._client.hear_trainer(self._hear)
-        self._open = True
 
     def _runs_as(self, lease: LeaseId, worker: WorkerId) -> _Resident:
         self._resident = _Resident(lease, worker, self._client.part.end_trainer)
@@ -202,34 +207,30 @@ class PoolTrainerProvider(BaseProvider[ProviderSettings]):
             self._resident.ended(news.cause)
 
 
-class PoolProvider(BaseProvider[PoolSettings]):
+class PoolProvider(PoolNodeProvider):
     """Leases rollout slices, with one worker on each node."""
 
     Settings: ClassVar[type[PoolSettings]] = PoolSettings
     trainer_of_turns: ClassVar[type[Provider] | None] = PoolTrainerProvider
 
     def __init__(self, name: str, settings: PoolSettings, context: ProviderContext) -> None:
-        self._client = client_of(name, context)
-        self._pool_market = PoolMarket(name, settings)
-        super().__init__(self._pool_market, context)
+        super().__init__(PoolMarket(name, settings), context)
         self._waiting: dict[WorkerId, tuple[LeaseId, asyncio.Future[_Resident]]] = {}
         self._residents: dict[WorkerId, _Resident] = {}
         self._asked_again: set[LeaseId] = set()
         """Requests of the run's earlier process that are about to be made again."""
-        self._open = self._begun = False
+        self._begun = False
 
     @property
     def answer_timeout_s(self) -> None:
         """Return None: the run withdraws its request if the turn comes too late."""
 
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
-        await self._have_pool()
         unheard = await super().adopt(known, emit)
         self._asked_again = set(unheard)
         return unheard
 
     async def start(self, emit: Emit) -> None:
-        await self._have_pool()
         await super().start(emit)
         self._begun = True
         for resident in self._residents.values():
@@ -294,16 +295,8 @@ class PoolProvider(BaseProvider[PoolSettings]):
             self._follow()
         return left
 
-    async def _have_pool(self) -> None:
-        if self._open:
-            return
-        try:
-            welcome = await self._client.open(self.context.acquire_timeout_s)
-            self._client.hear_slices(self._hear)
-        except PoolUnavailable as error:
-            raise ProviderUnavailable(f"{self.name}: {error}") from error
-        self._pool_market.welcome = welcome
-        self._open = True
+    def follow_pool(self) -> None:
+        self._client.hear_slices(self._hear)
 
     def _hear(self, news: News) -> None:
         match news:
