@@ -43,7 +43,7 @@ class HostUnreachable(Exception):
     """A host does not answer, or not as a serving host does."""
 
 
-class HostRefused(Exception):
+class HostRefused(HostUnreachable):
     """A host will not do what it was asked to; the message is its own."""
 
 
@@ -107,13 +107,12 @@ class _Host:
             if not answer.is_success:
                 raise HostRefused(f"{self.name} refused ({answer.status_code}): {_reason(answer)}")
             self.report = msgspec.json.decode(answer.content, type=LoadReport)
-            self.kv_used_shares.append(self.report.kv_used_share)
-        except HostRefused:
+        except (httpx.HTTPError, msgspec.DecodeError, HostRefused) as error:
             self.report = None
-            raise
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
-            self.report = None
+            if isinstance(error, HostRefused):
+                raise
             raise HostUnreachable(f"{self.name} does not answer as a serving host: {error!r}") from error
+        self.kv_used_shares.append(self.report.kv_used_share)
         if self.report.service is not None:
             self._note(f"{SERVICE_NOTE}{self.name}", msgspec.json.encode(self.report.service).decode())
         return self.report
@@ -135,7 +134,7 @@ class _LentHost:
         while not await self._gone_within(self._settings.poll_s):
             try:
                 report = await self._host.look()
-            except (HostUnreachable, HostRefused) as error:
+            except HostUnreachable as error:
                 if loop.time() - heard_s > self._settings.lost_after_s:
                     self._release_timeout_s = None  # It has been waited for; once more will do.
                     return LeaseEnding(EndCause.LOST, str(error))
@@ -154,7 +153,7 @@ class _LentHost:
         try:
             if not self._host.gone.is_set():
                 await self._host.take_back(self._worker, self._release_timeout_s)
-        except (HostUnreachable, HostRefused) as error:
+        except HostUnreachable as error:
             log.warning("host not returned", host=self._host.name, error=str(error))
             if self._host.local is not None:
                 self._host.gone.set()
@@ -208,7 +207,7 @@ class ServingProvider(BaseProvider[ServingSettings]):
             if ours and worker not in workers:
                 await host.take_back(worker, self.context.release_timeout_s)
                 log.warning("left over from an earlier process", what=worker, host=host.name)
-        except (HostUnreachable, HostRefused) as error:
+        except HostUnreachable as error:
             log.warning("host not found again", host=host.name, error=str(error))
             if host.local is not None:
                 await host.aclose()
@@ -309,7 +308,7 @@ class ServingProvider(BaseProvider[ServingSettings]):
         """Keep the offer true while the host is not lent; a lent one is looked at by its lease."""
         while True:
             if not self.holds(self._lent.get(host.name, "")) and not host.gone.is_set():
-                with contextlib.suppress(HostUnreachable, HostRefused):
+                with contextlib.suppress(HostUnreachable):
                     await host.look()
                 self.announce()
             await asyncio.sleep(self.settings.poll_s)

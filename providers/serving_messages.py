@@ -166,7 +166,16 @@ class ExecutorSettings(_HostSection):
     profiles: Path | None = Field(None, description="directory in which cost profiles are kept")
 
 
-class HostSettings(_HostSection):
+class ServedLoad(_HostSection):
+    """What hosts serve, how fast, and how much of their devices they lend."""
+
+    load: LoadSettings = Field(default_factory=LoadSettings, description="what the hosts serve")  # type: ignore[arg-type]
+    device: DeviceSettings = Field(default_factory=DeviceSettings, description="how fast hosts serve")  # type: ignore[arg-type]
+    lending: LendingSettings = Field(default_factory=LendingSettings, description="when lent")  # type: ignore[arg-type]
+    executor: ExecutorSettings | None = Field(None, description="a real serving model on the hosts started here")
+
+
+class HostSettings(ServedLoad):
     """A serving host. It listens on the inherited socket `listen_fd`, else on `address`."""
 
     token: SecretStr = Field(description="who shows it may order the host about, and ask its model")
@@ -174,10 +183,6 @@ class HostSettings(_HostSection):
     host_names: tuple[str, ...] = Field((), description="names under which clients reach the host, beside addresses")
     name: str = "serving-host"
     phase: int = Field(0, ge=0, description="which share of the requests, counted from 0")
-    load: LoadSettings = Field(default_factory=LoadSettings, description="what the hosts serve")  # type: ignore[arg-type]
-    device: DeviceSettings = Field(default_factory=DeviceSettings, description="how fast hosts serve")  # type: ignore[arg-type]
-    lending: LendingSettings = Field(default_factory=LendingSettings, description="when lent")  # type: ignore[arg-type]
-    executor: ExecutorSettings | None = None
     listen_fd: int | None = None
     address: str = "127.0.0.1"
     port: int = Field(8077, ge=0, le=65_535)
@@ -203,7 +208,7 @@ def _safe(url: str) -> str:
     return url
 
 
-class ServingSettings(ProviderSettings):
+class ServingSettings(ServedLoad, ProviderSettings):
     max_workers: int = Field(2, ge=0, le=10_000, description="most hosts to borrow at once")
     hosts: int = Field(2, ge=0, le=64, description="hosts to start on this machine")
     urls: tuple[Annotated[str, AfterValidator(_safe)], ...] = Field((), description="hosts that are there already")
@@ -212,10 +217,6 @@ class ServingSettings(ProviderSettings):
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="environment variable with the token of the hosts at urls",
     )
-    load: LoadSettings = Field(default_factory=LoadSettings, description="what the hosts serve")  # type: ignore[arg-type]
-    device: DeviceSettings = Field(default_factory=DeviceSettings, description="how fast hosts serve")  # type: ignore[arg-type]
-    lending: LendingSettings = Field(default_factory=LendingSettings, description="when lent")  # type: ignore[arg-type]
-    executor: ExecutorSettings | None = Field(None, description="a real serving model on the hosts started here")
     poll_s: float = Field(0.5, gt=0, description="time between two looks at a host")
     kv_window_s: float = Field(30.0, gt=0, description="time over which a host's KV use decides who is borrowed")
     lost_after_s: float = Field(3.0, gt=0, description="silence after which a lent host counts as lost")
