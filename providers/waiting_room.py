@@ -5,9 +5,9 @@ The gateway lets them in here; the provider `joined` leases them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from elastic.core.types import WorkerId
-from elastic.protocol.ticket_store import TicketBook
 from elastic.protocol.tickets import TicketRefused, TicketTerms
 
 Admit = Callable[[WorkerId], None]
@@ -23,10 +23,22 @@ class Applicant:
     turn_away: Callable[[str], None]
 
 
+class Tickets(Protocol):
+    """A run's tickets, as `elastic.protocol.ticket_store` keeps them."""
+
+    def check(self, ticket: str, token: str) -> TicketTerms: ...
+
+    def spend(self, ticket: str, worker: WorkerId) -> None:
+        """Raises `TicketRefused` for one that is not valid any more."""
+        ...
+
+    def is_spent_on(self, worker: WorkerId) -> bool: ...
+
+
 class WaitingRoom:
     """A run's applicants by their tickets. `on_change` hears who comes and goes; before that nobody is let in."""
 
-    def __init__(self, tickets: TicketBook) -> None:
+    def __init__(self, tickets: Tickets) -> None:
         self.on_change: Callable[[], None] | None = None
         self.applicants: dict[str, Applicant] = {}
         self._tickets = tickets
