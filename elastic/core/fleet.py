@@ -30,8 +30,8 @@ HOPELESS_DECLINES = 4
 STRUCK_OUT = 4
 """Strikes that are not forgotten yet and cost a worker its lease, once others have finished as many turns."""
 RELAPSES_MAX = 3
-"""Each relapse doubles what a worker owes, up to so many times: one that fails rarely keeps its lease, and one that fails
-on purpose holds others up ever more rarely."""
+"""Each relapse doubles what a worker owes, up to so many times: one that fails rarely keeps its lease, and one that
+fails on purpose holds others up ever more rarely."""
 _LAST = 1 << 20
 """Stands before the queues of workers that get turns only where nobody else has room."""
 

@@ -124,7 +124,7 @@ def test_a_long_series_is_thinned_and_ends_where_the_run_does(tmp_path: Path, mo
     journal = directory.begin_journal(JournalConfig(), notes={"run": "run"})  # type: ignore[call-arg]
     journal.append(*(SampleRow(t_ns=number, status=status(number)) for number in range(250)))
     journal.durable().result()
-    told = [one.elapsed_s for one in metrics_of("run", tmp_path, most).samples]
+    told = [one.elapsed_s for one in metrics_of(tmp_path, "run", most).samples]
     journal.close()
     assert told[-1] == 249
     assert told == sorted(set(told))

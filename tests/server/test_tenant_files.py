@@ -33,9 +33,7 @@ from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
 from elastic.server.support.bundle import write_bundle
 from elastic.system import tenant_files
-from elastic.system.host import HOST, Host
 from elastic.system.processes import identity
-from elastic.system.sqlite import BUSY_TIMEOUT_S, open_sqlite
 from tests.server.conftest import Site
 
 SECRET = "only the server's user may read this"
@@ -168,63 +166,6 @@ def test_what_has_no_end_beside_a_journal_holds_nobody_up(site: Site, run: Hoste
         assert site.client().get(f"/v1/runs/{run.id}/{what}").status_code in (200, 404, 503)
 
 
-@pytest.mark.parametrize("suffix", ["", "-journal", "-wal", "-shm"])
-def test_a_pipe_that_takes_a_files_place_at_the_last_moment_holds_nobody_up(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / "journal.sqlite"
-    SqliteJournal(path).close()
-    ended = threading.Event()
-
-    def read() -> None:
-        with tenant_files.as_owner(tmp_path), contextlib.suppress(sqlite3.Error):
-            place = path.with_name(path.name + suffix)
-            place.unlink(missing_ok=True)
-            os.mkfifo(place)
-            with contextlib.closing(open_sqlite(Unlooked(path), "ro")) as database:
-                database.execute("SELECT * FROM meta").fetchall()
-        ended.set()
-
-    threading.Thread(target=read, daemon=True).start()
-    assert ended.wait(10)
-
-
-class Unlooked(type(Path())):
-    """A path whose file was a regular one whenever it was looked at."""
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return os.stat(__file__)
-
-
-def test_a_database_whose_pages_lead_in_circles_brings_no_more_than_it_could_hold(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        database.execute("CREATE TABLE meta (key TEXT, value TEXT)")
-        database.executemany("INSERT INTO meta VALUES (?, ?)", [("k", "v" * 100)] * 3_000)
-        database.commit()
-        (root,) = database.execute("SELECT rootpage FROM sqlite_schema").fetchone()
-        (page_bytes,) = database.execute("PRAGMA page_size").fetchone()
-    content = path.read_bytes()
-    page = bytearray(content[(root - 1) * page_bytes : root * page_bytes])
-    assert page[0] == 5, "its children are pages"
-    first, leaf = len(content) // page_bytes + 1, bytes(page[8:12])
-    children = [number.to_bytes(4) for number in range(first + 1, first + 3)] + [leaf]
-    for child in children:
-        page[8:12] = child
-        for number in range(int.from_bytes(page[3:5])):
-            cell = int.from_bytes(page[12 + 2 * number : 14 + 2 * number])
-            page[cell : cell + 4] = child  # Each page has one child, and that many times.
-        content += page
-    top = content[(first - 1) * page_bytes : first * page_bytes]
-    content = content[: (root - 1) * page_bytes] + top + content[root * page_bytes :]
-    path.write_bytes(content[:28] + (len(content) // page_bytes).to_bytes(4) + content[32:])
-    with (
-        tenant_files.as_owner(tmp_path),
-        contextlib.closing(open_sqlite(path, "ro")) as circles,
-        pytest.raises(sqlite3.OperationalError, match="more than it can hold"),
-    ):
-        for _ in circles.execute("SELECT * FROM meta"):
-            pass
-
-
 @pytest.mark.parametrize("made", ["view", "column", "trigger"])
 def test_a_journal_that_would_compute_is_not_read(site: Site, run: HostedRunRow, made: str) -> None:
     directory = site.settings.run_dir(run.id)
@@ -250,36 +191,6 @@ def test_a_journal_that_would_compute_is_not_read(site: Site, run: HostedRunRow,
     with pytest.raises(OSError, match="other tables than a journal"):
         remove(directory, TRAJECTORIES)
     assert time.monotonic() - begun_s < 5
-
-
-def test_a_tenants_database_costs_its_reader_no_more_than_a_bound(tmp_path: Path) -> None:
-    path, endless = tmp_path / "some.sqlite", "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c)"
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        database.execute("CREATE TABLE large AS SELECT zeroblob(70000000) AS body")
-        database.execute("BEGIN EXCLUSIVE")
-        begun_s = time.monotonic()
-        with (
-            tenant_files.as_owner(tmp_path),
-            contextlib.closing(open_sqlite(path, "ro")) as locked,
-            pytest.raises(sqlite3.OperationalError, match="locked"),
-        ):
-            locked.execute("SELECT * FROM large")
-        assert time.monotonic() - begun_s < 0.8 * BUSY_TIMEOUT_S
-        database.execute("COMMIT")
-    with (
-        tenant_files.as_owner(tmp_path),
-        contextlib.closing(open_sqlite(path, "ro")) as bounded,
-        pytest.raises(sqlite3.DataError, match="too big"),
-    ):
-        bounded.execute("SELECT * FROM large").fetchone()
-    former = HOST.set(Host(thread_time=itertools.count().__next__))  # Whenever it is asked, another second is over.
-    try:
-        with tenant_files.as_owner(tmp_path), contextlib.closing(open_sqlite(path, "ro")) as slow:
-            assert slow.execute(f"{endless} SELECT x FROM c LIMIT 10").fetchall() == [(x,) for x in range(1, 11)]
-            with pytest.raises(sqlite3.OperationalError, match="interrupted"):
-                slow.execute(f"{endless} SELECT x FROM c WHERE x < 0").fetchone()
-    finally:
-        HOST.reset(former)
 
 
 async def test_slow_files_of_a_project_delay_that_project_alone() -> None:

@@ -45,8 +45,12 @@ def open_journal(path: Path, mode: Literal["ro", "rw"]) -> sqlite3.Connection:
     """Open a journal as a database. Raises `sqlite3.Error`.
 
     It has nothing but a journal's own tables: a view, a trigger or a column that is computed would have whoever uses it
-    run what somebody else wrote.
+    run what somebody else wrote. Its files are regular ones: a pipe would be waited for.
     """
+    for suffix in ("", "-journal", "-wal", "-shm"):
+        beside = path.with_name(path.name + suffix)
+        if beside.exists() and not beside.is_file():
+            raise sqlite3.DatabaseError(f"{beside.name} is no file")
     made = open_sqlite(path, mode)
     try:
         found = made.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL").fetchall()

@@ -16,6 +16,7 @@ from elastic.core import events as e
 from elastic.core.types import NS_PER_S
 from elastic.protocol.api import RunEvent
 from elastic.runtime.journal import JournalReader, RunDirectory
+from elastic.server.history.apart import apart
 from elastic.system.tenant_files import as_owner
 
 INCARNATION = "incarnation"
@@ -50,7 +51,6 @@ class EventLog:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._directory = RunDirectory(run_dir)
         self._journals: list[tuple[str, Path]] = []
         self._lock = threading.Lock()
 
@@ -67,13 +67,9 @@ class EventLog:
 
     def refresh(self) -> None:
         """Look for new journals. Raises `JournalError`."""
-        with self._lock, as_owner(self._run_dir):
+        with self._lock:
             known = {name for name, _ in self._journals}
-            for path in self._directory.journal_paths():
-                with JournalReader(path) as journal:
-                    name = _name(journal)
-                if name not in known:
-                    self._journals.append((name, path))
+            self._journals += [one for one in _named_journals(self._run_dir) if one[0] not in known]
 
     def end(self) -> Position:
         """Return the position behind everything that exists now."""
@@ -81,9 +77,7 @@ class EventLog:
         if not self._journals:
             return Position(0, 0)
         name, path = self._journals[-1]
-        with as_owner(self._run_dir), JournalReader(path) as journal:
-            last = journal.last_event() if _name(journal) == name else 0
-        return Position(len(self._journals) - 1, last)
+        return Position(len(self._journals) - 1, _last_event(self._run_dir, name, path))
 
     def read(self, position: Position) -> EventBatch:
         """Read a bounded number of events behind a position. Raises `JournalError`."""
@@ -93,12 +87,7 @@ class EventLog:
         if place >= len(self._journals):
             return EventBatch([], position, True)
         name, path = self._journals[place]
-        scanned: list[tuple[int, int, e.Event | None]] = []
-        with as_owner(self._run_dir):
-            if path.exists():
-                with JournalReader(path) as journal:
-                    if _name(journal) == name:
-                        scanned = list(journal.scan(number, SCANNED_AT_ONCE, UNREAD))
+        scanned = _scanned(self._run_dir, name, path, number)
         found = [
             (Position(place, seq), _told(name, seq, t_ns, event)) for seq, t_ns, event in scanned if event is not None
         ]
@@ -106,6 +95,32 @@ class EventLog:
         if whole and place < len(self._journals) - 1:
             return EventBatch(found, Position(place + 1, 0), False)
         return EventBatch(found, Position(place, scanned[-1][0] if scanned else number), whole)
+
+
+@apart()
+def _named_journals(run_dir: Path) -> list[tuple[str, Path]]:
+    found: list[tuple[str, Path]] = []
+    with as_owner(run_dir):
+        for path in RunDirectory(run_dir).journal_paths():
+            with JournalReader(path) as journal:
+                found.append((_name(journal), path))
+    return found
+
+
+@apart()
+def _last_event(run_dir: Path, name: str, path: Path) -> int:
+    with as_owner(run_dir), JournalReader(path) as journal:
+        return journal.last_event() if _name(journal) == name else 0
+
+
+@apart()
+def _scanned(run_dir: Path, name: str, path: Path, number: int) -> list[tuple[int, int, e.Event | None]]:
+    with as_owner(run_dir):
+        if path.exists():
+            with JournalReader(path) as journal:
+                if _name(journal) == name:
+                    return list(journal.scan(number, SCANNED_AT_ONCE, UNREAD))
+    return []
 
 
 def _name(journal: JournalReader) -> str:

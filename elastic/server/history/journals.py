@@ -5,9 +5,11 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
+from elastic import report
 from elastic.compose import incarnations
 from elastic.config import ConfigError
 from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook
@@ -32,6 +34,7 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.status import RunStatus
 from elastic.server.clock import rfc3339
+from elastic.server.history.apart import apart
 from elastic.system.tenant_files import NotAFile, as_owner, files
 
 CHECKPOINTS, SAFETENSORS = "checkpoints", ".safetensors"
@@ -72,6 +75,7 @@ def _journal_paths(run_dir: Path) -> list[Path]:
         return []
 
 
+@apart()
 def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
     """Return the latest status of the run from its journals, without the `former` oldest; None if they have none yet.
 
@@ -98,6 +102,7 @@ def _figures_of(run_dir: Path, former: int) -> RunFigures | None:
     return newest
 
 
+@apart()
 def cost_nano_usd(run_dir: Path) -> int:
     """Return the most that a run can have cost according to all of its journals; 0 if they cannot be read."""
     with contextlib.suppress(JournalError, ConfigError, OSError), as_owner(run_dir):
@@ -117,7 +122,8 @@ def _with_earlier(figures: RunFigures, earlier: RunFigures) -> RunFigures:
     return figures.model_copy(update={"usd": figures.usd + earlier.usd, "providers": providers})
 
 
-def metrics_of(run: str, run_dir: Path, samples_max: int) -> Metrics:
+@apart()
+def metrics_of(run_dir: Path, run: str, samples_max: int) -> Metrics:
     """Return the run's series. Of more than `samples_max` samples, returns evenly spaced ones. Raises
     `JournalError`."""
     with history_in(run_dir) as history:
@@ -149,6 +155,7 @@ def _step(row: StepRow, mean_reward: float | None) -> StepMetrics:
     )
 
 
+@apart()
 def workers_of(run_dir: Path) -> list[HostedWorker]:
     """Return every worker that the run has or had, newest first. Raises `JournalError`."""
     with history_in(run_dir) as history:
@@ -169,6 +176,7 @@ def _worker(book: DeviceBook) -> HostedWorker:
     )
 
 
+@apart()
 def leases_of(run_dir: Path) -> list[HostedLease]:
     """Return every lease that the run has or had, newest first. Raises `JournalError`."""
     with history_in(run_dir) as history:
@@ -193,6 +201,18 @@ def _lease(lease: str, books: Sequence[DeviceBook], cause: str, end_ns: int) -> 
         usd=sum(book.cost_nano_usd(end_ns) for book in books) / NANO_USD_PER_USD,
         cause=cause,
     )
+
+
+@apart()
+def report_of(run_dir: Path, form: Literal["json", "html", "markdown"]) -> bytes | None:
+    """Return a report on the run; None before it has a journal. Raises `JournalError`."""
+    if not count_journals(run_dir):
+        return None
+    with as_owner(run_dir):
+        summary = report.summarise(RunDirectory(run_dir))
+    if form == "json":
+        return json.dumps(report.as_json(summary), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return (report.as_html(summary) if form == "html" else report.as_markdown(summary)).encode()
 
 
 def checkpoints_of(run_dir: Path) -> list[Checkpoint]:

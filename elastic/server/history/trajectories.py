@@ -17,6 +17,7 @@ from elastic.runtime.journal import (
     TrajectoryPlace,
     TrajectoryRow,
 )
+from elastic.server.history.apart import apart
 from elastic.server.history.journals import history_in
 from elastic.system.installed import installed
 from elastic.system.tenant_files import as_owner
@@ -28,6 +29,7 @@ class NoSuchTrajectory(Exception):
     """The run has no trajectory of this name."""
 
 
+@apart()
 def trajectories_of(
     run_dir: Path, wanted: TrajectoryFilter, starting_after: str, limit: int
 ) -> tuple[list[HostedTrajectory], bool]:
@@ -95,6 +97,7 @@ def _retold(row: TrajectoryRow, segment: Segment) -> TrajectoryRow:
     return msgspec.structs.replace(row, **times)
 
 
+@apart()
 def trajectory_of(run_dir: Path, name: str, environment: str) -> HostedTrajectoryDetail | None:
     """Return one trajectory with its tokens. Raises `JournalError`."""
     with as_owner(run_dir):

@@ -6,16 +6,13 @@ server closes it.
 
 import atexit
 import contextlib
-import os
-import socket
-import subprocess
+import pickle
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 
 import structlog
 
@@ -23,22 +20,19 @@ from elastic.protocol.api import DryRun, Submission
 from elastic.server.intake import submissions
 from elastic.server.problems import ApiProblem
 from elastic.server.settings import ServerSettings
+from elastic.server.side_processes import SideProcess, answer_orders
 from elastic.server.store.runs import NewRun
 from elastic.system.installed import installed
-from elastic.system.processes import inherited
 from traces.errors import untrusted
 
 log = structlog.get_logger(__name__)
 
-START_TIMEOUT_S = 60.0
 WAIT_S = 20.0
 """Longest that a check waits for a process."""
 PROCESSES = 2
 WAITING_PER_PROJECT = 8
 """Checks of one project that wait at once; each holds a thread of the server's."""
-_READY = b"ready"
 _LOOKED_AT = ("elastic.providers", "elastic.engines", "elastic.environments", "elastic.function_pools")
-NICENESS = 5
 
 
 @dataclass(frozen=True)
@@ -56,47 +50,11 @@ class CheckedSubmission:
     would: DryRun
 
 
-class _CheckProcess:
-    """A process that checks one submission after the other. It is ready once `ready` has returned."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            # Not the settings' own process environment: a check needs no secrets of the server's.
-            self._child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "elastic.server.intake.checking", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=inherited(),
-                start_new_session=True,
-            )
-            self._line = Connection(ours.detach())
-
-    def ready(self) -> None:
-        """Wait until it has imported what it needs. Raises `EOFError`, `TimeoutError`."""
-        if not self._line.poll(START_TIMEOUT_S):
-            raise TimeoutError
-        self._line.recv_bytes()
-
-    def ask(self, order: _CheckOrder) -> object:
-        """Return its answer. Raises `EOFError`, `OSError`, `TimeoutError`."""
-        self._line.send(order)
-        if not self._line.poll(order.settings.check_timeout_s):
-            raise TimeoutError
-        return self._line.recv()
-
-    def end(self) -> None:
-        self._line.close()
-        self._child.kill()
-        self._child.wait()
-
-
 class CheckProcesses:
     """At most `PROCESSES` processes, started as they are needed; a project has one of them at a time."""
 
     def __init__(self) -> None:
-        self._free: list[_CheckProcess] = []
+        self._free: list[SideProcess] = []
         self._busy = 0
         self._waiting: Counter[str] = Counter()
         self._checking: set[str] = set()
@@ -105,7 +63,8 @@ class CheckProcesses:
     def checked(self, settings: ServerSettings, submission: Submission, project: str) -> CheckedSubmission:
         """Return the run that is asked for. Raises `ApiProblem` with all faults that can be told at once."""
         with self._process(project, settings.check_timeout_s) as process:
-            answer = process.ask(_CheckOrder(settings, submission, project))
+            order = pickle.dumps(_CheckOrder(settings, submission, project))
+            answer = pickle.loads(process.ask(order, settings.check_timeout_s))
         if isinstance(answer, ApiProblem):
             raise answer
         if not isinstance(answer, CheckedSubmission):
@@ -119,7 +78,7 @@ class CheckProcesses:
                 if self._busy + len(self._free) >= PROCESSES:
                     return
                 self._busy += 1
-            process = _CheckProcess()
+            process = SideProcess(__name__)
             try:
                 process.ready()
             except (EOFError, OSError) as error:
@@ -139,13 +98,13 @@ class CheckProcesses:
             process.end()
 
     @contextlib.contextmanager
-    def _process(self, project: str, within_s: float) -> Iterator[_CheckProcess]:
+    def _process(self, project: str, within_s: float) -> Iterator[SideProcess]:
         """A context: a process for one check. Raises `ApiProblem` if there is none, or if the check takes too long."""
         process = self._take(project)
         keep = False
         try:
             if process is None:
-                process = _CheckProcess()
+                process = SideProcess(__name__)
                 process.ready()
             yield process
             keep = True
@@ -167,7 +126,7 @@ class CheckProcesses:
                 self._checking.discard(project)
                 self._changed.notify_all()
 
-    def _take(self, project: str) -> _CheckProcess | None:
+    def _take(self, project: str) -> SideProcess | None:
         """Return a free process, or None where a new one may be started. Raises `ApiProblem`."""
         until_s = time.monotonic() + WAIT_S
         with self._changed:
@@ -192,7 +151,11 @@ atexit.register(_processes.end)
 checked, warm = _processes.checked, _processes.warm
 
 
-def _answer(order: _CheckOrder) -> object:
+def _answer(content: bytes) -> bytes:
+    return pickle.dumps(_checked(pickle.loads(content)))
+
+
+def _checked(order: _CheckOrder) -> object:
     with untrusted():
         try:
             new, plan = submissions.check(order.settings, order.submission, order.project)
@@ -205,19 +168,15 @@ def _answer(order: _CheckOrder) -> object:
 
 
 def main(descriptor: int) -> None:
-    """Answer until the server closes the socket of this descriptor. The server itself goes first.
+    """Answer until the server closes the socket of this descriptor.
 
     What checks look at is imported before the first, whose project would wait for it.
     """
-    os.nice(NICENESS)
     for group in _LOOKED_AT:
         for point in installed(group).values():
             with contextlib.suppress(Exception):  # A submission that names it is told why.
                 point.load()
-    with Connection(descriptor) as line, contextlib.suppress(EOFError, OSError):
-        line.send_bytes(_READY)
-        while True:
-            line.send(_answer(line.recv()))
+    answer_orders(descriptor, _answer)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from elastic.runtime.journal import RunDirectory, open_journal
 from elastic.runtime.journal.frames import FRAME
+from elastic.server.history.apart import apart
 from elastic.server.quotas.budgets import US_PER_DAY
 from elastic.server.store.runs import HostedRunRow
 from elastic.system import tenant_files
@@ -22,6 +23,8 @@ PARTS = (TRAJECTORIES, CHECKPOINTS, LOGS)
 UNRESUMABLE = (TRAJECTORIES, CHECKPOINTS)
 """Without these a run cannot go on."""
 REMOVING, REMOVED = "removing", "removed"
+FORGETTING_S = 3600.0
+"""Longest that the journals of a run take to forget what was said: they are written anew."""
 _DIRECTORIES: Mapping[str, Sequence[str]] = {CHECKPOINTS: ("checkpoints", "weights"), LOGS: ("logs",)}
 
 
@@ -76,8 +79,8 @@ def bytes_of(run_dir: Path, parts: Sequence[str]) -> int:
         return tenant_files.size_bytes(run_dir)
     found = sum(tenant_files.size_bytes(run_dir, name) for part in parts for name in _DIRECTORIES.get(part, ()))
     if TRAJECTORIES in parts:
-        with contextlib.suppress(OSError), tenant_files.as_owner(run_dir):
-            found += sum(_said_bytes(path) for path in RunDirectory(run_dir).journal_paths())
+        with contextlib.suppress(OSError):
+            found += _said_bytes(run_dir)
     return found
 
 
@@ -86,27 +89,30 @@ def remove(run_dir: Path, part: str) -> None:
     for name in _DIRECTORIES.get(part, ()):
         tenant_files.remove(run_dir, name)
     if part == TRAJECTORIES:
-        with tenant_files.as_owner(run_dir):
-            for path in RunDirectory(run_dir).journal_paths():
-                _forget_what_was_said(path)
+        _forget_what_was_said(run_dir)
 
 
-def _said_bytes(journal: Path) -> int:
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(open_journal(journal, "rw")) as connection:
-        said = connection.execute(
-            "SELECT COALESCE(SUM(LENGTH(token_ids) + LENGTH(sampled)), 0) FROM trajectories"
-        ).fetchone()[0]
-        return said + _frames(connection)
-    return 0
+@apart()
+def _said_bytes(run_dir: Path) -> int:
+    found = 0
+    with tenant_files.as_owner(run_dir):
+        for journal in RunDirectory(run_dir).journal_paths():
+            with contextlib.suppress(sqlite3.Error), contextlib.closing(open_journal(journal, "rw")) as connection:
+                said = "SELECT COALESCE(SUM(LENGTH(token_ids) + LENGTH(sampled)), 0) FROM trajectories"
+                frames = "SELECT COALESCE(SUM(LENGTH(body)), 0) FROM events WHERE kind = ?"
+                found += connection.execute(said).fetchone()[0] + connection.execute(frames, (FRAME,)).fetchone()[0]
+    return found
 
 
-def _frames(connection: sqlite3.Connection) -> int:
-    of_frames = "SELECT COALESCE(SUM(LENGTH(body)), 0) FROM events WHERE kind = ?"
-    return connection.execute(of_frames, (FRAME,)).fetchone()[0]
+@apart(FORGETTING_S)
+def _forget_what_was_said(run_dir: Path) -> None:
+    """Tokens go, and frames with tokens; what a report is made of stays. A journal whole, or not at all."""
+    with tenant_files.as_owner(run_dir):
+        for journal in RunDirectory(run_dir).journal_paths():
+            _forget_in(journal)
 
 
-def _forget_what_was_said(journal: Path) -> None:
-    """Tokens go, and frames with tokens; what a report is made of stays. Whole, or not at all."""
+def _forget_in(journal: Path) -> None:
     try:
         with contextlib.closing(open_journal(journal, "rw")) as connection:
             with connection:

@@ -14,6 +14,7 @@ from pathlib import Path
 from elastic.compose.run_endings import ending_of, world
 from elastic.protocol.run_control import ExpectedPeer, RunControl
 from elastic.runtime.journal import CONFIG
+from elastic.server.history.apart import apart
 from elastic.server.history.journals import count_journals
 from elastic.server.runner.decisions import DIED, Ending
 from elastic.server.settings import ServerSettings
@@ -142,9 +143,14 @@ def ending(settings: ServerSettings, run: HostedRunRow, status: int | None) -> E
     """Return how the run's last process ended: from the journal that it wrote, else from its exit status."""
     known = run.process
     journals, its_world = (0, world()) if known is None else (known.journals, known.world)
+    return _ending(settings.run_dir(run.id), journals, its_world, status)
+
+
+@apart()
+def _ending(run_dir: Path, journals: int, its_world: str, status: int | None) -> Ending:
     try:
-        with tenant_files.as_owner(settings.run_dir(run.id)):
-            return ending_of(settings.run_dir(run.id), LOG, journals, its_world, status)
+        with tenant_files.as_owner(run_dir):
+            return ending_of(run_dir, LOG, journals, its_world, status)
     except tenant_files.NotAFile as error:
         return Ending(how=DIED, cause=f"how its process ended cannot be read: {error.filename} is {error.strerror}")
 

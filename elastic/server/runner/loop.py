@@ -354,7 +354,7 @@ class RunnerLoop:
     async def _read_or(self, otherwise: T, run: HostedRunRow, read: Callable[..., T], *arguments: Any) -> T:
         try:
             return await self._read(run, read, *arguments)
-        except TimeoutError:
+        except OSError:
             return otherwise
 
     async def _become(self, run: HostedRunRow, decision: Decision) -> None:

@@ -8,7 +8,6 @@ from typing import Annotated, Literal, TypeVar
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 
-from elastic import report
 from elastic.protocol.api import (
     Checkpoint,
     HostedLease,
@@ -18,7 +17,7 @@ from elastic.protocol.api import (
     Listed,
     Metrics,
 )
-from elastic.runtime.journal import JournalError, RunDirectory, TrajectoryFilter
+from elastic.runtime.journal import JournalError, TrajectoryFilter
 from elastic.server.api.auth import credentials_of
 from elastic.server.api.downloads import Download
 from elastic.server.api.routes.common import RunDep, StateDep, rules
@@ -61,7 +60,7 @@ async def metrics(
     run_dir = state.settings.run_dir(run)
 
     def make() -> Entries:
-        return [("", journals.metrics_of(run, run_dir, samples).model_dump_json().encode())]
+        return [("", journals.metrics_of(run_dir, run, samples).model_dump_json().encode())]
 
     ((_, content),) = await _kept(state, found, f"metrics {samples}", make)
     return Response(content, media_type="application/json")
@@ -173,16 +172,12 @@ async def show_report(
     as_: Annotated[Literal["json", "html", "markdown"], Query(alias="format")] = "json",
 ) -> Response:
     """Report on a run: what it cost, what it gained, where every GPU-second went."""
-    directory = RunDirectory(state.settings.run_dir(run))
 
     def make() -> Entries:
-        if not journals.count_journals(directory.path):
+        content = journals.report_of(state.settings.run_dir(run), as_)
+        if content is None:
             raise ApiProblem("not-found", f"{run} has no report yet: its process has not begun")
-        with tenant_files.as_owner(directory.path):
-            summary = report.summarise(directory)
-        if as_ == "json":
-            return [("", bytes(JSONResponse(report.as_json(summary)).body))]
-        return [("", (report.as_html(summary) if as_ == "html" else report.as_markdown(summary)).encode())]
+        return [("", content)]
 
     ((_, content),) = await _kept(state, found, f"report {as_}", make)
     if as_ == "html":

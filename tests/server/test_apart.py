@@ -1,0 +1,113 @@
+"""Reads of runs' files in processes of their own: what kills, hangs or floods a reader is that reader's alone."""
+
+import contextlib
+import os
+import pwd
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.server.history.apart import PER_OWNER, CannotBeRead, ReadingProcesses
+from elastic.server.history.journals import figures_of, metrics_of
+
+LIMIT_S = 20.0
+WRITER = """
+import sys, time
+from pathlib import Path
+from elastic.runtime.journal import SqliteJournal
+journal = SqliteJournal(Path(sys.argv[1]))
+print(".", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def processes() -> Iterator[ReadingProcesses]:
+    made = ReadingProcesses()
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize(
+    ("script", "limit_s"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGBUS)", LIMIT_S),
+        ("import os; os._exit(0)", LIMIT_S),
+        ("import time; time.sleep(600)", 0.5),
+        ("held = bytearray(2**31)", LIMIT_S),
+        ("import threading; told = threading.Lock()", LIMIT_S),
+    ],
+)
+def test_what_breaks_a_reader_breaks_no_other(
+    processes: ReadingProcesses, tmp_path: Path, script: str, limit_s: float
+) -> None:
+    odd = tmp_path / "odd.py"
+    odd.write_text(script)
+    with pytest.raises(CannotBeRead, match=r"odd\.py: its files cannot be read now"):
+        processes.ask(limit_s, runpy.run_path, odd)
+    assert processes.ask(LIMIT_S, figures_of, tmp_path) is None
+
+
+def test_errors_of_a_read_are_told(processes: ReadingProcesses, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        processes.ask(LIMIT_S, os.listdir, tmp_path / "missing")
+
+
+def test_a_user_who_truncates_what_is_mapped_ends_no_server(tmp_path: Path) -> None:
+    """SQLite maps the index of a journal that is being written; whoever owns the file may shorten it at any moment."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "journal.sqlite"], stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    over = threading.Event()
+
+    def truncate() -> None:
+        while not over.is_set():
+            os.truncate(tmp_path / "journal.sqlite-shm", 0)
+
+    hostile = threading.Thread(target=truncate)
+    try:
+        assert writer.stdout.read(1) == b"."
+        hostile.start()
+        for _ in range(20):
+            with contextlib.suppress(CannotBeRead):
+                assert figures_of(tmp_path) is None
+    finally:
+        over.set()
+        hostile.join()
+        writer.kill()
+        writer.communicate()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_one_users_slow_files_delay_that_user_alone(processes: ReadingProcesses, tmp_path: Path) -> None:
+    top = Path(tempfile.mkdtemp())
+    slow = top / "slow.py"
+    slow.write_text("import time; time.sleep(600)")
+    os.chown(slow, pwd.getpwnam("nobody").pw_uid, -1)
+
+    def read() -> None:
+        with pytest.raises(CannotBeRead):
+            processes.ask(8.0, runpy.run_path, slow)
+
+    reading = [threading.Thread(target=read) for _ in range(PER_OWNER)]
+    try:
+        for one in reading:
+            one.start()
+        while processes.busy < PER_OWNER:
+            time.sleep(0.01)
+        begun_s = time.monotonic()
+        with pytest.raises(CannotBeRead, match="other files of its owner"):
+            processes.ask(LIMIT_S, runpy.run_path, slow)
+        assert processes.ask(LIMIT_S, metrics_of, tmp_path, "run", 10).steps == []
+        assert time.monotonic() - begun_s < LIMIT_S
+    finally:
+        for one in reading:
+            one.join()
+        shutil.rmtree(top)
