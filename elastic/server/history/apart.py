@@ -65,7 +65,7 @@ def apart(limit_s: float = LIMIT_S) -> Callable[[Callable[Concatenate[Path, P], 
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _ReadAnswer:
     value: Any = None
     error: Exception | None = None
 
@@ -149,11 +149,11 @@ atexit.register(_processes.end)
 def _answer(order: bytes) -> bytes:
     read, directory, args, kwargs = pickle.loads(order)
     try:
-        answer = _Answer(read(directory, *args, **kwargs))
+        answer = _ReadAnswer(read(directory, *args, **kwargs))
     except MemoryError:
         raise
     except Exception as error:
-        answer = _Answer(error=error)
+        answer = _ReadAnswer(error=error)
     return pickle.dumps(answer)
 
 
