@@ -31,7 +31,7 @@ class _Starts:
         self.parts_ns: dict[str, dict[str, int]] = {}
         self._last_ns: dict[str, int] = {}
 
-    def hear(self, t_ns: int, event: e.Event, _: Mapping[int, wire.Chunk], commands: Sequence[c.Command]) -> None:
+    def hear(self, t_ns: int, event: e.Event, _: wire.Tokens | None, commands: Sequence[c.Command]) -> None:
         for command in commands:
             if isinstance(command, c.AcquireLease) and command.provider == self._provider:
                 self._asked_ns[command.lease] = t_ns
@@ -44,7 +44,7 @@ class _Starts:
                 self._over(event.worker, "join" if isinstance(event, e.WorkerJoined) else "pull", t_ns)
             case e.WorkerReported() if event.worker in self.parts_ns and "boot" not in self.parts_ns[event.worker]:
                 self._born(event.worker, t_ns - sum(event.accounts_ns.values()))
-            case e.TokensReceived() if event.worker in self.parts_ns and event.chunks:
+            case e.TokensReceived() if event.worker in self.parts_ns and len(event.chunks):
                 self._over(event.worker, "warm", t_ns)
 
     def _over(self, worker: str, part: str, t_ns: int) -> None:

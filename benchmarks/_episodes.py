@@ -5,13 +5,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
-
 from elastic.config import RolloutConfig
 from elastic.core.types import FinishReason, SamplingParameters
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
 from elastic.environments.base import Environment
-from elastic.protocol import wire
+from elastic.testing.trajectories import PlainTrajectory
 
 T = TypeVar("T")
 TIMEOUT_S = 600.0
@@ -28,7 +26,7 @@ class PlayedEpisode:
     environment: Environment
     seed: int
     noise_seed: Callable[[int], int]
-    data: wire.TrajectoryData
+    data: PlainTrajectory
     turns: int = 0
     turn: list[int] = field(default_factory=list[int])
 
@@ -40,7 +38,7 @@ class PlayedEpisode:
         self._add(chunk.token_ids, 1, chunk.logprobs, chunk.weights_version)
 
     def end(self, reward: float) -> None:
-        self.data = msgspec.structs.replace(self.data, reward=reward)
+        self.data.reward = reward
 
     def _add(self, token_ids: Sequence[int], trained: int, logprobs: Sequence[float], version: int) -> None:
         self.data.token_ids.extend(token_ids)
@@ -53,8 +51,7 @@ def episode(
     environment: Environment, seed: int, noise_seed: Callable[[int], int] = lambda turn: turn, name: str = ""
 ) -> PlayedEpisode:
     """One that has not begun. Those that are played at once have names that differ; by default it is the seed."""
-    data = wire.TrajectoryData(name or str(seed), [], [], [], [], 0.0)
-    return PlayedEpisode(environment, seed, noise_seed, data)
+    return PlayedEpisode(environment, seed, noise_seed, PlainTrajectory(name or str(seed)))
 
 
 class EpisodePlayer:

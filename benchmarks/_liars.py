@@ -195,7 +195,7 @@ class Liars:
         kind, rng, lie = next(self._kinds), self._rng, Liar(self._rng, self._names)
         ready_first = kind is not wire.Ready and rng.random() < 0.9
         waits_s = rng.choice((0.0, 0.0, WAIT_FOR_TURN_S))
-        own: set[str] = set()
+        own: set[int] = set()
         silent = True
         connection, _ = await dial(ticket, "", PATIENCE_S)
 
@@ -210,8 +210,8 @@ class Liars:
                 self._told.tell(wire.kind_of(kind))
 
         def hear(orders: list[wire.FromOrchestrator]) -> None:
-            if turns := {order.turn for order in orders if isinstance(order, wire.Generate)}:
-                own.update(turns)
+            if slots := {order.slot for order in orders if isinstance(order, wire.Generate)}:
+                own.update(slots)
                 tell()
 
         if ready_first:
@@ -230,12 +230,12 @@ async def _listen(connection: OrchestratorLink, hear: Callable[[list[wire.FromOr
         await connection.aclose()
 
 
-def _harmless(body: bytes, own: set[str]) -> bytes:
+def _harmless(body: bytes, own: set[int]) -> bytes:
     """A fitting answer to its own turn is no lie that anybody could know, so it is not given."""
     with contextlib.suppress(wire.WireError):
         message = wire.decode_from_worker(body)
-        if isinstance(message, wire.Tokens) and any(chunk.turn in own for chunk in message.chunks):
-            return wire.encode(wire.Tokens([]))[4:]
+        if isinstance(message, wire.Tokens) and own.intersection(message.chunks.slots):
+            return wire.encode(wire.Tokens.of([]))[4:]
     return body
 
 

@@ -8,11 +8,12 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from typing import TypeAlias
 
 import _common  # noqa: F401  (the path)
 import msgspec
 
-from elastic.core.types import INTEGER_MAX, TEXT_MAX, Account, Capabilities, FinishReason
+from elastic.core.types import INTEGER_MAX, TEXT_MAX, Account, Capabilities, Chunk
 from elastic.protocol import wire
 from elastic.protocol.connection import ConnectionLost, SessionRefused
 from elastic.worker.connection import OrchestratorLink, Ticket, dial
@@ -28,6 +29,7 @@ DRIP_S = 0.25
 UNREAD_BYTES = 1 << 20
 PATIENCE_S = 60.0
 LONG = "x" * TEXT_MAX
+_Said: TypeAlias = tuple[Chunk, list[int], list[float]]
 
 
 class LoneLiar:
@@ -64,7 +66,7 @@ class LoneLiar:
                 elif isinstance(order, wire.Generate):
                     self._turns[order.turn] = order
                     if self._arm == "badstart":
-                        connection.send(wire.Tokens([self._chunk(order, order.start + 5, [1])]))
+                        connection.send(wire.Tokens.of([self._chunk(order, order.start + 5, [1])]))
                 elif isinstance(order, wire.Abort):
                     self._turns.pop(order.turn, None)
 
@@ -83,7 +85,7 @@ class LoneLiar:
                 self._beat(connection)
                 if self._arm == "trickle" and self._turns:
                     empty = [self._chunk(order, order.start, []) for order in self._turns.values()]
-                    connection.send(wire.Tokens(empty))
+                    connection.send(wire.Tokens.of(empty))
             if self._arm == "drip" and loop.time() > self._drip_s + DRIP_S:
                 self._drip_s = loop.time()
                 self._drip(connection)
@@ -92,20 +94,20 @@ class LoneLiar:
                 await asyncio.sleep(0)
 
     def _drip(self, connection: OrchestratorLink) -> None:
-        chunks: list[wire.Chunk] = []
+        chunks: list[_Said] = []
         for turn, order in list(self._turns.items()):
             at = order.start + self._dripped.get((turn, order.attempt), 0)
             self._dripped[turn, order.attempt] = at + 1 - order.start
             chunks.append(self._chunk(order, at, [1]))
             if at + 1 == order.sampling.max_new_tokens:
                 del self._turns[turn]
-        connection.send(wire.Tokens(chunks))
+        connection.send(wire.Tokens.of(chunks))
 
     def _flood(self, connection: OrchestratorLink) -> None:
         for _ in range(64):
             if self._arm == "flood_tokens":
-                refused = wire.Chunk("nobody's", 1, 0, [1], [-0.5], 0, FinishReason.STALLED, detail=LONG)
-                connection.send(wire.Tokens([refused]))
+                empty = [(Chunk(order.slot, order.start, 0, -1), [], []) for order in self._turns.values()]
+                connection.send(wire.Tokens.of(empty))
             elif self._arm == "flood_reports":
                 connection.send(wire.WeightsReport(self._version, LONG, INTEGER_MAX, 86_400.0, 86_400.0))
             else:
@@ -116,9 +118,9 @@ class LoneLiar:
         waiting, accounts = len(self._turns), {Account.DECODE: 1}
         connection.send(wire.Heartbeat(CREDIT, waiting, 1, self._progress, accounts, 0, 0.0, 0, 0))
 
-    def _chunk(self, order: wire.Generate, start: int, tokens: list[int]) -> wire.Chunk:
-        logprobs = [-0.5] * len(tokens)
-        return wire.Chunk(order.turn, order.attempt, start, tokens, logprobs, self._version, prefilled_tokens=1)
+    def _chunk(self, order: wire.Generate, start: int, tokens: list[int]) -> _Said:
+        chunk = Chunk(order.slot, start, len(tokens), self._version, prefilled=1)
+        return chunk, tokens, [-0.5] * len(tokens)
 
 
 async def main() -> None:

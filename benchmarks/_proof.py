@@ -3,7 +3,6 @@
 Every incarnation's journal is replayed through a fresh core, as one history.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +16,9 @@ from elastic.core.digest import digest
 from elastic.core.ids import lease_of, parse_turn, turn_id
 from elastic.core.types import EndCause
 from elastic.protocol import wire
+from elastic.protocol.sampled import Sampled, ids_of
 from elastic.report import summarise
-from elastic.runtime.journal import MoveRow, RunDirectory, Sampled, StepRow, TrajectoryRow, TurnRow
+from elastic.runtime.journal import JournalReader, MoveRow, RunDirectory, StepRow, TrajectoryRow, TurnRow
 
 FINISHED = "finished"
 """The status of a run that came to its end by itself."""
@@ -54,13 +54,16 @@ class _Witness:
         self.over: set[str] = set()
         """Trajectories that have finished."""
 
-    def hear(self, _: int, event: e.Event, chunks: Mapping[int, wire.Chunk], commands: Sequence[c.Command]) -> None:
-        for chunk in chunks.values():
-            tokens = self.accepted.setdefault(chunk.turn, {})
-            positions = range(chunk.start, chunk.start + len(chunk.token_ids))
-            self.duplicated += sum(position in tokens for position in positions)
-            self.repeated += chunk.turn in self._finished
-            tokens.update(zip(positions, chunk.token_ids, strict=True))
+    def read_all(self, journal: JournalReader) -> None:
+        for frame in journal.frames():
+            for turn, (chunk, token_ids, _) in zip(frame.turns, frame.tokens.said(), strict=True):
+                if turn:
+                    tokens = self.accepted.setdefault(turn, {})
+                    positions = range(chunk.start, chunk.start + chunk.count)
+                    self.duplicated += sum(position in tokens for position in positions)
+                    tokens.update(zip(positions, token_ids, strict=True))
+
+    def hear(self, _: int, event: e.Event, __: wire.Tokens | None, commands: Sequence[c.Command]) -> None:
         if isinstance(event, e.TurnRequested):
             self.repeated += event.turn in self._finished
         elif isinstance(event, e.TrajectoryFinished):
@@ -72,6 +75,8 @@ class _Witness:
             match command:
                 case c.StartTurn():
                     self.repeated += command.turn in self._finished
+                case c.AcceptTokens():
+                    self.repeated += len(self._finished.intersection(command.turns))
                 case c.FinishTurn():
                     self._finished.add(command.turn)
                 case c.TrainGroup():
@@ -96,6 +101,8 @@ def judge(run: RunDirectory) -> Verdict:
     found = digest(replay(run, witness.hear))
     episodes, summary = trajectories(run), summarise(run)
     with run.journals() as journals:
+        for journal in journals:
+            witness.read_all(journal)
         said = journals[-1].meta()["digest"]
         turns = Counter(row.turn for journal in journals for row in journal.rows(TurnRow))
         steps = {row.step: row.record for journal in journals for row in journal.rows(StepRow)}
@@ -123,8 +130,10 @@ def judge_tokens(run: RunDirectory) -> tuple[int, int]:
     """
     witness = _Witness()
     with run.journals() as journals:
-        for t_ns, event, chunks in itertools.chain.from_iterable(journal.entries() for journal in journals):
-            witness.hear(t_ns, event, chunks, ())
+        for journal in journals:
+            witness.read_all(journal)
+            for t_ns, event in journal.events_of(e.TrajectoryFinished.__name__):
+                witness.hear(t_ns, event, None, ())
     finished = {name: row for name, row in trajectories(run).items() if not row.cause}
     whole: dict[str, dict[int, int]] = {}
     missing = 0
@@ -178,8 +187,8 @@ def _lost(accepted: Mapping[str, Mapping[int, int]], episodes: Mapping[str, Traj
         if row is None or row.cause:
             lost += len(wanted)
             continue
-        token_ids = msgspec.msgpack.decode(row.token_ids, type=list[int])
-        sampled = msgspec.msgpack.decode(row.sampled, type=Sampled)
-        found = [token for token, trained in zip(token_ids, sampled.trained, strict=True) if trained]
+        token_ids = ids_of(row.token_ids)
+        marks = msgspec.msgpack.decode(row.sampled, type=Sampled).trained(len(token_ids))
+        found = [token for token, trained in zip(token_ids, marks, strict=True) if trained]
         lost += sum(one != other for one, other in zip(wanted, found, strict=False)) + max(0, len(wanted) - len(found))
     return lost

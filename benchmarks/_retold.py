@@ -14,7 +14,9 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.scheduler import Scheduler
+from elastic.core.types import Chunks
 from elastic.protocol import wire
+from elastic.protocol.sampled import pack_ids, pack_logprobs
 from elastic.runtime import states
 from elastic.runtime.journal import RUNNING, RunDirectory, event_row, frame_row
 from elastic.runtime.recollection import Recollection
@@ -47,9 +49,9 @@ def retell(config: Config, providers: Sequence[str], simulated: RunDirectory, ru
     def write(t_ns: int, event: e.Event, _: object, commands: Sequence[c.Command]) -> None:
         if journal.events == events:
             raise _Enough
-        accepted = next((command.chunks for command in commands if isinstance(command, c.AcceptTokens)), ())
-        if isinstance(event, e.TokensReceived) and accepted:
-            journal.append(frame_row(event, _body(event), accepted, t_ns))
+        accepted = next((command for command in commands if isinstance(command, c.AcceptTokens)), None)
+        if isinstance(event, e.TokensReceived) and accepted is not None:
+            journal.append(frame_row(event, _frame(event.chunks), accepted, t_ns))
         else:
             journal.append(event_row(event, t_ns))
         if isinstance(event, e.WeightsPublished) and event.version % config.trainer.checkpoint_every_steps == 0:
@@ -66,15 +68,9 @@ def retell(config: Config, providers: Sequence[str], simulated: RunDirectory, ru
     _save_states(config, providers, run, stepped[-states.KEEP :])
 
 
-def _body(event: e.TokensReceived) -> bytes:
-    chunks = [
-        wire.Chunk(
-            *(k.turn, k.attempt, k.start, [TOKEN] * k.count, [LOGPROB] * k.count, k.version, k.finish),
-            *(k.cached, k.prefilled, k.detail),
-        )
-        for k in event.chunks
-    ]
-    return msgspec.msgpack.encode(wire.Tokens(chunks))
+def _frame(chunks: Chunks) -> wire.Tokens:
+    tokens = sum(chunks.counts)
+    return wire.Tokens(chunks, pack_ids([TOKEN] * tokens), pack_logprobs([LOGPROB] * tokens))
 
 
 def _save_states(

@@ -330,7 +330,8 @@ def trainer(scale: GpuExtent) -> dict[str, Any]:
     from elastic.config import TrainerConfig
     from elastic.engine.model.config import Qwen3Config
     from elastic.engine.model.qwen3 import Qwen3
-    from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
+    from elastic.protocol.wire import TrainGroupFrame
+    from elastic.testing.trajectories import PlainTrajectory
     from elastic.worker.trainer.trainer import GRPOTrainer
 
     config = Qwen3Config(**SHAPES[scale.small])
@@ -350,7 +351,7 @@ def trainer(scale: GpuExtent) -> dict[str, Any]:
                 logprobs = [mine * -math.log(config.vocab_size) for mine in ours]
                 versions = [mine * made.version for mine in ours]
                 trajectories.append(
-                    TrajectoryData(f"{index}/{member}", ids, ours, logprobs, versions, float(member % 2))
+                    PlainTrajectory(f"{index}/{member}", ids, ours, logprobs, versions, float(member % 2)).packed()
                 )
             made.train_group(TrainGroupFrame(made.version, f"g{index}", index, trajectories))
         return made.update()

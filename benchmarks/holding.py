@@ -27,7 +27,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core import saved_state
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import NS_PER_S, Account, Capabilities, EndCause, Offer, Plan, Progress, WorkerRole
+from elastic.core.types import NS_PER_S, Account, Capabilities, Chunk, Chunks, EndCause, Offer, Plan, WorkerRole
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
 from elastic.simulation import run as simulation
@@ -141,8 +141,8 @@ class Slices:
         for turn in self.core.turns.live.values():
             worker = f"spot-{number}"
             assert turn.worker == worker
-            chunk = Progress(turn.id, turn.attempt, turn.accepted, 1, 0)
-            self.tell(e.TokensReceived(worker=worker, epoch=1, chunks=(chunk,)))
+            chunk = Chunk(turn.slot, turn.accepted, 1, 0)
+            self.tell(e.TokensReceived(worker=worker, epoch=1, chunks=Chunks.of([chunk])))
 
 
 def slices(count: int) -> dict[str, float]:

@@ -48,6 +48,7 @@ from elastic.core.types import WeightMode
 from elastic.environments.base import Environment, StepResult
 from elastic.environments.frozenlake import FrozenLake, FrozenLakeSettings
 from elastic.protocol import wire
+from elastic.protocol.sampled import ids_of
 from elastic.runtime.journal import RunDirectory, TrajectoryRow, TurnRow
 from elastic.runtime.rollout import stable_hash
 from elastic.weights.source import TensorSource
@@ -207,7 +208,7 @@ class InProcess:
         self._player.play([episode for group in groups for episode in group])
         rolled_out_s = time.process_time()
         for number, group in enumerate(groups):
-            order = wire.TrainGroupFrame(step, f"{step}/{number}", number, [episode.data for episode in group])
+            order = wire.TrainGroupFrame(step, f"{step}/{number}", number, [episode.data.packed() for episode in group])
             self._trainer.train_group(order)
         self._trainer.update()
         self._load_weights()
@@ -297,7 +298,7 @@ def read_journal(run_dir: Path) -> tuple[TokenIds, float]:
     with RunDirectory(run_dir).newest_journal() as journal:
         rows, turns = journal.rows(TrajectoryRow), journal.rows(TurnRow)
     finished = [row for row in rows if not row.cause]
-    said = {row.trajectory: msgspec.msgpack.decode(row.token_ids, type=list[int]) for row in finished}
+    said = {row.trajectory: ids_of(row.token_ids) for row in finished}
     return said, mean(turn.tokens for turn in turns)
 
 

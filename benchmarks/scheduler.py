@@ -25,11 +25,12 @@ from elastic.core.types import (
     NS_PER_S,
     Account,
     Capabilities,
+    Chunk,
+    Chunks,
     EndCause,
     FinishReason,
     Offer,
     Plan,
-    Progress,
     WorkerRole,
     WorkerState,
 )
@@ -144,10 +145,9 @@ class DrivenScheduler:
         turns = [self.scheduler.turns.live[turn] for turn in record.turns] if record else []
         if record is None or not turns:
             return
-        chunks = tuple(
-            Progress(
-                turn.id,
-                turn.attempt,
+        chunks = Chunks.of(
+            Chunk(
+                turn.slot,
                 turn.accepted,
                 TOKENS,
                 0,
@@ -237,8 +237,8 @@ class DrivenScheduler:
     def _turn_aborted(self, command: c.AbortTurn) -> None:
         turn = self.scheduler.turns.live.get(command.turn)
         if turn is not None and turn.attempt == command.attempt:
-            last = Progress(turn.id, turn.attempt, turn.accepted, 1, 0, FinishReason.ABORTED)
-            self.answers.append(e.TokensReceived(worker=command.worker, epoch=command.epoch, chunks=(last,)))
+            last = Chunk(turn.slot, turn.accepted, 1, 0, FinishReason.ABORTED)
+            self.answers.append(e.TokensReceived(worker=command.worker, epoch=command.epoch, chunks=Chunks.of([last])))
 
     def _next_trajectory(self) -> None:
         self.tell(self._request(self.waiting.pop()))

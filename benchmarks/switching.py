@@ -192,7 +192,8 @@ def _train(model: str, directory: Path, times: int) -> None:
     from elastic.engine.model.checkpoint import load_model, model_tensors, write_checkpoint
     from elastic.engine.model.config import Qwen3Config
     from elastic.engine.model.qwen3 import Qwen3
-    from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
+    from elastic.protocol.wire import TrainGroupFrame
+    from elastic.testing.trajectories import PlainTrajectory
     from elastic.worker.trainer.trainer import GRPOTrainer
 
     torch.set_num_threads(1)
@@ -212,7 +213,9 @@ def _train(model: str, directory: Path, times: int) -> None:
     def train_a_group() -> None:
         slot = next(slots)
         trajectories = [
-            TrajectoryData(f"t{slot}.{reward}", [1, 2, 3, 4], [0, 0, 1, 1], [0.0, 0.0, -9.0, -9.0], [0] * 4, reward)
+            PlainTrajectory(
+                f"t{slot}.{reward}", [1, 2, 3, 4], [0, 0, 1, 1], [0.0, 0.0, -9.0, -9.0], [0] * 4, reward
+            ).packed()
             for reward in (0.0, 1.0)
         ]
         trainer.train_group(TrainGroupFrame(1, f"g{slot}", slot, trajectories))

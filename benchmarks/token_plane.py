@@ -33,9 +33,10 @@ from starlette.routing import Route
 
 from elastic.compose.plan import TRAINER_PROVIDER
 from elastic.config import Config
-from elastic.core.types import Account, Capabilities
+from elastic.core.types import Account, Capabilities, Chunk, Chunks
 from elastic.protocol import wire
 from elastic.protocol.connection import ConnectionLost
+from elastic.protocol.sampled import pack_ids, pack_logprobs
 from elastic.protocol.tls import run_certificate
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
@@ -72,11 +73,11 @@ async def _be_worker(ticket: Ticket, streams: int) -> None:
     """One worker, which has room for so many streams."""
     connection, welcome = await dial(ticket, "", PATIENCE_S)
     connection.send(wire.Ready(CAPABILITIES, 0))
-    produced: dict[str, tuple[int, int]] = {}
+    produced: dict[int, int] = {}
     born_ns = time.monotonic_ns()
 
     def hear(orders: list[wire.FromOrchestrator]) -> None:
-        produced.update({order.turn: (order.attempt, 0) for order in orders if isinstance(order, wire.Generate)})
+        produced.update({order.slot: 0 for order in orders if isinstance(order, wire.Generate)})
 
     async def speak() -> None:
         due_s = asyncio.get_running_loop().time()
@@ -87,12 +88,12 @@ async def _be_worker(ticket: Ticket, streams: int) -> None:
                 accounts_ns = {Account.DECODE: age_ns}
                 connection.send(wire.Heartbeat(streams, 0, len(produced), age_ns, accounts_ns, 0, 0.0, 0, 0))
             count = int((number + 1) * per_flush) - int(number * per_flush)
-            chunks: list[wire.Chunk] = []
-            for turn, (attempt, start) in produced.items():
-                chunks.append(wire.Chunk(turn, attempt, start, [17] * count, [-0.51] * count, 0))
-                produced[turn] = (attempt, start + count)
-            if chunks:
-                connection.send(wire.Tokens(chunks))
+            if produced:
+                tokens = count * len(produced)
+                chunks = Chunks.of(Chunk(slot, start, count, 0) for slot, start in produced.items())
+                connection.send(wire.Tokens(chunks, pack_ids([17] * tokens), pack_logprobs([-0.51] * tokens)))
+            for slot in produced:
+                produced[slot] += count
             due_s += welcome.flush_interval_s
             await asyncio.sleep(due_s - asyncio.get_running_loop().time())
 

@@ -10,18 +10,19 @@ import msgspec
 import pytest
 
 from elastic.config import JournalConfig
-from elastic.core.events import TrajectoryFinished
+from elastic.core.commands import AcceptTokens
+from elastic.core.events import TokensReceived, TrajectoryFinished
 from elastic.core.ids import parse_turn, turn_id
+from elastic.core.types import Chunk
 from elastic.protocol import wire
+from elastic.protocol.sampled import Sampled, pack_ids, pack_logprobs
 from elastic.runtime.journal import (
     JournalRecord,
     RunDirectory,
-    Sampled,
     TrajectoryRow,
     event_row,
     frame_row,
 )
-from elastic.runtime.journal.frames import tokens_event
 
 DONE, OPEN = "0/0/0", "0/0/1"
 """A trajectory that has finished, and one that has not."""
@@ -37,10 +38,10 @@ def proof() -> Iterator[ModuleType]:
         sys.path.remove(benchmarks)
 
 
-def frame(turn: str, start: int, *token_ids: int, attempt: int = 1) -> JournalRecord:
-    chunk = wire.Chunk(turn, attempt, start, list(token_ids), [-0.5] * len(token_ids), 0)
-    body = msgspec.msgpack.encode(wire.Tokens([chunk]))
-    return frame_row(tokens_event("spot-1", 1, [chunk]), body, [0], start)
+def frame(turn: str, start: int, *token_ids: int) -> JournalRecord:
+    tokens = wire.Tokens.of([(Chunk(0, start, len(token_ids), 0), token_ids, [-0.5] * len(token_ids))])
+    accepted = AcceptTokens(chunks=(0,), turns=(turn,))
+    return frame_row(TokensReceived(worker="spot-1", epoch=1, chunks=tokens.chunks), tokens, accepted, start)
 
 
 def finished(trajectory: str, *token_ids: int) -> JournalRecord:
@@ -56,8 +57,10 @@ def finished(trajectory: str, *token_ids: int) -> JournalRecord:
         cause="",
         turns=1,
         policy_tokens=count,
-        token_ids=msgspec.msgpack.encode(list(token_ids)),
-        sampled=msgspec.msgpack.encode(Sampled([1] * count, [-0.5] * count, [0] * count, 1.0)),
+        token_ids=pack_ids(token_ids),
+        sampled=msgspec.msgpack.encode(
+            Sampled([(0, count)], bytearray(pack_logprobs([-0.5] * count)), [(0, count)], reward=1.0)
+        ),
     )
 
 
@@ -85,9 +88,9 @@ WHOLE = [frame(T, 0, 1, 2), frame(T, 2, 3), ended(DONE), finished(DONE, 1, 2, 3)
     ("journals", "judged"),
     [
         pytest.param([WHOLE, [frame(U, 0, 4, 5)]], (0, 0), id="what an interruption left unfinished is not lost"),
-        pytest.param([[frame(U, 0, 4)], [frame(U, 1, 5, attempt=2)]], (0, 0), id="goes on in the next incarnation"),
-        pytest.param([[frame(U, 0, 4)], [frame(U, 2, 6, attempt=2)]], (1, 0), id="a gap in an unfinished turn"),
-        pytest.param([[frame(U, 0, 4)], [frame(U, 0, 4, attempt=2)]], (0, 1), id="generated again"),
+        pytest.param([[frame(U, 0, 4)], [frame(U, 1, 5)]], (0, 0), id="goes on in the next incarnation"),
+        pytest.param([[frame(U, 0, 4)], [frame(U, 2, 6)]], (1, 0), id="a gap in an unfinished turn"),
+        pytest.param([[frame(U, 0, 4)], [frame(U, 0, 4)]], (0, 1), id="generated again"),
         pytest.param([[*WHOLE[:2], finished(DONE, 1, 3)]], (2, 0), id="another trajectory than was accepted"),
         pytest.param([WHOLE[:3]], (3, 0), id="a trajectory that finished and is not kept"),
     ],

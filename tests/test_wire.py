@@ -12,8 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from elastic.core.types import Account, Capabilities, FinishReason, LogprobCheck, SamplingParameters, WeightMode
+from elastic.core.types import (
+    CHUNK_TOKENS_MAX,
+    TEXT_MAX,
+    Account,
+    Capabilities,
+    Chunk,
+    ChunkEnd,
+    ChunkPrompt,
+    Chunks,
+    FinishReason,
+    LogprobCheck,
+    SamplingParameters,
+    WeightMode,
+)
 from elastic.protocol import wire
+from elastic.protocol.sampled import pack_ids
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=8, device="cpu")
 
@@ -26,25 +40,20 @@ accounts = st.dictionaries(st.sampled_from(Account), counts)
 
 
 @st.composite
-def chunk(draw: st.DrawFn) -> wire.Chunk:
-    tokens = draw(st.lists(st.tuples(st.integers(0, 2**31), st.floats(-100, 0)), max_size=5))
-    return wire.Chunk(
-        turn=draw(words),
-        attempt=draw(counts),
-        start=draw(counts),
-        token_ids=[token for token, _ in tokens],
-        logprobs=[logprob for _, logprob in tokens],
-        weights_version=draw(counts),
-        finish=draw(st.none() | st.sampled_from(FinishReason)),
-        detail=draw(words),
-    )
+def said(draw: st.DrawFn) -> tuple[Chunk, list[int], list[float]]:
+    tokens = draw(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-100, 0, width=32)), max_size=5))
+    finish = draw(st.none() | st.sampled_from(FinishReason))
+    detail = "" if finish is None else draw(words)
+    few = st.integers(0, 2**31 - 1)
+    chunk = Chunk(draw(counts), draw(counts), len(tokens), draw(counts), finish, detail, draw(few), draw(few))
+    return chunk, [token for token, _ in tokens], [logprob for _, logprob in tokens]
 
 
 from_worker = st.one_of(
     st.builds(wire.Hello, st.just(wire.PROTOCOL_VERSION), words, words, st.booleans(), counts, words),
     st.builds(wire.Ready, st.just(CAPABILITIES), st.none() | counts),
     st.builds(wire.Heartbeat, counts, counts, counts, counts, accounts, counts, shares, counts, counts),
-    st.builds(wire.Tokens, st.lists(chunk(), max_size=4)),
+    st.builds(wire.Tokens.of, st.lists(said(), max_size=4)),
     st.builds(wire.WeightsReport, counts, words, counts, seconds, seconds),
     st.builds(wire.Notice, st.none() | seconds, words),
     st.builds(wire.Goodbye, words, accounts, counts),
@@ -59,8 +68,9 @@ from_orchestrator = st.one_of(
         wire.Generate,
         words,
         counts,
-        st.lists(counts),
         counts,
+        counts,
+        st.lists(st.integers(0, 2**31 - 1)).map(pack_ids).map(bytearray),
         st.builds(
             SamplingParameters,
             max_new_tokens=counts,
@@ -131,17 +141,11 @@ def test_hostile_nesting_and_lengths_are_wire_errors(body: bytes) -> None:
             decode(body)
 
 
-def test_unequal_tokens_and_logprobs_are_refused() -> None:
-    body = msgspec.msgpack.encode(["Tokens", [["turn", 1, 0, [5, 6], [-0.5], 0]]])
-    with pytest.raises(wire.WireError, match="as many tokens as log-probabilities"):
-        wire.decode_from_worker(body)
-
-
-@pytest.mark.parametrize("field", [{"attempt": -1}, {"start": -1}, {"token_ids": [-1]}])
-def test_negative_positions_and_tokens_are_refused(field: dict[str, object]) -> None:
-    good: dict[str, object] = {"turn": "t", "attempt": 1, "start": 0, "token_ids": [1], "logprobs": [0.0]}
-    body = msgspec.msgpack.encode(["Tokens", [[*(good | field).values(), 0]]])
-    with pytest.raises(wire.WireError, match=">= 0"):
+@pytest.mark.parametrize("column", ["slots", "starts", "counts"])
+def test_negative_positions_and_counts_are_refused(column: str) -> None:
+    columns = {"slots": [0], "starts": [0], "counts": [0]} | {column: [-1]}
+    body = msgspec.msgpack.encode(["Tokens", [*columns.values(), [[0, 1]]], b"", b""])
+    with pytest.raises(wire.WireError, match=rf"^Tokens\.chunks\.{column}: Expected int >= 0"):
         wire.decode_from_worker(body)
 
 
@@ -170,11 +174,55 @@ def test_the_refusal_that_other_versions_read_never_changes() -> None:
 
 def test_only_a_chunk_without_tokens_has_no_weights_version() -> None:
     """As a worker sends for a turn that it declines."""
-    declined = wire.Tokens([wire.Chunk("t", 1, 0, [], [], -1, FinishReason.ABORTED)])
+    declined = wire.Tokens.of([(Chunk(1, 0, 0, -1, FinishReason.ABORTED), [], [])])
     assert wire.decode_from_worker(wire.encode(declined)[4:]) == declined
-    claimed = msgspec.msgpack.encode(["Tokens", [["t", 1, 0, [5], [-0.5], -1]]])
+    claimed = wire.Tokens.of([(Chunk(1, 0, 1, -1), [5], [-0.5])])
     with pytest.raises(wire.WireError, match="tokens are of a weights version"):
-        wire.decode_from_worker(claimed)
+        wire.decode_from_worker(wire.encode(claimed)[4:])
+
+
+FRAME = wire.Tokens.of(
+    [
+        (Chunk(0, 5, 2, 3, prefilled=4), [7, 8], [-0.5, -1.0]),
+        (Chunk(1, 0, 1, 4, FinishReason.STOP), [9], [-0.25]),
+        (Chunk(2, 0, 0, 4, FinishReason.ABORTED, "drained"), [], []),
+    ]
+)
+
+
+@given(st.lists(said(), max_size=6))
+def test_a_frame_says_what_its_columns_are_of(chunks: list[tuple[Chunk, list[int], list[float]]]) -> None:
+    assert list(wire.Tokens.of(chunks).said()) == chunks
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"slots": [0, 1]}, "different lengths"),
+        ({"starts": [0, 1, 2, 3]}, "different lengths"),
+        ({"versions": [(3, 1), (4, 1)]}, "different lengths"),
+        ({"counts": [2, 1, 1]}, "as many token ids"),
+        ({"counts": [1, 1, 0]}, "as many token ids"),
+        ({"ends": FRAME.chunks.ends[::-1]}, "not in their order"),
+        ({"ends": [FRAME.chunks.ends[0]] * 2}, "not in their order"),
+        ({"ends": [ChunkEnd(3, FinishReason.STOP)]}, "not in their order"),
+        ({"prompts": [ChunkPrompt(3, 1, 1)]}, "not in their order"),
+        ({"token_ids": FRAME.token_ids[:-4]}, "as many token ids"),
+        ({"token_ids": FRAME.token_ids[:-1]}, "as many token ids"),
+        ({"logprobs": FRAME.logprobs + b"\0\0\0\0"}, "as many token ids"),
+        *(
+            ({"logprobs": FRAME.logprobs[:8] + struct.pack("<f", odd)}, "^log-probability")
+            for odd in (math.nan, math.inf, -math.inf, 0.5, -101.0)
+        ),
+    ],
+)
+def test_columns_that_do_not_fit_each_other_are_refused(changed: dict[str, Any], named: str) -> None:
+    of_chunks = {name: value for name, value in changed.items() if name in Chunks.__struct_fields__}
+    chunks = msgspec.structs.replace(FRAME.chunks, **of_chunks)
+    frame = msgspec.structs.replace(FRAME, **({"chunks": chunks} if of_chunks else changed))
+    assert wire.decode_from_worker(wire.encode(FRAME)[4:]) == FRAME
+    with pytest.raises(wire.WireError, match=named):
+        wire.decode_from_worker(wire.encode(frame)[4:])
 
 
 def test_fields_that_a_later_release_appends_are_ignored() -> None:
@@ -194,6 +242,8 @@ def _bounded(at: inspect.Type, where: str) -> list[str]:
             return [] if held else [where]
         case inspect.StrType():
             return [] if at.max_length is not None else [where]
+        case inspect.TupleType(item_types=types):
+            return [name for one in types for name in _bounded(one, where)]
         case inspect.ListType(item_type=item):
             return ([] if at.max_length is not None else [where]) + _bounded(item, f"{where}[]")
         case inspect.DictType(key_type=key, value_type=value):
@@ -207,6 +257,8 @@ def _bounded(at: inspect.Type, where: str) -> list[str]:
             return [name for one in types for name in _bounded(one, where)]
         case inspect.BoolType() | inspect.NoneType() | inspect.EnumType() | inspect.LiteralType():
             return []
+        case inspect.BytesType() if where in ("Tokens.token_ids", "Tokens.logprobs"):
+            return []  # As many as are counted.
         case _:
             return [f"{where}: {type(at).__name__}"]
 
@@ -238,6 +290,10 @@ def _parts(
             for field in fields:
                 name = field.encode_name
                 yield from _parts(field.type, good[name], lambda v, name=name: rebuild(good | {name: v}))
+        case inspect.TupleType(item_types=types):
+            assert isinstance(good, list)
+            for n, item in enumerate(types):
+                yield from _parts(item, good[n], lambda v, n=n: rebuild([*good[:n], v, *good[n + 1 :]]))
         case inspect.ListType(item_type=item):
             assert isinstance(good, list)
             yield from _parts(item, good[0], lambda v: rebuild([v, *good[1:]]))
@@ -290,7 +346,7 @@ GOOD = {
         [0],
     ),
     wire.Heartbeat: wire.Heartbeat(1, 1, 1, 1, {Account.IDLE: 1}, 1, 0.5, 1, 1),
-    wire.Tokens: wire.Tokens([wire.Chunk("t", 1, 0, [1], [-0.5], 0, FinishReason.STOP, 1, 1, "d")]),
+    wire.Tokens: wire.Tokens.of([(Chunk(1, 0, 1, 0, FinishReason.STOP, "d", 1, 1), [1], [-0.5])]),
     wire.WeightsReport: wire.WeightsReport(1, "", 1, 0.5, 0.5, 1, {"wire": 0.5}, [wire.UnverifiedWeights("a", "b")]),
     wire.Slept: wire.Slept(),
     wire.StillThere: wire.StillThere(),
@@ -317,12 +373,6 @@ def test_no_field_of_any_frame_holds_what_it_must_not(kind: type) -> None:
 
 
 def test_a_refusal_names_the_field() -> None:
-    body = msgspec.msgpack.encode(["Tokens", [["t", 1, 0, [1], [0.5], 0]]])
-    with pytest.raises(wire.WireError, match=r"^log-probability above 0$"):
-        wire.decode_from_worker(body)
-    body = msgspec.msgpack.encode(["Tokens", [["t", 1, 0, [1], [math.nan], 0]]])
-    with pytest.raises(wire.WireError, match=r"^log-probability that is no number"):
-        wire.decode_from_worker(body)
     body = msgspec.msgpack.encode(["Ready", {**msgspec.to_builtins(CAPABILITIES), "tflops": 0.0}, None])
     with pytest.raises(wire.WireError, match=r"^Ready\.capabilities\.tflops: Expected float > 0"):
         wire.decode_from_worker(body)
@@ -336,6 +386,7 @@ def test_texts_and_metrics_are_made_to_fit_by_their_sender() -> None:
 
 
 def test_a_frame_full_of_tokens_is_no_larger_than_what_is_read() -> None:
-    tokens = [2**53 - 1] * wire.CHUNK_TOKENS_MAX
-    chunk = wire.Chunk("x" * 100, 2**53 - 1, 0, tokens, [-99.5] * len(tokens), 2**53 - 1)
-    assert len(wire.encode(wire.Tokens([chunk] * (wire.FRAME_TOKENS // wire.CHUNK_TOKENS_MAX)))) > 0
+    tokens = [2**31 - 1] * CHUNK_TOKENS_MAX
+    chunk = Chunk(2**53 - 1, 2**53 - 1, len(tokens), 2**53 - 1, FinishReason.ERROR, "x" * TEXT_MAX)
+    said = (chunk, tokens, [-99.5] * len(tokens))
+    assert len(wire.encode(wire.Tokens.of([said] * (wire.FRAME_TOKENS // CHUNK_TOKENS_MAX)))) > 0

@@ -429,8 +429,8 @@ def check_same(config: Config, former: Config) -> None:
                 )
 
 
-Tell: TypeAlias = Callable[[Nanoseconds, e.Event, Mapping[int, wire.Chunk], Sequence[c.Command]], None]
-"""Called for each replayed event with its time, its accepted chunks by position, and the commands that followed."""
+Tell: TypeAlias = Callable[[Nanoseconds, e.Event, wire.Tokens | None, Sequence[c.Command]], None]
+"""Called for each replayed event with its time, the tokens that came in it, and the commands that followed."""
 
 
 def replay(run: StoredRun, tell: Tell = lambda *_: None) -> Scheduler:
@@ -444,6 +444,6 @@ def replay(run: StoredRun, tell: Tell = lambda *_: None) -> Scheduler:
                 scheduler = scheduler_of(journal)[1]
                 saved_state.restore(scheduler, state)
             entries = journal.entries()
-            for t_ns, event, chunks in entries if journal is chain[-1] else gone_on(entries):
-                tell(t_ns, event, chunks, scheduler.handle(event, t_ns))
+            for t_ns, event, tokens in entries if journal is chain[-1] else gone_on(entries):
+                tell(t_ns, event, tokens, scheduler.handle(event, t_ns))
     return scheduler

@@ -25,6 +25,8 @@ class ReleaseLease(_Command, frozen=True):
 class StartTurn(_Command, frozen=True):
     """Send the turn to the worker: prompt plus the `start` tokens accepted so far.
 
+    `slot` is the worker's number for it in this epoch. Numbers only grow, so one that was taken back is never given
+    again.
     `recompute`: an attempt before has been prefilled, so that what this one computes is paid again.
     """
 
@@ -32,6 +34,7 @@ class StartTurn(_Command, frozen=True):
     epoch: int
     turn: TurnId
     attempt: int
+    slot: int
     start: int
     recompute: bool = False
 
@@ -46,9 +49,11 @@ class AbortTurn(_Command, frozen=True):
 
 
 class AcceptTokens(_Command, frozen=True):
-    """Accept these chunks (by position) of the frame just handled. The other chunks are rejected."""
+    """Accept these chunks (by position) of the frame just handled, each of the turn at its place in `turns`. The other
+    chunks are rejected."""
 
     chunks: tuple[int, ...]
+    turns: tuple[TurnId, ...]
 
 
 class FinishTurn(_Command, frozen=True):

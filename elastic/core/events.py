@@ -7,13 +7,13 @@ import msgspec
 from elastic.core.types import (
     Account,
     Capabilities,
+    Chunks,
     EndCause,
     LeaseId,
     LoadPhase,
     LogprobCheck,
     Nanoseconds,
     Offer,
-    Progress,
     TrajectoryId,
     TurnId,
     WorkerId,
@@ -182,7 +182,7 @@ class TokensReceived(_Event, frozen=True):
 
     worker: WorkerId
     epoch: int
-    chunks: tuple[Progress, ...]
+    chunks: Chunks
 
 
 class TurnRequested(_Event, frozen=True):

@@ -40,6 +40,8 @@ _LAST = 1 << 20
 class Worker:
     """One engine instance of a lease.
 
+    - `slots` names the turns that it was sent in this epoch, by their numbers, until it says that their attempts have
+      ended; `sent` is how many there were.
     - `turns` maps each turn on the worker to whether it has begun; `pending` is how many have not, as far as is known.
       `due_tokens` is what all of them were expected to decode when they were sent.
     - Decoded and prefilled tokens, their times, the attempts `waiting` in the engine's queue and the progress of
@@ -81,6 +83,8 @@ class Worker:
     prefill_ns: Nanoseconds = 0
     waiting: dict[TurnId, int] = field(default_factory=dict[TurnId, int])
     loaded: tuple[LoadPhase, int] = (LoadPhase.NONE, 0)
+    slots: dict[int, TurnId] = field(default_factory=dict[int, TurnId])
+    sent: int = 0
     turns: dict[TurnId, bool] = field(default_factory=dict[TurnId, bool])
     pending: int = 0
     due_tokens: int = 0
@@ -130,6 +134,11 @@ class Worker:
     def has_place(self) -> bool:
         """Whether it would begin one more turn at once."""
         return len(self.turns) < self.places and not self.engine_pending
+
+    def begin_epoch(self, epoch: int) -> None:
+        """None of the turns that it was sent before are its any more."""
+        self.epoch, self.sent = epoch, 0
+        self.slots.clear()
 
     def introduce(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities
@@ -194,13 +203,17 @@ class Fleet:
         worker.served = worker.served or state is WorkerState.READY
         self.reindex(worker)
 
-    def assign(self, worker: Worker, turn: TurnId, due_tokens: int = 0) -> None:
+    def assign(self, worker: Worker, turn: TurnId, due_tokens: int = 0) -> int:
+        """Returns the turn's slot on the worker."""
+        slot, worker.sent = worker.sent, worker.sent + 1
+        worker.slots[slot] = turn
         worker.turns[turn] = False
         worker.due_tokens += due_tokens
         worker.pending += 1
         if worker.engine_pending:
             worker.engine_pending += 1  # Engines begin turns in order: it waits behind the others.
         self._out_of_order[worker.id] = worker
+        return slot
 
     def begin(self, worker: Worker, turn: TurnId) -> None:
         """The worker's first token of the turn has come: it is pending no longer."""

@@ -47,7 +47,7 @@ NUMBERS = {
 _HOLDING = (TurnState.RUNNING, TurnState.MOVING)
 _WORKER_WAITS = frozenset({"boot", "load", "reload", "heartbeat", "stall", "resume", "drain", "rest", "departure"})
 _LEASE_WAITS = frozenset({"grant", "slice", "release", "expiry", "early replacement"})
-_TURN_WAITS = frozenset({"token", "handover", "retry"})
+_TURN_WAITS = frozenset({"handover", "retry"})
 _NONE = frozenset[str]()
 _WAITS_OF_A_PHASE = {
     "start": Phase.STARTING,
@@ -136,8 +136,14 @@ def _check_turn(s: Scheduler, turn: Turn) -> None:
     worker = s.fleet.workers.get(turn.worker or "")
     has_it = worker is not None and turn.id in worker.turns
     require(5, has_it, lambda: f"{turn.state} on {turn.worker}, which has it not")
-    waits = "token" if turn.state is TurnState.RUNNING else "handover"
-    require(12, s.timers.waiting(waits, turn.id), lambda: f"{turn.state} without a {waits} deadline")
+    assert worker is not None
+    require(1, worker.slots.get(turn.slot) == turn.id, lambda: f"is not in slot {turn.slot} of {worker.slots}")
+    if turn.state is TurnState.RUNNING:
+        watched_ns = s.timers.until_ns("token", worker.id)
+        watched = watched_ns is not None and watched_ns <= turn.due_ns
+        require(12, watched, lambda: f"{turn.state} until {turn.due_ns}, its worker is watched until {watched_ns}")
+    else:
+        require(12, s.timers.waiting("handover", turn.id), lambda: f"{turn.state} without a handover deadline")
 
 
 def _check_worker(s: Scheduler, worker: Worker, waits: Set[str]) -> None:
@@ -423,6 +429,8 @@ def _check_waits(s: Scheduler, waits: list[Wait]) -> None:
 def _known(s: Scheduler, what: str, key: str) -> bool:
     if what in _WORKER_WAITS:
         return key in s.fleet.workers
+    if what == "token":
+        return key in s.fleet.workers and bool(s.fleet.workers[key].turns)
     if what in _LEASE_WAITS:
         return key in s.leases.leases
     if what in _TURN_WAITS:

@@ -33,6 +33,7 @@ from elastic.core.types import (
     Nanoseconds,
     Plan,
     RunWarning,
+    TurnState,
     WorkerId,
     WorkerKind,
     WorkerRole,
@@ -159,10 +160,9 @@ class RunState:
         """Return the pause after this many failures in a row. It doubles with each failure."""
         return min(self.limits.retry_base_ns << min(failures - 1, MAX_DOUBLINGS), self.limits.retry_max_ns)
 
-    def expect(self, what: str, key: str, most_ns: Nanoseconds | None = None) -> None:
-        """Wait as long as the run has the patience to, and for `most_ns` at most."""
-        after_ns = self.patience.limit_ns(what, self.now_ns)
-        self.timers.set(what, key, self.now_ns, after_ns if most_ns is None or after_ns < most_ns else most_ns)
+    def expect(self, what: str, key: str) -> None:
+        """Wait as long as the run has the patience to."""
+        self.wait(what, key, self.patience.limit_ns(what, self.now_ns))
 
     def came(self, what: str, key: str) -> None:
         """End a wait successfully, and remember how long it took."""
@@ -171,12 +171,10 @@ class RunState:
             self.patience.note(what, self.now_ns - since_ns, self.now_ns)
             self.timers.clear(what, key)
 
-    def goes_on(self, what: str, key: str, most_ns: Nanoseconds | None = None) -> None:
-        """As `came`, for a wait that continues, for `most_ns` at most."""
-        since_ns = self.timers.since_ns(what, key)
-        if since_ns is not None:
-            self.patience.note(what, self.now_ns - since_ns, self.now_ns)
-        self.expect(what, key, most_ns)
+    def goes_on(self, what: str, key: str) -> None:
+        """As `came`, for a wait that continues."""
+        self.came(what, key)
+        self.expect(what, key)
 
     def count_budget(self) -> None:
         """Compute how long the budget lasts, after a change of the run's leases or debts."""
@@ -201,6 +199,10 @@ class RunState:
         for wait in self.timers.waits():
             if wait.what not in _AT_THEIR_TIME:
                 self.wait(wait.what, wait.key, wait.until_ns - wait.since_ns)
+        for turn in self.turns.live.values():
+            turn.heard_ns, turn.due_ns = self.now_ns, self.now_ns + turn.due_ns - turn.heard_ns
+        for worker in self.fleet.workers.values():
+            self.watch_turns(worker)
 
     def sleep_through(self, event: Suspended) -> None:
         """Put off every deadline by the time in which no peer could be heard."""
@@ -208,6 +210,17 @@ class RunState:
         for turn in self.turns.live.values():
             turn.started_ns += event.for_ns
             turn.ends_ns += event.for_ns
+            turn.heard_ns += event.for_ns
+            turn.due_ns += event.for_ns
+
+    def watch_turns(self, worker: Worker) -> None:
+        """Wait for the token that is due first of the worker's running turns."""
+        running = (turn for turn in map(self.turns.live.__getitem__, worker.turns) if turn.state is TurnState.RUNNING)
+        due_ns = min((turn.due_ns for turn in running), default=None)
+        if due_ns is None:
+            self.timers.clear("token", worker.id)
+        else:
+            self.wait("token", worker.id, max(0, due_ns - self.now_ns))
 
     def hear(self, worker_id: WorkerId, epoch: int) -> Worker | None:
         """The worker, if it may be believed, and then it is alive: its epoch is current and its lease is live."""

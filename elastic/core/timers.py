@@ -113,6 +113,11 @@ class Timers:
         wait = self._waits.get((what, key))
         return None if wait is None else wait.since_ns
 
+    def until_ns(self, what: str, key: str) -> Nanoseconds | None:
+        """Until when it is waited for; None where it is not."""
+        wait = self._waits.get((what, key))
+        return None if wait is None else wait.until_ns
+
     def due(self, now_ns: Nanoseconds) -> bool:
         heap, old = self._heap, self._old_heap
         if (not heap or heap[0][0] > now_ns) and (not old or old[0][0] > now_ns):

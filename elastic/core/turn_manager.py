@@ -14,7 +14,7 @@ from elastic.core.leaving import Leaving
 from elastic.core.patience import MARGIN
 from elastic.core.run_state import RunState
 from elastic.core.turns import Turn
-from elastic.core.types import FinishReason, Nanoseconds, Progress, TrajectoryId, TurnState, WorkerId, WorkerRole
+from elastic.core.types import Chunk, FinishReason, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId, WorkerRole
 
 QUEUE_WAITS = ("capacity", "place")
 """Waits of the queue: for a worker that could ever take a turn (capacity), and for room on one (place)."""
@@ -156,7 +156,7 @@ class TurnManager:
         turn.due_tokens = round(turn.expected_tokens)
         if turn.moved_at is not None:
             turn.moved_at = turn.accepted  # What came while it was handed over has not come of the move.
-        run.fleet.assign(worker, turn.id, turn.due_tokens)
+        turn.slot = run.fleet.assign(worker, turn.id, turn.due_tokens)
         self._clear_queue_waits()
         if turn.avoided:
             run.timers.clear("retry", turn.id)
@@ -167,6 +167,7 @@ class TurnManager:
                 epoch=worker.epoch,
                 turn=turn.id,
                 attempt=turn.attempt,
+                slot=turn.slot,
                 start=turn.accepted,
                 recompute=turn.computed,
             )
@@ -181,35 +182,87 @@ class TurnManager:
     # Tokens in
 
     def _on_tokens(self, event: e.TokensReceived) -> None:
-        run = self._run
+        """Most chunks go on where their turn's accepted tokens end, and change nothing else: these take a short way,
+        whose condition stands here alone. It leads to where `_take` does."""
+        run, chunks = self._run, event.chunks
         worker = run.hear(event.worker, event.epoch)
-        accepted: list[int] = []
+        if worker is None:
+            run.ledger.lose(event.worker, sum(chunks.counts))
+            return
+        live, slots, now_ns, told = run.turns.live, worker.slots, run.now_ns, chunks.told
+        places, turns = list[int](), list[TurnId]()
         tokens = lost = 0
-        for position, chunk in enumerate(event.chunks):
-            turn = run.turns.live.get(chunk.turn)
-            if turn is None or worker is None or turn.worker != worker.id or turn.attempt != chunk.attempt:
-                lost += chunk.count
-            elif self._fits(turn, chunk):
-                accepted.append(position)
-                tokens += chunk.count
-                self._accept(turn, worker, chunk)
+        longest_ns, limit_ns, watched_ns = -1, 0, run.timers.until_ns("token", worker.id)
+        for place, (slot, start, count, version) in enumerate(chunks.plain):
+            turn = live.get(slots.get(slot, ""))
+            if (
+                turn is not None
+                and turn.slot == slot
+                and turn.worker == worker.id
+                and turn.state is TurnState.RUNNING
+                and turn.start < turn.accepted == start
+                and turn.oldest_version <= version == turn.version
+                and 0 < count < turn.max_new_tokens - start
+                and watched_ns is not None
+                and place not in told
+            ):
+                turn.accepted = start + count
+                if worker.standing < 1 or not worker.brought:
+                    run.fleet.progressed(worker, count)
+                if (took_ns := now_ns - turn.heard_ns) > longest_ns:
+                    run.patience.note("token", took_ns, now_ns)
+                    longest_ns, limit_ns = took_ns, run.patience.limit_ns("token", now_ns)
+                due_ns = now_ns + limit_ns
+                if turn.ends_ns < due_ns:
+                    due_ns = max(now_ns, turn.ends_ns)
+                turn.heard_ns, turn.due_ns = now_ns, due_ns
+                if due_ns < watched_ns:
+                    run.wait("token", worker.id, due_ns - now_ns)
+                    watched_ns = due_ns
             else:
-                lost += max(0, chunk.start + chunk.count - turn.accepted)
-                self._refuse(turn, chunk)
-        if accepted:
-            run.out.insert(0, c.AcceptTokens(chunks=tuple(accepted)))
+                turn, refused = self._take(worker, told.get(place) or Chunk(slot, start, count, version))
+                watched_ns = run.timers.until_ns("token", worker.id)
+                if turn is None:
+                    lost += refused
+                    continue
+            places.append(place)
+            turns.append(turn.id)
+            tokens += count
+        if places:
+            run.out.insert(0, c.AcceptTokens(chunks=tuple(places), turns=tuple(turns)))
         if tokens and run.timers.waiting("place", "queue"):
             run.wait("place", "queue", self._longest_ns())
         if lost:
             run.ledger.lose(event.worker, lost)
 
-    def _fits(self, turn: Turn, chunk: Progress) -> bool:
+    def _take(self, worker: Worker, chunk: Chunk) -> tuple[Turn | None, int]:
+        """Accept or refuse a chunk. Returns its turn if it was accepted, and how many tokens are lost if not."""
+        turn = found = self._in_slot(worker, chunk.slot)
+        lost = 0
+        if turn is None:
+            lost = chunk.count
+        elif self._fits(turn, chunk):
+            self._accept(turn, worker, chunk)
+        else:
+            lost = max(0, chunk.start + chunk.count - turn.accepted)
+            self._refuse(turn, chunk)
+            found = None
+        if chunk.finish is not None and self._in_slot(worker, chunk.slot) is None:
+            worker.slots.pop(chunk.slot, None)
+        return found, lost
+
+    def _in_slot(self, worker: Worker, slot: int) -> Turn | None:
+        """The turn whose present attempt the worker has there."""
+        turn = self._run.turns.live.get(worker.slots.get(slot, ""))
+        return turn if turn is not None and turn.slot == slot and turn.worker == worker.id else None
+
+    def _fits(self, turn: Turn, chunk: Chunk) -> bool:
         if chunk.start != turn.accepted or chunk.start + chunk.count > turn.max_new_tokens:
             return False
         # The version is that of the tokens: a turn that was declined has none.
         return not chunk.count or turn.oldest_version <= chunk.version <= (self._run.version or 0)
 
-    def _accept(self, turn: Turn, worker: Worker, chunk: Progress) -> None:
+    def _accept(self, turn: Turn, worker: Worker, chunk: Chunk) -> None:
         run, count, finish = self._run, chunk.count, chunk.finish
         turn.accepted += count
         turn.prefilled += chunk.prefilled
@@ -219,12 +272,12 @@ class TurnManager:
             run.fleet.begin(worker, turn.id)
         if count:
             run.fleet.progressed(worker, count)
+            turn.version = chunk.version
             run.turns.trajectories[turn.trajectory].note_token(chunk.version)
-        if turn.state is TurnState.RUNNING:
+        if turn.state is TurnState.RUNNING and (count or begins):
             if count:
-                run.goes_on("token", turn.id, max(0, turn.ends_ns - run.now_ns))
-            elif begins:
-                run.expect("token", turn.id, max(0, turn.ends_ns - run.now_ns))
+                run.patience.note("token", run.now_ns - turn.heard_ns, run.now_ns)
+            self._expect_token(turn)
         if finish in _ENDS or turn.accepted == turn.max_new_tokens:
             run.turns.served(turn, worker.id)
             tokens = turn.accepted - turn.start
@@ -240,7 +293,7 @@ class TurnManager:
         elif finish is not None:
             self._given_up(turn, chunk)
 
-    def _given_up(self, turn: Turn, chunk: Progress) -> None:
+    def _given_up(self, turn: Turn, chunk: Chunk) -> None:
         """The worker ends the attempt before the turn's end; what was accepted stays."""
         self._run.came("handover", turn.id)
         if chunk.finish is FinishReason.ERROR:
@@ -249,7 +302,7 @@ class TurnManager:
             self._prefer_others(turn, declined=not self._begun(turn))
             self._requeue(turn, f"{chunk.finish} {chunk.detail}".rstrip())
 
-    def _refuse(self, turn: Turn, chunk: Progress) -> None:
+    def _refuse(self, turn: Turn, chunk: Chunk) -> None:
         """A repeated chunk is ignored; anything else that does not fit means that this attempt cannot succeed.
 
         It counts against the worker, unless the oldest version allowed is another one than when the turn was sent.
@@ -313,7 +366,17 @@ class TurnManager:
         assert turn.worker is not None
         whole_ns = run.patience.turn_ns(turn.worker, turn.max_new_tokens - turn.accepted, run.now_ns)
         turn.ends_ns = run.now_ns + whole_ns
-        run.expect("token", turn.id, whole_ns)
+        self._expect_token(turn)
+
+    def _expect_token(self, turn: Turn) -> None:
+        """Wait for the turn's next token. Its worker is watched until the first that a turn of it is due."""
+        run = self._run
+        assert turn.worker is not None
+        turn.heard_ns = run.now_ns
+        turn.due_ns = min(run.now_ns + run.patience.limit_ns("token", run.now_ns), max(run.now_ns, turn.ends_ns))
+        watched_ns = run.timers.until_ns("token", turn.worker)
+        if watched_ns is None or turn.due_ns < watched_ns:
+            run.wait("token", turn.worker, turn.due_ns - run.now_ns)
 
     # Back from workers
 
@@ -449,7 +512,6 @@ class TurnManager:
     def _expect_handover(self, turn: Turn, reason: str) -> None:
         run = self._run
         run.turns.move(turn, TurnState.MOVING, run.now_ns, reason)
-        run.timers.clear("token", turn.id)
         run.expect("handover", turn.id)
 
     def _abort(self, turn: Turn) -> None:
@@ -480,20 +542,26 @@ class TurnManager:
     def _leave_worker(self, turn: Turn) -> None:
         self._clear_waits(turn)
         if turn.worker is not None:
-            self._run.fleet.unassign(self._run.fleet.workers[turn.worker], turn.id, turn.due_tokens)
+            worker = self._run.fleet.workers[turn.worker]
+            self._run.fleet.unassign(worker, turn.id, turn.due_tokens)
+            if not worker.turns:
+                self._run.timers.clear("token", worker.id)
 
     def _clear_waits(self, turn: Turn) -> None:
-        self._run.timers.clear("token", turn.id)
         self._run.timers.clear("handover", turn.id)
         if turn.avoided:
             self._run.timers.clear("retry", turn.id)
 
-    def _token_due(self, turn_id: str) -> None:
-        turn = self._run.turns.live[turn_id]
-        cause = "not done in time" if self._run.now_ns >= turn.ends_ns else "no token in time"
-        self._abort(turn)
-        self._failed_by_worker(turn, cause, declined=not self._begun(turn))
-        self._requeue_unheard(turn, cause)
+    def _token_due(self, worker_id: WorkerId) -> None:
+        run = self._run
+        worker = run.fleet.workers[worker_id]
+        for turn in self._of(worker):
+            if turn.state is TurnState.RUNNING and turn.due_ns <= run.now_ns:
+                cause = "not done in time" if run.now_ns >= turn.ends_ns else "no token in time"
+                self._abort(turn)
+                self._failed_by_worker(turn, cause, declined=not self._begun(turn))
+                self._requeue_unheard(turn, cause)
+        run.watch_turns(worker)
 
     def _handover_due(self, turn_id: str) -> None:
         turn = self._run.turns.live[turn_id]

@@ -25,8 +25,10 @@ class Turn:
     - `given_back` maps each worker that returned the turn to how often it did, and until when the turn may not go
       there.
     - `avoided` are the workers, in order, that are excluded while the turn is queued now.
-    - Of the attempt: it was sent at `sent_ns`, with `start` tokens accepted and versions from `sent_version` on
-      allowed; it is over at `ends_ns`, however many tokens still come.
+    - Of the attempt: it was sent at `sent_ns` into `slot`, with `start` tokens accepted and versions from
+      `sent_version` on allowed; it is over at `ends_ns`, however many tokens still come. While it runs its worker was
+      last heard of it at `heard_ns`, and has until `due_ns` for the next token.
+    - `version` is that of its last accepted token.
     """
 
     id: TurnId
@@ -47,8 +49,12 @@ class Turn:
     worker: WorkerId | None = None
     sent_ns: Nanoseconds = 0
     sent_version: int = 0
+    slot: int = -1
     start: int = 0
     ends_ns: Nanoseconds = 0
+    heard_ns: Nanoseconds = 0
+    due_ns: Nanoseconds = 0
+    version: int | None = None
     due_tokens: int = 0
     """Tokens that it was expected to decode when it was sent to its worker."""
     started_ns: Nanoseconds = 0

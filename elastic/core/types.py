@@ -4,7 +4,9 @@ Tokens are opaque here: the core knows (attempt, start, count), never ids. Times
 the clock of whichever shell drives the core; the core itself never reads one.
 """
 
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
+from itertools import chain, repeat
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -223,15 +225,22 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         return round((self.grant_within_s or 0.0) * NS_PER_S)
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One chunk of a turn as the core sees it: `count` tokens of weights `version` from position `start` on.
+CHUNK_TOKENS_MAX = 1 << 16
+CHUNKS_MAX = 1 << 14
+PROMPT_TOKENS_MAX = 2**31 - 1
+"""More than any context holds."""
 
-    `prefilled` prompt tokens were computed for it, and `cached` more found in a prefix cache. Without tokens there is
-    no version, whatever it says.
+PromptTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=PROMPT_TOKENS_MAX)]
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Some tokens of a turn: `count` of weights `version`, from position `start` on.
+
+    `slot` is the number that the worker was given with the turn. `prefilled` prompt tokens were computed for it, and
+    `cached` more found in a prefix cache. Without tokens there is no version, whatever it says.
     """
 
-    turn: TurnId
-    attempt: int
+    slot: int
     start: int
     count: int
     version: int
@@ -239,6 +248,86 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     detail: str = ""
     prefilled: int = 0
     cached: int = 0
+
+
+class ChunkEnd(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The chunk at `place` is the last of its attempt."""
+
+    place: Count
+    finish: FinishReason
+    detail: Text = ""
+
+
+class ChunkPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the chunk at `place` tells of its prompt; fields as in `Chunk`."""
+
+    place: Count
+    prefilled: PromptTokens
+    cached: PromptTokens
+
+
+class Chunks(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Chunks in columns: chunk i has `counts[i]` tokens from position `starts[i]` on, of the turn in slot `slots[i]`.
+
+    `versions` are runs (weights version, chunks); `ends` and `prompts`, ordered by place, are of few chunks.
+    """
+
+    slots: Annotated[list[Count], msgspec.Meta(max_length=CHUNKS_MAX)]
+    starts: Annotated[list[Count], msgspec.Meta(max_length=CHUNKS_MAX)]
+    counts: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, le=CHUNK_TOKENS_MAX)]], msgspec.Meta(max_length=CHUNKS_MAX)
+    ]
+    versions: Annotated[
+        list[tuple[Annotated[int, msgspec.Meta(ge=-1, le=INTEGER_MAX)], Count]], msgspec.Meta(max_length=CHUNKS_MAX)
+    ]
+    ends: Annotated[list[ChunkEnd], msgspec.Meta(max_length=CHUNKS_MAX)] = []
+    prompts: Annotated[list[ChunkPrompt], msgspec.Meta(max_length=CHUNKS_MAX)] = []
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk]) -> "Chunks":
+        columns = cls([], [], [], [], [], [])
+        for place, chunk in enumerate(chunks):
+            columns.slots.append(chunk.slot)
+            columns.starts.append(chunk.start)
+            columns.counts.append(chunk.count)
+            run = columns.versions.pop()[1] if columns.versions and columns.versions[-1][0] == chunk.version else 0
+            columns.versions.append((chunk.version, run + 1))
+            if chunk.finish is not None:
+                columns.ends.append(ChunkEnd(place, chunk.finish, chunk.detail))
+            if chunk.prefilled or chunk.cached:
+                columns.prompts.append(ChunkPrompt(place, chunk.prefilled, chunk.cached))
+        return columns
+
+    @property
+    def plain(self) -> Iterator[tuple[int, int, int, int]]:
+        """Slot, start, count and version of each chunk."""
+        if len(self.versions) == 1:
+            versions = repeat(self.versions[0][0], len(self.slots))
+        else:
+            versions = chain.from_iterable(repeat(version, chunks) for version, chunks in self.versions)
+        return zip(self.slots, self.starts, self.counts, versions, strict=True)
+
+    @property
+    def told(self) -> Mapping[int, Chunk]:
+        """By place, the chunks of which there is more to say than `plain` does."""
+        if not self.ends and not self.prompts:
+            return {}
+        ends, prompts = {end.place: end for end in self.ends}, {prompt.place: prompt for prompt in self.prompts}
+        found: dict[int, Chunk] = {}
+        for place, plain in enumerate(self.plain):
+            end, prompt = ends.get(place), prompts.get(place)
+            if end is not None or prompt is not None:
+                finish, detail = (None, "") if end is None else (end.finish, end.detail)
+                prefilled, cached = (0, 0) if prompt is None else (prompt.prefilled, prompt.cached)
+                found[place] = Chunk(*plain, finish, detail, prefilled, cached)
+        return found
+
+    def __iter__(self) -> Iterator[Chunk]:
+        told = self.told
+        return (told.get(place) or Chunk(*plain) for place, plain in enumerate(self.plain))
+
+    def __len__(self) -> int:
+        return len(self.slots)
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,7 +63,7 @@ class WorkerManager:
             return
         self._turns.cut_off(worker, "the worker's session moved to a new connection")
         self._turns.come_back(worker)
-        worker.epoch = event.epoch
+        worker.begin_epoch(event.epoch)
         worker.introduce(event.capabilities)
         if noise := event.capabilities.logprob_noise or 0.0:
             run.agreement.declare(worker.id, run.plan.mismatch_max + noise)

@@ -14,17 +14,22 @@ import contextlib
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
+import numpy as np
 from msgspec import inspect
 
 from elastic.core.types import (
-    INTEGER_MAX,
     TEXT_MAX,
     Account,
     Capabilities,
+    Chunk,
+    ChunkEnd,
+    ChunkPrompt,
+    Chunks,
     Count,
     FinishReason,
     LoadPhase,
@@ -43,17 +48,18 @@ from elastic.protocol.frames import (
     WireError,
     framed,
 )
+from elastic.protocol.sampled import TOKEN_BYTES, Sampled, ids_of, logprobs_of, pack_ids, pack_logprobs
 
 __all__ = ["MAX_FRAME_BYTES", "SECONDS_MAX", "FrameBuffer", "RefusedFrame", "Seconds", "WireError"]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_WORKER_FRAME_BYTES = 4 * 1024 * 1024
 """Largest frame from a worker. Decoding it takes some ten milliseconds, in which the orchestrator does nothing else."""
 
-CHUNK_TOKENS_MAX = 1 << 16
-CHUNKS_MAX = 1 << 14
 FRAME_TOKENS = 1 << 17
 """A worker ends a frame at as many tokens: less than `MAX_WORKER_FRAME_BYTES`, however long its turns."""
+PART_BYTES = 8 * 1024 * 1024
+"""Of a group's trajectories as many go into one frame: what others say to its worker waits for no more."""
 
 MAX_HELLO_BYTES = 4096
 """Most bytes that an unknown peer can make the orchestrator hold before it has shown a ticket."""
@@ -65,15 +71,11 @@ LOGPROB_MAX = 1e-3
 ENTRIES_MAX = 4096
 """Most entries of one table in a message, such as a step's metrics or the layers of a model."""
 REFUSALS_MAX = 256
-PROMPT_TOKENS_MAX = 2**31 - 1
-"""More than any context holds."""
 
-LogProbability: TypeAlias = Annotated[float, msgspec.Meta(ge=LOGPROB_MIN, le=LOGPROB_MAX)]
 Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 PublicKey: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$", max_length=64)]
 """An Ed25519 one, in hexadecimal; empty where there is none."""
-PromptTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=PROMPT_TOKENS_MAX)]
 LogprobChecks: TypeAlias = Annotated[list[LogprobCheck], msgspec.Meta(max_length=ENTRIES_MAX)]
 Metrics: TypeAlias = Annotated[dict[Text, Finite], msgspec.Meta(max_length=ENTRIES_MAX)]
 
@@ -158,35 +160,55 @@ class Heartbeat(_Message, frozen=True):
     late_iterations: Count = 0
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of one attempt, at positions `start`… of the turn's output, all of one weights version.
+class Tokens(_Message, frozen=True):
+    """The engine's output since the last frame; sent at most a flush interval after a token.
 
-    Plain lists: packed bytes are 10 % smaller, but slower to turn into the integers that every receiver needs.
+    `token_ids` (int32) and `logprobs` (float32) are those of all chunks, one after the other, as bytes.
     """
 
-    turn: Text
-    attempt: Count
-    start: Count
-    token_ids: Annotated[list[Count], msgspec.Meta(max_length=CHUNK_TOKENS_MAX)]
-    logprobs: Annotated[list[LogProbability], msgspec.Meta(max_length=CHUNK_TOKENS_MAX)]
-    weights_version: Annotated[int, msgspec.Meta(ge=-1, le=INTEGER_MAX)]
-    """-1 where there are no tokens that it could be of."""
-    finish: FinishReason | None = None
-    cached_tokens: PromptTokens = 0
-    prefilled_tokens: PromptTokens = 0
-    detail: Text = ""
+    chunks: Chunks
+    token_ids: bytes
+    logprobs: bytes
 
-    def __post_init__(self) -> None:
-        if len(self.token_ids) != len(self.logprobs):
-            raise ValueError("as many tokens as log-probabilities are expected")
-        if self.token_ids and self.weights_version < 0:
-            raise ValueError("tokens are of a weights version")
+    @classmethod
+    def of(cls, said: Iterable[tuple[Chunk, Sequence[int], Sequence[float]]]) -> "Tokens":
+        """Chunks, each with its ids and log-probabilities."""
+        chunks, ids, logprobs = list[Chunk](), list[int](), list[float]()
+        for chunk, of_ids, of_logprobs in said:
+            chunks.append(chunk)
+            ids += of_ids
+            logprobs += of_logprobs
+        return cls(Chunks.of(chunks), pack_ids(ids), pack_logprobs(logprobs))
+
+    def said(self) -> Iterator[tuple[Chunk, list[int], list[float]]]:
+        """What `of` was given, rounded to float32."""
+        ids, logprobs, at = ids_of(self.token_ids), logprobs_of(self.logprobs), 0
+        for chunk in self.chunks:
+            yield chunk, ids[at : at + chunk.count], logprobs[at : at + chunk.count]
+            at += chunk.count
+
+    def check(self) -> None:
+        """Raises `WireError` where the columns do not fit each other, or a log-probability is none."""
+        chunks, tokens = self.chunks, sum(self.chunks.counts)
+        if not len(chunks.slots) == len(chunks.starts) == len(chunks.counts) == sum(n for _, n in chunks.versions):
+            raise WireError("Tokens.chunks: columns of different lengths")
+        if not len(self.token_ids) == len(self.logprobs) == TOKEN_BYTES * tokens:
+            raise WireError("Tokens: as many token ids and log-probabilities are expected as are counted")
+        if not (_ordered(chunks.ends, len(chunks)) and _ordered(chunks.prompts, len(chunks))):
+            raise WireError("Tokens.chunks: what is told of chunks is not in their order")
+        if any(version < 0 for version, _ in chunks.versions) and any(k.count and k.version < 0 for k in chunks):
+            raise WireError("Tokens.chunks: tokens are of a weights version")
+        if tokens:
+            logprobs = np.frombuffer(self.logprobs, np.float32)
+            if not logprobs.min() >= LOGPROB_MIN:
+                raise WireError("log-probability that is no number, or lower than a sampled token's can be")
+            if logprobs.max() > LOGPROB_MAX:
+                raise WireError("log-probability above 0")
 
 
-class Tokens(_Message, frozen=True):
-    """The engine's output since the last frame; sent at most `flush_interval_s` after a token."""
-
-    chunks: Annotated[list[Chunk], msgspec.Meta(max_length=CHUNKS_MAX)]
+def _ordered(told: Sequence[ChunkEnd | ChunkPrompt], chunks: int) -> bool:
+    """Whether these are of different chunks of so many, in order."""
+    return not told or (all(a.place < b.place for a, b in pairwise(told)) and told[-1].place < chunks)
 
 
 class UnverifiedWeights(msgspec.Struct, frozen=True):
@@ -317,14 +339,22 @@ class Waiting(_Message, frozen=True):
 
 
 class Generate(_Message, frozen=True):
-    """Start an attempt; fields as in `elastic.engine.base.GenerateRequest`."""
+    """Start an attempt; fields as in `elastic.engine.base.GenerateRequest`, with the ids packed.
+
+    What the worker says of it carries its `slot`, until the chunk that ends the attempt.
+    """
 
     turn: str
     attempt: int
-    token_ids: list[int]
+    slot: int
     start: int
+    token_ids: bytearray
     sampling: SamplingParameters
     recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) % TOKEN_BYTES:
+            raise ValueError(f"token ids of {TOKEN_BYTES} bytes each are expected")
 
 
 class Abort(_Message, frozen=True):
@@ -363,20 +393,23 @@ class Ping(_Message, frozen=True):
 
 
 class TrajectoryData(msgspec.Struct, frozen=True, array_like=True):
-    """A finished trajectory for the trainer.
-
-    `token_ids` is the whole episode, prompt and observations included; `trained[i]` is 1 where token i was
-    sampled by the policy, and then `logprobs[i]` and `versions[i]` are its own (0 elsewhere). `origins` says which
-    workers sampled these, and how many each, in their order; empty where that is not known.
-    """
+    """A finished trajectory for the trainer. `token_ids` (packed) is the whole episode, prompt and observations
+    included."""
 
     trajectory: str
-    token_ids: list[int]
-    trained: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    reward: float
-    origins: list[tuple[str, int]] = []
+    token_ids: bytearray
+    sampled: Sampled
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes in a frame."""
+        return len(self.token_ids) + len(self.sampled.logprobs) + 1024
+
+
+class TrajectoriesFrame(_Message, frozen=True, tag="Trajectories"):
+    """Trajectories of the group of the `TrainGroupFrame` or `SkipGroup` that follows, before those that it has."""
+
+    trajectories: list[TrajectoryData]
 
 
 class TrainGroupFrame(_Message, frozen=True, tag="TrainGroup"):
@@ -404,6 +437,19 @@ class SkipGroup(_Message, frozen=True):
     reason: str
     tokens: int = 0
     trajectories: list[TrajectoryData] = []
+
+
+def in_parts(order: TrainGroupFrame | SkipGroup) -> "list[TrajectoriesFrame | TrainGroupFrame | SkipGroup]":
+    """The frames of an order: the last one is the order, with the trajectories that those before it do not have."""
+    frames: list[TrajectoriesFrame | TrainGroupFrame | SkipGroup] = []
+    part, size_bytes = list[TrajectoryData](), 0
+    for trajectory in order.trajectories:
+        if part and size_bytes + trajectory.size_bytes > PART_BYTES:
+            frames.append(TrajectoriesFrame(part))
+            part, size_bytes = [], 0
+        part.append(trajectory)
+        size_bytes += trajectory.size_bytes
+    return [*frames, msgspec.structs.replace(order, trajectories=part)]
 
 
 class UpdateFrame(_Message, frozen=True, tag="Update"):
@@ -441,6 +487,7 @@ FromOrchestrator: TypeAlias = (
     | Wake
     | Drain
     | Ping
+    | TrajectoriesFrame
     | TrainGroupFrame
     | SkipGroup
     | UpdateFrame
@@ -504,11 +551,14 @@ def decode_hello(body: bytes | memoryview) -> Hello:
 def decode_from_worker(body: bytes | memoryview) -> FromWorker:
     """Raises `WireError` on anything that is not one of a worker's messages, and names the field that is not."""
     try:
-        return _from_worker.decode(body)
+        message = _from_worker.decode(body)
     except msgspec.ValidationError as error:
         raise WireError(_named(body, str(error))) from error
     except _UNDECODABLE as error:
         raise WireError(f"not a worker's message: {error}") from error
+    if type(message) is Tokens:
+        message.check()
+    return message
 
 
 class UnreadableOrder(UnreadableFrame):
@@ -520,8 +570,7 @@ class UnreadableOrder(UnreadableFrame):
 
     def answer(self) -> Tokens:
         order, detail = self._named, clipped(f"its worker cannot read the order: {self}")
-        end = Chunk(order.turn, order.attempt, order.start, [], [], -1, FinishReason.ERROR, detail=detail)
-        return Tokens([end])
+        return Tokens.of([(Chunk(order.slot, order.start, 0, -1, FinishReason.ERROR, detail), (), ())])
 
 
 def decode_from_orchestrator(body: bytes | memoryview) -> FromOrchestrator:
@@ -547,17 +596,12 @@ class _NamedAttempt(msgspec.Struct, array_like=True):
     kind: str
     turn: Text
     attempt: Count
-    token_ids: Any
+    slot: Count
     start: Count
 
 
 _tag = msgspec.msgpack.Decoder(_Tagged)
 _order = msgspec.msgpack.Decoder(_NamedAttempt)
-_PLAIN = {
-    ("logprobs", "Expected `float` <="): "log-probability above 0",
-    ("logprobs", "Expected `float` >="): "log-probability that is no number, or lower than a sampled token's can be",
-}
-"""Plain words for a decoder's expectation, by field name."""
 _STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.(\w+)")
 
 
@@ -571,8 +615,7 @@ def _named(body: bytes | memoryview, problem: str) -> str:
     if kind not in _KINDS:
         return f"not a worker's message: {found}"
     names = [kind, *_fields(_KINDS[kind], path.removeprefix("`$"))]
-    plain = _PLAIN.get((names[-1], found.rpartition(" ")[0]))
-    return plain or f"{'.'.join(names)}: {found.replace('`', '')}"
+    return f"{'.'.join(names)}: {found.replace('`', '')}"
 
 
 def _fields(at: inspect.Type, path: str) -> list[str]:
@@ -587,6 +630,8 @@ def _fields(at: inspect.Type, path: str) -> list[str]:
                 at = fields[number].type
             case inspect.ListType(item_type=inner) | inspect.DictType(value_type=inner):
                 at = inner
+            case inspect.TupleType(item_types=inner) if position.isdigit():
+                at = inner[int(position)]
             case _:
                 break
     return names

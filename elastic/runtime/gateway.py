@@ -73,10 +73,6 @@ class WorkerListener(Protocol):
 
     def on_message(self, worker: WorkerId, epoch: int, message: wire.FromWorker) -> None: ...
 
-    def on_tokens(self, worker: WorkerId, epoch: int, tokens: wire.Tokens, body: memoryview) -> None:
-        """A message like others; `body` is the frame that it was decoded from."""
-        ...
-
     def on_disconnected(self, worker: WorkerId, epoch: int, goodbye: bool) -> None:
         """`goodbye` when the worker drained and said so; its Goodbye has come as a message before."""
         ...
@@ -224,6 +220,7 @@ class Door:
         session = self._sessions.get(worker)
         if session is not None and session.link is not None and session.epoch == epoch:
             session.link.send(message)
+            session.claims.ordered(message)
             if session.allowances is not None:
                 session.allowances.ordered(message)
 
@@ -355,7 +352,7 @@ class Door:
         if isinstance(message, wire.Heartbeat) and session.ready:
             message = self._in_time(session, message)
         if message is not None:
-            self._receive(session, message, body)
+            self._receive(session, message)
 
     def _believable(self, session: "_Session", report: wire.WeightsReport) -> wire.WeightsReport | None:
         """What is believed of a report on weights. What cannot be counts against the worker, and is not shown."""
@@ -412,7 +409,7 @@ class Door:
         session.cut(wire.RefusedFrame(session.fenced, retry=False))
         self._listener.on_barred(session.worker, session.epoch, cause)
 
-    def _receive(self, session: "_Session", message: wire.FromWorker, body: memoryview) -> None:
+    def _receive(self, session: "_Session", message: wire.FromWorker) -> None:
         if isinstance(message, wire.StillThere) and not session.ready:
             return
         greeting = isinstance(message, wire.Ready | wire.Hello)
@@ -425,10 +422,7 @@ class Door:
             self._listener.on_ready(session.worker, session.epoch, message)
         else:
             session.said_goodbye = isinstance(message, wire.Goodbye)
-            if isinstance(message, wire.Tokens):
-                self._listener.on_tokens(session.worker, session.epoch, message, body)
-            else:
-                self._listener.on_message(session.worker, session.epoch, message)
+            self._listener.on_message(session.worker, session.epoch, message)
 
     def _end_epoch(self, session: "_Session") -> None:
         """End the session's present epoch, if there is one, and tell the listener."""
@@ -511,6 +505,7 @@ class _Session:
         key = key or self._untold_key
         self._untold_key = ""
         self.epoch += 1
+        self.claims.begin_epoch()
         self.link = link
         return key
 

@@ -7,7 +7,6 @@ from elastic.core import events as e
 from elastic.core.ids import lease_of, provider_of
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId
 from elastic.protocol import wire
-from elastic.runtime.journal import TokenFrame, tokens_event
 from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.trainer import GatewayTrainer
@@ -35,6 +34,7 @@ class Listener:
         self._trust = trust
         self._stepped = stepped
         self._hear: dict[type[Any], Callable[[WorkerId, int, Any], None]] = {
+            wire.Tokens: lambda w, n, m: run.feed(e.TokensReceived(worker=w, epoch=n, chunks=m.chunks), m),
             wire.Heartbeat: self._on_heartbeat,
             wire.WeightsReport: self._on_weights,
             wire.Slept: lambda w, n, _: run.feed(e.WorkerSlept(worker=w, epoch=n)),
@@ -63,9 +63,6 @@ class Listener:
         hear = self._hear.get(type(message))
         if hear is not None and not self.trainer.answered(worker, epoch, message):
             hear(worker, epoch, message)
-
-    def on_tokens(self, worker: WorkerId, epoch: int, tokens: wire.Tokens, body: memoryview) -> None:
-        self._run.feed(tokens_event(worker, epoch, tokens.chunks), TokenFrame(tokens.chunks, body))
 
     def on_disconnected(self, worker: WorkerId, epoch: int, goodbye: bool) -> None:
         self._run.feed(e.WorkerDisconnected(worker=worker, epoch=epoch, goodbye=goodbye))

@@ -71,8 +71,9 @@ class GatewayWorkers:
             wire.Generate(
                 turn=order.turn,
                 attempt=order.attempt,
-                token_ids=prompt.prompt + prompt.token_ids,
+                slot=order.slot,
                 start=order.start,
+                token_ids=prompt.prompt + prompt.token_ids,
                 sampling=prompt.sampling,
                 recompute=order.recompute,
             ),

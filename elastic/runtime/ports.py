@@ -109,8 +109,8 @@ class Trajectories(Stateful, Protocol):
         """Returns what a worker needs to generate the turn; None if no trajectory waits for it, or not yet."""
         ...
 
-    def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: Any) -> None:
-        """The frame's chunks at these positions count."""
+    def accept(self, event: e.TokensReceived, accepted: c.AcceptTokens, payload: Any) -> None:
+        """Of the frame, the `accepted` chunks count."""
         ...
 
     def finish_turn(self, turn: TurnId) -> None: ...

@@ -1,6 +1,6 @@
 """A run rebuilt from its journals, without carrying anything out: the state where the next incarnation begins."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import msgspec
@@ -9,14 +9,13 @@ from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds
 from elastic.protocol import wire
-from elastic.runtime.journal import TokenFrame
 from elastic.runtime.ports import Ports
 from elastic.runtime.rollout import Rollouts
 from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.trainer import GatewayTrainer
 
-Entry: TypeAlias = tuple[Nanoseconds, e.Event, Mapping[int, wire.Chunk]]
+Entry: TypeAlias = tuple[Nanoseconds, e.Event, wire.Tokens | None]
 
 _AFTER_A_STOP = (
     *(e.CapSet, e.BudgetSet, e.StopCommanded, e.FunctionsBilled),
@@ -44,11 +43,11 @@ def gone_on(entries: Iterable[Entry]) -> Iterator[Entry]:
     for entry in entries:
         if isinstance(entry[1], e.StopRequested | e.StopCommanded | e.BudgetExhausted):
             stopped = True
-            yield entry[0], e.Resumed(), {}
+            yield entry[0], e.Resumed(), None
             if isinstance(entry[1], e.StopCommanded):
-                yield entry[0], msgspec.structs.replace(entry[1], undone=True), {}
+                yield entry[0], msgspec.structs.replace(entry[1], undone=True), None
         elif stopped and isinstance(entry[1], e.LeaseRefused):
-            yield entry[0], msgspec.structs.replace(entry[1], withdrawn=True), {}
+            yield entry[0], msgspec.structs.replace(entry[1], withdrawn=True), None
         elif not stopped or isinstance(entry[1], _AFTER_A_STOP):
             yield entry
 
@@ -65,8 +64,8 @@ class Recollection:
 
     def hear(self, entries: Iterable[Entry]) -> None:
         """Replay a journal's entries that still hold."""
-        for t_ns, event, chunks in gone_on(entries):
-            self._run.recall(t_ns, event, TokenFrame(chunks, b""))
+        for t_ns, event, tokens in gone_on(entries):
+            self._run.recall(t_ns, event, tokens)
 
     def saved(self) -> bytes:
         return self._run.saved()

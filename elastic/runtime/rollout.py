@@ -14,8 +14,9 @@ import asyncio
 import contextlib
 import hashlib
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -24,12 +25,13 @@ import structlog
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.ids import parse_trajectory, parse_turn, turn_id
-from elastic.core.types import SamplingParameters, TrajectoryId, TurnId, WorkerId
+from elastic.core.ids import parse_trajectory, turn_id
+from elastic.core.types import SamplingParameters, TrajectoryId, TurnId
 from elastic.environments.answers import Answers, BadAnswer
 from elastic.environments.base import Environment
 from elastic.protocol import wire
-from elastic.runtime.journal import Sampled, TokenFrame, TrajectoryRow
+from elastic.protocol.sampled import TOKEN_BYTES, Sampled, ids_of, pack_ids
+from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.ports import Feed
 from elastic.runtime.tasks import Spawn
 from elastic.system.plain_values import told
@@ -64,7 +66,7 @@ class NoRoom(Exception):
 
 @dataclass(slots=True)
 class OpenTurn:
-    """A turn of a running trajectory: its context and its accepted tokens.
+    """A turn of a running trajectory: its context and its accepted tokens, packed.
 
     `ended` is None while the turn is in progress, empty once it is finished, else the cause for which it was given up.
     For a recalled turn, `prompt`, `sampling` and `done` (the future of the waiting environment) are set when its
@@ -73,20 +75,12 @@ class OpenTurn:
 
     id: TurnId
     prompt_tokens: int
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    origins: list[tuple[WorkerId, int]] = field(default_factory=list[tuple[WorkerId, int]])
+    token_ids: bytearray = field(default_factory=bytearray)
+    sampled: Sampled = field(default_factory=Sampled)
     ended: str | None = None
-    prompt: list[int] = field(default_factory=list[int])
+    prompt: bytearray = field(default_factory=bytearray)
     sampling: SamplingParameters | None = None
     done: asyncio.Future[None] | None = None
-
-    def accept(self, chunk: wire.Chunk, worker: WorkerId) -> None:
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self.versions += [chunk.weights_version] * len(chunk.token_ids)
-        _extend(self.origins, worker, len(chunk.token_ids))
 
     def end(self, cause: str) -> None:
         self.ended = cause
@@ -96,73 +90,45 @@ class OpenTurn:
 
 @dataclass(slots=True)
 class RolloutTrajectory:
-    """A trajectory's tokens so far; `trained` marks tokens that the policy sampled."""
+    """A trajectory's tokens so far, packed, and which of them the policy sampled."""
 
     trajectory: TrajectoryId
     started_ns: int
     seed: int
-    token_ids: list[int] = field(default_factory=list[int])
-    trained: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    origins: list[tuple[WorkerId, int]] = field(default_factory=list[tuple[WorkerId, int]])
-    """Whose the sampled tokens are, in their order."""
+    token_ids: bytearray = field(default_factory=bytearray)
+    sampled: Sampled = field(default_factory=Sampled)
     turns: int = 0
     tag: str = ""
-    reward: float = 0.0
     truncated: bool = False
     """A limit of turns or tokens ended it, not its environment."""
 
-    def observe(self, token_ids: list[int]) -> None:
-        count = len(token_ids)
-        self.token_ids += token_ids
-        self.trained += [0] * count
-        self.logprobs += [0.0] * count
-        self.versions += [0] * count
-
-    def act(self, turn: OpenTurn) -> None:
-        self.turns += 1
-        self.token_ids += turn.token_ids
-        self.trained += [1] * len(turn.token_ids)
-        self.logprobs += turn.logprobs
-        self.versions += turn.versions
-        for worker, count in turn.origins:
-            _extend(self.origins, worker, count)
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids) // TOKEN_BYTES
 
     @property
     def policy_tokens(self) -> int:
-        return sum(self.trained)
+        return self.sampled.tokens
 
-    @property
-    def sampled(self) -> Sampled:
-        return Sampled(self.trained, self.logprobs, self.versions, self.reward, self.origins)
+    def observe(self, token_ids: Iterable[int]) -> None:
+        self.token_ids += pack_ids(token_ids)
+
+    def act(self, turn: OpenTurn) -> None:
+        self.turns += 1
+        self.sampled.join(turn.sampled, self.tokens)
+        self.token_ids += turn.token_ids
 
     @classmethod
     def of(cls, row: TrajectoryRow) -> "RolloutTrajectory":
         """A finished trajectory as it was journaled; its reward is the environment's until it is scored."""
         sampled = msgspec.msgpack.decode(row.sampled, type=Sampled)
-        return cls(
-            row.trajectory,
-            row.started_ns,
-            0,
-            msgspec.msgpack.decode(row.token_ids, type=list[int]),
-            *(sampled.trained, sampled.logprobs, sampled.versions, sampled.origins),
-            turns=row.turns,
-            reward=sampled.reward if row.reward is None else row.reward,
-            truncated=row.truncated,
-        )
+        if row.reward is not None:
+            sampled.reward = row.reward
+        tokens = bytearray(row.token_ids)
+        return cls(row.trajectory, row.started_ns, 0, tokens, sampled, turns=row.turns, truncated=row.truncated)
 
     def data(self) -> wire.TrajectoryData:
-        tokens = (self.token_ids, self.trained, self.logprobs, self.versions)
-        return wire.TrajectoryData(self.trajectory, *tokens, self.reward, self.origins)
-
-
-def _extend(origins: list[tuple[WorkerId, int]], worker: WorkerId, count: int) -> None:
-    """The next `count` tokens are the worker's."""
-    if origins and origins[-1][0] == worker:
-        count += origins.pop()[1]
-    if count:
-        origins.append((worker, count))
+        return wire.TrajectoryData(self.trajectory, self.token_ids, self.sampled)
 
 
 def stable_hash(*parts: int) -> int:
@@ -255,6 +221,8 @@ class Rollouts:
     ) -> None:
         self._running: dict[TrajectoryId, list[OpenTurn]] = {}
         """Their turns, the one in progress last."""
+        self._open: dict[TurnId, OpenTurn] = {}
+        """Those in progress."""
         self._finished: dict[TrajectoryId, RolloutTrajectory | None] = {}
         """None for what is in the journal alone."""
         self._seed = seed
@@ -285,7 +253,7 @@ class Rollouts:
             case c.FailTurn():
                 self.fail_turn(command.turn, command.cause)
             case c.CancelTrajectory():
-                self._running.pop(command.trajectory, None)
+                self._leave(command.trajectory)
             case c.RecordReward() if command.reward is None:
                 self._finished.pop(command.trajectory, None)
             case c.TrainGroup() | c.DropGroup():
@@ -299,28 +267,38 @@ class Rollouts:
     def _recall_event(self, event: e.Event) -> None:
         match event:
             case e.TurnRequested():
-                if (turns := self._running.get(event.trajectory)) is not None:
-                    turns.append(OpenTurn(event.turn, event.prompt_tokens))
+                if event.trajectory in self._running:
+                    self._open_turn(event.trajectory, OpenTurn(event.turn, event.prompt_tokens))
             case e.RewardRequested() | e.TrajectoryFinished():
-                if self._running.pop(event.trajectory, None) is not None:
+                if self._leave(event.trajectory):
                     self._finished[event.trajectory] = None
             case e.TrajectoryFailed():
-                self._running.pop(event.trajectory, None)
+                self._leave(event.trajectory)
             case _:
                 pass
+
+    def _open_turn(self, trajectory: TrajectoryId, turn: OpenTurn) -> None:
+        self._running[trajectory].append(turn)
+        self._open[turn.id] = turn
+
+    def _leave(self, trajectory: TrajectoryId) -> bool:
+        """The trajectory does not run any more. Returns whether it did."""
+        turns = self._running.pop(trajectory, None)
+        if turns:
+            self._open.pop(turns[-1].id, None)
+        return turns is not None
 
     def saved(self) -> object:
         """The turns of trajectories that run, without what only this process has of them, and who has finished."""
         turns = {
-            trajectory: [
-                OpenTurn(t.id, t.prompt_tokens, t.token_ids, t.logprobs, t.versions, t.origins, t.ended) for t in of
-            ]
+            trajectory: [OpenTurn(t.id, t.prompt_tokens, t.token_ids, t.sampled, t.ended) for t in of]
             for trajectory, of in self._running.items()
         }
         return turns, list(self._finished)
 
     def restore(self, saved: tuple[dict[TrajectoryId, list[OpenTurn]], list[TrajectoryId]]) -> None:
         self._running, finished = saved
+        self._open = {turn.id: turn for turns in self._running.values() for turn in turns if turn.ended is None}
         self._finished = dict.fromkeys(finished)
 
     def resume(self) -> None:
@@ -373,26 +351,27 @@ class Rollouts:
             return True
 
     def prompt(self, turn: TurnId) -> OpenTurn | None:
-        found = self._turn(turn)
+        found = self._open.get(turn)
         return found if found is not None and found.done is not None else None
 
-    def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: TokenFrame) -> None:
-        for chunk in (payload.chunks[position] for position in chunks):
-            if (turn := self._turn(chunk.turn)) is not None:
-                turn.accept(chunk, event.worker)
+    def accept(self, event: e.TokensReceived, accepted: c.AcceptTokens, payload: wire.Tokens) -> None:
+        ids, logprobs = memoryview(payload.token_ids), memoryview(payload.logprobs)
+        chunks, worker = list(event.chunks.plain), event.worker
+        ends = list(accumulate(event.chunks.counts))
+        for name, place in zip(accepted.turns, accepted.chunks, strict=True):
+            _, _, count, version = chunks[place]
+            if count and (turn := self._open.get(name)) is not None:
+                at = slice(TOKEN_BYTES * (ends[place] - count), TOKEN_BYTES * ends[place])
+                turn.token_ids += ids[at]
+                turn.sampled.add(logprobs[at], version, worker)
 
     def finish_turn(self, turn: TurnId) -> None:
         """Let the turn's loop go on with its tokens."""
         self.fail_turn(turn, "")
 
     def fail_turn(self, turn: TurnId, cause: str) -> None:
-        if (found := self._turn(turn)) is not None:
+        if (found := self._open.pop(turn, None)) is not None:
             found.end(cause)
-
-    def _turn(self, turn: TurnId) -> OpenTurn | None:
-        """A turn in progress."""
-        turns = self._running.get(parse_turn(turn)[0])
-        return turns[-1] if turns and turns[-1].id == turn and turns[-1].ended is None else None
 
     def finished(self, trajectory: TrajectoryId) -> FinishedTrajectory:
         assert self._scoring is not None
@@ -400,11 +379,11 @@ class Rollouts:
         step, group, _ = parse_trajectory(trajectory)
         return FinishedTrajectory(
             trajectory=trajectory,
-            token_ids=episode.token_ids,
-            trained=episode.trained,
+            token_ids=ids_of(episode.token_ids),
+            trained=episode.sampled.trained(episode.tokens).astype(int).tolist(),
             seed=stable_hash(self._seed, step, group),
             environment_settings=self._scoring.environment,
-            environment_reward=episode.reward,
+            environment_reward=episode.sampled.reward,
             settings=self._scoring.reward,
             truncated=episode.truncated,
         )
@@ -423,7 +402,7 @@ class Rollouts:
             self._finished.pop(trajectory, None)
         else:
             episode = self._finished[trajectory] = self._episode(trajectory)
-            episode.reward = reward
+            episode.sampled.reward = reward
 
     def take(self, trajectories: Sequence[TrajectoryId]) -> list[RolloutTrajectory]:
         episodes = [self._episode(trajectory) for trajectory in trajectories]
@@ -454,7 +433,7 @@ class Rollouts:
         else:
             self._over(episode)
         finally:
-            self._running.pop(trajectory, None)
+            self._leave(trajectory)
 
     async def _close(self, episode: RolloutTrajectory, environment: Environment) -> None:
         if isinstance(sys.exception(), GeneratorExit):
@@ -475,7 +454,9 @@ class Rollouts:
         if self._scoring is not None:
             self._feed(e.RewardRequested(trajectory=trajectory, tokens=tokens), episode)
         else:
-            self._feed(e.TrajectoryFinished(trajectory=trajectory, reward=episode.reward, tokens=tokens), episode)
+            self._feed(
+                e.TrajectoryFinished(trajectory=trajectory, reward=episode.sampled.reward, tokens=tokens), episode
+            )
 
     def _failed(self, episode: RolloutTrajectory, cause: str) -> None:
         if episode.trajectory not in self._told_to_end:
@@ -486,7 +467,7 @@ class Rollouts:
         if self._ending:
             return
         self._failed(episode, f"{unanswered(self._limits.environment_timeout_s)}, and does not end")
-        self._running.pop(episode.trajectory, None)
+        self._leave(episode.trajectory)
         self.cancel(episode.trajectory)
 
     async def _play(self, episode: RolloutTrajectory, environment: Environment) -> None:
@@ -507,16 +488,16 @@ class Rollouts:
             turn = await self._generate(episode, msgspec.structs.replace(limits.sampling, noise_seed=noise_seed))
             episode.act(turn)
             async with self._time_to_answer(episode):
-                answer = await environment.step(list(turn.token_ids))
+                answer = await environment.step(ids_of(turn.token_ids))
             result = answers.step(answer)
             if result.done:
-                episode.reward = result.reward
+                episode.sampled.reward = result.reward
                 return
             episode.observe(result.token_ids)
         episode.truncated = True
         async with self._time_to_answer(episode):
             reward = await environment.truncate()
-        episode.reward = answers.reward("truncate", reward)
+        episode.sampled.reward = answers.reward("truncate", reward)
 
     def _time_to_answer(self, episode: RolloutTrajectory) -> "_TimeToAnswer":
         return _TimeToAnswer(
@@ -527,13 +508,13 @@ class Rollouts:
         )
 
     def _has_room(self, episode: RolloutTrajectory) -> bool:
-        return len(episode.token_ids) + self._limits.sampling.max_new_tokens <= self._limits.max_context_tokens
+        return episode.tokens + self._limits.sampling.max_new_tokens <= self._limits.max_context_tokens
 
     async def _generate(self, episode: RolloutTrajectory, sampling: SamplingParameters) -> OpenTurn:
-        turns, number, tokens = self._running[episode.trajectory], episode.turns, len(episode.token_ids)
+        turns, number, tokens = self._running[episode.trajectory], episode.turns, episode.tokens
         recalled = number < len(turns)
         if not recalled:
-            turns.append(OpenTurn(turn_id(episode.trajectory, number), tokens))
+            self._open_turn(episode.trajectory, OpenTurn(turn_id(episode.trajectory, number), tokens))
         turn = turns[number]
         if turn.prompt_tokens != tokens:
             raise Diverged(
@@ -541,7 +522,7 @@ class Rollouts:
                 f"orchestrator was restarted, and with {tokens} after it"
             )
         if turn.ended is None:
-            turn.prompt, turn.sampling = list(episode.token_ids), sampling
+            turn.prompt, turn.sampling = episode.token_ids, sampling
             turn.done = asyncio.get_running_loop().create_future()
             if recalled:
                 self._prompted(turn.id)

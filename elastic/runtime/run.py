@@ -243,7 +243,7 @@ class Run:
                 return
             if type(command) is c.AcceptTokens:
                 assert isinstance(event, e.TokensReceived)
-                self._ports.trajectories.accept(event, command.chunks, payload)
+                self._ports.trajectories.accept(event, command, payload)
             else:
                 self._execute[type(command)](command)
 
@@ -265,7 +265,7 @@ class Run:
             match command:
                 case c.AcceptTokens():
                     assert isinstance(event, e.TokensReceived)
-                    ports.trajectories.accept(event, command.chunks, payload)
+                    ports.trajectories.accept(event, command, payload)
                     continue
                 case c.TrainGroup() | c.UpdateWeights():
                     ports.trainer.remember(command)

@@ -13,6 +13,7 @@ from elastic.core import events as e
 from elastic.core.ids import group_of, lease_of, parse_trajectory, provider_of
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import DEATHS, EndCause, LeaseId, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
+from elastic.protocol.sampled import Packed, Sampled
 from elastic.runtime.journal import (
     BookRow,
     CallRow,
@@ -21,7 +22,6 @@ from elastic.runtime.journal import (
     JournalWriter,
     MoveRow,
     PullRow,
-    Sampled,
     StepRow,
     StepWeights,
     TrajectoryRow,
@@ -52,7 +52,7 @@ class Ended(Protocol):
     def policy_tokens(self) -> int: ...
 
     @property
-    def token_ids(self) -> list[int]: ...
+    def token_ids(self) -> Packed: ...
 
     @property
     def truncated(self) -> bool: ...
@@ -75,6 +75,8 @@ class _Trajectory:
 class _TurnProgress:
     id: TurnId
     trajectory: TrajectoryId
+    accepted: Counter[int]
+    """The trajectory's."""
     requested_ns: Nanoseconds
     prompt_tokens: int
     tokens: int = 0
@@ -93,7 +95,7 @@ class Scribe:
     """The journal of a live or a simulated run (`elastic.runtime.ports.Journal`).
 
     `when` calls its second argument on the run's thread once its first is done, in order. `stored` reads the row of a
-    trajectory that an earlier incarnation has written. Payloads: the `TokenFrame` of `TokensReceived` (None where
+    trajectory that an earlier incarnation has written. Payloads: the frame of `TokensReceived` (None where
     nobody knows token ids), the `WeightsReport` of `WeightsApplied` and `WeightsFailed`, the trainer's metrics of
     `WeightsPublished`, and the trajectory (`Ended`) of the events that end one. Of a run without a journal
     (`NullJournal`) tokens and leases are counted, and no rewards.
@@ -189,8 +191,8 @@ class Scribe:
         self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]
     ) -> JournalRecord:
         if type(event) is e.TokensReceived and payload is not None:
-            accepted = next((k.chunks for k in commands if type(k) is c.AcceptTokens), ())
-            return frame_row(event, payload.body, accepted, now_ns)
+            accepted = next((command for command in commands if type(command) is c.AcceptTokens), None)
+            return frame_row(event, payload, accepted, now_ns)
         return event_row(event, now_ns)
 
     def _follow(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
@@ -255,7 +257,9 @@ class Scribe:
         trajectory = self._trajectories.get(event.trajectory)
         if trajectory is not None:
             trajectory.turn = event.turn
-            self._turns[event.turn] = _TurnProgress(event.turn, event.trajectory, now_ns, event.prompt_tokens)
+            self._turns[event.turn] = _TurnProgress(
+                event.turn, event.trajectory, trajectory.accepted, now_ns, event.prompt_tokens
+            )
 
     def _weights_reported(self, now_ns: Nanoseconds, event: e.WeightsApplied | e.WeightsFailed, report: Any) -> None:
         if report is not None:
@@ -335,20 +339,21 @@ class Scribe:
         return record.story.last_ns(TurnState.QUEUED) if record is not None else None
 
     def _accept(self, now_ns: Nanoseconds, event: e.TokensReceived, command: c.AcceptTokens) -> None:
-        tokens = 0
-        for position in command.chunks:
-            chunk = event.chunks[position]
-            tokens += chunk.count
-            turn = self._turns.get(chunk.turn)
-            if turn is None:
-                continue
-            turn.cached_tokens += chunk.cached
-            if chunk.count:
+        chunks, tokens = tuple(event.chunks.plain), 0
+        for turn_id, place in zip(command.turns, command.chunks, strict=True):
+            _, _, count, version = chunks[place]
+            tokens += count
+            turn = self._turns.get(turn_id)
+            if turn is not None and count:
                 if turn.first_token_ns is None:
                     turn.first_token_ns = now_ns
-                turn.tokens += chunk.count
-                if (of := self._trajectories.get(turn.trajectory)) is not None:
-                    of.accepted[chunk.version] += chunk.count
+                turn.tokens += count
+                turn.accepted[version] += count
+        if event.chunks.prompts:
+            turns = dict(zip(command.chunks, command.turns, strict=True))
+            for prompt in event.chunks.prompts:
+                if (turn := self._turns.get(turns.get(prompt.place, ""))) is not None:
+                    turn.cached_tokens += prompt.cached
         worker = self._scheduler.fleet.workers.get(event.worker)
         if worker is not None:
             self._count(worker.provider).tokens += tokens
@@ -436,7 +441,7 @@ def _row(
         cause=cause,
         turns=ended.turns,
         policy_tokens=ended.policy_tokens,
-        token_ids=msgspec.msgpack.encode(ended.token_ids),
+        token_ids=bytes(ended.token_ids),
         truncated=ended.truncated,
         sampled=b"" if sampled is None else msgspec.msgpack.encode(sampled),
     )

@@ -100,8 +100,7 @@ class GatewayTrainer:
         self._tell(_skip(order, dropped))
 
     def update(self, order: c.UpdateWeights) -> None:
-        for message in _update(order):
-            self._tell(message)
+        self._tell(_update(order))
 
     def remember(self, order: Order) -> None:
         if order in self._orders:
@@ -192,31 +191,32 @@ class GatewayTrainer:
         match order:
             case c.TrainGroup():
                 rows = self._stored(order.trajectories)
-                return [_train(order, [RolloutTrajectory.of(rows[trajectory]) for trajectory in order.trajectories])]
+                return _train(order, [RolloutTrajectory.of(rows[trajectory]) for trajectory in order.trajectories])
             case c.DropGroup():
                 rows = self._stored(order.trajectories)
-                return [_skip(order, [RolloutTrajectory.of(row) for row in rows.values() if row.reward is not None])]
+                return _skip(order, [RolloutTrajectory.of(row) for row in rows.values() if row.reward is not None])
             case c.UpdateWeights():
                 return _update(order)
 
-    def _tell(self, message: wire.FromOrchestrator) -> None:
+    def _tell(self, messages: Sequence[wire.FromOrchestrator]) -> None:
         trainer = self._scheduler.trainer()
         if trainer is not None:
-            self._door.send(trainer.id, trainer.epoch, message)
+            for message in messages:
+                self._door.send(trainer.id, trainer.epoch, message)
 
 
-def _train(order: c.TrainGroup, batch: Sequence[RolloutTrajectory]) -> wire.TrainGroupFrame:
-    workers = {worker for episode in batch for worker, _ in episode.origins}
+def _train(order: c.TrainGroup, batch: Sequence[RolloutTrajectory]) -> list[wire.FromOrchestrator]:
+    workers = {worker for episode in batch for worker, _ in episode.sampled.origins}
     bounds = {worker: bound for worker, bound in order.bounds if worker in workers}
-    return wire.TrainGroupFrame(order.step, order.group, order.slot, [episode.data() for episode in batch], bounds)
+    data = [episode.data() for episode in batch]
+    return [*wire.in_parts(wire.TrainGroupFrame(order.step, order.group, order.slot, data, bounds))]
 
 
-def _skip(order: c.DropGroup, dropped: Sequence[RolloutTrajectory]) -> wire.SkipGroup:
+def _skip(order: c.DropGroup, dropped: Sequence[RolloutTrajectory]) -> list[wire.FromOrchestrator]:
     assert order.slot is not None
     tokens = sum(episode.policy_tokens for episode in dropped)
-    return wire.SkipGroup(
-        order.step, order.group, order.slot, order.reason, tokens, [episode.data() for episode in dropped]
-    )
+    data = [episode.data() for episode in dropped]
+    return [*wire.in_parts(wire.SkipGroup(order.step, order.group, order.slot, order.reason, tokens, data))]
 
 
 def _update(order: c.UpdateWeights) -> list[wire.FromOrchestrator]:

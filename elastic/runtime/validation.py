@@ -6,10 +6,10 @@ Pure: the caller brings the time, in seconds on any clock that only goes forward
 """
 
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from elastic.core.types import INTEGER_MAX, NS_PER_S, Account
 from elastic.protocol import wire
@@ -25,6 +25,8 @@ LINK_BYTES_PER_S = 100_000_000_000
 """Faster than any worker's link."""
 TOKENS_PER_S_MAX = 1_000_000
 """More than any one worker decodes."""
+IDS_MAX = 1 << 31
+"""More than any vocabulary has. Read without their sign, negative ids are no less."""
 
 _OF_TRAINER = (wire.Trained, wire.Stepped, wire.PublishedFrame, wire.TrainerFailedFrame)
 
@@ -36,7 +38,7 @@ class Implausible(wire.WireError):
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a worker of this run can truthfully say. `trains` for the trainer's worker alone."""
 
-    vocab_size: int = INTEGER_MAX
+    vocab_size: int = IDS_MAX
     capacity_turns: int = INTEGER_MAX
     trains: bool = False
 
@@ -45,7 +47,7 @@ def bounds_of(engine: Mapping[str, Any], model: Mapping[str, Any], *, trains: bo
     """`engine` and `model` as in `wire.Welcome`; what they leave open is not bounded."""
     max_batch, max_pending = engine.get("max_batch"), engine.get("max_pending")
     return Bounds(
-        vocab_size=model.get("vocab_size", INTEGER_MAX),
+        vocab_size=model.get("vocab_size", IDS_MAX),
         capacity_turns=INTEGER_MAX if max_batch is None or max_pending is None else max_batch + max_pending,
         trains=trains,
     )
@@ -71,12 +73,30 @@ class Claims:
         self._weights_bytes = 0
         self._first: _Reading | None = None
         self._accounts_ns: Mapping[Account, int] = {}
+        self._slots: set[int] = set()
+        """Those of the turns that it was sent in this epoch, and has not ended."""
+        self._newest = -1
+        """The latest weights version that it may have."""
         self._checks: dict[type[Any], Callable[[Any, float], None]] = {
             wire.Ready: self._ready,
             wire.Tokens: self._tokens,
             wire.Heartbeat: self._heartbeat,
             wire.Goodbye: lambda m, now_s: self._work(_Reading(now_s, m.accounts_ns, m.decoded_tokens)),
         }
+
+    def begin_epoch(self) -> None:
+        """The worker has abandoned what it was sent before."""
+        self._slots.clear()
+
+    def ordered(self, order: wire.FromOrchestrator) -> None:
+        """What the worker is told to do, it may speak of."""
+        match order:
+            case wire.Generate():
+                self._slots.add(order.slot)
+            case wire.PullWeights() | wire.UpdateFrame():
+                self._newest = max(self._newest, order.version)
+            case _:
+                pass
 
     def check(self, message: wire.FromWorker, now_s: float) -> None:
         """Raises `Implausible`, whose message names what is wrong without its value."""
@@ -105,6 +125,8 @@ class Claims:
         return ""
 
     def _ready(self, ready: wire.Ready, _: float) -> None:
+        if ready.weights_version is not None:
+            self._newest = max(self._newest, ready.weights_version)
         if self._bounds.trains:
             return
         if ready.publisher:
@@ -114,8 +136,17 @@ class Claims:
 
     def _tokens(self, tokens: wire.Tokens, _: float) -> None:
         """Every token of a run comes through here. Positions are the core's to check: it knows what it asked for."""
-        ids = chain.from_iterable([chunk.token_ids for chunk in tokens.chunks])
-        if max(ids, default=0) >= self._bounds.vocab_size:
+        chunks = tokens.chunks
+        if not self._slots.issuperset(chunks.slots):
+            raise Implausible("tokens of a turn that it was not sent, or that it has ended")
+        if chunks.ends:
+            last = {slot: place for place, slot in enumerate(chunks.slots)}
+            if any(last[chunks.slots[end.place]] != end.place for end in chunks.ends):
+                raise Implausible("tokens of a turn after its end")
+            self._slots.difference_update([chunks.slots[end.place] for end in chunks.ends])
+        if max((version for version, _ in chunks.versions), default=-1) > self._newest:
+            raise Implausible("tokens of a weights version that it was never told to load")
+        if tokens.token_ids and np.frombuffer(tokens.token_ids, np.uint32).max() >= self._bounds.vocab_size:
             raise Implausible("token id outside the vocabulary")
 
     def _heartbeat(self, beat: wire.Heartbeat, now_s: float) -> None:

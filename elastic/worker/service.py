@@ -99,6 +99,8 @@ class Service:
         self._loading: asyncio.Task[None] | None = None
         self._load_phase = LoadPhase.NONE
         self._training: Training | None = None
+        self._parts: list[wire.TrajectoriesFrame] = []
+        """Of the next order of the trainer's."""
         self._asleep = False
         self._drain_reason = ""
         self._announced_turns = 0
@@ -112,6 +114,7 @@ class Service:
             wire.Wake: lambda _: self._order_wake(),
             wire.Drain: lambda orders: self._order_drain(orders[0].reason),
             wire.RefusedFrame: lambda orders: self._end(1, f"the orchestrator ended the session: {orders[0].reason}"),
+            wire.TrajectoriesFrame: self._parts.extend,
             wire.TrainGroupFrame: self._order_training,
             wire.SkipGroup: self._order_training,
             wire.UpdateFrame: self._order_training,
@@ -193,6 +196,7 @@ class Service:
     async def _reconnect(self, loss: ConnectionLost) -> None:
         """Resume the session on a new connection. The orchestrator has rerouted the turns, so they end here."""
         self._connection.abort()
+        self._parts.clear()
         self._engine.abort(self._stream.abandon())
         if self._drain_reason:
             self._end(0, self._drain_reason)
@@ -346,6 +350,10 @@ class Service:
             self._send(wire.TrainerFailedFrame("this worker has no trainer"))
             return
         for order in orders:
+            if self._parts and not isinstance(order, wire.UpdateFrame):
+                whole = [data for part in (*self._parts, order) for data in part.trajectories]
+                order = msgspec.structs.replace(order, trajectories=whole)
+                self._parts.clear()
             self._operations.put_nowait(functools.partial(self._training.obey, order, self._connection))
 
     # Weights

@@ -5,15 +5,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from elastic.core.types import FinishReason
+from elastic.core.types import CHUNK_TOKENS_MAX, CHUNKS_MAX, Chunk, FinishReason
 from elastic.engine.base import NO_VERSION, GenerateRequest, TokenChunk
 from elastic.protocol import wire
+from elastic.protocol.sampled import ids_of
 
 
 @dataclass(slots=True)
 class _StreamedTurn:
-    turn: str
-    attempt: int
+    slot: int
     stalled: str = ""
 
 
@@ -59,11 +59,11 @@ class TokenStream:
     def open(self, order: wire.Generate) -> GenerateRequest:
         """Begin a turn; returns the request for the engine."""
         request_id = self._request_id(order)
-        self._turns[request_id] = _StreamedTurn(order.turn, order.attempt)
+        self._turns[request_id] = _StreamedTurn(order.slot)
         self._idle.clear()
         return GenerateRequest(
             request_id=request_id,
-            token_ids=order.token_ids,
+            token_ids=ids_of(order.token_ids),
             start=order.start,
             sampling=order.sampling,
             recompute=order.recompute,
@@ -71,8 +71,8 @@ class TokenStream:
 
     def decline(self, orders: Iterable[wire.Generate], finish: FinishReason, detail: str) -> None:
         """Give turns back at once, without asking the engine."""
-        declined = [wire.Chunk(o.turn, o.attempt, o.start, [], [], NO_VERSION, finish, detail=detail) for o in orders]
-        self._send(wire.Tokens(declined))
+        declined = [Chunk(order.slot, order.start, 0, NO_VERSION, finish, detail) for order in orders]
+        self._send(wire.Tokens.of((chunk, (), ()) for chunk in declined))
 
     def running(self, orders: Iterable[wire.Abort]) -> list[str]:
         """Return the engine's request ids of those of these turns that still run."""
@@ -134,9 +134,9 @@ class TokenStream:
         return produced
 
     def _hand_over(self, produced: list[TokenChunk]) -> None:
-        chunks = [self._chunk(run) for run in _runs(produced) if run[0].request_id in self._turns]
-        for frame in _frames(chunks):
-            self._send(wire.Tokens(frame))
+        runs = [run for run in _runs(produced) if run[0].request_id in self._turns]
+        for frame in _frames(runs):
+            self._send(wire.Tokens.of(map(self._said, frame)))
         if not self._turns:
             self._idle.set()
 
@@ -144,7 +144,7 @@ class TokenStream:
         if self._timer is None:
             self._timer = self._loop.call_later(self._flush_interval_s, self.flush)
 
-    def _chunk(self, run: list[TokenChunk]) -> wire.Chunk:
+    def _said(self, run: list[TokenChunk]) -> tuple[Chunk, list[int], list[float]]:
         first, last = run[0], run[-1]
         turn = self._turns[first.request_id]
         finish, detail = last.finish, last.detail
@@ -152,18 +152,22 @@ class TokenStream:
             del self._turns[first.request_id]
         if finish is FinishReason.ABORTED and turn.stalled:
             finish, detail = FinishReason.STALLED, turn.stalled
-        return wire.Chunk(
-            turn.turn,
-            turn.attempt,
+        chunk = Chunk(
+            turn.slot,
             first.start,
-            [token for chunk in run for token in chunk.token_ids],
-            [logprob for chunk in run for logprob in chunk.logprobs],
+            _tokens(run),
             first.weights_version,
             finish,
-            sum(chunk.cached_tokens for chunk in run),
-            sum(chunk.prefilled_tokens for chunk in run),
             wire.clipped(detail),
+            sum(chunk.prefilled_tokens for chunk in run),
+            sum(chunk.cached_tokens for chunk in run),
         )
+        ids = [token for chunk in run for token in chunk.token_ids]
+        return chunk, ids, [logprob for chunk in run for logprob in chunk.logprobs]
+
+
+def _tokens(run: Iterable[TokenChunk]) -> int:
+    return sum(len(chunk.token_ids) for chunk in run)
 
 
 def _runs(chunks: Iterable[TokenChunk]) -> list[list[TokenChunk]]:
@@ -180,16 +184,16 @@ def _runs(chunks: Iterable[TokenChunk]) -> list[list[TokenChunk]]:
     return runs
 
 
-def _frames(chunks: Sequence[wire.Chunk]) -> Iterator[list[wire.Chunk]]:
-    """Pack chunks in order into frames, as many as each holds."""
-    frame: list[wire.Chunk] = []
+def _frames(runs: Iterable[list[TokenChunk]]) -> Iterator[list[list[TokenChunk]]]:
+    """Pack runs in order into frames, as many as each holds."""
+    frame: list[list[TokenChunk]] = []
     tokens = 0
-    for chunk in chunks:
-        tokens += len(chunk.token_ids)
-        if frame and (tokens > wire.FRAME_TOKENS or len(frame) == wire.CHUNKS_MAX):
+    for run in runs:
+        tokens += _tokens(run)
+        if frame and (tokens > wire.FRAME_TOKENS or len(frame) == CHUNKS_MAX):
             yield frame
-            frame, tokens = [], len(chunk.token_ids)
-        frame.append(chunk)
+            frame, tokens = [], _tokens(run)
+        frame.append(run)
     if frame:
         yield frame
 
@@ -198,7 +202,7 @@ def _continues(run: Sequence[TokenChunk], chunk: TokenChunk) -> bool:
     last = run[-1]
     return (
         last.finish is None
-        and chunk.start + len(chunk.token_ids) - run[0].start <= wire.CHUNK_TOKENS_MAX
+        and chunk.start + len(chunk.token_ids) - run[0].start <= CHUNK_TOKENS_MAX
         and chunk.start == last.start + len(last.token_ids)
         and (chunk.weights_version == last.weights_version or not chunk.token_ids)
     )

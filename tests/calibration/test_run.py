@@ -15,7 +15,7 @@ from elastic.config import Config, ConfigError
 from elastic.core import events as e
 from elastic.core.ids import parse_turn
 from elastic.core.ledger import DeviceBook
-from elastic.core.types import NS_PER_S, Account, Capabilities, EndCause, Offer, Progress, WorkerRole
+from elastic.core.types import NS_PER_S, Account, Capabilities, Chunk, Chunks, EndCause, Offer, WorkerRole
 from elastic.runtime.journal import CallRow, PullRow, RunDirectory, TurnRow, event_row
 from elastic.simulation import run as simulation
 from elastic.simulation.calibration import CalibrationError, EngineNumbers, find_live_run, profile_run
@@ -88,9 +88,9 @@ def reports(worker: str, count: int, *, overhead_s: float = 0.0, served: bool = 
             progress += iterations
             decoded += round(iterations * batch) + firsts
             prompts, hits = prompts + prefilled + cached, hits + cached
-            chunks = tuple(Progress(f"t/{worker}/{next(turns)}", 1, 0, 1, 0) for _ in range(firsts))
-            again = tuple(Progress(chunk.turn, 1, 1, 1, 0) for chunk in chunks)
-            found.append((beat - 0.1, e.TokensReceived(worker=worker, epoch=1, chunks=chunks + again)))
+            chunks = [Chunk(next(turns), 0, 1, 0) for _ in range(firsts)]
+            again = [Chunk(chunk.slot, 1, 1, 0) for chunk in chunks]
+            found.append((beat - 0.1, e.TokensReceived(worker=worker, epoch=1, chunks=Chunks.of(chunks + again))))
         found.append((beat, report(worker, progress, decoded, prompts, hits, dict(accounts))))
     return found
 

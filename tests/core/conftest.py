@@ -15,12 +15,13 @@ from elastic.core.types import (
     NS_PER_S,
     Account,
     Capabilities,
+    Chunk,
+    Chunks,
     EndCause,
     FinishReason,
     LoadPhase,
     Offer,
     Plan,
-    Progress,
     WorkerRole,
 )
 from elastic.testing.faults.core.incarnation import policies
@@ -136,8 +137,8 @@ class CoreHarness:
     ) -> list[c.Command]:
         """The worker's frame for one attempt: `count` tokens from `start` (by default where it was to begin)."""
         at = command.start if start is None else start
-        chunk = Progress(command.turn, command.attempt, at, count, version, finish, prefilled=prefilled)
-        return self.tell(e.TokensReceived(worker=command.worker, epoch=command.epoch, chunks=(chunk,)))
+        chunk = Chunk(command.slot, at, count, version, finish, prefilled=prefilled)
+        return self.tell(e.TokensReceived(worker=command.worker, epoch=command.epoch, chunks=Chunks.of([chunk])))
 
     def request(self, trajectory: str, turn: str = "", max_new_tokens: int = 100) -> list[c.Command]:
         return self.tell(

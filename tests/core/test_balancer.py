@@ -10,7 +10,7 @@ from elastic.core import events as e
 from elastic.core.balancer import CONSIDERED, Balancer, WorkerLoad
 from elastic.core.profiles import BatchProfile
 from elastic.core.turn_manager import TurnManager
-from elastic.core.types import Account, FinishReason, Progress, WorkerRole, WorkerState
+from elastic.core.types import Account, Chunk, Chunks, FinishReason, WorkerRole, WorkerState
 from tests.core.conftest import part
 
 BATCH = 2
@@ -75,8 +75,8 @@ def report(
 
 
 def give_back(core, start: c.StartTurn, accepted: int, more: int) -> None:
-    chunk = Progress(start.turn, start.attempt, accepted, more, 0, FinishReason.ABORTED)
-    core.tell(e.TokensReceived(worker=start.worker, epoch=1, chunks=(chunk,)))
+    chunk = Chunk(start.slot, accepted, more, 0, FinishReason.ABORTED)
+    core.tell(e.TokensReceived(worker=start.worker, epoch=1, chunks=Chunks.of([chunk])))
 
 
 def test_pending_turns_are_called_back_and_go_to_the_worker_with_room(make_core) -> None:

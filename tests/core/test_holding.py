@@ -79,7 +79,7 @@ def test_leases_are_held_while_a_trajectory_may_still_ask_for_a_turn() -> None:
     core.tell(e.TrajectoryFinished(trajectory="0/0/1", reward=1.0, tokens=1))
     assert core.held() == 1
     (turn,) = core.scheduler.turns.live.values()
-    start = c.StartTurn(worker=turn.worker or "", epoch=1, turn=turn.id, attempt=turn.attempt, start=0)
+    start = c.StartTurn(worker=turn.worker or "", epoch=1, turn=turn.id, attempt=turn.attempt, slot=turn.slot, start=0)
     core.tokens(start, 3, finish=FinishReason.STOP)
     assert core.held() == 1
     core.tell(e.RewardRequested(trajectory="0/0/0", tokens=3))
@@ -204,7 +204,10 @@ def test_what_a_run_remembers_does_not_grow_with_the_leases_that_have_ended() ->
         core.beat(f"spot-{number}")
         assert turn.worker == f"spot-{number}"
         core.tokens(
-            c.StartTurn(worker=turn.worker, epoch=1, turn=turn.id, attempt=turn.attempt, start=turn.accepted), 1
+            c.StartTurn(
+                worker=turn.worker, epoch=1, turn=turn.id, attempt=turn.attempt, slot=turn.slot, start=turn.accepted
+            ),
+            1,
         )
         if number in (most // 2, most + 1):
             sizes[number] = len(saved_state.save(core.scheduler))

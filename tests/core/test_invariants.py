@@ -40,7 +40,7 @@ def give_credit_unnoticed(s: Scheduler) -> None:
     s.fleet.reindex(worker)
     s.turns.move(s.turns.live[TURN], TurnState.QUEUED, s.now_ns, "test")
     s.fleet.unassign(worker, TURN)
-    s.timers.clear("token", TURN)
+    s.timers.clear("token", WORKER)
     worker.capacity = 4
     s.fleet.reindex(worker)
 
@@ -66,7 +66,9 @@ SPOILT: list[tuple[int, Callable[[Scheduler], object]]] = [
     (9, give_credit_unnoticed),
     (9, lambda s: spoil_worker(s, capacity=9)),
     (9, lambda s: spoil_worker(s, pending=7)),
-    (12, lambda s: s.timers.clear("token", TURN)),
+    (12, lambda s: s.timers.clear("token", WORKER)),
+    (12, lambda s: spoil_turn(s, due_ns=s.now_ns)),
+    (1, lambda s: s.fleet.workers[WORKER].slots.clear()),
     (12, lambda s: s.timers.clear("heartbeat", WORKER)),
     (12, lambda s: s.timers.set("release", "spot-1", s.now_ns, 1)),
     (12, lambda s: s.timers.set("boot", "nobody", s.now_ns, 1)),
@@ -94,7 +96,7 @@ SPOILT: list[tuple[int, Callable[[Scheduler], object]]] = [
 
 LEFT_BEHIND = (
     *(("boot", "nobody"), ("drain", "nobody"), ("grant", "nothing"), ("early replacement", "nothing")),
-    *(("token", "no turn"), ("handover", "no turn"), ("score", "nowhere"), ("score again", "nowhere")),
+    *(("token", "nobody"), ("handover", "no turn"), ("score", "nowhere"), ("score again", "nowhere")),
     *(("capacity", "queue"), ("place", "queue"), ("reseed", "queue"), ("back-off", "nobody")),
     *(("start", "run"), ("stop", "run")),
 )
@@ -171,7 +173,7 @@ def test_lease_on_its_way_back(core, number: int, spoil: Callable[[Scheduler], o
         (12, lambda s: s.timers.set("boot", WORKER, s.now_ns, 1)),
         (12, lambda s: s.timers.clear("handover", TURN)),
         (5, lambda s: setattr(lease(s), "expires_at_ns", s.now_ns)),
-        (5, lambda s: s.timers.set("token", TURN, s.now_ns, 1) or spoil_turn(s, state=TurnState.RUNNING)),
+        (5, lambda s: s.timers.set("token", WORKER, s.now_ns, 0) or spoil_turn(s, state=TurnState.RUNNING)),
         (12, lambda s: s.timers.set("early replacement", "spot-1", s.now_ns, 1)),
     ],
 )

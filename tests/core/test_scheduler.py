@@ -10,11 +10,12 @@ from elastic.core.scheduler import Phase, TrainerMode
 from elastic.core.types import (
     NS_PER_S,
     Account,
+    Chunk,
+    Chunks,
     EndCause,
     FinishReason,
     GroupState,
     LeaseState,
-    Progress,
     WorkerRole,
 )
 from elastic.testing.faults.core.settings import SMALL_LIMITS
@@ -67,8 +68,8 @@ class TestTurns:
         core.end_seeding()
         core.request("1/0/0")
         start = core.one(c.StartTurn)
-        declined = Progress(start.turn, start.attempt, start.start, 0, version, FinishReason.STALLED)
-        core.tell(e.TokensReceived(worker=start.worker, epoch=start.epoch, chunks=(declined,)))
+        declined = Chunk(start.slot, start.start, 0, version, FinishReason.STALLED)
+        core.tell(e.TokensReceived(worker=start.worker, epoch=start.epoch, chunks=Chunks.of([declined])))
         assert not core.sent(c.AbortTurn)
         assert not core.one(c.StartTurn).recompute
 
@@ -127,10 +128,10 @@ class TestTurns:
         start = running(core)
         core.request(B)
         other = core.one(c.StartTurn)
-        stale = c.StartTurn(worker=start.worker, epoch=1, turn=start.turn, attempt=9, start=0)
-        chunks = tuple(Progress(s.turn, s.attempt, 0, 2, 0) for s in (stale, other, start))
+        stale = c.StartTurn(worker=start.worker, epoch=1, turn=start.turn, attempt=9, slot=9, start=0)
+        chunks = Chunks.of(Chunk(s.slot, 0, 2, 0) for s in (stale, other, start))
         core.tell(e.TokensReceived(worker=start.worker, epoch=1, chunks=chunks))
-        assert core.one(c.AcceptTokens).chunks == (1, 2)
+        assert core.one(c.AcceptTokens) == c.AcceptTokens(chunks=(1, 2), turns=(other.turn, start.turn))
 
     def test_finished_turn_is_handed_over_after_its_tokens(self, core) -> None:
         start = running(core)

@@ -11,11 +11,12 @@ from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import (
     Account,
     Capabilities,
+    Chunk,
+    Chunks,
     EndCause,
     FinishReason,
     Offer,
     Plan,
-    Progress,
     WorkerRole,
 )
 from elastic.testing.faults.core.incarnation import policies
@@ -85,8 +86,8 @@ class Monkey:
                 worker = self.scheduler.fleet.workers[turn.worker]
                 finish = self.rng.choice((None, None, *FinishReason))
                 count = self.rng.randint(0, 3)
-                chunk = Progress(turn.id, turn.attempt, turn.accepted, count, self.scheduler.version or 0, finish)
-                self.tell(e.TokensReceived(worker=worker.id, epoch=worker.epoch, chunks=(chunk,)))
+                chunk = Chunk(turn.slot, turn.accepted, count, self.scheduler.version or 0, finish)
+                self.tell(e.TokensReceived(worker=worker.id, epoch=worker.epoch, chunks=Chunks.of([chunk])))
         step = self.scheduler.step
         for group in list(step.groups.values()) if step else ():
             for trajectory in group.unfinished:
@@ -140,7 +141,7 @@ class Monkey:
         turn = rng.choice([*scheduler.turns.live, f"{trajectory}#0", "no turn"])
         version = rng.choice((-1, 0, 1, 2, 9))
         cause = rng.choice(list(EndCause))
-        chunk = Progress(turn, rng.randint(0, 2), rng.randint(0, 5), rng.randint(0, 30), version, None)
+        chunk = Chunk(rng.randint(0, 5), rng.randint(0, 5), rng.randint(0, 30), version, None)
         return rng.choice(
             [
                 e.Tick(),
@@ -155,7 +156,7 @@ class Monkey:
                 e.WorkerDisconnected(worker=worker, epoch=epoch, goodbye=rng.random() < 0.5),
                 e.WeightsApplied(worker=worker, epoch=epoch, version=version),
                 e.WeightsFailed(worker=worker, epoch=epoch, version=version, reason="torn"),
-                e.TokensReceived(worker=worker, epoch=epoch, chunks=(chunk, chunk)),
+                e.TokensReceived(worker=worker, epoch=epoch, chunks=Chunks.of([chunk, chunk])),
                 self.request(turn, trajectory),
                 e.TrajectoryFinished(trajectory=trajectory, reward=rng.choice((0.0, 1.0, float("nan"))), tokens=0),
                 e.TrajectoryFailed(trajectory=trajectory, cause=""),

@@ -18,12 +18,13 @@ from elastic.core.types import (
     NS_PER_S,
     Account,
     Capabilities,
+    Chunk,
+    Chunks,
     EndCause,
     FinishReason,
     GroupState,
     Offer,
     Plan,
-    Progress,
     WorkerRole,
     WorkerState,
 )
@@ -162,11 +163,12 @@ class Play:
             case c.StartTurn():
                 count = max(0, TOKENS - command.start)
                 version = worker.version or 0
-                chunk = Progress(command.turn, command.attempt, command.start, count, version, FinishReason.STOP)
-                self.tell(e.TokensReceived(worker=who, epoch=epoch, chunks=(chunk,)))
+                chunk = Chunk(command.slot, command.start, count, version, FinishReason.STOP)
+                self.tell(e.TokensReceived(worker=who, epoch=epoch, chunks=Chunks.of([chunk])))
             case c.AbortTurn():
-                chunk = Progress(command.turn, command.attempt, 0, 0, 0, FinishReason.ABORTED)
-                self.tell(e.TokensReceived(worker=who, epoch=epoch, chunks=(chunk,)))
+                turn = self.scheduler.turns.live.get(command.turn)
+                chunk = Chunk(9 if turn is None else turn.slot, 0, 0, 0, FinishReason.ABORTED)
+                self.tell(e.TokensReceived(worker=who, epoch=epoch, chunks=Chunks.of([chunk])))
             case c.LoadWeights():
                 worker.version = command.version
                 self.tell(e.WeightsApplied(worker=who, epoch=epoch, version=command.version))

@@ -11,7 +11,7 @@ INTERVAL_S, FLUSH_S, SILENCE_S = 0.5, 0.03, 5.0
 
 
 def turn(tokens: int) -> wire.Generate:
-    return wire.Generate("0/0/0#0", 1, [1, 2], 0, SamplingParameters(max_new_tokens=tokens, noise_seed=1))
+    return wire.Generate("0/0/0#0", 1, 0, 0, bytearray(), SamplingParameters(max_new_tokens=tokens, noise_seed=1))
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.floats(0, 3)), max_size=60), st.floats(0, 60))

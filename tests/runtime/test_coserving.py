@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from elastic.core import events as e
 from elastic.core.types import EndCause
+from elastic.protocol.sampled import ids_of
 from elastic.report import summarise
 from elastic.runtime.journal import JournalReader, MoveRow, RunDirectory, TrajectoryRow
 
@@ -50,7 +50,7 @@ async def test_turns_of_a_serving_host_that_crashes_go_on_elsewhere(live, config
     assert len(trajectories) == 2 * 4 * 4
     assert {row.cause for row in trajectories} == {""}
     for row in trajectories:
-        assert len(msgspec.msgpack.decode(row.token_ids)) == 3 + row.policy_tokens + 2 * (row.turns - 1)
+        assert len(ids_of(row.token_ids)) == 3 + row.policy_tokens + 2 * (row.turns - 1)
     assert run.scheduler.ledger.imbalance_ns() == 0
     # The killed one may not have been looked at while it was lent.
     *_, other = summary.co_serving

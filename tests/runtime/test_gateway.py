@@ -49,10 +49,6 @@ class Ear:
     def on_message(self, worker: str, epoch: int, message: wire.FromWorker) -> None:
         self._note("message", worker, epoch, message)
 
-    def on_tokens(self, worker: str, epoch: int, tokens: wire.Tokens, body: memoryview) -> None:
-        assert wire.decode_from_worker(body) == tokens
-        self.on_message(worker, epoch, tokens)
-
     def on_disconnected(self, worker: str, epoch: int, goodbye: bool) -> None:
         self._note("disconnected", worker, epoch, goodbye)
 

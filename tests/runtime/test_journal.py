@@ -23,10 +23,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook, Ledger
 from elastic.core.policy import StepRecord
-from elastic.core.types import Account, EndCause, FinishReason
+from elastic.core.types import Account, Chunk, EndCause, FinishReason
 from elastic.protocol import wire
 from elastic.runtime.journal import (
     SCHEMA_VERSION,
@@ -44,16 +45,23 @@ from elastic.runtime.journal import (
     TurnRow,
     event_row,
     frame_row,
-    tokens_event,
 )
 from elastic.runtime.journal.records import KINDS, TABLES
 from elastic.runtime.journal.tables import ROWS_AT_ONCE, JournalTable
 from elastic.system.host import Host, here, on
 from tests.run_status import run_status
 
-CHUNK = wire.Chunk("0/0/0/0", 1, 0, [5, 6, 7], [-0.5, -1.0, -1.5], 3, FinishReason.STOP)
-OTHER = wire.Chunk("0/0/1/0", 2, 3, [8, 9], [-0.25, -2.0], 3)
+SAID = [
+    (Chunk(0, 0, 3, 3, FinishReason.STOP), [5, 6, 7], [-0.5, -1.0, -1.5]),
+    (Chunk(1, 3, 2, 3), [8, 9], [-0.25, -2.0]),
+]
+FRAME = wire.Tokens.of(SAID)
+TOKENS = e.TokensReceived(worker="w", epoch=2, chunks=FRAME.chunks)
 STATUS = run_status(run="r")
+
+
+def accepting(*places: int) -> c.AcceptTokens | None:
+    return c.AcceptTokens(chunks=places, turns=tuple(f"0/0/{place}/0" for place in places)) if places else None
 
 
 def connecting(opened: list[sqlite3.Connection]) -> Callable[..., sqlite3.Connection]:
@@ -113,52 +121,42 @@ def pull(**changed: object) -> PullRow:
     return msgspec.structs.replace(row, **changed)
 
 
-def body_of(*chunks: wire.Chunk) -> bytes:
-    """A frame's body as it comes off the wire."""
-    (body,) = wire.FrameBuffer().feed(wire.encode(wire.Tokens(list(chunks))))
-    return bytes(body)
-
-
 class TestEvents:
     def test_come_back_in_order_with_their_times(self, path: Path) -> None:
         ended = e.LeaseEnded(lease="spot-1", cause=EndCause.PREEMPTED, detail="gone")
-        tokens = tokens_event("w", 2, [CHUNK])
         journal = SqliteJournal(path)
         journal.append(event_row(e.Tick(), 1))
-        journal.append(frame_row(tokens, body_of(CHUNK), (0,), 2))
+        journal.append(frame_row(TOKENS, FRAME, accepting(0, 1), 2))
         journal.append(event_row(ended, 3))
         journal.close()
         with reading(path) as reader:
-            expected = [(1, e.Tick()), (2, tokens), (3, ended)]
+            expected = [(1, e.Tick()), (2, TOKENS), (3, ended)]
             assert list(reader.events()) == expected
             assert [(t, event) for t, event, _ in reader.entries()] == expected
-            assert [chunks for _, _, chunks in reader.entries()] == [{}, {0: CHUNK}, {}]
+            assert [tokens for _, _, tokens in reader.entries()] == [None, FRAME, None]
             assert list(reader.events_of("LeaseEnded")) == [(3, ended)]
 
     @pytest.mark.parametrize("accepted", [(), (0,), (1,), (0, 1)])
     def test_a_frame_is_kept_as_far_as_it_was_accepted(self, path: Path, accepted: tuple[int, ...]) -> None:
         """What the core saw is whole: a replay decides the same, and what it refuses it need not have."""
-        event = tokens_event("w", 2, [CHUNK, OTHER])
         journal = SqliteJournal(path)
-        journal.append(frame_row(event, memoryview(body_of(CHUNK, OTHER)), accepted, 1))
+        journal.append(frame_row(TOKENS, FRAME, accepting(*accepted), 1))
         journal.close()
         with reading(path) as reader:
-            assert list(reader.entries()) == [(1, event, {at: (CHUNK, OTHER)[at] for at in accepted})]
-
-    def test_a_frame_is_kept_as_it_came(self, path: Path) -> None:
-        """Bytes that a newer worker adds to its message stay, though nobody here knows them."""
-        body = body_of(CHUNK)
-        journal = SqliteJournal(path)
-        journal.append(frame_row(tokens_event("w", 2, [CHUNK]), body, (0,), 1))
-        journal.close()
-        with closing(sqlite3.connect(path)) as connection:
-            (stored,) = connection.execute("SELECT body FROM events").fetchone()
-        assert stored.endswith(body)
+            ((t_ns, event, tokens),) = reader.entries()
+            turns = [frame.turns for frame in reader.frames()]
+        assert (t_ns, event) == (1, TOKENS)
+        assert (tokens is None) == (not accepted)
+        assert turns == ([[f"0/0/{at}/0" if at in accepted else "" for at in range(2)]] if accepted else [])
+        if tokens is not None:
+            said = list(tokens.said())
+            assert [said[at] for at in accepted] == [SAID[at] for at in accepted]
 
     def test_a_worthless_frame_takes_no_room_for_its_tokens(self, path: Path) -> None:
-        large = wire.Chunk("0/0/0/0", 1, 0, [5] * 10_000, [-0.5] * 10_000, 3)
+        chunk = Chunk(0, 0, 10_000, 3, FinishReason.ERROR, "x" * 1000)
+        large = wire.Tokens.of([(chunk, [5] * chunk.count, [-0.5] * chunk.count)])
         journal = SqliteJournal(path)
-        journal.append(frame_row(tokens_event("w", 2, [large]), body_of(large), (), 1))
+        journal.append(frame_row(e.TokensReceived(worker="w", epoch=2, chunks=large.chunks), large, None, 1))
         journal.close()
         with closing(sqlite3.connect(path)) as connection:
             assert connection.execute("SELECT length(body) FROM events").fetchone()[0] < 200

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from typing import Any
 
-import msgspec
 import pytest
 from rich.console import Console
 
@@ -17,6 +16,7 @@ from elastic.core.digest import digest
 from elastic.core.ids import parse_turn, provider_of
 from elastic.core.scheduler import Scheduler
 from elastic.environments.base import StepResult
+from elastic.protocol.sampled import ids_of
 from elastic.report import causes, summarise
 from elastic.runtime.journal import JournalReader, MoveRow, RunDirectory, SampleRow, StepRow, TrajectoryRow
 
@@ -30,14 +30,16 @@ class Evidence:
         self.accepted: dict[str, list[int]] = {}
         self.trained: Counter[str] = Counter()
         self.dropped: dict[str, str] = {}
-        for t_ns, event, chunks in reader.entries():
+        for t_ns, event, frame in reader.entries():
             for command in scheduler.handle(event, t_ns):
                 match command:
                     case c.AcceptTokens():
-                        for chunk in (chunks[i] for i in command.chunks):
-                            tokens = self.accepted.setdefault(chunk.turn, [])
-                            assert chunk.start == len(tokens), f"{chunk.turn} is not gapless"
-                            tokens += chunk.token_ids
+                        assert frame is not None
+                        said = list(frame.said())
+                        for turn, place in zip(command.turns, command.chunks, strict=True):
+                            tokens = self.accepted.setdefault(turn, [])
+                            assert said[place][0].start == len(tokens), f"{turn} is not gapless"
+                            tokens += said[place][1]
                     case c.TrainGroup():
                         self.trained.update(command.trajectories)
                     case c.DropGroup():
@@ -87,7 +89,7 @@ async def test_nothing_is_lost_when_workers_are_killed(live, live_config) -> Non
     assert len(trajectories) == 2 * 4 * 4
     for row in trajectories:
         assert row.cause == ""
-        token_ids, prompt = msgspec.msgpack.decode(row.token_ids), 3
+        token_ids, prompt = ids_of(row.token_ids), 3
         for tokens in policy_tokens(proof.accepted, row.trajectory):
             assert token_ids[prompt : prompt + len(tokens)] == tokens
             prompt += len(tokens) + 2

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.core.types import Capabilities
+from elastic.core.types import Capabilities, SamplingParameters
 from elastic.protocol import wire
 from elastic.runtime.gateway import Door, Gateway
 from elastic.runtime.validation import Claims, bounds_of
@@ -41,9 +42,6 @@ class Ear:
     def on_message(self, worker: str, epoch: int, message: wire.FromWorker) -> None:
         self._note(worker, message)
 
-    def on_tokens(self, worker: str, epoch: int, tokens: wire.Tokens, body: memoryview) -> None:
-        self._note(worker, tokens)
-
     def on_disconnected(self, worker: str, epoch: int, goodbye: bool) -> None:
         self.gone.append(worker)
         self.news.set()
@@ -57,6 +55,11 @@ class Ear:
         assert worker not in self.barred, "a barred worker is heard no more"
         self.heard.append((worker, message))
         self.news.set()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            self.news.clear()
+            await self.news.wait()
 
     def of(self, worker: str) -> list[object]:
         return [message for who, message in self.heard if who == worker]
@@ -95,6 +98,11 @@ async def _lie(bodies: list[bytes], between: list[int]) -> None:
     address = await gateway.start()
     _, honest = await join(door, address, "honest")
     reader, liar = await join(door, address, "liar")
+    sampling = SamplingParameters(max_new_tokens=8, noise_seed=0)
+    orders = [wire.Generate(f"t{slot}", 1, slot, 0, bytearray(), sampling) for slot in range(6)]
+    await ear.until(lambda: ear.of("honest") and ear.of("liar"))
+    for order in orders:
+        door.send("liar" if order.slot < 3 else "honest", 1, order)
     said = 0
     for body, count in zip(bodies, between, strict=True):
         for _ in range(count):
@@ -108,15 +116,15 @@ async def _lie(bodies: list[bytes], between: list[int]) -> None:
                 pass
         said += 1
         honest.write(wire.encode(wire.WeightsReport(said, "", 0, 0.0, 0.0)))
-        while len(ear.of("honest")) < said + 1:
-            ear.news.clear()
-            await ear.news.wait()
+        await ear.until(lambda: len(ear.of("honest")) > said)
     assert [m.version for m in ear.of("honest")[1:]] == list(range(1, said + 1))  # type: ignore[attr-defined]
     assert "honest" not in ear.barred
     assert "honest" not in ear.gone
     assert not faults
     claims = Claims(bounds_of(ENGINE, MODEL, trains=False))
-    for message in ear.of("liar")[1:]:
+    for order in orders[:3]:
+        claims.ordered(order)
+    for message in ear.of("liar"):
         body = msgspec.msgpack.encode(message)
         claims.check(wire.decode_from_worker(body), 0.0)
     for writer in (honest, liar):

@@ -14,7 +14,7 @@ from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import NS_PER_S, Offer, Plan, WorkerRole
+from elastic.core.types import NS_PER_S, Chunks, Offer, Plan, WorkerRole
 from elastic.runtime.ports import Ports
 from elastic.runtime.run import LATE_WAKEUP_NS, LATE_WAKEUPS_MAX, Alarm, Run
 
@@ -174,10 +174,11 @@ def test_commands_are_carried_out_in_order_and_what_comes_of_them_is_heard_after
 
 def test_a_payload_goes_from_its_event_to_whom_the_accepted_chunks_belong() -> None:
     world = World()
-    frame = e.TokensReceived(worker="w", epoch=1, chunks=())
-    world.core.answers = {e.TokensReceived: [c.AcceptTokens(chunks=(0, 2))]}
+    frame = e.TokensReceived(worker="w", epoch=1, chunks=Chunks.of([]))
+    accepted = c.AcceptTokens(chunks=(0, 2), turns=("a", "b"))
+    world.core.answers = {e.TokensReceived: [accepted]}
     world.run.feed(frame, "the chunks")
-    assert world.called() == [("accept", frame, (0, 2), "the chunks")]
+    assert world.called() == [("accept", frame, accepted, "the chunks")]
 
 
 TRAIN = c.TrainGroup(group="0/0", trajectories=("0/0/0",), step=0, slot=0)
@@ -231,7 +232,7 @@ def test_a_dropped_group_leaves_its_slot_empty_if_it_has_one(slot: int | None) -
 @pytest.mark.parametrize("stands", [True, False])
 def test_a_turn_goes_to_its_worker_once_its_environment_is_there(monkeypatch: pytest.MonkeyPatch, stands: bool) -> None:
     world = World()
-    start = c.StartTurn(worker="w", epoch=1, turn="t", attempt=1, start=0)
+    start = c.StartTurn(worker="w", epoch=1, turn="t", attempt=1, slot=0, start=0)
     world.core.answers = {e.WorkerAwoke: [start]}
     with monkeypatch.context() as nobody:
         nobody.setattr(Recorder, "result", lambda *_: None)
@@ -248,14 +249,15 @@ def test_a_turn_goes_to_its_worker_once_its_environment_is_there(monkeypatch: py
 
 def test_what_is_recalled_is_remembered_and_not_done() -> None:
     world = World()
-    frame = e.TokensReceived(worker="w", epoch=1, chunks=())
+    frame = e.TokensReceived(worker="w", epoch=1, chunks=Chunks.of([]))
+    accepted = c.AcceptTokens(chunks=(0,), turns=("a",))
     group = c.StartGroup(group="0/0", step=0, index=0, trajectories=("0/0/0",))
-    world.core.answers = {e.TokensReceived: [c.AcceptTokens(chunks=(0,)), *FINAL, group]}
+    world.core.answers = {e.TokensReceived: [accepted, *FINAL, group]}
     world.run.recall(5, frame, "the chunks")
     world.commit()
     assert world.core.heard == [(5, frame)]
     assert {call[0] for call in world.log} == {"recalled", "remember", "accept"}
-    assert ("accept", frame, (0,), "the chunks") in world.log
+    assert ("accept", frame, accepted, "the chunks") in world.log
     for order in (TRAIN, SKIP, UPDATE):
         assert ("remember", order) in world.log, "the trainer's port knows its orders"
     assert ("recalled", frame, group) in world.log

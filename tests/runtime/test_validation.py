@@ -1,13 +1,19 @@
 """Frames held against what can be true: no lie comes through, and no honest worker is refused."""
 
-from typing import Any
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.types import INTEGER_MAX, Account, Capabilities
+from elastic.core.types import (
+    INTEGER_MAX,
+    Account,
+    Capabilities,
+    Chunk,
+    FinishReason,
+    SamplingParameters,
+    WeightMode,
+)
 from elastic.engine.meter import AccountMeter
 from elastic.protocol import wire
 from elastic.runtime.validation import BACKWARDS_NS, CLOCK_SLACK_S, DRIFT, Bounds, Claims, Implausible, bounds_of
@@ -22,15 +28,60 @@ def beat(accounts_ns: dict[Account, int], capacity: int = 4, decoded: int = 0) -
     return wire.Heartbeat(capacity, 0, 0, 0, accounts_ns, decoded, 0.0, 0, 0)
 
 
-def chunk(**fields: Any) -> wire.Tokens:
-    good = {"turn": "t", "attempt": 1, "start": 0, "token_ids": [1], "logprobs": [-0.5], "weights_version": 0}
-    return wire.Tokens([wire.Chunk(**(good | fields))])
+def tokens(*slots: int, token: int = 1, version: int = 0, ends: tuple[int, ...] = ()) -> wire.Tokens:
+    """One token of each turn; `ends` are the places of the last ones."""
+    finishes = [FinishReason.STOP if place in ends else None for place, _ in enumerate(slots)]
+    chunks = [Chunk(slot, 0, 1, version, finish) for slot, finish in zip(slots, finishes, strict=True)]
+    return wire.Tokens.of((chunk, [token], [-0.5]) for chunk in chunks)
+
+
+def told(*slots: int, bounds: Bounds = BOUNDS) -> Claims:
+    """Of a worker that serves version 0, was told to load version 1, and has these turns."""
+    claims = Claims(bounds)
+    claims.check(msgspec.structs.replace(READY, publisher=""), 0.0)
+    claims.ordered(wire.PullWeights(1, WeightMode.FINISH))
+    for slot in slots:
+        claims.ordered(
+            wire.Generate(f"t{slot}", 1, slot, 0, bytearray(), SamplingParameters(max_new_tokens=8, noise_seed=0))
+        )
+    return claims
 
 
 @pytest.mark.parametrize(
     ("lie", "named"),
     [
-        (chunk(token_ids=[3, 32], logprobs=[0.0, 0.0]), "vocabulary"),
+        (tokens(0, token=32), "vocabulary"),
+        (tokens(0, token=-1), "vocabulary"),
+        (tokens(0, 7), "was not sent"),
+        (tokens(0, version=2), "never told to load"),
+        (tokens(0, 1, 0, ends=(0,)), "after its end"),
+    ],
+)
+def test_tokens_that_cannot_be_are_named(lie: wire.Tokens, named: str) -> None:
+    told(0, 1).check(tokens(0, 1), 0.0)
+    with pytest.raises(Implausible, match=named):
+        told(0, 1).check(lie, 0.0)
+
+
+def test_a_slot_is_the_workers_until_its_turn_ends_or_its_epoch_does() -> None:
+    claims = told(0, 1, 2)
+    claims.check(tokens(0, 1, ends=(1,), version=1), 0.0)
+    claims.check(tokens(0), 0.0)
+    with pytest.raises(Implausible, match="it has ended"):
+        claims.check(tokens(1), 0.0)
+    claims.begin_epoch()
+    with pytest.raises(Implausible, match="was not sent"):
+        claims.check(tokens(0), 0.0)
+
+
+def test_ids_are_no_negative_numbers_whatever_the_vocabulary() -> None:
+    with pytest.raises(Implausible, match="vocabulary"):
+        told(0, bounds=Bounds()).check(tokens(0, token=-1), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("lie", "named"),
+    [
         (beat({}, capacity=21), "credit"),
         (beat({}, capacity=10**15), "credit"),
         (wire.Trained("0/0", 0.1), "only the trainer"),

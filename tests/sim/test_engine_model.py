@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic.core.types import NS_PER_S, Account, FinishReason, Progress, WeightMode
+from elastic.core.types import NS_PER_S, Account, Chunk, FinishReason, WeightMode
 from elastic.simulation.loop import EventLoop
 from elastic.simulation.performance.engine import EngineModel, Job
 from elastic.simulation.performance.prefix_cache import PrefixCache
@@ -46,24 +46,26 @@ class Watched:
         self.engine.use_version(1)
         self.engine.set_idle_account(Account.IDLE)
 
-    def hear(self, chunks: Sequence[Progress]) -> None:
+    def hear(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            assert chunk.turn not in self.ended
-            assert chunk.start == self.tokens.get(chunk.turn, 0)
+            turn = list(self.tokens)[chunk.slot]
+            assert turn not in self.ended
+            assert chunk.start == self.tokens[turn]
             assert chunk.count >= 0
-            self.tokens[chunk.turn] = chunk.start + chunk.count
+            self.tokens[turn] = chunk.start + chunk.count
             self.prefilled += chunk.prefilled
             if chunk.count:
-                self.versions.setdefault(chunk.turn, []).append(chunk.version)
+                self.versions.setdefault(turn, []).append(chunk.version)
             if chunk.finish is not None:
-                self.ended[chunk.turn] = (chunk.finish, self.loop.now_ns)
+                self.ended[turn] = (chunk.finish, self.loop.now_ns)
 
     def submit(
         self, turn: str, prompt: int, length: int, trajectory: str = "", group: str = "", shared: int = 0
     ) -> None:
         """The first `shared` tokens of the prompt are the group's."""
         self.tokens[turn] = 0
-        self.engine.submit(Job(turn, 1, trajectory or turn, group, prompt, 0, length, LONGEST, shared))
+        slot = len(self.tokens) - 1
+        self.engine.submit(Job(turn, 1, trajectory or turn, group, prompt, 0, length, LONGEST, shared, slot=slot))
 
     def run(self) -> None:
         self.loop.run(10_000 * NS_PER_S)

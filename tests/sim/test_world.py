@@ -312,8 +312,11 @@ def test_crashed_run_goes_on_from_its_journal(bound: int, checkpoint_every: int,
             assert isinstance(fresh[0][1], e.Resumed)
             known = {event.worker for _, event in after.events[:had] if isinstance(event, e.WorkerJoined)}
             rejoined += any(isinstance(event, e.WorkerJoined) and event.worker in known for _, event in fresh)
-            chunks = [chunk for _, event in fresh if isinstance(event, e.TokensReceived) for chunk in event.chunks]
-            took_up += any(chunk.start > 0 and chunk.attempt > 1 for chunk in chunks)
+            first: dict[tuple[str, int, int], int] = {}
+            for frame in (event for _, event in fresh if isinstance(event, e.TokensReceived)):
+                for chunk in frame.chunks:
+                    first.setdefault((frame.worker, frame.epoch, chunk.slot), chunk.start)
+            took_up += any(start > 0 for start in first.values())
     assert len(checkpoints) > 1
     assert rejoined > 1
     assert took_up > 1

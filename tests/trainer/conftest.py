@@ -8,6 +8,7 @@ from elastic.config import TrainerConfig
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
+from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer.trainer import GRPOTrainer
 
 TINY = Qwen3Config(
@@ -41,7 +42,8 @@ def random_trajectory(name: str, rng: random.Random, reward: float) -> Trajector
     length = rng.randint(5, 30)
     trained = [0, 0, *(rng.randint(0, 1) for _ in range(length - 3)), 1]
     logprobs = [mine * rng.uniform(-4.0, -3.0) for mine in trained]
-    return TrajectoryData(name, [rng.randrange(32) for _ in trained], trained, logprobs, [0] * length, reward)
+    ids = [rng.randrange(32) for _ in trained]
+    return PlainTrajectory(name, ids, trained, logprobs, [0] * length, reward).packed()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from elastic.core.agreement import LAST_TOKENS
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
+from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer.batches import micro_batches
 from elastic.worker.trainer.grpo import sampled_distribution
 from elastic.worker.trainer.trainer import GRPOTrainer
@@ -25,22 +27,25 @@ def truthful(made: GRPOTrainer, group: TrainGroupFrame) -> TrainGroupFrame:
         with torch.no_grad():
             logits = made.model(batch.token_ids, batch.lengths)
             found = iter(sampled_distribution(logits, batch.token_ids, batch.trained, 1.0).logprobs.tolist())
-        logprobs = [next(found) if sampled else 0.0 for sampled in data.trained]
-        versions = [made.version] * len(data.trained)
-        trajectories.append(
-            msgspec.structs.replace(data, logprobs=logprobs, versions=versions, origins=[(HONEST, sum(data.trained))])
-        )
+        plain = PlainTrajectory.of(data)
+        plain.logprobs = [next(found) if sampled else 0.0 for sampled in plain.trained]
+        plain.versions = [made.version] * len(plain.trained)
+        plain.origins = [(HONEST, sum(plain.trained))]
+        trajectories.append(plain.packed())
     return msgspec.structs.replace(group, trajectories=trajectories)
 
 
 def lying(data: TrajectoryData, by: float = 2.0, version: int = 0) -> TrajectoryData:
     """The same tokens, as a worker has them that generates with other weights."""
-    return msgspec.structs.replace(
-        data,
-        logprobs=[logprob - by * sampled for logprob, sampled in zip(data.logprobs, data.trained, strict=True)],
-        versions=[version] * len(data.versions),
-        origins=[(LIAR, sum(data.trained))],
-    )
+    plain = PlainTrajectory.of(data)
+    plain.logprobs = [logprob - by for logprob in plain.logprobs]
+    plain.versions = [version] * len(plain.versions)
+    plain.origins = [(LIAR, sum(plain.trained))]
+    return plain.packed()
+
+
+def changed(data: TrajectoryData, **fields: object) -> TrajectoryData:
+    return replace(PlainTrajectory.of(data), **fields).packed()
 
 
 def without_a_member(group: TrainGroupFrame, member: int, **changes: object) -> TrainGroupFrame:
@@ -70,7 +75,7 @@ def test_tokens_of_other_weights_teach_nothing_in_whatever_order_they_come(train
             made = trainer(updates_per_step=updates)
             sent = [without_a_member(even[one.index], 1, by=by) for one in order]
             learnt.append(step(made, sent))
-            assert made.metrics["tokens_left_out"] == sum(sum(one.trajectories[1].trained) for one in groups)
+            assert made.metrics["tokens_left_out"] == sum(one.trajectories[1].sampled.tokens for one in groups)
             assert made.metrics["ratio_max"] < 1.1 or updates > 1
     assert all(equal(learnt[0], other) for other in learnt[1:])
     assert not equal(learnt[0], step(trainer(updates_per_step=updates), even))
@@ -78,14 +83,13 @@ def test_tokens_of_other_weights_teach_nothing_in_whatever_order_they_come(train
 
 def test_nothing_changes_where_nobody_lies_whoever_has_generated_it(trainer, even) -> None:
     plain = [
-        msgspec.structs.replace(one, trajectories=[msgspec.structs.replace(d, origins=[]) for d in one.trajectories])
-        for one in even
+        msgspec.structs.replace(one, trajectories=[changed(d, origins=[]) for d in one.trajectories]) for one in even
     ]
     split = [
         msgspec.structs.replace(
             one,
             trajectories=[
-                msgspec.structs.replace(d, origins=[("a", 1), ("b", sum(d.trained) - 1)][: 1 + (sum(d.trained) > 1)])
+                changed(d, origins=[("a", 1), ("b", d.sampled.tokens - 1)][: 1 + (d.sampled.tokens > 1)])
                 for d in one.trajectories
             ],
         )
@@ -101,7 +105,7 @@ def test_stale_tokens_are_not_compared_and_go_with_their_worker(trainer, even) -
     made.version = 1
     made._begin_step()
     for one in even:
-        fresh = [msgspec.structs.replace(data, versions=[1] * len(data.versions)) for data in one.trajectories]
+        fresh = [changed(data, versions=[1] * len(data.token_ids)) for data in one.trajectories]
         made.train_group(without_a_member(msgspec.structs.replace(one, trajectories=fresh), 1, version=0))
     made.update()
     assert made.metrics["tokens_left_out"] == 0
@@ -114,7 +118,7 @@ def test_none_of_a_workers_tokens_count_that_was_found_wrong(trainer, even) -> N
         wrong = without_a_member(one, 1, by=0.0)
         made.train_group(msgspec.structs.replace(wrong, bounds={LIAR: None}))
     made.update()
-    assert made.metrics["tokens_left_out"] == sum(sum(one.trajectories[1].trained) for one in even)
+    assert made.metrics["tokens_left_out"] == sum(one.trajectories[1].sampled.tokens for one in even)
     assert {check.worker for check in made.take_checks()} == {HONEST}
 
 
@@ -147,4 +151,4 @@ def test_groups_that_are_skipped_are_compared_too_as_far_as_that_tells_something
         made.skip_group(index)
     made.update()
     (check,) = made.take_checks()
-    assert LAST_TOKENS <= check.tokens <= sum(sum(data.trained) for data in many) // 2
+    assert LAST_TOKENS <= check.tokens <= sum(data.sampled.tokens for data in many) // 2

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -11,7 +12,9 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from elastic.engine.model.checkpoint import CheckpointError
+from elastic.protocol.sampled import pack_ids
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
+from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer import checkpoint
 from elastic.worker.trainer.trainer import GRPOTrainer
 from tests.small_files import small_files
@@ -142,7 +145,7 @@ def test_the_step_is_adamws_on_the_token_mean(trainer, group, model):
     metrics = step(made, groups)
     reference = model(0).double()
     terms = []
-    for trajectory in (t for g in groups for t in g.trajectories):
+    for trajectory in (PlainTrajectory.of(t) for g in groups for t in g.trajectories):
         advantage = (trajectory.reward - 0.5) / (torch.tensor([1.0, 0.0, 0.0, 1.0]).std().item() + 1e-6)
         logits = reference(torch.tensor([trajectory.token_ids]))[0]
         for at, mine in enumerate(trajectory.trained):
@@ -175,11 +178,13 @@ def test_groups_without_variance_contribute_nothing(trainer, group):
 def test_temperature_is_that_of_sampling(trainer, group, model):
     groups = groups_of(group, 7, 1)
     reference = model(0)
-    for trajectory in groups[0].trajectories:
+    for number, data in enumerate(groups[0].trajectories):
+        trajectory = PlainTrajectory.of(data)
         with torch.no_grad():
             now = (reference(torch.tensor([trajectory.token_ids]))[0] / 0.7).log_softmax(-1)
         for at, mine in enumerate(trajectory.trained):
             trajectory.logprobs[at] = mine * now[at - 1, trajectory.token_ids[at]].item()
+        groups[0].trajectories[number] = trajectory.packed()
     metrics = step(trainer(1, temperature=0.7, updates_per_step=1), groups)
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["clip_fraction"] == 0
@@ -217,15 +222,28 @@ def test_a_step_waits_for_all_its_groups(trainer, group):
     assert made.version == 1
 
 
+def changed(data: TrajectoryData, **fields: object) -> TrajectoryData:
+    return dataclasses.replace(PlainTrajectory.of(data), **fields).packed()
+
+
+def oddly(data: TrajectoryData, **fields: object) -> TrajectoryData:
+    """With other columns than fit."""
+    return replace(data, sampled=replace(data.sampled, **fields))
+
+
 DAMAGE: dict[str, Callable[[TrajectoryData], TrajectoryData]] = {
-    "differ in length": lambda t: replace(t, logprobs=t.logprobs[:-1]),
-    "needs a prompt": lambda t: replace(t, trained=[1] * len(t.trained)),
-    "at least one token of the policy": lambda t: replace(t, trained=[0] * len(t.trained)),
-    "token 32 is not in the vocabulary of 32": lambda t: replace(t, token_ids=[32, *t.token_ids[1:]]),
-    "token -1 is not in the vocabulary of 32": lambda t: replace(t, token_ids=[*t.token_ids[:-1], -1]),
-    "magnitude nan": lambda t: replace(t, logprobs=[math.nan] * len(t.logprobs)),
-    "its reward is inf": lambda t: replace(t, reward=math.inf),
-    "rewards from": lambda t: replace(t, reward=-1.7e308 if t.reward else 1.7e308),
+    "differ in length": lambda t: oddly(t, logprobs=t.sampled.logprobs[:-4]),
+    "logprobs and versions differ": lambda t: oddly(t, versions=[(0, 1), *t.sampled.versions]),
+    "spans, logprobs": lambda t: oddly(t, spans=[(10**6, t.sampled.tokens)]),
+    "one after the other": lambda t: oddly(t, spans=[(5, t.sampled.tokens - 1), (2, 1)]),
+    "origins are not": lambda t: oddly(t, origins=[("w", t.sampled.tokens + 1)]),
+    "needs a prompt": lambda t: changed(t, trained=[1] * (len(t.token_ids) // 4)),
+    "at least one token of the policy": lambda t: changed(t, trained=[0] * (len(t.token_ids) // 4)),
+    "token 32 is not in the vocabulary of 32": lambda t: replace(t, token_ids=pack_ids([32]) + t.token_ids[4:]),
+    "token -1 is not in the vocabulary of 32": lambda t: replace(t, token_ids=t.token_ids[:-4] + pack_ids([-1])),
+    "magnitude nan": lambda t: changed(t, logprobs=[math.nan] * (len(t.token_ids) // 4)),
+    "its reward is inf": lambda t: changed(t, reward=math.inf),
+    "rewards from": lambda t: changed(t, reward=-1.7e308 if t.sampled.reward else 1.7e308),
 }
 
 
@@ -274,11 +292,13 @@ def test_no_log_probability_and_no_reward_ends_a_step(
 ):
     rng = random.Random(seed)
     odd = group(0, rng, rewards)
-    for trajectory in odd.trajectories:
+    for number, data in enumerate(odd.trajectories):
+        trajectory = PlainTrajectory.of(data)
         for at, mine in enumerate(trajectory.trained):
             trajectory.versions[at] = -age
             if mine and rng.random() < 0.5:
                 trajectory.logprobs[at] = rng.choice(wild)
+        odd.trajectories[number] = trajectory.packed()
     made = trainer(2, updates_per_step=1)
     metrics = step(made, [odd, group(1, rng, [1.0, 0.0])])
     assert all(map(math.isfinite, metrics.values()))
@@ -290,7 +310,9 @@ def test_one_outlier_does_not_drown_the_rest(trainer, group):
 
     def norm(log_ratio: float) -> float:
         only = groups_of(group, 11, 1)[0]
-        only.trajectories[1].logprobs[-1] -= log_ratio
+        outlier = PlainTrajectory.of(only.trajectories[1])
+        outlier.logprobs[-1] -= log_ratio
+        only.trajectories[1] = outlier.packed()
         return step(trainer(1, updates_per_step=1), [only])["gradient_norm"]
 
     assert [norm(log_ratio) for log_ratio in (10.0, 12.0, 1e3)] == pytest.approx([norm(0.0)] * 3, rel=0.5)
@@ -300,9 +322,9 @@ def test_groups_without_signal_count_in_the_mean(trainer, group):
     """Trained as a group or skipped with as many tokens: a quarter of the groups with signal, a quarter of the step."""
     rng = random.Random(12)
     signal = group(0, rng, [1.0, 0.0])
-    even = [replace(signal, group=f"g{i}", index=i, trajectories=[replace(t, reward=1.0) for t in signal.trajectories])
+    even = [replace(signal, group=f"g{i}", index=i, trajectories=[changed(t, reward=1.0) for t in signal.trajectories])
             for i in range(1, 4)]  # fmt: skip
-    tokens = sum(sum(t.trained) for t in signal.trajectories)
+    tokens = sum(t.sampled.tokens for t in signal.trajectories)
 
     def norm(groups: int, skipped: Sequence[int] = ()) -> float:
         made = trainer(groups, updates_per_step=1)

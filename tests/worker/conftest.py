@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
+import msgspec
 import pytest
 import torch
 import uvloop
@@ -26,6 +27,7 @@ from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint
+from elastic.protocol.sampled import pack_ids
 from elastic.runtime.gateway import Gateway
 from elastic.weights.signing import SigningKey
 from elastic.weights.source import PullReport, RelaySource, WeightsSource
@@ -234,6 +236,8 @@ class Orchestra:
         self.heard: list[tuple[str, int, object]] = []
         """(worker, epoch, message), where Ready stands for the epoch's beginning."""
         self.gone: list[tuple[str, int, bool]] = []
+        self.sent: list[wire.Generate] = []
+        """By slot."""
         self.agents: list[asyncio.Task[AgentExit]] = []
         self._news = asyncio.Event()
 
@@ -243,9 +247,6 @@ class Orchestra:
     def on_message(self, worker: str, epoch: int, message: wire.FromWorker) -> None:
         self.heard.append((worker, epoch, message))
         self._news.set()
-
-    def on_tokens(self, worker: str, epoch: int, tokens: wire.Tokens, body: memoryview) -> None:
-        self.on_message(worker, epoch, tokens)
 
     def on_disconnected(self, worker: str, epoch: int, goodbye: bool) -> None:
         self.gone.append((worker, epoch, goodbye))
@@ -276,22 +277,25 @@ class Orchestra:
     def of(self, kind: type[MessageT]) -> list[MessageT]:
         return [message for _, _, message in self.heard if isinstance(message, kind)]
 
-    def chunks(self, turn: str, attempt: int = 1) -> list[wire.Chunk]:
+    def chunks(self, turn: str, attempt: int = 1) -> list[TokenChunk]:
         return [
-            c
+            TokenChunk(turn, c.start, ids, logprobs, c.version, c.finish, c.cached, c.prefilled, c.detail)
             for _, _, m in self.heard
             if isinstance(m, wire.Tokens)
-            for c in m.chunks
-            if (c.turn, c.attempt) == (turn, attempt)
+            for c, ids, logprobs in m.said()
+            if (self.sent[c.slot].turn, self.sent[c.slot].attempt) == (turn, attempt)
         ]
 
-    async def finished(self, turn: str, attempt: int = 1) -> wire.Chunk:
+    async def finished(self, turn: str, attempt: int = 1) -> TokenChunk:
         """The turn's last chunk, once it has come."""
         await self.until(lambda: any(c.finish for c in self.chunks(turn, attempt)))
         return self.chunks(turn, attempt)[-1]
 
     def send(self, *messages: wire.FromOrchestrator, epoch: int = 1, worker: str = "w") -> None:
         for message in messages:
+            if isinstance(message, wire.Generate):
+                msgspec.structs.force_setattr(message, "slot", len(self.sent))
+                self.sent.append(message)
             self.door.send(worker, epoch, message)
 
     def expect(self, worker: str, trains: bool = False, epoch: int = 0) -> None:
@@ -387,8 +391,9 @@ class DeadPath:
 
 
 def generate(turn: str, seed: int = 1, attempt: int = 1, start: int = 0, most: int = 40) -> wire.Generate:
-    prompt = [1, 2, 3] + [token_at(seed, i) for i in range(start)]
-    return wire.Generate(turn, attempt, prompt, start, SamplingParameters(max_new_tokens=most, noise_seed=seed))
+    """Its slot is given to it as it is sent."""
+    prompt = bytearray(pack_ids([1, 2, 3, *(token_at(seed, i) for i in range(start))]))
+    return wire.Generate(turn, attempt, -1, start, prompt, SamplingParameters(max_new_tokens=most, noise_seed=seed))
 
 
 @pytest.hookimpl

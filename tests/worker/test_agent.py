@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, WeightMode
-from elastic.engine.base import WeightsMismatch
+from elastic.engine.base import TokenChunk, WeightsMismatch
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint
 from elastic.weights.errors import WeightsCorrupted, WeightsRefusal
@@ -25,7 +25,7 @@ from tests.worker.conftest import FETCHED, PATIENCE_S, DeadPath, Orchestra, Scri
 FINISH = WeightMode.FINISH
 
 
-def check_tokens(chunks: list[wire.Chunk], seed: int, start: int = 0) -> int:
+def check_tokens(chunks: list[TokenChunk], seed: int, start: int = 0) -> int:
     """Gapless, in order, right tokens, one finish at the end; returns the position after the last token."""
     at = start
     for chunk in chunks:
@@ -587,12 +587,13 @@ async def test_an_engine_that_cannot_be_built_ends_the_worker(orchestra: Orchest
     assert "engine.device: no CUDA here" in end.reason
 
 
-@pytest.mark.parametrize("prompt", [[1.5], [1, "2"], "12", {"1": 2}, [None], None])
+@pytest.mark.parametrize("prompt", [b"\1\0\0\0\2", [1], "12", {"1": 2}, [None], None])
 async def test_an_order_that_cannot_be_read_costs_its_attempt_and_no_connection(
     orchestra: Orchestra, prompt: object
 ) -> None:
     await orchestra.at_work(ScriptedEngine())
-    poison = msgspec.structs.replace(generate("poison", attempt=7, start=2, most=30), token_ids=prompt)
+    poison = generate("poison", attempt=7, start=2, most=30)
+    msgspec.structs.force_setattr(poison, "token_ids", prompt)
     orchestra.send(poison)
     orchestra.send(generate("sound", seed=5, most=20))
     last = await orchestra.finished("poison", 7)

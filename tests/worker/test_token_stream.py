@@ -5,15 +5,20 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.core.types import FinishReason, SamplingParameters
+from elastic.core.types import CHUNK_TOKENS_MAX, Chunk, FinishReason, SamplingParameters
 from elastic.engine.base import NO_VERSION, TokenChunk
 from elastic.protocol import wire
+from elastic.protocol.sampled import pack_ids
 from elastic.worker.token_stream import TokenStream
 from tests.standing_clock import StandingClock
 
+TURNS = ("a", "b", "c", *(f"t{number}" for number in range(64)), *map(str, range(8)))
+"""By slot."""
+
 
 def order(turn: str) -> wire.Generate:
-    return wire.Generate(turn, 1, [1, 2], 0, SamplingParameters(max_new_tokens=8, noise_seed=0))
+    sampling = SamplingParameters(max_new_tokens=8, noise_seed=0)
+    return wire.Generate(turn, 1, TURNS.index(turn), 0, bytearray(pack_ids([1, 2])), sampling)
 
 
 def chunk(turn: str, start: int, count: int, finish: FinishReason | None = None) -> TokenChunk:
@@ -31,7 +36,8 @@ async def test_turns_leave_whole() -> None:
     stream.sink([chunk("a", 2, 3, FinishReason.STOP)])
     stream.flush()
     (frame,) = sent
-    assert [(c.turn, c.start, len(c.token_ids), c.finish) for c in frame.chunks] == [("a", 0, 5, FinishReason.STOP)]
+    assert list(frame.chunks) == [Chunk(0, 0, 5, 0, FinishReason.STOP)]
+    assert [ids for _, ids, _ in frame.said()] == [[0, 1, 0, 1, 2]]
     stream.abandon()
     stream.sink([chunk("b", 1, 1, FinishReason.ABORTED)])
     stream.flush()
@@ -43,8 +49,9 @@ async def test_a_declined_turn_has_no_tokens_and_no_version() -> None:
     sent: list[wire.Tokens] = []
     stream = TokenStream(0.05, sent.append)
     stream.decline([order("a")], FinishReason.STALLED, "held back")
-    ((declined,),) = [frame.chunks for frame in sent]
-    assert (declined.token_ids, declined.weights_version) == ([], NO_VERSION)
+    assert [list(frame.said()) for frame in sent] == [
+        [(Chunk(0, 0, 0, NO_VERSION, FinishReason.STALLED, "held back"), [], [])]
+    ]
 
 
 async def test_a_turn_that_ends_leaves_alone_and_at_once() -> None:
@@ -58,24 +65,23 @@ async def test_a_turn_that_ends_leaves_alone_and_at_once() -> None:
         ended = await sent.get()
         stream.sink([chunk("b", 2, 1)])
         waited = await sent.get()
-    assert [(c.turn, c.start, len(c.token_ids)) for c in ended.chunks] == [("a", 0, 3)]
-    assert [(c.turn, c.start, len(c.token_ids), c.finish) for c in waited.chunks] == [("b", 0, 3, None)]
+    assert list(ended.chunks) == [Chunk(0, 0, 3, 0, FinishReason.STOP)]
+    assert list(waited.chunks) == [Chunk(1, 0, 3, 0)]
 
 
-TURNS = ("a", "b", "c")
-produced = st.lists(st.tuples(st.sampled_from(TURNS), st.integers(0, 3), st.booleans()), max_size=4)
+produced = st.lists(st.tuples(st.sampled_from(TURNS[:3]), st.integers(0, 3), st.booleans()), max_size=4)
 """Of an iteration: tokens by turn, and whether the turn ends with them."""
 
 
 @given(iterations=st.lists(st.tuples(produced, st.booleans()), max_size=20), whole_turns=st.booleans())
 def test_every_turns_tokens_leave_once_and_in_order(iterations, whole_turns) -> None:
-    async def stream_all() -> list[wire.Chunk]:
+    async def stream_all() -> list[Chunk]:
         sent: list[wire.Tokens] = []
         stream = TokenStream(60.0, sent.append, whole_turns=whole_turns)
-        for turn in TURNS:
+        for turn in TURNS[:3]:
             stream.open(order(turn))
-        said = dict.fromkeys(TURNS, 0)
-        living = set(TURNS)
+        said = dict.fromkeys(TURNS[:3], 0)
+        living = set(said)
         for iteration, flushed in iterations:
             chunks = []
             for turn, count, ends in iteration:
@@ -90,13 +96,14 @@ def test_every_turns_tokens_leave_once_and_in_order(iterations, whole_turns) -> 
         stream.sink([chunk(turn, said[turn], 0, FinishReason.ABORTED) for turn in sorted(living)])
         stream.flush()
         await asyncio.wait_for(stream.idle(), 1.0)
-        assert {turn: sum(len(c.token_ids) for f in sent for c in f.chunks if c.turn == turn) for turn in TURNS} == said
-        return [c for frame in sent for c in frame.chunks]
+        chunks = [c for frame in sent for c in frame.chunks]
+        assert [sum(c.count for c in chunks if c.slot == slot) for slot in range(3)] == [*said.values()]
+        return chunks
 
-    for turn in TURNS:
-        chunks = [c for c in asyncio.run(stream_all()) if c.turn == turn]
+    for slot in range(3):
+        chunks = [c for c in asyncio.run(stream_all()) if c.slot == slot]
         starts = [c.start for c in chunks]
-        assert starts == [sum(len(c.token_ids) for c in chunks[:n]) for n in range(len(chunks))]
+        assert starts == [sum(c.count for c in chunks[:n]) for n in range(len(chunks))]
         assert [c.finish is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
@@ -139,10 +146,10 @@ def test_no_token_is_late_and_frames_are_few(iterations: list, interval_ms: int)
     with asyncio.Runner(loop_factory=StandingClock) as runner:
         runner.run(stream_all())
     waits_s = {
-        (c.turn, c.start + i): at_s - produced_s.pop((c.turn, c.start + i))
+        (c.slot, c.start + i): at_s - produced_s.pop((TURNS[c.slot], c.start + i))
         for at_s, frame in sent
         for c in frame.chunks
-        for i in range(len(c.token_ids))
+        for i in range(c.count)
     }
     assert produced_s == {}
     assert all(0 <= wait_s <= interval_ms / 1000 + 1e-9 for wait_s in waits_s.values())
@@ -151,7 +158,7 @@ def test_no_token_is_late_and_frames_are_few(iterations: list, interval_ms: int)
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.lists(st.integers(1, 3 * wire.CHUNK_TOKENS_MAX // 2), min_size=1, max_size=6))
+@given(st.lists(st.integers(1, 3 * CHUNK_TOKENS_MAX // 2), min_size=1, max_size=6))
 def test_long_turns_leave_in_frames_that_the_orchestrator_reads(lengths: list[int]) -> None:
     """Each turn's tokens come in pieces of at most a thousand, all before the next flush."""
 
@@ -171,7 +178,8 @@ def test_long_turns_leave_in_frames_that_the_orchestrator_reads(lengths: list[in
     for frame in heard:
         assert isinstance(frame, wire.Tokens)
         for part in frame.chunks:
-            assert part.start == found[part.turn]
-            found[part.turn] += len(part.token_ids)
-            assert (part.finish is not None) == (found[part.turn] == lengths[int(part.turn)])
+            turn = TURNS[part.slot]
+            assert part.start == found[turn]
+            found[turn] += part.count
+            assert (part.finish is not None) == (found[turn] == lengths[int(turn)])
     assert found == {str(n): length for n, length in enumerate(lengths)}

@@ -16,6 +16,7 @@ import torch
 from elastic.config import Config
 from elastic.core.types import Account, FinishReason
 from elastic.protocol import wire
+from elastic.protocol.sampled import pack_logprobs
 from elastic.weights import directory
 from elastic.weights.errors import RelayError, RelayUnavailable
 from elastic.weights.publisher import publish_keyframe
@@ -153,7 +154,7 @@ async def test_a_skipped_group_is_no_obstacle(house: TrainerHouse) -> None:
 async def test_a_group_of_no_use_is_named_and_the_step_goes_on(house: TrainerHouse) -> None:
     await house.ready()
     poisoned = train_group(1, 1)
-    poisoned.trajectories[0].logprobs[2] = float("nan")
+    poisoned.trajectories[0].sampled.logprobs[:4] = pack_logprobs([float("nan")])
     house.send(train_group(1, 0), poisoned, wire.UpdateFrame(1, 1))
     stepped = await house.first(wire.Stepped)
     assert (stepped.metrics["groups"], stepped.metrics["groups_unusable"]) == (1, 1)

@@ -12,7 +12,9 @@ import pytest
 
 from elastic.config import EngineConfig
 from elastic.core.types import Account, FinishReason, SamplingParameters
+from elastic.engine.base import TokenChunk
 from elastic.protocol import wire
+from elastic.protocol.sampled import pack_ids
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.relay import open_relay
 from tests.worker.conftest import KEY, MODEL, Orchestra, ordered, policy
@@ -91,13 +93,14 @@ def turn(name: str, attempt: int = 1, accepted: tuple[int, ...] = ()) -> wire.Ge
     return wire.Generate(
         name,
         attempt,
-        [1, 2, 3, *accepted],
+        -1,
         len(accepted),
+        bytearray(pack_ids([1, 2, 3, *accepted])),
         SamplingParameters(max_new_tokens=TURN_TOKENS, noise_seed=11),
     )
 
 
-def tokens(chunks: list[wire.Chunk]) -> list[int]:
+def tokens(chunks: list[TokenChunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 

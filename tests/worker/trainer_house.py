@@ -8,6 +8,7 @@ import torch
 
 from elastic.config import Config
 from elastic.protocol import wire
+from elastic.testing.trajectories import PlainTrajectory
 from elastic.weights.relay import open_relay
 from elastic.weights.signing import Trust
 from elastic.worker.agent import AgentExit
@@ -87,9 +88,9 @@ def step_of(version: int) -> list[wire.FromOrchestrator]:
 def train_group(step: int, index: int) -> wire.TrainGroupFrame:
     """Two trajectories of which one was rewarded."""
     trajectories = [
-        wire.TrajectoryData(
+        PlainTrajectory(
             f"s{step}g{index}m{m}", [1, 2, 3, 4 + m, 5], [0, 0, 1, 1, 1], [0, 0, -3, -3, -3], [0] * 5, m
-        )
+        ).packed()
         for m in range(2)
     ]
     return wire.TrainGroupFrame(step, f"s{step}g{index}", index, trajectories)

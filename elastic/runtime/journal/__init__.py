@@ -1,6 +1,6 @@
 """The run's journal: every event, every token and every outcome, in one SQLite file for each incarnation of the run."""
 
-from elastic.runtime.journal.frames import TokenFrame, event_row, frame_row, tokens_event
+from elastic.runtime.journal.frames import event_row, frame_row
 from elastic.runtime.journal.reader import JournalReader, open_journal, why_unreadable
 from elastic.runtime.journal.records import (
     CONTINUES,
@@ -18,7 +18,6 @@ from elastic.runtime.journal.records import (
     MoveRow,
     NoteRow,
     PullRow,
-    Sampled,
     SampleRow,
     StepRow,
     StepWeights,

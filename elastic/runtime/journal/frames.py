@@ -1,70 +1,55 @@
-"""Token frames in a journal: as they came off the wire, and what the core sees of them."""
+"""Events in a journal; token frames with the tokens that were accepted."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 
+from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.types import Nanoseconds, Progress, WorkerId
+from elastic.core.types import Chunks, Nanoseconds, TurnId, WorkerId
 from elastic.protocol import wire
+from elastic.protocol.sampled import TOKEN_BYTES
 from elastic.runtime.journal.records import EventRow
 
-NAME_MAX = 256
-"""Characters that are kept of the name of a turn of which nothing was accepted; those of real turns have fewer."""
 FRAME = "frame"
-"""Kind of an event that is kept with the frame that it came in."""
+"""Kind of an event that is kept with the tokens that came in it."""
 
 
-class TokenFrame(msgspec.Struct, frozen=True):
-    """A token frame of a worker: its chunks, and its body as it came off the wire."""
-
-    chunks: Sequence[wire.Chunk] | Mapping[int, wire.Chunk]
-    body: bytes | memoryview
-
-
-class _Frame(msgspec.Struct, frozen=True, array_like=True):
-    """A frame of which all chunks were accepted."""
+class JournaledFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A token frame, as it came but for the tokens of chunks that were not accepted. `turns` names the turn of each
+    accepted chunk, and is empty for others."""
 
     worker: WorkerId
     epoch: int
-    message: msgspec.Raw
+    chunks: Chunks
+    token_ids: bytes
+    logprobs: bytes
+    turns: Sequence[TurnId]
 
+    @property
+    def event(self) -> e.TokensReceived:
+        return e.TokensReceived(worker=self.worker, epoch=self.epoch, chunks=self.chunks)
 
-class _PartialFrame(msgspec.Struct, frozen=True, array_like=True):
-    """`message` has the chunks at the `accepted` positions; `seen` is what the core saw of all."""
+    @property
+    def tokens(self) -> wire.Tokens:
+        """The frame; tokens that were not accepted are zero."""
+        return wire.Tokens(self.chunks, self._spread(self.token_ids), self._spread(self.logprobs))
 
-    worker: WorkerId
-    epoch: int
-    message: wire.Tokens
-    seen: tuple[Progress, ...] = ()
-    accepted: tuple[int, ...] = ()
+    def _spread(self, kept: bytes) -> bytes:
+        if all(self.turns):
+            return kept
+        places, at = _places(self.chunks), 0
+        column = bytearray(places[-1])
+        for place in (place for place, turn in enumerate(self.turns) if turn):
+            length = places[place + 1] - places[place]
+            column[places[place] : places[place + 1]] = kept[at : at + length]
+            at += length
+        return bytes(column)
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_message = msgspec.msgpack.Decoder(wire.Tokens).decode
-_decode = msgspec.msgpack.Decoder(_PartialFrame).decode
-
-
-def tokens_event(worker: WorkerId, epoch: int, chunks: Sequence[wire.Chunk]) -> e.TokensReceived:
-    """A token frame as the core sees it: positions and counts, no ids."""
-    return e.TokensReceived(
-        worker=worker,
-        epoch=epoch,
-        chunks=tuple(
-            Progress(
-                k.turn,
-                k.attempt,
-                k.start,
-                len(k.token_ids),
-                k.weights_version,
-                k.finish,
-                k.detail,
-                k.prefilled_tokens,
-                k.cached_tokens,
-            )
-            for k in chunks
-        ),
-    )
+read_frame = msgspec.msgpack.Decoder(JournaledFrame).decode
 
 
 def event_row(event: e.Event, t_ns: Nanoseconds) -> EventRow:
@@ -73,36 +58,26 @@ def event_row(event: e.Event, t_ns: Nanoseconds) -> EventRow:
 
 
 def frame_row(
-    event: e.TokensReceived, body: bytes | memoryview, accepted: Collection[int], t_ns: Nanoseconds
+    event: e.TokensReceived, tokens: wire.Tokens, accepted: c.AcceptTokens | None, t_ns: Nanoseconds
 ) -> EventRow:
-    """The journal's row of a token frame: its event, and the accepted chunks of `body`.
+    """The journal's row of a token frame of which this was accepted.
 
-    `body` is the frame as it came off the wire. A frame accepted as a whole is stored unchanged; of rejected chunks
-    only the counts are stored, for the core looked at no more.
+    Of other chunks only the counts are kept, for the core looked at no more.
     """
-    if not accepted:
-        return event_row(msgspec.structs.replace(event, chunks=tuple(map(_refused, event.chunks))), t_ns)
-    if len(accepted) == len(event.chunks):
-        kept = _encode(_Frame(event.worker, event.epoch, msgspec.Raw(body)))
-    else:
-        chunks = _decode_message(body).chunks
-        message = wire.Tokens([chunks[position] for position in accepted])
-        seen = tuple(k if at in accepted else _refused(k) for at, k in enumerate(event.chunks))
-        kept = _encode(_PartialFrame(event.worker, event.epoch, message, seen, tuple(accepted)))
-    return EventRow(t_ns=t_ns, kind=FRAME, body=kept)
+    chunks, ids, logprobs = event.chunks, tokens.token_ids, tokens.logprobs
+    turns: Sequence[TurnId] = () if accepted is None else accepted.turns
+    if len(turns) < len(chunks):
+        known = {} if accepted is None else dict(zip(accepted.chunks, turns, strict=True))
+        ends = [end if end.place in known else msgspec.structs.replace(end, detail="") for end in chunks.ends]
+        chunks = msgspec.structs.replace(chunks, ends=ends)
+        if not known:
+            return event_row(msgspec.structs.replace(event, chunks=chunks), t_ns)
+        places, turns = _places(chunks), [known.get(place, "") for place in range(len(chunks))]
+        ids, logprobs = (b"".join([column[places[at] : places[at + 1]] for at in known]) for column in (ids, logprobs))
+    body = _encode(JournaledFrame(event.worker, event.epoch, chunks, ids, logprobs, turns))
+    return EventRow(t_ns=t_ns, kind=FRAME, body=body)
 
 
-def _refused(chunk: Progress) -> Progress:
-    """What the core looks at of a chunk that it does not accept: a turn by this name there never was."""
-    turn = chunk.turn if len(chunk.turn) <= NAME_MAX else f"{chunk.turn[:NAME_MAX]}…"
-    return msgspec.structs.replace(chunk, turn=turn, detail="")
-
-
-def read_frame(body: bytes) -> tuple[e.TokensReceived, Mapping[int, wire.Chunk]]:
-    """The event of a frame, and its accepted chunks by their position."""
-    frame = _decode(body)
-    chunks = frame.message.chunks
-    if frame.seen:
-        event = e.TokensReceived(worker=frame.worker, epoch=frame.epoch, chunks=frame.seen)
-        return event, dict(zip(frame.accepted, chunks, strict=True))
-    return tokens_event(frame.worker, frame.epoch, chunks), dict(enumerate(chunks))
+def _places(chunks: Chunks) -> list[int]:
+    """Where in its frame's bytes each chunk begins, and the last one ends."""
+    return [TOKEN_BYTES * tokens for tokens in accumulate(chunks.counts, initial=0)]

@@ -5,7 +5,7 @@ import math
 import os
 import resource
 import sqlite3
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import Nanoseconds
 from elastic.protocol import wire
-from elastic.runtime.journal.frames import FRAME, read_frame
+from elastic.runtime.journal.frames import FRAME, JournaledFrame, read_frame
 from elastic.runtime.journal.records import TABLES, BookRow, NoteRow, TrajectoryFilter, TrajectoryPlace, TrajectoryRow
 from elastic.runtime.journal.tables import R
 from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, no_room
@@ -197,17 +197,22 @@ class JournalReader:
         """Every event in order, as the core took it."""
         return ((t_ns, event) for t_ns, event, _ in self.entries())
 
-    def entries(self, after: int = 0) -> Iterator[tuple[Nanoseconds, e.Event, Mapping[int, wire.Chunk]]]:
-        """Every event in order, but for the first `after`; a token frame's with its accepted chunks, by their position
-        in the event."""
+    def entries(self, after: int = 0) -> Iterator[tuple[Nanoseconds, e.Event, wire.Tokens | None]]:
+        """Every event in order, but for the first `after`; a token frame's with its accepted tokens."""
         query = "SELECT t_ns, kind, body FROM events WHERE seq > ? ORDER BY seq"
         with self._reading():
             for t_ns, kind, body in self._connection.execute(query, (after,)):
                 if kind == FRAME:
-                    event, chunks = read_frame(body)
-                    yield t_ns, event, chunks
+                    frame = read_frame(body)
+                    yield t_ns, frame.event, frame.tokens
                 else:
-                    yield t_ns, _decode_event(body), {}
+                    yield t_ns, _decode_event(body), None
+
+    def frames(self) -> Iterator[JournaledFrame]:
+        """The token frames of which something was accepted, in order."""
+        with self._reading():
+            for (body,) in self._connection.execute("SELECT body FROM events WHERE kind = ? ORDER BY seq", (FRAME,)):
+                yield read_frame(body)
 
     def scan(
         self, after: int, limit: int, unread: Collection[str]

@@ -80,8 +80,8 @@ class MoveRow(JournalRecord, frozen=True, gc=False):
 class TrajectoryRow(JournalRecord, frozen=True, gc=False):
     """A trajectory that is over: with its reward, or with the cause of its failure and none.
 
-    `truncated` says that a limit of turns or tokens ended it. `token_ids` is a msgpack list and `sampled` a msgpack
-    `Sampled`, empty where tokens were only counted.
+    `truncated` says that a limit of turns or tokens ended it. `token_ids` are packed, and `sampled` is a msgpack
+    `elastic.protocol.sampled.Sampled`; both are empty where tokens were only counted.
     """
 
     TABLE: ClassVar[str] = "trajectories"
@@ -138,20 +138,6 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
             clauses.append(f"({self.rank}, rowid) < (?, ?)" if self.by_reward else "rowid < ?")
             values += [*([behind.rank] if self.by_reward else []), behind.row]
         return " AND ".join(clauses) or "1", values
-
-
-class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """Per-token values of a finished trajectory for the trainer or a reward function, besides the tokens.
-
-    `trained` marks tokens that the policy sampled; `versions` has the weights version of each. `reward` is the
-    environment's; `origins` as in `elastic.protocol.wire.TrajectoryData`.
-    """
-
-    trained: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    reward: float
-    origins: list[tuple[WorkerId, int]] = []
 
 
 class GroupRow(JournalRecord, frozen=True):

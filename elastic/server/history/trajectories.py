@@ -5,14 +5,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from elastic.core.types import NS_PER_S
 from elastic.protocol.api import HostedTrajectory, HostedTrajectoryDetail
+from elastic.protocol.sampled import Sampled, ids_of
 from elastic.report.history import Segment
 from elastic.runtime.journal import (
     JournalReader,
     RunDirectory,
-    Sampled,
     TrajectoryFilter,
     TrajectoryPlace,
     TrajectoryRow,
@@ -104,14 +105,17 @@ def trajectory_of(run_dir: Path, name: str, environment: str) -> HostedTrajector
         row = RunDirectory(run_dir).trajectories([name]).get(name)
     if row is None:
         return None
-    token_ids = msgspec.msgpack.decode(row.token_ids, type=list[int]) if row.token_ids else []
-    sampled = msgspec.msgpack.decode(row.sampled, type=Sampled) if row.sampled else Sampled([], [], [], 0.0)
+    token_ids = ids_of(row.token_ids)
+    sampled = msgspec.msgpack.decode(row.sampled, type=Sampled) if row.sampled else Sampled()
+    trained = sampled.trained(len(token_ids))
+    logprobs, versions = np.zeros(len(token_ids)), np.zeros(len(token_ids), np.int64)
+    logprobs[trained], versions[trained] = sampled.token_logprobs(), sampled.token_versions()
     return HostedTrajectoryDetail(
         **_trajectory(row).model_dump(),
         token_ids=token_ids,
-        trained=[bool(mark) for mark in sampled.trained],
-        logprobs=sampled.logprobs,
-        versions=sampled.versions,
+        trained=trained.tolist(),
+        logprobs=logprobs.tolist(),
+        versions=versions.tolist(),
         text=_text(token_ids, environment),
     )
 

@@ -406,11 +406,11 @@ def engine_samples(events: Iterable[tuple[Nanoseconds, e.Event]]) -> list[Iterat
     """
     last: dict[WorkerId, e.WorkerReported] = {}
     firsts: dict[WorkerId, int] = {}
-    begun: set[tuple[str, int]] = set()
+    begun: set[tuple[str, int, int]] = set()
     found: dict[bool, list[IterationSample]] = {True: [], False: []}
     for _, event in events:
         if isinstance(event, e.TokensReceived):
-            started = {(c.turn, c.attempt) for c in event.chunks if c.count} - begun
+            started = {(event.worker, event.epoch, slot) for slot, _, count, _ in event.chunks.plain if count} - begun
             begun |= started
             firsts[event.worker] = firsts.get(event.worker, 0) + len(started)
         elif isinstance(event, e.WorkerReported):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, Progress, TurnId, WeightMode
+from elastic.core.types import NS_PER_S, Account, Chunk, FinishReason, Nanoseconds, TurnId, WeightMode
 from elastic.simulation.loop import EventLoop
 from elastic.simulation.performance.lending import LentShareModel
 from elastic.simulation.performance.prefix_cache import PrefixCache, Prompt
@@ -40,6 +40,7 @@ class Job:
     longest: int
     shared_tokens: int = 0
     recompute: bool = False
+    slot: int = 0
     position: int = field(init=False)
     reported: int = field(init=False)
     admissions: int = 0
@@ -129,7 +130,7 @@ class EngineModel:
         self,
         loop: EventLoop,
         rates: EngineRates,
-        emit: Callable[[Sequence[Progress]], None],
+        emit: Callable[[Sequence[Chunk]], None],
         flush_ns: Nanoseconds,
         share: LentShareModel | None = None,
     ) -> None:
@@ -275,7 +276,7 @@ class EngineModel:
         held = 0
         if unsent_ns and self._span is not None and self._span.first_s > 0:
             held = round(unsent_ns / NS_PER_S / self._span.first_s)
-        chunks: list[Progress] = []
+        chunks: list[Chunk] = []
         for job in self._jobs.values():
             upto = self._position(job) - held * job.decoding
             if upto > job.reported:
@@ -414,15 +415,15 @@ class EngineModel:
             self._emit(chunks)
         self._release_if_idle()
 
-    def _finished(self) -> list[Progress]:
-        chunks: list[Progress] = []
+    def _finished(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
         while self._decoding and self._next_finish() <= self._clock:
             job = heapq.heappop(self._finishes)[2]
             chunks.append(self._ended(job, job.finish))
         return chunks
 
-    def _prefilled(self, span: _IterationSpan, done: int) -> list[Progress]:
-        chunks: list[Progress] = []
+    def _prefilled(self, span: _IterationSpan, done: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
         for job, count in span.prefill:
             if not job.running or job.decoding:
                 continue
@@ -548,7 +549,7 @@ class EngineModel:
     def _position(self, job: Job) -> int:
         return self._clock - job.joined if job.decoding else job.position
 
-    def _ended(self, job: Job, finish: FinishReason) -> Progress:
+    def _ended(self, job: Job, finish: FinishReason) -> Chunk:
         if job.running:
             decoding = job.decoding
             self._leave(job)
@@ -564,13 +565,13 @@ class EngineModel:
         del self._jobs[job.turn]
         return self._chunk(job, job.position, finish)
 
-    def _chunk(self, job: Job, upto: int, finish: FinishReason | None = None) -> Progress:
+    def _chunk(self, job: Job, upto: int, finish: FinishReason | None = None) -> Chunk:
         start, job.reported = job.reported, upto
         version = -1 if self.version is None else self.version
         prefilled = 0 if job.told else job.prefilled
         job.told = True
         cached = job.cached if prefilled else 0
-        return Progress(job.turn, job.attempt, start, upto - start, version, finish, "", prefilled, cached)
+        return Chunk(job.slot, start, upto - start, version, finish, "", prefilled, cached)
 
     def _arm_flush(self) -> None:
         if not self._flush_due:

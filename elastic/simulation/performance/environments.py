@@ -30,9 +30,9 @@ class Trajectory:
     truncated: bool = False
 
     @property
-    def token_ids(self) -> list[int]:
+    def token_ids(self) -> bytes:
         """Always empty: performance worlds count tokens and have no ids."""
-        return []
+        return b""
 
     @property
     def sampled(self) -> None:
@@ -106,6 +106,7 @@ class Environments(OneIncarnation):
             self._settings.max_tokens_per_turn,
             turn.of.episode.turns[0].observation_tokens,
             command.recompute,
+            command.slot,
         )
 
     # Trajectories
@@ -123,11 +124,9 @@ class Environments(OneIncarnation):
     def prompt(self, turn: TurnId) -> ModelledTurn | None:
         return self._turns.get(turn)
 
-    def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: None) -> None:
-        for position in chunks:
-            if event.chunks[position].count:
-                self._busy(self._loop.now_ns)
-                return
+    def accept(self, event: e.TokensReceived, accepted: c.AcceptTokens, payload: None) -> None:
+        if any(event.chunks.counts[place] for place in accepted.chunks):
+            self._busy(self._loop.now_ns)
 
     def finish_turn(self, turn: TurnId) -> None:
         done = self._turns.pop(turn, None)

@@ -10,11 +10,12 @@ from elastic.core.types import (
     NS_PER_S,
     Account,
     Capabilities,
+    Chunk,
+    Chunks,
     FinishReason,
     LeaseId,
     LoadPhase,
     Nanoseconds,
-    Progress,
     TurnId,
     WorkerId,
     WorkerRole,
@@ -162,8 +163,8 @@ class WorkerModel:
 
     # What it says
 
-    def _say_tokens(self, chunks: Sequence[Progress]) -> None:
-        self._world.tell(e.TokensReceived(worker=self.id, epoch=self.epoch, chunks=tuple(chunks)))
+    def _say_tokens(self, chunks: Sequence[Chunk]) -> None:
+        self._world.tell(e.TokensReceived(worker=self.id, epoch=self.epoch, chunks=Chunks.of(chunks)))
         if self._draining and not self._running.executing and not self._running.pending:
             self._world.loop.after(0, self._say_goodbye)
 
@@ -241,7 +242,7 @@ class WorkerModel:
             declined = FinishReason.STALLED
         job = self._world.job(command)
         if declined is not None:
-            self._say_tokens([Progress(command.turn, command.attempt, command.start, 0, NO_VERSION, declined)])
+            self._say_tokens([Chunk(command.slot, command.start, 0, NO_VERSION, declined)])
         elif job is not None:
             self._running.submit(job)
 

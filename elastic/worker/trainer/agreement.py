@@ -53,8 +53,8 @@ class StepAgreement:
         return [
             trajectory
             for trajectory in trajectories
-            if self._version in trajectory.versions
-            and any(w not in self._sums or self._sums[w].tokens < LAST_TOKENS for w, _ in trajectory.origins)
+            if any(version == self._version for version, _ in trajectory.sampled.versions)
+            and any(w not in self._sums or self._sums[w].tokens < LAST_TOKENS for w, _ in trajectory.sampled.origins)
         ]
 
     def compare(

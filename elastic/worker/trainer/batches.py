@@ -1,13 +1,15 @@
 """Groups of trajectories as tensors."""
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from elastic.protocol.sampled import TOKEN_BYTES
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 
 
@@ -37,39 +39,53 @@ def micro_batches(
     trajectories: Sequence[TrajectoryData], advantages: Sequence[float], tokens_max: int
 ) -> Iterator[Batch]:
     """Like lengths together, as many as fit into `tokens_max` with their padding (one always does)."""
-    rows = sorted(zip(trajectories, advantages, strict=True), key=lambda row: len(row[0].token_ids))
+    rows = sorted(zip(trajectories, advantages, strict=True), key=lambda row: _tokens(row[0]))
     place = {worker: position for position, worker in enumerate(workers_of(trajectories))}
     start = 0
     for end in range(1, len(rows) + 1):
-        if end == len(rows) or (end + 1 - start) * len(rows[end][0].token_ids) > tokens_max:
+        if end == len(rows) or (end + 1 - start) * _tokens(rows[end][0]) > tokens_max:
             yield _collate(rows[start:end], place)
             start = end
 
 
 def workers_of(trajectories: Sequence[TrajectoryData]) -> list[str]:
     """Who sampled the policy's tokens in them."""
-    return sorted({worker for trajectory in trajectories for worker, _ in trajectory.origins})
+    return sorted({worker for trajectory in trajectories for worker, _ in trajectory.sampled.origins})
 
 
 def _collate(rows: Sequence[tuple[TrajectoryData, float]], place: Mapping[str, int]) -> Batch:
-    lengths = [len(trajectory.token_ids) for trajectory, _ in rows]
+    lengths = [_tokens(trajectory) for trajectory, _ in rows]
     token_ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
     trained = torch.zeros_like(token_ids, dtype=torch.bool)
-    logprobs = torch.zeros_like(token_ids, dtype=torch.float32)
-    versions = torch.zeros_like(token_ids)
-    origins: list[int] = []
+    logprobs: list[npt.NDArray[np.float32]] = []
+    versions: list[npt.NDArray[np.int64]] = []
+    origins: list[npt.NDArray[np.int64]] = []
     for row, (trajectory, _) in enumerate(rows):
-        token_ids[row, : lengths[row]] = torch.tensor(trajectory.token_ids)
-        trained[row, : lengths[row]] = torch.tensor(trajectory.trained, dtype=torch.bool)
-        logprobs[row, : lengths[row]] = torch.tensor(trajectory.logprobs)
-        versions[row, : lengths[row]] = torch.tensor(trajectory.versions)
-        if trajectory.origins:
-            origins += [place[worker] for worker, count in trajectory.origins for _ in range(count)]
-        else:
-            origins += [-1] * sum(map(bool, trajectory.trained))
+        sampled, length = trajectory.sampled, lengths[row]
+        token_ids[row, :length] = torch.from_numpy(_ids(trajectory).astype(np.int64))
+        trained[row, :length] = torch.from_numpy(sampled.trained(length))
+        logprobs.append(sampled.token_logprobs())
+        versions.append(sampled.token_versions())
+        runs = sampled.origins or [("", sampled.tokens)]
+        origins.append(np.repeat([place.get(worker, -1) for worker, _ in runs], [tokens for _, tokens in runs]))
     advantages = torch.tensor([advantage for _, advantage in rows]).unsqueeze(1).expand_as(token_ids)
-    of_tokens = (logprobs[trained], versions[trained], advantages[trained])
-    return Batch(token_ids, torch.tensor(lengths), trained, *of_tokens, torch.tensor(origins))
+    return Batch(
+        token_ids,
+        torch.tensor(lengths),
+        trained,
+        torch.from_numpy(np.concatenate(logprobs)),
+        torch.from_numpy(np.concatenate(versions)),
+        advantages[trained],
+        torch.from_numpy(np.concatenate(origins)),
+    )
+
+
+def _tokens(trajectory: TrajectoryData) -> int:
+    return len(trajectory.token_ids) // TOKEN_BYTES
+
+
+def _ids(trajectory: TrajectoryData) -> npt.NDArray[np.int32]:
+    return np.frombuffer(trajectory.token_ids, np.int32)
 
 
 class UnusableGroup(ValueError):
@@ -86,21 +102,25 @@ def check_group(group: TrainGroupFrame, vocabulary: int) -> None:
 def check_trajectories(trajectories: Iterable[TrajectoryData], vocabulary: int) -> None:
     """As `check_group`, of some of its trajectories."""
     for trajectory in trajectories:
-        count = len(trajectory.token_ids)
+        ids, sampled = _ids(trajectory), trajectory.sampled
         where = f"trajectory {trajectory.trajectory}"
-        if any(len(each) != count for each in (trajectory.trained, trajectory.logprobs, trajectory.versions)):
-            raise UnusableGroup(f"{where}: token_ids, trained, logprobs and versions differ in length")
-        if trajectory.origins and sum(n for _, n in trajectory.origins) != sum(map(bool, trajectory.trained)):
+        ends = [0, *(start + tokens for start, tokens in sampled.spans)]
+        if any(start < end or not tokens for end, (start, tokens) in zip(ends, sampled.spans, strict=False)):
+            raise UnusableGroup(f"{where}: the spans that the policy sampled are not one after the other")
+        counts = {sum(tokens for _, tokens in runs) for runs in (sampled.spans, sampled.versions)}
+        if counts != {sampled.tokens} or ends[-1] > len(ids):
+            raise UnusableGroup(f"{where}: token_ids, spans, logprobs and versions differ in length")
+        if sampled.origins and sum(tokens for _, tokens in sampled.origins) != sampled.tokens:
             raise UnusableGroup(f"{where}: origins are not those of its policy's tokens")
-        if not any(trajectory.trained) or trajectory.trained[0]:
+        if not sampled.tokens or not sampled.spans[0][0]:
             raise UnusableGroup(f"{where}: needs a prompt and at least one token of the policy")
-        if not math.isfinite(trajectory.reward):
-            raise UnusableGroup(f"{where}: its reward is {trajectory.reward}")
-        odd = next((token for token in trajectory.token_ids if not 0 <= token < vocabulary), None)
-        if odd is not None:
-            raise UnusableGroup(f"{where}: token {odd} is not in the vocabulary of {vocabulary}")
+        if not math.isfinite(sampled.reward):
+            raise UnusableGroup(f"{where}: its reward is {sampled.reward}")
+        odd = ids[ids.view(np.uint32) >= vocabulary]
+        if len(odd):
+            raise UnusableGroup(f"{where}: token {odd[0]} is not in the vocabulary of {vocabulary}")
 
 
 def policy_tokens(group: TrainGroupFrame) -> int:
     """How many tokens of the group the policy sampled."""
-    return sum(map(bool, itertools.chain.from_iterable(trajectory.trained for trajectory in group.trajectories)))
+    return sum(trajectory.sampled.tokens for trajectory in group.trajectories)

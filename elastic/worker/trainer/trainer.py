@@ -223,7 +223,7 @@ class GRPOTrainer:
 
     def _accumulate(self, group: TrainGroupFrame) -> None:
         """All of the group's gradient or, where that raises `UnusableGroup` or `GradientOverflow`, nothing of it."""
-        rewards = [trajectory.reward for trajectory in group.trajectories]
+        rewards = [trajectory.sampled.reward for trajectory in group.trajectories]
         statistics = _GroupStatistics(rewards)
         try:
             advantages = group_advantages(rewards, self._settings.advantage_epsilon)

@@ -6,6 +6,7 @@
 """
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, get_args
@@ -14,8 +15,8 @@ import msgspec
 from msgspec import inspect
 
 from elastic.core import events as e
-from elastic.core.ids import group_of, turn_id
-from elastic.core.types import INTEGER_MAX, Account, FinishReason, LoadPhase, Progress, WorkerId
+from elastic.core.ids import group_of
+from elastic.core.types import CHUNK_TOKENS_MAX, INTEGER_MAX, Account, Chunk, Chunks, FinishReason, LoadPhase, WorkerId
 from elastic.protocol import wire
 
 KINDS: tuple[type, ...] = get_args(wire.FromWorker)
@@ -86,6 +87,10 @@ class Liar:
                 return [self._value(item) for _ in range(rng.choice((0, 1, 1, 2, 3, rng.randrange(LONGEST_LIST))))]
             case inspect.DictType(key_type=key, value_type=value):
                 return {str(self._value(key)): self._value(value) for _ in range(rng.randrange(4))}
+            case inspect.BytesType():
+                return rng.randbytes(4 * rng.randrange(8) + rng.choice((0, 0, 1)))
+            case inspect.TupleType(item_types=types):
+                return [self._value(item) for item in types]
             case inspect.StructType():
                 return self._struct(at)
             case _:
@@ -93,29 +98,35 @@ class Liar:
 
     def _struct(self, at: inspect.StructType) -> Any:
         values = {field.name: self._value(field.type) for field in at.fields}
-        if at.cls is wire.Chunk and self._rng.random() < 0.8:
+        if at.cls is wire.Tokens and self._rng.random() < 0.8:
             self._even_out(values)
         if not at.array_like:
             return values
         return [*([] if at.tag is None else [at.tag]), *values.values()]
 
-    def _even_out(self, chunk: dict[str, Any]) -> None:
-        """Give a chunk as many log-probabilities as tokens, since a different number is refused before anything else
-        is checked."""
-        ids, logprobs = chunk["token_ids"], chunk["logprobs"]
-        if isinstance(ids, list) and isinstance(logprobs, list):
-            chunk["logprobs"] = [*logprobs, *[-0.5] * len(ids)][: len(ids)]
+    def _even_out(self, frame: dict[str, Any]) -> None:
+        """Give a token frame columns that fit each other, since others are refused before anything else is checked."""
+        rng = self._rng
+        chunks = [
+            Chunk(rng.choice((0, 1, 2, rng.randrange(100), INTEGER_MAX)), rng.choice((0, 3, 10**9)), count, version)
+            for count in rng.choices((0, 1, 2, 40), k=rng.randrange(8))
+            for version in rng.choices((0, 1, 2, INTEGER_MAX))
+        ]
+        ids = [rng.choice((0, 5, -1, 2**31 - 1)) if rng.random() < 1 / 8 else 5 for c in chunks for _ in range(c.count)]
+        odd = rng.choice((math.nan, math.inf, -math.inf, 0.5, -1e30, -0.5))
+        frame["chunks"] = Chunks.of(chunks)
+        frame["token_ids"] = array("i", ids).tobytes()
+        frame["logprobs"] = array("f", [odd if rng.random() < 1 / 8 else -0.5 for _ in ids]).tobytes()
 
 
 def false_events(rng: Random, worker: WorkerId, epoch: int, trajectories: Sequence[str]) -> list[e.Event]:
-    """Some lies of a worker, in this epoch; about its own turns only that it has them under other attempts."""
+    """Some lies of a worker, in this epoch; its tokens are of turns that it was never sent."""
     trajectory, version = rng.choice(trajectories), rng.choice((0, 1, 2, 3, INTEGER_MAX))
     group = group_of(trajectory)
-    chunk = Progress(
-        turn_id(trajectory, rng.randrange(3)),
-        rng.choice((0, INTEGER_MAX)),
+    chunk = Chunk(
+        rng.choice((10**6, INTEGER_MAX)),
         rng.choice((0, 1, INTEGER_MAX)),
-        rng.choice((0, 1, 2**16)),
+        rng.choice((0, 1, CHUNK_TOKENS_MAX)),
         version,
         rng.choice((None, *FinishReason)),
         prefilled=rng.choice((0, 2**31 - 1)),
@@ -128,7 +139,7 @@ def false_events(rng: Random, worker: WorkerId, epoch: int, trajectories: Sequen
         e.WorkerAwoke(worker=worker, epoch=epoch),
         e.WeightsApplied(worker=worker, epoch=epoch, version=INTEGER_MAX),
         e.WeightsFailed(worker=worker, epoch=epoch, version=version, reason="so says a worker"),
-        e.TokensReceived(worker=worker, epoch=epoch, chunks=(chunk, chunk)),
+        e.TokensReceived(worker=worker, epoch=epoch, chunks=Chunks.of((chunk, chunk))),
         e.WorkerReported(
             worker=worker,
             epoch=epoch,

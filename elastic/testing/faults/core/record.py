@@ -60,6 +60,8 @@ class RunRecord:
         """Leases that are asked for or held, by what the run was told of them, with their providers."""
         self._ordered: dict[tuple[TurnId, int], tuple[WorkerId, int]] = {}
         self._attempts: dict[TurnId, int] = {}
+        self._slots: dict[tuple[WorkerId, int, int], tuple[TurnId, int]] = {}
+        """The turns and attempts that workers were sent, by worker, epoch and slot."""
         self._generated: dict[tuple[TurnId, int], Generated] = {}
         self._called_back: set[tuple[TurnId, int]] = set()
         self._given_back: dict[tuple[TurnId, WorkerId], Nanoseconds] = {}
@@ -175,26 +177,31 @@ class RunRecord:
         rested = back_ns is None or now_ns - back_ns >= self.back_off_ns
         self.require(rested, f"{turn} goes back to {command.worker}, which gave it up at {back_ns}")
         self._attempts[turn] = command.attempt
+        place = (command.worker, command.epoch, command.slot)
+        self.require(place not in self._slots, f"{turn} is sent into slot {command.slot}, which was given before")
+        self._slots[place] = turn, command.attempt
         self._ordered[turn, command.attempt] = (command.worker, command.start)
         self.redispatched += command.attempt > 1
 
     def _accepted(self, command: c.AcceptTokens, event: e.TokensReceived, now_ns: Nanoseconds) -> None:
         self.require(self._live(event.worker, now_ns), f"accepted from {event.worker}, whose lease has ended")
-        for position in command.chunks:
-            chunk = event.chunks[position]
-            attempt = (chunk.turn, chunk.attempt)
+        chunks = list(event.chunks)
+        for turn, position in zip(command.turns, command.chunks, strict=True):
+            chunk = chunks[position]
+            attempt = self._slots.get((event.worker, event.epoch, chunk.slot), ("", 0))
             self.require(attempt in self._ordered and attempt in self._generated, f"{chunk} is not of this run")
+            self.require(attempt[0] == turn, f"{chunk} is taken to be of {turn}, and is of {attempt[0]}")
             (worker, start), span = self._ordered[attempt], self._generated[attempt]
             self.require(worker == event.worker == span.worker, f"{chunk} is not {event.worker}'s")
-            self.require(chunk.attempt == self._attempts[chunk.turn], f"{chunk} is of a fenced attempt")
-            self.require(chunk.turn not in self.finished, f"{chunk} of a finished turn")
+            self.require(attempt[1] == self._attempts[turn], f"{chunk} is of a fenced attempt")
+            self.require(turn not in self.finished, f"{chunk} of a finished turn")
             self.require(start <= chunk.start and chunk.start + chunk.count <= span.end, f"{chunk} was not generated")
-            self.require(chunk.start == self.accepted.get(chunk.turn, 0), f"{chunk} leaves a gap or repeats")
-            self.accepted[chunk.turn] = chunk.start + chunk.count
+            self.require(chunk.start == self.accepted.get(turn, 0), f"{chunk} leaves a gap or repeats")
+            self.accepted[turn] = chunk.start + chunk.count
             if chunk.finish is FinishReason.STALLED and attempt not in self._called_back:
-                self._given_back[chunk.turn, worker] = now_ns
+                self._given_back[turn, worker] = now_ns
             if chunk.count:
-                trajectory = chunk.turn.partition("#")[0]
+                trajectory = turn.partition("#")[0]
                 self.oldest[trajectory] = min(chunk.version, self.oldest.get(trajectory, chunk.version))
 
     def _to_the_trainer(self, command: c.TrainGroup | c.UpdateWeights, *, again: bool) -> None:

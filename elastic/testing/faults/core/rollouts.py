@@ -99,7 +99,7 @@ class SimulatedRollouts:
         episode = self._episodes[parse_turn(turn)[0]]
         return turn if episode.waits_for == turn else None
 
-    def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: None) -> None:
+    def accept(self, event: e.TokensReceived, accepted: c.AcceptTokens, payload: None) -> None:
         """Tokens are counted by the record."""
 
     def finished(self, trajectory: TrajectoryId) -> None:

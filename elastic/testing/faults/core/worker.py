@@ -11,11 +11,12 @@ from elastic.core import events as e
 from elastic.core.types import (
     Account,
     Capabilities,
+    Chunk,
+    Chunks,
     FinishReason,
     LeaseId,
     LoadPhase,
     Nanoseconds,
-    Progress,
     TurnId,
     WeightMode,
     WorkerId,
@@ -43,6 +44,7 @@ class Attempt:
     """A turn as its worker has it: under which attempt, and how far it is."""
 
     attempt: int
+    slot: int
     position: int
 
 
@@ -334,18 +336,18 @@ class SimulatedWorker:
         """Up to `tokens` more of the (`most` first) turns, in one frame; with `ending` that is all that comes."""
         if ending is not None and only is None:
             self._begin_held()
-        chunks = [
-            self._chunk(turn, attempt, tokens, ending)
+        chunks = {
+            turn: self._chunk(turn, attempt, tokens, ending)
             for turn, attempt in list(self._turns.items())[:most]
             if only is None or turn == only
-        ]
-        for chunk in chunks:
+        }
+        for turn, chunk in chunks.items():
             if chunk.finish is not None:
-                del self._turns[chunk.turn]
+                del self._turns[turn]
         if chunks:
-            self._say(e.TokensReceived(worker=self.id, epoch=self.epoch, chunks=tuple(chunks)))
+            self._say(e.TokensReceived(worker=self.id, epoch=self.epoch, chunks=Chunks.of(chunks.values())))
 
-    def _chunk(self, turn: TurnId, attempt: Attempt, tokens: int, ending: FinishReason | None) -> Progress:
+    def _chunk(self, turn: TurnId, attempt: Attempt, tokens: int, ending: FinishReason | None) -> Chunk:
         length = self._world.turn_length(turn)
         start, count = attempt.position, min(tokens, length - attempt.position)
         attempt.position += count
@@ -356,7 +358,7 @@ class SimulatedWorker:
         assert self.version is not None
         assert self._session is not None
         self._session.note_generated(self.id, turn, attempt.attempt, start, count)
-        return Progress(turn, attempt.attempt, start, count, self.version, ending)
+        return Chunk(attempt.slot, start, count, self.version, ending)
 
     def _begin_held(self) -> None:
         self._turns |= self._held
@@ -376,7 +378,7 @@ class SimulatedWorker:
         self._seen[command.turn] = command.attempt
         self._account()
         held = self._held if self._applying is not None and not self.pressed else self._turns
-        held[command.turn] = Attempt(command.attempt, command.start)
+        held[command.turn] = Attempt(command.attempt, command.slot, command.start)
         if self.pressed:
             self._flush(0, FinishReason.STALLED, only=command.turn)
 

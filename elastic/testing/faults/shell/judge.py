@@ -4,14 +4,16 @@ If a disk has lost synced data, or a user has resumed a run that had failed, the
 moment. Then the weights that the trainer has in the end count.
 """
 
-import msgspec
+from collections.abc import Sequence
 
 from elastic.compose.incarnations import replay
+from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.agreement import DISBELIEVED, LAST_TOKENS, LEAST_TOKENS
 from elastic.core.ids import parse_trajectory
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, LogprobCheck, TrajectoryId, WorkerId
+from elastic.protocol.sampled import ids_of
 from elastic.report.history import history_of
 from elastic.report.refusals import refused_of
 from elastic.runtime.journal import GroupRow, StepRow, TrajectoryRow
@@ -67,7 +69,7 @@ def judge(world: World) -> None:
     for _, group, what in world.weights.learnt:
         members = sorted((r for r in rows.values() if r.group == group), key=lambda r: r.trajectory)
         of_use = [row for row in members if row.reward is not None]
-        parts = [p for row in of_use for p in (row.trajectory, *msgspec.msgpack.decode(row.token_ids), row.reward)]
+        parts = [p for row in of_use for p in (row.trajectory, *ids_of(row.token_ids), row.reward)]
         require(drawn(*parts) == what, f"{group} was trained on something else")
 
 
@@ -83,10 +85,10 @@ def _touched_by_liars(world: World) -> tuple[set[TrajectoryId], Scheduler]:
     """
     touched: set[TrajectoryId] = set()
 
-    def tell(_: int, event: e.Event, chunks: object, commands: object) -> None:
+    def tell(_: int, event: e.Event, tokens: object, commands: Sequence[c.Command]) -> None:
         if isinstance(event, e.TokensReceived) and world.witness.has_lied(event.worker):
-            # What a liar calls a turn need not be one.
-            touched.update(chunk.turn.rpartition("/")[0] for chunk in event.chunks)
+            accepted = (turn for k in commands if isinstance(k, c.AcceptTokens) for turn in k.turns)
+            touched.update(turn.rpartition("/")[0] for turn in accepted)
 
     scheduler = replay(world.run, tell)
     require(scheduler.ledger.imbalance_ns() == 0, f"out by {scheduler.ledger.imbalance_ns()} ns")
@@ -152,7 +154,7 @@ def _check_trajectory(world: World, row: TrajectoryRow) -> None:
             reward = result.reward
         else:
             tokens += result.token_ids
-    found = msgspec.msgpack.decode(row.token_ids, type=list[int])
+    found = ids_of(row.token_ids)
     require(found == tokens or found == tokens[: len(found)], f"{row.trajectory}: {found} instead of {tokens}")
     if world.plan.scored:
         reward = scored(found)

@@ -22,6 +22,7 @@ from elastic.core.types import Account, Capabilities, FinishReason, LogprobCheck
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.environments.base import StepResult
 from elastic.protocol import wire
+from elastic.protocol.sampled import ids_of
 from elastic.system.host import here
 from elastic.weights.client import WeightsClient
 from elastic.weights.errors import VersionSuperseded
@@ -413,12 +414,12 @@ class ModelTrainer:
     def train_group(self, group: wire.TrainGroupFrame) -> None:
         if group.step != self.version:
             raise AssertionError(f"{group.group} of step {group.step} at version {self.version}")
-        what = drawn(*(t for d in group.trajectories for t in (d.trajectory, *d.token_ids, d.reward)))
+        what = drawn(*(t for d in group.trajectories for t in (d.trajectory, *ids_of(d.token_ids), d.sampled.reward)))
         self._weights.learnt.append((group.step, group.group, what))
         found = self._compare(group.trajectories)
         self._checks += found.values()
         self._compared(group.group, found)
-        for worker in {worker for data in group.trajectories for worker, _ in data.origins}:
+        for worker in {worker for data in group.trajectories for worker, _ in data.sampled.origins}:
             bound = group.bounds.get(worker, self._mismatch_max)
             if bound is not None and (worker not in found or found[worker].mean <= bound):
                 self._trained_on(group.group, worker)
@@ -434,11 +435,15 @@ class ModelTrainer:
         """Compare the tokens of this version, by worker."""
         found: dict[str, LogprobCheck] = {}
         for data in trajectories:
-            workers = itertools.chain.from_iterable([worker] * count for worker, count in data.origins)
-            for place, sampled in enumerate(data.trained):
-                worker = next(workers) if sampled else ""
-                if sampled and data.versions[place] == self.version:
-                    far = abs(logprob_of(self.version, data.token_ids[place], place) - data.logprobs[place])
+            sampled, ids = data.sampled, ids_of(data.token_ids)
+            workers = itertools.chain.from_iterable([worker] * count for worker, count in sampled.origins)
+            places = sampled.trained(len(ids)).nonzero()[0].tolist()
+            of_tokens = zip(
+                workers, places, sampled.token_versions().tolist(), sampled.token_logprobs().tolist(), strict=True
+            )
+            for worker, place, version, logprob in of_tokens:
+                if version == self.version:
+                    far = abs(logprob_of(self.version, ids[place], place) - logprob)
                     known = found.get(worker, LogprobCheck(worker, self.version, 0, 0.0))
                     found[worker] = LogprobCheck(worker, self.version, known.tokens + 1, known.log_ratio + far)
         return found

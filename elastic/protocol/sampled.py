@@ -1,0 +1,92 @@
+"""Tokens as bytes: what they are packed to between the processes of a run, and in its journal.
+
+Token ids are int32, log-probabilities float32, both little-endian, as all machines are that a run uses.
+"""
+
+from array import array
+from collections.abc import Iterable
+from typing import Self, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+TOKEN_BYTES = 4
+"""Of an id, and of a log-probability."""
+
+Packed: TypeAlias = bytes | bytearray | memoryview
+
+
+def pack_ids(token_ids: Iterable[int]) -> bytes:
+    return array("i", token_ids).tobytes()
+
+
+def pack_logprobs(logprobs: Iterable[float]) -> bytes:
+    return array("f", logprobs).tobytes()
+
+
+def ids_of(packed: Packed) -> list[int]:
+    return memoryview(packed).cast("i").tolist()
+
+
+def logprobs_of(packed: Packed) -> list[float]:
+    return memoryview(packed).cast("f").tolist()
+
+
+class Sampled(msgspec.Struct, array_like=True):
+    """What the policy sampled in an episode, and the reward that the environment gave.
+
+    `spans` are the stretches (start, tokens) of the episode that it sampled, and `logprobs` (packed) those of their
+    tokens. `versions` are runs (weights version, tokens) of these, and `origins` runs (worker, tokens); there are no
+    `origins` where it is not known who sampled them.
+    """
+
+    spans: list[tuple[int, int]] = msgspec.field(default_factory=list[tuple[int, int]])
+    logprobs: bytearray = msgspec.field(default_factory=bytearray)
+    versions: list[tuple[int, int]] = msgspec.field(default_factory=list[tuple[int, int]])
+    origins: list[tuple[str, int]] = msgspec.field(default_factory=list[tuple[str, int]])
+    reward: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.logprobs) // TOKEN_BYTES
+
+    def add(self, logprobs: Packed, version: int, worker: str) -> None:
+        """More tokens of the last span, which the caller sees to."""
+        self.logprobs += logprobs
+        tokens = len(logprobs) // TOKEN_BYTES
+        _extend(self.versions, version, tokens)
+        _extend(self.origins, worker, tokens)
+
+    def join(self, other: Self, start: int) -> None:
+        """Let the tokens of `other` follow as the span that begins at `start`."""
+        self.spans.append((start, other.tokens))
+        self.logprobs += other.logprobs
+        for version, tokens in other.versions:
+            _extend(self.versions, version, tokens)
+        for worker, tokens in other.origins:
+            _extend(self.origins, worker, tokens)
+
+    def trained(self, tokens: int) -> npt.NDArray[np.bool_]:
+        """Of each of the episode's `tokens`, whether the policy sampled it."""
+        marks = np.zeros(tokens, np.bool_)
+        for start, count in self.spans:
+            marks[start : start + count] = True
+        return marks
+
+    def token_logprobs(self) -> npt.NDArray[np.float32]:
+        return np.frombuffer(self.logprobs, np.float32)
+
+    def token_versions(self) -> npt.NDArray[np.int64]:
+        """The weights version of each sampled token."""
+        return np.repeat([version for version, _ in self.versions], [tokens for _, tokens in self.versions])
+
+
+_What = TypeVar("_What", int, str)
+
+
+def _extend(runs: list[tuple[_What, int]], what: _What, tokens: int) -> None:
+    if runs and runs[-1][0] == what:
+        tokens += runs.pop()[1]
+    if tokens:
+        runs.append((what, tokens))
