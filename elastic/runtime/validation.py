@@ -75,7 +75,7 @@ class Claims:
         self._accounts_ns: Mapping[Account, int] = {}
         self._slots: set[int] = set()
         """Those of the turns that it was sent in this epoch, and has not ended."""
-        self._newest = -1
+        self._newest = 0
         """The latest weights version that it may have."""
         self._checks: dict[type[Any], Callable[[Any, float], None]] = {
             wire.Ready: self._ready,
