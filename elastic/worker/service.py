@@ -255,6 +255,7 @@ class Service:
     # Turns and credit
 
     def _generate(self, orders: list[wire.Generate]) -> None:
+        orders = [order for order in orders if self._stream.is_new(order)]
         if self._drain_reason or self._asleep:
             self._stream.decline(orders, FinishReason.ABORTED, "draining" if self._drain_reason else "asleep")
         elif self._share is not None and self._share.hold_back():
@@ -351,8 +352,8 @@ class Service:
             return
         for order in orders:
             if self._parts and not isinstance(order, wire.UpdateFrame):
-                whole = [data for part in (*self._parts, order) for data in part.trajectories]
-                order = msgspec.structs.replace(order, trajectories=whole)
+                whole = {data.trajectory: data for part in (*self._parts, order) for data in part.trajectories}
+                order = msgspec.structs.replace(order, trajectories=[*whole.values()])
                 self._parts.clear()
             self._operations.put_nowait(functools.partial(self._training.obey, order, self._connection))
 

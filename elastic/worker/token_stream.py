@@ -34,6 +34,8 @@ class TokenStream:
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._turns: dict[str, _StreamedTurn] = {}
+        self._slots: set[int] = set()
+        """All that this orchestrator has given on this connection."""
         self._abandoned = 0
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
@@ -55,6 +57,12 @@ class TokenStream:
             self._loop.call_soon_threadsafe(self._flush_ended)
         elif first:
             self._loop.call_soon_threadsafe(self._arm)
+
+    def is_new(self, order: wire.Generate) -> bool:
+        """Whether an order has come for the first time on this connection."""
+        known = order.slot in self._slots
+        self._slots.add(order.slot)
+        return not known
 
     def open(self, order: wire.Generate) -> GenerateRequest:
         """Begin a turn; returns the request for the engine."""
@@ -96,6 +104,7 @@ class TokenStream:
         abandoned = self.all_running()
         self._abandoned += 1
         self._turns.clear()
+        self._slots.clear()
         self._waiting.clear()
         self._idle.set()
         return abandoned

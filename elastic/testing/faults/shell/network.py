@@ -15,10 +15,12 @@ import httpx
 import msgspec
 
 from elastic.core.types import NS_PER_S, Nanoseconds
+from elastic.protocol import wire
 from elastic.protocol.endpoint import Address
 from elastic.protocol.wire import FrameBuffer
 from elastic.testing.faults.shell.loops import Machine, ProcessLoop, WorldClock
 
+_decode_tokens = msgspec.msgpack.Decoder(wire.Tokens).decode
 APART_NS = 1000
 """Time between two pieces of a connection, so that rounding of a loop's time cannot swap them."""
 RESET_S = 0.001
@@ -27,7 +29,8 @@ ACCEPT_RETRY_S = 1.0
 ONCE = frozenset(
     {"Hello", "Ready", "Goodbye", "Welcome", "Refused"} | {"KeeperHello", "JobHello", "KeeperWelcome", "JobWelcome"}
 )
-"""Frames that begin or end an epoch. A connection that repeated them would violate the protocol."""
+"""Frames that begin or end an epoch. A connection that repeated them would violate the protocol; so would one that
+repeated the end of an attempt, whose slot is taken back."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -315,13 +318,13 @@ def _repeated(content: bytes) -> bytes:
     frames: list[bytes] = []
     for body in FrameBuffer().feed(content):
         frame = len(body).to_bytes(4, "big") + bytes(body)
-        frames += [frame] * (1 if _kind(body) in ONCE else 2)
+        frames += [frame] * (1 if _comes_once(body) else 2)
     return b"".join(frames)
 
 
-def _kind(body: memoryview) -> str:
+def _comes_once(body: memoryview) -> bool:
     try:
-        kind = msgspec.msgpack.decode(body)[0]
+        message = msgspec.msgpack.decode(body)
+        return message[0] in ONCE or (message[0] == "Tokens" and bool(_decode_tokens(body).chunks.ends))
     except (msgspec.DecodeError, UnicodeDecodeError, TypeError, LookupError):  # a liar's
-        return ""
-    return kind if isinstance(kind, str) else ""
+        return False
