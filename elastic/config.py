@@ -8,15 +8,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from elastic.core.types import NS_PER_S
 from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
 from elastic.system.given import expanded, read_text
 
 T = TypeVar("T", bound=BaseModel)
-S = TypeVar("S", bound=msgspec.Struct)
 
 
 class ConfigProblem(NamedTuple):
@@ -615,14 +612,6 @@ def _infinite(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             yield from _infinite(inner, (*key, str(index)))
-
-
-def in_nanoseconds(kind: type[S], seconds: BaseModel, **others: Any) -> S:
-    """The struct whose fields have the names of these settings, and `_ns` where those have `_s`; and `others`."""
-    settings = seconds.model_dump()
-    times = {key: round(value * NS_PER_S) for key, value in settings.items() if key.endswith("_s")}
-    settings |= {f"{key.removesuffix('_s')}_ns": value for key, value in times.items()} | others
-    return kind(**{key: value for key, value in settings.items() if key in kind.__struct_fields__})
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

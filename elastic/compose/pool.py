@@ -12,11 +12,12 @@ import msgspec
 import structlog
 
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
+from elastic.compose.nanoseconds import in_nanoseconds
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, phase_plan
 from elastic.compose.processes import run_loop
 from elastic.compose.run_endings import DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, ending_of, world
 from elastic.compose.runs import claimed, load_run_config, private, save_run_config
-from elastic.config import ConfigError, in_nanoseconds
+from elastic.config import ConfigError
 from elastic.core.cluster import Cluster
 from elastic.core.cluster.events import ClusterEvent
 from elastic.core.cluster.types import NodeId, PhaseKind, PhasePlan

@@ -1,7 +1,8 @@
 """Makes the scheduler's inputs: the run's plan, its limits and its policies."""
 
+from elastic.compose.nanoseconds import in_nanoseconds
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan
-from elastic.config import Config, in_nanoseconds
+from elastic.config import Config
 from elastic.core.patience import TIMES_MOST
 from elastic.core.policy import (
     BalancingPolicy,
