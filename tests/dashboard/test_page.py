@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from elastic.server.settings import ClaimMapping, OidcSettings
 from elastic.server.store import runs as runs_store
 from elastic.server.store.tables import runs
 from tests.dashboard.conftest import Served
+from tests.server.conftest import Submission
 from tests.server.issuer import CLIENT_ID, CLIENT_SECRET, serving_issuer
 
 pytestmark = pytest.mark.dashboard
-Submission = Callable[..., dict[str, Any]]
 
 
 def submitted(served: Served, body: dict[str, Any], project: str = "ours") -> str:

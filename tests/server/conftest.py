@@ -27,6 +27,8 @@ from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, people
 from elastic.system import tenant_files
 
+Submission = Callable[..., dict[str, Any]]
+"""The fixture `submission`."""
 CONFIG = """
 [run]
 name = "small"
@@ -71,6 +73,10 @@ class Site:
         """A client that shows this key; the server-wide admin's unless given."""
         headers = {"authorization": f"Bearer {key or self.admin}"}
         return TestClient(self.app, base_url="http://127.0.0.1", headers=headers, raise_server_exceptions=False)
+
+    def member(self, role: AccessRole, project: str = "ours") -> TestClient:
+        """A client with the key of this role in the project."""
+        return self.client(self.key(project, role))
 
     def key(self, project: str, role: AccessRole) -> str:
         return self.keys[project, role]
@@ -203,7 +209,7 @@ def shared_site(tmp_path_factory: pytest.TempPathFactory, new_database: Callable
 
 
 @pytest.fixture
-def submission() -> Callable[..., dict[str, Any]]:
+def submission() -> Submission:
     """The body of a submission, with these fields besides."""
 
     def make(**fields: Any) -> dict[str, Any]:

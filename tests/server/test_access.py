@@ -1,7 +1,7 @@
 """Who may do what: every route of the API's description, for every role, on their own things and on others'."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from elastic.protocol.api import AccessRole
 from elastic.server import ids
 from elastic.server.permissions import SERVER_WIDE, Action, allows
 from elastic.server.store import members
-from tests.server.conftest import Site
+from tests.server.conftest import Site, Submission
 
 EMPTY = hashlib.sha256().hexdigest()
 BODIES = {
@@ -62,7 +62,7 @@ def test_nobody_gets_in_without_a_key(shared_site: Site) -> None:
 
 
 @pytest.mark.parametrize("role", list(AccessRole))
-def test_roles_and_owners(shared_site: Site, submission: Callable[..., dict[str, Any]], role: AccessRole) -> None:
+def test_roles_and_owners(shared_site: Site, submission: Submission, role: AccessRole) -> None:
     """What a role allows is allowed in one's own project. Of another's, whoever asks hears that there is nothing."""
     client = shared_site.client(shared_site.key("ours", role))
     own, others = (things(shared_site, submission, project) for project in ("ours", "theirs"))
@@ -98,9 +98,9 @@ def test_roles_and_owners(shared_site: Site, submission: Callable[..., dict[str,
                     ), where
 
 
-def test_lists_have_only_ones_own(shared_site: Site, submission: Callable[..., dict[str, Any]]) -> None:
+def test_lists_have_only_ones_own(shared_site: Site, submission: Submission) -> None:
     things(shared_site, submission, "theirs")
-    client = shared_site.client(shared_site.key("ours", AccessRole.ADMIN))
+    client = shared_site.member(AccessRole.ADMIN)
     audit = client.get("/v1/audit", params={"limit": 100}).json()["data"]
     assert {entry["project"] for entry in audit} <= {shared_site.projects["ours"]}
     for path in ("/v1/runs", "/v1/keys", "/v1/projects", "/v1/providers", "/metrics"):
@@ -112,7 +112,7 @@ def test_lists_have_only_ones_own(shared_site: Site, submission: Callable[..., d
 
 
 def test_nobody_hands_on_more_than_they_have(shared_site: Site) -> None:
-    client = shared_site.client(shared_site.key("ours", AccessRole.ADMIN))
+    client = shared_site.member(AccessRole.ADMIN)
     assert client.post("/v1/keys", json={"name": "k", "server_wide": True}).status_code == 403
     limited = client.post("/v1/keys", json={"name": "l", "role": "admin", "scopes": ["keys:write", "keys:read"]}).json()
     narrow = shared_site.client(limited["secret"])
@@ -147,14 +147,14 @@ def test_a_key_is_shown_in_any_of_three_ways(shared_site: Site) -> None:
 
 
 def test_refusals_are_in_the_audit_log(shared_site: Site) -> None:
-    viewer = shared_site.client(shared_site.key("ours", AccessRole.VIEWER))
+    viewer = shared_site.member(AccessRole.VIEWER)
     refused = viewer.post("/v1/projects", json={"name": "x"})
     assert refused.json()["action"] == Action.SERVER_WRITE
     entries = shared_site.client().get("/v1/audit", params={"limit": 100}).json()["data"]
     assert [e for e in entries if e["request_id"] == refused.json()["request_id"] and e["status"] == 403]
 
 
-def things(site: Site, submission: Callable[..., dict[str, Any]], project: str) -> dict[str, str]:
+def things(site: Site, submission: Submission, project: str) -> dict[str, str]:
     """One of each in a project, by what paths call it."""
     admin = site.client()
     run = admin.post("/v1/runs", json=submission(project=project)).json()["id"]

@@ -6,17 +6,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from elastic.server.serving import open_store
 from elastic.server.store import people, runs
-from tests.server.conftest import make_site
+from tests.server.conftest import Submission, make_site
 
 BACKUP = Path(__file__).parents[2] / "infra" / "backup.py"
 
 
 def test_what_was_saved_is_restored(
-    tmp_path: Path, new_database: Callable[[Path], str], submission: Callable[..., dict[str, Any]]
+    tmp_path: Path, new_database: Callable[[Path], str], submission: Submission
 ) -> None:
     (tmp_path / "server").mkdir()
     database = new_database(tmp_path / "server")

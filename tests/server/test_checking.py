@@ -3,7 +3,6 @@
 import gzip
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,16 @@ from elastic.protocol.api import AccessRole
 from elastic.protocol.api import Submission as Body
 from elastic.server.intake import checking, submissions
 from elastic.server.problems import DETAIL_CHARACTERS, ERROR_CHARACTERS, ERRORS_MAX, ApiProblem
-from tests.server.conftest import Site
+from tests.server.conftest import Site, Submission
 from traces.errors import UNTRUSTED_BYTES, TraceError, untrusted
 from traces.spot import read_spot_trace
 
-Submission = Callable[..., dict[str, Any]]
 CANARY = "CANARY=8f1e"
 ANSWER_BYTES_MAX = 2 * ERRORS_MAX * ERROR_CHARACTERS + 2 * DETAIL_CHARACTERS
 
 
 def dry(site: Site, body: dict[str, Any]) -> Any:
-    answer = site.client(site.key("ours", AccessRole.RUNNER)).post("/v1/runs/dry-run", json=body)
+    answer = site.member(AccessRole.RUNNER).post("/v1/runs/dry-run", json=body)
     assert len(answer.content) < ANSWER_BYTES_MAX
     return answer
 

@@ -1,8 +1,7 @@
 """The client over a real socket and a bad line: nothing is done twice, nothing is missed, refusals say why."""
 
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -13,7 +12,7 @@ from elastic.protocol.api import AccessRole, NewKey, RunChange, RunPhase
 from elastic.protocol.api_client import ApiError, Client, ServerUnreachable
 from elastic.server.store.tables import runs
 from elastic.system.host import Host, on
-from tests.server.conftest import Site, served
+from tests.server.conftest import Site, Submission, served
 from tests.server.test_streams import journal_of, write
 
 
@@ -74,9 +73,7 @@ def bad_line(url: str, site: Site) -> Iterator[tuple[Client, BadLine]]:
         yield client, line
 
 
-def test_submissions_over_a_bad_line_are_made_once(
-    bad_line: tuple[Client, BadLine], submission: Callable[..., dict[str, Any]]
-) -> None:
+def test_submissions_over_a_bad_line_are_made_once(bad_line: tuple[Client, BadLine], submission: Submission) -> None:
     client, line = bad_line
     made = [client.submit(submission()["config"], ["spot"]).id for _ in range(12)]
     assert line.losses > 4
@@ -84,7 +81,7 @@ def test_submissions_over_a_bad_line_are_made_once(
 
 
 def test_streams_over_a_bad_line_are_whole(
-    bad_line: tuple[Client, BadLine], site: Site, submission: Callable[..., dict[str, Any]]
+    bad_line: tuple[Client, BadLine], site: Site, submission: Submission
 ) -> None:
     client, line = bad_line
     run = client.submit(submission()["config"], ["spot"]).id
@@ -106,7 +103,7 @@ def test_streams_over_a_bad_line_are_whole(
     assert line.losses > 3
 
 
-def test_what_is_refused_says_why(url: str, site: Site, submission: Callable[..., dict[str, Any]]) -> None:
+def test_what_is_refused_says_why(url: str, site: Site, submission: Submission) -> None:
     with Client(url, site.key("ours", AccessRole.VIEWER)) as viewer, Client(url, site.admin) as admin:
         with pytest.raises(ApiError, match="runs:write is not allowed") as refused:
             viewer.submit(submission()["config"])

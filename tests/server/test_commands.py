@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from elastic.cli.app import app, main
 from elastic.protocol.api import AccessRole
-from tests.server.conftest import Site, served
+from tests.server.conftest import Site, Submission, served
 
 Elastic = Callable[..., str]
 NO_RUN = "run_01JD3K5T7WQ8M2N4P6R8S0V2X4"
@@ -106,8 +106,8 @@ def test_the_audit_log_and_projects(elastic: Elastic) -> None:
     assert (entry["action"], entry["status"]) == ("server:write", 200)
 
 
-def test_runs_under_their_names(elastic: Elastic, site: Site, submission: Callable[..., dict[str, Any]]) -> None:
-    client = site.client(site.key("ours", AccessRole.RUNNER))
+def test_runs_under_their_names(elastic: Elastic, site: Site, submission: Submission) -> None:
+    client = site.member(AccessRole.RUNNER)
     run = client.post("/v1/runs", json=submission()).json()["id"]
     assert run in elastic("runs", "list", "--phase", "pending", "--project", "ours")
     assert run not in elastic("runs", "list", "--phase", "running")

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -17,7 +16,7 @@ from benchmarks._postgres import PostgresCluster, cluster
 from elastic.server.runner import RunnerBusy, RunnerLoop, loop
 from elastic.server.store import Store, StoreError, StoreUnavailable, migrate
 from elastic.server.store.migrations import versions
-from tests.server.conftest import Site, make_site
+from tests.server.conftest import Site, Submission, make_site
 
 LATER = """
 import sqlalchemy as sa
@@ -81,7 +80,7 @@ async def looked(runner: RunnerLoop) -> None:
 
 @pytest.mark.postgres
 async def test_what_was_acknowledged_outlives_a_crash_of_the_database(
-    tmp_path: Path, fragile: PostgresCluster, submission: Callable[..., dict[str, Any]]
+    tmp_path: Path, fragile: PostgresCluster, submission: Submission
 ) -> None:
     site = make_site(tmp_path, fragile.new_database())
     with contextlib.closing(site.store), site.client() as client:

@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from elastic.server.history.feeds import KEPT_EVENTS
 from elastic.server.store import Store, people
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import keys, runs
-from tests.server.conftest import Site, make_site
+from tests.server.conftest import Site, Submission, make_site
 from tests.server.test_client import url
 from tests.server.test_streams import journal_of, write
 
@@ -35,7 +35,7 @@ def on_disk(tmp_path: Path) -> Iterator[Site]:
     made.store.close()
 
 
-def test_a_full_disk_refuses_what_it_cannot_keep(on_disk: Site, submission: Callable[..., dict[str, Any]]) -> None:
+def test_a_full_disk_refuses_what_it_cannot_keep(on_disk: Site, submission: Submission) -> None:
     full = threading.Event()
 
     @event.listens_for(on_disk.store.engine, "checkout")
@@ -73,7 +73,7 @@ def test_a_full_disk_refuses_what_it_cannot_keep(on_disk: Site, submission: Call
 
 @pytest.mark.parametrize("in_its_place", ["nothing", "no database"])
 def test_a_database_that_is_gone_is_said_and_comes_back(
-    on_disk: Site, submission: Callable[..., dict[str, Any]], in_its_place: str
+    on_disk: Site, submission: Submission, in_its_place: str
 ) -> None:
     client = on_disk.client()
     run = client.post("/v1/runs", json=submission()).json()["id"]
@@ -101,7 +101,7 @@ def test_a_database_that_is_gone_is_said_and_comes_back(
     assert client.get(f"/v1/runs/{run}").json()["id"] == run
 
 
-def test_two_servers_on_one_database_are_one(site: Site, submission: Callable[..., dict[str, Any]]) -> None:
+def test_two_servers_on_one_database_are_one(site: Site, submission: Submission) -> None:
     other_store = Store(site.settings.database_url)
     other = Site(site.settings, other_store, create_app(other_store, site.settings), site.admin, {}, {})
     clients = [site.client(), other.client()]
@@ -150,7 +150,7 @@ def test_ten_thousand_keys(site: Site) -> None:
             assert "USING INDEX" in str(plan), "a key is found, not searched for"
     for number in (0, 5_000, 9_999):
         assert site.client(str(number)).get("/v1/me").json()["name"] == str(number)
-    admin, after, seen = site.client(site.key("ours", AccessRole.ADMIN)), "", list[str]()
+    admin, after, seen = site.member(AccessRole.ADMIN), "", list[str]()
     while True:
         asked = {"limit": 100, **({"starting_after": after} if after else {})}
         page = admin.get("/v1/keys", params=asked).json()
@@ -162,9 +162,7 @@ def test_ten_thousand_keys(site: Site) -> None:
     assert seen == sorted(seen, reverse=True)
 
 
-def test_a_slow_reader_holds_nobody_back_and_misses_nothing(
-    url: str, site: Site, submission: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_slow_reader_holds_nobody_back_and_misses_nothing(url: str, site: Site, submission: Submission) -> None:
     run = site.client().post("/v1/runs", json=submission()).json()["id"]
     journal = journal_of(site.settings.run_dir(run), "a")
     names = [f"{number} {'x' * 800}" for number in range(2 * KEPT_EVENTS)]

@@ -45,7 +45,7 @@ def allowed(role: AccessRole) -> set[str]:
 
 
 def test_a_key_never_exceeds_its_person(site: Site) -> None:
-    admin = site.client(site.key("ours", AccessRole.ADMIN))
+    admin = site.member(AccessRole.ADMIN)
     person = Person(site, "ada@example.com", ours=AccessRole.ADMIN)
     Person(site, "other@example.com", ours=AccessRole.ADMIN)
     full, narrow = person.key(), person.key(role="runner", scopes=["runs:read", "runs:write"])
@@ -64,7 +64,7 @@ def test_a_key_never_exceeds_its_person(site: Site) -> None:
 
 
 def test_who_is_removed_is_out_at_once_and_their_keys_do_not_come_back(site: Site) -> None:
-    admin = site.client(site.key("ours", AccessRole.ADMIN))
+    admin = site.member(AccessRole.ADMIN)
     person = Person(site, "ada@example.com", ours=AccessRole.RUNNER, theirs=AccessRole.ADMIN)
     key = person.key()
     assert person.browser.put("/v1/session", json={"project": "theirs"}).json()["role"] == "admin"
@@ -89,7 +89,7 @@ def test_who_is_removed_is_out_at_once_and_their_keys_do_not_come_back(site: Sit
 
 def test_the_last_admin_stays(site: Site) -> None:
     one, other = (Person(site, f"{name}@example.com", ours=AccessRole.ADMIN) for name in "ab")
-    client = site.client(site.key("ours", AccessRole.ADMIN))
+    client = site.member(AccessRole.ADMIN)
     place, any_version = f"/v1/projects/{site.projects['ours']}/members", {"if-match": "*"}
     assert one.browser.patch(other.place("ours"), json={"role": "runner"}, headers=any_version).status_code == 200
     for answer in (
@@ -107,7 +107,7 @@ def test_the_last_admin_stays(site: Site) -> None:
 def test_nothing_tells_of_other_projects(site: Site) -> None:
     """Whether a person is known elsewhere shows in nothing that a project's admin sees."""
     known = Person(site, "known@example.com", theirs=AccessRole.ADMIN)
-    admin = site.client(site.key("ours", AccessRole.ADMIN))
+    admin = site.member(AccessRole.ADMIN)
     place = f"/v1/projects/{site.projects['ours']}/members"
     made = [admin.post(place, json={"email": f"{name}@example.com"}).json() for name in ("known", "new")]
     for one in made:
@@ -124,7 +124,7 @@ def test_nothing_tells_of_other_projects(site: Site) -> None:
 
 
 def test_keys_of_projects_are_no_person(site: Site) -> None:
-    client = site.client(site.key("ours", AccessRole.ADMIN))
+    client = site.member(AccessRole.ADMIN)
     for answer in (
         client.post("/v1/me/keys", json={"name": "k"}),
         client.get("/v1/me/keys"),

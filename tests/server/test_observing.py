@@ -16,7 +16,7 @@ from elastic.protocol.api import AccessRole, RunPhase
 from elastic.server.api.request_log import BUCKETS_S
 from elastic.server.store.tables import runs
 from elastic.system.logs import log_to
-from tests.server.conftest import Site
+from tests.server.conftest import Site, Submission
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def metrics(site: Site, key: str = "") -> dict[str, float]:
 
 
 def test_a_request_is_found_by_its_id(
-    site: Site, submission: Callable[..., dict[str, Any]], logged: Callable[[], list[dict[str, Any]]]
+    site: Site, submission: Submission, logged: Callable[[], list[dict[str, Any]]]
 ) -> None:
     client = site.client()
     run = client.post("/v1/runs", json=submission()).json()["id"]
@@ -103,7 +103,7 @@ def test_requests_are_counted_by_route_and_class(site: Site) -> None:
     assert not [key for key in metrics(site, site.key("ours", AccessRole.ADMIN)) if key.startswith("elastic_http")]
 
 
-def test_engines_stand_under_the_names_that_boards_know(site: Site, submission: Callable[..., dict[str, Any]]) -> None:
+def test_engines_stand_under_the_names_that_boards_know(site: Site, submission: Submission) -> None:
     run = site.client().post("/v1/runs", json=submission()).json()["id"]
     figures = {"queued_turns": 3, "providers": {"spot": {"running_turns": 24, "tokens": 123_456_789}}}
     with site.store.writing() as tx:

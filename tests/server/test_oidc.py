@@ -254,7 +254,7 @@ def test_who_is_a_member_of_nothing(people: Site, issuer: Issuer) -> None:
     client, back = sign_in(people)
     assert (back.status_code, back.json()["type"]) == (403, "/problems/no-membership")
     assert client.get("/v1/me").status_code == 401
-    admin = people.client(people.key("theirs", AccessRole.ADMIN))
+    admin = people.member(AccessRole.ADMIN, "theirs")
     place = f"/v1/projects/{people.projects['theirs']}/members"
     assert admin.post(place, json={"email": "eve@elsewhere.example", "role": "viewer"}).status_code == 201
     client, back = sign_in(people)
@@ -262,7 +262,7 @@ def test_who_is_a_member_of_nothing(people: Site, issuer: Issuer) -> None:
 
 
 def test_an_address_that_nobody_verified_is_nobodys(people: Site, issuer: Issuer) -> None:
-    admin = people.client(people.key("ours", AccessRole.ADMIN))
+    admin = people.member(AccessRole.ADMIN)
     place = f"/v1/projects/{people.projects['ours']}/members"
     assert admin.post(place, json={"email": "ada@example.com", "role": "admin"}).status_code == 201
     for unverified in (False, None, "true", 1):
@@ -304,7 +304,7 @@ def test_what_the_issuer_said_holds_for_so_long(people: Site, issuer: Issuer) ->
     assert issuer.asked.count("/token") == 1, "there is nothing to ask by"
     with people.store.writing() as tx:
         tx.execute(sa.update(users).values(vouched_until_us=now_us() - 1))
-    program = people.client(people.key("ours", AccessRole.VIEWER))
+    program = people.member(AccessRole.VIEWER)
     assert [one.get("/v1/me").status_code for one in (client, people.client(key), by_key, program)] == [401] * 3 + [200]
     sign_in(people)
     assert [one.get("/v1/me").status_code for one in (people.client(key), by_key, program)] == [200] * 3
@@ -350,7 +350,7 @@ def test_who_is_removed_at_the_issuer_is_out(people: Site, issuer: Issuer) -> No
     client, _ = sign_in(people)
     me = client.get("/v1/me").json()
     key = client.post("/v1/me/keys", json={"name": "k"}, headers={CSRF_HEADER: me["csrf_token"]}).json()["secret"]
-    admin = people.client(people.key("ours", AccessRole.ADMIN))
+    admin = people.member(AccessRole.ADMIN)
     place = f"/v1/projects/{people.projects['ours']}/members/{me['member']}"
     etag = admin.get(place).headers["etag"]
     assert admin.patch(place, json={"role": "runner"}, headers={"if-match": etag}).status_code == 200

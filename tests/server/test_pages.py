@@ -1,8 +1,5 @@
 """Pages: whoever walks through a list sees every entry once, newest first, whatever comes and goes meanwhile."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +9,7 @@ from elastic.server import ids
 from elastic.server.store import Store, audit
 from elastic.server.store.pages import Cursor, page
 from elastic.server.store.tables import audit as table
-from tests.server.conftest import Site
+from tests.server.conftest import Site, Submission
 
 
 def add(store: Store, count: int) -> list[str]:
@@ -46,7 +43,7 @@ def test_a_walk_sees_every_entry_once(site: Site, count: int, limit: int, joins:
         assert [row["id"] for row in rows][-1] > backwards
 
 
-def test_lists_say_whether_there_is_more(site: Site, submission: Callable[..., dict[str, Any]]) -> None:
+def test_lists_say_whether_there_is_more(site: Site, submission: Submission) -> None:
     client = site.client()
     made = [client.post("/v1/runs", json=submission()).json()["id"] for _ in range(3)]
     first = client.get("/v1/runs", params={"limit": 2}).json()

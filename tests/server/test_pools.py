@@ -5,7 +5,7 @@ import hashlib
 import json
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from elastic.server.store import people, runs, tables, uploads
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import metadata
 from tests.pool.stand_in import POOL, StandIn
-from tests.server.conftest import CONFIG, Site, served
+from tests.server.conftest import CONFIG, Site, Submission, served
 from tests.server.test_uploads import announce, send
 
 JOBS = "/v1/pools/lab/jobs"
@@ -50,13 +50,13 @@ def pooled(site: Site, pool: StandIn) -> Site:
 
 
 @pytest.fixture
-def job(submission: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+def job(submission: Submission) -> dict[str, Any]:
     body = submission()
     return {"config": {**body["config"], "job": JOB}, "providers": ["spot"]}
 
 
 def test_a_job_goes_to_the_pool_and_its_project_alone_sees_it(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    ours, theirs = (pooled.client(pooled.key(name, AccessRole.RUNNER)) for name in ("ours", "theirs"))
+    ours, theirs = (pooled.member(AccessRole.RUNNER, name) for name in ("ours", "theirs"))
     made = ours.post(JOBS, json=job | {"slo": 1.5})
     assert made.status_code == 201, made.text
     name = made.json()["id"]
@@ -80,7 +80,7 @@ def test_a_job_goes_to_the_pool_and_its_project_alone_sees_it(pooled: Site, pool
 
 
 def test_what_is_repeated_under_its_key_is_done_once(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    client = pooled.member(AccessRole.RUNNER)
     first, second = (client.post(JOBS, json=job, headers={"idempotency-key": "k"}) for _ in range(2))
     assert first.json()["id"] == second.json()["id"]
     assert len(pool.cluster.jobs) == 1
@@ -89,7 +89,7 @@ def test_what_is_repeated_under_its_key_is_done_once(pooled: Site, pool: StandIn
 
 
 def test_a_dry_run_starts_nothing(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    client = pooled.member(AccessRole.RUNNER)
     client.post(JOBS, json=job)
     found = client.post(f"{JOBS}/dry-run", json=job | {"slo": 1.01}).json()
     assert found["placement"]["planned_slowdown"] <= 1.01
@@ -115,7 +115,7 @@ def test_what_is_no_job_leaves_nothing(
     for section in ("job", "run"):
         if section in change:
             job["config"][section] = job["config"].get(section, {}) | change.pop(section)
-    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    client = pooled.member(AccessRole.RUNNER)
     answer = client.post(JOBS, json=job | change)
     assert answer.json()["type"] == f"/problems/{kind}", answer.text
     assert words.replace(".", "/") in answer.text or words in answer.text
@@ -137,7 +137,7 @@ def test_what_is_no_job_leaves_nothing(
 def test_a_project_s_quota_holds_for_its_jobs(
     pooled: Site, pool: StandIn, job: dict[str, Any], limits: dict[str, Any], words: str
 ) -> None:
-    ours, theirs = (pooled.client(pooled.key(name, AccessRole.RUNNER)) for name in ("ours", "theirs"))
+    ours, theirs = (pooled.member(AccessRole.RUNNER, name) for name in ("ours", "theirs"))
     first = ours.post(JOBS, json=job).json()["id"]
     pool.tell(e.TimePassed(), at_s=3600.0)
     where = f"/v1/projects/{pooled.projects['ours']}/quota"
@@ -154,7 +154,7 @@ def test_a_project_s_quota_holds_for_its_jobs(
 
 
 def test_roles_and_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    viewer = pooled.client(pooled.key("ours", AccessRole.VIEWER))
+    viewer = pooled.member(AccessRole.VIEWER)
     assert viewer.get(JOBS).status_code == 200
     assert viewer.post(JOBS, json=job).json()["type"] == "/problems/forbidden"
     assert viewer.get("/v1/pools/other").json()["type"] == "/problems/not-found"
@@ -198,7 +198,7 @@ def test_a_pool_whose_process_is_away(site: Site, tmp_path: Path, job: dict[str,
 
 def test_a_refused_repetition_has_no_effect(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
     """Whatever comes under a key that was another request's: neither the pool nor a file hears of it."""
-    client, headers = pooled.client(pooled.key("ours", AccessRole.RUNNER)), {"idempotency-key": "k"}
+    client, headers = pooled.member(AccessRole.RUNNER), {"idempotency-key": "k"}
     name = client.post(JOBS, json=job, headers=headers).json()["id"]
     pool.tell(e.JobFailed(job=name, cause="killed"))
     before = files_in(pooled), list(pool.commands)
@@ -223,7 +223,7 @@ def files_in(site: Site) -> dict[Path, bytes]:
 def test_a_job_keeps_every_key_of_its_submission(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
     """Each key with a number or a switch, set to another value than its default, is in the job's configuration, or the
     submission is refused and names it."""
-    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    client = pooled.member(AccessRole.RUNNER)
     changes = dict(other_values(Config(**tomllib.loads(CONFIG) | {"job": JOB})))
     there_were = len(changes)
     while True:
@@ -268,7 +268,7 @@ def other_values(model: BaseModel, at: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 
 def test_what_a_job_names_stays_until_it_is_over(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    client = pooled.member(AccessRole.RUNNER)
     upload, name = market_job(client, job)
     refused = client.delete(f"/v1/uploads/{upload}")
     assert (refused.status_code, refused.json()["type"], refused.json()["run"]) == (
@@ -283,7 +283,7 @@ def test_what_a_job_names_stays_until_it_is_over(pooled: Site, pool: StandIn, jo
 
 
 def test_what_goes_before_a_job_has_its_row_is_missed(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    client = pooled.member(AccessRole.RUNNER)
     upload, _ = market_job(client, job)
     with pooled.store.writing() as tx:
         uploads.remove(tx, upload)
@@ -292,7 +292,7 @@ def test_what_goes_before_a_job_has_its_row_is_missed(pooled: Site, pool: StandI
 
 
 def test_a_job_does_not_go_on_without_what_it_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    client = pooled.member(AccessRole.RUNNER)
     upload, name = market_job(client, job)
     pool.tell(e.JobFailed(job=name, cause="killed"))
     settle_jobs(pooled.store, pooled.settings)
@@ -304,7 +304,7 @@ def test_a_job_does_not_go_on_without_what_it_names(pooled: Site, pool: StandIn,
 
 
 def test_retention_leaves_what_a_job_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    client = pooled.member(AccessRole.RUNNER)
     name = client.post(JOBS, json=job).json()["id"]
     run = client.post("/v1/runs", json={"config": job["config"], "providers": job["providers"]}).json()["id"]
     with pooled.store.writing() as tx:
@@ -321,7 +321,7 @@ def test_retention_leaves_what_a_job_names(pooled: Site, pool: StandIn, job: dic
 
 
 def test_jobs_that_come_at_once_are_within_the_quota(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    ours = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    ours = pooled.member(AccessRole.RUNNER)
     where = f"/v1/projects/{pooled.projects['ours']}/quota"
     assert pooled.client().patch(where, json={"runs": 2}, headers={"if-match": "*"}).status_code == 200
     with ThreadPoolExecutor(6) as threads:
@@ -331,7 +331,7 @@ def test_jobs_that_come_at_once_are_within_the_quota(pooled: Site, pool: StandIn
 
 
 def test_who_resubmits_needs_as_many_gpus_as_before(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    ours = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    ours = pooled.member(AccessRole.RUNNER)
     pool.tell(e.NodeJoined(node="train-2", phase=PhaseKind.TRAIN))
     wide = job | {"config": {**job["config"], "job": {**JOB, "train_nodes": 2}}}
     name = ours.post(JOBS, json=wide).json()["id"]
@@ -344,7 +344,7 @@ def test_who_resubmits_needs_as_many_gpus_as_before(pooled: Site, pool: StandIn,
 
 
 def test_jobs_come_in_pages(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    ours, theirs = (pooled.client(pooled.key(name, AccessRole.RUNNER)) for name in ("ours", "theirs"))
+    ours, theirs = (pooled.member(AccessRole.RUNNER, name) for name in ("ours", "theirs"))
     made = [client.post(JOBS, json=job).json()["id"] for client in (ours, theirs, ours, ours)]
     first = ours.get(JOBS, params={"limit": 2}).json()
     assert ([one["id"] for one in first["data"]], first["has_more"]) == ([made[3], made[2]], True)
@@ -356,7 +356,7 @@ def test_jobs_come_in_pages(pooled: Site, pool: StandIn, job: dict[str, Any]) ->
 
 
 def test_no_route_has_an_effect_under_a_key_that_was_another_request_s(
-    pooled: Site, pool: StandIn, submission: Callable[..., dict[str, Any]], job: dict[str, Any]
+    pooled: Site, pool: StandIn, submission: Submission, job: dict[str, Any]
 ) -> None:
     """Every route that writes, with a body that it would take: neither a row, nor a file, nor the pool changes."""
     client, headers = pooled.client(), {"idempotency-key": "k"}
@@ -421,7 +421,7 @@ def everything(site: Site) -> tuple[dict[Path, bytes], dict[str, list[str]]]:
 def test_a_number_that_no_journal_holds_is_refused_by_name(
     pooled: Site, pool: StandIn, job: dict[str, Any], change: dict[str, Any], words: str
 ) -> None:
-    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    client = pooled.member(AccessRole.RUNNER)
     job["config"]["job"] = JOB | change
     for path in (f"{JOBS}/dry-run", JOBS):
         answer = client.post(path, json=job)
@@ -444,7 +444,7 @@ def test_a_server_without_its_pool_lets_nothing_go_that_the_pool_s_jobs_name(
 
 def test_a_job_that_was_resubmitted_elsewhere_counts_again(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
     """`elastic jobs resubmit` goes to the pool and not to the server."""
-    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    client = pooled.member(AccessRole.RUNNER)
     where = f"/v1/projects/{pooled.projects['ours']}/quota"
     assert pooled.client().patch(where, json={"runs": 1}, headers={"if-match": "*"}).status_code == 200
     upload, name = market_job(client, job)

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.server.settings import ServerSettings
 from elastic.server.store import runs
-from tests.server.conftest import Site
+from tests.server.conftest import Site, Submission
 from tests.server.test_runner import process_of, quick, row, running, submitted, until
 
 __all__ = ["quick", "submitted"]
@@ -34,9 +33,9 @@ def conditions(site: Site, run: str) -> dict[str, str]:
 
 
 def test_a_quota_is_set_by_the_servers_admins_and_seen_by_its_project(site: Site) -> None:
-    own = site.client(site.key("ours", AccessRole.VIEWER))
+    own = site.member(AccessRole.VIEWER)
     assert own.get(place(site)).json()["gpus"] == {}
-    assert site.client(site.key("ours", AccessRole.ADMIN)).patch(place(site), json={"runs": 9}).status_code == 403
+    assert site.member(AccessRole.ADMIN).patch(place(site), json={"runs": 9}).status_code == 403
     allow(site, gpus={"spot-replay": 8, "trainer": 2}, runs=3, usd_per_day=10.5, budget_usd=100, weight=2)
     allow(site, runs=None, usd_per_day=0)
     shown = own.get(place(site)).json()
@@ -79,7 +78,7 @@ def test_capacity_is_set_by_the_servers_admins(site: Site) -> None:
     ],
 )
 def test_what_could_never_begin_is_refused(
-    site: Site, submission: Callable[..., dict[str, Any]], limits: dict[str, Any], pointer: str
+    site: Site, submission: Submission, limits: dict[str, Any], pointer: str
 ) -> None:
     allow(site, **limits)
     for path in ("/v1/runs", "/v1/runs/dry-run"):

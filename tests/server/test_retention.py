@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ from elastic.server.store.runs import HostedRunRow
 from elastic.server.store.tables import runs as runs_table
 from elastic.server.store.tables import uploads
 from elastic.system.isolation import IsolatedLoop, LoopFaults
-from tests.server.conftest import Site
+from tests.server.conftest import Site, Submission
 
 
 def row(site: Site, run: str) -> HostedRunRow:
@@ -35,7 +34,7 @@ def row(site: Site, run: str) -> HostedRunRow:
 
 
 @pytest.fixture
-def ended(site: Site, submission: Callable[..., dict[str, Any]]) -> Callable[..., str]:
+def ended(site: Site, submission: Submission) -> Callable[..., str]:
     """A run that ended so many days ago, with something of everything."""
 
     def make(days: float, project: str = "ours", phase: RunPhase = RunPhase.STOPPED) -> str:
@@ -88,7 +87,7 @@ def test_parts_go_apart_and_what_goes_on_is_left(site: Site, ended: Callable[...
         theirs: ["logs"],
     }
     assert {item["run"]: item["bytes"] for item in plan["items"]} == {old: 4000, young: 1000, theirs: 1000}
-    own = site.client(site.key("ours", AccessRole.VIEWER)).get(f"{ours}/dry-run").json()
+    own = site.member(AccessRole.VIEWER).get(f"{ours}/dry-run").json()
     assert (own["runs"], {item["run"] for item in own["items"]}) == (2, {old, young})
     everything = {"logs", "checkpoints", "weights", "journal.sqlite"}
     assert left(site, old) >= everything
@@ -139,7 +138,7 @@ def test_what_is_half_removed_goes_the_rest_of_the_way(
 
 
 def test_a_whole_run_goes_unless_another_needs_it(
-    site: Site, ended: Callable[..., str], submission: Callable[..., dict[str, Any]]
+    site: Site, ended: Callable[..., str], submission: Submission
 ) -> None:
     parent, other = ended(40), ended(40)
     going = site.client().post("/v1/runs", json=submission(project="ours")).json()["id"]
@@ -156,9 +155,9 @@ def test_a_whole_run_goes_unless_another_needs_it(
     assert gone.wanted == runs.DELETE
 
 
-def test_uploads_that_nobody_completes_or_uses_go(site: Site, submission: Callable[..., dict[str, Any]]) -> None:
+def test_uploads_that_nobody_completes_or_uses_go(site: Site, submission: Submission) -> None:
     """The dry run names them first; what a run names that may go on is kept, and days count from a run's last use."""
-    client, project = site.client(site.key("ours", AccessRole.RUNNER)), site.projects["ours"]
+    client, project = site.member(AccessRole.RUNNER), site.projects["ours"]
     storage = UploadStorage(site.settings)
 
     def upload(content: bytes, *, complete: bool = True, days: float = 0.0) -> str:

@@ -27,7 +27,7 @@ from elastic.server.store import people, runs, tables
 from elastic.server.store.runs import HostedRunRow
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.processes import identity
-from tests.server.conftest import Site, make_site
+from tests.server.conftest import Site, Submission, make_site
 
 # A runner that is gone leaves its processes behind, as it should.
 pytestmark = pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
@@ -138,7 +138,7 @@ async def killed(pid: int) -> None:
 
 
 @pytest.fixture
-def submitted(site: Site, submission: Callable[..., dict[str, Any]]) -> Any:
+def submitted(site: Site, submission: Submission) -> Any:
     made: list[str] = []
 
     def submit(**fields: Any) -> str:
@@ -355,7 +355,7 @@ def open_site() -> Iterator[Site]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root begins processes of other users")
 async def test_a_projects_processes_are_its_users_and_cannot_read_the_servers_files(
-    open_site: Site, submission: Callable[..., dict[str, Any]]
+    open_site: Site, submission: Submission
 ) -> None:
     home = open_site.settings.home.resolve()
     own, others = (

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from elastic.server.runner import RunnerLoop
 from elastic.server.store.tables import secrets
 from elastic.server.store.vault import KEY_FILE, Vault, VaultError
 from elastic.server.vendors import WITHOUT_FILES, environment_of, may_name
-from tests.server.conftest import Site
+from tests.server.conftest import Site, Submission
 
 VALUE = "s3cr3t-of-ours"
 SHOWS_ITS_ENVIRONMENT = """
@@ -32,9 +31,7 @@ def place(site: Site, name: str, project: str = "ours") -> str:
     return f"/v1/projects/{site.projects[project]}/secrets/{name}"
 
 
-async def test_runs_of_the_project_have_it_and_nothing_else_does(
-    site: Site, submission: Callable[..., dict[str, Any]]
-) -> None:
+async def test_runs_of_the_project_have_it_and_nothing_else_does(site: Site, submission: Submission) -> None:
     client = site.client()
     for project, value in (("ours", "old"), ("ours", VALUE), ("theirs", "of-theirs")):
         assert client.put(place(site, "HF_TOKEN", project), json={"value": value}).status_code == 200
@@ -76,7 +73,7 @@ def test_what_no_variable_can_have_is_refused_and_not_told(shared_site: Site, va
 
 
 def test_who_has_the_database_alone_has_no_secret(shared_site: Site, tmp_path: Path) -> None:
-    client = shared_site.client(shared_site.key("ours", AccessRole.ADMIN))
+    client = shared_site.member(AccessRole.ADMIN)
     assert client.put(place(shared_site, "SECRET_B"), json={"value": VALUE}).status_code == 200
     assert client.delete(place(shared_site, "SECRET_C")).status_code == 404
     with shared_site.store.reading() as connection:
@@ -108,7 +105,7 @@ def credentials(site: Site, vendor: str) -> str:
 
 
 def test_vendors_credentials_are_kept_and_not_told(shared_site: Site) -> None:
-    client = shared_site.client(shared_site.key("ours", AccessRole.ADMIN))
+    client = shared_site.member(AccessRole.ADMIN)
     for vendor, fields in (("aws", AWS), ("modal", MODAL)):
         answer = client.put(credentials(shared_site, vendor), json=fields)
         assert (answer.status_code, answer.json()["id"]) == (200, vendor)
@@ -163,7 +160,7 @@ def test_runs_of_the_servers_user_reach_no_vendors_files() -> None:
     assert "AWS_CONFIG_FILE" not in environment_of(opened, "somebody")[0]
 
 
-def test_a_profile_of_the_servers_user_is_refused(shared_site: Site, submission: Callable[..., dict[str, Any]]) -> None:
+def test_a_profile_of_the_servers_user_is_refused(shared_site: Site, submission: Submission) -> None:
     body = submission(project="ours")
     body["config"]["providers"]["ec2"] = {"profile": "production"}
     for route in ("/v1/runs", "/v1/runs/dry-run"):

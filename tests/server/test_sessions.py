@@ -1,6 +1,5 @@
 """Sessions of browsers: the cookie alone reads, writes need the session's token too, and both end with the key."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from elastic.protocol.api import AccessRole
 from elastic.server.api.auth import COOKIE, CSRF_HEADER
 from elastic.server.store.people import hash_of
 from elastic.server.store.tables import sessions
-from tests.server.conftest import Site
+from tests.server.conftest import Site, Submission
 from tests.server.test_access import OPEN, filled, operations
 
 
@@ -28,9 +27,7 @@ def signed_in(site: Site, key: str) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize("token", ["", "0" * 64, "another's"])
-def test_no_write_without_the_sessions_token(
-    shared_site: Site, submission: Callable[..., dict[str, Any]], token: str
-) -> None:
+def test_no_write_without_the_sessions_token(shared_site: Site, submission: Submission, token: str) -> None:
     browser, right = signed_in(shared_site, shared_site.key("ours", AccessRole.ADMIN))
     _, anothers = signed_in(shared_site, shared_site.key("ours", AccessRole.ADMIN))
     assert right != anothers
@@ -80,7 +77,7 @@ def test_the_page_tells_nothing_by_itself(shared_site: Site) -> None:
         assert stranger.get(f"/page/{name}").status_code == 404
 
 
-def test_figures_are_told_and_end(shared_site: Site, submission: Callable[..., dict[str, Any]]) -> None:
+def test_figures_are_told_and_end(shared_site: Site, submission: Submission) -> None:
     client = shared_site.client()
     run = client.post("/v1/runs", json=submission()).json()
     told = client.get(f"/v1/runs/{run['id']}/figures", params={"follow": "false"}).text

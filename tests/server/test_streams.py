@@ -5,7 +5,6 @@ import contextlib
 import json
 import sqlite3
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from elastic.server.history.feeds import Feeds
 from elastic.server.permissions import Action
 from elastic.server.store.tables import keys, runs, sessions
 from elastic.system.isolation import LoopFaults
-from tests.server.conftest import Site, served
+from tests.server.conftest import Site, Submission, served
 
 QUIET = e.Tick()
 
@@ -132,7 +131,7 @@ def sse(text: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def ended_run(site: Site, submission: Callable[..., dict[str, Any]]) -> str:
+def ended_run(site: Site, submission: Submission) -> str:
     run = site.client().post("/v1/runs", json=submission()).json()["id"]
     journal = journal_of(site.settings.run_dir(run), "a")
     write(journal, "one", "two")
@@ -223,9 +222,7 @@ def test_lines_of_a_log(tmp_path_factory: pytest.TempPathFactory, lines: list[st
 @pytest.mark.parametrize(
     ("what", "how"), [("events", "revoked"), ("logs", "demoted"), ("figures", "signed out"), ("logs", "expired")]
 )
-async def test_a_stream_ends_with_what_its_caller_may(
-    site: Site, submission: Callable[..., dict[str, Any]], what: str, how: str
-) -> None:
+async def test_a_stream_ends_with_what_its_caller_may(site: Site, submission: Submission, what: str, how: str) -> None:
     """Within a second, and only that caller's: another one's goes on."""
     run = site.client().post("/v1/runs", json=submission(project="ours")).json()["id"]
     secret = site.key("ours", AccessRole.VIEWER)
@@ -275,9 +272,7 @@ async def test_a_stream_ends_with_what_its_caller_may(
 
 
 @pytest.mark.parametrize("revoked", [True, False])
-async def test_a_download_ends_with_what_its_caller_may(
-    site: Site, submission: Callable[..., dict[str, Any]], *, revoked: bool
-) -> None:
+async def test_a_download_ends_with_what_its_caller_may(site: Site, submission: Submission, *, revoked: bool) -> None:
     run = site.client().post("/v1/runs", json=submission(project="ours")).json()["id"]
     checkpoint = site.settings.run_dir(run) / "checkpoints" / "3.safetensors"
     checkpoint.parent.mkdir(parents=True)

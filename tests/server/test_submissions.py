@@ -2,7 +2,6 @@
 
 import json
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from elastic.protocol.api import Submission as Body
 from elastic.server.intake import submissions
 from elastic.server.problems import ApiProblem
 from elastic.server.store.quotas import QuotaRow
-from tests.server.conftest import Site
+from tests.server.conftest import Site, Submission
 
-Submission = Callable[..., dict[str, Any]]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "frozenlake.toml"
 
 
@@ -173,7 +171,7 @@ def test_a_projects_own_files(site: Site, submission: Submission, tmp_path: Path
     body = submission()
     body["config"]["model"]["checkpoint"] = "base"
     body["config"]["providers"]["spot"]["trace"] = "market.csv"
-    ours, theirs = (site.client(site.key(project, AccessRole.RUNNER)) for project in ("ours", "theirs"))
+    ours, theirs = (site.member(AccessRole.RUNNER, project) for project in ("ours", "theirs"))
     made = ours.post("/v1/runs", json=body)
     assert made.status_code == 201, made.text
     config = ours.get(made.headers["location"]).json()["config"]
@@ -220,7 +218,7 @@ def test_a_dry_run_has_prices_and_keeps_nothing(shared_site: Site, submission: S
     ],
 )
 def test_what_cannot_be_kept_or_is_too_much_is_refused(
-    site: Site, submission: Callable[..., dict[str, Any]], change: dict[str, Any]
+    site: Site, submission: Submission, change: dict[str, Any]
 ) -> None:
     body = json.dumps({**submission(), **change})
     answer = site.client().post("/v1/runs/dry-run", content=body, headers={"content-type": "application/json"})

@@ -3,9 +3,7 @@
 import json
 import os
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -18,7 +16,7 @@ from elastic.server.store.tables import runs
 from elastic.server.store.vault import KEY_FILE
 from elastic.server.support.bundle import write_bundle
 from elastic.server.support.redaction import REMOVED, Redaction
-from tests.server.conftest import Site
+from tests.server.conftest import Site, Submission
 
 PLANTED = {
     "variable": "planted-in-a-variable",
@@ -60,7 +58,7 @@ def log_of(site: Site) -> str:
 
 def test_no_secret_is_in_it(
     site: Site,
-    submission: Callable[..., dict[str, Any]],
+    submission: Submission,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

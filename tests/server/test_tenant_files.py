@@ -14,10 +14,9 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,7 +33,7 @@ from elastic.server.store.runs import HostedRunRow
 from elastic.server.support.bundle import write_bundle
 from elastic.system import tenant_files
 from elastic.system.processes import identity
-from tests.server.conftest import Site
+from tests.server.conftest import Site, Submission
 
 SECRET = "only the server's user may read this"
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -61,7 +60,7 @@ def nobodys() -> Iterator[Path]:
 
 
 @pytest.fixture
-def run(site: Site, submission: Callable[..., dict[str, Any]]) -> HostedRunRow:
+def run(site: Site, submission: Submission) -> HostedRunRow:
     id_ = site.client().post("/v1/runs", json=submission(project="ours")).json()["id"]
     for name in ("logs", "checkpoints"):
         (site.settings.run_dir(id_) / name).mkdir(parents=True)

@@ -17,13 +17,12 @@ from elastic.server import ids
 from elastic.server.api.app import create_app
 from elastic.server.intake.upload_files import SETTLED_S, UploadStorage, named
 from elastic.server.store import uploads
-from tests.server.conftest import Site
+from tests.server.conftest import Site, Submission
 from tests.server.test_client import url
 from tests.small_files import small_files
 
 __all__ = ["url"]
 TRACE = b"time_s,event,instance_id\n0,add,a\n9,remove,a\n"
-Submission = Callable[..., dict[str, Any]]
 
 
 def told(**files: bytes) -> list[dict[str, Any]]:
@@ -61,7 +60,7 @@ def left(site: Site) -> list[str]:
 
 
 def test_it_is_there_once_all_of_it_is(site: Site, submission: Submission) -> None:
-    client = site.client(site.key("ours", AccessRole.RUNNER))
+    client = site.member(AccessRole.RUNNER)
     upload = announce(client, market_csv=TRACE, deep__copy_csv=TRACE, note_txt=b"")
     assert (upload["state"], len(upload["missing"]), upload["bytes"]) == ("open", 2, 2 * len(TRACE))
     body = submission()
@@ -89,7 +88,7 @@ def test_it_is_there_once_all_of_it_is(site: Site, submission: Submission) -> No
 
 
 def test_what_is_not_as_announced_leaves_nothing(site: Site) -> None:
-    client = site.client(site.key("ours", AccessRole.RUNNER))
+    client = site.member(AccessRole.RUNNER)
     upload = announce(client, a=b"right")["id"]
     for content in (b"wrong", b"", b"righ", b"right and more", os.urandom(3 << 20)):
         answer = send(client, upload, content, b"right")
@@ -113,7 +112,7 @@ def test_a_sender_that_leaves_leaves_nothing(url: str, site: Site) -> None:
 
 def test_a_body_may_be_large_on_its_way_to_disk_alone(site: Site) -> None:
     small = replace(site.settings, body_bytes_max=1_000)
-    client = site.client(site.key("ours", AccessRole.RUNNER))
+    client = site.member(AccessRole.RUNNER)
     client.app = create_app(site.store, small)
     client = type(client)(client.app, base_url="http://127.0.0.1", headers=dict(client.headers))
     content = os.urandom(100_000)
@@ -126,7 +125,7 @@ def test_a_body_may_be_large_on_its_way_to_disk_alone(site: Site) -> None:
 
 def test_a_project_has_so_much_room(site: Site) -> None:
     app = create_app(site.store, replace(site.settings, project_uploads_bytes_max=10))
-    client = site.client(site.key("ours", AccessRole.RUNNER))
+    client = site.member(AccessRole.RUNNER)
     client = type(client)(app, base_url="http://127.0.0.1", headers=dict(client.headers))
     first = announce(client, a=b"123456")["id"]
     full = client.post("/v1/uploads", json={"name": "b", "files": told(b=b"12345")})
@@ -136,7 +135,7 @@ def test_a_project_has_so_much_room(site: Site) -> None:
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(site: Site) -> None:
-    client, content = site.client(site.key("ours", AccessRole.RUNNER)), os.urandom(5 << 20)
+    client, content = site.member(AccessRole.RUNNER), os.urandom(5 << 20)
     upload = announce(client, a=content)["id"]
     with small_files(4 << 20):
         answer = send(client, upload, content)
@@ -157,7 +156,7 @@ def spellings(site: Site, upload: str) -> list[str]:
 
 
 def test_nobody_elses_by_any_spelling(site: Site, submission: Submission) -> None:
-    ours, theirs = (site.client(site.key(project, AccessRole.ADMIN)) for project in ("ours", "theirs"))
+    ours, theirs = (site.member(AccessRole.ADMIN, project) for project in ("ours", "theirs"))
     upload, own = announce(theirs, a=TRACE)["id"], announce(ours, a=TRACE)["id"]
     for client, one in ((theirs, upload), (ours, own)):
         assert send(client, one, TRACE).json()["state"] == "ready"
@@ -207,7 +206,7 @@ def test_two_files_in_one_place_are_refused(shared_site: Site, paths: tuple[str,
 
 
 def test_what_a_run_needs_stays(site: Site, submission: Submission) -> None:
-    client = site.client(site.key("ours", AccessRole.ADMIN))
+    client = site.member(AccessRole.ADMIN)
     upload = announce(client, a=TRACE)["id"]
     assert send(client, upload, TRACE).json()["state"] == "ready"
     body = submission()
@@ -229,7 +228,7 @@ def test_what_a_run_needs_stays(site: Site, submission: Submission) -> None:
 
 def test_what_goes_between_a_submission_s_check_and_its_row_is_missed(site: Site, submission: Submission) -> None:
     """Retention removes an upload's row first: its files are still there for the check."""
-    client = site.client(site.key("ours", AccessRole.ADMIN))
+    client = site.member(AccessRole.ADMIN)
     upload = announce(client, a=TRACE)["id"]
     send(client, upload, TRACE)
     body = submission()
@@ -242,7 +241,7 @@ def test_what_goes_between_a_submission_s_check_and_its_row_is_missed(site: Site
 
 
 def test_what_belongs_to_nothing_is_swept(site: Site) -> None:
-    client = site.client(site.key("ours", AccessRole.RUNNER))
+    client = site.member(AccessRole.RUNNER)
     kept, waiting, lost = (announce(client, a=content)["id"] for content in (b"a", b"b", b"c"))
     for upload, content in ((kept, b"a"), (lost, b"c")):
         assert send(client, upload, content).json()["state"] == "ready"

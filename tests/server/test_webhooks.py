@@ -5,7 +5,7 @@ import contextlib
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -32,7 +32,7 @@ from elastic.server.store.webhooks import (
 from elastic.server.webhooks import DeliveryLoop
 from elastic.server.webhooks.addresses import UnsafeTarget, checked, resolved
 from elastic.server.webhooks.sending import AT_ONCE, PROJECT_AT_ONCE, shared_out
-from tests.server.conftest import Site
+from tests.server.conftest import Site, Submission
 
 LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"),)
 
@@ -71,7 +71,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture
-def hooked(site: Site, submission: Callable[..., dict[str, Any]], receiver: Receiver) -> tuple[str, str, str]:
+def hooked(site: Site, submission: Submission, receiver: Receiver) -> tuple[str, str, str]:
     """A run, a webhook that is told of its end, and the webhook's secret."""
     client = site.client()
     run = client.post("/v1/runs", json=submission(project="ours")).json()["id"]

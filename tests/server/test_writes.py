@@ -1,7 +1,6 @@
 """Requests that change something: whole or nothing, once for an Idempotency-Key, in the audit log."""
 
 import secrets
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,9 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic.server.problems import TYPES
-from tests.server.conftest import Site
-
-Submission = Callable[..., dict[str, Any]]
+from tests.server.conftest import Site, Submission
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 import sqlalchemy as sa
-from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi import APIRouter, Depends, Path, Request
 
 from elastic.protocol.api import AccessRole, ApiKey, CreatedKey, Listed, NewKey, ProblemError
 from elastic.server import ids
@@ -35,21 +35,17 @@ KeyId = Annotated[str, Path(max_length=64)]
     response_model=CreatedKey,
     **rules(Action.KEYS_WRITE, "not-found"),
 )
-def create(body: NewKey, write: WriteDep) -> Response:
+def create(body: NewKey, write: WriteDep, tx: sa.Connection) -> WriteResult:
     """Make a key of the project itself, for programs. Its secret is in this answer and nowhere else."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        if body.server_wide and write.caller.project is not None:
-            raise ApiProblem("forbidden", "only a key of no project can make another one")
-        project = None if body.server_wide else project_of(tx, write.caller, body.project)
-        refuse_more(write.caller, body.role, body.scopes, server_wide=project is None)
-        expires_us = None if body.expires_in_s is None else now_us() + body.expires_in_s * 1_000_000
-        row, secret = people.new_key(
-            tx, project=project, name=body.name, role=body.role, scopes=body.scopes, expires_us=expires_us
-        )
-        return key_made(row, secret, router.prefix, project)
-
-    return write.carry_out(Action.KEYS_WRITE, body, work)
+    if body.server_wide and write.caller.project is not None:
+        raise ApiProblem("forbidden", "only a key of no project can make another one")
+    project = None if body.server_wide else project_of(tx, write.caller, body.project)
+    refuse_more(write.caller, body.role, body.scopes, server_wide=project is None)
+    expires_us = None if body.expires_in_s is None else now_us() + body.expires_in_s * 1_000_000
+    row, secret = people.new_key(
+        tx, project=project, name=body.name, role=body.role, scopes=body.scopes, expires_us=expires_us
+    )
+    return key_made(row, secret, router.prefix, project)
 
 
 def key_made(row: sa.RowMapping, secret: str | None, prefix: str, project: str | None = None) -> WriteResult:
@@ -76,15 +72,11 @@ def show(key: KeyId, caller: CallerDep, state: StateDep) -> ApiKey:
 
 
 @router.delete("/{key}", status_code=204, **rules(Action.KEYS_WRITE, "not-found"))
-def revoke(key: KeyId, write: WriteDep) -> Response:
+def revoke(key: KeyId, write: WriteDep, tx: sa.Connection) -> WriteResult:
     """Revoke a key: from now on it opens nothing. It stays in the list."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        found = key_of(tx, write.caller, key)
-        people.revoke(tx, found["id"])
-        return WriteResult(204, project=found["project"])
-
-    return write.carry_out(Action.KEYS_WRITE, None, work)
+    found = key_of(tx, write.caller, key)
+    people.revoke(tx, found["id"])
+    return WriteResult(204, project=found["project"])
 
 
 def key_of(connection: sa.Connection, caller: Caller, key: str) -> sa.RowMapping:

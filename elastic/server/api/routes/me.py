@@ -3,7 +3,7 @@
 from typing import Annotated
 
 import sqlalchemy as sa
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Request
 
 from elastic.protocol.api import ApiKey, CreatedKey, Listed, Me, NewOwnKey
 from elastic.server import ids
@@ -45,28 +45,24 @@ def me(caller: CallerDep, state: StateDep) -> Me:
     response_model=CreatedKey,
     **rules(Action.ME_WRITE, "name-taken", "not-a-person"),
 )
-def create(body: NewOwnKey, write: WriteDep) -> Response:
+def create(body: NewOwnKey, write: WriteDep, tx: sa.Connection) -> WriteResult:
     """Make a key of one's own, for the project that one is signed in to. It ends with the membership."""
     member = _person(write.caller)
     role = body.role or write.caller.role
     refuse_more(write.caller, role, body.scopes, server_wide=False)
-
-    def work(tx: sa.Connection) -> WriteResult:
-        if body.sha256 is not None and people.key_of_hash(tx, bytes.fromhex(body.sha256)) is not None:
-            raise ApiProblem("name-taken", "there is a key with this secret already")
-        row, secret = people.new_key(
-            tx,
-            project=write.caller.project,
-            name=body.name,
-            role=role,
-            scopes=body.scopes,
-            expires_us=now_us() + body.expires_in_s * 1_000_000,
-            member=member,
-            sha256=body.sha256,
-        )
-        return key_made(row, secret, f"{router.prefix}/keys")
-
-    return write.carry_out(Action.ME_WRITE, body, work)
+    if body.sha256 is not None and people.key_of_hash(tx, bytes.fromhex(body.sha256)) is not None:
+        raise ApiProblem("name-taken", "there is a key with this secret already")
+    row, secret = people.new_key(
+        tx,
+        project=write.caller.project,
+        name=body.name,
+        role=role,
+        scopes=body.scopes,
+        expires_us=now_us() + body.expires_in_s * 1_000_000,
+        member=member,
+        sha256=body.sha256,
+    )
+    return key_made(row, secret, f"{router.prefix}/keys")
 
 
 @router.get("/keys", **rules(Action.RUNS_READ, "not-a-person", "invalid-cursor"))
@@ -80,17 +76,13 @@ def list_own(
 
 
 @router.delete("/keys/{key}", status_code=204, **rules(Action.ME_WRITE, "not-found", "not-a-person"))
-def revoke(key: KeyId, write: WriteDep) -> Response:
+def revoke(key: KeyId, write: WriteDep, tx: sa.Connection) -> WriteResult:
     """Revoke a key of one's own."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        found = key_of(tx, write.caller, key)
-        if found["member"] != _person(write.caller):
-            raise not_found("key", key)
-        people.revoke(tx, found["id"])
-        return WriteResult(204)
-
-    return write.carry_out(Action.ME_WRITE, None, work)
+    found = key_of(tx, write.caller, key)
+    if found["member"] != _person(write.caller):
+        raise not_found("key", key)
+    people.revoke(tx, found["id"])
+    return WriteResult(204)
 
 
 def _person(caller: Caller) -> str:

@@ -36,19 +36,15 @@ MemberId = Annotated[str, Path(max_length=64)]
     response_model=ProjectMember,
     **rules(Action.MEMBERS_WRITE, "not-found", "name-taken"),
 )
-def add(project: str, body: NewMember, write: WriteDep) -> Response:
+def add(project: str, body: NewMember, write: WriteDep, tx: sa.Connection) -> WriteResult:
     """Make somebody a member by their e-mail address. It is theirs once they sign in with it, now or later."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        found = project_of(tx, write.caller, project)
-        _refuse_more(write.caller, body.role)
-        person = members.person_of_email(tx, body.email.lower())
-        if members.of_person(tx, found, person) is not None:
-            raise ApiProblem("name-taken", f"{body.email} is a member already")
-        made = members.add(tx, found, person, body.role, members.GIVEN)
-        return created(f"/v1/projects/{found}/members/{made['id']}", members.as_member(made), found, made["version"])
-
-    return write.carry_out(Action.MEMBERS_WRITE, body, work)
+    found = project_of(tx, write.caller, project)
+    _refuse_more(write.caller, body.role)
+    person = members.person_of_email(tx, body.email.lower())
+    if members.of_person(tx, found, person) is not None:
+        raise ApiProblem("name-taken", f"{body.email} is a member already")
+    made = members.add(tx, found, person, body.role, members.GIVEN)
+    return created(f"/v1/projects/{found}/members/{made['id']}", members.as_member(made), found, made["version"])
 
 
 @router.get("", **rules(Action.MEMBERS_READ, "not-found", "invalid-cursor"))
@@ -79,33 +75,27 @@ def show(project: str, member: MemberId, caller: CallerDep, state: StateDep, res
     response_model=ProjectMember,
     **rules(Action.MEMBERS_WRITE, "not-found", "last-admin", "precondition-failed", "precondition-required"),
 )
-def change(project: str, member: MemberId, body: MemberChange, write: WriteDep, if_match: IfMatch = None) -> Response:
+def change(
+    project: str, member: MemberId, body: MemberChange, write: WriteDep, tx: sa.Connection, if_match: IfMatch = None
+) -> WriteResult:
     """Give a member another role. Their keys and sessions do no more than it allows, from now on."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        found = _member_of(tx, project_of(tx, write.caller, project), member)
-        check_etag(if_match, found["version"])
-        _refuse_more(write.caller, body.role)
-        if body.role is not AccessRole.ADMIN:
-            _refuse_last(tx, found)
-        members.change(tx, found["id"], body.role, members.GIVEN)
-        now = _member_of(tx, found["project"], member)
-        return edited(members.as_member(now), now["version"], now["project"])
-
-    return write.carry_out(Action.MEMBERS_WRITE, body, work)
+    found = _member_of(tx, project_of(tx, write.caller, project), member)
+    check_etag(if_match, found["version"])
+    _refuse_more(write.caller, body.role)
+    if body.role is not AccessRole.ADMIN:
+        _refuse_last(tx, found)
+    members.change(tx, found["id"], body.role, members.GIVEN)
+    now = _member_of(tx, found["project"], member)
+    return edited(members.as_member(now), now["version"], now["project"])
 
 
 @router.delete("/{member}", status_code=204, **rules(Action.MEMBERS_WRITE, "not-found", "last-admin"))
-def remove(project: str, member: MemberId, write: WriteDep) -> Response:
+def remove(project: str, member: MemberId, write: WriteDep, tx: sa.Connection) -> WriteResult:
     """Remove a member: their keys and sessions of this project end at once. What they have submitted goes on."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        found = _member_of(tx, project_of(tx, write.caller, project), member)
-        _refuse_last(tx, found)
-        members.remove(tx, found["id"])
-        return WriteResult(204, project=found["project"])
-
-    return write.carry_out(Action.MEMBERS_WRITE, None, work)
+    found = _member_of(tx, project_of(tx, write.caller, project), member)
+    _refuse_last(tx, found)
+    members.remove(tx, found["id"])
+    return WriteResult(204, project=found["project"])
 
 
 def _member_of(connection: sa.Connection, project: str, member: str) -> sa.RowMapping:

@@ -6,7 +6,7 @@ were validated as they were made; what a route declares is there for the API's d
 
 import functools
 from collections.abc import Callable, Coroutine, Mapping
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, signature
 from typing import Any
 
 from fastapi import Request
@@ -16,15 +16,22 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from elastic.server.api.auth import asking, judged
+from elastic.server.api.writes import WriteRequest, WriteResult
+from elastic.server.permissions import Action
+
+TRANSACTION = "tx"
 
 
 class ModelRoute(APIRoute):
     """A route whose endpoint returns a model, or anything else that FastAPI knows how to answer with.
 
-    Where it asks who the caller is, that is judged before anything of the body is read.
+    Where it asks who the caller is, that is judged before anything of the body is read. An endpoint that takes a `tx`
+    is carried out as the transaction of its `write`, and returns what that has come to.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        if TRANSACTION in signature(endpoint).parameters:
+            endpoint = _carried_out(endpoint, options["openapi_extra"]["x-action"])
         super().__init__(path, _answering(endpoint, options.get("status_code") or 200), **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -41,6 +48,19 @@ class ModelRoute(APIRoute):
 
 def _asks(dependant: Dependant) -> bool:
     return dependant.call is asking or any(_asks(one) for one in dependant.dependencies)
+
+
+def _carried_out(endpoint: Callable[..., WriteResult], action: str) -> Callable[..., Response]:
+    """Return the endpoint without its transaction, which the request has."""
+
+    @functools.wraps(endpoint)
+    def answer(*, write: WriteRequest, **values: Any) -> Response:
+        return write.carry_out(Action(action), values.get("body"), lambda tx: endpoint(write=write, tx=tx, **values))
+
+    asked = signature(endpoint)
+    others = [one for one in asked.parameters.values() if one.name != TRANSACTION]
+    vars(answer)["__signature__"] = asked.replace(parameters=others)
+    return answer
 
 
 def _answering(endpoint: Callable[..., Any], status: int) -> Callable[..., Any]:

@@ -28,21 +28,17 @@ router = APIRouter(prefix="/v1/projects", tags=["projects"], route_class=ModelRo
     response_model=Project,
     **rules(Action.SERVER_WRITE, "name-taken", "untrusted-neighbours"),
 )
-def create(body: NewProject, write: WriteDep) -> Response:
+def create(body: NewProject, write: WriteDep, tx: sa.Connection) -> WriteResult:
     """Make a project. Its runs' processes have a Unix user of their own, unless the server was told to trust all."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        _refuse_taken(tx, body.name)
-        if body.unix_user is None and not write.state.settings.shared_trust:
-            raise ApiProblem(
-                "untrusted-neighbours",
-                "its runs would be processes of the same user as other projects': give it a unix_user, or start the "
-                "server with --shared-trust",
-            )
-        made = people.new_project(tx, body.name, body.unix_user)
-        return created(f"{router.prefix}/{made['id']}", people.as_project(made), made["id"], made["version"])
-
-    return write.carry_out(Action.SERVER_WRITE, body, work)
+    _refuse_taken(tx, body.name)
+    if body.unix_user is None and not write.state.settings.shared_trust:
+        raise ApiProblem(
+            "untrusted-neighbours",
+            "its runs would be processes of the same user as other projects': give it a unix_user, or start the "
+            "server with --shared-trust",
+        )
+    made = people.new_project(tx, body.name, body.unix_user)
+    return created(f"{router.prefix}/{made['id']}", people.as_project(made), made["id"], made["version"])
 
 
 @router.get("", **rules(Action.PROJECTS_READ))
@@ -69,22 +65,20 @@ def show(project: str, caller: CallerDep, state: StateDep, response: Response) -
     response_model=Project,
     **rules(Action.SERVER_WRITE, "not-found", "name-taken", "precondition-failed", "precondition-required"),
 )
-def change(project: str, body: ProjectChange, write: WriteDep, if_match: IfMatch = None) -> Response:
+def change(
+    project: str, body: ProjectChange, write: WriteDep, tx: sa.Connection, if_match: IfMatch = None
+) -> WriteResult:
     """Rename a project, or give it a Unix user."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        found = people.project(tx, project_of(tx, write.caller, project))
-        assert found is not None
-        check_etag(if_match, found["version"])
-        changes = body.model_dump(exclude_unset=True, exclude_none=True)
-        if changes.get("name", found["name"]) != found["name"]:
-            _refuse_taken(tx, changes["name"])
-        people.change_project(tx, found["id"], changes)
-        now = people.project(tx, found["id"])
-        assert now is not None
-        return edited(people.as_project(now), now["version"], now["id"])
-
-    return write.carry_out(Action.SERVER_WRITE, body, work)
+    found = people.project(tx, project_of(tx, write.caller, project))
+    assert found is not None
+    check_etag(if_match, found["version"])
+    changes = body.model_dump(exclude_unset=True, exclude_none=True)
+    if changes.get("name", found["name"]) != found["name"]:
+        _refuse_taken(tx, changes["name"])
+    people.change_project(tx, found["id"], changes)
+    now = people.project(tx, found["id"])
+    assert now is not None
+    return edited(people.as_project(now), now["version"], now["id"])
 
 
 def _refuse_taken(tx: sa.Connection, name: str) -> None:

@@ -42,16 +42,14 @@ def show(provider: str, caller: CallerDep, state: StateDep, response: Response) 
     response_model=ProviderKind,
     **rules(Action.SERVER_WRITE, "not-found", "precondition-failed", "precondition-required"),
 )
-def change(provider: str, body: ProviderChange, write: WriteDep, if_match: IfMatch = None) -> Response:
+def change(
+    provider: str, body: ProviderChange, write: WriteDep, tx: sa.Connection, if_match: IfMatch = None
+) -> WriteResult:
     """Say how many GPUs of this kind there are for all runs together; they share them by their projects' weights."""
     kind = show(provider, write.caller, write.state, Response())
-
-    def work(tx: sa.Connection) -> WriteResult:
-        check_etag(if_match, quotas.capacity(tx, provider)[1])
-        quotas.change_capacity(tx, provider, body.gpus)
-        return edited(kind.model_copy(update={"gpus": body.gpus}), quotas.capacity(tx, provider)[1])
-
-    return write.carry_out(Action.SERVER_WRITE, body, work)
+    check_etag(if_match, quotas.capacity(tx, provider)[1])
+    quotas.change_capacity(tx, provider, body.gpus)
+    return edited(kind.model_copy(update={"gpus": body.gpus}), quotas.capacity(tx, provider)[1])
 
 
 def _kinds(caller: CallerDep, state: StateDep) -> list[ProviderKind]:

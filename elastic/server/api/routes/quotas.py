@@ -34,21 +34,19 @@ def show(project: str, caller: CallerDep, state: StateDep, response: Response) -
     response_model=ProjectQuota,
     **rules(Action.SERVER_WRITE, "not-found", "precondition-failed", "precondition-required"),
 )
-def change(project: str, body: QuotaChange, write: WriteDep, if_match: IfMatch = None) -> Response:
+def change(
+    project: str, body: QuotaChange, write: WriteDep, tx: sa.Connection, if_match: IfMatch = None
+) -> WriteResult:
     """Set what a project may have at once and may spend. Runs that go on hear of it at once: what is beyond drains."""
     allowed = (TRAINER, *sorted(installed("elastic.providers")))
     if unknown := sorted((body.gpus or {}).keys() - set(allowed)):
         detail = f"{unknown[0]!r} is no kind of provider; allowed: {', '.join(allowed)}"
         raise ApiProblem("invalid-request", detail, [ProblemError(pointer=f"#/gpus/{unknown[0]}", detail=detail)])
-
-    def work(tx: sa.Connection) -> WriteResult:
-        id_ = project_of(tx, write.caller, project)
-        check_etag(if_match, quotas.quota(tx, id_).version)
-        quotas.change_quota(tx, id_, _columns(body))
-        now = quotas.quota(tx, id_)
-        return edited(as_quota(tx, now), now.version, id_)
-
-    return write.carry_out(Action.SERVER_WRITE, body, work)
+    id_ = project_of(tx, write.caller, project)
+    check_etag(if_match, quotas.quota(tx, id_).version)
+    quotas.change_quota(tx, id_, _columns(body))
+    now = quotas.quota(tx, id_)
+    return edited(as_quota(tx, now), now.version, id_)
 
 
 def _columns(body: QuotaChange) -> dict[str, object]:

@@ -32,13 +32,9 @@ def show(caller: CallerDep, state: StateDep, response: Response) -> RetentionPol
 
 
 @router.patch("/retention", response_model=RetentionPolicy, **rules(Action.SERVER_WRITE, *_EDITS))
-def change(body: RetentionChange, write: WriteDep, if_match: IfMatch = None) -> Response:
+def change(body: RetentionChange, write: WriteDep, tx: sa.Connection, if_match: IfMatch = None) -> WriteResult:
     """Set for how long the server keeps what runs leave."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        return _changed(tx, records.SERVER, body, if_match, None)
-
-    return write.carry_out(Action.SERVER_WRITE, body, work)
+    return _changed(tx, records.SERVER, body, if_match, None)
 
 
 @router.get("/retention/dry-run", **rules(Action.SERVER_WRITE))
@@ -60,14 +56,12 @@ def show_of_project(project: str, caller: CallerDep, state: StateDep, response: 
     response_model=RetentionPolicy,
     **rules(Action.PROJECTS_WRITE, "not-found", *_EDITS),
 )
-def change_of_project(project: str, body: RetentionChange, write: WriteDep, if_match: IfMatch = None) -> Response:
+def change_of_project(
+    project: str, body: RetentionChange, write: WriteDep, tx: sa.Connection, if_match: IfMatch = None
+) -> WriteResult:
     """Set for how long a project keeps what its runs leave."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        id_ = project_of(tx, write.caller, project)
-        return _changed(tx, id_, body, if_match, id_)
-
-    return write.carry_out(Action.PROJECTS_WRITE, body, work)
+    id_ = project_of(tx, write.caller, project)
+    return _changed(tx, id_, body, if_match, id_)
 
 
 @router.get("/projects/{project}/retention/dry-run", **rules(Action.PROJECTS_READ, "not-found"))

@@ -123,21 +123,15 @@ async def show(run: RunId, found: RunDep, response: Response) -> HostedRunDetail
     response_model=HostedRun,
     **rules(Action.RUNS_WRITE, "not-found", "invalid-configuration", "precondition-failed", "precondition-required"),
 )
-def change(run: RunId, body: RunChange, write: WriteDep, if_match: IfMatch = None) -> Response:
+def change(run: RunId, body: RunChange, write: WriteDep, tx: sa.Connection, if_match: IfMatch = None) -> WriteResult:
     """Edit a run's budget, caps or labels. A living run hears of it at once, a stopped one when it is resumed."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        found = run_of(tx, write.caller, run)
-        check_etag(if_match, found.generation)
-        if unknown := sorted((body.caps or {}).keys() - set(found.providers)):
-            allowed = ", ".join(found.providers) or "none"
-            raise ApiProblem(
-                "invalid-configuration", f"caps: {unknown[0]!r} is no provider of the run; allowed: {allowed}"
-            )
-        runs.want(tx, run, **body.model_dump(exclude_unset=True, exclude_none=True))
-        return _changed(tx, write.caller, run)
-
-    return write.carry_out(Action.RUNS_WRITE, body, work)
+    found = run_of(tx, write.caller, run)
+    check_etag(if_match, found.generation)
+    if unknown := sorted((body.caps or {}).keys() - set(found.providers)):
+        allowed = ", ".join(found.providers) or "none"
+        raise ApiProblem("invalid-configuration", f"caps: {unknown[0]!r} is no provider of the run; allowed: {allowed}")
+    runs.want(tx, run, **body.model_dump(exclude_unset=True, exclude_none=True))
+    return _changed(tx, write.caller, run)
 
 
 @router.post(
@@ -145,19 +139,15 @@ def change(run: RunId, body: RunChange, write: WriteDep, if_match: IfMatch = Non
     response_model=HostedRun,
     **rules(Action.RUNS_WRITE, "not-found", "run-finished", "run-stopped"),
 )
-def stop(run: RunId, write: WriteDep, body: StopRequest | None = None) -> Response:
+def stop(run: RunId, write: WriteDep, tx: sa.Connection, body: StopRequest | None = None) -> WriteResult:
     """Stop a run: it makes a checkpoint, gives everything back and ends. It can be resumed."""
     force = body is not None and body.force
-
-    def work(tx: sa.Connection) -> WriteResult:
-        found = run_of(tx, write.caller, run)
-        _refuse_ended(found)
-        if found.wanted != runs.STOP or (force and not found.force):
-            # Whatever it was waiting for before it went on: it is stopped at once.
-            runs.want(tx, run, wanted=runs.STOP, force=force, not_before_us=0)
-        return _changed(tx, write.caller, run)
-
-    return write.carry_out(Action.RUNS_WRITE, body, work)
+    found = run_of(tx, write.caller, run)
+    _refuse_ended(found)
+    if found.wanted != runs.STOP or (force and not found.force):
+        # Whatever it was waiting for before it went on: it is stopped at once.
+        runs.want(tx, run, wanted=runs.STOP, force=force, not_before_us=0)
+    return _changed(tx, write.caller, run)
 
 
 @router.post(
@@ -165,56 +155,48 @@ def stop(run: RunId, write: WriteDep, body: StopRequest | None = None) -> Respon
     response_model=HostedRun,
     **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found", "run-active", "run-finished", "run-retired"),
 )
-def resume(run: RunId, write: WriteDep, body: ResumeRequest | None = None) -> Response:
+def resume(run: RunId, write: WriteDep, tx: sa.Connection, body: ResumeRequest | None = None) -> WriteResult:
     """Go on with a run that has ended, from its journal or its last checkpoint; a finished one with more steps."""
     asked = body or ResumeRequest()
-
-    def work(tx: sa.Connection) -> WriteResult:
-        found = run_of(tx, write.caller, run)
-        if not found.ended:
-            raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
-        if gone := [part for part in UNRESUMABLE if part in (found.retired or {})]:
-            raise ApiProblem("run-retired", f"{run} has no {' and '.join(gone)} any more", run=run)
-        refuse_gone(tx, found.project, found.config)
-        steps = found.figures.steps
-        if found.phase is RunPhase.FINISHED and (asked.steps is None or asked.steps <= steps):
-            raise ApiProblem("run-finished", f"{run} finished its {steps} steps; `steps` asks for more", run=run)
-        config = json.loads(found.config)
-        if asked.steps is not None:
-            config["run"]["steps"] = asked.steps
-        pending = conditions.findings(found, RunPhase.PENDING, "", found.figures)
-        runs.want(
-            tx,
-            run,
-            wanted=runs.RUN,
-            force=False,
-            config=json.dumps(config),
-            budget_usd=found.budget_usd if asked.budget_usd is None else asked.budget_usd,
-            limits=None,
-            phase=RunPhase.PENDING,
-            cause="",
-            restarts=0,
-            not_before_us=0,
-            ended_us=None,
-            conditions=conditions.updated(found.conditions, pending, now_us(), found.generation + 1),
-        )
-        return _changed(tx, write.caller, run)
-
-    return write.carry_out(Action.RUNS_WRITE, body, work)
+    found = run_of(tx, write.caller, run)
+    if not found.ended:
+        raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
+    if gone := [part for part in UNRESUMABLE if part in (found.retired or {})]:
+        raise ApiProblem("run-retired", f"{run} has no {' and '.join(gone)} any more", run=run)
+    refuse_gone(tx, found.project, found.config)
+    steps = found.figures.steps
+    if found.phase is RunPhase.FINISHED and (asked.steps is None or asked.steps <= steps):
+        raise ApiProblem("run-finished", f"{run} finished its {steps} steps; `steps` asks for more", run=run)
+    config = json.loads(found.config)
+    if asked.steps is not None:
+        config["run"]["steps"] = asked.steps
+    pending = conditions.findings(found, RunPhase.PENDING, "", found.figures)
+    runs.want(
+        tx,
+        run,
+        wanted=runs.RUN,
+        force=False,
+        config=json.dumps(config),
+        budget_usd=found.budget_usd if asked.budget_usd is None else asked.budget_usd,
+        limits=None,
+        phase=RunPhase.PENDING,
+        cause="",
+        restarts=0,
+        not_before_us=0,
+        ended_us=None,
+        conditions=conditions.updated(found.conditions, pending, now_us(), found.generation + 1),
+    )
+    return _changed(tx, write.caller, run)
 
 
 @router.delete("/{run}", status_code=204, **rules(Action.RUNS_WRITE, "not-found", "run-active"))
-def delete(run: RunId, write: WriteDep) -> Response:
+def delete(run: RunId, write: WriteDep, tx: sa.Connection) -> WriteResult:
     """Delete a run that has ended: its journal, checkpoints and report are gone."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        found = run_of(tx, write.caller, run)
-        if not found.ended:
-            raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
-        runs.want(tx, run, wanted=runs.DELETE)
-        return WriteResult(204, project=found.project)
-
-    return write.carry_out(Action.RUNS_WRITE, None, work)
+    found = run_of(tx, write.caller, run)
+    if not found.ended:
+        raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
+    runs.want(tx, run, wanted=runs.DELETE)
+    return WriteResult(204, project=found.project)
 
 
 @router.get("/{run}/budget", **rules(Action.RUNS_READ, "not-found"))

@@ -54,22 +54,18 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     response_model=Upload,
     **rules(Action.UPLOADS_WRITE, "not-found", "quota-exceeded"),
 )
-def create(body: NewUpload, write: WriteDep) -> Response:
+def create(body: NewUpload, write: WriteDep, tx: sa.Connection) -> WriteResult:
     """Announce an upload: its files, each with its size and checksum. `missing` says which are to be sent."""
     _check(body)
-
-    def work(tx: sa.Connection) -> WriteResult:
-        project = project_of(tx, write.caller, body.project)
-        taken, wanted = uploads.bytes_of(tx, project), sum(file.bytes for file in body.files)
-        most = write.state.settings.project_uploads_bytes_max
-        if taken + wanted > most:
-            raise ApiProblem(
-                "quota-exceeded", f"the project's uploads have {taken} bytes; with these {wanted} more than {most}"
-            )
-        row = uploads.insert(tx, project, body.name, body.files, write.caller.actor)
-        return created(f"{router.prefix}/{row['id']}", _shown(write.state, row), project)
-
-    return write.carry_out(Action.UPLOADS_WRITE, body, work)
+    project = project_of(tx, write.caller, body.project)
+    taken, wanted = uploads.bytes_of(tx, project), sum(file.bytes for file in body.files)
+    most = write.state.settings.project_uploads_bytes_max
+    if taken + wanted > most:
+        raise ApiProblem(
+            "quota-exceeded", f"the project's uploads have {taken} bytes; with these {wanted} more than {most}"
+        )
+    row = uploads.insert(tx, project, body.name, body.files, write.caller.actor)
+    return created(f"{router.prefix}/{row['id']}", _shown(write.state, row), project)
 
 
 @router.get("", **rules(Action.UPLOADS_READ, "invalid-cursor"))

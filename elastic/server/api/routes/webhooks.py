@@ -51,21 +51,17 @@ WebhookId = Annotated[str, Path(max_length=64)]
     response_model=CreatedWebhook,
     **rules(Action.WEBHOOKS_WRITE, "not-found"),
 )
-def create(body: NewWebhook, write: WriteDep) -> Response:
+def create(body: NewWebhook, write: WriteDep, tx: sa.Connection) -> WriteResult:
     """Have a URL told what becomes of the project's runs. The secret that messages are signed with is shown once."""
     _check_url(write.state.settings, body.url)
     secret = new_secret()
-
-    def work(tx: sa.Connection) -> WriteResult:
-        project = project_of(tx, write.caller, body.project)
-        sealed = Vault(write.state.settings.home).sealed(secret)
-        row = webhooks.insert(tx, project, body.url, list(dict.fromkeys(body.events)), sealed)
-        made = webhooks.as_webhook(row).model_dump()
-        kept = CreatedWebhook(**made, secret=None)
-        shown = CreatedWebhook(**made, secret=secret)
-        return created(f"{router.prefix}/{row['id']}", shown, project, row["version"], kept)
-
-    return write.carry_out(Action.WEBHOOKS_WRITE, body, work)
+    project = project_of(tx, write.caller, body.project)
+    sealed = Vault(write.state.settings.home).sealed(secret)
+    row = webhooks.insert(tx, project, body.url, list(dict.fromkeys(body.events)), sealed)
+    made = webhooks.as_webhook(row).model_dump()
+    kept = CreatedWebhook(**made, secret=None)
+    shown = CreatedWebhook(**made, secret=secret)
+    return created(f"{router.prefix}/{row['id']}", shown, project, row["version"], kept)
 
 
 @router.get("", **rules(Action.WEBHOOKS_READ, "invalid-cursor"))
@@ -91,36 +87,30 @@ def show(webhook: WebhookId, caller: CallerDep, state: StateDep, response: Respo
     response_model=Webhook,
     **rules(Action.WEBHOOKS_WRITE, "not-found", "precondition-failed", "precondition-required"),
 )
-def change(webhook: WebhookId, body: WebhookChange, write: WriteDep, if_match: IfMatch = None) -> Response:
+def change(
+    webhook: WebhookId, body: WebhookChange, write: WriteDep, tx: sa.Connection, if_match: IfMatch = None
+) -> WriteResult:
     """Edit a webhook, or switch it off and on. What was to be told meanwhile is not sent later."""
     if body.url is not None:
         _check_url(write.state.settings, body.url)
-
-    def work(tx: sa.Connection) -> WriteResult:
-        found = _webhook_of(tx, write.caller, webhook)
-        check_etag(if_match, found["version"])
-        changes = body.model_dump(include={"url", "events"}, exclude_unset=True, exclude_none=True)
-        if body.enabled is not None:
-            changes["disabled"] = None if body.enabled else found["disabled"] or webhooks.DISABLED
-        if body.url is not None or body.enabled:
-            changes |= {"failures": 0, "open_until_us": 0}
-        webhooks.change(tx, found["id"], **changes)
-        now = _webhook_of(tx, write.caller, webhook)
-        return edited(webhooks.as_webhook(now), now["version"], now["project"])
-
-    return write.carry_out(Action.WEBHOOKS_WRITE, body, work)
+    found = _webhook_of(tx, write.caller, webhook)
+    check_etag(if_match, found["version"])
+    changes = body.model_dump(include={"url", "events"}, exclude_unset=True, exclude_none=True)
+    if body.enabled is not None:
+        changes["disabled"] = None if body.enabled else found["disabled"] or webhooks.DISABLED
+    if body.url is not None or body.enabled:
+        changes |= {"failures": 0, "open_until_us": 0}
+    webhooks.change(tx, found["id"], **changes)
+    now = _webhook_of(tx, write.caller, webhook)
+    return edited(webhooks.as_webhook(now), now["version"], now["project"])
 
 
 @router.delete("/{webhook}", status_code=204, **rules(Action.WEBHOOKS_WRITE, "not-found"))
-def delete(webhook: WebhookId, write: WriteDep) -> Response:
+def delete(webhook: WebhookId, write: WriteDep, tx: sa.Connection) -> WriteResult:
     """Remove a webhook, with what it was still to be told."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        found = _webhook_of(tx, write.caller, webhook)
-        webhooks.remove(tx, found["id"])
-        return WriteResult(204, project=found["project"])
-
-    return write.carry_out(Action.WEBHOOKS_WRITE, None, work)
+    found = _webhook_of(tx, write.caller, webhook)
+    webhooks.remove(tx, found["id"])
+    return WriteResult(204, project=found["project"])
 
 
 @router.post(
@@ -129,15 +119,11 @@ def delete(webhook: WebhookId, write: WriteDep) -> Response:
     response_model=WebhookDelivery,
     **rules(Action.WEBHOOKS_WRITE, "not-found"),
 )
-def try_out(webhook: WebhookId, write: WriteDep) -> Response:
+def try_out(webhook: WebhookId, write: WriteDep, tx: sa.Connection) -> WriteResult:
     """Send a message of type `webhook.test`, signed and repeated as any other."""
-
-    def work(tx: sa.Connection) -> WriteResult:
-        found = _webhook_of(tx, write.caller, webhook)
-        row = webhooks.enqueue(tx, found["id"], webhooks.TEST, {"webhook": found["id"]})
-        return WriteResult(202, webhooks.as_delivery(row), project=found["project"])
-
-    return write.carry_out(Action.WEBHOOKS_WRITE, None, work)
+    found = _webhook_of(tx, write.caller, webhook)
+    row = webhooks.enqueue(tx, found["id"], webhooks.TEST, {"webhook": found["id"]})
+    return WriteResult(202, webhooks.as_delivery(row), project=found["project"])
 
 
 @router.get("/{webhook}/deliveries", **rules(Action.WEBHOOKS_READ, "not-found", "invalid-cursor"))
