@@ -59,7 +59,7 @@ def _carried_out(endpoint: Callable[..., WriteResult], action: str) -> Callable[
 
     asked = signature(endpoint)
     others = [one for one in asked.parameters.values() if one.name != TRANSACTION]
-    vars(answer)["__signature__"] = asked.replace(parameters=others)
+    vars(answer)["__signature__"] = asked.replace(parameters=others, return_annotation=Response)
     return answer
 
 
