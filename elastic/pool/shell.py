@@ -358,7 +358,7 @@ class PoolShell:
             return cluster.handle(event, now_ns)
         except Exception:
             before = self._pool.ports.replayed(cluster.policies)
-            cluster.take_over(before.now_ns, before.state, before.waits, before.changed)
+            cluster.take_over(before.state, before.waits)
             raise
 
     def _forget(self) -> None:

@@ -18,8 +18,9 @@ class Books:
         self._price = {phase: spec.kind(phase).nano_usd_per_hour for phase in PhaseKind}
         self._charging = charging
 
-    def settle(self, node: NodeRecord, now_ns: Nanoseconds) -> None:
+    def settle(self, node: NodeRecord) -> None:
         """Bring the node's account up to now."""
+        now_ns = self._state.now_ns
         passed_ns = now_ns - node.settled_ns
         if passed_ns > 0:
             node.charge(node.account, passed_ns)
@@ -27,14 +28,10 @@ class Books:
             if node.user is not None:
                 node.used_ns[node.user] = node.used_ns.get(node.user, 0) + passed_ns
 
-    def turn_to(self, node: NodeRecord, account: DeviceAccount, now_ns: Nanoseconds, user: JobId | None = None) -> None:
+    def turn_to(self, node: NodeRecord, account: DeviceAccount, user: JobId | None = None) -> None:
         """Charge the node's time from now on to another account."""
-        self.settle(node, now_ns)
+        self.settle(node)
         node.account, node.user = account, user
-
-    def switched(self, node: NodeRecord, switch_ns: Nanoseconds) -> None:
-        """Record that `switch_ns` of a slice was switching between jobs."""
-        self.charge_instead(node, DeviceAccount.SWITCHING, switch_ns)
 
     def charge_instead(self, node: NodeRecord, account: DeviceAccount, length_ns: Nanoseconds) -> None:
         """Charge so much of the node's slices, at most all, to another account."""
@@ -43,13 +40,13 @@ class Books:
             node.charge(DeviceAccount.SLICE, -moved_ns)
             node.charge(account, moved_ns)
 
-    def bill(self, name: GroupName, now_ns: Nanoseconds) -> None:
+    def bill(self, name: GroupName) -> None:
         """Divide a group's cost since its last bill. The group's members and nodes must not have changed since then."""
         state = self._state
-        group = state.groups[name]
+        group, now_ns = state.groups[name], state.now_ns
         if now_ns > state.billed_ns[name]:
             for node in (*group.rollout, *group.train):
-                self.settle(state.nodes[node], now_ns)
+                self.settle(state.nodes[node])
             bills, cost = self.owed(name, now_ns)
             for node in (*group.rollout, *group.train):
                 state.nodes[node].used_ns = {}
@@ -76,15 +73,17 @@ class Books:
         shares = [BillShare(job=job, used=used[job], alone=alone[job]) for job in used]
         return self._charging.bills(shares, cost), cost
 
-    def own(self, node: NodeRecord, since_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
-        """Charge a node's time outside of any group to the pool."""
-        node.own_ns += now_ns - since_ns
-        self._state.pool_billed += self._price[node.phase] * (now_ns - since_ns)
+    def own(self, node: NodeRecord) -> None:
+        """Charge a node's time outside of any group, which ends now, to the pool."""
+        self.settle(node)
+        passed_ns = self._state.now_ns - node.own_since_ns
+        node.own_ns += passed_ns
+        self._state.pool_billed += self._price[node.phase] * passed_ns
 
     def paid(self, now_ns: Nanoseconds) -> int:
         """Return what the pool has paid for all nodes until now, in nano-dollars times nanoseconds per hour."""
         nodes = self._state.nodes.values()
         return self._state.lost_cost + sum(self._price[node.phase] * (now_ns - node.opened_ns) for node in nodes)
 
-    def lost(self, node: NodeRecord, now_ns: Nanoseconds) -> None:
-        self._state.lost_cost += self._price[node.phase] * (now_ns - node.opened_ns)
+    def lost(self, node: NodeRecord) -> None:
+        self._state.lost_cost += self._price[node.phase] * (self._state.now_ns - node.opened_ns)

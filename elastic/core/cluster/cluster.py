@@ -44,11 +44,9 @@ class Cluster:
 
     def __init__(self, spec: PoolSpec, policies: ClusterPolicies, limits: WaitLimits, now_ns: Nanoseconds) -> None:
         self.spec, self.policies, self.limits = spec, policies, limits
-        self.now_ns = now_ns
-        self.state = ClusterState(free={phase: {} for phase in PhaseKind})
+        self.state = ClusterState(now_ns=now_ns, free={phase: {} for phase in PhaseKind})
         self.timers = Timers()
         self._out: list[c.ClusterCommand] = []
-        self._changed: list[GroupName] = []
         self._left: dict[GroupName, None] = {}
         """Groups that members have just left: turns may have come."""
         self.books = Books(self.state, spec, policies.charging)
@@ -62,53 +60,55 @@ class Cluster:
             e.NodeJoined: self._node_joined,
             e.NodeLost: self._node_lost,
             e.JobSubmitted: self._submitted,
+            e.ResubmitRequested: self._resubmitted,
+            e.JobsForgotten: self._forgotten,
+            e.RolloutProgressed: self._rotation.progressed,
+            e.TailMoved: self._rotation.tail_moved,
+        }
+        self._of_jobs: Mapping[type[e.ClusterEvent], Callable[[JobRecord, Any], object]] = {
             e.JobProfiled: self._profiled,
             e.JobStarted: self._started,
             e.JobProgressed: self._progressed,
-            e.JobFinished: lambda event: self._over(event.job, JobState.FINISHED, "all steps are done"),
+            e.JobFinished: lambda record, _: self._over(record, JobState.FINISHED, "all steps are done"),
             e.JobFailed: self._failed,
-            e.CancelRequested: self._cancelled,
-            e.ResubmitRequested: self._resubmitted,
-            e.JobsForgotten: self._forgotten,
+            e.CancelRequested: lambda record, _: self._over(record, JobState.CANCELLED, "cancelled"),
             e.JobStopped: self._stopped,
             e.PhaseAsked: self._asked,
             e.PermitYielded: self._yielded,
-            e.RolloutProgressed: lambda event: self._rotation.progressed(
-                event.job, event.permit, event.done, event.of, self.now_ns
-            ),
-            e.TailMoved: lambda event: self._rotation.tail_moved(event.job, event.permit, self.now_ns),
             e.ResidentLost: self._resident_lost,
             e.ResidencyMeasured: self._residency_measured,
         }
+        """Events that are for jobs that the cluster has; of others they are ignored."""
         self._due: Mapping[str, Callable[[str], object]] = {
-            "profile": lambda job: self._over(job, JobState.FAILED, "its step was not timed in time"),
-            "queue": lambda job: self._reject(job, f"{NO_ROOM} {limits.queue_ns / 3.6e12:.6g} h"),
-            "start": lambda job: self._fail(job, "it did not start in time"),
+            "profile": lambda job: self._over(self.jobs[job], JobState.FAILED, "its step was not timed in time"),
+            "queue": lambda job: self._reject(self.jobs[job], f"{NO_ROOM} {limits.queue_ns / 3.6e12:.6g} h"),
+            "start": lambda job: self._fail(self.jobs[job], "it did not start in time"),
             "stop": self._stop_overdue,
-            "turn": lambda job: self._rotation.pass_over(job, self.now_ns),
-            "permit": lambda number: self._rotation.recall(int(number), self.now_ns),
-            "yield": lambda number: self._rotation.kill(int(number), self.now_ns),
+            "turn": self._rotation.pass_over,
+            "permit": self._rotation.recall,
+            "yield": self._rotation.kill,
             "regroup": lambda _: self._regroup(),
         }
 
     def handle(self, event: e.ClusterEvent, now_ns: Nanoseconds) -> list[c.ClusterCommand]:
         """Take one event; returns the commands for the shell, in order. `now_ns` never decreases."""
-        self.now_ns = max(self.now_ns, now_ns)
-        self._handlers[type(event)](event)
+        self.state.now_ns = max(self.now_ns, now_ns)
+        record = self.state.jobs.get(getattr(event, "job", ""))
+        if type(event) in self._handlers:
+            self._handlers[type(event)](event)
+        elif record is not None:
+            self._of_jobs[type(event)](record, event)
         for what, key in self.timers.pop_due(self.now_ns):
             self._due[what](key)
         for name in self._left:
-            self._rotation.resume(name, self.now_ns)
+            self._rotation.resume(name)
         self._left.clear()
         out = list(self._out)
         self._out.clear()
         return out
 
-    def take_over(
-        self, now_ns: Nanoseconds, state: ClusterState, waits: Sequence[Wait], changed: Sequence[GroupName]
-    ) -> None:
+    def take_over(self, state: ClusterState, waits: Sequence[Wait]) -> None:
         """Put the cluster into the state of another one, as it was between two events."""
-        self.now_ns = now_ns
         for name in ClusterState.__struct_fields__:
             setattr(self.state, name, getattr(state, name))
         self._out.clear()
@@ -117,13 +117,16 @@ class Cluster:
             self.timers.clear(wait.what, wait.key)
         for wait in waits:
             self.timers.set(wait.what, wait.key, wait.since_ns, wait.until_ns - wait.since_ns)
-        self._changed[:] = changed
 
     def next_wakeup_ns(self) -> Nanoseconds | None:
         """When to call `handle` with `TimePassed` if nothing else happens before."""
         return self.timers.next_ns()
 
     # What policies and people may read.
+
+    @property
+    def now_ns(self) -> Nanoseconds:
+        return self.state.now_ns
 
     @property
     def groups(self) -> Mapping[GroupName, JobGroup]:
@@ -144,11 +147,6 @@ class Cluster:
     @property
     def arrivals(self) -> int:
         return self.state.placements
-
-    @property
-    def changed(self) -> Sequence[GroupName]:
-        """Groups that have changed since moves were last looked for."""
-        return self._changed
 
     @property
     def waits(self) -> Sequence[Wait]:
@@ -225,9 +223,8 @@ class Cluster:
             self._tell(c.EndJob(job=record.request.id))
             self._vacate(record)
             record.to(JobState.SUBMITTED, self.now_ns, f"node {event.node} was lost")
-        self.books.settle(node, self.now_ns)
-        self.books.own(node, node.own_since_ns, self.now_ns)
-        self.books.lost(node, self.now_ns)
+        self.books.own(node)
+        self.books.lost(node)
         del self.state.free[node.phase][node.id]
         del self.state.nodes[node.id]
         for record in theirs:
@@ -241,15 +238,14 @@ class Cluster:
         for name in taken:
             del free[name]
             node = self.state.nodes[name]
-            self.books.settle(node, self.now_ns)
-            self.books.own(node, node.own_since_ns, self.now_ns)
+            self.books.own(node)
             node.group = group
         return taken
 
     def _give_back(self, group: JobGroup, *nodes: NodeId) -> None:
         for name in nodes:
             node = self.state.nodes[name]
-            self.books.settle(node, self.now_ns)
+            self.books.settle(node)
             node.group, node.own_since_ns, node.used_ns = None, self.now_ns, {}
             self.state.free[node.phase][name] = None
         group.rollout = tuple(node for node in group.rollout if node not in nodes)
@@ -265,9 +261,8 @@ class Cluster:
         record = self.state.jobs[request.id] = JobRecord(request=request, arrival=self.state.arrivals)
         self._consider(record)
 
-    def _profiled(self, event: e.JobProfiled) -> None:
-        record = self.state.jobs.get(event.job)
-        if record is not None and record.state is JobState.PROFILING:
+    def _profiled(self, record: JobRecord, event: e.JobProfiled) -> None:
+        if record.state is JobState.PROFILING:
             self.timers.clear("profile", event.job)
             record.request = msgspec.structs.replace(record.request, plan=event.plan)
             self._consider(record)
@@ -304,7 +299,7 @@ class Cluster:
             return
         problem = self._problem(record.request)
         if problem:
-            self._reject(job, problem)
+            self._reject(record, problem)
             return
         self.state.placements += 1
         choice = self.policies.placement.place(record.request, self)
@@ -363,7 +358,7 @@ class Cluster:
             state.groups[name], state.billed_ns[name] = group, self.now_ns
         else:
             name, group = choice.group, state.groups[choice.group]
-            self.books.bill(name, self.now_ns)
+            self.books.bill(name)
         new = self._take(_ROLLOUT, choice.new_rollout, name)
         group.rollout = (*group.rollout, *new)
         nodes = (*choice.rollout, *new)
@@ -384,13 +379,12 @@ class Cluster:
         self.timers.set("start", job, self.now_ns, self.limits.start_ns + record.request.restart_ns)
         self._tell(c.StartJob(job=job, seat=record.seat, train=train, placement=record.placement, restart=restart))
 
-    def _started(self, event: e.JobStarted) -> None:
-        record = self.state.jobs.get(event.job)
-        if record is None or record.state is not JobState.PLACED or record.placement != event.placement:
+    def _started(self, record: JobRecord, event: e.JobStarted) -> None:
+        if record.state is not JobState.PLACED or record.placement != event.placement:
             return
         self.timers.clear("start", event.job)
         record.to(JobState.RUNNING, self.now_ns, "its residents are up")
-        self._rotation.join(event.job)
+        self._rotation.join(record)
 
     def _place_queued(self) -> None:
         """Place queued jobs in the order of their arrival."""
@@ -402,30 +396,22 @@ class Cluster:
 
     # Jobs go on.
 
-    def _progressed(self, event: e.JobProgressed) -> None:
-        record = self.state.jobs.get(event.job)
-        if record is None:
-            return
+    def _progressed(self, record: JobRecord, event: e.JobProgressed) -> None:
         record.steps_done = max(record.steps_done, min(event.steps_done, record.request.steps))
         if event.rollout_ns is not None and event.train_ns is not None and record.seat is not None:
             record.measured_ns = {_ROLLOUT: event.rollout_ns, _TRAIN: event.train_ns}
             self._watch_drift(record)
 
-    def _asked(self, event: e.PhaseAsked) -> None:
-        record = self.state.jobs.get(event.job)
-        if record is None or not self._is_current(event.job, event.placement):
-            return
-        if record.state is JobState.RUNNING:
-            self._rotation.ask(event.job, event.phase, self.now_ns, both=event.both)
+    def _asked(self, record: JobRecord, event: e.PhaseAsked) -> None:
+        if event.placement in (None, record.placement) and record.state is JobState.RUNNING:
+            self._rotation.ask(record, event.phase, both=event.both)
 
-    def _yielded(self, event: e.PermitYielded) -> None:
-        record = self.state.jobs.get(event.job)
+    def _yielded(self, record: JobRecord, event: e.PermitYielded) -> None:
         permit = self.state.permits.get(event.permit)
-        if record is None or permit is None:
+        if permit is None or permit.job != event.job:
             return
-        phase, both = permit.phase, permit.both
-        slice_ns = self._rotation.yielded(event.job, event.permit, event.switch_ns, self.now_ns)
-        if slice_ns is None or both:
+        phase, slice_ns = permit.phase, self._rotation.yielded(permit, event.switch_ns)
+        if permit.both:
             return  # A phase with the nodes of both pools is none of the two that are planned.
         record.phase_ns += max(0, slice_ns - event.switch_ns)
         if event.finished:
@@ -458,12 +444,10 @@ class Cluster:
         self._tell(c.EndJob(job=job))
         self._go_on_elsewhere(self.state.jobs[job])
 
-    def _stopped(self, event: e.JobStopped) -> None:
-        record = self.state.jobs.get(event.job)
-        if record is None or not record.stopping:
-            return
-        record.steps_done = max(record.steps_done, min(event.steps_done, record.request.steps))
-        self._go_on_elsewhere(record)
+    def _stopped(self, record: JobRecord, event: e.JobStopped) -> None:
+        if record.stopping:
+            record.steps_done = max(record.steps_done, min(event.steps_done, record.request.steps))
+            self._go_on_elsewhere(record)
 
     def _go_on_elsewhere(self, record: JobRecord) -> None:
         """Move a stopped job to its reserved place. Without one, it arrives anew with its measured plan."""
@@ -498,29 +482,20 @@ class Cluster:
 
     # Jobs leave.
 
-    def _failed(self, event: e.JobFailed) -> None:
-        if self._is_current(event.job, event.placement):
-            self._fail(event.job, event.cause)
+    def _failed(self, record: JobRecord, event: e.JobFailed) -> None:
+        if event.placement in (None, record.placement):
+            self._fail(record, event.cause)
 
-    def _is_current(self, job: JobId, placement: int | None) -> bool:
-        """Return whether a message comes from the job's last start."""
-        record = self.state.jobs.get(job)
-        return record is not None and placement in (None, record.placement)
-
-    def _fail(self, job: JobId, cause: str) -> None:
-        record = self.state.jobs.get(job)
-        if record is None or not self._over(job, JobState.FAILED, cause):
+    def _fail(self, record: JobRecord, cause: str) -> None:
+        if not self._over(record, JobState.FAILED, cause):
             return
         if record.resubmissions < record.request.max_resubmissions and record.request.plan is not None:
             self._resubmit(record, "resubmitted after a failure")
 
-    def _cancelled(self, event: e.CancelRequested) -> None:
-        self._over(event.job, JobState.CANCELLED, "cancelled")
-
-    def _reject(self, job: JobId, reason: str) -> None:
+    def _reject(self, record: JobRecord, reason: str) -> None:
         """Reject a job that has never had a place. One that had, and may have a checkpoint, fails: it can be
         resubmitted."""
-        record = self.state.jobs[job]
+        job = record.request.id
         self.timers.clear("queue", job)
         state = JobState.FAILED if record.placement else JobState.REJECTED
         record.to(state, self.now_ns, reason)
@@ -528,10 +503,10 @@ class Cluster:
         if state is JobState.REJECTED:
             self._tell(c.RejectJob(job=job, reason=reason))
 
-    def _over(self, job: JobId, state: JobState, cause: str) -> bool:
+    def _over(self, record: JobRecord, state: JobState, cause: str) -> bool:
         """End the job in this cluster, if it has not ended."""
-        record = self.state.jobs.get(job)
-        if record is None or record.state is state or record.ended:
+        job = record.request.id
+        if record.state is state or record.ended:
             return False
         if state is JobState.FINISHED and record.state is not JobState.RUNNING:
             return False
@@ -559,14 +534,14 @@ class Cluster:
         record.stopping = False
         seats = [seat for seat in (record.seat, record.reserved) if seat is not None]
         if record.seat is not None:
-            self._rotation.leave(job, self.now_ns)
+            self._rotation.leave(record)
         record.seat = record.reserved = None
         for seat in seats:
             self._unseat(job, seat)
 
     def _unseat(self, job: JobId, seat: Seat) -> None:
         state, group = self.state, self.state.groups[seat.group]
-        self.books.bill(seat.group, self.now_ns)
+        self.books.bill(seat.group)
         for node in (*group.train, *seat.rollout):
             state.nodes[node].residents.pop(job, None)
         del group.members[job]
@@ -584,14 +559,15 @@ class Cluster:
 
     def _look_for_moves(self, group: GroupName) -> None:
         """Schedule a search for moves at the next wake-up. A search never delays an arrival."""
+        changed = self.state.changed
         if group not in self.state.groups:
-            self._changed[:] = [name for name in self._changed if name != group]
-        elif group not in self._changed:
-            self._changed.append(group)
+            changed[:] = [name for name in changed if name != group]
+        elif group not in changed:
+            changed.append(group)
         self.timers.set("regroup", "", self.now_ns, 1)
 
     def _regroup(self) -> None:
-        changed, self._changed[:] = list(self._changed), []
+        changed, self.state.changed = self.state.changed, []
         for move in self.policies.placement.relocations(self, changed):
             record = self.state.jobs[move.job]
             assert self.movable(move.job), "a policy may move only those that run"
@@ -601,24 +577,24 @@ class Cluster:
 
     # Residents.
 
-    def _resident_lost(self, event: e.ResidentLost) -> None:
+    def _resident_lost(self, record: JobRecord, event: e.ResidentLost) -> None:
         """Start the process anew, without a device. A slice that it computed in ends when the job says so, or at its
         deadline."""
-        record, node = self.state.jobs.get(event.job), self.state.nodes.get(event.node)
-        if record is not None and node is not None and event.job in node.residents:
-            self._rotation.chill(event.job, node.phase, self.now_ns)
+        node = self.state.nodes.get(event.node)
+        if node is not None and event.job in node.residents:
+            self._rotation.chill(record, node.phase)
             self._tell(c.StartResident(job=event.job, node=event.node))
 
-    def _residency_measured(self, event: e.ResidencyMeasured) -> None:
+    def _residency_measured(self, record: JobRecord, event: e.ResidencyMeasured) -> None:
         """Record a resident's host memory. A resident that exceeds its declaration is ended; its neighbours are not."""
-        record, node = self.state.jobs.get(event.job), self.state.nodes.get(event.node)
-        if record is None or node is None or event.job not in node.residents:
+        node = self.state.nodes.get(event.node)
+        if node is None or event.job not in node.residents:
             return
         declared = record.request.rollout_bytes if node.phase is _ROLLOUT else record.request.train_bytes
         if event.host_bytes > declared:
             reason = f"it holds {event.host_bytes} bytes of host memory on {event.node}; declared: {declared}"
             self._tell(c.KillResident(job=event.job, node=event.node, reason=reason))
-            self._rotation.chill(event.job, node.phase, self.now_ns)
+            self._rotation.chill(record, node.phase)
             self._tell(c.StartResident(job=event.job, node=event.node))
 
     def _tell(self, command: c.ClusterCommand) -> None:

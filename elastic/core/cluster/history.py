@@ -11,7 +11,7 @@ from elastic.core.cluster.cluster import Cluster
 from elastic.core.cluster.events import ClusterEvent
 from elastic.core.cluster.policy import ClusterPolicies
 from elastic.core.cluster.state import ClusterState
-from elastic.core.cluster.types import GroupName, Nanoseconds, PoolSpec, WaitLimits
+from elastic.core.cluster.types import Nanoseconds, PoolSpec, WaitLimits
 from elastic.core.timers import Wait
 
 DIGEST_BYTES = 16
@@ -33,14 +33,12 @@ class ClusterOpening(msgspec.Struct, frozen=True):
 
 
 class SavedCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a cluster between two events. `changed`: groups for which moves are still to be looked for."""
+    """A cluster between two events."""
 
-    now_ns: Nanoseconds
     spec: PoolSpec
     limits: WaitLimits
     state: ClusterState
     waits: list[Wait]
-    changed: list[GroupName]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -76,26 +74,19 @@ def replay(records: Iterable[bytes], policies: ClusterPolicies) -> Cluster:
 def cluster_digest(cluster: Cluster) -> str:
     """Return a hexadecimal hash of state and waits. Order counts, since decisions may depend on it."""
     waits = [(wait.what, wait.key, wait.since_ns, wait.until_ns) for wait in cluster.waits]
-    content = repr((cluster.now_ns, cluster.state, waits))  # Sums of money are longer than what msgpack takes.
+    content = repr((cluster.state, waits))  # Sums of money are longer than what msgpack takes.
     return hashlib.blake2b(content.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def save(cluster: Cluster) -> bytes:
     """Return the cluster's state as bytes, for `restore`. Call it between two events only."""
-    saved = SavedCluster(
-        now_ns=cluster.now_ns,
-        spec=cluster.spec,
-        limits=cluster.limits,
-        state=cluster.state,
-        waits=list(cluster.waits),
-        changed=list(cluster.changed),
-    )
+    saved = SavedCluster(spec=cluster.spec, limits=cluster.limits, state=cluster.state, waits=list(cluster.waits))
     return json.dumps(msgspec.to_builtins(saved, str_keys=True)).encode()  # Sums are longer than what msgpack takes.
 
 
 def restore(saved: bytes, policies: ClusterPolicies) -> Cluster:
     """Return a cluster in the saved state. Raises `ValueError` for bytes that `save` has not made."""
     found = msgspec.convert(json.loads(saved), SavedCluster, str_keys=True)
-    cluster = Cluster(found.spec, policies, found.limits, found.now_ns)
-    cluster.take_over(found.now_ns, found.state, found.waits, found.changed)
+    cluster = Cluster(found.spec, policies, found.limits, found.state.now_ns)
+    cluster.take_over(found.state, found.waits)
     return cluster

@@ -122,7 +122,7 @@ def _waits(cluster: Cluster) -> Iterator[str]:
                 yield f"job {job} is {state} without a deadline"
         if record.stopping and not cluster.timers.waiting("stop", job):
             yield f"job {job} is to stop without a deadline"
-    if gone := [name for name in cluster.changed if name not in cluster.state.groups]:
+    if gone := [name for name in cluster.state.changed if name not in cluster.state.groups]:
         yield f"moves are to be looked for in {', '.join(gone)}, which are gone"
     for wait in cluster.timers.waits():
         if not _is_true(cluster, wait):

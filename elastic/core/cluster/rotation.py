@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from elastic.core.cluster import commands as c
+from elastic.core.cluster import events as e
 from elastic.core.cluster.books import Books
 from elastic.core.cluster.groups import JobGroup, PlannedMember
 from elastic.core.cluster.policy import SliceView, TailPolicy
@@ -54,9 +55,8 @@ class Rotation:
         self._state, self._books, self._timers, self._limits = state, books, timers, limits
         self._tail, self._tell = tail, tell
 
-    def join(self, job: JobId) -> None:
+    def join(self, record: JobRecord) -> None:
         """Add the job to the present cycle, at the end of the order."""
-        record = self._state.jobs[job]
         group = self._group(record)
         others = [self._state.jobs[other].turns for other in group.members if self._takes_part(other, group)]
         had = min((min(turns.values()) for turns in others), default=0)
@@ -64,17 +64,15 @@ class Rotation:
         record.cold, record.down = [_ROLLOUT, _TRAIN], []
         record.asked, record.asked_both = None, False
 
-    def leave(self, job: JobId, now_ns: Nanoseconds) -> None:
+    def leave(self, record: JobRecord) -> None:
         """Free everything that the job holds, and stop waiting for it."""
-        record = self._state.jobs[job]
         if record.permit is not None:
-            self._end(self._state.permits[record.permit], now_ns)
+            self._end(self._state.permits[record.permit])
         record.turns, record.asked, record.asked_both, record.cold, record.down = {}, None, False, [], []
 
-    def chill(self, job: JobId, phase: PhaseKind, now_ns: Nanoseconds) -> None:
+    def chill(self, record: JobRecord, phase: PhaseKind) -> None:
         """Note that a resident of this phase has to start anew. A turn of this phase that the job waits for is
         forgotten, so that other jobs go on; the job asks again."""
-        record = self._state.jobs[job]
         if not record.turns:
             return
         if phase not in record.cold:
@@ -83,12 +81,11 @@ class Rotation:
             record.down.append(phase)
         if record.asked is not None and (record.asked_both or record.asked is phase):
             record.asked, record.asked_both = None, False
-            self.grant(self._group(record), now_ns)
+            self.grant(self._group(record))
 
-    def ask(self, job: JobId, phase: PhaseKind, now_ns: Nanoseconds, *, both: bool = False) -> None:
+    def ask(self, record: JobRecord, phase: PhaseKind, *, both: bool = False) -> None:
         """Queue the job's phase. A job that trains twice in a row skips its rollout, and vice versa: a cycle has one
         of each."""
-        record = self._state.jobs[job]
         if not record.turns or record.permit is not None:
             return
         record.asked, record.asked_both = _TRAIN if both else phase, both
@@ -98,47 +95,47 @@ class Rotation:
             turns[_TRAIN] = max(turns[_TRAIN], turns[_ROLLOUT])
         elif turns[_ROLLOUT] <= turns[_TRAIN]:
             turns[_ROLLOUT] = turns[_TRAIN] + 1
-        self._timers.clear("turn", job)
-        self.grant(self._group(record), now_ns)
+        self._timers.clear("turn", record.request.id)
+        self.grant(self._group(record))
 
-    def yielded(self, job: JobId, number: int, switch_ns: Nanoseconds, now_ns: Nanoseconds) -> Nanoseconds | None:
-        """End the slice; returns its length in nanoseconds, or None if the permit does not count any more."""
-        permit = self._state.permits.get(number)
-        if permit is None or permit.job != job:
-            return None
-        for node in permit.nodes:
-            self._books.settle(self._state.nodes[node], now_ns)
-            self._books.switched(self._state.nodes[node], min(switch_ns, now_ns - permit.since_ns))
-        self._end(permit, now_ns)
-        record = self._state.jobs[job]
+    def yielded(self, permit: Permit, switch_ns: Nanoseconds) -> Nanoseconds:
+        """End the slice; returns its length in nanoseconds."""
+        length_ns = self._state.now_ns - permit.since_ns
+        for name in permit.nodes:
+            node = self._state.nodes[name]
+            self._books.settle(node)
+            self._books.charge_instead(node, DeviceAccount.SWITCHING, min(switch_ns, length_ns))
+        self._end(permit)
+        record = self._state.jobs[permit.job]
         record.turns[permit.phase] += 1
-        self.grant(self._group(record), now_ns)
-        return now_ns - permit.since_ns
+        self.grant(self._group(record))
+        return length_ns
 
-    def recall(self, number: int, now_ns: Nanoseconds) -> None:
+    def recall(self, number: str) -> None:
         """Recall a permit whose phase has overrun its plan."""
-        permit = self._change(self._state.permits[number], recalled=True, deadline_ns=now_ns)
+        now_ns = self._state.now_ns
+        permit = self._change(self._state.permits[int(number)], recalled=True, deadline_ns=now_ns)
         self._tell(c.RecallPermit(permit=permit))
-        self._timers.set("yield", str(number), now_ns, self._limits.notice_ns)
+        self._timers.set("yield", number, now_ns, self._limits.notice_ns)
 
-    def kill(self, number: int, now_ns: Nanoseconds) -> None:
+    def kill(self, number: str) -> None:
         """End a permit whose phase did not give way. Its residents die, and the cycle goes on."""
-        permit = self._state.permits[number]
+        permit = self._state.permits[int(number)]
         for node_id in permit.nodes:
             node = self._state.nodes[node_id]
-            self._books.settle(node, now_ns)
+            self._books.settle(node)
             self._tell(c.KillResident(job=permit.job, node=node_id, reason=f"permit {number} was not yielded in time"))
             self._books.charge_instead(node, DeviceAccount.DOWN, self._limits.notice_ns)
-        self._end(permit, now_ns)
+        self._end(permit)
         record = self._state.jobs[permit.job]
         record.turns[permit.phase] += 1
         for phase in PhaseKind if permit.both else (permit.phase,):
-            self.chill(permit.job, phase, now_ns)
+            self.chill(record, phase)
         for node_id in permit.nodes:
             self._tell(c.StartResident(job=permit.job, node=node_id))
-        self.grant(self._group(record), now_ns)
+        self.grant(self._group(record))
 
-    def pass_over(self, job: JobId, now_ns: Nanoseconds) -> None:
+    def pass_over(self, job: JobId) -> None:
         """Skip one due turn of a job for which others have waited long enough."""
         record = self._state.jobs[job]
         turns = record.turns
@@ -147,22 +144,22 @@ class Rotation:
         else:
             turns[_ROLLOUT] += 1
             turns[_TRAIN] += 1
-        self.grant(self._group(record), now_ns)
+        self.grant(self._group(record))
 
-    def progressed(self, job: JobId, number: int, done: int, of: int, now_ns: Nanoseconds) -> None:
+    def progressed(self, event: e.RolloutProgressed) -> None:
         """Move the rollout's tail to fewer nodes if the rollout has come to its tail and other jobs wait for its
         nodes."""
-        permit = self._state.permits.get(number)
+        permit, job = self._state.permits.get(event.permit), event.job
         if permit is None or permit.job != job or permit.phase is not _ROLLOUT or permit.tail_nodes or permit.recalled:
             return
         record = self._state.jobs[job]
         group = self._group(record)
         view = SliceView(
-            done=done,
-            of=of,
+            done=event.done,
+            of=event.of,
             nodes=permit.nodes,
             waiting_ns=self._waiting_ns(group, job, permit.nodes),
-            left_ns=max(0, permit.since_ns + group.members[job].rollout_ns - now_ns),
+            left_ns=max(0, permit.since_ns + group.members[job].rollout_ns - self._state.now_ns),
             planned_ns=group.members[job].rollout_ns,
             shortens_ns=max(0, group.rollout_load_ns(permit.nodes) - max(group.train_ns, group.longest_ns)),
         )
@@ -170,17 +167,17 @@ class Rotation:
         if kept and set(kept) < set(permit.nodes):
             self._tell(c.MoveTail(permit=self._change(permit, tail_nodes=kept)))
 
-    def tail_moved(self, job: JobId, number: int, now_ns: Nanoseconds) -> None:
-        permit = self._state.permits.get(number)
-        if permit is None or permit.job != job or not permit.tail_nodes or permit.tail_moved:
+    def tail_moved(self, event: e.TailMoved) -> None:
+        permit = self._state.permits.get(event.permit)
+        if permit is None or permit.job != event.job or not permit.tail_nodes or permit.tail_moved:
             return
         for node_id in permit.nodes:
             if node_id not in permit.tail_nodes:
-                self._free(node_id, now_ns)
+                self._free(node_id)
         self._change(permit, nodes=permit.tail_nodes)
-        self.grant(self._group(self._state.jobs[job]), now_ns)
+        self.grant(self._group(self._state.jobs[permit.job]))
 
-    def grant(self, group: JobGroup, now_ns: Nanoseconds) -> None:
+    def grant(self, group: JobGroup) -> None:
         """Begin every turn that is due. Set a deadline for a job that others wait for and that has not asked."""
         for job, member in group.members.items():
             record = self._state.jobs[job]
@@ -190,12 +187,12 @@ class Rotation:
             nodes = member.nodes if phase is _ROLLOUT else (*member.nodes, *group.train) if both else group.train
             before = self._before(group, job, phase, nodes)
             if before:
-                self._wait_for(group, before, now_ns)
+                self._wait_for(group, before)
                 continue
             free = tuple(node for node in nodes if self._state.nodes[node].permit is None)
             if len(free) == len(nodes) or (free and not both and self._only_tails(nodes)):
-                self._begin(record, member, phase, free, now_ns)
-        self._widen(group, now_ns)
+                self._begin(record, member, phase, free)
+        self._widen(group)
 
     def _before(self, group: JobGroup, job: JobId, phase: PhaseKind, nodes: Iterable[NodeId]) -> list[JobId]:
         """Return the members whose turn on one of these nodes comes before the job's. A tail counts as over."""
@@ -219,23 +216,21 @@ class Rotation:
                 found.append(other)
         return found
 
-    def _wait_for(self, group: JobGroup, before: Iterable[JobId], now_ns: Nanoseconds) -> None:
+    def _wait_for(self, group: JobGroup, before: Iterable[JobId]) -> None:
         for job in before:
             record = self._state.jobs[job]
             if record.asked is None and record.permit is None and not self._timers.waiting("turn", job):
                 member, turns = group.members[job], record.turns
                 due = _TRAIN if turns[_ROLLOUT] > turns[_TRAIN] else _ROLLOUT
                 late_ns = 0 if due in record.down else member.sync_ns + int(self._limits.late_share * member.solo_ns)
-                self._timers.set("turn", job, now_ns, late_ns)
+                self._timers.set("turn", job, self._state.now_ns, late_ns)
 
     def _only_tails(self, nodes: Iterable[NodeId]) -> bool:
         held = [permit for node in nodes if (permit := self._state.nodes[node].permit) is not None]
         return all(self._state.permits[number].tail_moved for number in held)
 
-    def _begin(
-        self, record: JobRecord, member: PlannedMember, phase: PhaseKind, nodes: tuple[NodeId, ...], now_ns: Nanoseconds
-    ) -> None:
-        state, job = self._state, record.request.id
+    def _begin(self, record: JobRecord, member: PlannedMember, phase: PhaseKind, nodes: tuple[NodeId, ...]) -> None:
+        state, job, now_ns = self._state, record.request.id, self._state.now_ns
         state.permit_numbers += 1
         number, both = state.permit_numbers, record.asked_both
         # A phase with both pools is not planned: it has as long as a step alone, which no cycle is shorter than.
@@ -251,11 +246,11 @@ class Rotation:
         state.permits[number] = permit
         record.permit, record.asked, record.asked_both = number, None, False
         for node in nodes:
-            self._hold(node, permit, now_ns)
+            self._hold(node, permit)
         self._timers.set("permit", str(number), now_ns, length_ns)
         self._tell(c.GrantPermit(permit=permit))
 
-    def _widen(self, group: JobGroup, now_ns: Nanoseconds) -> None:
+    def _widen(self, group: JobGroup) -> None:
         """Give a tail's nodes, once they are free, to the job that began beside the tail."""
         for job, member in group.members.items():
             number = self._state.jobs[job].permit if self._takes_part(job, group) else None
@@ -268,31 +263,31 @@ class Rotation:
             if more:
                 nodes = tuple(node for node in member.nodes if node in permit.nodes or node in more)
                 for node in more:
-                    self._hold(node, permit, now_ns)
+                    self._hold(node, permit)
                 self._tell(c.GrantPermit(permit=self._change(permit, nodes=nodes)))
 
     def _change(self, permit: Permit, **changes: Any) -> Permit:
         changed = self._state.permits[permit.number] = msgspec.structs.replace(permit, **changes)
         return changed
 
-    def _hold(self, node_id: NodeId, permit: Permit, now_ns: Nanoseconds) -> None:
+    def _hold(self, node_id: NodeId, permit: Permit) -> None:
         node = self._state.nodes[node_id]
         node.permit = permit.number
-        self._books.turn_to(node, DeviceAccount.SLICE, now_ns, permit.job)
+        self._books.turn_to(node, DeviceAccount.SLICE, permit.job)
 
-    def _free(self, node_id: NodeId, now_ns: Nanoseconds) -> None:
+    def _free(self, node_id: NodeId) -> None:
         node = self._state.nodes.get(node_id)
         if node is not None:
             node.permit = None
-            self._books.turn_to(node, DeviceAccount.IDLE, now_ns)
+            self._books.turn_to(node, DeviceAccount.IDLE)
 
-    def _end(self, permit: Permit, now_ns: Nanoseconds) -> None:
+    def _end(self, permit: Permit) -> None:
         del self._state.permits[permit.number]
         self._state.jobs[permit.job].permit = None
         for what in ("permit", "yield"):
             self._timers.clear(what, str(permit.number))
         for node in permit.nodes:
-            self._free(node, now_ns)
+            self._free(node)
 
     def _waiting_ns(self, group: JobGroup, job: JobId, nodes: Iterable[NodeId]) -> Nanoseconds:
         """Return the planned rollout of the first member that waits for one of these nodes; 0 if none waits."""
@@ -313,7 +308,7 @@ class Rotation:
         assert record.seat is not None
         return self._state.groups[record.seat.group]
 
-    def resume(self, name: GroupName, now_ns: Nanoseconds) -> None:
+    def resume(self, name: GroupName) -> None:
         """Grant turns that may have become due after a change of the group."""
         if name in self._state.groups:
-            self.grant(self._state.groups[name], now_ns)
+            self.grant(self._state.groups[name])

@@ -135,9 +135,11 @@ class NodeRecord(msgspec.Struct, kw_only=True):
 
 
 class ClusterState(msgspec.Struct, kw_only=True):
-    """`free` holds the nodes of no group, by phase, in the order in which they became free. `over` holds the jobs that
-    are over and not forgotten, in the order in which they ended."""
+    """`now_ns` is the time of the last event. `free` holds the nodes of no group, by phase, in the order in which they
+    became free. `over` holds the jobs that are over and not forgotten, in the order in which they ended. `changed`:
+    groups that have changed since moves were last looked for."""
 
+    now_ns: Nanoseconds = 0
     jobs: dict[JobId, JobRecord] = {}
     over: dict[JobId, None] = {}
     groups: dict[GroupName, JobGroup] = {}
@@ -155,5 +157,6 @@ class ClusterState(msgspec.Struct, kw_only=True):
     per hour."""
     forgotten_billed: int = 0
     """What forgotten jobs owe, in the same unit."""
+    changed: list[GroupName] = []
     lost_cost: int = 0
     """The cost of nodes that are gone, in the same unit."""
