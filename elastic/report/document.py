@@ -9,9 +9,10 @@ from importlib.resources import files
 from typing import Any
 
 import msgspec
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from elastic.report.svg import Picture, text_width
 from elastic.system.plain_values import printable
 
 WIDE_COLUMNS, WIDE_CHARACTERS = 6, 60
@@ -27,10 +28,10 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture as SVG, None where there was nothing to draw; a `wide` one takes the page's whole width."""
+    """A picture, None where there was nothing to draw; a `wide` one takes the page's whole width."""
 
     title: str
-    picture: Markup | None
+    picture: Picture | None
     caption: str
     wide: bool = False
 
@@ -69,13 +70,25 @@ def as_html(page: Page) -> str:
 
 @cache
 def _template() -> Template:
-    shape = Environment(autoescape=True, finalize=_text, undefined=StrictUndefined, trim_blocks=True)
-    return shape.from_string(_part("page.html.j2"))
+    loader = FunctionLoader(_part)
+    pages = Environment(
+        loader=loader,
+        autoescape=True,
+        finalize=_written,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.globals["text_width"] = text_width
+    return pages.get_template("page.html.j2")
 
 
 def _part(name: str) -> str:
     return files("elastic.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _text(value: Any) -> Any:
-    return value if isinstance(value, Markup) else printable(str(value))
+def _written(value: Any) -> Any:
+    """A value as it stands in a page: coordinates with two digits, words on one line, markup as it is."""
+    if isinstance(value, Markup):
+        return value
+    return f"{value:.2f}" if isinstance(value, float) else printable(str(value))

@@ -1,9 +1,8 @@
 """What many jobs on one pool cost and how they fared: a summary, its tables as text, and a page with lanes by node."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
-from markupsafe import Markup
 
 from elastic.core.cluster.types import DeviceAccount
 from elastic.pool.standing import StoryPart
@@ -393,121 +392,103 @@ def window(report: PoolReport, slices: Sequence[NodeSlice]) -> tuple[float, floa
     return max(0.0, first_s - 0.02 * end_s, end_s - max(LIVE_LANES_S, CYCLES_SHOWN * longest_s)), end_s
 
 
-def node_lanes(report: PoolReport, slices: Sequence[NodeSlice], low_s: float, high_s: float, job: str = "") -> Markup:
+def node_lanes(
+    report: PoolReport, slices: Sequence[NodeSlice], low_s: float, high_s: float, job: str = ""
+) -> svg.Picture:
     """Each node's turns over one time axis, rollouts above training; one colour a job, as far as there are colours."""
     shown = [each for each in slices if each.begun_s < high_s and each.ended_s > low_s]
     phases = {node.name: node.phase for node in report.nodes}
     nodes = sorted({each.node for each in shown}, key=lambda node: (phases.get(node) == "train", node))[:LANES_MAX]
     jobs = [each.name for each in report.jobs if any(turn.job == each.name for turn in shown)]
-    classes = charts.provider_classes(jobs)
-    left, right, top, pitch, height = 110, 84, 40, 24, 18
-    bottom = top + pitch * max(1, len(nodes))
-    plot = svg.panel(left, top, charts.FULL_WIDTH - left - right, bottom - top, (low_s, high_s), (0.0, 1.0))
-    named = [(f"area {classes[name]}", units.shortened(name, 22)) for name in jobs][:LEGEND_MAX]
-    rows: list[Markup] = [svg.legend(left, 16, [*named, ("account-idle", "nobody: a bubble")])]
-    busy = {node.name: node.slice_share + node.switching_share for node in report.nodes}
-    for i, node in enumerate(nodes):
-        y = top + pitch * i
-        rows += [
-            svg.text(left - 12, y + 13, units.shortened(node, 14), "value", "end"),
-            svg.rect(plot.x.start, y, plot.x.end - plot.x.start, height, "lane"),
-        ]
-        if node in busy:
-            rows.append(svg.text(plot.x.end + 8, y + 13, f"{busy[node]:.0%} busy"))
-        for each in shown:
-            if each.node == node:
-                faint = " faint" if job and each.job != job else ""
-                rows += _bar(plot, each, y, height, f"area {classes[each.job]}{faint}")
-        rows += [
-            svg.triangle(plot.x(mark.at_s), y + 3, "fault", f"{_where(mark)}: {mark.what}")
+    classes = {name: f"area {class_}" for name, class_ in charts.provider_classes(jobs).items()}
+    busy = {node.name: f"{node.slice_share + node.switching_share:.0%} busy" for node in report.nodes}
+    scale = svg.Scale(low_s, high_s, charts.LANES_LEFT, charts.FULL_WIDTH - 84)
+    rows: list[svg.Row] = []
+    for node in nodes:
+        spans = [svg.Span(low_s, high_s, "lane")]
+        for turn in (turn for turn in shown if turn.node == node):
+            spans += _turn(scale, turn, classes[turn.job] + (" faint" if job and turn.job != job else ""))
+        marks = [
+            svg.Mark(mark.at_s, "fault", "triangle", f"{_where(mark)}: {mark.what}")
             for mark in report.marks
             if mark.node == node and low_s <= mark.at_s <= high_s
         ]
+        rows.append(svg.Row(name=units.shortened(node, 14), spans=spans, marks=marks, note=busy.get(node, "")))
     most = max(1, round(12 * high_s / max(1e-9, high_s - low_s)))
-    ticks = [tick for tick in svg.time_ticks(high_s, most) if tick[0] >= low_s]
-    axis = svg.bottom_axis(plot, ticks, svg.time_title(high_s, "pool"))
-    return svg.drawing(charts.FULL_WIDTH, bottom + 46, "Turns by node", *rows, axis)
+    named = [(class_, units.shortened(name, 22)) for name, class_ in classes.items()][:LEGEND_MAX]
+    return svg.Lanes(
+        label="Turns by node",
+        width=charts.FULL_WIDTH,
+        x=scale,
+        rows=rows,
+        pitch=24,
+        height=18,
+        ticks=[tick for tick in svg.time_ticks(high_s, most) if tick[0] >= low_s],
+        axis_title=svg.time_title(high_s, "pool"),
+        legends=[("", [*named, ("account-idle", "nobody: a bubble")])],
+    )
 
 
-def _bar(plot: svg.Panel, turn: NodeSlice, y: float, height: float, class_: str) -> list[Markup]:
-    begin, end = plot.x(turn.begun_s), plot.x(turn.ended_s)
-    switched = min(end, plot.x(turn.begun_s + turn.switch_s))
+def _turn(scale: svg.Scale, turn: NodeSlice, class_: str) -> list[svg.Span]:
+    switched_s = min(turn.ended_s, turn.begun_s + turn.switch_s)
     lasted = units.duration(turn.ended_s - turn.begun_s)
     words = f"{turn.job}: {turn.phase} {lasted}".replace(":  ", ": ")
     if turn.switch_s:
         words += f", {units.duration(turn.switch_s)} of it switching"
     if not turn.finished:
         words += "; goes on in a later turn"
-    bars = [svg.rect(begin, y, max(0.5, end - begin), height, class_, words)]
-    if switched - begin >= 0.3:
-        bars.append(svg.rect(begin, y, switched - begin, height, "switched"))
-    return bars
+    spans = [svg.Span(turn.begun_s, turn.ended_s, class_, words)]
+    if scale(switched_s) - scale(turn.begun_s) >= 0.3:
+        spans.append(svg.Span(turn.begun_s, switched_s, "switched"))
+    return spans
 
 
 def _bars(report: PoolReport) -> list[Chart]:
-    """Draw each job's bill and slowdown beside those alone and those accepted."""
+    """Each job's bill and slowdown beside those alone and those accepted."""
     jobs = [job for job in report.jobs if job.planned_slowdown is not None][:BARS_MAX]
     if not jobs:
         return []
+    classes = {name: f"area {class_}" for name, class_ in charts.provider_classes([job.name for job in jobs]).items()}
+    bills = [
+        svg.Row(
+            name=units.shortened(job.name, 16),
+            spans=[svg.Span(0.0, job.usd_alone, "lane"), svg.Span(0.0, job.usd, classes[job.name])],
+            note=units.usd(job.usd),
+        )
+        for job in jobs
+    ]
+    slowdowns = [
+        svg.Row(
+            name=units.shortened(job.name, 16),
+            spans=[svg.Span(0.0, planned, classes[job.name])],
+            marks=[
+                svg.Mark(job.slo, "axis", "line"),
+                *([] if job.slowdown is None else [svg.Mark(job.slowdown, "event-mark", "dot")]),
+            ],
+            note=f"{planned:.2f} ×",
+        )
+        for job in jobs
+        for planned in [job.planned_slowdown or 0.0]
+    ]
+    dearest = max(max(job.usd, job.usd_alone) for job in jobs) or 1.0
+    slowest = max(max(job.slo, job.planned_slowdown or 0.0, job.slowdown or 0.0) for job in jobs)
     return [
         Chart(
             title="Bill beside the bill alone",
-            picture=_bill_bars(jobs),
+            picture=_job_bars("Bill beside the bill alone", dearest, bills),
             caption="The whole bar is what its start and its steps would have cost on nodes of its own.",
         ),
         Chart(
             title="Slowdown beside the SLO",
-            picture=_slowdown_bars(jobs),
+            picture=_job_bars("Slowdown beside the SLO", slowest, slowdowns),
             caption="Bar: over its planned time alone. Dot: over its own time alone. Line: what it accepts.",
         ),
     ]
 
 
-_NAMES = 120
-"""Room for jobs' names beside their bars."""
-
-
-def _bill_bars(jobs: Sequence[PooledJob]) -> Markup:
-    scale = _bar_scale(max(max(job.usd, job.usd_alone) for job in jobs) or 1.0)
-    return _job_bars(
-        "Bill beside the bill alone",
-        jobs,
-        lambda job, y, class_: [
-            svg.rect(_NAMES, y, scale(job.usd_alone) - _NAMES, 20, "lane"),
-            svg.rect(_NAMES, y, scale(job.usd) - _NAMES, 20, class_),
-            svg.text(scale(max(job.usd, job.usd_alone)) + 6, y + 14, units.usd(job.usd)),
-        ],
-    )
-
-
-def _slowdown_bars(jobs: Sequence[PooledJob]) -> Markup:
-    scale = _bar_scale(max(max(job.slo, job.planned_slowdown or 0.0, job.slowdown or 0.0) for job in jobs))
-
-    def bar(job: PooledJob, y: float, class_: str) -> list[Markup]:
-        planned = job.planned_slowdown or 0.0
-        return [
-            svg.rect(_NAMES, y, scale(planned) - _NAMES, 20, class_),
-            svg.straight(scale(job.slo), y - 3, scale(job.slo), y + 23, "axis"),
-            svg.text(scale.end + 6, y + 14, f"{planned:.2f} ×"),
-            svg.NOTHING if job.slowdown is None else svg.dot(scale(job.slowdown), y + 10, "event-mark"),
-        ]
-
-    return _job_bars("Slowdown beside the SLO", jobs, bar)
-
-
-def _bar_scale(high: float) -> svg.Scale:
-    return svg.Scale(0.0, high, _NAMES, charts.HALF_WIDTH - 70)
-
-
-def _job_bars(label: str, jobs: Sequence[PooledJob], bar: Callable[[PooledJob, float, str], list[Markup]]) -> Markup:
-    """A row for each job: its name, and what `bar` draws of it at a height, in its class of colour."""
-    classes = charts.provider_classes([job.name for job in jobs])
-    rows: list[Markup] = []
-    for i, job in enumerate(jobs):
-        y = 6 + 30 * i
-        name = svg.text(_NAMES - 10, y + 14, units.shortened(job.name, 16), "value", "end")
-        rows += [name, *bar(job, y, f"area {classes[job.name]}")]
-    return svg.drawing(charts.HALF_WIDTH, 12 + 30 * len(jobs), label, *rows)
+def _job_bars(label: str, high: float, rows: Sequence[svg.Row]) -> svg.Picture:
+    scale = svg.Scale(0.0, high, 120, charts.HALF_WIDTH - 70)
+    return svg.Lanes(label=label, width=charts.HALF_WIDTH, x=scale, rows=rows, pitch=30, height=20)
 
 
 def shares(accounts_ns: dict[DeviceAccount, int], whole_ns: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What the report's charts are drawn with: scales, ticks, axes, stacked areas and legends as SVG.
+"""What the report's charts are made of: scales, ticks, and pictures that `pictures.html.j2` draws as SVG.
 
 Colours and type are the style sheet's, by class, so that charts follow the page into dark mode and onto paper.
 Coordinates are SVG user units, y downwards.
@@ -7,16 +7,13 @@ Coordinates are SVG user units, y downwards.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-from markupsafe import Markup
-
-from elastic.system.plain_values import printable
+from typing import Literal, NamedTuple, TypeAlias
 
 Ticks: TypeAlias = Sequence[tuple[float, str]]
 """Values and their labels."""
 
-NOTHING = Markup()
+Legend: TypeAlias = Sequence[tuple[str, str]]
+"""Classes and what they stand for."""
 
 _NARROW, _WIDE = frozenset("fijlrt.,:;'|!()[] "), frozenset("mwMW%@")
 _TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 21_600, 43_200, 86_400)
@@ -39,70 +36,105 @@ class Scale:
         return self.start + (self.end - self.start) * share
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One plot's two scales; y runs from its bottom edge (`y.start`) to its top (`y.end`)."""
+class Bar(NamedTuple):
+    """A bar of a distribution, from 0 up to `high`. Its title is told of it where one points at it."""
+
+    start: float
+    end: float
+    high: float
+    title: str
+
+
+class Label(NamedTuple):
+    """Words at a place of the picture, in its units."""
+
+    x: float
+    y: float
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """One plot. `y` runs from its bottom edge (`y.start`) to its top (`y.end`); `title` names quantity and unit.
+
+    `paths` are SVG's, each with its class. `rules` are values of `x` that are marked from the top to the bottom.
+    """
 
     x: Scale
     y: Scale
+    levels: Ticks
+    title: str
+    paths: Sequence[tuple[str, str]] = ()
+    bars: Sequence[Bar] = ()
+    dots: Sequence[tuple[float, float]] = ()
+    rules: Sequence[tuple[float, str]] = ()
+    labels: Sequence[Label] = ()
 
 
-def panel(
-    left: float,
-    top: float,
-    width: float,
-    height: float,
-    x: tuple[float, float],
-    y: tuple[float, float],
-    log: bool = False,
-) -> Panel:
-    """A panel over the value ranges `x`, which may be logarithmic, and `y`."""
-    return Panel(Scale(*x, left, left + width, log), Scale(*y, top + height, top))
+@dataclass(frozen=True, kw_only=True)
+class Plots:
+    """Plots under one another, over one axis. `events` are values of that axis and what happened there. Screen readers
+    read `label`.
+    """
+
+    label: str
+    width: float
+    plots: Sequence[Plot]
+    ticks: Ticks
+    title: str
+    legend: Legend = ()
+    events: Sequence[tuple[float, str]] = ()
+
+    kind = "plots"
 
 
-def drawing(width: float, height: float, label: str, *children: Markup) -> Markup:
-    """An SVG picture. Screen readers read `label`."""
-    return _drawn(
-        '<svg viewBox="0 0 {:g} {:g}" role="img" aria-label="{}">{}</svg>', width, height, label, group(*children)
-    )
+class Span(NamedTuple):
+    """A stretch of a lane, with `words` in it."""
+
+    start: float
+    end: float
+    class_: str
+    title: str = ""
+    words: str = ""
 
 
-def group(*children: Markup, title: str = "") -> Markup:
-    """Children under one title, which pointing at them shows."""
-    return _drawn("<g>{}{}</g>", _title(title), NOTHING.join(children))
+class Mark(NamedTuple):
+    at: float
+    class_: str
+    shape: Literal["triangle", "dot", "line"]
+    title: str = ""
 
 
-def text(x: float, y: float, words: str, class_: str = "tick", anchor: str = "start") -> Markup:
-    element = '<text x="{:.2f}" y="{:.2f}" class="{}" text-anchor="{}">{}</text>'
-    return _drawn(element, x, y, class_, anchor, printable(words))
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A lane with its name on the left and a note on the right."""
+
+    name: str
+    spans: Sequence[Span]
+    marks: Sequence[Mark] = ()
+    note: str = ""
+    title: str = ""
 
 
-def rect(x: float, y: float, width: float, height: float, class_: str, title: str = "") -> Markup:
-    element = '<rect x="{:.2f}" y="{:.2f}" width="{:.2f}" height="{:.2f}" class="{}">{}</rect>'
-    return _drawn(element, x, y, width, height, class_, _title(title))
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """Lanes over one scale, each of a `height` and so much as `pitch` below the one before; with an axis where there
+    are ticks. Below it are legends, each with a name."""
+
+    label: str
+    width: float
+    x: Scale
+    rows: Sequence[Row]
+    pitch: float
+    height: float
+    ticks: Ticks = ()
+    axis_title: str = ""
+    legends: Sequence[tuple[str, Legend]] = ()
+
+    kind = "lanes"
 
 
-def straight(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
-    """A line between two points."""
-    element = '<line x1="{:.2f}" y1="{:.2f}" x2="{:.2f}" y2="{:.2f}" class="{}"/>'
-    return _drawn(element, x1, y1, x2, y2, class_)
-
-
-def dot(x: float, y: float, class_: str) -> Markup:
-    return _drawn('<circle cx="{:.2f}" cy="{:.2f}" r="3.5" class="{}"/>', x, y, class_)
-
-
-def triangle(x: float, y: float, class_: str, title: str = "") -> Markup:
-    """A triangle that points down at (x, y)."""
-    return _drawn('<path d="M{:.1f},{:.1f}h9l-4.5,8z" class="{}">{}</path>', x - 4.5, y - 8, class_, _title(title))
-
-
-def _title(words: str) -> Markup:
-    return _drawn("<title>{}</title>", printable(words)) if words else NOTHING
-
-
-def _drawn(element: str, *values: Any) -> Markup:
-    return Markup(element).format(*values)
+Picture: TypeAlias = Plots | Lanes
 
 
 def nice_ceiling(value: float, ticks: int = 4) -> tuple[float, float]:
@@ -120,7 +152,7 @@ def spaced(high: float, step: float) -> list[float]:
 
 def ticks_to(value: float, label: Callable[[float], str], least_step: float = 0.0) -> Ticks:
     """Round ticks from 0 to what holds `value`."""
-    high, step = nice_ceiling(value)
+    high, step = nice_ceiling(max(value, least_step))
     return [(v, label(v)) for v in spaced(high, max(least_step, step))]
 
 
@@ -156,72 +188,38 @@ def log_ticks(low: float, high: float, most: int) -> list[float]:
     return ticks
 
 
-def left_axis(plot: Panel, ticks: Ticks, title: str) -> Markup:
-    """Labels and grid lines; `title` names the quantity and its unit, above the axis so that it reads level."""
-    left, right = plot.x.start, plot.x.end
-    lines = [straight(left, plot.y(v), right, plot.y(v), "axis" if v == plot.y.low else "grid") for v, _ in ticks]
-    labels = [text(left - 8, plot.y(v) + 4, label, anchor="end") for v, label in ticks]
-    return group(*lines, *labels, text(left, plot.y.end - 12, title, "unit"))
-
-
-def bottom_axis(plot: Panel, ticks: Ticks, title: str = "") -> Markup:
-    bottom = plot.y.start
-    marks = [straight(plot.x(v), bottom, plot.x(v), bottom + 4, "axis") for v, _ in ticks]
-    labels = [text(plot.x(v), bottom + 18, label, anchor="middle") for v, label in ticks if label]
-    return group(*marks, *labels, text((plot.x.start + plot.x.end) / 2, bottom + 36, title, "unit", "middle"))
-
-
-def stack(plot: Panel, edges: Sequence[float], layers: Sequence[Sequence[float]], classes: Sequence[str]) -> Markup:
-    """Areas on one another, whose heights are step functions with values between `edges`; none for one that is zero
-    throughout."""
-    areas: list[Markup] = []
+def stack(
+    x: Scale, y: Scale, edges: Sequence[float], layers: Sequence[Sequence[float]], classes: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Paths of areas on one another, whose heights are step functions with values between `edges`; none for one that is
+    zero throughout."""
+    areas: list[tuple[str, str]] = []
     low = [0.0] * (len(edges) - 1)
     for values, class_ in zip(layers, classes, strict=True):
         high = [a + b for a, b in zip(low, values, strict=True)]
         if any(values):
-            areas.append(_area(_steps(plot, edges, high), _steps(plot, edges[::-1], low[::-1]), class_))
+            there, back = _steps(x, y, edges, high), _steps(x, y, edges[::-1], low[::-1])
+            areas.append((f"M{there}L{back}Z", class_))
         low = high
-    return group(*areas)
+    return areas
 
 
-def _area(there: str, back: str, class_: str) -> Markup:
-    return _drawn('<path d="M{}L{}Z" class="{}"/>', there, back, class_)
-
-
-def _steps(plot: Panel, edges: Sequence[float], values: Sequence[float]) -> str:
+def _steps(x: Scale, y: Scale, edges: Sequence[float], values: Sequence[float]) -> str:
     """The path along a step function, edges in either order; runs of one value are one line."""
     points: list[str] = []
     for i, value in enumerate(values):
-        y = f"{plot.y(value):.1f}"
-        start, end = f"{plot.x(edges[i]):.1f}", f"{plot.x(edges[i + 1]):.1f}"
-        if points and points[-1].endswith(f",{y}"):
-            points[-1] = f"{end},{y}"
+        level = f"{y(value):.1f}"
+        start, end = f"{x(edges[i]):.1f}", f"{x(edges[i + 1]):.1f}"
+        if points and points[-1].endswith(f",{level}"):
+            points[-1] = f"{end},{level}"
         else:
-            points += [f"{start},{y}", f"{end},{y}"]
+            points += [f"{start},{level}", f"{end},{level}"]
     return "L".join(points)
 
 
-def line(plot: Panel, points: Iterable[tuple[float, float]], class_: str) -> Markup:
-    return _drawn('<path d="M{}" class="{}"/>', _path(plot, points), class_)
-
-
-def band(plot: Panel, points: Sequence[tuple[float, float, float]], class_: str) -> Markup:
-    """The area between the second and third coordinate over the first."""
-    there = _path(plot, ((x, high) for x, _, high in points))
-    return _area(there, _path(plot, ((x, low) for x, low, _ in reversed(points))), class_)
-
-
-def _path(plot: Panel, points: Iterable[tuple[float, float]]) -> str:
-    return "L".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y in points)
-
-
-def legend(x: float, y: float, entries: Sequence[tuple[str, str]]) -> Markup:
-    """Swatches (by class) and names in a row that starts at x; `y` is the text's base line."""
-    parts: list[Markup] = []
-    for class_, name in entries:
-        parts += [rect(x, y - 10, 11, 11, class_), text(x + 16, y, name)]
-        x += 16 + text_width(name) + 16
-    return group(*parts)
+def path(x: Scale, y: Scale, points: Iterable[tuple[float, float]]) -> str:
+    """The path along lines from point to point, but for the `M` that begins it."""
+    return "L".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points)
 
 
 def text_width(words: str) -> float:
