@@ -153,9 +153,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     usd_per_million_tokens: float | None
     usd_per_million_trained_tokens: float | None
     on_demand_usd: float | None
-    functions: list[FunctionUsage] = msgspec.field(default_factory=list[FunctionUsage])
-    alone: list[AloneCost] = msgspec.field(default_factory=list[AloneCost])
-    co_serving: list[CoServingHost] = msgspec.field(default_factory=list[CoServingHost])
+    functions: list[FunctionUsage]
+    alone: list[AloneCost]
+    co_serving: list[CoServingHost]
     ledger_imbalance_ns: int
     unattributed_share: float | None
     lease_ends: list[LeaseEnd]
@@ -176,21 +176,21 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trajectory_latency_s: Quantiles
     trajectory_latency: Histogram
     lanes: list[WorkerLane]
-    simulated: bool = False
+    simulated: bool
     """The run never happened: devices, providers and environments were models on virtual time."""
-    refused: list[RefusalCount] = msgspec.field(default_factory=list[RefusalCount])
-    caps: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    budget: BudgetForecast | None = None
+    refused: list[RefusalCount]
+    caps: dict[str, int]
+    budget: BudgetForecast | None
     """As they stood last."""
-    notes: list[str] = msgspec.field(default_factory=list[str])
+    notes: list[str]
     """The simulation's remarks on its own figures."""
-    joined: list[JoinedUsage] = msgspec.field(default_factory=list[JoinedUsage])
-    refused_leases: list[LeaseRefusals] = msgspec.field(default_factory=list[LeaseRefusals])
-    remarks: list[Remark] = msgspec.field(default_factory=list[Remark])
-    agreements: list[WorkerAgreement] = msgspec.field(default_factory=list[WorkerAgreement])
-    mismatches: list[Mismatch] = msgspec.field(default_factory=list[Mismatch])
+    joined: list[JoinedUsage]
+    refused_leases: list[LeaseRefusals]
+    remarks: list[Remark]
+    agreements: list[WorkerAgreement]
+    mismatches: list[Mismatch]
     """Workers that were found not to generate with the weights which they named."""
-    traceback: str = ""
+    traceback: str
     """Of the first environment that raised."""
 
 

@@ -1,7 +1,7 @@
 """The report's words and rows, once for every format: headline figures, what to beware of, and tables."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 
 import msgspec
@@ -19,8 +19,8 @@ from elastic.runtime.status import CPU_SATURATED_SHARE, LATE_SHARE_MAX
 from elastic.system.plain_values import printable
 
 MOST_CAUSES = 10
-MOST_WORKERS = MOST_REFUSED = 40
-"""Most rows of workers in a table. The JSON has all."""
+MOST_ROWS = 40
+"""Most rows of what may be many. The JSON has all."""
 
 _SPLIT = ("awaited", *PARTS[1:])
 """A pull's parts, where the trainer's time has a column of its own."""
@@ -166,13 +166,13 @@ def warnings(summary: Summary) -> list[str]:
             f"{units.share(summary.late_share)} of the paced iterations took longer than modelled: engines ran below "
             "the speed they model."
         )
-    found += [f"{mismatch}. None of its tokens counts from then on." for mismatch in summary.mismatches[:MOST_WORKERS]]
+    found += [f"{mismatch}. None of its tokens counts from then on." for mismatch in summary.mismatches[:MOST_ROWS]]
     if summary.ledger_imbalance_ns:
         found.append(
             f"The ledger is out of balance by {summary.ledger_imbalance_ns:,} ns. This is a bug; please report it."
         )
     if of_workers := [refused for refused in summary.refused if refused.worker]:
-        found += [f"{refused}." for refused in of_workers[:MOST_REFUSED]]
+        found += [f"{refused}." for refused in of_workers[:MOST_ROWS]]
         found.append(
             "Nothing that is refused is used, and where a worker is turned away, what its lease stood on is not leased "
             "again in this run. Its log says what it was at; if that goes on, start its machine from a clean image, "
@@ -517,16 +517,14 @@ def _lease_ends(summary: Summary) -> Table:
 
 def _lost_leases(summary: Summary) -> Table:
     lost = deaths(summary)
-    hidden = len(lost) - MOST_REFUSED
     return Table(
         title="Lost leases",
         header=["lease", "at", "how", "why", "what followed"],
         rows=[
             [x.lease, units.duration(x.at_s), x.cause.replace("_", " "), x.detail, followed(x)]
-            for x in lost[:MOST_REFUSED]
+            for x in lost[:MOST_ROWS]
         ],
-        note="Ended neither in order nor because a provider took its capacity back."
-        + (f" {hidden:,} more are in the JSON." if hidden > 0 else ""),
+        note="Ended neither in order nor because a provider took its capacity back." + _more(lost, "are in the JSON"),
     )
 
 
@@ -563,7 +561,6 @@ def _weights_by_worker(summary: Summary) -> Table:
         by_worker.setdefault(pull.worker, []).append(pull)
     for worker in refused:
         by_worker.setdefault(worker, [])
-    hidden = len(by_worker) - MOST_WORKERS
     return Table(
         title="Weights by worker",
         header=["worker", "pulls", "bytes", "of full", *_SPLIT, "refused"],
@@ -576,31 +573,29 @@ def _weights_by_worker(summary: Summary) -> Table:
                 *_split(pulls),
                 units.count(refused[worker]),
             ]
-            for worker, pulls in list(by_worker.items())[:MOST_WORKERS]
+            for worker, pulls in list(by_worker.items())[:MOST_ROWS]
         ],
         note="Means over a worker's pulls, its first included, which is a keyframe and the deltas since."
-        + (f" {hidden:,} more workers are in the JSON." if hidden > 0 else ""),
+        + _more(by_worker, "workers are in the JSON"),
     )
 
 
 def _refused_weights(summary: Summary) -> Table:
     refused = summary.weights.refused
-    hidden = len(refused) - MOST_REFUSED
     return Table(
         title="Refused weights",
         header=["at", "worker", "what", "why", "replaced by"],
         rows=[
             [units.duration(r.at_s), r.worker, r.what, r.reason, f"version {r.version}" if r.replaced else "not then"]
-            for r in refused[:MOST_REFUSED]
+            for r in refused[:MOST_ROWS]
         ],
         note="What did not verify is not served; a pull that begins with a keyframe takes its place."
-        + (f" {hidden:,} more are in the JSON." if hidden > 0 else ""),
+        + _more(refused, "are in the JSON"),
     )
 
 
 def _agreements(summary: Summary) -> Table:
     wrong = {mismatch.worker for mismatch in summary.mismatches}
-    hidden = len(summary.agreements) - MOST_WORKERS
     return Table(
         title="Log-probabilities beside the trainer's",
         header=["worker", "tokens", "mean", "worst version", ""],
@@ -612,12 +607,18 @@ def _agreements(summary: Summary) -> Table:
                 f"{one.worst:.2g}",
                 "wrong" * (one.worker in wrong),
             ]
-            for one in summary.agreements[:MOST_WORKERS]
+            for one in summary.agreements[:MOST_ROWS]
         ],
         note="The mean difference between a worker's and the trainer's log-probabilities of the same tokens with the "
         "same weights, in nats. Whoever is wrong does not generate with the weights that it names, and was fenced."
-        + (f" {hidden} workers that are nearer are not shown." if hidden > 0 else ""),
+        + _more(summary.agreements, "workers are nearer, and in the JSON"),
     )
+
+
+def _more(all_rows: Collection[object], what: str) -> str:
+    """A note on the rows that a table leaves out."""
+    hidden = len(all_rows) - MOST_ROWS
+    return f" {hidden:,} more {what}." if hidden > 0 else ""
 
 
 def causes(summary: Summary) -> Table:
@@ -643,20 +644,19 @@ def _refused(summary: Summary) -> Table:
         header=["who", "count", "why"],
         rows=[
             [f"worker {r.worker}" if r.worker else "strangers", units.count(r.count), r.reason]
-            for r in sorted(summary.refused, key=lambda r: -r.count)[:MOST_REFUSED]
+            for r in sorted(summary.refused, key=lambda r: -r.count)[:MOST_ROWS]
         ],
         note="Frames of workers, and connections of strangers. A worker's first refused frame is its last.",
     )
 
 
 def _refused_leases(summary: Summary) -> Table:
-    hidden = len(summary.refused_leases) - MOST_REFUSED
     return Table(
         title="Refused leases",
         header=["provider", "count", "why"],
-        rows=[[r.provider, units.count(r.count), r.reason] for r in summary.refused_leases[:MOST_REFUSED]],
+        rows=[[r.provider, units.count(r.count), r.reason] for r in summary.refused_leases[:MOST_ROWS]],
         note="What was asked of a provider and not to be had; it is asked again after a back-off."
-        + (f" {hidden:,} more reasons are in the JSON." if hidden > 0 else ""),
+        + _more(summary.refused_leases, "reasons are in the JSON"),
     )
 
 

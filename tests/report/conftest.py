@@ -1,12 +1,7 @@
 """Journals as runs leave them, written with the real `SqliteJournal` and a real ledger."""
 
-import itertools
-import math
-import random
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-import msgspec
 import pytest
 
 from elastic.config import JournalConfig
@@ -249,14 +244,12 @@ def _ns(value_s: float) -> int:
     return round(value_s * NS_PER_S)
 
 
-@pytest.fixture
-def run_of(tmp_path: Path) -> Callable[..., RunDirectory]:
+@pytest.fixture(scope="session")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunDirectory]:
     """A run on disk: what fills the journal of each of its segments, the first segment's first."""
-    numbers = itertools.count(1)
 
     def write(*fills: Callable[[RunWriter], None]) -> RunDirectory:
-        run = RunDirectory(tmp_path / f"run-{next(numbers)}")
-        run.path.mkdir()
+        run = RunDirectory(tmp_path_factory.mktemp("run"))
         for fill in fills:
             journal = run.begin_journal(JournalConfig.model_validate({}))
             fill(RunWriter(journal))
@@ -266,131 +259,61 @@ def run_of(tmp_path: Path) -> Callable[..., RunDirectory]:
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def summary_of(run_of) -> Callable[..., Summary]:
     """As in `run_of`."""
     return lambda *fills: summarise(run_of(*fills))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def realistic(summary_of) -> Summary:
     """A run of some five minutes on three providers, with preemptions."""
     return summary_of(fill_realistic)
 
 
-STEP_S = 5.2
-SHARES: Mapping[str, Mapping[Account, float]] = {
-    "trainer": {Account.TRAINING: 0.52, Account.DECODE: 0.2, Account.PREFILL: 0.06, Account.IDLE: 0.22},
-    "serving": {
-        Account.DECODE: 0.47,
-        Account.PREFILL: 0.12,
-        Account.APPLYING: 0.03,
-        Account.RECOMPUTE: 0.01,
-        Account.IDLE: 0.14,
-        Account.ASLEEP: 0.13,
-        Account.SERVING: 0.1,
-    },
-    "spot": {
-        Account.DECODE: 0.6,
-        Account.PREFILL: 0.15,
-        Account.LOADING: 0.02,
-        Account.APPLYING: 0.03,
-        Account.RECOMPUTE: 0.02,
-        Account.IDLE: 0.18,
-    },
-}
 PRICES = {"trainer": 10.47, "serving": 0.0, "spot": 2.66}
-TOKENS_PER_S = {"trainer": 900.0, "serving": 1100.0, "spot": 1250.0}
-BOOT_S = {"trainer": 2.0, "serving": 0.6, "spot": 2.4}
+SHARES = {Account.DECODE: 0.6, Account.PREFILL: 0.1, Account.LOADING: 0.02, Account.RECOMPUTE: 0.01, Account.IDLE: 0.2}
+WALL_S, STEPS, GROUPS, MEMBERS = 312, 60, 4, 4
 
 
-class Lease(msgspec.Struct, frozen=True):
-    name: str
-    provider: str
-    opened_s: float
-    closed_s: float
-    cause: EndCause
-
-
-def fill_realistic(run: RunWriter, wall_s: float = 312.0, steps: int = 60, seed: int = 7) -> None:
-    rng = random.Random(seed)
-    run.meta(run="frozenlake", seed=str(seed), started_at="2026-11-20 14:03 UTC", providers="serving,spot")
+def fill_realistic(run: RunWriter) -> None:
+    run.meta(run="frozenlake", seed="7", started_at="2026-11-20 14:03 UTC", providers="serving,spot")
     run.meta(status="finished", config='{"engine": {"pacing": {"prefill_tokens_per_s": 8000}}, "run": {"steps": 60}}')
-    leases = _leases(wall_s, rng)
-    _play(run, leases, wall_s, rng)
-    for step in range(steps):
-        _train(run, step, (step + 1) * wall_s / (steps + 0.5), leases, rng)
-    for n in range(2000):
-        requested_s = rng.uniform(0, wall_s * 0.95)
-        first_s = requested_s + rng.lognormvariate(-3.0, 0.55)
-        run.turn(f"t{n}", requested_s, first_s, first_s + rng.lognormvariate(-2.2, 0.8))
+    leases = [("trainer-1", "trainer", 0, 311), ("serving-1", "serving", 3, 130), ("serving-2", "serving", 160, 310)]
+    leases += [(f"spot-{n}", "spot", 5 + 24 * n, 40 + 24 * n) for n in range(11)]
+    tokens = dict.fromkeys(PRICES, 0)
+    for second in range(WALL_S + 1):
+        for lease, provider, opened_s, closed_s in leases:
+            if second == opened_s:
+                run.open(lease, provider, opened_s, PRICES[provider])
+            elif opened_s < second < closed_s:
+                run.report(lease, {account: share * (second - opened_s) for account, share in SHARES.items()}, second)
+                tokens[provider] += 1000
+            elif second == closed_s and provider == "spot":
+                run.end(lease, EndCause.PREEMPTED, closed_s)
+                run.move(f"{lease}/0", lease, closed_s, closed_s + 0.1, 7)
+            elif second == closed_s:
+                run.end(lease, EndCause.RELEASED, closed_s)
+        bill = run.ledger.bill_nano_usd(_ns(second))
+        up = {name: sum(one == name and opened_s <= second < closed_s for _, one, opened_s, closed_s in leases)
+              for name in PRICES}  # fmt: skip
+        usd = {name: bill.get(name, 0) / NANO_USD_PER_USD for name in PRICES}
+        run.sample(second, {n: ProviderStatus(ready=up[n], tokens=tokens[n], usd=usd[n]) for n in PRICES}, 0.66)
+    for step in range(STEPS):
+        _train(run, step, (step + 1) * WALL_S / (STEPS + 0.5), leases)
 
 
-def _leases(wall_s: float, rng: random.Random) -> list[Lease]:
-    """The trainer's, two serving hosts lent on and off, and three spot slots that are taken away again and again."""
-    leases = [Lease("trainer-1", "trainer", 0.0, wall_s - 1, EndCause.RELEASED)]
-    for slot, (provider, mean_s) in enumerate([("serving", 130), ("serving", 90), *[("spot", 38)] * 3]):
-        start_s = 3.0 + 5 * slot
-        while start_s < wall_s - 20:
-            end_s = start_s + rng.expovariate(1 / mean_s)
-            preempted = provider == "spot" and end_s < wall_s - 2
-            cause = EndCause.PREEMPTED if preempted else EndCause.RELEASED
-            leases.append(Lease(f"{provider}-{len(leases)}", provider, start_s, min(end_s, wall_s - 2), cause))
-            start_s = end_s + rng.choice((1.0, 1.0, rng.uniform(5, 40)))
-    return leases
-
-
-def _play(run: RunWriter, leases: list[Lease], wall_s: float, rng: random.Random) -> None:
-    """Twice a second: leases open, report and end, tokens are accepted, a sample is taken."""
-    counts = {name: ProviderStatus() for name in PRICES}
-    for tick in range(round(wall_s * 2) + 1):
-        now_s = tick / 2
-        for lease in leases:
-            if now_s - 0.5 < lease.opened_s <= now_s:
-                run.open(lease.name, lease.provider, lease.opened_s, PRICES[lease.provider])
-            up_s = now_s - lease.opened_s - BOOT_S[lease.provider]
-            if now_s - 0.5 < lease.closed_s <= now_s:
-                run.end(lease.name, lease.cause, lease.closed_s)
-                if lease.cause is EndCause.PREEMPTED and up_s > 0:
-                    _lose_turns(run, lease, rng)
-            elif up_s > 0 and now_s < lease.closed_s:
-                shares = SHARES[lease.provider]
-                run.report(lease.name, {account: share * up_s for account, share in shares.items()}, now_s)
-                counts[lease.provider].tokens += _tokens(lease.provider, now_s, rng)
-        bill = run.ledger.bill_nano_usd(_ns(now_s))
-        for name, count in counts.items():
-            ages = [now_s - x.opened_s for x in leases if x.provider == name and x.opened_s <= now_s < x.closed_s]
-            up = sum(age > BOOT_S[name] for age in ages)
-            resting = name == "trainer" and now_s % STEP_S >= 0.8
-            count.ready, count.other, count.booting = (0 if resting else up), (up if resting else 0), len(ages) - up
-            count.usd = bill.get(name, 0) / NANO_USD_PER_USD
-        run.sample(now_s, counts, min(1.0, rng.gauss(0.66, 0.1)))
-
-
-def _tokens(provider: str, now_s: float, rng: random.Random) -> int:
-    phase_s = now_s % STEP_S
-    generates = phase_s < 0.8 if provider == "trainer" else phase_s < 4.1
-    return round(TOKENS_PER_S[provider] * generates * rng.uniform(0.75, 1.1) / 2)
-
-
-def _lose_turns(run: RunWriter, lease: Lease, rng: random.Random) -> None:
-    for n in range(rng.randint(4, 14)):
-        started_s = lease.closed_s + rng.lognormvariate(-3.2, 0.7)
-        run.move(f"{lease.name}/{n}", lease.name, lease.closed_s, started_s, rng.randint(0, 15))
-
-
-def _train(run: RunWriter, step: int, at_s: float, leases: list[Lease], rng: random.Random) -> None:
-    rate = 0.34 + 0.46 * (1 - math.exp(-step / 18))
-    trained = 0
-    for group in range(16):
-        luck = rate + rng.gauss(0, 0.22)
-        rewards = [None if rng.random() < 0.001 else float(rng.random() < luck) for _ in range(8)]
-        teaches = len(set(rewards) - {None}) > 1
-        run.group(step, group, rewards, trained=teaches, cause="the environment did not answer within 30 s")
-        trained += teaches
+def _train(run: RunWriter, step: int, at_s: float, leases: list[tuple[str, str, int, int]]) -> None:
+    """Ever more groups succeed, one member has failed, and groups without a difference are dropped."""
+    for group in range(GROUPS):
+        wins = min(MEMBERS, step // 20 + group)
+        rewards: list[float | None] = [float(member < wins) for member in range(MEMBERS)]
+        if step == group == 5:
+            rewards[0] = None
+        run.group(step, group, rewards, trained=0 < wins < MEMBERS, cause="the environment did not answer within 30 s")
+        run.turn(f"t{step}-{group}", at_s - 2, at_s - 1.9 + 0.01 * group, at_s - 1 + 0.1 * group)
     run.journal.append(event_row(e.WeightsPublished(worker="trainer", epoch=1, version=step + 1), _ns(at_s)))
-    run.step(step, at_s, STEP_S, groups_trained=trained, groups_dropped=16 - trained)
-    for lease in leases:
-        if lease.provider != "trainer" and lease.opened_s <= at_s < lease.closed_s:
-            times_s = rng.lognormvariate(-3.5, 0.4), rng.lognormvariate(-4.5, 0.3)
-            run.pull(at_s + 0.1, 30_000, *times_s, worker=lease.name, version=step + 1)
+    run.step(step, at_s, WALL_S / STEPS)
+    for lease, provider, opened_s, closed_s in leases:
+        if provider != "trainer" and opened_s <= at_s < closed_s:
+            run.pull(at_s + 0.1, 30_000, 0.03, 0.01, worker=lease, version=step + 1)

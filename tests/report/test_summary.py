@@ -353,8 +353,8 @@ def test_a_realistic_run_adds_up(realistic):
     assert realistic.ledger_imbalance_ns == 0
     assert realistic.success_last > realistic.success_first
     assert realistic.total.usd == pytest.approx(sum(p.usd for p in realistic.providers.values()), abs=1e-8)
-    assert realistic.trajectories_finished + sum(realistic.trajectories_failed.values()) == 60 * 16 * 8
-    assert realistic.groups_trained + sum(realistic.groups_dropped.values()) == 60 * 16
+    assert realistic.trajectories_finished + sum(realistic.trajectories_failed.values()) == 60 * 4 * 4
+    assert realistic.groups_trained + sum(realistic.groups_dropped.values()) == 60 * 4
 
 
 def test_a_death_is_told_with_what_followed(summary_of):
