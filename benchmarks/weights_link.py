@@ -6,7 +6,9 @@ one that is chosen for the rate. `coo_over_ours`: COO (ROSE §4.2) on the same p
 ours, both by the clock; `coo_cpu_over_ours`: the same by the CPU time of both sides. `coo_bound_over_ours`: the slowest
 stage of COO alone over all of ours, which no path can reach. `dense_over_ours` (zstd of shuffled bytes) and
 `raw_over_ours`: the same path with these. `scheduled` is the same from CPU times of the stages alone, bucket by bucket,
-as if each side had a core of its own: on a machine that is busy otherwise it says what the clock cannot.
+as if each side had a core of its own: on a machine that is busy otherwise it says what the clock cannot. So does
+`over_bound_on_cores`: both sides at once, less the time that they were ready and had no core (the kernel's account),
+over the CPU time of the slowest stage; `cores` is how many they had.
 
 `slow_link_copies`: bytes over the slow link by those of the blobs that crossed it, for pullers of one site that join
 while others pull, and leave at any of their requests, with what they had claimed: `claims_taken_over` counts what then
@@ -154,7 +156,7 @@ class Discarding(DirectoryRelay):
 
     def put(self, key: str, *parts: Buffer) -> None:
         if key.endswith(".bin"):
-            self.buckets.append((time.thread_time(), sum(map(len, parts))))
+            self.buckets.append((time.process_time(), sum(map(len, parts))))
 
     def list_keys(self, prefix: str = "") -> list[str]:
         """Nothing: a search for garbage in the working directory would run beside what is measured next."""
@@ -167,6 +169,8 @@ class TimedVersion(NamedTuple):
     total_s: float
     cpu_s: float
     """Of this process meanwhile, which is both sides."""
+    in_line_s: float
+    """How long publishing, and after it applying, were ready to go on and had no core."""
     bound_s: float
     scheduled_s: float
     bound_cpu_s: float
@@ -202,6 +206,8 @@ def measure_rate(old: Tensors, new: Tensors, bytes_per_s: float, quick: bool) ->
     return {
         "over_bound": median(ratios),
         "over_bound_spread": max(ratios) - min(ratios),
+        "over_bound_on_cores": median((run.total_s - run.in_line_s) / run.bound_cpu_s for run in runs),
+        "cores": median(run.cpu_s / run.total_s for run in runs),
         "coo_over_ours": median(coo_ratios),
         "coo_over_ours_spread": max(coo_ratios) - min(coo_ratios),
         "coo_cpu_over_ours": median(coo.cpu_s / run.cpu_s for run, coo in pairs),
@@ -252,20 +258,22 @@ def runs_of(
         with closing(publisher), closing(encoder):
             for version in count(1):
                 tensors = new if version % 2 else old
-                begun_s, begun_cpu_s = time.monotonic(), time.process_time()
+                begun_s, begun_cpu_s, begun_line_s = time.monotonic(), time.process_time(), in_line_s()
                 applied = executor.submit(put_in_force, puller, version)
                 publisher.publish(version, tensors)
-                size_bytes = applied.result()
+                published_in_line_s = in_line_s() - begun_line_s
+                size_bytes, applied_in_line_s = applied.result()
                 total_s, cpu_s = time.monotonic() - begun_s, time.process_time() - begun_cpu_s
                 decode_s, decode_cpu_s = timed(partial(decoder.pull, version, TIMEOUT_S))
                 discarding.buckets.clear()
-                begun_cpu_s = time.thread_time()
+                begun_cpu_s = time.process_time()
                 encode_s, encode_cpu_s = timed(partial(encoder.publish, version, tensors))
                 buckets = [(encoded_s - begun_cpu_s, size) for encoded_s, size in discarding.buckets]
                 wire_s = size_bytes / bytes_per_s
                 yield TimedVersion(
                     total_s,
                     cpu_s,
+                    published_in_line_s + applied_in_line_s,
                     max(encode_s, wire_s, decode_s),
                     scheduled(buckets, bytes_per_s, decode_cpu_s),
                     max(encode_cpu_s, wire_s, decode_cpu_s),
@@ -273,11 +281,12 @@ def runs_of(
                 )
 
 
-def put_in_force(puller: Puller, version: int) -> int:
-    """The bytes that it took."""
+def put_in_force(puller: Puller, version: int) -> tuple[int, float]:
+    """The bytes that it took, and how long the end of it was ready and without a core."""
     staged = puller.stage(version, TIMEOUT_S, follow=True)
+    begun_s = in_line_s()
     puller.apply(staged)
-    return staged.report.size_bytes
+    return staged.report.size_bytes, in_line_s() - begun_s
 
 
 def scheduled(buckets: list[tuple[float, int]], bytes_per_s: float, decode_s: float) -> float:
@@ -437,6 +446,11 @@ def times_to_current(pullers: int, versions: int, first_share: float, in_site: b
         slow.cancel()
         history.close()
     return times_s
+
+
+def in_line_s() -> float:
+    """How long this thread has been ready and without a core so far."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def timed(function: Callable[[], object]) -> tuple[float, float]:
