@@ -209,7 +209,7 @@ def accounts(summary: Summary) -> svg.Picture | None:
     )
 
 
-def _account_bar(scale: svg.Scale, name: str, usage: Usage) -> svg.Row:
+def _account_bar(scale: svg.Scale, name: str, usage: Usage) -> svg.LaneRow:
     spans: list[svg.Span] = []
     x = 0.0
     for account in (a for family in ACCOUNT_FAMILIES.values() for a in family):
@@ -222,7 +222,7 @@ def _account_bar(scale: svg.Scale, name: str, usage: Usage) -> svg.Row:
             spans.append(svg.Span(x, x + share, f"segment account-{account}", title, words if fits else ""))
         x += share
     note = f"{units.duration(usage.gpu_s)} · {units.share(usage.overhead_share)} overhead"
-    return svg.Row(name=units.shortened(name, 14), spans=spans, note=note)
+    return svg.LaneRow(name=units.shortened(name, 14), spans=spans, note=note)
 
 
 def latency(quantiles: Quantiles, values: Histogram, what: str, counted: str = "turns") -> svg.Picture | None:
@@ -267,7 +267,7 @@ def lanes(summary: Summary) -> svg.Picture | None:
     )
 
 
-def _lane(lane: WorkerLane, class_: str, before: WorkerLane | None) -> svg.Row:
+def _lane(lane: WorkerLane, class_: str, before: WorkerLane | None) -> svg.LaneRow:
     """A worker's lane, with its provider's name where the lane `before` is another's."""
     closed_s = lane.closed_s
     ready_s = min(closed_s, closed_s if lane.ready_s is None else lane.ready_s)
@@ -278,7 +278,7 @@ def _lane(lane: WorkerLane, class_: str, before: WorkerLane | None) -> svg.Row:
         svg.Span(notice_s, closed_s, f"area notice {class_}"),
     )
     preempted = lane.cause == EndCause.PREEMPTED
-    return svg.Row(
+    return svg.LaneRow(
         name="" if before and before.provider == lane.provider else units.shortened(lane.provider, 14),
         spans=[span for span in spans if span.end > span.start],
         marks=[svg.Mark(closed_s, "event-mark", "triangle")] if preempted else [],

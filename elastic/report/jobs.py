@@ -403,7 +403,7 @@ def node_lanes(
     classes = {name: f"area {class_}" for name, class_ in charts.provider_classes(jobs).items()}
     busy = {node.name: f"{node.slice_share + node.switching_share:.0%} busy" for node in report.nodes}
     scale = svg.Scale(low_s, high_s, charts.LANES_LEFT, charts.FULL_WIDTH - 84)
-    rows: list[svg.Row] = []
+    rows: list[svg.LaneRow] = []
     for node in nodes:
         spans = [svg.Span(low_s, high_s, "lane")]
         for turn in (turn for turn in shown if turn.node == node):
@@ -413,7 +413,7 @@ def node_lanes(
             for mark in report.marks
             if mark.node == node and low_s <= mark.at_s <= high_s
         ]
-        rows.append(svg.Row(name=units.shortened(node, 14), spans=spans, marks=marks, note=busy.get(node, "")))
+        rows.append(svg.LaneRow(name=units.shortened(node, 14), spans=spans, marks=marks, note=busy.get(node, "")))
     most = max(1, round(12 * high_s / max(1e-9, high_s - low_s)))
     named = [(class_, units.shortened(name, 22)) for name, class_ in classes.items()][:LEGEND_MAX]
     return svg.Lanes(
@@ -450,7 +450,7 @@ def _bars(report: PoolReport) -> list[Chart]:
         return []
     classes = {name: f"area {class_}" for name, class_ in charts.provider_classes([job.name for job in jobs]).items()}
     bills = [
-        svg.Row(
+        svg.LaneRow(
             name=units.shortened(job.name, 16),
             spans=[svg.Span(0.0, job.usd_alone, "lane"), svg.Span(0.0, job.usd, classes[job.name])],
             note=units.usd(job.usd),
@@ -458,7 +458,7 @@ def _bars(report: PoolReport) -> list[Chart]:
         for job in jobs
     ]
     slowdowns = [
-        svg.Row(
+        svg.LaneRow(
             name=units.shortened(job.name, 16),
             spans=[svg.Span(0.0, planned, classes[job.name])],
             marks=[
@@ -486,7 +486,7 @@ def _bars(report: PoolReport) -> list[Chart]:
     ]
 
 
-def _job_bars(label: str, high: float, rows: Sequence[svg.Row]) -> svg.Picture:
+def _job_bars(label: str, high: float, rows: Sequence[svg.LaneRow]) -> svg.Picture:
     scale = svg.Scale(0.0, high, 120, charts.HALF_WIDTH - 70)
     return svg.Lanes(label=label, width=charts.HALF_WIDTH, x=scale, rows=rows, pitch=30, height=20)
 

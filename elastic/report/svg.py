@@ -106,7 +106,7 @@ class Mark(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LaneRow:
     """A lane with its name on the left and a note on the right."""
 
     name: str
@@ -124,7 +124,7 @@ class Lanes:
     label: str
     width: float
     x: Scale
-    rows: Sequence[Row]
+    rows: Sequence[LaneRow]
     pitch: float
     height: float
     ticks: Ticks = ()
