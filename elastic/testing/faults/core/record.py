@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Worker
+from elastic.core.ids import parse_turn
 from elastic.core.types import FinishReason, LeaseId, Nanoseconds, TrajectoryId, TurnId, WorkerId, WorkerRole
 
 
@@ -147,7 +148,7 @@ class RunRecord:
                 self.require(command.turn not in self.finished, f"{command.turn} finished twice")
                 self.finished.add(command.turn)
             case c.FailTurn():
-                self.failed[command.turn.partition("#")[0]] = command.cause
+                self.failed[parse_turn(command.turn)[0]] = command.cause
             case c.TrainGroup() | c.UpdateWeights():
                 self._to_the_trainer(command, again=isinstance(event, e.WorkerSlept | e.PermitGranted))
             case c.FenceWorker():
@@ -201,7 +202,7 @@ class RunRecord:
             if chunk.finish is FinishReason.STALLED and attempt not in self._called_back:
                 self._given_back[turn, worker] = now_ns
             if chunk.count:
-                trajectory = turn.partition("#")[0]
+                trajectory = parse_turn(turn)[0]
                 self.oldest[trajectory] = min(chunk.version, self.oldest.get(trajectory, chunk.version))
 
     def _to_the_trainer(self, command: c.TrainGroup | c.UpdateWeights, *, again: bool) -> None:

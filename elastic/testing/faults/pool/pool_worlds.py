@@ -56,6 +56,11 @@ STRIKES = (
     "memory",
     "cancel",
 )
+NEVER_NS = 2**62
+BRIEFLY_NS = 300 * S
+"""A job that cannot be started for so long can be, and is, within the time that it has to start."""
+BRIEF_SHARE = 1 / 4
+"""Share of worlds with scripts of which one cannot be started for a moment."""
 PROGRESS_NS = 3 * 3600 * S
 """Once faults have ended, some job finishes a step, or ends, at least so often."""
 
@@ -99,7 +104,7 @@ class PoolSetting(msgspec.Struct, frozen=True, kw_only=True):
     """A pool, its jobs, and what goes wrong. `spot`: its rollout nodes are instances of that market.
 
     Before faults end, placing `unplaceable` fails in a way that nobody expects, or starting residents of
-    `unstartable` does.
+    `unstartable` does, from the first attempt on for `unstartable_ns`.
     """
 
     seed: int
@@ -110,6 +115,7 @@ class PoolSetting(msgspec.Struct, frozen=True, kw_only=True):
     spot: SpotSettings | None = None
     unplaceable: JobId = ""
     unstartable: JobId = ""
+    unstartable_ns: Nanoseconds = NEVER_NS
 
 
 def draw_pool(seed: int, faults: PoolFaults = FAULTS) -> PoolSetting:
@@ -121,6 +127,10 @@ def draw_pool(seed: int, faults: PoolFaults = FAULTS) -> PoolSetting:
     planned, poisoned, spot = [job.request.id for job in jobs if job.request.plan is not None], ["", ""], None
     if faults.until_ns and planned and rng.random() < 0.25:
         poisoned[rng.randrange(2)] = rng.choice(planned)
+    scripts, briefly = [job.request.id for job in jobs if job.script], Random(f"{seed}/briefly")
+    brief = bool(faults.until_ns and scripts and briefly.random() < BRIEF_SHARE)
+    if brief:
+        poisoned[1] = briefly.choice(scripts)
     if faults.until_ns and rng.random() < 0.2:
         trace = rng.choice(("rlboost-a", "rlboost-b"))
         speed = read_spot_trace(traces.find(trace)).end_s * S / faults.until_ns  # All are there once faults end.
@@ -135,6 +145,7 @@ def draw_pool(seed: int, faults: PoolFaults = FAULTS) -> PoolSetting:
         spot=spot,
         unplaceable=poisoned[0],
         unstartable=poisoned[1],
+        unstartable_ns=BRIEFLY_NS if brief else NEVER_NS,
     )
     return _with_tails(plan) if Random(f"{seed}/tails").random() < TAILS_SHARE else plan
 
@@ -221,6 +232,8 @@ class PoolWorld:
         self.cancelled: set[JobId] = set()
         self.starts_ns: dict[tuple[NodeId, JobId], Nanoseconds] = {}
         """How long the next start of a resident takes, where that is not drawn."""
+        self._startable_ns: Nanoseconds = 0
+        """From when on the job can be started that could not be."""
         self._state_before = ""
         self._times = PoolTimes(silence_ns=10 * S, park_ns=10 * S, keeper_start_ns=60 * S)
         self._began = False
@@ -232,7 +245,8 @@ class PoolWorld:
     def _was_unstartable(self, record: JobRecord) -> bool:
         """Whether the job was placed for the last time while its residents could not be started."""
         placed_ns = max((chapter.at_ns for chapter in record.story if chapter.state is JobState.PLACED), default=0)
-        return record.request.id == self.plan.unstartable and placed_ns < self.faults.until_ns
+        long = self.plan.unstartable_ns > self.limits.start_ns
+        return long and record.request.id == self.plan.unstartable and placed_ns < self.faults.until_ns
 
     def _submit(self, shape: JobDraw) -> None:
         """Submit a job, until it is taken. If the cluster cannot take it, that has left nothing behind."""
@@ -448,8 +462,10 @@ class PoolWorld:
         self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
     ) -> w.StartResidentFrame:
         if entry.job == self.plan.unstartable and self.faulty:
-            self.faults_seen["unexpected"] += 1
-            raise Unexpected(f"starting {entry.job}")
+            self._startable_ns = self._startable_ns or self.loop.now_ns + self.plan.unstartable_ns
+            if self.loop.now_ns < self._startable_ns:
+                self.faults_seen["unexpected"] += 1
+                raise Unexpected(f"starting {entry.job}")
         environment = {} if ticket is None else {"ELASTIC_WORKER": ticket.worker}
         return w.StartResidentFrame(entry.job, placement, phase, ("x",), environment, "", "", bool(entry.script))
 

@@ -38,7 +38,7 @@ def judge(world: World) -> None:
     may_forget = plan.durable_against == "process" or plan.lying_disk
     require(may_forget or not forgot, "something final was lost with the power")
     require(not any(cloud.leases for cloud in world.clouds.values()), "a lease is left")
-    touched, core = _touched_by_liars(world)
+    touched, origins, core = _whose_tokens(world)
     _check_impostors(world, core)
     _check_lasting(world)
     lost = set(world.acknowledged) - core.controls.commands.keys()
@@ -66,6 +66,10 @@ def judge(world: World) -> None:
             _check_trajectory(world, row)
     trained = {name for name, row in groups.items() if not row.dropped}
     require({group for _, group in learnt} == trained, "what was trained is not what was to be trained")
+    for group in trained:
+        for trajectory, taken in world.seen[group].origins.items():
+            truth = origins[trajectory]
+            require(taken == truth, f"{trajectory} is of {truth}, and the trainer was told that it is of {taken}")
     for _, group, what in world.weights.learnt:
         members = sorted((r for r in rows.values() if r.group == group), key=lambda r: r.trajectory)
         of_use = [row for row in members if row.reward is not None]
@@ -78,21 +82,31 @@ def require(holds: bool, found: str) -> None:
         raise AssertionError(found)
 
 
-def _touched_by_liars(world: World) -> tuple[set[TrajectoryId], Scheduler]:
-    """Return the trajectories with tokens of a worker that lies. A liar may harm its own turns only.
+def _whose_tokens(world: World) -> tuple[set[TrajectoryId], dict[TrajectoryId, list[tuple[WorkerId, int]]], Scheduler]:
+    """Return the trajectories with tokens of a worker that lies, which may harm its own turns only, and who has made
+    how many of each trajectory's accepted tokens, in their order.
 
     Replays the run for this; the replay must come to the same ledger, without a gap.
     """
     touched: set[TrajectoryId] = set()
+    origins: dict[TrajectoryId, list[tuple[WorkerId, int]]] = {}
 
     def tell(_: int, event: e.Event, tokens: object, commands: Sequence[c.Command]) -> None:
-        if isinstance(event, e.TokensReceived) and world.witness.has_lied(event.worker):
-            accepted = (turn for k in commands if isinstance(k, c.AcceptTokens) for turn in k.turns)
-            touched.update(turn.rpartition("/")[0] for turn in accepted)
+        if not isinstance(event, e.TokensReceived):
+            return
+        chunks = list(event.chunks)
+        accepted = (command for command in commands if isinstance(command, c.AcceptTokens))
+        for turn, place in (pair for command in accepted for pair in zip(command.turns, command.chunks, strict=True)):
+            trajectory = turn.rpartition("/")[0]
+            if world.witness.has_lied(event.worker):
+                touched.add(trajectory)
+            parts = origins.setdefault(trajectory, [])
+            count = chunks[place].count + (parts.pop()[1] if parts and parts[-1][0] == event.worker else 0)
+            parts += [(event.worker, count)] if count else []
 
     scheduler = replay(world.run, tell)
     require(scheduler.ledger.imbalance_ns() == 0, f"out by {scheduler.ledger.imbalance_ns()} ns")
-    return touched, scheduler
+    return touched, origins, scheduler
 
 
 def _check_lasting(world: World) -> None:
@@ -121,10 +135,10 @@ def _check_impostors(world: World, core: Scheduler) -> None:
     bound = world.config.trainer.mismatch_max
     learnt = {group for _, group, _ in world.weights.learnt}
     seen: dict[tuple[WorkerId, int], list[LogprobCheck]] = {}
-    for group, checks in world.compared.items():
-        for check in checks.values() if group in learnt or group.startswith(SKIPPED) else ():
+    for group, made in world.seen.items():
+        for check in made.checks.values() if group in learnt or group.startswith(SKIPPED) else ():
             seen.setdefault((check.worker, check.version), []).append(check)
-            kept = check.worker in world.trained_on[group] and check.mean > bound
+            kept = check.worker in made.trained_on and check.mean > bound
             require(not kept, f"{group} was trained on tokens of {check.worker}, which are of other weights")
     for (worker, version), checks in seen.items():
         tokens, log_ratio = sum(check.tokens for check in checks), sum(check.log_ratio for check in checks)
@@ -135,7 +149,7 @@ def _check_impostors(world: World, core: Scheduler) -> None:
         require(not plain or worker in found, f"nobody has found {worker}, of {tokens} tokens of version {version}")
     for mismatch in found.values():
         later = [group for step, group, _ in world.weights.learnt if step > mismatch.version]
-        after = [group for group in later if mismatch.worker in world.trained_on.get(group, ())]
+        after = [group for group in later if group in world.seen and mismatch.worker in world.seen[group].trained_on]
         require(not after, f"{after} were trained on tokens of {mismatch.worker}, which was found wrong before")
 
 

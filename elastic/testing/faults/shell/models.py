@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -18,7 +18,16 @@ import numpy.typing as npt
 import torch
 from pydantic import BaseModel
 
-from elastic.core.types import Account, Capabilities, FinishReason, LogprobCheck, Nanoseconds, WeightMode
+from elastic.core.types import (
+    Account,
+    Capabilities,
+    FinishReason,
+    LogprobCheck,
+    Nanoseconds,
+    TrajectoryId,
+    WeightMode,
+    WorkerId,
+)
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.environments.base import StepResult
 from elastic.protocol import wire
@@ -60,6 +69,15 @@ def logprob_of(version: int, token: int, place: int) -> float:
 
 SKIPPED = "skipped"
 """How all groups of a step together are called that were compared and not trained on."""
+
+
+class GroupSeen(NamedTuple):
+    """What a trainer has made of a group: what it found of each worker's tokens, the workers of whose tokens it has
+    trained on some, and whose tokens it took each trajectory's to be."""
+
+    checks: Mapping[WorkerId, LogprobCheck]
+    trained_on: frozenset[WorkerId] = frozenset()
+    origins: Mapping[TrajectoryId, list[tuple[WorkerId, int]]] = {}
 
 
 class Impostor(Enum):
@@ -385,24 +403,21 @@ def bits_of(tensors: Mapping[str, Any]) -> bytes:
 
 class ModelTrainer:
     """`elastic.worker.trainer_host.PolicyTrainer` that learns by recording groups. `stepped` is told what it has
-    learnt; `has` is told the weights of each version, `compared` what the workers' tokens in a group come to, and
-    `trained_on` each group and worker of tokens that it trains on."""
+    learnt; `has` is told the weights of each version, and `seen` what it makes of each group."""
 
     def __init__(
         self,
         stepped: Callable[[Weights], None],
         has: Callable[[int, bytes], None],
-        compared: Callable[[str, Mapping[str, LogprobCheck]], None] = lambda *_: None,
-        trained_on: Callable[[str, str], None] = lambda *_: None,
-        mismatch_max: float = 0.2,
+        seen: Callable[[str, GroupSeen], None],
+        mismatch_max: float,
     ) -> None:
         self.metrics: dict[str, float] = {}
         self.unusable: Mapping[str, str] = {}
         self._weights = Weights()
         self._checks: list[LogprobCheck] = []
         self._skipped: list[wire.TrajectoryData] = []
-        self._compared = compared
-        self._trained_on = trained_on
+        self._seen = seen
         self._mismatch_max = mismatch_max
         self._stepped = stepped
         self._has = has
@@ -418,11 +433,13 @@ class ModelTrainer:
         self._weights.learnt.append((group.step, group.group, what))
         found = self._compare(group.trajectories)
         self._checks += found.values()
-        self._compared(group.group, found)
-        for worker in {worker for data in group.trajectories for worker, _ in data.sampled.origins}:
+        origins = {data.trajectory: data.sampled.origins for data in group.trajectories}
+        used: set[WorkerId] = set()
+        for worker in {worker for parts in origins.values() for worker, _ in parts}:
             bound = group.bounds.get(worker, self._mismatch_max)
             if bound is not None and (worker not in found or found[worker].mean <= bound):
-                self._trained_on(group.group, worker)
+                used.add(worker)
+        self._seen(group.group, GroupSeen(found, frozenset(used), origins))
 
     def skip_group(self, index: int, tokens: int, trajectories: Sequence[wire.TrajectoryData]) -> None:
         self._skipped += trajectories
@@ -451,7 +468,7 @@ class ModelTrainer:
     def update(self) -> dict[str, float]:
         found = self._compare(self._skipped)
         self._checks += found.values()
-        self._compared(f"{SKIPPED} {self.version}", found)
+        self._seen(f"{SKIPPED} {self.version}", GroupSeen(found))
         self._skipped.clear()
         self._weights.version += 1
         self._stepped(self._weights.copy())

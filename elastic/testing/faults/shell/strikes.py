@@ -21,6 +21,8 @@ from elastic.testing.faults.shell.world import ELASTIC, ORCHESTRATOR_TIMEOUT_S, 
 
 CALLBACKS_MAX = 60
 """Callbacks that a process still runs before it is killed, so that it can die between any two of them."""
+AT_A_STEP, STEP_S = 1 / 2, 0.02
+"""Share of stops that come while the trainer takes a step, and how long that is: few others would hit that moment."""
 ENOUGH_USD = 1000.0
 LIMITED = 0.9
 """Share of cap commands that set a cap; the others lift one."""
@@ -255,6 +257,12 @@ def _lose_power(world: World, orchestrator: Process, fault: Fault) -> None:
 
 
 def _stop(world: World, orchestrator: Process, fault: Fault) -> bool:
+    """Stop the run: at once, or while its trainer next takes a step."""
+    if fault.target < AT_A_STEP:
+        now = msgspec.structs.replace(fault, target=1.0)
+        delay_s = fault.target / AT_A_STEP * STEP_S
+        world.witness.at_steps.append(lambda: world.after(delay_s, lambda: world.befalls(now, strike(world, now))))
+        return False
     if fault.chance < 1 / 2:
         return world.command(lambda name: StopRun(id=name, reason=STOPPED))
     if world.shell is not None:

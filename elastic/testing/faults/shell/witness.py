@@ -107,6 +107,8 @@ class Witness:
         self.core: Scheduler | None = None
         self.events = 0
         self.found: list[AssertionError] = []
+        self.at_steps: list[Callable[[], object]] = []
+        """Called, and forgotten, when a core next has its trainer take a step."""
         self._now_ns = now_ns
         self._chance = chance
         self._ailing_ns: dict[WorkerId, Nanoseconds] = {}
@@ -285,6 +287,9 @@ class Witness:
                     self._loads(core, command)
                 case c.AcquireLease():
                     self._acquires(core, command)
+                case c.UpdateWeights():
+                    while self.at_steps:
+                        self.at_steps.pop()()
                 case _:
                     pass
         if self._chance.random() < CHECKED:

@@ -21,7 +21,7 @@ from elastic.compose.plan import TRAINER_PROVIDER, resolve
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config, validate
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import NS_PER_S, LogprobCheck, Nanoseconds, WorkerId, WorkerRole
+from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId, WorkerRole
 from elastic.pool.client import PoolClient
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint
@@ -37,6 +37,7 @@ from elastic.testing.faults.shell.faults import Fault, FaultKind, WorldPlan
 from elastic.testing.faults.shell.loops import Machine, WorldClock
 from elastic.testing.faults.shell.models import (
     VOCABULARY,
+    GroupSeen,
     Mishap,
     ModelDevice,
     ModelEngine,
@@ -192,10 +193,8 @@ class World:
         self.machine.connect = self.disk.connect
         self.processes: list[Process] = [] if beside is None else beside.processes
         self.weights = Weights()
-        self.compared: dict[str, Mapping[str, LogprobCheck]] = {}
-        """What the trainer has found of workers' tokens in each group, as it was last given that."""
-        self.trained_on: dict[str, set[WorkerId]] = {}
-        """The workers of whose tokens in a group it has trained on some."""
+        self.seen: dict[str, GroupSeen] = {}
+        """What the trainer has made of each group, as it was last given that."""
         self.incarnations = 0
         self.result: str | None = None
         self.orchestrator: Process | None = None
@@ -615,20 +614,13 @@ class World:
 
         def trainer(config: Config, device: str) -> ModelTrainer:
             self._building[worker] = None
-            return ModelTrainer(self._learnt, has, self._compared, self._trained_on, self.config.trainer.mismatch_max)
+            return ModelTrainer(self._learnt, has, self.seen.__setitem__, self.config.trainer.mismatch_max)
 
         host = TrainerHost(self.config, self.run.path, True, trainer, engine, request_poll_s=max(1.0, self.rare_s))
         return host
 
     def _learnt(self, weights: Weights) -> None:
         self.weights = weights
-
-    def _compared(self, group: str, found: Mapping[str, LogprobCheck]) -> None:
-        self.compared[group] = found
-        self.trained_on[group] = set()
-
-    def _trained_on(self, group: str, worker: WorkerId) -> None:
-        self.trained_on[group].add(worker)
 
     def applied(self, source: RelaySource, bits: bytes) -> None:
         """Note that a worker serves with `bits` as the version that it was told to pull."""

@@ -204,7 +204,8 @@ class JobWorld(World):
 
         def trainer(config: Config, device: str) -> SharingTrainer:
             self._building[worker] = None
-            return SharingTrainer(self._learnt, has, place=place())
+            known = self._learnt, has, self.seen.__setitem__, self.config.trainer.mismatch_max
+            return SharingTrainer(*known, place=place())
 
         host = TrainerHost(self.config, self.run.path, True, trainer, engine, shares_device=True)
         return host
