@@ -127,7 +127,7 @@ def nearest_tests(mutant: Mutant | None) -> list[str]:
 
 
 def _goes_wrong(seeds: range, mutant: Mutant | None) -> bool:
-    from elastic.testing.faults.failure import WorldFailed
+    from elastic.testing.faults.outcome import WorldFailed
     from elastic.testing.faults.worlds import live
 
     world = "pool-shell" if of_many_jobs(mutant) else "core"

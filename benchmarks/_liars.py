@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import Account, Capabilities, Nanoseconds
+from elastic.core.types import Account, Capabilities
 from elastic.environments.base import Environment, StepResult
 from elastic.protocol import wire
 from elastic.protocol.connection import ConnectionLost
@@ -35,6 +34,7 @@ from elastic.system.host import HOST, Host
 from elastic.system.thread_lane import Lane
 from elastic.testing.faults.core.lies import KINDS, Liar
 from elastic.testing.faults.shell.models import (
+    LoadWatch,
     ModelDevice,
     ModelEngine,
     ModelEnvironment,
@@ -42,7 +42,6 @@ from elastic.testing.faults.shell.models import (
     NoSettings,
     Weights,
 )
-from elastic.weights.source import RelaySource
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.agent import run_agent
 from elastic.worker.connection import OrchestratorLink, Ticket, dial
@@ -158,29 +157,13 @@ class Honest:
 
     def _build_engine(self, _: wire.Welcome) -> ModelEngine:
         now_ns = time.monotonic_ns
-        return ModelEngine(now_ns, ModelDevice(now_ns), self._credit, 0, self._token_s, Unwatched())
+        return ModelEngine(now_ns, ModelDevice(now_ns), self._credit, 0, self._token_s, LoadWatch())
 
     def _make_trainer(self, config: Config, device: str) -> ModelTrainer:
         return ModelTrainer(self._stepped, lambda version, bits: None)
 
     def _stepped(self, weights: Weights) -> None:
         self.weights = weights
-
-
-class Unwatched:
-    """`elastic.testing.faults.shell.models.LoadWatch` of nobody."""
-
-    def pulls(self, source: RelaySource) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def applied(self, source: RelaySource, bits: bytes) -> None:
-        pass
-
-    def unsound(self) -> None:
-        pass
-
-    def failed(self, began_ns: Nanoseconds) -> None:
-        pass
 
 
 class Liars:

@@ -56,31 +56,29 @@ def shell_lines() -> set[tuple[str, int]]:
     return lines_of(shell_files())
 
 
-def live_through_shell_watched(seeds: Iterable[int]) -> WorldsSeen:
-    """As `live_through_shell`, with the lines of the shell that ran."""
-    with Coverage(shell_files()) as coverage:
-        seen = live_through_shell(seeds)
-    seen.lines = coverage.seen
-    return seen
-
-
-def live_through_shell(seeds: Iterable[int]) -> WorldsSeen:
-    from elastic.testing.faults.failure import WorldFailed
-    from elastic.testing.faults.shell.simulate import simulate
-    from elastic.testing.faults.shell.witness import Needless
+def live_through(world: str, seeds: Iterable[int]) -> WorldsSeen:
+    """Live through these seeds of a world, of a name that `elastic simulate --faults --world` knows."""
+    from elastic.testing.faults.worlds import WorldFailed, live
 
     seen = WorldsSeen()
     for seed in seeds:
         try:
-            outcome = simulate(seed)
+            outcome = live(world, seed)
         except WorldFailed as failure:
             seen.failed.append({"seed": seed, "error": str(failure)})
-            if isinstance(failure.__cause__, Needless):
-                seen.needless[failure.__cause__.act] += 1
+            seen.needless[getattr(failure.__cause__, "act", "none")] += 1
         else:
             seen.events += outcome.events
             seen.faults += outcome.faults
         seen.seeds += 1
+    return seen
+
+
+def live_through_shell_watched(seeds: Iterable[int]) -> WorldsSeen:
+    """Worlds of runs, with the lines of the shell that ran."""
+    with Coverage(shell_files()) as coverage:
+        seen = live_through("run", seeds)
+    seen.lines = coverage.seen
     return seen
 
 
@@ -90,13 +88,14 @@ def is_production_shell() -> bool:
     from elastic.compose import execution
     from elastic.runtime import gateway, journal, orchestrator, rollout, run
     from elastic.system.installed import installed
-    from elastic.testing.faults.shell import models, simulate, world
-    from elastic.testing.faults.shell.faults import draw_plan
+    from elastic.testing.faults.shell import models, simulate, stage, world
+    from elastic.testing.faults.shell.plan import draw_plan
     from elastic.weights import client, http
     from elastic.worker import agent, service, trainer_host
 
-    lived = world.World(msgspec.structs.replace(draw_plan(0), steps=1, groups=1, faults=(), end_s=0.0))
-    simulate.live(lived)
+    plan = msgspec.structs.replace(draw_plan(0), steps=1, groups=1, faults=(), end_s=0.0)
+    lived = simulate.RunWorld(plan, stage.Stage(plan.seed))
+    stage.live_on_stage("run", lived, ())
     shell = lived.shell
     return (
         shell is not None

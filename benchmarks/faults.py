@@ -31,7 +31,7 @@ from _shell import (
     WorldsSeen,
     import_shell,
     is_production_shell,
-    live_through_shell,
+    live_through,
     live_through_shell_watched,
     planted_bugs,
     shell_lines,
@@ -82,33 +82,6 @@ MUTANTS = 150
 MUTATION_SEED = 1
 
 
-def each(seeds: range, live: Callable[[int], tuple[int, int]], failed: type[Exception]) -> WorldsSeen:
-    """The worlds of these seeds. `live` returns a world's events and faults, or raises `failed`."""
-    seen = WorldsSeen()
-    for seed in seeds:
-        seen.seeds += 1
-        try:
-            events, faults = live(seed)
-        except failed as failure:
-            seen.failed.append({"seed": seed, "error": str(failure)})
-        else:
-            seen.events += events
-            seen.faults += faults
-    return seen
-
-
-def live_through(world: str, seeds: range) -> WorldsSeen:
-    """The worlds of these seeds, of a name that `elastic simulate --faults --world` knows."""
-    from elastic.testing.faults.failure import WorldFailed
-    from elastic.testing.faults.worlds import live
-
-    def lives(seed: int) -> tuple[int, int]:
-        lived = live(world, seed)
-        return lived.events, lived.faults
-
-    return each(seeds, lives, WorldFailed)
-
-
 def lived(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, size: int) -> tuple[WorldsSeen, float]:
     """Live through the seeds from `first` on, on every core, and how long that took; too many failures are enough.
 
@@ -150,7 +123,7 @@ def shell_worlds(wanted: Extent, first: int) -> dict[str, Any]:
     seen.add(watched)
     if not wanted.reached(seen, took_s):
         left = replace(wanted, minutes=max(0.0, wanted.minutes - took_s / 60))
-        more, took_s = lived(live_through_shell, left, first + watched.seeds, SHELL_BATCH)
+        more, took_s = lived(partial(live_through, "run"), left, first + watched.seeds, SHELL_BATCH)
         seen.add(more)
         seeds_per_minute = more.seeds / took_s * 60
     else:

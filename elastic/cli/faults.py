@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, console, emit, say
-from elastic.testing.faults.failure import WorldFailed
+from elastic.testing.faults.outcome import WorldFailed
 from elastic.testing.faults.worlds import WorldOptions, live
 
 TOLD_EVERY_S = 2.0

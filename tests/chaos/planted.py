@@ -22,7 +22,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from elastic.testing.faults.failure import WorldFailed
+from elastic.testing.faults.outcome import WorldFailed
 from elastic.testing.faults.worlds import WorldOptions, live
 from elastic.weights import codecs
 

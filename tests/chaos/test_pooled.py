@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.testing.faults.shell.faults import FaultKind
+from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.shell.pooled.plan import draw_pooled
 from elastic.testing.faults.shell.pooled.world import live_pooled, simulate_pooled
 

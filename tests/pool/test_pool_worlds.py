@@ -4,13 +4,14 @@ from collections import Counter
 
 import pytest
 
-from elastic.testing.faults.pool.pool_worlds import FAULTS, PoolFaults, PoolWorld, draw_pool
+from elastic.testing.faults.kinds import FaultKind
+from elastic.testing.faults.pool.pool_worlds import FAULTS, STRIKES, PoolFaults, PoolWorld, draw_pool
 
 CALM = PoolFaults(until_ns=0)
 
 
-def lived(seeds: range, faults: PoolFaults = FAULTS) -> tuple[int, Counter[str]]:
-    events, seen = 0, Counter[str]()
+def lived(seeds: range, faults: PoolFaults = FAULTS) -> tuple[int, Counter[FaultKind]]:
+    events, seen = 0, Counter[FaultKind]()
     for seed in seeds:
         world = PoolWorld(draw_pool(seed, faults))
         world.run()
@@ -30,7 +31,7 @@ def test_without_faults_all_jobs_finish():
 def test_the_invariants_hold_whoever_dies_falls_silent_or_repeats_itself():
     events, seen = lived(range(15))
     assert events > 1000
-    assert all(seen[kind] for kind in ("resident", "keeper", "keeper link", "job", "job link", "pool", "hang"))
+    assert all(seen[kind] for kind in (*STRIKES, FaultKind.HANG))
 
 
 def test_one_seed_gives_one_history():
@@ -42,7 +43,7 @@ def test_one_seed_gives_one_history():
 
 def test_a_pool_s_process_that_dies_at_every_other_thing_it_does_gets_there_in_the_end():
     _, seen = lived(range(1000, 1004), PoolFaults(dies=0.1, until_ns=1200 * 10**9))
-    assert seen["pool"] > 30
+    assert seen[FaultKind.KILL_POOL] > 30
 
 
 def test_jobs_finish_though_every_node_was_gone_at_once():

@@ -6,7 +6,7 @@ from elastic.core import allowance, control_manager
 from elastic.core.control_manager import ControlManager
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.testing.faults.core.world import SimulatedOutcome, simulate
-from elastic.testing.faults.failure import WorldFailed
+from elastic.testing.faults.outcome import WorldFailed
 
 SEEDS = 10
 

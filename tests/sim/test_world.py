@@ -24,15 +24,7 @@ from elastic.core.turn_manager import TurnManager
 from elastic.core.types import NS_PER_S, EndCause, FinishReason, Plan, WorkerState
 from elastic.core.worker_manager import WorkerManager
 from elastic.runtime.run import Run
-from elastic.testing.faults.core.faults import (
-    NO_FAULTS,
-    Crash,
-    FaultPlan,
-    FaultRates,
-    RunEnding,
-    SimulatedFault,
-    SimulatedFaultKind,
-)
+from elastic.testing.faults.core.faults import NO_FAULTS, FaultPlan, FaultRates, RunEnding
 from elastic.testing.faults.core.incarnation import TrainerOrders, replayed
 from elastic.testing.faults.core.learner import Learner, LearnerViolated
 from elastic.testing.faults.core.provider import SimulatedProvider
@@ -46,7 +38,8 @@ from elastic.testing.faults.core.settings import (
 from elastic.testing.faults.core.trainer import SimulatedTrainer
 from elastic.testing.faults.core.worker import SimulatedWorker
 from elastic.testing.faults.core.world import LARGE_EVERY, SimulatedOutcome, simulate
-from elastic.testing.faults.failure import WorldFailed
+from elastic.testing.faults.kinds import KINDS_OF_THE_CORE, Fault, FaultKind
+from elastic.testing.faults.outcome import WorldFailed
 
 CI_SEEDS = 10
 BATCH = 5
@@ -113,16 +106,13 @@ SETTINGS = WorldSettings(
 )
 
 
-def storm(kind: SimulatedFaultKind) -> FaultPlan:
+def storm(kind: FaultKind) -> FaultPlan:
     """One kind of fault, again and again, at every worker in turn, some short and some long."""
-    faults = tuple(
-        SimulatedFault(n * NS_PER_S, kind, (1 + n % 2 * 4) * NS_PER_S, n * 0.37 % 1) for n in range(1, 31, 3)
+    faults = (
+        Fault(kind=kind, at_s=n, duration_s=1 + n % 2 * 4, target=n * 0.37 % 1, chance=n * 0.37 % 1)
+        for n in range(1, 31, 3)
     )
-    return FaultPlan(end_ns=30 * NS_PER_S, faults=faults, fault_rates=FaultRates())
-
-
-def quiet(end_ns: int) -> FaultPlan:
-    return FaultPlan(end_ns=end_ns, faults=(), fault_rates=FaultRates())
+    return FaultPlan(end_ns=30 * NS_PER_S, faults=tuple(faults))
 
 
 @functools.cache
@@ -150,10 +140,6 @@ def _released_early(outcome: SimulatedOutcome) -> int:
     return len(outcome.record.granted)
 
 
-def _redispatched(outcome: SimulatedOutcome) -> int:
-    return outcome.record.redispatched
-
-
 def _duration_ns(outcome: SimulatedOutcome) -> int:
     return outcome.ended_ns
 
@@ -170,35 +156,33 @@ def _untold_ns(outcome: SimulatedOutcome) -> int:
     return untold_ns
 
 
-TRACES: dict[SimulatedFaultKind, Callable[[SimulatedOutcome], int]] = {
-    SimulatedFaultKind.KILL: lambda o: told(o, e.WorkerDisconnected, goodbye=False),
-    SimulatedFaultKind.VANISH: _released_early,
-    SimulatedFaultKind.PREEMPT: lambda o: told(o, e.LeaseEnded, cause=EndCause.PREEMPTED),
-    SimulatedFaultKind.NOTICE: lambda o: told(o, e.LeaseNotice),
-    SimulatedFaultKind.FREEZE: _released_early,
-    SimulatedFaultKind.HANG: _released_early,
-    SimulatedFaultKind.SLOW: _duration_ns,
-    SimulatedFaultKind.DISCONNECT: lambda o: told(o, e.WorkerJoined, epoch=2),
-    SimulatedFaultKind.CUT_UP: _released_early,
-    SimulatedFaultKind.CUT_DOWN: _redispatched,
-    SimulatedFaultKind.PRESSURE: stalls,
-    SimulatedFaultKind.BLACKOUT: lambda o: told(o, e.LeaseEnded, cause=EndCause.PREEMPTED),
-    SimulatedFaultKind.SILENT_PROVIDER: _untold_ns,
-    SimulatedFaultKind.REWARDS_DOWN: lambda o: told(o, e.RewardFailed),
-    SimulatedFaultKind.TRAINER_KILLED: lambda o: sum(lease.startswith("trainer") for lease in granted(o)),
-    SimulatedFaultKind.LIE: lambda o: told(o, e.WorkerBarred),
+TRACES: dict[FaultKind, Callable[[SimulatedOutcome], int]] = {
+    FaultKind.KILL_WORKER: lambda o: told(o, e.WorkerDisconnected, goodbye=False),
+    FaultKind.TAKE: lambda o: told(o, e.LeaseEnded, cause=EndCause.PREEMPTED),
+    FaultKind.PREEMPT: lambda o: told(o, e.LeaseNotice),
+    FaultKind.FREEZE: _released_early,
+    FaultKind.HANG: _released_early,
+    FaultKind.SLOW: _duration_ns,
+    FaultKind.CUT: lambda o: told(o, e.WorkerJoined, epoch=2),
+    FaultKind.STALL: _released_early,
+    FaultKind.DECLINE: stalls,
+    FaultKind.BLACKOUT: lambda o: told(o, e.LeaseEnded, cause=EndCause.PREEMPTED),
+    FaultKind.SILENT_PROVIDER: _untold_ns,
+    FaultKind.FUNCTIONS: lambda o: told(o, e.RewardFailed),
+    FaultKind.KILL_TRAINER: lambda o: sum(lease.startswith("trainer") for lease in granted(o)),
+    FaultKind.LIE: lambda o: told(o, e.WorkerBarred),
 }
 """Of what there is more under a fault than without it."""
 
 
-@pytest.mark.parametrize("kind", SimulatedFaultKind)
-def test_storm_of_one_fault(kind: SimulatedFaultKind) -> None:
-    settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=kind is SimulatedFaultKind.REWARDS_DOWN)
-    faults, without = storm(kind), quiet(30 * NS_PER_S)
-    if kind is SimulatedFaultKind.SILENT_PROVIDER:
+@pytest.mark.parametrize("kind", KINDS_OF_THE_CORE)
+def test_storm_of_one_fault(kind: FaultKind) -> None:
+    settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=kind is FaultKind.FUNCTIONS)
+    faults, without = storm(kind), FaultPlan(end_ns=30 * NS_PER_S)
+    if kind is FaultKind.SILENT_PROVIDER:
         # A provider with nothing to say keeps silent about nothing.
-        without = storm(SimulatedFaultKind.PREEMPT)
-        both = sorted((*faults.faults, *without.faults), key=lambda fault: fault.at_ns)
+        without = storm(FaultKind.TAKE)
+        both = sorted((*faults.faults, *without.faults), key=lambda fault: fault.at_s)
         faults = msgspec.structs.replace(faults, faults=tuple(both))
     stormy = [simulate(seed, settings, faults) for seed in range(2)]
     without_it = [calm(seed, settings.rewards_on_functions, without) for seed in range(2)]
@@ -209,24 +193,19 @@ def test_storm_of_one_fault(kind: SimulatedFaultKind) -> None:
 
 def test_what_did_nothing_is_no_fault() -> None:
     """No function scores, nobody is there yet, and a silence follows another at once."""
-    rewards = simulate(1, SETTINGS, storm(SimulatedFaultKind.REWARDS_DOWN))
-    assert rewards.faults == 0
-    kill = FaultPlan(
-        end_ns=NS_PER_S, faults=(SimulatedFault(0, SimulatedFaultKind.KILL, 1, 0.5),), fault_rates=FaultRates()
-    )
-    assert simulate(1, SETTINGS, kill).faults == 0
-    silences = tuple(
-        SimulatedFault(NS_PER_S * n, SimulatedFaultKind.SILENT_PROVIDER, NS_PER_S, 0.1) for n in range(1, 4)
-    )
-    assert simulate(1, SETTINGS, FaultPlan(end_ns=5 * NS_PER_S, faults=silences, fault_rates=FaultRates())).faults == 1
+    assert simulate(1, SETTINGS, storm(FaultKind.FUNCTIONS)).faults == 0
+    kill = Fault(kind=FaultKind.KILL_WORKER, at_s=0)
+    assert simulate(1, SETTINGS, FaultPlan(end_ns=NS_PER_S, faults=(kill,))).faults == 0
+    silences = tuple(Fault(kind=FaultKind.SILENT_PROVIDER, at_s=n, target=0.1) for n in range(1, 4))
+    assert simulate(1, SETTINGS, FaultPlan(end_ns=5 * NS_PER_S, faults=silences)).faults == 1
 
 
 @pytest.mark.parametrize("fault", FaultRates.__struct_fields__)
 @pytest.mark.nightly
 def test_epidemic_of_one_fault(fault: str) -> None:
-    faults = FaultPlan(end_ns=60 * NS_PER_S, faults=(), fault_rates=FaultRates(**{fault: 0.3}))
+    faults = FaultPlan(end_ns=60 * NS_PER_S, fault_rates=FaultRates(**{fault: 0.3}))
     settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=fault.startswith("reward"))
-    sick, sound = simulate(0, settings, faults), calm(0, settings.rewards_on_functions, quiet(faults.end_ns))
+    sick, sound = simulate(0, settings, faults), calm(0, settings.rewards_on_functions, FaultPlan(end_ns=faults.end_ns))
     assert sick.record.finished
     assert sick.faults > 0
     assert sick.history != sound.history
@@ -241,8 +220,8 @@ def test_quiet_world_moves_turns_only_at_the_end_of_seeding() -> None:
 
 def test_trainers_device_goes_on_alone() -> None:
     """Every elastic provider vanishes in the middle of the first step, for longer than the step takes."""
-    blackout = SimulatedFault(3 * NS_PER_S, SimulatedFaultKind.BLACKOUT, 10_000 * NS_PER_S, 0.0)
-    outcome = simulate(2, SETTINGS, FaultPlan(end_ns=4 * NS_PER_S, faults=(blackout,), fault_rates=FaultRates()))
+    blackout = Fault(kind=FaultKind.BLACKOUT, at_s=3, duration_s=10_000)
+    outcome = simulate(2, SETTINGS, FaultPlan(end_ns=4 * NS_PER_S, faults=(blackout,)))
     assert outcome.failed == ""
     assert any(isinstance(event, e.WorkerAwoke) for _, event in outcome.journals[0].events)
 
@@ -250,15 +229,13 @@ def test_trainers_device_goes_on_alone() -> None:
 @pytest.mark.parametrize("ending", [RunEnding.STOP, RunEnding.TRAINER_LOST])
 def test_early_ends_give_everything_back(ending: RunEnding) -> None:
     for at_s in (0, 1, 2, 4):
-        faults = FaultPlan(
-            end_ns=9 * NS_PER_S, faults=(), fault_rates=FaultRates(), ending=ending, ending_at_ns=at_s * NS_PER_S
-        )
+        faults = FaultPlan(end_ns=9 * NS_PER_S, ending=ending, ending_at_ns=at_s * NS_PER_S)
         assert simulate(3, SETTINGS, faults).failed or ending is RunEnding.TRAINER_LOST
 
 
-@pytest.mark.parametrize("way", [SimulatedFaultKind.TRAINER_KILLED, SimulatedFaultKind.DISCONNECT])
+@pytest.mark.parametrize("way", [FaultKind.KILL_TRAINER, FaultKind.CUT])
 @pytest.mark.parametrize("bound", [0, 2])
-def test_the_trainer_goes_at_any_time(bound: int, way: SimulatedFaultKind) -> None:
+def test_the_trainer_goes_at_any_time(bound: int, way: FaultKind) -> None:
     """It catches up with what its checkpoint does not have, or stands where it stood, and the run goes on."""
     plan = Plan(steps=3, groups=2, group_size=3, staleness_bound=bound)
     settings = msgspec.structs.replace(
@@ -266,9 +243,8 @@ def test_the_trainer_goes_at_any_time(bound: int, way: SimulatedFaultKind) -> No
     )
     again = 0
     for tenths in range(5, 400, 15):
-        faults = tuple(SimulatedFault((tenths + n * 70) * NS_PER_S // 10, way, 1, 0.3 + n % 2 / 2) for n in range(3))
-        plan_of_faults = FaultPlan(end_ns=faults[-1].at_ns, faults=faults, fault_rates=FaultRates())
-        outcome = simulate(tenths, settings, plan_of_faults)
+        faults = tuple(Fault(kind=way, at_s=tenths / 10 + n * 7, chance=0.3 + n % 2 / 2) for n in range(3))
+        outcome = simulate(tenths, settings, FaultPlan(end_ns=(tenths + 140) * NS_PER_S // 10, faults=faults))
         assert outcome.failed == ""
         again += told(outcome, e.WorkerJoined) > 1
     assert again > 9
@@ -277,31 +253,31 @@ def test_the_trainer_goes_at_any_time(bound: int, way: SimulatedFaultKind) -> No
 def test_silence_hides_the_end_of_a_lease_that_nobody_remembers() -> None:
     """Its journal is lost, a new incarnation gives its name to a lease of its own, and only then silence ends."""
     for seed in range(5):
-        at_ns = (3 + seed % 7) * NS_PER_S
-        kinds = (SimulatedFaultKind.SILENT_PROVIDER, SimulatedFaultKind.PREEMPT, SimulatedFaultKind.NOTICE)
-        faults = tuple(SimulatedFault(at_ns + n, kind, 2 * NS_PER_S, seed * 0.13 % 1) for n, kind in enumerate(kinds))
-        crash = Crash(at_ns + NS_PER_S // 4, NS_PER_S // 4, journal_lost=True)
-        plan = FaultPlan(end_ns=crash.at_ns, faults=faults, fault_rates=FaultRates(), crashes=(crash,))
+        at_s = 3 + seed % 7
+        kinds = (FaultKind.SILENT_PROVIDER, FaultKind.TAKE, FaultKind.PREEMPT)
+        faults = [Fault(kind=kind, at_s=at_s + n / NS_PER_S, duration_s=2, target=0.1) for n, kind in enumerate(kinds)]
+        crash = Fault(kind=FaultKind.LOSE_JOURNAL, at_s=at_s + 1 / 4, duration_s=1 / 4, chance=1)
+        plan = FaultPlan(end_ns=round(crash.at_s * NS_PER_S), faults=(*faults, crash))
         assert simulate(seed, SETTINGS, plan).failed == ""
 
 
-def crash_at(
-    at_ns: int, down_ns: int = NS_PER_S, *, journal_lost: bool = False, trainer_dies: bool = False
-) -> FaultPlan:
-    crash = Crash(at_ns, down_ns, journal_lost, trainer_dies)
-    return FaultPlan(end_ns=at_ns, faults=(), fault_rates=FaultRates(), crashes=(crash,))
+def crash_at(at_s: float, kind: FaultKind = FaultKind.KILL_ORCHESTRATOR, down_s: float = 1.0) -> FaultPlan:
+    """The orchestrator is gone from then on, for so long; of the trainer's process only `KILL_BOTH` takes leave."""
+    crash = Fault(kind=kind, at_s=at_s, duration_s=down_s, chance=1)
+    return FaultPlan(end_ns=round(at_s * NS_PER_S), faults=(crash,))
 
 
-@pytest.mark.parametrize(("bound", "checkpoint_every", "trainer_dies"), [(0, 1, False), (2, 3, True)])
+@pytest.mark.parametrize(
+    ("bound", "checkpoint_every", "kind"), [(0, 1, FaultKind.KILL_ORCHESTRATOR), (2, 3, FaultKind.KILL_BOTH)]
+)
 @pytest.mark.nightly
-def test_crashed_run_goes_on_from_its_journal(bound: int, checkpoint_every: int, trainer_dies: bool) -> None:
+def test_crashed_run_goes_on_from_its_journal(bound: int, checkpoint_every: int, kind: FaultKind) -> None:
     """Whenever the orchestrator dies, the next incarnation begins with what the journal has, and keeps all of it."""
     plan = Plan(steps=4, groups=2, group_size=3, staleness_bound=bound)
     settings = msgspec.structs.replace(SETTINGS, plan=plan, checkpoint_every_steps=checkpoint_every)
     checkpoints, rejoined, took_up = set[int](), 0, 0
     for tenths in range(0, 400, 80):
-        crash = crash_at(tenths * NS_PER_S // 10, trainer_dies=trainer_dies)
-        outcome = simulate(tenths, settings, crash, digests=True)
+        outcome = simulate(tenths, settings, crash_at(tenths / 10, kind), digests=True)
         assert outcome.failed == ""
         checkpoints |= {one.checkpoint for one in outcome.incarnations[1:]}
         for before, after in itertools.pairwise(outcome.journals):
@@ -326,7 +302,7 @@ def test_what_outlives_a_long_absence() -> None:
     """Nobody is blamed for what the orchestrator could not hear, and leases that ended meanwhile have ended."""
     spot = SimulatedProviderSettings(name="spot", leases=2, life_ns=20 * NS_PER_S)
     settings = msgspec.structs.replace(SETTINGS, providers=(spot, SETTINGS.providers[1]))
-    outcome = simulate(3, settings, crash_at(8 * NS_PER_S, 40 * NS_PER_S))
+    outcome = simulate(3, settings, crash_at(8, down_s=40))
     assert outcome.failed == ""
     journal = outcome.journals[1]
     fresh = journal.events[journal.recalled_events :]
@@ -346,7 +322,7 @@ def test_run_without_its_journal_begins_at_the_checkpoint(checkpoint_every: int)
     settings = msgspec.structs.replace(SETTINGS, plan=plan, checkpoint_every_steps=checkpoint_every)
     checkpoints = set[int]()
     for tenths in range(0, 400, 80):
-        outcome = simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10, journal_lost=True))
+        outcome = simulate(tenths, settings, crash_at(tenths / 10, FaultKind.LOSE_JOURNAL))
         assert outcome.failed == ""
         for one in outcome.incarnations[1:]:
             assert one.journal.recalled_events == 0
@@ -362,15 +338,16 @@ def test_worlds_notice_a_core_that_does_not_begin_where_the_checkpoint_is(monkey
 
     def live() -> None:
         for at_s in range(10, 30, 4):
-            simulate(at_s, settings, crash_at(at_s * NS_PER_S, journal_lost=True))
+            simulate(at_s, settings, crash_at(at_s, FaultKind.LOSE_JOURNAL))
 
     with pytest.raises(WorldFailed):
         live()
 
 
 def test_crash_after_crash() -> None:
-    crashes = tuple(Crash(n * NS_PER_S, NS_PER_S // 4, journal_lost=n % 6 == 0) for n in range(0, 20, 2))
-    faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), fault_rates=FaultRates(frame_lost=0.05), crashes=crashes)
+    kinds = FaultKind.LOSE_JOURNAL, FaultKind.KILL_ORCHESTRATOR, FaultKind.KILL_ORCHESTRATOR
+    crashes = tuple(Fault(kind=kinds[n % 3], at_s=2 * n, duration_s=1 / 4, chance=1) for n in range(10))
+    faults = FaultPlan(end_ns=20 * NS_PER_S, fault_rates=FaultRates(frame_lost=0.05), faults=crashes)
     outcome = simulate(1, SETTINGS, faults)
     assert outcome.failed == ""
     assert len(outcome.incarnations) > 3
@@ -411,15 +388,13 @@ def test_worlds_notice_a_run_that_is_resumed_wrongly(
     plan = Plan(steps=3, groups=2, group_size=3)
     spot = SimulatedProviderSettings(name="spot", leases=2, life_ns=6 * NS_PER_S, overlap=1)
     settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(spot,), checkpoint_every_steps=2)
+    kinds = FaultKind.KILL_ORCHESTRATOR, FaultKind.KILL_BOTH
 
     def live() -> None:
         for tenths in (first_tenths, *range(2, 302, 5)):
-            down_ns = (1 + tenths % 2 * 44) * NS_PER_S
             # Leases that no incarnation knows are left only by one whose journal is lost.
-            crash = crash_at(
-                tenths * NS_PER_S // 10, down_ns, journal_lost=name == "take_stock", trainer_dies=tenths % 3 == 0
-            )
-            simulate(tenths, settings, crash)
+            kind = FaultKind.LOSE_JOURNAL if name == "take_stock" else kinds[tenths % 3 == 0]
+            simulate(tenths, settings, crash_at(tenths / 10, kind, down_s=1 + tenths % 2 * 44))
 
     with pytest.raises(WorldFailed, match=found):
         live()
@@ -473,7 +448,7 @@ def test_weights_that_do_not_match_their_manifest_are_never_served(
     owner: type[Any], name: str, broken: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Invariant 10, and that its check sees a worker that verifies nothing and a core that believes in it."""
-    faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), fault_rates=FaultRates(load_corrupted=0.5))
+    faults = FaultPlan(end_ns=20 * NS_PER_S, fault_rates=FaultRates(load_corrupted=0.5))
     outcome = simulate(1, SETTINGS, faults)
     assert any(isinstance(x, e.WeightsFailed) and "manifest" in x.reason for _, x in outcome.journals[0].events)
     monkeypatch.setattr(owner, name, broken)

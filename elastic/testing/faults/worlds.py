@@ -7,19 +7,10 @@ from typing import TypeVar
 import msgspec
 
 from elastic.config import ConfigError
-from elastic.testing.faults.failure import WorldFailed
+from elastic.testing.faults.outcome import Lived, WorldFailed
 
 E = TypeVar("E", bound=StrEnum)
 T = TypeVar("T")
-
-
-class Lived(msgspec.Struct, frozen=True, kw_only=True):
-    """What a world has seen. `history` hashes all of it, `state` what it came to; empty where a world has none."""
-
-    events: int
-    faults: int
-    history: str = ""
-    state: str = ""
 
 
 class WorldOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,19 +51,19 @@ def _core(seed: int, _: WorldOptions) -> Lived:
 
 
 def _run(seed: int, options: WorldOptions) -> Lived:
-    from elastic.testing.faults.shell.faults import KINDS_OF_RUNS, draw_plan
+    from elastic.testing.faults.kinds import KINDS_OF_RUNS
+    from elastic.testing.faults.shell.plan import draw_plan
     from elastic.testing.faults.shell.shrink import shrunk
     from elastic.testing.faults.shell.simulate import simulate
 
     plan = draw_plan(seed, _kinds(options.only, KINDS_OF_RUNS))
     plan = msgspec.structs.replace(plan, faults=_kept(options.keep, plan.faults))
     try:
-        outcome = simulate(seed, plan, options.tell)
+        return simulate(seed, plan, options.tell)
     except WorldFailed:
         if not options.shrink_s:
             raise
         raise shrunk(plan, options.shrink_s)[1] from None
-    return Lived(events=outcome.events, faults=outcome.faults, history=outcome.history)
 
 
 def _pool(seed: int, options: WorldOptions) -> Lived:
@@ -81,16 +72,13 @@ def _pool(seed: int, options: WorldOptions) -> Lived:
 
     plan = draw_pooled(seed, _kinds(options.only, KINDS))
     plan = msgspec.structs.replace(plan, faults=_kept(options.keep, plan.faults))
-    outcome = live_pooled(plan, options.tell)
-    return Lived(events=outcome.events, faults=outcome.faults, history=outcome.history)
+    return live_pooled(plan, options.tell)
 
 
 def _pool_shell(seed: int, _: WorldOptions) -> Lived:
     from elastic.testing.faults.pool.pool_worlds import PoolWorld, draw_pool
 
-    world = PoolWorld(draw_pool(seed))
-    world.run()
-    return Lived(events=world.events, faults=world.faults_seen.total())
+    return PoolWorld(draw_pool(seed)).run()
 
 
 WORLDS: dict[str, Callable[[int, WorldOptions], Lived]] = {

@@ -8,14 +8,16 @@ confirmed within its limit.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from elastic.core import events as e
 from elastic.core.ledger import NANO_USD_PER_USD, NS_PER_HOUR
-from elastic.core.scheduler import Scheduler
 from elastic.core.types import LeaseId, Nanoseconds
 from elastic.simulation.loop import EventLoop
 from elastic.testing.faults.core.settings import MS, SimulatedProviderSettings, WorldSettings
+
+if TYPE_CHECKING:
+    from elastic.testing.faults.core.incarnation import Incarnation
 
 REPEAT_NS = 1000 * MS
 """How long a client waits for an acknowledgement."""
@@ -40,20 +42,6 @@ class LeaseTime(NamedTuple):
     ended_ns: Nanoseconds
 
 
-class CommandedRun(Protocol):
-    """The run's present incarnation, as commands need it."""
-
-    up: bool
-    over: bool
-    scheduler: Scheduler
-
-    def feed(self, event: e.Event) -> None: ...
-
-    def durable(self, then: Callable[[], None]) -> None:
-        """Calls back once all that was fed is durable, never if it will not be."""
-        ...
-
-
 def draw_commands(seed: int, settings: WorldSettings, end_ns: Nanoseconds) -> tuple[TimedCommand, ...]:
     """Caps that come and go, and mostly a budget that is known from the beginning and may be raised."""
     rng = Random(f"{seed}/commands")
@@ -75,7 +63,7 @@ def draw_commands(seed: int, settings: WorldSettings, end_ns: Nanoseconds) -> tu
 class Commander:
     """Gives commands to the process that is at the run, `at_run`, until each is acknowledged."""
 
-    def __init__(self, loop: EventLoop, at_run: Callable[[], CommandedRun], commands: Sequence[TimedCommand]) -> None:
+    def __init__(self, loop: EventLoop, at_run: Callable[[], "Incarnation"], commands: Sequence[TimedCommand]) -> None:
         self._loop = loop
         self._at_run = at_run
         self._commands = commands

@@ -9,7 +9,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -23,15 +23,11 @@ from elastic.core.types import EndCause, LeaseId, Nanoseconds, TurnId, WorkerId
 from elastic.runtime.ports import Ports, UnsharedDevice, WorkerOrder
 from elastic.runtime.run import Run
 from elastic.simulation.loop import VirtualClock
-from elastic.testing.faults.core.faults import FaultPlan, SimulatedSurroundings
-from elastic.testing.faults.core.learner import Learner, Order
-from elastic.testing.faults.core.pool import ModelledPool
-from elastic.testing.faults.core.provider import SimulatedProvider
+from elastic.testing.faults.core.learner import Order
 from elastic.testing.faults.core.record import RunRecord
 from elastic.testing.faults.core.rollouts import SimulatedRollouts
 from elastic.testing.faults.core.settings import MS, WorldSettings
 from elastic.testing.faults.core.trainer import SimulatedTrainer
-from elastic.testing.faults.core.worker import SimulatedWorker
 from policies.balancing import ContinuousBalancing
 from policies.departure import UseNotice
 from policies.provisioning import HoldForRollouts, MarginalValue, TakeWhatIsOffered
@@ -40,6 +36,9 @@ from policies.routing import AffinityRouting
 from policies.sampling import DynamicSampling, FixedBatch
 from policies.seeding import AdaptiveWindow, FixedWindow
 from policies.selection import NonZeroVariance
+
+if TYPE_CHECKING:
+    from elastic.testing.faults.core.world import SimulatedWorld
 
 DURABLE_NS = 100 * MS
 """The longest time until a write is durable, unless the journal is busy with an earlier one."""
@@ -81,24 +80,6 @@ def fresh_core(settings: WorldSettings) -> Scheduler:
     return Scheduler(settings.plan, settings.limits, policies(settings), 0)
 
 
-class PersistentWorld(SimulatedSurroundings, Protocol):
-    """What outlives an orchestrator: time and chance, providers and their workers, the trainer's checkpoint."""
-
-    learner: Learner
-    digesting: bool
-    workers: dict[WorkerId, SimulatedWorker]
-    providers: dict[str, SimulatedProvider]
-    verified: dict[WorkerId, set[int]]
-    faults: FaultPlan
-    pool: ModelledPool | None
-
-    def next_epoch(self, worker: WorkerId) -> int: ...
-
-    def note(self, happened: bytes) -> None:
-        """Goes into the world's history."""
-        ...
-
-
 class SimulatedJournal:
     """What an incarnation has heard (`elastic.runtime.ports.Journal`); `judge` is told before anything comes of it.
 
@@ -108,7 +89,7 @@ class SimulatedJournal:
 
     def __init__(
         self,
-        outside: PersistentWorld,
+        outside: "SimulatedWorld",
         scheduler: Scheduler,
         judge: Callable[[Nanoseconds, e.Event, Sequence[c.Command]], None],
         save: Callable[[], None],
@@ -225,7 +206,7 @@ class Incarnation:
     trainer's checkpoint.
     """
 
-    def __init__(self, outside: PersistentWorld, former: "Incarnation | None" = None) -> None:
+    def __init__(self, outside: "SimulatedWorld", former: "Incarnation | None" = None) -> None:
         settings = outside.settings
         self.up = self.over = False
         self.checkpoint = outside.learner.checkpoint
@@ -321,7 +302,7 @@ class Incarnation:
             self._run.feed(event)
 
     def durable(self, then: Callable[[], None]) -> None:
-        """As in `elastic.testing.faults.core.commands.CommandedRun`."""
+        """Call back once all that was fed is durable, never if it will not be."""
         self.journal.durable(then)
 
     # The judge

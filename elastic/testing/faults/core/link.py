@@ -1,9 +1,12 @@
 """The connection between a worker and the orchestrator, as bad as the plan wants it."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.testing.faults.core.faults import SimulatedSurroundings
+
+if TYPE_CHECKING:
+    from elastic.testing.faults.core.world import SimulatedWorld
 
 LATENCY_NS = (NS_PER_S // 1000, NS_PER_S // 100)
 LATENESS_NS = (NS_PER_S // 100, 6 * NS_PER_S)
@@ -12,44 +15,35 @@ LATENESS_NS = (NS_PER_S // 100, 6 * NS_PER_S)
 class SimulatedLink:
     """Two directions, each in order and without loss unless a fault strikes a message.
 
-    While a direction is cut, what is sent waits; it arrives when the cut ends.
+    While a direction is stalled, what is sent waits; it arrives when that ends.
     """
 
-    def __init__(self, world: SimulatedSurroundings, *, reliable: bool) -> None:
-        self._loop = world.loop
-        self._rng = world.rng
+    def __init__(self, world: "SimulatedWorld", *, reliable: bool) -> None:
         self._world = world
         self._reliable = reliable
-        self._up_free_ns: Nanoseconds = 0
-        self._down_free_ns: Nanoseconds = 0
+        self._free_ns = {True: 0, False: 0}
 
-    def cut_up(self, duration_ns: Nanoseconds) -> None:
-        self._up_free_ns = max(self._up_free_ns, self._loop.now_ns + duration_ns)
-
-    def cut_down(self, duration_ns: Nanoseconds) -> None:
-        self._down_free_ns = max(self._down_free_ns, self._loop.now_ns + duration_ns)
+    def stall(self, duration_ns: Nanoseconds, *, upwards: bool) -> None:
+        self._free_ns[upwards] = max(self._free_ns[upwards], self._world.loop.now_ns + duration_ns)
 
     def up(self, deliver: Callable[[], None]) -> None:
         """A frame from the worker."""
-        fault_rates = self._world.fault_rates
-        self._up_free_ns = max(self._up_free_ns, self._loop.now_ns + self._rng.randint(*LATENCY_NS))
-        self._send(
-            self._up_free_ns, deliver, fault_rates.frame_lost, fault_rates.frame_late, fault_rates.frame_repeated
-        )
+        rates = self._world.fault_rates
+        self._send(True, deliver, rates.frame_lost, rates.frame_late, rates.frame_repeated)
 
     def down(self, deliver: Callable[[], None]) -> None:
         """A frame to the worker."""
-        fault_rates = self._world.fault_rates
-        self._down_free_ns = max(self._down_free_ns, self._loop.now_ns + self._rng.randint(*LATENCY_NS))
-        lost, late, repeated = fault_rates.order_lost, fault_rates.order_late, fault_rates.order_repeated
-        self._send(self._down_free_ns, deliver, lost, late, repeated)
+        rates = self._world.fault_rates
+        self._send(False, deliver, rates.order_lost, rates.order_late, rates.order_repeated)
 
-    def _send(self, at_ns: Nanoseconds, deliver: Callable[[], None], lost: float, late: float, repeated: float) -> None:
+    def _send(self, upwards: bool, deliver: Callable[[], None], lost: float, late: float, repeated: float) -> None:
+        loop, rng = self._world.loop, self._world.rng
+        at_ns = self._free_ns[upwards] = max(self._free_ns[upwards], loop.now_ns + rng.randint(*LATENCY_NS))
         if self._injects(lost):
             return
-        self._loop.at(at_ns + (self._rng.randint(*LATENESS_NS) if self._injects(late) else 0), deliver)
+        loop.at(at_ns + (rng.randint(*LATENESS_NS) if self._injects(late) else 0), deliver)
         if self._injects(repeated):
-            self._loop.at(at_ns + self._rng.randint(*LATENESS_NS), deliver)
+            loop.at(at_ns + rng.randint(*LATENESS_NS), deliver)
 
     def _injects(self, share: float) -> bool:
-        return not self._reliable and self._world.injector.injects(self._rng, share)
+        return not self._reliable and self._world.injector.injects(self._world.rng, share)

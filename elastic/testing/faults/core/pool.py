@@ -4,13 +4,14 @@ A permit is granted late, recalled some time after, and taken at its end from wh
 then is halted. It is yielded by nobody who computes. It goes on over the orchestrator's crashes.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.testing.faults.core.faults import SimulatedSurroundings
 from elastic.testing.faults.core.settings import MS
+
+if TYPE_CHECKING:
+    from elastic.testing.faults.core.world import SimulatedWorld
 
 SLICE_NS = (500 * MS, 6 * NS_PER_S)
 """Time from a grant to its recall."""
@@ -22,37 +23,10 @@ class SharedDeviceViolated(AssertionError):
     """A trainer computes on a device that it has left to other jobs."""
 
 
-class SharedTrainerProcess(Protocol):
-    """The trainer's process, as the keeper of its device sees it."""
-
-    @property
-    def computes(self) -> bool: ...
-
-    def permit(self) -> None:
-        """The process gets the device."""
-        ...
-
-    def halt(self) -> None:
-        """The device is others'."""
-        ...
-
-
-class PoolSurroundings(SimulatedSurroundings, Protocol):
-    def listener(self) -> Callable[[e.Event], None]: ...
-
-    def sharer(self) -> SharedTrainerProcess | None:
-        """The trainer's process that lives now."""
-        ...
-
-    def striking(self) -> bool:
-        """Whether faults still strike."""
-        ...
-
-
 class ModelledPool:
     """`elastic.runtime.ports.Pool` in a simulated world."""
 
-    def __init__(self, world: PoolSurroundings, within_ns: Nanoseconds) -> None:
+    def __init__(self, world: "SimulatedWorld", within_ns: Nanoseconds) -> None:
         self.held: int | None = None
         self.asked = False
         self.granted = self.taken = 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
@@ -10,8 +10,10 @@ from elastic.core import events as e
 from elastic.core.ids import worker_id
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
 from elastic.testing.faults.core.commands import Interval, LeaseTime
-from elastic.testing.faults.core.faults import SimulatedSurroundings
 from elastic.testing.faults.core.settings import MS, SimulatedProviderSettings
+
+if TYPE_CHECKING:
+    from elastic.testing.faults.core.world import SimulatedWorld
 
 ANSWER_NS = (1 * MS, 300 * MS)
 LATE_END_NS = (1 * MS, 2000 * MS)
@@ -39,20 +41,8 @@ class SimulatedLease:
     granted_ns: Nanoseconds = 0
 
 
-class ProviderSurroundings(SimulatedSurroundings, Protocol):
-    """The part of the world that a provider's model uses."""
-
-    def listener(self) -> Callable[[e.Event], None]:
-        """Returns where the present orchestrator's process hears events. It is deaf once that process is gone."""
-        ...
-
-    def boot_worker(self, worker: WorkerId, lease: LeaseId, role: WorkerRole, after_ns: Nanoseconds) -> None: ...
-
-    def end_worker(self, worker: WorkerId, *, noticed: bool) -> None: ...
-
-
 class SimulatedProvider:
-    def __init__(self, world: ProviderSurroundings, settings: SimulatedProviderSettings) -> None:
+    def __init__(self, world: "SimulatedWorld", settings: SimulatedProviderSettings) -> None:
         self.settings = settings
         self.held: dict[LeaseId, SimulatedLease] = {}
         self.billed: list[LeaseTime] = []

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import TYPE_CHECKING
 
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import parse_turn, turn_id
 from elastic.core.types import NS_PER_S, TrajectoryId, TurnId
-from elastic.testing.faults.core.faults import SimulatedSurroundings
 from elastic.testing.faults.core.record import RunRecord
+
+if TYPE_CHECKING:
+    from elastic.testing.faults.core.world import SimulatedWorld
 
 PROMPT_TOKENS = 20
 LATE_REWARD_NS = 3 * NS_PER_S
@@ -43,7 +46,7 @@ class SimulatedRollouts:
 
     def __init__(
         self,
-        world: SimulatedSurroundings,
+        world: "SimulatedWorld",
         record: RunRecord,
         feed: Callable[[e.Event], None],
         prompted: Callable[[TurnId], None],

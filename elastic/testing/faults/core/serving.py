@@ -1,9 +1,13 @@
 """What a serving host has to do besides rollouts: bursts of requests of its own, which come first (invariant 8)."""
 
+from typing import TYPE_CHECKING
+
 from elastic.core.types import Nanoseconds
-from elastic.testing.faults.core.faults import SimulatedSurroundings
 from elastic.testing.faults.core.settings import MS
 from elastic.testing.faults.core.worker import SimulatedWorker
+
+if TYPE_CHECKING:
+    from elastic.testing.faults.core.world import SimulatedWorld
 
 BURST_NS = (50 * MS, 1500 * MS)
 LOOK_NS = 20 * MS
@@ -20,7 +24,7 @@ class SimulatedServingLoad:
     Requests wait for rollouts no longer than the iteration under way takes.
     """
 
-    def __init__(self, world: SimulatedSurroundings, worker: SimulatedWorker, gap_ns: Nanoseconds) -> None:
+    def __init__(self, world: "SimulatedWorld", worker: SimulatedWorker, gap_ns: Nanoseconds) -> None:
         self._world = world
         self._worker = worker
         self._gap_ns = gap_ns

@@ -1,34 +1,28 @@
 """The trainer's process: a worker that learns while it sleeps, one order after the other."""
 
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import Account, LeaseId, Nanoseconds, WorkerId, WorkerRole
-from elastic.testing.faults.core import worker
-from elastic.testing.faults.core.learner import Learner, LearnerViolated, Order
+from elastic.testing.faults.core.learner import LearnerViolated, Order
 from elastic.testing.faults.core.settings import MS
 from elastic.testing.faults.core.worker import SimulatedWorker
+
+if TYPE_CHECKING:
+    from elastic.testing.faults.core.world import SimulatedWorld
 
 HALTED_NS = 10**18
 REPLY_NS = 50 * MS
 """The longest that it takes from a checkpoint to the orchestrator's hearing of its version."""
 
 
-class TrainerSurroundings(worker.WorkerSurroundings, Protocol):
-    learner: Learner
-
-    def permits(self) -> bool:
-        """Whether the trainer has its device, which other jobs may share."""
-        ...
-
-
 class SimulatedTrainer(SimulatedWorker):
     """A trainer. A new process begins with the checkpoint and has caught up with its run's orders before it joins. A
     trainer that comes back after a lost connection, or to another orchestrator, keeps its state."""
 
-    def __init__(self, world: TrainerSurroundings, name: WorkerId, lease: LeaseId) -> None:
+    def __init__(self, world: "SimulatedWorld", name: WorkerId, lease: LeaseId) -> None:
         world.learner.restart()
         self._learner = world.learner
         super().__init__(world, name, lease, WorkerRole.TRAINER, world.learner.version)

@@ -1,8 +1,8 @@
 """A simulated worker: an engine with a simple token rate, a heart, a process that may die and a clock of accounts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,11 +22,13 @@ from elastic.core.types import (
     WorkerId,
     WorkerRole,
 )
-from elastic.testing.faults.core.faults import SimulatedSurroundings
-from elastic.testing.faults.core.learner import Order
 from elastic.testing.faults.core.lies import false_events
 from elastic.testing.faults.core.link import SimulatedLink
 from elastic.testing.faults.core.settings import MS
+
+if TYPE_CHECKING:
+    from elastic.testing.faults.core.incarnation import Incarnation
+    from elastic.testing.faults.core.world import SimulatedWorld
 
 CAPABILITIES = Capabilities(engine="simulated", replayable_sampling=True, max_context_tokens=4096, device="none")
 KINDS = ((148.0, 4000.0), (990.0, 3350.0))
@@ -48,39 +50,11 @@ class Attempt:
     position: int
 
 
-class OrchestratorSession(Protocol):
-    """The orchestrator's process that a worker has reached, for as long as that process lives."""
-
-    def feed(self, event: e.Event) -> None: ...
-
-    def next_epoch(self, worker: WorkerId) -> int | None:
-        """The epoch of a new connection; None when the worker is refused."""
-        ...
-
-    def trainer_orders(self) -> Sequence[Order]:
-        """All that the trainer was ever told in this run."""
-        ...
-
-    def note_generated(self, worker: WorkerId, turn: TurnId, attempt: int, start: int, count: int) -> None: ...
-
-
-class WorkerSurroundings(SimulatedSurroundings, Protocol):
-    """The part of the world that a worker's model uses."""
-
-    def answering(self) -> OrchestratorSession | None:
-        """The orchestrator's end of a new connection; None while no orchestrator runs."""
-        ...
-
-    def note_weights(self, worker: WorkerId, version: int, *, genuine: bool) -> None:
-        """The worker generates with this version from now on."""
-        ...
-
-
 class SimulatedWorker:
     """A worker's model. Commands come in through `hear`; its messages go through its link to the core."""
 
     def __init__(
-        self, world: WorkerSurroundings, worker: WorkerId, lease: LeaseId, role: WorkerRole, version: int | None
+        self, world: "SimulatedWorld", worker: WorkerId, lease: LeaseId, role: WorkerRole, version: int | None
     ) -> None:
         self.id = worker
         self.lease = lease
@@ -90,7 +64,7 @@ class SimulatedWorker:
         self.asleep = False
         self.link = SimulatedLink(world, reliable=role is WorkerRole.TRAINER)
         self._world = world
-        self._session: OrchestratorSession | None = None
+        self._session: Incarnation | None = None
         self.epoch = 0
         self._connected = False
         self._draining = False

@@ -20,18 +20,15 @@ from elastic.core.digest import digest
 from elastic.core.ids import provider_of
 from elastic.core.ledger import NS_PER_HOUR
 from elastic.core.trainer_permit import PermitState
-from elastic.core.types import EndCause, LeaseId, Nanoseconds, TurnId, WorkerId, WorkerRole
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, TurnId, WorkerId, WorkerRole
 from elastic.simulation.loop import EventLoop
 from elastic.testing.faults.core.commands import Commander, Interval, TimedCommand, billed_usd, draw_commands
 from elastic.testing.faults.core.faults import (
     NO_FAULTS,
-    Crash,
     FaultInjector,
     FaultPlan,
     FaultRates,
     RunEnding,
-    SimulatedFault,
-    SimulatedFaultKind,
     draw_faults,
 )
 from elastic.testing.faults.core.incarnation import Incarnation, SimulatedJournal, replayed
@@ -50,9 +47,12 @@ from elastic.testing.faults.core.settings import (
     draw_sharing,
 )
 from elastic.testing.faults.core.trainer import SimulatedTrainer
-from elastic.testing.faults.core.worker import SLOWNESS, OrchestratorSession, SimulatedWorker
-from elastic.testing.faults.failure import WorldFailed
+from elastic.testing.faults.core.worker import SLOWNESS, SimulatedWorker
+from elastic.testing.faults.kinds import Fault, FaultKind
+from elastic.testing.faults.outcome import WorldFailed
 
+TRAINER_DIES = 1 / 3
+"""Share of lost journals with which the trainer's process goes, too."""
 TRAINER = SimulatedProviderSettings(
     name="trainer", role=WorkerRole.TRAINER, leases=1, boot_ns=400 * MS, usd_per_gpu_hour=10.0
 )
@@ -104,8 +104,8 @@ def simulate(
     faults = faults or draw_faults(rng, settings.fault_span_ns)
     commands: Sequence[TimedCommand] = ()
     if commanded:
-        crashes = tuple(msgspec.structs.replace(crash, journal_lost=False) for crash in faults.crashes)
-        faults = msgspec.structs.replace(faults, crashes=crashes)
+        kept = tuple(fault for fault in faults.faults if fault.kind is not FaultKind.LOSE_JOURNAL)
+        faults = msgspec.structs.replace(faults, faults=kept)
         commands = draw_commands(seed, settings, settings.fault_span_ns)
     world = SimulatedWorld(seed, settings, faults, commands, digests=digests)
     try:
@@ -161,9 +161,7 @@ class SimulatedWorld:
         self.loop.after(0, self.run.begin)
         self._commander.begin()
         for fault in self.faults.faults:
-            self.loop.at(fault.at_ns, lambda fault=fault: self._strike(fault))
-        for crash in self.faults.crashes:
-            self.loop.at(crash.at_ns, lambda crash=crash: self._crash(crash))
+            self.loop.at(round(fault.at_s * NS_PER_S), lambda fault=fault: self._strike(fault))
         if self.faults.ending is not RunEnding.COMPLETE:
             self.loop.at(self.faults.ending_at_ns, self._end_early)
         self.loop.run(self.faults.end_ns + self.settings.liveness_ns)
@@ -185,7 +183,7 @@ class SimulatedWorld:
 
     # Between workers, providers and the orchestrator
 
-    def answering(self) -> OrchestratorSession | None:
+    def answering(self) -> Incarnation | None:
         return self.run if self.run.up else None
 
     def listener(self) -> Callable[[e.Event], None]:
@@ -242,18 +240,19 @@ class SimulatedWorld:
 
     # Crashes
 
-    def _crash(self, crash: Crash) -> None:
+    def _crash(self, fault: Fault) -> bool:
         """Workers lose their connection; the trainer's process may go down with the orchestrator's."""
         if not self.run.up:
-            return
-        self.injector.struck += 1
+            return False
         self._crashed_ns = self.loop.now_ns
         self.run.crash()
-        if crash.trainer_dies:
+        lost = fault.kind is FaultKind.LOSE_JOURNAL
+        if fault.kind is FaultKind.KILL_BOTH or (lost and fault.chance < TRAINER_DIES):
             self._kill_trainer(silently=False)
         for worker in self.workers.values():
             worker.disconnect()
-        self.loop.after(crash.down_ns, lambda: self._resume(None if crash.journal_lost else self.run))
+        self.loop.after(round(fault.duration_s * NS_PER_S), lambda: self._resume(None if lost else self.run))
+        return True
 
     def _resume(self, former: Incarnation | None) -> None:
         """Ask the providers for their leases before the run goes on, however long they take to answer."""
@@ -273,24 +272,33 @@ class SimulatedWorld:
 
     # Faults
 
-    def _strike(self, fault: SimulatedFault) -> None:
+    def _strike(self, fault: Fault) -> None:
         """A fault counts if it did something."""
+        self.injector.struck += self._struck(fault, round(fault.duration_s * NS_PER_S))
+
+    def _struck(self, fault: Fault, duration_ns: Nanoseconds) -> bool:
+        elastic = [provider for provider in self.providers.values() if not provider.reliable]
         match fault.kind:
-            case SimulatedFaultKind.REWARDS_DOWN:
-                self._rewards_down_until_ns = self.loop.now_ns + fault.duration_ns
-                struck = self.settings.rewards_on_functions
-            case SimulatedFaultKind.BLACKOUT | SimulatedFaultKind.SILENT_PROVIDER:
-                struck = self._strike_providers(fault)
-            case SimulatedFaultKind.TRAINER_KILLED:
-                struck = self._kill_trainer(silently=fault.target < 1 / 2)
+            case FaultKind.KILL_ORCHESTRATOR | FaultKind.KILL_BOTH | FaultKind.LOSE_JOURNAL:
+                return self._crash(fault)
+            case FaultKind.FUNCTIONS:
+                self._rewards_down_until_ns = self.loop.now_ns + duration_ns
+                return self.settings.rewards_on_functions
+            case FaultKind.BLACKOUT:
+                for provider in elastic:
+                    provider.close(duration_ns)
+                return bool(elastic)
+            case FaultKind.SILENT_PROVIDER:
+                return bool(elastic) and elastic[int(fault.target * len(elastic))].fall_silent(duration_ns)
+            case FaultKind.KILL_TRAINER:
+                return self._kill_trainer(silently=fault.chance < 1 / 2)
             case _:
                 alive = [w for w in self.workers.values() if w.alive and self._may_strike(fault.kind, w)]
-                struck = bool(alive) and self._strike_worker(fault, alive[int(fault.target * len(alive))])
-        self.injector.struck += struck
+                return bool(alive) and self._strike_worker(fault, alive[int(fault.target * len(alive))], duration_ns)
 
-    def _may_strike(self, kind: SimulatedFaultKind, worker: SimulatedWorker) -> bool:
+    def _may_strike(self, kind: FaultKind, worker: SimulatedWorker) -> bool:
         """The trainer's device is the run's own: its connection may break, once it has one."""
-        return worker.role is not WorkerRole.TRAINER or (kind is SimulatedFaultKind.DISCONNECT and worker.epoch > 0)
+        return worker.role is not WorkerRole.TRAINER or (kind is FaultKind.CUT and worker.epoch > 0)
 
     def _kill_trainer(self, *, silently: bool) -> bool:
         trainer = self.trainer()
@@ -303,40 +311,28 @@ class SimulatedWorld:
             self._provider_of(trainer).end(trainer.lease, EndCause.LOST)
         return True
 
-    def _strike_providers(self, fault: SimulatedFault) -> bool:
-        elastic = [provider for provider in self.providers.values() if not provider.reliable]
-        if fault.kind is SimulatedFaultKind.BLACKOUT:
-            for provider in elastic:
-                provider.close(fault.duration_ns)
-            return bool(elastic)
-        return bool(elastic) and elastic[int(fault.target * len(elastic))].fall_silent(fault.duration_ns)
-
-    def _strike_worker(self, fault: SimulatedFault, worker: SimulatedWorker) -> bool:
-        provider = self._provider_of(worker)
+    def _strike_worker(self, fault: Fault, worker: SimulatedWorker, duration_ns: Nanoseconds) -> bool:
+        provider, mild = self._provider_of(worker), fault.chance < 1 / 2
         match fault.kind:
-            case SimulatedFaultKind.KILL:
-                worker.die(noticed=True)
-            case SimulatedFaultKind.VANISH:
-                worker.die(noticed=False)
-            case SimulatedFaultKind.PREEMPT:
-                return provider.end(worker.lease, EndCause.PREEMPTED, noticed=fault.target < 1 / 2)
-            case SimulatedFaultKind.NOTICE:
+            case FaultKind.KILL_WORKER:
+                worker.die(noticed=mild)
+            case FaultKind.TAKE:
+                return provider.end(worker.lease, EndCause.PREEMPTED, noticed=mild)
+            case FaultKind.PREEMPT:
                 return provider.notice(worker.lease)
-            case SimulatedFaultKind.FREEZE:
-                worker.freeze(fault.duration_ns)
-            case SimulatedFaultKind.HANG:
-                worker.hang(fault.duration_ns)
-            case SimulatedFaultKind.SLOW:
-                worker.slow_down(SLOWNESS, fault.duration_ns)
-            case SimulatedFaultKind.DISCONNECT:
+            case FaultKind.FREEZE:
+                worker.freeze(duration_ns)
+            case FaultKind.HANG:
+                worker.hang(duration_ns)
+            case FaultKind.SLOW:
+                worker.slow_down(SLOWNESS, duration_ns)
+            case FaultKind.CUT:
                 return worker.disconnect()
-            case SimulatedFaultKind.CUT_UP:
-                worker.link.cut_up(fault.duration_ns)
-            case SimulatedFaultKind.CUT_DOWN:
-                worker.link.cut_down(fault.duration_ns)
-            case SimulatedFaultKind.PRESSURE:
-                worker.press(fault.duration_ns, told=fault.target < 1 / 2)
-            case SimulatedFaultKind.LIE:
+            case FaultKind.STALL:
+                worker.link.stall(duration_ns, upwards=mild)
+            case FaultKind.DECLINE:
+                worker.press(duration_ns, told=mild)
+            case FaultKind.LIE:
                 return worker.lie()
             case _:
                 raise AssertionError(f"{fault.kind} strikes no worker")

@@ -26,6 +26,7 @@ from elastic.pool.keeper_state import (
 )
 from elastic.pool.ports import JobEnding
 from elastic.pool.shell import PoolShell
+from elastic.testing.faults.kinds import FaultKind
 
 if TYPE_CHECKING:
     from elastic.testing.faults.pool.pool_worlds import PoolWorld
@@ -95,9 +96,9 @@ class ModelKeeper:
     def cut(self) -> None:
         self.cut_ns = self.world.loop.now_ns
         if self.wire is not None:
-            self.wire.open = False
-            self.wire = None
+            self.wire.open, self.wire = False, None
             self.world.keeper_wires.pop(self.node, None)
+            self.world.to_shell(lambda shell: shell.keeper_left(self.node))
             self.world.loop.after(self.world.rng.randrange(5 * S), self.dial)
 
     def die(self) -> None:
@@ -437,7 +438,7 @@ class ModelJob:
             world.fail(f"{self.request.id} gets {grant.nodes} and needs both pools")
         self._work_on()
         if self.hangs:
-            world.faults_seen["hang"] += 1
+            world.faults_seen[FaultKind.HANG] += 1
         else:
             self._work(permit, computed=False)
 

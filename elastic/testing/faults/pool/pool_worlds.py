@@ -11,6 +11,7 @@ checked, and at every device that one job has it, under a permit that is newer t
 """
 
 import contextlib
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -32,7 +33,8 @@ from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, P
 from elastic.pool.shell import PoolShell
 from elastic.simulation.loop import EventLoop
 from elastic.system.isolation import ItemAttempt, words_of
-from elastic.testing.faults.failure import WorldFailed
+from elastic.testing.faults.kinds import FaultKind
+from elastic.testing.faults.outcome import Lived, WorldFailed
 from elastic.testing.faults.pool.pool_processes import JobDraw, ModelJob, ModelKeeper, ModelWire
 from policies.clusters import CLUSTER_POLICIES
 from providers.markets import SpotMarket, SpotSettings
@@ -44,17 +46,17 @@ KEEP_SLOS = "ours", "ours_without_moves", "weave", "solo"
 LOOP_MAX = 400_000
 TAILS_SHARE = 1 / 12
 STRIKES = (
-    "resident",
-    "resident",
-    "keeper",
-    "keeper link",
-    "job",
-    "job link",
-    "pool",
-    "stuck",
-    "silent",
-    "memory",
-    "cancel",
+    FaultKind.KILL_RESIDENT,
+    FaultKind.KILL_RESIDENT,
+    FaultKind.KILL_KEEPER,
+    FaultKind.KILL_ORCHESTRATOR,
+    FaultKind.CUT_POOL,
+    FaultKind.CUT_POOL,
+    FaultKind.KILL_POOL,
+    FaultKind.HOLD_RESIDENT,
+    FaultKind.HOLD_KEEPER,
+    FaultKind.MEMORY,
+    FaultKind.CANCEL,
 )
 NEVER_NS = 2**62
 BRIEFLY_NS = 300 * S
@@ -222,7 +224,7 @@ class PoolWorld:
         self.appended_ns = 0
         """When the journal's last event happened."""
         self.incarnations = 0
-        self.faults_seen: Counter[str] = Counter()
+        self.faults_seen: Counter[FaultKind] = Counter()
         self.progress_ns = 0
         """When a job has last finished a step."""
         self.returned_ns = 0
@@ -260,7 +262,7 @@ class PoolWorld:
         try:
             self.within(lambda: shell.submit(shape.request, entry))
         except Unexpected:
-            self.faults_seen["unexpected"] += 1
+            self.faults_seen[FaultKind.UNEXPECTED] += 1
             if cluster_digest(shell.cluster) != cluster_digest(self.replayed(self.policies)):
                 self.fail("an event that the cluster could not take has changed it")
         self.loop.after(60 * S, partial(self._submit, shape))
@@ -298,14 +300,10 @@ class PoolWorld:
         """SIGKILL: every connection is cut, nothing else happens until a new process replays the journal."""
         if self.shell is None:
             return
-        self.faults_seen["pool"] += 1
+        self.faults_seen[FaultKind.KILL_POOL] += 1
         self.shell = None
-        for keeper in self.keepers.values():
-            keeper.cut()
-        for job in self.jobs.values():
-            if job.wire is not None:
-                job.wire.open, job.wire = False, None
-                job.later(self.rng.randrange(5 * S), job.dial)
+        for peer in (*self.keepers.values(), *self.jobs.values()):
+            peer.cut()
         self.loop.after(self.rng.randrange(S, 20 * S), self._return)
 
     def _return(self) -> None:
@@ -464,7 +462,7 @@ class PoolWorld:
         if entry.job == self.plan.unstartable and self.faulty:
             self._startable_ns = self._startable_ns or self.loop.now_ns + self.plan.unstartable_ns
             if self.loop.now_ns < self._startable_ns:
-                self.faults_seen["unexpected"] += 1
+                self.faults_seen[FaultKind.UNEXPECTED] += 1
                 raise Unexpected(f"starting {entry.job}")
         environment = {} if ticket is None else {"ELASTIC_WORKER": ticket.worker}
         return w.StartResidentFrame(entry.job, placement, phase, ("x",), environment, "", "", bool(entry.script))
@@ -525,39 +523,37 @@ class PoolWorld:
         self.loop.after(1, tell)
 
     def _strike(self) -> None:
-        rng = self.rng
-        kind = rng.choice(STRIKES)
+        rng, kind = self.rng, self.rng.choice(STRIKES)
         keepers = [keeper for keeper in self.keepers.values() if keeper.alive]
         jobs = [job for job in self.jobs.values() if job.alive]
+        residents = [(keeper, one) for keeper in keepers for one in keeper.residents.values()]
         self.faults_seen[kind] += 1
-        if kind == "pool":
-            self.kill_pool()
-        elif kind == "keeper" and keepers:
-            for keeper in keepers if rng.random() < 0.05 else [rng.choice(keepers)]:
-                self.kill_keeper(keeper)
-        elif kind in ("keeper link", "resident", "stuck", "silent", "memory") and keepers:
-            keeper = rng.choice(keepers)
-            if kind == "silent":
+        match kind:
+            case FaultKind.KILL_POOL:
+                self.kill_pool()
+            case FaultKind.KILL_KEEPER if keepers:
+                for keeper in keepers if rng.random() < 0.05 else [rng.choice(keepers)]:
+                    self.kill_keeper(keeper)
+            case FaultKind.HOLD_KEEPER if keepers:
+                keeper = rng.choice(keepers)
                 keeper.silent = True
                 keeper.cut()
-                self.to_shell(lambda shell: shell.keeper_left(keeper.node))
-            elif kind == "keeper link":
-                keeper.cut()
-                self.to_shell(lambda shell: shell.keeper_left(keeper.node))
-            elif keeper.residents:
-                one = rng.choice(list(keeper.residents.values()))
-                if kind == "stuck":
-                    one.stuck = True
-                elif kind == "memory":
+            case FaultKind.CUT_POOL if keepers or jobs:
+                rng.choice([*keepers, *jobs]).cut()
+            case FaultKind.KILL_ORCHESTRATOR if jobs:
+                rng.choice(jobs).die("died")
+            case FaultKind.CANCEL if rng.random() < 0.1:
+                self.cancel(rng.choice(list(self.jobs)))
+            case FaultKind.KILL_RESIDENT | FaultKind.HOLD_RESIDENT | FaultKind.MEMORY if residents:
+                keeper, one = rng.choice(residents)
+                if kind is FaultKind.KILL_RESIDENT:
+                    keeper.kill(one.job, "killed")
+                elif kind is FaultKind.MEMORY:
                     keeper.swell(one)
                 else:
-                    keeper.kill(one.job, "killed")
-        elif kind == "job" and jobs:
-            rng.choice(jobs).die("died")
-        elif kind == "job link" and jobs:
-            rng.choice(jobs).cut()
-        elif kind == "cancel" and rng.random() < 0.1:
-            self.cancel(rng.choice(list(self.jobs)))
+                    one.stuck = True
+            case _:
+                pass
 
     def kill_keeper(self, keeper: ModelKeeper) -> None:
         keeper.die()
@@ -569,13 +565,15 @@ class PoolWorld:
 
     # The world's life.
 
-    def run(self) -> None:
+    def run(self) -> Lived:
         """Until all jobs have ended. Raises `WorldFailed`."""
         try:
             self._live()
         except Unexpected as error:
             self.fail(f"what is wrong with one job ends the loop of all: {error}")
         self._judge()
+        history = hashlib.blake2b(b"".join(self.journal), digest_size=16).hexdigest()
+        return Lived(events=self.events, faults=self.faults_seen.total(), history=history)
 
     def _live(self) -> None:
         for _ in range(LOOP_MAX):

@@ -18,7 +18,7 @@ from elastic.report.history import history_of
 from elastic.report.refusals import refused_of
 from elastic.runtime.journal import GroupRow, StepRow, TrajectoryRow
 from elastic.runtime.rollout import stable_hash
-from elastic.testing.faults.shell.faults import LASTING, FaultKind
+from elastic.testing.faults.kinds import LASTING, FaultKind
 from elastic.testing.faults.shell.models import SKIPPED, ModelEnvironment, NoSettings, drawn, scored, turn_tokens
 from elastic.testing.faults.shell.world import World
 

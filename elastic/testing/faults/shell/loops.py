@@ -8,9 +8,12 @@ import sqlite3
 from asyncio import events
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context, copy_context
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from elastic.core.types import NS_PER_S, Nanoseconds
+
+if TYPE_CHECKING:
+    from elastic.testing.faults.shell.threads import SimulatedThread
 
 BURIAL_STEPS = 10_000
 EPOCH_NS = 1_700_000_000 * NS_PER_S
@@ -105,14 +108,6 @@ class _Future(Ordered, asyncio.Future[Any]):  # pyright: ignore[reportIncompatib
     pass
 
 
-class ProcessThread(Protocol):
-    """A thread of a process. It waits until the loop runs it."""
-
-    def bury(self) -> None:
-        """End the thread, because its process is dead."""
-        ...
-
-
 class ProcessLoop(asyncio.BaseEventLoop):
     """The loop of one process on a machine."""
 
@@ -127,7 +122,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         self.context = copy_context()
         """Of what others have it call: theirs is of another process."""
         self.failures: list[dict[str, Any]] = []
-        self.threads: dict[ProcessThread, None] = {}
+        self.threads: dict[SimulatedThread, None] = {}
         self._head: Any = None
         """What comes first of what is scheduled, at `_head_ns` as long as its machine's clock goes on."""
         self._head_ns = self._head_since_ns = 0

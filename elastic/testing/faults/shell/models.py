@@ -6,11 +6,11 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -153,24 +153,21 @@ class ModelDevice:
         return self.now_ns() < self.held_until_ns
 
 
-class LoadWatch(Protocol):
-    """Watches how a worker's engine gets its weights."""
+class LoadWatch:
+    """Watches how a worker's engine gets its weights; this one is nobody's."""
 
     def pulls(self, source: RelaySource) -> AbstractContextManager[None]:
         """A context: while it lasts, the worker pulls the version that it was told to pull."""
-        ...
+        return nullcontext()
 
     def applied(self, source: RelaySource, bits: bytes) -> None:
         """The worker has put `bits` in force as the version that it was told to pull."""
-        ...
 
     def unsound(self) -> None:
         """The worker has found that its weights have changed by themselves, and pulls them again."""
-        ...
 
     def failed(self, began_ns: Nanoseconds) -> None:
         """A load has failed that began at `began_ns` of the world's time."""
-        ...
 
 
 ELSEWHERE = 5
@@ -409,8 +406,8 @@ class ModelTrainer:
         self,
         stepped: Callable[[Weights], None],
         has: Callable[[int, bytes], None],
-        seen: Callable[[str, GroupSeen], None],
-        mismatch_max: float,
+        seen: Callable[[str, GroupSeen], None] = lambda *_: None,
+        mismatch_max: float = 0.2,
     ) -> None:
         self.metrics: dict[str, float] = {}
         self.unusable: Mapping[str, str] = {}

@@ -35,6 +35,15 @@ class Process:
         if self.callbacks_left is None:
             self.callbacks_left, self.at_its_end = callbacks, then
 
+    def freeze(self, until_ns: Nanoseconds) -> None:
+        """Run nothing of it until then."""
+        self.frozen_until_ns = max(self.frozen_until_ns, until_ns)
+
+    def cut(self) -> None:
+        """Break all its connections."""
+        for transport in list(self.loop.transports):
+            transport.abort()
+
     def step(self) -> None:
         if self.callbacks_left is None:
             self.loop.step()

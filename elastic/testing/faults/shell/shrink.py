@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elastic.testing.faults.failure import WorldFailed
-from elastic.testing.faults.shell.faults import Fault, WorldPlan
+from elastic.testing.faults.kinds import Fault
+from elastic.testing.faults.outcome import WorldFailed
+from elastic.testing.faults.shell.plan import WorldPlan
 from elastic.testing.faults.shell.simulate import simulate
 
 SHRINK_S = 300.0

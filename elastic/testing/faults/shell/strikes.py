@@ -1,19 +1,20 @@
 """Applies each kind of fault to a world."""
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
 from elastic.compose.plan import TRAINER_PROVIDER
-from elastic.core.types import NS_PER_S, EndCause, WorkerRole
+from elastic.core.types import NS_PER_S, EndCause, Nanoseconds, WorkerRole
 from elastic.protocol import wire
 from elastic.protocol.run_control import CapProvider, SetBudget, StopRun
 from elastic.testing.faults.core.lies import KINDS, Liar
-from elastic.testing.faults.shell.faults import LASTING, Fault, FaultKind
+from elastic.testing.faults.kinds import Fault, FaultKind
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import Impostor
+from elastic.testing.faults.shell.network import Weather
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.relay import OF_THE_BYTES, OF_THE_LINK, SILENCE_S, RelayTrouble
 from elastic.testing.faults.shell.strangers import flood
@@ -46,20 +47,27 @@ FOR_EVER_S = 1e6
 
 def strike(world: World, fault: Fault) -> bool:
     """Apply the fault to its target; returns whether there was a target."""
+    until_ns = world.until_ns(fault.duration_s)
+    if _strike_all(world, fault, until_ns):
+        return True
     if fault.kind in _OF_THE_RUN:
         if world.orchestrator is None or world.result is not None:
             return False
-        return _OF_THE_RUN[fault.kind](world, world.orchestrator, fault) is not False
-    if fault.kind in _OF_ALL:
-        _OF_ALL[fault.kind](world, fault)
-        return True
+        return _strike_run(world, world.orchestrator, fault, until_ns)
     picked = _picked(world, fault)
     if picked is None:
         return False
     world.witness.ails(picked.name, fault.duration_s)
     if _trains(picked):
         world.witness.weights_ail(fault.duration_s)
-    return _OF_ONE[fault.kind](world, picked, fault)
+    return _strike_one(world, picked, fault, until_ns)
+
+
+_OF_THE_RUN = frozenset(
+    {FaultKind.COMMAND, FaultKind.KILL_COMMANDED, FaultKind.KILL_ORCHESTRATOR, FaultKind.KILL_BOTH, FaultKind.PORT}
+    | {FaultKind.POWER, FaultKind.STOP, FaultKind.HOLD_UP, FaultKind.SUSPEND}
+)
+_OF_TRAINERS_TOO = frozenset({FaultKind.FREEZE, FaultKind.CUT, FaultKind.STALL, FaultKind.REPEAT, FaultKind.TERMINATE})
 
 
 def _picked(world: World, fault: Fault) -> Process | None:
@@ -77,12 +85,53 @@ def _trains(worker: Process) -> bool:
     return worker.name.startswith(TRAINER_PROVIDER)
 
 
-def _kill(world: World, worker: Process, fault: Fault) -> bool:
-    noticed = fault.chance < 1 / 2 or _trains(worker)
-    callbacks = int(fault.duration_s * CALLBACKS_MAX) % CALLBACKS_MAX
-
-    worker.end_after(callbacks, partial(_end, world, worker, noticed=noticed))
+def _strike_one(world: World, worker: Process, fault: Fault, until_ns: Nanoseconds) -> bool:
+    device, mild = worker.device, fault.chance < 1 / 2
+    match fault.kind:
+        case FaultKind.KILL_WORKER | FaultKind.KILL_TRAINER:
+            noticed = mild or _trains(worker)
+            worker.end_after(_callbacks(fault.duration_s), partial(_end, world, worker, noticed=noticed))
+        case FaultKind.FREEZE:
+            worker.freeze(until_ns)
+            if fault.chance < 1 / 3:
+                worker.loop.machine.suspend(round(fault.duration_s * NS_PER_S))
+        case FaultKind.CUT:
+            worker.cut()
+        case FaultKind.STALL:
+            worker.loop.stall(until_ns)
+        case FaultKind.REPEAT:
+            worker.loop.repeats_until_ns = until_ns
+        case FaultKind.PREEMPT | FaultKind.TAKE:
+            return _take(world, worker, fault)
+        case FaultKind.HANG:
+            device.hangs_until_ns = until_ns
+        case FaultKind.SLOW:
+            device.slow_until_ns, device.slowness = until_ns, 1 + fault.chance * SLOWNESS_MAX
+            world.witness.ails(worker.name, fault.duration_s + device.slowness * world.plan.token_s)
+        case FaultKind.FAIL:
+            device.fails, device.fails_after_s = RuntimeError if mild else TimeoutError, fault.duration_s
+            world.witness.ails(worker.name, FOR_EVER_S)
+        case FaultKind.ROT:
+            device.rots = True
+        case FaultKind.TERMINATE:
+            handler = worker.loop.signal_handlers.get(signal.SIGTERM)
+            if handler is None:
+                return False
+            worker.loop.call_soon(handler)
+        case FaultKind.DECLINE:
+            device.held_until_ns, device.honest = until_ns, mild
+        case FaultKind.LIE:
+            return _lie(world, worker)
+        case FaultKind.IMPOSTOR:
+            device.serves = list(Impostor)[int(fault.chance * len(Impostor))]
+            world.witness.impostor(worker.name)
+        case _:
+            return _last(world, worker, fault)
     return True
+
+
+def _callbacks(share: float) -> int:
+    return int(share * CALLBACKS_MAX) % CALLBACKS_MAX
 
 
 def _end(world: World, worker: Process, *, noticed: bool) -> None:
@@ -92,84 +141,18 @@ def _end(world: World, worker: Process, *, noticed: bool) -> None:
     world.kill(worker, noticed=noticed)
 
 
-def _freeze(world: World, worker: Process, fault: Fault) -> bool:
-    worker.frozen_until_ns = max(worker.frozen_until_ns, world.until_ns(fault.duration_s))
-    if fault.chance < 1 / 3:
-        worker.loop.machine.suspend(round(fault.duration_s * NS_PER_S))
-    return True
-
-
-def _cut(world: World, worker: Process, fault: Fault) -> bool:
-    for transport in list(worker.loop.transports):
-        transport.abort()
-    return True
-
-
-def _stall(world: World, worker: Process, fault: Fault) -> bool:
-    worker.loop.stall(world.until_ns(fault.duration_s))
-    return True
-
-
-def _repeat(world: World, worker: Process, fault: Fault) -> bool:
-    worker.loop.repeats_until_ns = world.until_ns(fault.duration_s)
-    return True
-
-
-def _preempt(world: World, worker: Process, fault: Fault) -> bool:
-    for cloud in world.clouds.values():
-        if (lease := cloud.lease_of(worker.name)) is not None:
-            cloud.warn(lease, fault.duration_s)
-            return True
-    return False
-
-
 def _take(world: World, worker: Process, fault: Fault) -> bool:
     for cloud in world.clouds.values():
         if (lease := cloud.lease_of(worker.name)) is not None:
-            cloud.end(lease, EndCause.PREEMPTED)
+            if fault.kind is FaultKind.TAKE:
+                cloud.end(lease, EndCause.PREEMPTED)
+            else:
+                cloud.warn(lease, fault.duration_s)
             return True
     return False
 
 
-def _hang(world: World, worker: Process, fault: Fault) -> bool:
-    worker.device.hangs_until_ns = world.until_ns(fault.duration_s)
-    return True
-
-
-def _slow(world: World, worker: Process, fault: Fault) -> bool:
-    worker.device.slow_until_ns = world.until_ns(fault.duration_s)
-    worker.device.slowness = 1 + fault.chance * SLOWNESS_MAX
-    world.witness.ails(worker.name, fault.duration_s + worker.device.slowness * world.plan.token_s)
-    return True
-
-
-def _fail(world: World, worker: Process, fault: Fault) -> bool:
-    worker.device.fails = RuntimeError if fault.chance < 1 / 2 else TimeoutError
-    worker.device.fails_after_s = fault.duration_s
-    world.witness.ails(worker.name, FOR_EVER_S)
-    return True
-
-
-def _rot(world: World, worker: Process, fault: Fault) -> bool:
-    worker.device.rots = True
-    return True
-
-
-def _terminate(world: World, worker: Process, fault: Fault) -> bool:
-    handler = worker.loop.signal_handlers.get(signal.SIGTERM)
-    if handler is None:
-        return False
-    worker.loop.call_soon(handler)
-    return True
-
-
-def _decline(world: World, worker: Process, fault: Fault) -> bool:
-    worker.device.held_until_ns = world.until_ns(fault.duration_s)
-    worker.device.honest = fault.chance < 1 / 2
-    return True
-
-
-def _lie(world: World, worker: Process, fault: Fault) -> bool:
+def _lie(world: World, worker: Process) -> bool:
     """Let the worker send frames that no truthful worker sends, between its own."""
     core = world.witness.core
     if core is None or not worker.loop.transports:
@@ -180,12 +163,6 @@ def _lie(world: World, worker: Process, fault: Fault) -> bool:
         for _ in range(world.chance.randint(1, LIES)):
             body = liar.frame(world.chance.choice(KINDS))
             transport.write(len(body).to_bytes(4, "big") + body)
-    return True
-
-
-def _impersonate(world: World, worker: Process, fault: Fault) -> bool:
-    worker.device.serves = list(Impostor)[int(fault.chance * len(Impostor))]
-    world.witness.impostor(worker.name)
     return True
 
 
@@ -203,66 +180,84 @@ def _last(world: World, worker: Process, fault: Fault) -> bool:
             token_s = NEARLY_LATE * world.config.scheduler.turn_stall_timeout_s
             worker.device.brings_every = round(token_s / world.plan.token_s)
         case FaultKind.SPAM:
-            worker.loop.call_soon(_spam, worker)
+            worker.loop.call_soon(_again_and_again, worker, _spam, SPAM_S)
         case _:
-            worker.loop.call_soon(_flap, worker)
+            worker.loop.call_soon(_again_and_again, worker, Process.cut, FLAP_S)
     world.witness.lies_on(worker.name)
     return True
+
+
+def _again_and_again(worker: Process, act: Callable[[Process], None], pause_s: float) -> None:
+    act(worker)
+    if not worker.main.done():
+        worker.loop.call_later(pause_s, _again_and_again, worker, act, pause_s)
 
 
 def _spam(worker: Process) -> None:
     for transport in list(worker.loop.transports):
         for progress in range(SPAM):
             transport.write(wire.encode(wire.Heartbeat(1, 0, 0, progress, {}, 0, 0.0, 0, 0)))
-    if not worker.main.done():
-        worker.loop.call_later(SPAM_S, _spam, worker)
 
 
-def _flap(worker: Process) -> None:
-    for transport in list(worker.loop.transports):
-        transport.abort()
-    if not worker.main.done():
-        worker.loop.call_later(FLAP_S, _flap, worker)
+def _strike_run(world: World, orchestrator: Process, fault: Fault, until_ns: Nanoseconds) -> bool:
+    crash = partial(world.crash_orchestrator, fault.duration_s)
+    match fault.kind:
+        case FaultKind.KILL_ORCHESTRATOR | FaultKind.KILL_BOTH:
+            if fault.kind is FaultKind.KILL_BOTH:
+                _end_trainers(world)
+            orchestrator.end_after(_callbacks(fault.target), crash)
+        case FaultKind.PORT:
+            # Its workers dial in vain, and leave.
+            if world.address:
+                world.network.take(world.address)
+                for worker in world.workers():
+                    world.witness.doomed(worker.name)
+            crash()
+            world.witness.all_ail(fault.duration_s + world.config.resume_timeout_s + ORCHESTRATOR_TIMEOUT_S)
+        case FaultKind.POWER:
+            if fault.chance < 1 / 3:
+                _end_trainers(world)
+            crash()
+            world.disk.lose_power()
+            world.machine.reboot()
+            world.witness.held.clear()
+        case FaultKind.STOP:
+            return _stop(world, fault)
+        case FaultKind.COMMAND:
+            return _command(world, fault)
+        case FaultKind.KILL_COMMANDED:
+            # While it receives a command, commits it, or just after it has acknowledged it.
+            command = _stop_now if fault.target < 1 / 4 else _command
+            if not command(world, msgspec.structs.replace(fault, chance=fault.chance / 2)):
+                return False
+            orchestrator.end_after(_callbacks(fault.duration_s), crash)
+        case FaultKind.HOLD_UP:
+            # This excuses no fence, since no worker was silent; it may excuse lost connections.
+            world.witness.connections_ail(fault.duration_s)
+            world.witness.weights_ail(fault.duration_s)
+            world.witness.lags(2 * fault.duration_s)
+            orchestrator.freeze(until_ns)
+        case _:
+            _suspend(world, fault)
+    return True
 
 
-def _kill_orchestrator(world: World, orchestrator: Process, fault: Fault) -> None:
-    callbacks = int(fault.target * CALLBACKS_MAX)
-    orchestrator.end_after(callbacks, partial(world.crash_orchestrator, fault.duration_s))
-
-
-def _kill_both(world: World, orchestrator: Process, fault: Fault) -> None:
+def _end_trainers(world: World) -> None:
     for worker in filter(_trains, world.workers()):
         _end(world, worker, noticed=True)
-    _kill_orchestrator(world, orchestrator, fault)
 
 
-def _take_port(world: World, orchestrator: Process, fault: Fault) -> None:
-    """Kill the orchestrator and give its port away. Its workers dial in vain, and leave."""
-    if world.address:
-        world.network.take(world.address)
-        for worker in world.workers():
-            world.witness.doomed(worker.name)
-    world.crash_orchestrator(fault.duration_s)
-    world.witness.all_ail(fault.duration_s + world.config.resume_timeout_s + ORCHESTRATOR_TIMEOUT_S)
-
-
-def _lose_power(world: World, orchestrator: Process, fault: Fault) -> None:
-    if fault.chance < 1 / 3:
-        for worker in filter(_trains, world.workers()):
-            _end(world, worker, noticed=True)
-    world.crash_orchestrator(fault.duration_s)
-    world.disk.lose_power()
-    world.machine.reboot()
-    world.witness.held.clear()
-
-
-def _stop(world: World, orchestrator: Process, fault: Fault) -> bool:
+def _stop(world: World, fault: Fault) -> bool:
     """Stop the run: at once, or while its trainer next takes a step."""
-    if fault.target < AT_A_STEP:
-        now = msgspec.structs.replace(fault, target=1.0)
-        delay_s = fault.target / AT_A_STEP * STEP_S
-        world.witness.at_steps.append(lambda: world.after(delay_s, lambda: world.befalls(now, strike(world, now))))
-        return False
+    if fault.target >= AT_A_STEP:
+        return _stop_now(world, fault)
+    now = msgspec.structs.replace(fault, target=1.0)
+    delay_s = fault.target / AT_A_STEP * STEP_S
+    world.witness.at_steps.append(lambda: world.after(delay_s, lambda: world.stage.befalls(now, strike(world, now))))
+    return False
+
+
+def _stop_now(world: World, fault: Fault) -> bool:
     if fault.chance < 1 / 2:
         return world.command(lambda name: StopRun(id=name, reason=STOPPED))
     if world.shell is not None:
@@ -270,7 +265,7 @@ def _stop(world: World, orchestrator: Process, fault: Fault) -> bool:
     return world.shell is not None
 
 
-def _command(world: World, orchestrator: Process, fault: Fault) -> bool:
+def _command(world: World, fault: Fault) -> bool:
     usd = fault.duration_s * ENOUGH_USD if fault.target < 3 / 4 else None
     gpus = int(fault.target * (world.plan.places + 1)) if fault.chance < LIMITED else None
     if fault.chance < 1 / 3:
@@ -278,26 +273,8 @@ def _command(world: World, orchestrator: Process, fault: Fault) -> bool:
     return world.command(lambda name: CapProvider(id=name, provider=ELASTIC, gpus=gpus))
 
 
-def _kill_commanded(world: World, orchestrator: Process, fault: Fault) -> bool:
-    """Kill the orchestrator while it receives a command, commits it, or just after it has acknowledged it."""
-    command = _stop if fault.target < 1 / 4 else _command
-    if not command(world, orchestrator, msgspec.structs.replace(fault, chance=fault.chance / 2)):
-        return False
-    callbacks = int(fault.duration_s * CALLBACKS_MAX) % CALLBACKS_MAX
-    orchestrator.end_after(callbacks, partial(world.crash_orchestrator, fault.duration_s))
-    return True
-
-
-def _hold_up(world: World, orchestrator: Process, fault: Fault) -> None:
-    """Hold up the orchestrator. This excuses no fence, since no worker was silent; it may excuse lost connections."""
-    world.witness.connections_ail(fault.duration_s)
-    world.witness.weights_ail(fault.duration_s)
-    world.witness.lags(2 * fault.duration_s)
-    orchestrator.frozen_until_ns = world.until_ns(fault.duration_s)
-
-
-def _suspend(world: World, orchestrator: Process, fault: Fault) -> None:
-    """Suspend the orchestrator's machine. As with `_hold_up`; only workers elsewhere may give it up."""
+def _suspend(world: World, fault: Fault) -> None:
+    """Suspend the orchestrator's machine. As with `HOLD_UP`; only workers elsewhere may give it up."""
     duration_s = fault.duration_s + (LONG_SUSPENSION_S if fault.chance < 1 / 4 else 0.0)
     world.witness.connections_ail(duration_s)
     world.witness.weights_ail(duration_s)
@@ -310,9 +287,48 @@ def _suspend(world: World, orchestrator: Process, fault: Fault) -> None:
         machine.suspend(round(duration_s * NS_PER_S))
 
 
-def _weather(world: World, fault: Fault) -> None:
-    was_bad = world.network.weather.bad
-    world.network.weather = fault.weather()
+def _strike_all(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
+    """Apply a fault that has no one target; returns whether it is one."""
+    match fault.kind:
+        case FaultKind.WEATHER:
+            _change_weather(world, fault)
+        case FaultKind.FLOOD:
+            _flood(world, fault)
+        case FaultKind.DESCRIPTORS:
+            # The orchestrator's machine has none, or some workers'.
+            world.witness.all_ail(fault.duration_s)
+            machines = [worker.loop.machine for worker in world.workers() if world.chance.random() < fault.chance]
+            for machine in machines if fault.target < 1 / 2 else [world.machine]:
+                machine.no_descriptors_until_ns = until_ns
+        case FaultKind.RELAY:
+            trouble = OF_THE_LINK[int(fault.chance * len(OF_THE_LINK))]
+            # A request at the end of a silence waits for its answer that long.
+            world.witness.all_ail(fault.duration_s + (SILENCE_S if trouble is RelayTrouble.SILENT else 0.0))
+            world.relay.ails(trouble, fault.duration_s)
+        case FaultKind.TAMPER:
+            world.witness.all_ail(fault.duration_s)
+            world.relay.ails(OF_THE_BYTES[int(fault.chance * len(OF_THE_BYTES))], fault.duration_s)
+        case FaultKind.STILLBORN:
+            _stillborn(world, fault)
+        case FaultKind.CALENDAR:
+            world.machine.ahead_ns += round((fault.chance - 1 / 2) * LEAP_S * NS_PER_S)
+        case FaultKind.SLOW_DISK:
+            world.disk.slow_until_ns, world.disk.slow_s = until_ns, fault.chance * SLOW_COMMIT_S
+        case FaultKind.FULL_DISK:
+            world.disk.full_until_ns = until_ns
+        case FaultKind.ENVIRONMENT:
+            world.environments_down_until_ns = until_ns
+        case FaultKind.FUNCTIONS:
+            world.functions_down_until_ns = until_ns
+        case _:
+            return False
+    return True
+
+
+def _change_weather(world: World, fault: Fault) -> None:
+    was_bad, bad = world.network.weather.bad, fault.chance
+    split, slow_s = fault.target / 2, 2.5 * fault.target
+    world.network.weather = Weather(split=split, slow=bad / 50, slow_s=slow_s, refused=bad / 4)
     if was_bad or world.network.weather.bad:
         following = [f.at_s for f in world.plan.faults if f.kind is FaultKind.WEATHER and f.at_s > fault.at_s]
         world.witness.all_ail(min(following, default=fault.at_s + FOR_EVER_S) - fault.at_s)
@@ -324,27 +340,7 @@ def _flood(world: World, fault: Fault) -> None:
     silent = fault.target < 1 / 2
     coming = partial(flood, world.chance, count, world.address, world.config.run.name, target, silent)
     if world.address:
-        world.begin("strangers", Machine(world.clock), coming)
-
-
-def _descriptors(world: World, fault: Fault) -> None:
-    """Exhaust the descriptors of the orchestrator's machine, or of some workers'."""
-    world.witness.all_ail(fault.duration_s)
-    machines = [worker.loop.machine for worker in world.workers() if world.chance.random() < fault.chance]
-    for machine in machines if fault.target < 1 / 2 else [world.machine]:
-        machine.no_descriptors_until_ns = world.until_ns(fault.duration_s)
-
-
-def _relay(world: World, fault: Fault) -> None:
-    trouble = OF_THE_LINK[int(fault.chance * len(OF_THE_LINK))]
-    # A request at the end of a silence waits for its answer that long.
-    world.witness.all_ail(fault.duration_s + (SILENCE_S if trouble is RelayTrouble.SILENT else 0.0))
-    world.relay.ails(trouble, fault.duration_s)
-
-
-def _tamper(world: World, fault: Fault) -> None:
-    world.witness.all_ail(fault.duration_s)
-    world.relay.ails(OF_THE_BYTES[int(fault.chance * len(OF_THE_BYTES))], fault.duration_s)
+        world.begin_process("strangers", Machine(world.clock), coming)
 
 
 def _stillborn(world: World, fault: Fault) -> None:
@@ -356,70 +352,3 @@ def _stillborn(world: World, fault: Fault) -> None:
         world.witness.weights_ail(STILLBORN_S + fault.duration_s)
     for lease in [*cloud.leases][:1]:
         cloud.end(lease, EndCause.PREEMPTED)
-
-
-def _calendar(world: World, fault: Fault) -> None:
-    world.machine.ahead_ns += round((fault.chance - 1 / 2) * LEAP_S * NS_PER_S)
-
-
-def _slow_disk(world: World, fault: Fault) -> None:
-    world.disk.slow_until_ns = world.until_ns(fault.duration_s)
-    world.disk.slow_s = fault.chance * SLOW_COMMIT_S
-
-
-def _full_disk(world: World, fault: Fault) -> None:
-    world.disk.full_until_ns = world.until_ns(fault.duration_s)
-
-
-def _environment(world: World, fault: Fault) -> None:
-    world.environments_down_until_ns = world.until_ns(fault.duration_s)
-
-
-def _functions(world: World, fault: Fault) -> None:
-    world.functions_down_until_ns = world.until_ns(fault.duration_s)
-
-
-_OF_TRAINERS_TOO = frozenset({FaultKind.FREEZE, FaultKind.CUT, FaultKind.STALL, FaultKind.REPEAT, FaultKind.TERMINATE})
-_OF_ONE: Mapping[FaultKind, Callable[[World, Process, Fault], bool]] = {
-    FaultKind.KILL_WORKER: _kill,
-    FaultKind.KILL_TRAINER: _kill,
-    FaultKind.FREEZE: _freeze,
-    FaultKind.CUT: _cut,
-    FaultKind.STALL: _stall,
-    FaultKind.REPEAT: _repeat,
-    FaultKind.PREEMPT: _preempt,
-    FaultKind.TAKE: _take,
-    FaultKind.HANG: _hang,
-    FaultKind.SLOW: _slow,
-    FaultKind.FAIL: _fail,
-    FaultKind.ROT: _rot,
-    FaultKind.TERMINATE: _terminate,
-    FaultKind.DECLINE: _decline,
-    FaultKind.LIE: _lie,
-    **dict.fromkeys(LASTING, _last),
-    FaultKind.IMPOSTOR: _impersonate,
-}
-_OF_THE_RUN: Mapping[FaultKind, Callable[[World, Process, Fault], bool | None]] = {
-    FaultKind.COMMAND: _command,
-    FaultKind.KILL_COMMANDED: _kill_commanded,
-    FaultKind.KILL_ORCHESTRATOR: _kill_orchestrator,
-    FaultKind.KILL_BOTH: _kill_both,
-    FaultKind.PORT: _take_port,
-    FaultKind.POWER: _lose_power,
-    FaultKind.STOP: _stop,
-    FaultKind.HOLD_UP: _hold_up,
-    FaultKind.SUSPEND: _suspend,
-}
-_OF_ALL: Mapping[FaultKind, Callable[[World, Fault], None]] = {
-    FaultKind.WEATHER: _weather,
-    FaultKind.FLOOD: _flood,
-    FaultKind.DESCRIPTORS: _descriptors,
-    FaultKind.RELAY: _relay,
-    FaultKind.TAMPER: _tamper,
-    FaultKind.STILLBORN: _stillborn,
-    FaultKind.CALENDAR: _calendar,
-    FaultKind.SLOW_DISK: _slow_disk,
-    FaultKind.FULL_DISK: _full_disk,
-    FaultKind.ENVIRONMENT: _environment,
-    FaultKind.FUNCTIONS: _functions,
-}

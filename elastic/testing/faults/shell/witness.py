@@ -103,10 +103,10 @@ class Held(NamedTuple):
 class Witness:
     """Watches one `core` at a time. Violations are collected in `found`, even if the process that caused them dies."""
 
-    def __init__(self, now_ns: Callable[[], Nanoseconds], chance: Random) -> None:
+    def __init__(self, now_ns: Callable[[], Nanoseconds], chance: Random, found: list[AssertionError]) -> None:
         self.core: Scheduler | None = None
         self.events = 0
-        self.found: list[AssertionError] = []
+        self.found = found
         self.at_steps: list[Callable[[], object]] = []
         """Called, and forgotten, when a core next has its trainer take a step."""
         self._now_ns = now_ns

@@ -1,27 +1,21 @@
-"""A world: production processes, a clock, and faults. It lives until its run has ended, and then judges the run."""
+"""A run's world: its orchestrator, workers and trainer, as production code among models."""
 
-import asyncio
 import contextlib
 import hashlib
-import heapq
-import itertools
-import shutil
-import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
-import structlog
 
 from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
 from elastic.compose.plan import TRAINER_PROVIDER, resolve
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config, validate
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId, WorkerRole
+from elastic.core.types import Nanoseconds, WorkerId, WorkerRole
 from elastic.pool.client import PoolClient
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint
@@ -30,14 +24,16 @@ from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.ticket_store import TicketBook
 from elastic.runtime.journal import RUNNING, JournalError, RunDirectory, SqliteJournal
 from elastic.runtime.orchestrator import Orchestrator, Wiring
-from elastic.testing.faults.shell.answers import governs, intervals
+from elastic.testing.faults.kinds import FaultKind
+from elastic.testing.faults.outcome import Lived
+from elastic.testing.faults.shell.answers import intervals
 from elastic.testing.faults.shell.cloud import Cloud, CloudProvider
 from elastic.testing.faults.shell.disk import Disk
-from elastic.testing.faults.shell.faults import Fault, FaultKind, WorldPlan
-from elastic.testing.faults.shell.loops import Machine, WorldClock
+from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import (
     VOCABULARY,
     GroupSeen,
+    LoadWatch,
     Mishap,
     ModelDevice,
     ModelEngine,
@@ -47,9 +43,11 @@ from elastic.testing.faults.shell.models import (
     NoSettings,
     Weights,
 )
-from elastic.testing.faults.shell.network import Network, NetworkLoop
+from elastic.testing.faults.shell.network import NetworkLoop
+from elastic.testing.faults.shell.plan import WorldPlan
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.relay import RelayStore
+from elastic.testing.faults.shell.stage import Stage
 from elastic.testing.faults.shell.threads import loop_here
 from elastic.testing.faults.shell.witness import CANNOT_START, Witness
 from elastic.weights.rights import RelayRights
@@ -65,6 +63,8 @@ from providers.markets import JoinedSettings
 from providers.pool import JobContext
 from providers.waiting_room import WaitingRoom
 
+EngineT = TypeVar("EngineT", bound=ModelEngine)
+
 RUN = "run"
 ADDRESS = "10.0.0.1"
 """The orchestrator's address for other machines."""
@@ -78,9 +78,6 @@ PULL_TIMEOUT_S = 10.0
 LIVENESS_S = 240.0
 """Time for the run to end after the last fault, if turns are short."""
 TURNS_MAX = 4
-STEPS_MAX = 3_000_000
-WORK_NS = 2_000
-"""Shortest time of a process's step: no work is instantaneous."""
 STOPPED = "somebody had it stop"
 """The reason of a stop after which a user resumes the run."""
 OUT_OF_STEP = "out of step with the journal"
@@ -94,17 +91,6 @@ NO_DESCRIPTORS = "no file descriptor was left"
 """The reason of a run that cannot read its journal for lack of descriptors."""
 BEGIN_AGAIN_S = 1.0
 """Time after which a user resumes a run that ended for lack of disk or descriptors, or of a trainer."""
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a world. `history` hashes everything that its run's incarnations have journaled."""
-
-    seed: int
-    ended_s: float
-    events: int
-    incarnations: int
-    faults: int
-    history: str
 
 
 def config_of(plan: WorldPlan) -> Config:
@@ -170,18 +156,16 @@ def config_of(plan: WorldPlan) -> Config:
 
 
 class World:
-    """`tell` gets what the world's processes log, and its faults. A world `beside` another one shares its clock,
-    network and processes."""
+    """A run of the production shell, among the processes of a stage."""
 
-    def __init__(
-        self, plan: WorldPlan, tell: Callable[[str], None] | None = None, beside: "World | None" = None
-    ) -> None:
-        self.plan = plan
-        self._tell = tell
-        self.clock = WorldClock() if beside is None else beside.clock
+    name = ""
+
+    def __init__(self, plan: WorldPlan, stage: Stage) -> None:
+        self.plan, self.stage = plan, stage
+        self.clock, self.network = stage.clock, stage.network
+        self.after, self.until_ns, self.begin_process = stage.after, stage.until_ns, stage.begin_process
         self.chance = Random(f"{plan.seed}/world")
-        self.network = Network(Random(f"{plan.seed}/network")) if beside is None else beside.network
-        self.witness = Witness(lambda: self.clock.now_ns, Random(f"{plan.seed}/witness"))
+        self.witness = Witness(lambda: self.clock.now_ns, Random(f"{plan.seed}/witness"), stage.found)
         self.network.dialled = self._dialled
         self.disk = Disk(
             Random(f"{plan.seed}/disk"),
@@ -191,7 +175,6 @@ class World:
         self.machine = Machine(self.clock)
         """The orchestrator's."""
         self.machine.connect = self.disk.connect
-        self.processes: list[Process] = [] if beside is None else beside.processes
         self.weights = Weights()
         self.seen: dict[str, GroupSeen] = {}
         """What the trainer has made of each group, as it was last given that."""
@@ -213,13 +196,9 @@ class World:
         self.relay.asked = lambda url: self.witness.asks(loop_here(), url)
         self.network.serve_http = self.relay.transport
         self.environments_down_until_ns = self.functions_down_until_ns = 0
-        self.alive: list[Process] = [] if beside is None else beside.alive
-        self._struck = 0
         self._relay_port = RELAY_PORT
-        self._numbers = itertools.count() if beside is None else beside._numbers
         self._weights_of: dict[tuple[str, int], bytes] = {}
         """The bits that a trainer's process, known by its key, has as a version."""
-        self._later: list[tuple[Nanoseconds, int, Callable[[], None]]] = [] if beside is None else beside._later
         self._workers: dict[WorkerId, Process] = {}
         self._hosts: dict[WorkerId, TrainerHost] = {}
         """The trainers' that have weights, by their workers."""
@@ -227,9 +206,8 @@ class World:
         """Trainers that have been told of a relay, and hear of no other one before their engine is built."""
         self._machines: dict[str, Process] = {}
         """Those that come by themselves, by their tickets."""
-        self.directory = Path(tempfile.mkdtemp(prefix="elastic-chaos-", dir=_memory()))
-        self.run = RunDirectory(self.directory / RUN)
-        self.run.path.mkdir()
+        self.run = RunDirectory(stage.directory / self.name / RUN)
+        self.run.path.mkdir(parents=True)
         self._tickets = _Tickets(self.run.path, self._spent)
         self.config = self._configured()
         self.providers = [ELASTIC, JOINED] if plan.machines else [ELASTIC]
@@ -248,101 +226,24 @@ class World:
         """A context: the connection to the pool of which the run is a job."""
         return contextlib.nullcontext()
 
-    # Time
+    # The world's life
 
-    def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Schedule an action of the world itself, in no process."""
-        when_ns = self.clock.now_ns + round(delay_s * NS_PER_S)
-        heapq.heappush(self._later, (when_ns, next(self._numbers), action))
+    def begin(self) -> None:
+        self.begin_orchestrator()
+        for _ in range(self.plan.machines):
+            self.after(self.chance.uniform(0, 5), self._join)
 
-    def until_ns(self, duration_s: float) -> Nanoseconds:
-        return self.clock.now_ns + round(duration_s * NS_PER_S)
-
-    @contextlib.contextmanager
-    def begins(self) -> Iterator[None]:
-        """A context: production code gets this world's answers, and everything is taken apart at its end."""
-        with governs(self.clock, self.network, f"{self.plan.seed}/code"), self.logged():
-            try:
-                self.begin_orchestrator()
-                for _ in range(self.plan.machines):
-                    self.after(self.chance.uniform(0, 5), self._join)
-                yield
-            finally:
-                self.bury()
-                shutil.rmtree(self.directory, ignore_errors=True)
-
-    def befalls(self, fault: Fault, done: bool) -> None:
-        """Record that a fault has come, and whether it was `done` to a target."""
-        self._struck += done
-        if done and self._tell is not None:
-            self._tell(f"{self.clock.now_ns / NS_PER_S:9.3f} *** {fault}")
-
-    @contextlib.contextmanager
-    def logged(self) -> Iterator[None]:
-        def process(_: Any, level: str, event: MutableMapping[str, Any]) -> Any:
-            if self._tell is not None:
-                what = event.pop("event")
-                told = " ".join(f"{key}={value}" for key, value in event.items())
-                self._tell(f"{self.clock.now_ns / NS_PER_S:9.3f} {level} {what} {told}")
-            raise structlog.DropEvent
-
-        former = structlog.get_config()
-        structlog.configure(processors=[process])
-        try:
-            yield
-        finally:
-            structlog.configure(**former)
-
-    def go_on(self) -> None:
-        """Run until the run has ended and no process is left. Raises `AssertionError` if that takes much too long."""
+    @property
+    def limit_s(self) -> float:
         plan = self.plan
         turns = plan.steps * plan.groups * TURNS_MAX
-        until_s = plan.end_s + LIVENESS_S + 4 * turns * plan.max_tokens * plan.token_s
-        for _ in range(STEPS_MAX):
-            if self.result is not None and not self.alive:
-                return
-            if not self._step(until_s * NS_PER_S):
-                break
-        alive = [process.name for process in self.alive]
-        raise AssertionError(f"no end: result {self.result!r}, alive {alive}")
+        return plan.end_s + LIVENESS_S + 4 * turns * plan.max_tokens * plan.token_s
 
-    def _step(self, until_ns: float) -> bool:
-        """Take the next step, in whichever process it is."""
-        chosen, goes_on = self.next_process(until_ns)
-        if chosen is not None:
-            chosen.step()
-            self.clock.now_ns += WORK_NS
-            self._look_at(chosen)
-        return goes_on
+    def is_over(self) -> bool:
+        return self.result is not None
 
-    def next_process(self, until_ns: float) -> tuple[Process | None, bool]:
-        """Return the process that is due next, and whether anything was; carry out an action of the world's own."""
-        now_ns = self.clock.now_ns
-        due_ns: float = self._later[0][0] if self._later else until_ns + 1
-        chosen: Process | None = None
-        for process in self.alive:
-            next_ns = process.loop.next_ns()
-            if next_ns is not None:
-                if next_ns < process.frozen_until_ns:
-                    next_ns = process.frozen_until_ns
-                if next_ns < due_ns:
-                    due_ns, chosen = next_ns, process
-                    if next_ns <= now_ns:
-                        break
-        if due_ns > until_ns:
-            return None, False
-        self.clock.now_ns = max(now_ns, int(due_ns))
-        if chosen is None:
-            heapq.heappop(self._later)[2]()
-        return chosen, True
-
-    def _look_at(self, process: Process) -> None:
-        if self.witness.found:
-            raise self.witness.found[0]
-        if process.loop.failures:
-            raise AssertionError(f"{process.name}: {process.loop.failures[0]}")
-        if process.alive and process.main.done():
-            self._ended(process)
+    def standing(self) -> str:
+        return f"result {self.result!r}"
 
     # Processes
 
@@ -353,28 +254,13 @@ class World:
     def workers(self) -> list[Process]:
         """Return the run's workers, with the trainer's, and machines that are about to join."""
         machines = self._machines.values()
-        return [process for process in self.alive if process.name in self._workers or process in machines]
-
-    def begin(
-        self,
-        name: str,
-        machine: Machine,
-        work: Callable[[], Coroutine[Any, Any, Any]],
-        device: ModelDevice | None = None,
-    ) -> Process:
-        process = Process(
-            name, NetworkLoop(self.clock, machine, self.network), work, device or ModelDevice(lambda: self.clock.now_ns)
-        )
-        self.processes.append(process)
-        self.alive.append(process)
-        return process
+        return [process for process in self.stage.alive if process.name in self._workers or process in machines]
 
     def kill(self, process: Process, *, noticed: bool) -> None:
         """Kill a process. If `noticed`, its peers are told; its provider learns of it sooner or later."""
         if not process.alive:
             return
-        process.loop.kill(noticed)
-        self.alive.remove(process)
+        self.stage.kill(process, noticed=noticed)
         for cloud in self.clouds.values():
             cloud.exited(process.name)
         if process in self._machines.values():
@@ -385,7 +271,7 @@ class World:
         orchestrator, shell = self.orchestrator, self.shell
         if orchestrator is None or shell is None or not self.address:
             return False
-        request = make(f"command-{next(self._numbers)}")
+        request = make(f"command-{next(self.stage.numbers)}")
 
         async def ask() -> None:
             for _ in range(COMMANDED):
@@ -397,7 +283,7 @@ class World:
 
     def begin_orchestrator(self) -> None:
         self.incarnations += 1
-        self.orchestrator = self.begin(f"orchestrator {self.incarnations}", self.machine, self._orchestrate)
+        self.orchestrator = self.begin_process(f"orchestrator {self.incarnations}", self.machine, self._orchestrate)
 
     def crash_orchestrator(self, down_s: float) -> None:
         """Kill the orchestrator and start another one after a while."""
@@ -586,13 +472,11 @@ class World:
 
     def _begin_worker(self, name: str, bought: Ticket, trains: bool) -> Process:
         """Start a worker of a provider. Its device is shared with the owner if the provider lends it."""
-        plan, device = self.plan, ModelDevice(lambda: self.clock.now_ns)
-        machine = Machine(self.clock, 1 + self.chance.uniform(-plan.drift, plan.drift))
+        machine = Machine(self.clock, 1 + self.chance.uniform(-self.plan.drift, self.plan.drift))
+        device = ModelDevice(lambda: self.clock.now_ns)
 
         def engine(_: wire.Welcome) -> ModelEngine:
-            self._building.pop(name, None)
-            watch = WorkerWatch(self, process)
-            return ModelEngine(machine.monotonic_ns, device, plan.max_batch, plan.max_pending, plan.token_s, watch)
+            return self._engine(process, ModelEngine)
 
         async def work() -> AgentExit:
             accounts = DeviceAccounts(machine.monotonic_ns())
@@ -604,19 +488,32 @@ class World:
 
         if self.network.is_taken(bought.endpoint.address):
             self.witness.doomed(name)
-        process = self.begin(name, machine, work, device)
+        process = self.begin_process(name, machine, work, device)
         return process
 
-    def _trainer_host(self, worker: WorkerId, engine: BuildEngine) -> TrainerHost:
+    def _engine(self, process: Process, make: Callable[..., EngineT]) -> EngineT:
+        """Make the engine of a process, which knows its orchestrator's relay from now on."""
+        self._building.pop(process.name, None)
+        sizes = self.plan.max_batch, self.plan.max_pending, self.plan.token_s
+        return make(process.loop.machine.monotonic_ns, process.device, *sizes, WorkerWatch(self, process))
+
+    def _trainer_host(
+        self,
+        worker: WorkerId,
+        engine: BuildEngine,
+        make: Callable[..., ModelTrainer] = ModelTrainer,
+        shares_device: bool = False,
+    ) -> TrainerHost:
         def has(version: int, bits: bytes) -> None:
             self._hosts[worker] = host
             self._weights_of[host.publisher, version] = bits
 
         def trainer(config: Config, device: str) -> ModelTrainer:
             self._building[worker] = None
-            return ModelTrainer(self._learnt, has, self.seen.__setitem__, self.config.trainer.mismatch_max)
+            return make(self._learnt, has, self.seen.__setitem__, self.config.trainer.mismatch_max)
 
-        host = TrainerHost(self.config, self.run.path, True, trainer, engine, request_poll_s=max(1.0, self.rare_s))
+        poll_s = max(1.0, self.rare_s)
+        host = TrainerHost(self.config, self.run.path, True, trainer, engine, shares_device, poll_s)
         return host
 
     def _learnt(self, weights: Weights) -> None:
@@ -631,10 +528,9 @@ class World:
         process = self._workers.get(worker)
         if process is not None and process.alive:
             self.witness.ails(worker)
-            process.loop.kill(noticed=True)
-            self.alive.remove(process)
+            self.stage.kill(process, noticed=True)
 
-    def _ended(self, process: Process) -> None:
+    def ended(self, process: Process) -> None:
         """Note that a process has ended by itself."""
         self.kill(process, noticed=True)
         if process.name in self._workers:
@@ -667,38 +563,27 @@ class World:
 
     # The end
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Lived:
         history, events = hashlib.blake2b(digest_size=16), 0
         with self.run.journals() as journals:
             for journal in journals:
                 for t_ns, event in journal.events():
                     history.update(msgspec.msgpack.encode((t_ns, event)))
                     events += 1
-        return Outcome(
-            seed=self.plan.seed,
-            ended_s=self.clock.now_ns / NS_PER_S,
-            events=events,
-            incarnations=self.incarnations,
-            faults=self._struck,
-            history=history.hexdigest(),
+        return Lived(
+            events=events, faults=self.stage.struck, history=history.hexdigest(), incarnations=self.incarnations
         )
 
-    def bury(self) -> None:
-        """Take killed processes apart, now that nothing in their `finally` blocks can matter."""
-        for process in self.processes:
-            process.loop.alive = False
-            for task in asyncio.all_tasks(process.loop):
-                task.cancel()
-            process.loop.bury()
 
-
-class WorkerWatch:
-    """`elastic.testing.faults.shell.models.LoadWatch` of one worker's process."""
+class WorkerWatch(LoadWatch):
+    """Tells the world of one worker's process."""
 
     def __init__(self, world: World, process: Process) -> None:
         self._world = world
         self._process = process
-        self.applied = world.applied
+
+    def applied(self, source: RelaySource, bits: bytes) -> None:
+        self._world.applied(source, bits)
 
     def pulls(self, source: RelaySource) -> contextlib.AbstractContextManager[None]:
         return self._world.witness.pulls(self._process.loop, source.relay)
@@ -720,7 +605,3 @@ class _Tickets(TicketBook):
     def spend(self, ticket: str, worker: WorkerId) -> None:
         super().spend(ticket, worker)
         self._spent(ticket, worker)
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -5,7 +5,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from elastic.compose.plan import TRAINER_PROVIDER
 from elastic.compose.runs import save_run_config
@@ -14,22 +14,26 @@ from elastic.core.types import WorkerId
 from elastic.pool.client import PoolClient, PoolMembership
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint
+from elastic.testing.faults.shell.judge import require
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import ModelDevice
-from elastic.testing.faults.shell.pooled.devices import NodeDevice, OnDevice, SharingEngine, SharingTrainer
+from elastic.testing.faults.shell.pooled.devices import OnDevice, SharingEngine, SharingTrainer
 from elastic.testing.faults.shell.pooled.plan import JobShape
 from elastic.testing.faults.shell.pooled.processes import KILLED, PairedSocket
 from elastic.testing.faults.shell.process import Process
-from elastic.testing.faults.shell.world import RELAY_PORT, WorkerWatch, World, config_of
+from elastic.testing.faults.shell.stage import Stage
+from elastic.testing.faults.shell.world import RELAY_PORT, World, config_of
 from elastic.worker.accounts import DeviceAccounts
-from elastic.worker.agent import AgentExit, BuildEngine, on_termination, run_agent
+from elastic.worker.agent import AgentExit, on_termination, run_agent
 from elastic.worker.connection import Ticket
 from elastic.worker.device_permit import DevicePermit
 from elastic.worker.rollout_resident import RolloutResident
-from elastic.worker.trainer_host import TrainerHost
 from providers.base import Provider
 from providers.pool import PoolProvider, PoolSettings, PoolTrainerProvider
 from providers.waiting_room import WaitingRoom
+
+if TYPE_CHECKING:
+    from elastic.testing.faults.shell.pooled.world import PooledWorld
 
 POOL = "pool"
 FOR_EVER_S = 1e6
@@ -43,31 +47,19 @@ RELAYS_APART = 1000
 """Between the ports of two jobs' relays."""
 
 
-class PoolHost(Protocol):
-    """The pool's side of a job's world."""
-
-    def end(self, process: Process, status: int) -> None: ...
-
-    def job_over(self, job: "JobWorld", result: str) -> None: ...
-
-    def device(self, node: str) -> NodeDevice: ...
-
-
 class JobWorld(World):
     """The world of one job. The pool starts and ends its processes; what befalls its devices is the pool's doing too.
 
     Acts are not judged for being needless: turns move and workers leave because slices end.
     """
 
-    def __init__(
-        self, shape: JobShape, name: str, number: int, host: PoolHost, tell: Any, beside: World | None
-    ) -> None:
-        self.shape, self.name, self.number, self._host = shape, name, number, host
+    def __init__(self, shape: JobShape, name: str, number: int, host: "PooledWorld", stage: Stage) -> None:
+        self.shape, self.name, self._host = shape, name, host
         self.membership: PoolMembership | None = None
         self.residents: dict[Process, None] = {}
         self.engines: list[SharingEngine] = []
         """Of rollout residents."""
-        super().__init__(shape.run, tell, beside)
+        super().__init__(shape.run, stage)
         self.clouds = {}
         self.providers = [POOL]
         self._relay_port = self.relays_from = RELAY_PORT + RELAYS_APART * number
@@ -141,20 +133,13 @@ class JobWorld(World):
     def resident(self, node: str, environment: Mapping[str, str], end: Callable[[], PairedSocket]) -> Process:
         """Begin a resident, or the trainer if it is started as a worker."""
         worker = environment.get("ELASTIC_WORKER", "")
-        device = ModelDevice(lambda: self.clock.now_ns)
-        machine = Machine(self.clock)
-        box: list[Process] = []
+        machine, device = Machine(self.clock), ModelDevice(lambda: self.clock.now_ns)
 
         def place() -> OnDevice:
-            return OnDevice(self._host.device(node), box[0], self.name)
+            return OnDevice(self._host.device(node), process, self.name)
 
         def engine(_: wire.Welcome) -> SharingEngine:
-            self._building.pop(worker, None)
-            watch = WorkerWatch(self, box[0])
-            plan = self.plan
-            made = SharingEngine(
-                machine.monotonic_ns, device, plan.max_batch, plan.max_pending, plan.token_s, watch, place=place()
-            )
+            made = self._engine(process, partial(SharingEngine, place=place()))
             self.engines += [] if worker else [made]
             return made
 
@@ -164,19 +149,21 @@ class JobWorld(World):
             if not worker:
                 leave = asyncio.Event()
                 with on_termination(leave.set):
-                    named = partial(self.named, box[0])
+                    named = partial(self.named, process)
                     resident = RolloutResident(engine, intervals=self.intervals, works_as=named)
                     return await resident.run(keeper, leave)
-            host = self._sharing_host(worker, engine, place)
-            accounts = DeviceAccounts(machine.monotonic_ns())
-            bought = self._ticket(environment)
-            permit = DevicePermit(keeper)
+            make = lambda *known: SharingTrainer(*known, place=place())  # noqa: E731
+            host = self._trainer_host(worker, engine, make, shares_device=True)
             return await run_agent(
-                bought, host.build_engine, trainer=host, permit=permit, accounts=accounts, intervals=self.intervals
+                self._ticket(environment),
+                host.build_engine,
+                trainer=host,
+                permit=DevicePermit(keeper),
+                accounts=DeviceAccounts(machine.monotonic_ns()),
+                intervals=self.intervals,
             )
 
-        process = self.begin(worker or f"{self.name} on {node}", machine, work, device)
-        box.append(process)
+        process = self.begin_process(worker or f"{self.name} on {node}", machine, work, device)
         self.residents[process] = None
         if worker:
             self._workers[worker] = process
@@ -197,19 +184,6 @@ class JobWorld(World):
             wait_s=float(environment["ELASTIC_ORCHESTRATOR_TIMEOUT_S"]),
         )
 
-    def _sharing_host(self, worker: WorkerId, engine: BuildEngine, place: Callable[[], OnDevice]) -> TrainerHost:
-        def has(version: int, bits: bytes) -> None:
-            self._hosts[worker] = host
-            self._weights_of[host.publisher, version] = bits
-
-        def trainer(config: Config, device: str) -> SharingTrainer:
-            self._building[worker] = None
-            known = self._learnt, has, self.seen.__setitem__, self.config.trainer.mismatch_max
-            return SharingTrainer(*known, place=place())
-
-        host = TrainerHost(self.config, self.run.path, True, trainer, engine, shares_device=True)
-        return host
-
     # Ends.
 
     def process_over(self, process: Process, error: BaseException | None) -> None:
@@ -219,7 +193,7 @@ class JobWorld(World):
             self.gone()
             if error is None and not result.startswith(BY_POOL):
                 self.result = result
-                self._host.job_over(self, result)
+                require(not result, f"the run of {self.name} failed: {result}")
         elif process in self.residents and error is None and process.name in self._workers:
             end: AgentExit = process.main.result()
             if not end.code and process.name in self._hosts:

@@ -5,7 +5,8 @@ from random import Random
 
 import msgspec
 
-from elastic.testing.faults.shell.faults import KINDS_OF_POOLS, Fault, FaultKind, WorldPlan, draw_fault
+from elastic.testing.faults.kinds import KINDS_OF_POOLS, Fault, FaultKind, draw_fault
+from elastic.testing.faults.shell.plan import WorldPlan
 
 OF_RUNS = (
     FaultKind.KILL_ORCHESTRATOR,
@@ -56,7 +57,7 @@ class PooledPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_pooled(seed: int, only: Sequence[FaultKind] = ()) -> PooledPlan:
-    """Draw a plan by swarm testing, as `elastic.testing.faults.shell.faults.draw_plan` does."""
+    """Draw a plan by swarm testing, as `elastic.testing.faults.shell.plan.draw_plan` does."""
     rng = Random(f"{seed}/pooled")
     among = 2 / 3 if only else rng.choice((1 / 8, 1 / 3, 2 / 3))
     kinds = [kind for kind in only or KINDS if rng.random() < among] or list(only)

@@ -5,7 +5,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from elastic.core.types import NS_PER_S
 from elastic.pool.job_processes import ProcessLaunch
@@ -13,22 +13,13 @@ from elastic.system.supervision import RecordedProcesses
 from elastic.testing.faults.shell.network import NetworkLoop, WorldTransport
 from elastic.testing.faults.shell.process import Process
 
+if TYPE_CHECKING:
+    from elastic.testing.faults.shell.pooled.world import PooledWorld
+
 KILLED = -9
 PIPE_S = 0.0001
 """How long a message between a keeper and its resident takes."""
 FIRST_PID = 1000
-
-
-class ProcessHost(Protocol):
-    """The machine of a pool: starts, ends and watches simulated processes."""
-
-    def start(self, owner: str, name: str, environment: Mapping[str, str]) -> Process: ...
-
-    def end(self, process: Process, status: int) -> None: ...
-
-    def at_end(self, process: Process, tell: Callable[[int], None]) -> None:
-        """Call back in no process, soon after the process has ended."""
-        ...
 
 
 class Pipe(WorldTransport):
@@ -97,7 +88,7 @@ class PairedSocket:
 class ModelledChild(asyncio.SubprocessTransport):
     """A keeper's view of a child process."""
 
-    def __init__(self, host: ProcessHost, loop: NetworkLoop, process: Process, pid: int) -> None:
+    def __init__(self, host: "PooledWorld", loop: NetworkLoop, process: Process, pid: int) -> None:
         super().__init__()
         self._host, self._loop, self._process, self._pid = host, loop, process, pid
         self._ended: asyncio.Future[int] = loop.create_future()
@@ -162,7 +153,7 @@ class ModelledProcesses:
 
     def __init__(
         self,
-        host: ProcessHost,
+        host: "PooledWorld",
         records: dict[str, dict[str, StartedProcess]],
         directory: Path,
         pool: str,

@@ -3,9 +3,7 @@
 import contextlib
 import hashlib
 import itertools
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -23,7 +21,6 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.history import cluster_digest
 from elastic.core.cluster.invariants import check
 from elastic.core.cluster.types import JobState, PhaseKind
-from elastic.core.types import NS_PER_S
 from elastic.pool import keeper, live
 from elastic.pool import messages as w
 from elastic.pool.client import PoolMembership
@@ -34,9 +31,8 @@ from elastic.pool.ports import JobEntry
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.run_control import ControlError, StopRun
 from elastic.system.isolation import LoopFaults
-from elastic.testing.faults.failure import WorldFailed
-from elastic.testing.faults.shell.answers import governs
-from elastic.testing.faults.shell.faults import KINDS_OF_POOLS, Fault, FaultKind, options_of
+from elastic.testing.faults.kinds import KINDS_OF_POOLS, Fault, FaultKind
+from elastic.testing.faults.outcome import Lived
 from elastic.testing.faults.shell.judge import judge, require
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.pooled.devices import NodeDevice
@@ -53,8 +49,8 @@ from elastic.testing.faults.shell.pooled.processes import (
     memory_of,
 )
 from elastic.testing.faults.shell.process import Process
+from elastic.testing.faults.shell.stage import Stage, Tell, live_on_stage
 from elastic.testing.faults.shell.strikes import strike
-from elastic.testing.faults.shell.world import WORK_NS
 from policies.clusters import CLUSTER_POLICIES
 
 STEPS_MAX = 4_000_000
@@ -69,48 +65,34 @@ JOBS = "one", "two"
 SECRET = b"%32d" % 7
 
 
-class PooledOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a world. `history` hashes what the pool and the jobs' runs have journaled."""
-
-    seed: int
-    ended_s: float
-    events: int
-    incarnations: int
-    faults: int
-    permits: int
-    followed: int
-    """Versions that parked residents have put in force."""
-    history: str
-
-
 class PooledWorld:
-    """`tell` gets what the world's processes log, and its faults."""
+    """A pool and its jobs, on one stage."""
 
-    def __init__(self, plan: PooledPlan, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, plan: PooledPlan, tell: Tell | None = None) -> None:
         self.plan = plan
-        self._tell = tell
-        self._directory = Path(tempfile.mkdtemp(prefix="elastic-chaos-", dir=_memory()))
+        self.stage = Stage(plan.jobs[0].run.seed, tell)
+        self.clock = self.stage.clock
+        self._directory = self.stage.directory / "pool"
+        self._directory.mkdir()
         (self._directory / "secret").write_bytes(SECRET)
-        self.jobs: list[JobWorld] = []
-        for number, shape in enumerate(plan.jobs):
-            self.jobs.append(JobWorld(shape, JOBS[number], number, self, tell, self.jobs[0] if self.jobs else None))
-        self.world = self.jobs[0]
-        """Its clock, network and processes are everybody's."""
-        self.clock, self.network = self.world.clock, self.world.network
-        self.network.dialled = lambda loop: None
-        self.network.serve_http = self._serve_http
-        self.network.socketpair = PairedSocket.pair
+        self.jobs = [
+            JobWorld(shape, name, number, self, self.stage)
+            for number, (shape, name) in enumerate(zip(plan.jobs, JOBS, strict=False))
+        ]
+        network = self.stage.network
+        network.dialled = lambda loop: None
+        network.serve_http = self._serve_http
+        network.socketpair = PairedSocket.pair
         self.chance = Random(f"{plan.seed}/pool")
-        self.found: list[AssertionError] = []
         self.faults = LoopFaults()
         self.cluster: Cluster | None = None
         """As the last process of the pool had it."""
         self.pool: Process | None = None
         self.keepers: dict[str, Process] = {}
         """By node."""
-        self.over = False
-        """Whether the pool has ended as it was told."""
-        self.struck = self.incarnations = self.permits = 0
+        self.over = self._stopping = False
+        """Whether the pool has ended as it was told, and whether it is told to."""
+        self.incarnations = 0
         self._answer: Callable[[bytes], Any] | None = None
         self._records: dict[str, dict[str, StartedProcess]] = {}
         self._devices: dict[str, NodeDevice] = {}
@@ -153,12 +135,12 @@ class PooledWorld:
             faults=self.faults,
         )
         work = partial(composed.serve_pool, self._config, self._directory, wiring)
-        self.pool = self.world.begin(f"pool {self.incarnations}", Machine(self.clock), work)
+        self.pool = self.stage.begin_process(f"pool {self.incarnations}", Machine(self.clock), work)
 
     def start(self, owner: str, name: str, environment: Mapping[str, str]) -> Process:
         """Start what the pool's process has asked for: a keeper, or a job's orchestrator."""
         if owner == live.KEEPERS:
-            process = self.world.begin(f"keeper {name}", Machine(self.clock), partial(self._keep, environment))
+            process = self.stage.begin_process(f"keeper {name}", Machine(self.clock), partial(self._keep, environment))
             process.loop.launch = partial(self._launch, name, process)
             self.keepers[name] = process
             return process
@@ -200,13 +182,12 @@ class PooledWorld:
         """End a process, and tell who watches it."""
         if not process.alive:
             return
-        process.loop.kill(noticed=True)
-        self.world.alive.remove(process)
+        self.stage.kill(process, noticed=True)
         for job in self.jobs:
             if job.orchestrator is process:
                 job.gone()
         for tell in self._ends.pop(process, []):
-            self.world.after(self.chance.uniform(*NOTICED_S), partial(tell, status))
+            self.stage.after(self.chance.uniform(*NOTICED_S), partial(tell, status))
 
     def at_end(self, process: Process, tell: Callable[[int], None]) -> None:
         self._ends.setdefault(process, []).append(tell)
@@ -225,20 +206,16 @@ class PooledWorld:
 
     def device(self, node: str) -> NodeDevice:
         if node not in self._devices:
-            self._devices[node] = NodeDevice(node, lambda: self.cluster, self.found)
+            self._devices[node] = NodeDevice(node, lambda: self.cluster, self.stage.found)
         return self._devices[node]
-
-    def job_over(self, job: JobWorld, result: str) -> None:
-        require(not result, f"the run of {job.name} failed: {result}")
 
     def _happened(self, cluster: Cluster, event: e.ClusterEvent) -> None:
         """Check the cluster after every event."""
         self.cluster = cluster
-        self.permits = max((self.permits, *cluster.permits))
         try:
             check(cluster, slos=False)
         except AssertionError as error:
-            self.found.append(AssertionError(f"after {event}: {error}"))
+            self.stage.found.append(AssertionError(f"after {event}: {error}"))
 
     # Commands.
 
@@ -261,7 +238,7 @@ class PooledWorld:
         answer, pool = self._answer, self.pool
         if answer is not None and pool is not None:
             pool.loop.create_task(ask(), context=pool.loop.context)
-        self.world.after(ASK_AGAIN_S, partial(self._command, request))
+        self.stage.after(ASK_AGAIN_S, partial(self._command, request))
 
     def _line_socket(self, directory: Path, answer: Callable[[bytes], Any], *_: Any) -> Any:
         """`elastic.protocol.control_socket.LineSocket` of the pool's process."""
@@ -286,46 +263,34 @@ class PooledWorld:
 
     # The world's life.
 
-    @contextlib.contextmanager
-    def begins(self) -> Iterator[None]:
-        """A context: production code gets this world's answers, and everything is taken apart at its end."""
-        with contextlib.ExitStack() as answers:
-            answers.enter_context(governs(self.clock, self.network, f"{self.plan.seed}/code"))
-            answers.enter_context(self.world.logged())
-            try:
-                self.begin_pool()
-                for job in self.jobs:
-                    self.world.after(job.shape.at_s, partial(self._submit, job))
-                yield
-            finally:
-                self.world.bury()
-                for job in self.jobs:
-                    shutil.rmtree(job.directory, ignore_errors=True)
-                shutil.rmtree(self._directory, ignore_errors=True)
-                PairedSocket.open_ends.clear()
+    def begin(self) -> None:
+        self.begin_pool()
+        for job in self.jobs:
+            self.stage.after(job.shape.at_s, partial(self._submit, job))
 
     def _serve_http(self, url: str) -> httpx.BaseTransport:
         port = urlsplit(url).port or 0
         job = next(job for job in reversed(self.jobs) if port >= job.relays_from)
         return job.relay.transport(url)
 
-    def go_on(self) -> None:
-        """Run until all jobs have ended, and then the pool. Raises `AssertionError` if that takes much too long."""
-        until_ns = round((self.plan.end_s + LIVENESS_S) * NS_PER_S)
-        stopping = False
-        for _ in range(STEPS_MAX):
-            if self.over and not self.world.alive:
-                return
-            if not stopping and self._jobs_are_over():
-                stopping = True
-                self._command(StopPool(id="stop"))
-            if not self._step(until_ns):
-                break
-        alive = [process.name for process in self.world.alive]
+    @property
+    def limit_s(self) -> float:
+        return self.plan.end_s + LIVENESS_S
+
+    def is_over(self) -> bool:
+        """Whether all jobs have ended, and then the pool."""
+        if self.faults.counts():
+            raise AssertionError(f"unexpected: {self.faults.last}")
+        if not self._stopping and self._jobs_are_over():
+            self._stopping = True
+            self._command(StopPool(id="stop"))
+        return self.over
+
+    def standing(self) -> str:
         cluster = self.cluster
         states = {} if cluster is None else {job: record.state.value for job, record in cluster.jobs.items()}
         permits = {} if cluster is None else {p.number: (p.job, p.phase.value) for p in cluster.permits.values()}
-        raise AssertionError(f"no end: jobs {states}, permits {permits}, alive {alive}")
+        return f"jobs {states}, permits {permits}"
 
     def _jobs_are_over(self) -> bool:
         cluster = self.cluster
@@ -333,30 +298,7 @@ class PooledWorld:
             return False
         return all(record.ended or record.state is JobState.FAILED for record in cluster.jobs.values())
 
-    def _step(self, until_ns: int) -> bool:
-        process, goes_on = self.world.next_process(until_ns)
-        if not goes_on:
-            return False
-        if process is not None:
-            process.step()
-            self.clock.now_ns += WORK_NS
-            self._look_at(process)
-        elif self.found:
-            raise self.found[0]
-        return True
-
-    def _look_at(self, process: Process) -> None:
-        for found in (self.found, *(job.witness.found for job in self.jobs)):
-            if found:
-                raise found[0]
-        if self.faults.counts():
-            raise AssertionError(f"{process.name}: unexpected: {self.faults.last}")
-        if process.loop.failures:
-            raise AssertionError(f"{process.name}: {process.loop.failures[0]}")
-        if process.alive and process.main.done():
-            self._ended(process)
-
-    def _ended(self, process: Process) -> None:
+    def ended(self, process: Process) -> None:
         """Note that a process has ended by itself."""
         error = process.main.exception()
         for job in self.jobs:
@@ -370,13 +312,9 @@ class PooledWorld:
 
     # Faults.
 
-    def befall(self, fault: Fault) -> None:
-        done = self._strike(fault) if fault.kind in KINDS_OF_POOLS else strike(self.jobs[fault.job], fault)
-        self.struck += done
-        if done and self._tell is not None:
-            self._tell(f"{self.clock.now_ns / NS_PER_S:9.3f} *** {fault}")
-
-    def _strike(self, fault: Fault) -> bool:
+    def strike(self, fault: Fault) -> bool:
+        if fault.kind not in KINDS_OF_POOLS:
+            return strike(self.jobs[fault.job], fault)
         callbacks = int(fault.chance * CALLBACKS_MAX)
         keepers = [process for process in self.keepers.values() if process.alive]
         residents = [process for job in self.jobs for process in job.workers()]
@@ -397,13 +335,13 @@ class PooledWorld:
             case FaultKind.KILL_KEEPER | FaultKind.KILL_RESIDENT:
                 picked.end_after(callbacks, partial(self.end, picked, KILLED))
             case FaultKind.HOLD_POOL | FaultKind.HOLD_KEEPER | FaultKind.HOLD_RESIDENT:
-                picked.frozen_until_ns = max(picked.frozen_until_ns, self.world.until_ns(fault.duration_s))
+                picked.freeze(self.stage.until_ns(fault.duration_s))
             case FaultKind.CUT_POOL:
                 self._cut_from_pool(picked)
             case FaultKind.STALL_POOL:
-                picked.loop.stall(self.world.until_ns(fault.duration_s))
+                picked.loop.stall(self.stage.until_ns(fault.duration_s))
             case FaultKind.REPEAT_POOL:
-                picked.loop.repeats_until_ns = self.world.until_ns(fault.duration_s)
+                picked.loop.repeats_until_ns = self.stage.until_ns(fault.duration_s)
         return True
 
     def _cut_from_pool(self, process: Process) -> None:
@@ -415,7 +353,7 @@ class PooledWorld:
         self.end(pool, KILLED)
         if self.pool is pool:
             self.pool = self._answer = None
-            self.world.after(down_s, self.begin_pool)
+            self.stage.after(down_s, self.begin_pool)
 
     # The end.
 
@@ -438,19 +376,16 @@ class PooledWorld:
             )
         require(cluster_digest(again) == cluster_digest(cluster), "the journal leads to another state")
 
-    def outcome(self) -> PooledOutcome:
+    def outcome(self) -> Lived:
         outcomes = [job.outcome() for job in self.jobs]
         assert self.cluster is not None
         told = "/".join((cluster_digest(self.cluster), *(one.history for one in outcomes)))
-        return PooledOutcome(
-            seed=self.plan.seed,
-            ended_s=self.clock.now_ns / NS_PER_S,
+        return Lived(
             events=sum(one.events for one in outcomes),
-            incarnations=self.incarnations + sum(one.incarnations for one in outcomes),
-            faults=self.struck,
-            permits=self.permits,
-            followed=sum(engine.followed for job in self.jobs for engine in job.engines),
+            faults=self.stage.struck,
             history=hashlib.blake2b(told.encode(), digest_size=16).hexdigest(),
+            incarnations=self.incarnations + sum(one.incarnations for one in outcomes),
+            followed=sum(engine.followed for job in self.jobs for engine in job.engines),
         )
 
 
@@ -472,26 +407,11 @@ class _Programs(composed.PoolPrograms):
         return msgspec.structs.replace(frame, directory="", log="/dev/null")
 
 
-def live_pooled(plan: PooledPlan, tell: Callable[[str], None] | None = None) -> PooledOutcome:
+def live_pooled(plan: PooledPlan, tell: Tell | None = None) -> Lived:
     """Run a world to its end. Raises `WorldFailed`, also if that takes much too long."""
-    world = PooledWorld(plan, tell)
-    with world.begins():
-        try:
-            for fault in plan.faults:
-                world.world.after(fault.at_s, partial(world.befall, fault))
-            world.go_on()
-            world.judge()
-            return world.outcome()
-        except Exception as error:
-            found = f"at {world.clock.now_ns / NS_PER_S:.3f} s: {type(error).__name__}: {error}"
-            options = options_of(plan.only, plan.faults, draw_pooled(plan.seed, plan.only).faults)
-            raise WorldFailed("pool", plan.seed, found, options) from error
+    return live_on_stage("pool", PooledWorld(plan, tell), draw_pooled(plan.seed, plan.only).faults)
 
 
-def simulate_pooled(seed: int, tell: Callable[[str], None] | None = None) -> PooledOutcome:
+def simulate_pooled(seed: int) -> Lived:
     """Run the world that a seed draws. Raises `WorldFailed`."""
-    return live_pooled(draw_pooled(seed), tell)
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+    return live_pooled(draw_pooled(seed))

@@ -1,12 +1,9 @@
-"""The faults of a world, drawn from its seed: first the kinds that exist at all, then the time and target of each."""
+"""The vocabulary of faults of all worlds: what befalls whom, when, for how long and how badly."""
 
-from collections.abc import Sequence
 from enum import StrEnum
 from random import Random
 
 import msgspec
-
-from elastic.testing.faults.shell.network import Weather
 
 
 class FaultKind(StrEnum):
@@ -97,6 +94,20 @@ class FaultKind(StrEnum):
     REPEAT_POOL = "repeat_pool"
     """Messages to and from the pool's process are delivered twice for a while."""
 
+    BLACKOUT = "blackout"
+    """Every elastic provider takes everything at once and has nothing for a while."""
+    SILENT_PROVIDER = "silent_provider"
+    """A provider hears nothing for a while, and what it says arrives late."""
+    LOSE_JOURNAL = "lose_journal"
+    """The orchestrator is killed, and its journal lost: the trainer's checkpoint is all that is left."""
+
+    MEMORY = "memory"
+    """A resident holds more memory than was declared."""
+    CANCEL = "cancel"
+    """A user cancels a job."""
+    UNEXPECTED = "unexpected"
+    """Code fails at one job, in a way that nobody expects."""
+
 
 KINDS_OF_POOLS = (
     FaultKind.KILL_POOL,
@@ -110,11 +121,29 @@ KINDS_OF_POOLS = (
     FaultKind.REPEAT_POOL,
 )
 """What befalls a pool's own processes, and not a run's."""
-KINDS_OF_RUNS = tuple(kind for kind in FaultKind if kind not in KINDS_OF_POOLS)
+KINDS_OF_THE_CORE = (
+    FaultKind.KILL_WORKER,
+    FaultKind.TAKE,
+    FaultKind.PREEMPT,
+    FaultKind.FREEZE,
+    FaultKind.HANG,
+    FaultKind.SLOW,
+    FaultKind.CUT,
+    FaultKind.STALL,
+    FaultKind.DECLINE,
+    FaultKind.LIE,
+    FaultKind.KILL_TRAINER,
+    FaultKind.FUNCTIONS,
+    FaultKind.BLACKOUT,
+    FaultKind.SILENT_PROVIDER,
+)
+"""What befalls the surroundings of a core among models."""
+CRASHES = (FaultKind.KILL_ORCHESTRATOR, FaultKind.KILL_BOTH, FaultKind.LOSE_JOURNAL)
+"""What befalls the core itself there."""
+KINDS_OF_RUNS = tuple(FaultKind)[: tuple(FaultKind).index(FaultKind.KILL_POOL)]
+"""What befalls a run of the production shell."""
 LASTING = (FaultKind.HOLD, FaultKind.TRICKLE, FaultKind.BADSTART, FaultKind.SPAM, FaultKind.FLAP)
 """Lies that a worker tells for as long as it lives, in frames of which each is valid."""
-LASTING_SHARE = 1 / 4
-"""Share of worlds of all kinds of faults with such a liar."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,117 +156,6 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     target: float = 0.0
     chance: float = 0.0
     duration_s: float = 1.0
-
-    def weather(self) -> Weather:
-        """Return the state of connections from this fault on."""
-        bad = self.chance
-        return Weather(split=self.target / 2, slow=bad / 50, slow_s=2.5 * self.target, refused=bad / 4)
-
-
-class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a run, and its faults in order. No fault begins after `end_s`.
-
-    `drift` is the most by which a machine's clock runs faster than the world's. With `lying_disk` the disk loses synced
-    data with its power. With `scored` functions compute the rewards. `machines` machines join with tickets. With `far`
-    workers may be on other machines. With `life_s` the cloud's leases expire after that.
-    """
-
-    seed: int
-    steps: int
-    groups: int
-    places: int
-    staleness_bound: int
-    checkpoint_every: int
-    max_batch: int = 8
-    max_pending: int = 4
-    max_tokens: int = 24
-    token_s: float = 0.04
-    drift: float = 0.0
-    durable_against: str = "process"
-    lying_disk: bool = False
-    pending_mb: float = 64.0
-    scored: bool = False
-    machines: int = 0
-    far: bool = False
-    max_turns: int = 4
-    keyframe_every: int = 16
-    merge_every: int = 4
-    life_s: float | None = None
-    faults: tuple[Fault, ...] = ()
-    end_s: float = 0.0
-    only: tuple[FaultKind, ...] = ()
-    """The kinds from which the faults were drawn; empty for all kinds."""
-
-
-def options_of(only: Sequence[FaultKind], faults: Sequence[Fault], drawn: Sequence[Fault]) -> str:
-    """Return the options of `elastic simulate --faults` besides world and seed that give these faults."""
-    told = f" --only {','.join(only)}" if only else ""
-    if faults != drawn:
-        told += f" --keep {','.join(str(drawn.index(fault)) for fault in faults) or 'none'}"
-    return told
-
-
-SELDOM = (FaultKind.STILLBORN, FaultKind.SUSPEND, *LASTING)
-OFTEN = tuple(kind for kind in KINDS_OF_RUNS if kind not in SELDOM)
-STILLBORN_SHARE = 1 / 8
-"""Share of worlds with workers that cannot start, besides their other faults."""
-SUSPENDED_SHARE = 1 / 8
-"""Share of worlds of all kinds of faults whose machine is suspended, too. Leases expire in those."""
-LIFE_S = 4.0, 20.0
-SPAN_S = 30.0
-LONG_SHARE = 1 / 50
-"""Share of worlds whose turns take hours."""
-
-
-def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
-    """Draw a plan by swarm testing: each seed has some kinds of faults and lacks others. `only` restricts the kinds."""
-    rng = Random(f"{seed}/plan")
-    long = rng.random() < LONG_SHARE and not only
-    among = 2 / 3 if only else rng.choice((1 / 8, 1 / 3, 2 / 3))
-    drawn = Random(f"{seed}/kinds")
-    kinds = [kind for kind in only or OFTEN if drawn.random() < among] or list(only)
-    span_s = 3600.0 if long else rng.uniform(2, SPAN_S)
-    count = rng.choice((2, 4, 8, 16) if only else (0, 4, 16, 32, 64, 96, 128, 160)) if kinds else 0
-    faults = [draw_fault(rng, rng.choice(kinds), span_s) for _ in range(count)]
-    starts, lasting = Random(f"{seed}/starts"), Random(f"{seed}/lasting")
-    if not only and not long and starts.random() < STILLBORN_SHARE:
-        faults += [draw_fault(starts, FaultKind.STILLBORN, span_s) for _ in range(2)]
-    if not only and not long and lasting.random() < LASTING_SHARE:
-        faults.append(draw_fault(lasting, lasting.choice(LASTING), span_s))
-    suspensions = Random(f"{seed}/suspensions")
-    if not only and not long and suspensions.random() < SUSPENDED_SHARE:
-        faults += [draw_fault(suspensions, FaultKind.SUSPEND, span_s) for _ in range(2)]
-    life_s = suspensions.uniform(*LIFE_S) if any(fault.kind is FaultKind.SUSPEND for fault in faults) else None
-    faults.sort(key=lambda fault: fault.at_s)
-    calm = Fault(kind=FaultKind.WEATHER, at_s=span_s)
-    one_slot = rng.random() < 1 / 10
-    plan = WorldPlan(
-        seed=seed,
-        steps=rng.randint(2, 8),
-        groups=rng.choice((1, 2, 4, 8)),
-        places=rng.randint(0, 4),
-        staleness_bound=rng.choice((0, 0, 1, 2)),
-        checkpoint_every=rng.randint(1, 3),
-        max_batch=1 if one_slot else 8,
-        max_pending=0 if one_slot else 4,
-        drift=rng.choice((0.0, 0.0, 1e-5, 1e-4)),
-        durable_against=rng.choice(("process", "power")),
-        lying_disk=rng.random() < 1 / 8,
-        pending_mb=rng.choice((64.0, 64.0, 0.01)),
-        scored=rng.random() < 1 / 3,
-        keyframe_every=rng.choice((2, 16)),
-        merge_every=rng.choice((1, 2, 3)),
-        machines=rng.choice((0, 0, 2)),
-        far=rng.random() < 1 / 2,
-        max_turns=rng.choice((2, 4)),
-        life_s=life_s,
-        faults=(*faults, calm),
-        end_s=span_s,
-        only=tuple(only),
-    )
-    if not long:
-        return plan
-    return msgspec.structs.replace(plan, steps=1, groups=1, places=1, max_tokens=90, token_s=45.0)
 
 
 def draw_fault(rng: Random, kind: FaultKind, span_s: float, jobs: int = 0) -> Fault:

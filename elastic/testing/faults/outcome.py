@@ -1,4 +1,21 @@
-"""What a world says that has failed."""
+"""What a world has come to, and what it says if it has failed."""
+
+import msgspec
+
+
+class Lived(msgspec.Struct, frozen=True, kw_only=True):
+    """What a world has seen. `history` hashes all of it, `state` what it came to; empty where a world has none.
+
+    `incarnations` counts the processes of its orchestrators and of its pool, `followed` the versions that parked
+    residents have put in force.
+    """
+
+    events: int
+    faults: int
+    history: str = ""
+    state: str = ""
+    incarnations: int = 0
+    followed: int = 0
 
 
 class WorldFailed(AssertionError):
