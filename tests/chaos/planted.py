@@ -22,8 +22,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from elastic.testing.faults.outcome import WorldFailed
-from elastic.testing.faults.worlds import WorldOptions, live
+from elastic.testing.faults.worlds import WorldFailed, WorldOptions, live
 from elastic.weights import codecs
 
 HERE = Path(__file__).resolve().parent
@@ -96,28 +95,29 @@ def _first_failure(name: str, seeds: range) -> int:
 
 def plant(patch: Path) -> Callable[[int], object]:
     """Change the functions of this process as the patch does; returns what lives through a seed's world."""
-    text = patch.read_text()
-    for line in text.splitlines():
-        if line.startswith("+++ b/"):
-            _replace_functions(line.removeprefix("+++ b/").strip(), patch)
-    what, _, which = text.partition("\n")[0].partition(": ")
+    for path, source in patched(patch).items():
+        changed = {code.co_qualname: code for code in _codes(compile(source, str(ROOT / path), "exec"))}
+        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+        for function in _functions(module, module.__name__):
+            function.__code__ = changed[function.__code__.co_qualname]
+    what, _, which = patch.read_text().partition("\n")[0].partition(": ")
     if what == "World":
         return lambda seed: live(which, seed)
     only = WorldOptions(only="" if which == "any" else which.replace(", ", ","))
     return lambda seed: live("run", seed, only)
 
 
-def _replace_functions(path: str, patch: Path) -> None:
+def patched(patch: Path) -> dict[str, str]:
+    """The sources that the patch changes, by their paths, as it makes them. Raises `CalledProcessError`."""
+    lines = patch.read_text().splitlines()
+    paths = [line.removeprefix("+++ b/").strip() for line in lines if line.startswith("+++ b/")]
     with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory, path)
-        copy.parent.mkdir(parents=True)
-        copy.write_text((ROOT / path).read_text())
-        subprocess.run(["git", "apply", "-p1", f"--include={path}", str(patch)], cwd=directory, check=True)
-        source = copy.read_text()
-    changed = {code.co_qualname: code for code in _codes(compile(source, str(ROOT / path), "exec"))}
-    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
-    for function in _functions(module, module.__name__):
-        function.__code__ = changed[function.__code__.co_qualname]
+        for path in paths:
+            copy = Path(directory, path)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text((ROOT / path).read_text())
+        subprocess.run(["git", "apply", "-p1", str(patch)], cwd=directory, check=True)
+        return {path: Path(directory, path).read_text() for path in paths}
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

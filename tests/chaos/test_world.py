@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from elastic.runtime.rollout import OpenTurn
-from elastic.testing.faults.outcome import WorldFailed
 from elastic.testing.faults.kinds import FaultKind
+from elastic.testing.faults.outcome import WorldFailed
 from elastic.testing.faults.shell.plan import draw_plan
 from elastic.testing.faults.shell.shrink import shrunk
 from elastic.testing.faults.shell.simulate import simulate

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Fleet
 from elastic.core.ids import lease_of
@@ -25,8 +24,7 @@ from elastic.core.types import NS_PER_S, EndCause, FinishReason, Plan, WorkerSta
 from elastic.core.worker_manager import WorkerManager
 from elastic.runtime.run import Run
 from elastic.testing.faults.core.faults import NO_FAULTS, FaultPlan, FaultRates, RunEnding
-from elastic.testing.faults.core.incarnation import TrainerOrders, replayed
-from elastic.testing.faults.core.learner import Learner, LearnerViolated
+from elastic.testing.faults.core.incarnation import TrainerOrders
 from elastic.testing.faults.core.provider import SimulatedProvider
 from elastic.testing.faults.core.record import RunRecord
 from elastic.testing.faults.core.settings import (
@@ -37,12 +35,13 @@ from elastic.testing.faults.core.settings import (
 )
 from elastic.testing.faults.core.trainer import SimulatedTrainer
 from elastic.testing.faults.core.worker import SimulatedWorker
-from elastic.testing.faults.core.world import LARGE_EVERY, SimulatedOutcome, simulate
+from elastic.testing.faults.core.world import SimulatedOutcome, simulate
 from elastic.testing.faults.kinds import KINDS_OF_THE_CORE, Fault, FaultKind
 from elastic.testing.faults.outcome import WorldFailed
 
 CI_SEEDS = 10
-BATCH = 5
+REPLAYED = 12
+"""A seed whose whole journal is replayed, and leads to the same state after each event."""
 NIGHTLY_SEEDS = 25_000
 NIGHTLY_BATCH = 250
 
@@ -52,9 +51,9 @@ def live_through(seeds: range, settings: WorldSettings | None = None, faults: Fa
         simulate(seed, settings, faults)
 
 
-@pytest.mark.parametrize("first", range(0, CI_SEEDS, BATCH))
-def test_small_worlds(first: int) -> None:
-    live_through(range(first, first + BATCH))
+@pytest.mark.parametrize("seeds", [range(5), range(5, CI_SEEDS), range(REPLAYED, REPLAYED + 1)])
+def test_small_worlds(seeds: range) -> None:
+    live_through(seeds)
 
 
 @pytest.mark.nightly
@@ -63,11 +62,10 @@ def test_ten_million_events(first: int) -> None:
     live_through(range(first, first + NIGHTLY_BATCH))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_same_seed_gives_the_same_history(seed: int) -> None:
-    one, two = simulate(seed), simulate(seed)
+def test_same_seed_gives_the_same_history() -> None:
+    one, two = simulate(1), simulate(1)
     assert (one.history, one.state) == (two.history, two.state)
-    assert one.history != simulate(seed + 100).history
+    assert one.history != simulate(101).history
 
 
 @pytest.mark.nightly
@@ -84,14 +82,6 @@ def test_worlds_are_small_but_for_one_in_a_hundred() -> None:
     assert max(map(turns, small)) <= 64
     assert min(map(workers, large)) > 20
     assert max(map(turns, large)) > 300
-    assert len(simulate(LARGE_EVERY - 1).settings.providers) == 2
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_replayed_events_lead_to_the_same_state_after_each(seed: int) -> None:
-    outcome = simulate(seed, digests=True)
-    for journal in outcome.journals:
-        assert replayed(outcome.settings, journal.events) == journal.digests
 
 
 SETTINGS = WorldSettings(
@@ -331,19 +321,6 @@ def test_run_without_its_journal_begins_at_the_checkpoint(checkpoint_every: int)
     assert len(checkpoints) > 1
 
 
-def test_worlds_notice_a_core_that_does_not_begin_where_the_checkpoint_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepController, "_begin", _begin_afresh)
-    plan = Plan(steps=4, groups=2, group_size=3)
-    settings = msgspec.structs.replace(SETTINGS, plan=plan)
-
-    def live() -> None:
-        for at_s in range(10, 30, 4):
-            simulate(at_s, settings, crash_at(at_s, FaultKind.LOSE_JOURNAL))
-
-    with pytest.raises(WorldFailed):
-        live()
-
-
 def test_crash_after_crash() -> None:
     kinds = FaultKind.LOSE_JOURNAL, FaultKind.KILL_ORCHESTRATOR, FaultKind.KILL_ORCHESTRATOR
     crashes = tuple(Fault(kind=kinds[n % 3], at_s=2 * n, duration_s=1 / 4, chance=1) for n in range(10))
@@ -362,6 +339,15 @@ def _act_at_once(run: Run, action: Callable[..., None], *arguments: object) -> N
     action(*arguments)
 
 
+def _begin_afresh(driver: Any) -> None:
+    """As `StepController._begin`, but the trainer's version is not taken for the number of steps that are done."""
+    driver._run.phase = Phase.RUNNING
+    driver._run.timers.clear("start", "run")
+    driver._run.version = driver._run.fleet.trainer.version
+    driver._workers.ensure_weights_everywhere()
+    driver._start_step(0)
+
+
 RESUMED_WRONGLY: list[tuple[type[Any], str, Callable[..., object], str, int]] = [
     (SimulatedProvider, "take_stock", _leave_orphans, "while there is one|still alive|given back", 2),
     (RunState, "take_up", lambda run, *_: None, "the run failed", 7),
@@ -369,6 +355,7 @@ RESUMED_WRONGLY: list[tuple[type[Any], str, Callable[..., object], str, int]] = 
     (TrainerOrders, "remember", lambda orders, order: None, "LearnerViolated|has not learnt|came with weights", 282),
     (Run, "_once_durable", _act_at_once, "before it is durable", 2),
     (RunRecord, "recall", lambda record, former: None, "not of this run|was not generated", 187),
+    (StepController, "_begin", _begin_afresh, "", 100),
 ]
 
 
@@ -392,41 +379,12 @@ def test_worlds_notice_a_run_that_is_resumed_wrongly(
 
     def live() -> None:
         for tenths in (first_tenths, *range(2, 302, 5)):
-            # Leases that no incarnation knows are left only by one whose journal is lost.
-            kind = FaultKind.LOSE_JOURNAL if name == "take_stock" else kinds[tenths % 3 == 0]
+            # Only after the loss of a journal there are leases that nobody knows, and a checkpoint to begin at.
+            kind = FaultKind.LOSE_JOURNAL if name in ("take_stock", "_begin") else kinds[tenths % 3 == 0]
             simulate(tenths, settings, crash_at(tenths / 10, kind, down_s=1 + tenths % 2 * 44))
 
     with pytest.raises(WorldFailed, match=found):
         live()
-
-
-def test_what_the_checkpoint_has_learnt_is_not_learnt_again() -> None:
-    learner = Learner()
-    group, update = (
-        c.TrainGroup(group="0/0", trajectories=("0/0/0",), step=0, slot=0),
-        c.UpdateWeights(step=0, version=1),
-    )
-    for order in (group, group, update, update):
-        learner.carry_out(order, save=True)
-    learner.restart()
-    assert (learner.version, learner.trajectories) == (1, {"0/0/0": 0})
-    learner.carry_out(group, save=True)
-    assert learner.trajectories == {"0/0/0": 0}
-    with pytest.raises(LearnerViolated, match="0/0/0"):
-        learner.carry_out(c.TrainGroup(group="1/0", trajectories=("0/0/0",), step=1, slot=0), save=True)
-
-
-def test_training_again_leads_to_the_same_weights() -> None:
-    learner = Learner()
-    one, two = (c.TrainGroup(group=f"0/{n}", trajectories=(f"0/{n}/0",), step=0, slot=n) for n in range(2))
-    for order in (one, two):
-        learner.carry_out(order, save=False)
-    learner.restart()
-    with pytest.raises(LearnerViolated, match="leads elsewhere"):
-        learner.carry_out(two, save=False)
-    learner.begin_anew()
-    learner.restart()
-    learner.carry_out(two, save=False)
 
 
 def _serve_anything(worker: SimulatedWorker, genuine: bool) -> bool:
@@ -494,15 +452,6 @@ def _raise(*_: object) -> None:
 def _believe_everybody(run: RunState, worker: str, epoch: int) -> object:
     run.timers.set("heartbeat", worker, run.now_ns, run.limits.heartbeat_timeout_ns)
     return run.fleet.workers.get(worker)
-
-
-def _begin_afresh(driver: Any) -> None:
-    """As `StepController._begin`, but the trainer's version is not taken for the number of steps that are done."""
-    driver._run.phase = Phase.RUNNING
-    driver._run.timers.clear("start", "run")
-    driver._run.version = driver._run.fleet.trainer.version
-    driver._workers.ensure_weights_everywhere()
-    driver._start_step(0)
 
 
 def _nothing(*_: object, **__: object) -> None:

@@ -49,8 +49,8 @@ class ModelledPool:
         if permit is None:
             self.asked = False
         elif permit == self.held:
-            sharer = self._world.sharer()
-            if sharer is not None and sharer.computes:
+            trainer = self._world.trainer()
+            if trainer is not None and trainer.computes:
                 raise SharedDeviceViolated(f"permit {permit} is yielded by a trainer that goes on computing")
             self._end()
 
@@ -82,8 +82,8 @@ class ModelledPool:
         if world.striking() and world.rng.random() < 1 / 2:
             notice_ns = NOTICES_NS[0]
         self._until_ns = world.loop.now_ns + slice_ns + 2 * notice_ns
-        if (sharer := world.sharer()) is not None:
-            sharer.permit()
+        if (trainer := world.trainer()) is not None:
+            trainer.permit()
         self._tell(e.PermitGranted(permit=permit, deadline_ns=self._until_ns))
         world.loop.after(slice_ns, lambda: self._recall(permit, notice_ns))
         world.loop.at(self._until_ns, lambda: self._take(permit))
@@ -102,8 +102,8 @@ class ModelledPool:
 
     def _end(self) -> None:
         self.held = None
-        if (sharer := self._world.sharer()) is not None:
-            sharer.halt()
+        if (trainer := self._world.trainer()) is not None:
+            trainer.halt()
 
     def _tell(self, event: e.Event) -> None:
         self._world.listener()(event)

@@ -54,7 +54,6 @@ class RunRecord:
         self.trained = dict(trained)
         self.rewards: dict[TrajectoryId, float] = {}
         self.run_ended: str | None = None
-        self.redispatched = 0
         self._commands: set[str] = set()
         self._caps: dict[str, int | None] = {}
         self._asked: dict[LeaseId, str] = {}
@@ -182,7 +181,6 @@ class RunRecord:
         self.require(place not in self._slots, f"{turn} is sent into slot {command.slot}, which was given before")
         self._slots[place] = turn, command.attempt
         self._ordered[turn, command.attempt] = (command.worker, command.start)
-        self.redispatched += command.attempt > 1
 
     def _accepted(self, command: c.AcceptTokens, event: e.TokensReceived, now_ns: Nanoseconds) -> None:
         self.require(self._live(event.worker, now_ns), f"accepted from {event.worker}, whose lease has ended")

@@ -200,12 +200,9 @@ class SimulatedWorld:
         self.run.record.require(genuine, f"{worker} serves weights that are not those of version {version}")
         self.verified.setdefault(worker, set()).add(version)
 
-    def trainer(self) -> SimulatedWorker | None:
-        return next((w for w in self.workers.values() if w.role is WorkerRole.TRAINER and w.alive), None)
-
-    def sharer(self) -> SimulatedTrainer | None:
-        trainer = self.trainer()
-        return trainer if isinstance(trainer, SimulatedTrainer) else None
+    def trainer(self) -> SimulatedTrainer | None:
+        """The trainer's process that lives now."""
+        return next((w for w in self.workers.values() if isinstance(w, SimulatedTrainer) and w.alive), None)
 
     def striking(self) -> bool:
         return self.loop.now_ns < self.faults.end_ns

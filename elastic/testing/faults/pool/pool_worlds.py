@@ -230,7 +230,6 @@ class PoolWorld:
         self.returned_ns = 0
         self.excused = 0
         """The last permit whose phase may have been disturbed."""
-        self.died_of: list[tuple[NodeId, JobId, str]] = []
         self.cancelled: set[JobId] = set()
         self.starts_ns: dict[tuple[NodeId, JobId], Nanoseconds] = {}
         """How long the next start of a resident takes, where that is not drawn."""
@@ -421,7 +420,7 @@ class PoolWorld:
         return replay(self.journal, policies)
 
     def died(self, node: NodeId, job: JobId, what: str) -> None:
-        self.died_of.append((node, job, what))
+        pass
 
     def settled(self) -> None:
         pass
