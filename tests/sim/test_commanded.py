@@ -46,7 +46,7 @@ def forget_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "found", "seeds"),
     [
-        (forget_stopping, "are billed, the budget was", (2,)),
+        (forget_stopping, "are billed, the budget was", (6,)),
         (forget_caps, "capped at", (35,)),
         (forget_ids, "commands forgotten", (39,)),
     ],
