@@ -71,7 +71,7 @@ SKIPPED = "skipped"
 """How all groups of a step together are called that were compared and not trained on."""
 
 
-class GroupSeen(NamedTuple):
+class TrainedGroup(NamedTuple):
     """What a trainer has made of a group: what it found of each worker's tokens, the workers of whose tokens it has
     trained on some, and whose tokens it took each trajectory's to be."""
 
@@ -406,7 +406,7 @@ class ModelTrainer:
         self,
         stepped: Callable[[Weights], None],
         has: Callable[[int, bytes], None],
-        seen: Callable[[str, GroupSeen], None] = lambda *_: None,
+        seen: Callable[[str, TrainedGroup], None] = lambda *_: None,
         mismatch_max: float = 0.2,
     ) -> None:
         self.metrics: dict[str, float] = {}
@@ -436,7 +436,7 @@ class ModelTrainer:
             bound = group.bounds.get(worker, self._mismatch_max)
             if bound is not None and (worker not in found or found[worker].mean <= bound):
                 used.add(worker)
-        self._seen(group.group, GroupSeen(found, frozenset(used), origins))
+        self._seen(group.group, TrainedGroup(found, frozenset(used), origins))
 
     def skip_group(self, index: int, tokens: int, trajectories: Sequence[wire.TrajectoryData]) -> None:
         self._skipped += trajectories
@@ -465,7 +465,7 @@ class ModelTrainer:
     def update(self) -> dict[str, float]:
         found = self._compare(self._skipped)
         self._checks += found.values()
-        self._seen(f"{SKIPPED} {self.version}", GroupSeen(found))
+        self._seen(f"{SKIPPED} {self.version}", TrainedGroup(found))
         self._skipped.clear()
         self._weights.version += 1
         self._stepped(self._weights.copy())

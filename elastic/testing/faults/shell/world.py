@@ -32,7 +32,6 @@ from elastic.testing.faults.shell.disk import Disk
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import (
     VOCABULARY,
-    GroupSeen,
     LoadWatch,
     Mishap,
     ModelDevice,
@@ -41,6 +40,7 @@ from elastic.testing.faults.shell.models import (
     ModelPool,
     ModelTrainer,
     NoSettings,
+    TrainedGroup,
     Weights,
 )
 from elastic.testing.faults.shell.network import NetworkLoop
@@ -176,7 +176,7 @@ class World:
         """The orchestrator's."""
         self.machine.connect = self.disk.connect
         self.weights = Weights()
-        self.seen: dict[str, GroupSeen] = {}
+        self.seen: dict[str, TrainedGroup] = {}
         """What the trainer has made of each group, as it was last given that."""
         self.incarnations = 0
         self.result: str | None = None
