@@ -21,7 +21,8 @@ BACKLOG = 1024
 
 
 class StrangerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """At most `most` peers may be without a Hello at once, each for `hello_timeout_s`."""
+    """At most `most` peers may be without a Hello at once, each for `hello_timeout_s`; or as many as are expected, where
+    these are more: a fleet may come back all at once."""
 
     most: int = 256
     hello_timeout_s: float = 5.0
@@ -39,16 +40,24 @@ async def listen(
     protocol: Callable[[], asyncio.Protocol],
     limits: StrangerLimits | None = None,
     refused: Callable[[str], None] = lambda reason: None,
+    expected: Callable[[], int] = lambda: 0,
 ) -> asyncio.Server | TlsServer:
     """Accept connections, on a free port if `port` is 0, with TLS if there is a certificate. Each gets a `protocol`.
 
-    `refused` hears why there was no handshake with a peer. Raises `OSError`.
+    `refused` hears why there was no handshake with a peer; `expected` says how many peers may come at once. Raises
+    `OSError`.
     """
     if certificate is None:
         return await asyncio.get_running_loop().create_server(protocol, host, port, backlog=BACKLOG)
     limits, listener = limits or StrangerLimits(), listening_socket(host, port, BACKLOG)
     return TlsServer(
-        listener, certificate, protocol, limits.most, limits.hello_timeout_s, lambda address, reason: refused(reason)
+        listener,
+        certificate,
+        protocol,
+        limits.most,
+        limits.hello_timeout_s,
+        lambda address, reason: refused(reason),
+        expected=expected,
     )
 
 
@@ -56,7 +65,7 @@ class Admission(Generic[SaysT, HearsT]):
     """Listens, and has `greet` let peers in by their first messages.
 
     `greet` takes the connection over, or raises `SessionRefused` or `WireError`, which the peer is told. `refused`
-    hears the reasons of all refusals.
+    hears the reasons of all refusals. `expected` says how many peers are known that may come at once.
     """
 
     def __init__(
@@ -65,6 +74,7 @@ class Admission(Generic[SaysT, HearsT]):
         greet: Callable[[Connection[SaysT, HearsT], HearsT], None],
         limits: StrangerLimits | None = None,
         refused: Callable[[str], None] = lambda reason: None,
+        expected: Callable[[], int] = lambda: 0,
     ) -> None:
         self.connections: set[Connection[SaysT, HearsT]] = set()
         """All that are open, of strangers or not."""
@@ -72,13 +82,16 @@ class Admission(Generic[SaysT, HearsT]):
         self._greet = greet
         self._limits = limits or StrangerLimits()
         self._refused = refused
+        self._expected = expected
         self._strangers: dict[Connection[SaysT, HearsT], asyncio.TimerHandle] = {}
         """In the order in which they came, with the ends of their time."""
         self._server: asyncio.Server | TlsServer | None = None
 
     async def start(self, host: str, port: int, certificate: Certificate | None) -> str:
         """Listen, on a free port if `port` is 0; returns the `host:port`. Raises `OSError`."""
-        self._server = await listen(host, port, certificate, self._connection, self._limits, self._refused)
+        self._server = await listen(
+            host, port, certificate, self._connection, self._limits, self._refused, self._expected
+        )
         return str(address_of(self._server.sockets[0]))
 
     async def aclose(self) -> None:
@@ -113,7 +126,7 @@ class Admission(Generic[SaysT, HearsT]):
         late = f"no Hello within {within_s} s"
         loop = asyncio.get_running_loop()
         self._strangers[connection] = loop.call_later(within_s, lambda: self.refuse(connection, late, retry=True))
-        if len(self._strangers) > self._limits.most:
+        if len(self._strangers) > max(self._limits.most, self._expected()):
             oldest = oldest_of_crowd((stranger, stranger.address) for stranger in self._strangers)
             self.refuse(oldest, "too many connections are waiting to be let in", retry=True)
 

@@ -202,9 +202,9 @@ def oldest_of_crowd(strangers: Iterable[tuple[Peer, str]]) -> Peer:
 class TlsServer:
     """Accepts TLS connections on a socket that listens, from now on; each gets a protocol once it is encrypted.
 
-    Strangers cost little: of more than `most` handshakes at once the oldest ends of the address that has the most, and
-    each ends after `timeout_s`. An address that dials more often than `dials_per_s`, beyond twice `most` at once, is
-    hung up on before a handshake has begun.
+    Strangers cost little: of more than `most` handshakes at once (or than peers are `expected`, where these are more)
+    the oldest ends of the address that has the most, and each ends after `timeout_s`. An address that dials more often
+    than `dials_per_s`, beyond twice `most` at once, is hung up on before a handshake has begun.
     """
 
     def __init__(
@@ -216,6 +216,7 @@ class TlsServer:
         timeout_s: float,
         refuse: Refuse = lambda address, reason: None,
         dials_per_s: float = DIALS_PER_S,
+        expected: Callable[[], int] = lambda: 0,
     ) -> None:
         self.sockets = [listener]
         self._listener = listener
@@ -224,6 +225,7 @@ class TlsServer:
         self._most = most
         self._timeout_s = timeout_s
         self._refuse = refuse
+        self._expected = expected
         self._rates = DialRates(2 * most, dials_per_s)
         self._handshakes: dict[asyncio.Task[None], str] = {}
         """The oldest first, with the addresses."""
@@ -253,7 +255,7 @@ class TlsServer:
             task = asyncio.create_task(self._shake_hands(connection, address), name="TLS handshake")
             self._handshakes[task] = address
             task.add_done_callback(lambda task: self._handshakes.pop(task, None))
-            if len(self._handshakes) > self._most:
+            if len(self._handshakes) > max(self._most, self._expected()):
                 crowded = oldest_of_crowd(self._handshakes.items())
                 address = self._handshakes.pop(crowded)
                 crowded.cancel()

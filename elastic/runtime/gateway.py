@@ -6,7 +6,8 @@
 - A session is read no faster than its time and its orders can need; one that says ten times as much is over.
 - A frame reaches the listener only if it can be true (`elastic.runtime.validation`). A worker that sends another
   is refused for ever.
-- Strangers are few (`elastic.protocol.admission`), and what is refused is counted and logged at a bounded rate.
+- Strangers are few (`elastic.protocol.admission`), or as many as the workers that may all come back at once. What is
+  refused is counted and logged at a bounded rate.
 
 Everything runs on the event loop's thread, and the listener is called synchronously from it.
 """
@@ -90,7 +91,7 @@ class Gateway:
     ) -> None:
         self._doors: dict[str, Door] = {}
         self._refusals = Refusals()
-        self._admission = Admission(codec, self._greet, limits, self._refused)
+        self._admission = Admission(codec, self._greet, limits, self._refused, self._expected)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, certificate: Certificate | None = None) -> str:
         """Listen, on a free port if `port` is 0, with TLS where there is a certificate; returns the `host:port`.
@@ -129,6 +130,10 @@ class Gateway:
     def refuse(self, link: WorkerLink, reason: str) -> None:
         """Close the connection of somebody who is no worker, and count it."""
         self._admission.refuse(link, reason)
+
+    def _expected(self) -> int:
+        """How many workers there are that may dial."""
+        return sum(len(door._sessions) for door in self._doors.values())
 
     def _refused(self, reason: str) -> None:
         self._refusals.note(STRANGERS, reason, _now_s())

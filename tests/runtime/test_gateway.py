@@ -501,6 +501,18 @@ async def test_the_oldest_stranger_goes_where_there_are_too_many() -> None:
         await house.join()
 
 
+async def test_a_fleet_may_come_all_at_once() -> None:
+    async with House(StrangerLimits(most=2)) as house:
+        workers = [f"w{n}" for n in range(8)]
+        for worker in workers:
+            house.expect(worker)
+        peers = [await house.dial() for _ in workers]
+        for worker, peer in zip(workers, peers, strict=True):
+            peer.say(hello(worker, "token"))
+        for peer in peers:
+            assert isinstance(await peer.hear(), wire.Welcome)
+
+
 async def test_silent_strangers_lock_no_worker_out() -> None:
     async with House() as house:
         crowd = [await house.dial() for _ in range(320)]

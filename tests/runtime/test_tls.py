@@ -52,9 +52,10 @@ async def serving(
     most: int = 8,
     timeout_s: float = PATIENCE_S,
     refuse: tls.Refuse = lambda address, reason: None,
+    expected: int = 0,
 ) -> AsyncIterator[int]:
     listener = listening_socket("127.0.0.1", 0)
-    server = TlsServer(listener, certificate, protocol, most, timeout_s, refuse)
+    server = TlsServer(listener, certificate, protocol, most, timeout_s, refuse, expected=lambda: expected)
     try:
         yield listener.getsockname()[1]
     finally:
@@ -224,6 +225,16 @@ async def test_a_worker_comes_and_comes_back_over_tls_and_a_silent_one_is_cut(ce
     listening.cancel()
     connection.abort()
     await gateway.aclose()
+
+
+async def test_as_many_as_are_expected_shake_hands_at_once(certificate: Certificate) -> None:
+    refused: list[tuple[str, str]] = []
+    async with serving(certificate, most=1, refuse=lambda *who_why: refused.append(who_why), expected=24) as port:
+        async with asyncio.timeout(PATIENCE_S):
+            dialled = [asyncio.open_connection("127.0.0.1", port, ssl=tls.pinning_context()) for _ in range(24)]
+            for _, writer in await asyncio.gather(*dialled):
+                writer.close()
+    assert refused == []
 
 
 async def test_of_too_many_handshakes_the_crowded_address_loses_its_own(certificate: Certificate) -> None:
