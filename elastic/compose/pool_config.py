@@ -4,12 +4,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from elastic.compose.nanoseconds import in_nanoseconds
 from elastic.config import (
     ConfigError,
     GivenPath,
     JobNeeds,
     JobPlanConfig,
-    in_nanoseconds,
     read_sections,
     validate,
 )
