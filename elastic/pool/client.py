@@ -396,7 +396,7 @@ class PoolClient:
     async def _join(self, within_s: float) -> PoolLink[w.ToJob]:
         mine = self.membership
 
-        def hello() -> w.JobHello:
+        def hello() -> msgspec.Struct:
             script, held = self._held is not None, self._held() if self._held else 0
             return w.JobHello(w.POOL_PROTOCOL_VERSION, mine.job, mine.token, mine.placement, script, held)
 

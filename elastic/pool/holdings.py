@@ -81,8 +81,9 @@ class PoolHoldings:
     def feed(self, event: e.ClusterEvent, entry: JobEntry | None = None, command: DoneCommand | None = None) -> None:
         self.news.append((event, entry, command))
 
-    def job(self, job: JobId) -> LiveJob:
-        return self.jobs[job]
+    def wait(self, what: str, key: str, for_ns: Nanoseconds) -> None:
+        """Wait under this name, from now on, instead of what was waited for under it before."""
+        self.timers.set(what, key, self.ports.now_ns(), for_ns)
 
     def records(self, kind: type[R]) -> dict[JobId, R]:
         """Return a collaborator's own records of jobs, each made when it is asked for. A job that leaves the cluster
@@ -110,6 +111,14 @@ class PoolHoldings:
 
     def left_s(self, at_ns: Nanoseconds) -> float:
         return min(SECONDS_MAX, max(0, at_ns - self.ports.now_ns()) / NS_PER_S)
+
+
+class PoolRoom:
+    """A part of the shell, with what it shares with the others."""
+
+    def __init__(self, pool: PoolHoldings) -> None:
+        self._pool, self._cluster, self._ports, self._times = pool, pool.cluster, pool.ports, pool.times
+        self._nodes, self._entries, self._timers = pool.nodes, pool.entries, pool.timers
 
 
 def nanoseconds(seconds: float) -> Nanoseconds:

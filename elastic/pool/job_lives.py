@@ -4,7 +4,7 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobId, JobState, PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.holdings import HOLDING, NS_PER_S, LiveJob, PoolHoldings
+from elastic.pool.holdings import HOLDING, NS_PER_S, LiveJob, PoolHoldings, PoolRoom
 from elastic.pool.ports import JobEnding
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
@@ -12,16 +12,17 @@ from elastic.pool.slices import PoolSlices
 from elastic.protocol.frames import SECONDS_MAX
 
 
-class JobLives:
+class JobLives(PoolRoom):
     """What becomes of each job's process."""
 
     def __init__(self, pool: PoolHoldings, workers: SliceWorkers, slices: PoolSlices, scripts: PoolScripts) -> None:
-        self._pool, self._workers, self._slices, self._scripts = pool, workers, slices, scripts
+        super().__init__(pool)
+        self._workers, self._slices, self._scripts = workers, slices, scripts
 
     def placed(self, job: JobId) -> None:
         """The cluster has given it a place: nothing of an earlier one counts."""
-        self._pool.job(job).restarts = 0
-        self._pool.timers.clear("restart", job)
+        self._pool.jobs[job].restarts = 0
+        self._timers.clear("restart", job)
         self._slices.forget(job)
 
     def welcome(self, hello: w.JobHello) -> w.JobWelcome | w.RefusedFrame:
@@ -34,7 +35,7 @@ class JobLives:
         away = [node for node in (*record.seat.rollout, *train) if not pool.is_connected(node)]
         if away:
             return w.RefusedFrame(f"keepers are not there yet: {', '.join(away)}", retry=True)
-        pool.job(job).connected = True
+        pool.jobs[job].connected = True
         if hello.script:
             self._scripts.joined(hello)
         self._workers.take_offers_back(job)
@@ -66,50 +67,50 @@ class JobLives:
             self._pool.feed(e.CancelRequested(job=job))
         elif ending.how == "failed":
             self._pool.feed(e.JobFailed(job=job, cause=ending.cause, placement=record.placement))
-        elif live.restarts >= self._pool.entries[job].max_restarts and not killed:
+        elif live.restarts >= self._entries[job].max_restarts and not killed:
             cause = f"{ending.cause}; it had been started again {live.restarts} times"
             cause = cause if live.restarts else ending.cause
             self._pool.feed(e.JobFailed(job=job, cause=cause, placement=record.placement))
         else:
-            delay_ns = self._pool.times.retry_ns(live.restarts)
-            times = f"{live.restarts + 1} of at most {self._pool.entries[job].max_restarts} times"
+            delay_ns = self._times.retry_ns(live.restarts)
+            times = f"{live.restarts + 1} of at most {self._entries[job].max_restarts} times"
             again = f"it starts again after {delay_ns / NS_PER_S:g} s, {times}"
-            self._pool.ports.died("", job, f"{ending.cause or 'its process died'}; {again}")
+            self._ports.died("", job, f"{ending.cause or 'its process died'}; {again}")
             live.restarts += 1
-            self._pool.timers.set("restart", job, self._pool.ports.now_ns(), delay_ns)
+            self._pool.wait("restart", job, delay_ns)
             if record.permit is not None:
-                self._slices.take_back(self._pool.cluster.permits[record.permit])
+                self._slices.take_back(self._cluster.permits[record.permit])
 
     def _start(self, job: JobId, record: JobRecord, live: LiveJob) -> None:
-        entry = self._pool.entries.get(job)
+        entry = self._entries.get(job)
         if entry is None:
             self._pool.feed(e.JobFailed(job=job, cause="nothing is known of its directory", placement=record.placement))
         elif not entry.script:
             live.process = record.placement
-            self._pool.ports.start_job(entry, record.placement, live.restarts)
+            self._ports.start_job(entry, record.placement, live.restarts)
 
     def stop(self, job: JobId, reason: str, *, now: bool) -> None:
-        live = self._pool.job(job)
+        live = self._pool.jobs[job]
         if now:
             self._kill(job)
         elif not live.told_stop:
             live.told_stop = True
             if self._pool.is_script(job):
-                self._scripts.end(job, reason, self._pool.cluster.limits.notice_ns / NS_PER_S)
+                self._scripts.end(job, reason, self._cluster.limits.notice_ns / NS_PER_S)
             else:
-                self._pool.ports.stop_job(job, reason)
+                self._ports.stop_job(job, reason)
 
     def _kill(self, job: JobId) -> None:
-        live = self._pool.job(job)
+        live = self._pool.jobs[job]
         if live.told_kill:
             return
         live.told_kill = True
-        self._pool.ports.cut_job(job)
+        self._ports.cut_job(job)
         live.connected = False
         if self._pool.is_script(job):
             self._scripts.end(job, "its process is to end", 0.0)
         else:
-            self._pool.ports.kill_job(job)
+            self._ports.kill_job(job)
 
     def _say_started(self, job: JobId, record: JobRecord, live: LiveJob) -> None:
         if record.state is not JobState.PLACED or live.process != record.placement or not live.connected:
@@ -117,7 +118,7 @@ class JobLives:
         assert record.seat is not None
         needed = () if self._pool.is_script(job) else record.seat.rollout
         for name in needed:
-            node = self._pool.nodes.get(name)
+            node = self._nodes.get(name)
             resident = None if node is None else node.residents.get(job)
             if resident is None or not resident.up or resident.placement != record.placement:
                 return
@@ -125,27 +126,27 @@ class JobLives:
 
     def ended(self, job: JobId, placement: int, ending: JobEnding) -> None:
         """Note that the job's process of this placement has ended."""
-        live, record = self._pool.job(job), self._pool.cluster.jobs.get(job)
+        live, record = self._pool.jobs[job], self._cluster.jobs.get(job)
         if live.process != placement:
             return
         killed = live.told_kill
         live.process_ended()
         self._slices.withdraw(job, *PhaseKind)
         self._workers.take_offers_back(job)
-        self._pool.ports.cut_job(job)
+        self._ports.cut_job(job)
         if record is not None and record.placement == placement and record.state in HOLDING:
             self._judge(job, record, live, ending, killed=killed)
 
     def compare(self, job: JobId) -> None:
         """Start, stop or kill its process, as the cluster wants it."""
-        record, live = self._pool.cluster.jobs[job], self._pool.job(job)
+        record, live = self._cluster.jobs[job], self._pool.jobs[job]
         holding = record.state in HOLDING
         if live.process is not None and (not holding or live.process != record.placement):
             self._kill(job)
         elif not holding:
             self._slices.forget(job)
         elif live.process is None:
-            if not self._pool.stopping and not record.stopping and not self._pool.timers.waiting("restart", job):
+            if not self._pool.stopping and not record.stopping and not self._timers.waiting("restart", job):
                 self._start(job, record, live)
         elif record.stopping:
             self.stop(job, "it goes on in another place", now=False)

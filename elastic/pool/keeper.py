@@ -138,7 +138,7 @@ class Keeper:
                 self._link = None
                 link.abort()
 
-    def _hello(self) -> w.KeeperHello:
+    def _hello(self) -> msgspec.Struct:
         return self._state.hello(self._ticket.node, self._token, here().pid())
 
     def _say(self, message: w.FromKeeper) -> None:

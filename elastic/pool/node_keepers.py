@@ -8,7 +8,7 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.core.types import Offer
 from elastic.pool import messages as w
-from elastic.pool.holdings import NS_PER_S, PoolHoldings, PoolNode, Resident
+from elastic.pool.holdings import NS_PER_S, PoolHoldings, PoolNode, PoolRoom, Resident
 from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
@@ -47,7 +47,7 @@ class NodeMarket(Protocol):
         ...
 
 
-class NodeKeepers:
+class NodeKeepers(PoolRoom):
     """The nodes of a pool, and those on their way.
 
     With a `market` each rollout node is on an instance of it: the node is lost with its instance, and there are no
@@ -63,7 +63,8 @@ class NodeKeepers:
         scripts: PoolScripts,
         market: NodeMarket | None = None,
     ) -> None:
-        self._pool, self._workers, self._slices = pool, workers, slices
+        super().__init__(pool)
+        self._workers, self._slices = workers, slices
         self._residents, self._scripts = residents, scripts
         self._market = market
         self._numbers = dict.fromkeys(PhaseKind, 0)
@@ -74,13 +75,13 @@ class NodeKeepers:
         """Take in a keeper and what it reports to hold; returns why it is refused, or an empty string."""
         name = hello.node
         if name in self._pool.joining:
-            self._pool.nodes[name] = PoolNode(phase=self._pool.joining.pop(name))
-            self._deaths[self._pool.nodes[name].phase] = 0
-            self._pool.feed(e.NodeJoined(node=name, phase=self._pool.nodes[name].phase))
-        node = self._pool.nodes.get(name)
+            self._nodes[name] = PoolNode(phase=self._pool.joining.pop(name))
+            self._deaths[self._nodes[name].phase] = 0
+            self._pool.feed(e.NodeJoined(node=name, phase=self._nodes[name].phase))
+        node = self._nodes.get(name)
         if node is None:
             return "this node is not the pool's any more"
-        self._pool.timers.clear("keeper", name)
+        self._timers.clear("keeper", name)
         node.connected, node.pid, node.given = True, hello.pid, hello.last_permit
         before, node.residents = node.residents, {}
         for state in hello.residents:
@@ -108,17 +109,17 @@ class NodeKeepers:
                 self._slices.take_device(name, job, permit)
             else:
                 self._slices.freed(name, job, permit, 0)
-        if hello.given and hello.given not in self._pool.cluster.permits:
+        if hello.given and hello.given not in self._cluster.permits:
             self._slices.take_device(name, hello.given_to, hello.given)
         for job, resident in node.residents.items():
             if resident.ending:
-                self._pool.ports.tell_keeper(name, w.EndResident(job, "as it was told before"))
+                self._ports.tell_keeper(name, w.EndResident(job, "as it was told before"))
         return ""
 
     def _adopt_script(self, name: NodeId, job: JobId, gone: w.ResidentGone | None) -> None:
         """Take over what a keeper says of a script, in a process of the pool that has come back."""
-        record, resident = self._pool.cluster.jobs[job], self._pool.nodes[name].residents.get(job)
-        placement = self._pool.job(job).process
+        record, resident = self._cluster.jobs[job], self._nodes[name].residents.get(job)
+        placement = self._pool.jobs[job].process
         if resident is not None and resident.placement == placement:
             self._scripts.adopted(job)
         elif gone is not None and gone.placement == placement:
@@ -126,14 +127,14 @@ class NodeKeepers:
         else:
             self._scripts.never_was(job)
             if record.permit is not None:
-                self._slices.take_back(self._pool.cluster.permits[record.permit])
+                self._slices.take_back(self._cluster.permits[record.permit])
 
     def left(self, name: NodeId) -> None:
         """Note that the keeper's connection is gone. It may come back."""
-        node = self._pool.nodes.get(name)
+        node = self._nodes.get(name)
         if node is not None and node.connected:
             node.connected = False
-            self.expect(name, self._pool.times.silence_ns)
+            self.expect(name, self._times.silence_ns)
 
     def unheard(self, name: NodeId) -> None:
         """Give up a keeper that has not come, or not come back."""
@@ -143,31 +144,31 @@ class NodeKeepers:
         """Give up a keeper. `how` it is gone."""
         if name in self._pool.joining:
             self._failed_to_join(name, how)
-        elif name in self._pool.nodes:
+        elif name in self._nodes:
             self.lose(name, f"its keeper {how}; another node takes its place")
 
     def start(self, name: NodeId, phase: PhaseKind) -> None:
-        self.expect(name, self._pool.times.keeper_start_ns)
-        self._pool.ports.start_keeper(name, phase)
+        self.expect(name, self._times.keeper_start_ns)
+        self._ports.start_keeper(name, phase)
 
     def expect(self, name: NodeId, within_ns: Nanoseconds) -> None:
         self._within_ns[name] = within_ns
-        self._pool.timers.set("keeper", name, self._pool.ports.now_ns(), within_ns)
+        self._pool.wait("keeper", name, within_ns)
 
     def lose(self, name: NodeId, what: str, *, renewed: bool = True) -> None:
         """Give up a node. `what` tells the report why, and what follows."""
-        node = self._pool.nodes.pop(name)
-        self._pool.ports.died(name, "", what)
-        self._pool.timers.clear("keeper", name)
-        self._pool.ports.end_keeper(name)
+        node = self._nodes.pop(name)
+        self._ports.died(name, "", what)
+        self._timers.clear("keeper", name)
+        self._ports.end_keeper(name)
         self._pool.feed(e.NodeLost(node=name))
         self._give_back(name)
         for job, resident in list(node.residents.items()):
             self._workers.lost(job, name)
-            entry = self._pool.entries.get(job)
-            if entry is not None and entry.script and self._pool.job(job).process == resident.placement:
+            entry = self._entries.get(job)
+            if entry is not None and entry.script and self._pool.jobs[job].process == resident.placement:
                 self._scripts.never_was(job)
-                self._pool.ports.cut_job(job)
+                self._ports.cut_job(job)
         self._scripts.lost(name)
         for job, permit in self._slices.taken_from(name):
             self._slices.freed(name, job, permit, 0)
@@ -175,15 +176,15 @@ class NodeKeepers:
             self._renew(node.phase)
 
     def _failed_to_join(self, name: NodeId, how: str) -> None:
-        self._pool.ports.died(name, "", f"its keeper {how} before it had joined; another node takes its place")
+        self._ports.died(name, "", f"its keeper {how} before it had joined; another node takes its place")
         phase = self._end_joining(name)
         if not self._pool.stopping:
             self._renew(phase)
 
     def _end_joining(self, name: NodeId) -> PhaseKind:
         phase = self._pool.joining.pop(name)
-        self._pool.timers.clear("keeper", name)
-        self._pool.ports.end_keeper(name)
+        self._timers.clear("keeper", name)
+        self._ports.end_keeper(name)
         self._give_back(name)
         return phase
 
@@ -191,9 +192,9 @@ class NodeKeepers:
         """Add a node for one that was lost; soon if losses are rare, later if they are frequent."""
         deaths = self._deaths[phase]
         self._deaths[phase] = deaths + 1
-        delay_ns = self._pool.times.retry_ns(deaths) if deaths else 0
+        delay_ns = self._times.retry_ns(deaths) if deaths else 0
         key = f"{phase.value}/{self._next_number(phase)}"
-        self._pool.timers.set("new keeper", key, self._pool.ports.now_ns(), delay_ns)
+        self._pool.wait("new keeper", key, delay_ns)
 
     def start_anew(self, key: str) -> None:
         kind, _, number = key.partition("/")
@@ -207,8 +208,8 @@ class NodeKeepers:
         """Place the rollout nodes of an earlier process on the instances of now; those too many are lost."""
         if self._market is None:
             return
-        deque(self._market.advance(self._pool.ports.now_ns()), maxlen=0)
-        nodes = [name for name, node in self._pool.nodes.items() if node.phase is PhaseKind.ROLLOUT]
+        deque(self._market.advance(self._ports.now_ns()), maxlen=0)
+        nodes = [name for name, node in self._nodes.items() if node.phase is PhaseKind.ROLLOUT]
         for name in sorted(nodes, key=_number):
             if not self._placed(name, PhaseKind.ROLLOUT):
                 self.lose(name, "there is no instance for it any more", renewed=False)
@@ -217,8 +218,8 @@ class NodeKeepers:
     def market_changed(self) -> None:
         """Lose the nodes whose instances are gone, and start nodes on new ones."""
         assert self._market is not None
-        for taken in self._market.advance(self._pool.ports.now_ns()):
-            if taken.lease in self._pool.nodes:
+        for taken in self._market.advance(self._ports.now_ns()):
+            if taken.lease in self._nodes:
                 self.lose(taken.lease, "its instance was taken", renewed=False)
             else:
                 self._end_joining(taken.lease)
@@ -229,9 +230,9 @@ class NodeKeepers:
 
     def _await_market(self) -> None:
         assert self._market is not None
-        at_ns, now_ns = self._market.next_ns, self._pool.ports.now_ns()
+        at_ns, now_ns = self._market.next_ns, self._ports.now_ns()
         if at_ns is not None:
-            self._pool.timers.set("market", "", now_ns, max(0, at_ns - now_ns))
+            self._timers.set("market", "", now_ns, max(0, at_ns - now_ns))
 
     def _placed(self, name: NodeId, phase: PhaseKind) -> bool:
         """Whether the node has an instance; one that has none takes the instance that has been free the longest."""

@@ -8,7 +8,7 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobId, NodeId, PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.holdings import HOLDING, PoolHoldings, PoolNode, Resident, nanoseconds
+from elastic.pool.holdings import HOLDING, PoolHoldings, PoolNode, PoolRoom, Resident, nanoseconds
 from elastic.pool.job_lives import JobLives
 from elastic.pool.ports import HowEnded, JobEnding
 from elastic.pool.scripts import PoolScripts
@@ -29,7 +29,7 @@ class JobResidents(msgspec.Struct, kw_only=True):
     host_bytes: dict[NodeId, int] = {}
 
 
-class NodeResidents:
+class NodeResidents(PoolRoom):
     """The residents of a pool's nodes."""
 
     def __init__(
@@ -40,7 +40,8 @@ class NodeResidents:
         lives: JobLives,
         scripts: PoolScripts,
     ) -> None:
-        self._pool, self._workers, self._slices = pool, workers, slices
+        super().__init__(pool)
+        self._workers, self._slices = workers, slices
         self._lives, self._scripts = lives, scripts
         self._jobs = pool.records(JobResidents)
 
@@ -60,12 +61,12 @@ class NodeResidents:
 
     def _wanted(self, name: NodeId, node: PoolNode) -> Iterator[tuple[JobId, JobRecord, w.WorkerTicketFrame | None]]:
         """Return the jobs whose residents belong on this node."""
-        cluster_node = self._pool.cluster.state.nodes.get(name)
+        cluster_node = self._cluster.state.nodes.get(name)
         for job in cluster_node.residents if cluster_node is not None else ():
-            record, entry = self._pool.cluster.jobs[job], self._pool.entries.get(job)
+            record, entry = self._cluster.jobs[job], self._entries.get(job)
             if record.state not in HOLDING or record.seat is None or entry is None:
                 continue
-            train = self._pool.cluster.groups[record.seat.group].train
+            train = self._cluster.groups[record.seat.group].train
             if node.phase is _ROLLOUT:
                 if not entry.script and name in record.seat.rollout:
                     yield job, record, None
@@ -81,66 +82,66 @@ class NodeResidents:
             stale = found is None or found[0].placement != resident.placement
             trainer = found[1] if found is not None and node.phase is _TRAIN else None
             stale = stale or (trainer is not None and trainer.worker != resident.worker)
-            stale = stale or bool(resident.permit and resident.permit not in self._pool.cluster.permits)
+            stale = stale or bool(resident.permit and resident.permit not in self._cluster.permits)
             if stale and not resident.ending:
                 resident.ending = True
-                self._pool.ports.tell_keeper(name, w.EndResident(job, "the job has no place or permit here any more"))
+                self._ports.tell_keeper(name, w.EndResident(job, "the job has no place or permit here any more"))
         for job, (record, ticket) in wanted.items():
             if job not in node.residents:
-                with self._pool.ports.attempting(f"resident of {job} on {name}") as attempt:
+                with self._ports.attempting(f"resident of {job} on {name}") as attempt:
                     self._start(name, node, job, record, ticket)
                 if attempt.fault:
-                    wait_ns = self._pool.times.retry_max_ns
-                    self._pool.timers.set("resident", f"{name}/{job}", self._pool.ports.now_ns(), wait_ns)
+                    wait_ns = self._times.retry_max_ns
+                    self._pool.wait("resident", f"{name}/{job}", wait_ns)
             self._bound(f"{name}/{job}", node.residents.get(job))
 
     def _start(
         self, name: NodeId, node: PoolNode, job: JobId, record: JobRecord, ticket: w.WorkerTicketFrame | None
     ) -> None:
-        live, entry = self._pool.job(job), self._pool.entries[job]
-        if self._pool.stopping or self._pool.timers.waiting("resident", f"{name}/{job}"):
+        live, entry = self._pool.jobs[job], self._entries[job]
+        if self._pool.stopping or self._timers.waiting("resident", f"{name}/{job}"):
             return
         if entry.script:
-            if record.stopping or self._pool.timers.waiting("restart", job) or live.process is not None:
+            if record.stopping or self._timers.waiting("restart", job) or live.process is not None:
                 return
         elif ticket is not None and not ticket.token:
             return  # It went on under an earlier process, whose ticket is not known here; `gone` clears it.
-        frame = self._pool.ports.resident(entry, record.placement, name, node.phase, ticket)
+        frame = self._ports.resident(entry, record.placement, name, node.phase, ticket)
         if entry.script:
             live.process = record.placement
         permit = node.given if record.permit == node.given else 0
         worker = ticket.worker if ticket else ""
         node.residents[job] = Resident(placement=record.placement, worker=worker, permit=permit)
-        self._pool.ports.tell_keeper(name, frame)
+        self._ports.tell_keeper(name, frame)
 
     def _bound(self, key: str, resident: Resident | None) -> None:
         """A resident has to come up within the time that a job has to start."""
         starts = resident is not None and not resident.up and not resident.ending
         if not starts:
-            self._pool.timers.clear("up", key)
-        elif not self._pool.timers.waiting("up", key):
-            self._pool.timers.set("up", key, self._pool.ports.now_ns(), self._pool.cluster.limits.start_ns)
+            self._timers.clear("up", key)
+        elif not self._timers.waiting("up", key):
+            self._pool.wait("up", key, self._cluster.limits.start_ns)
 
     def overdue(self, name: NodeId, job: JobId) -> None:
         """End a resident that has not come up in time; another one is started."""
-        node = self._pool.nodes.get(name)
+        node = self._nodes.get(name)
         resident = None if node is None else node.residents.get(job)
         if resident is not None and not resident.up:
-            self.end(job, name, f"it was not up within {self._pool.cluster.limits.start_ns / 1e9:g} s")
+            self.end(job, name, f"it was not up within {self._cluster.limits.start_ns / 1e9:g} s")
 
     def end(self, job: JobId, name: NodeId, reason: str) -> None:
         if self._pool.is_script(job):
             self._scripts.end(job, reason, 0.0)
             return
-        node = self._pool.nodes.get(name)
+        node = self._nodes.get(name)
         resident = None if node is None else node.residents.get(job)
         if resident is not None:
             resident.ending = True
-            self._pool.ports.tell_keeper(name, w.EndResident(job, reason))
+            self._ports.tell_keeper(name, w.EndResident(job, reason))
 
     def gone(self, name: NodeId, job: JobId, resident: Resident, cause: str, code: int | None) -> None:
         """Note that a resident's processes have ended, wanted or not."""
-        record, node = self._pool.cluster.jobs.get(job), self._pool.nodes[name]
+        record, node = self._cluster.jobs.get(job), self._nodes[name]
         permit = record.permit if record is not None else None
         if self._pool.is_script(job) and node.phase is _TRAIN:
             self._scripts.gone(job)
@@ -156,10 +157,10 @@ class NodeResidents:
                 deaths = self._jobs[job].deaths
                 died = deaths[name] = deaths.get(name, 0) + 1
                 if died > 1:
-                    delay_ns = self._pool.times.retry_ns(died - 2)
-                    self._pool.timers.set("resident", f"{name}/{job}", self._pool.ports.now_ns(), delay_ns)
+                    delay_ns = self._times.retry_ns(died - 2)
+                    self._pool.wait("resident", f"{name}/{job}", delay_ns)
             if permit is not None and not resident.ending and self._slices.holds(job, _ROLLOUT):
-                there = [self._pool.nodes.get(each) for each in self._pool.cluster.permits[permit].nodes]
+                there = [self._nodes.get(each) for each in self._cluster.permits[permit].nodes]
                 if not any(node is not None and job in node.residents for node in there):
                     self._take_back(job, permit, cause)
         self._slices.freed(name, job, permit, 0)
@@ -168,11 +169,11 @@ class NodeResidents:
 
     def _take_back(self, job: JobId, permit: int, cause: str) -> None:
         """Nothing computes under this permit any more, and the job may take long to yield it."""
-        self._pool.ports.tell_job(job, w.PermitOver(permit, cause))
-        self._slices.take_back(self._pool.cluster.permits[permit])
+        self._ports.tell_job(job, w.PermitOver(permit, cause))
+        self._slices.take_back(self._cluster.permits[permit])
 
     def measured(self, name: NodeId, job: JobId, host_bytes: int) -> None:
-        record, node = self._pool.cluster.jobs.get(job), self._pool.nodes[name]
+        record, node = self._cluster.jobs.get(job), self._nodes[name]
         if record is None or job not in node.residents or node.residents[job].ending:
             return
         declared = record.request.rollout_bytes if node.phase is _ROLLOUT else record.request.train_bytes

@@ -10,7 +10,7 @@ import msgspec
 
 from elastic.core.cluster.types import JobId, NodeId
 from elastic.pool import messages as w
-from elastic.pool.holdings import PoolHoldings
+from elastic.pool.holdings import PoolHoldings, PoolRoom
 
 
 class ScriptUse(msgspec.Struct, kw_only=True):
@@ -25,11 +25,11 @@ class ScriptUse(msgspec.Struct, kw_only=True):
     ends: str = ""
 
 
-class PoolScripts:
+class PoolScripts(PoolRoom):
     """The processes of scripts, and the nodes that they use."""
 
     def __init__(self, pool: PoolHoldings) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self._jobs = pool.records(ScriptUse)
 
     def use(self, job: JobId, name: NodeId) -> None:
@@ -45,31 +45,31 @@ class PoolScripts:
 
     def presume(self, keepers: Mapping[NodeId, bool]) -> None:
         """Take scripts to live wherever their node's keeper does, and to use all their nodes, until they are heard."""
-        for job, record in self._pool.cluster.jobs.items():
+        for job, record in self._cluster.jobs.items():
             if record.seat is None or not self._pool.is_script(job):
                 continue
-            train = self._pool.cluster.groups[record.seat.group].train
+            train = self._cluster.groups[record.seat.group].train
             if keepers.get(train[0]):
-                self._pool.job(job).process = record.placement
+                self._pool.jobs[job].process = record.placement
                 self._jobs[job] = ScriptUse(uses={*record.seat.rollout, *train}, presumed=train[0])
 
     def adopted(self, job: JobId) -> None:
         """Note that the keeper of its node has it. It has to dial soon."""
         script = self._jobs[job]
         script.presumed = ""
-        self._pool.job(job).told_stop = False
-        self._pool.timers.set("script", job, self._pool.ports.now_ns(), self._pool.times.keeper_start_ns)
+        self._pool.jobs[job].told_stop = False
+        self._pool.wait("script", job, self._times.keeper_start_ns)
         if script.ends:
             self.end(job, script.ends, 0.0)
 
     def never_was(self, job: JobId) -> None:
         """Note that there is no process of this script."""
-        self._pool.job(job).process_ended()
+        self._pool.jobs[job].process_ended()
         self._jobs[job] = ScriptUse()
 
     def gone(self, job: JobId) -> None:
         self._jobs[job] = ScriptUse()
-        self._pool.timers.clear("script", job)
+        self._timers.clear("script", job)
 
     def lost(self, node: NodeId) -> None:
         """Note that the node's keeper has not come back, and no script that it might have had."""
@@ -78,8 +78,8 @@ class PoolScripts:
 
     def joined(self, hello: w.JobHello) -> None:
         """Take in what a script that has dialled says it holds. It is ended where that permit counts no more."""
-        permit = self._pool.cluster.permits.get(hello.held)
-        self._pool.timers.clear("script", hello.job)
+        permit = self._cluster.permits.get(hello.held)
+        self._timers.clear("script", hello.job)
         if not hello.held or permit is not None:
             self.keep(hello.job, () if permit is None else permit.nodes)
         else:
@@ -87,7 +87,7 @@ class PoolScripts:
 
     def overdue(self, job: JobId) -> None:
         """End a script that has not dialled a process of the pool that has come back: nobody knows what it holds."""
-        if not self._pool.job(job).connected:
+        if not self._pool.jobs[job].connected:
             self.end(job, "it did not come back to the pool", 0.0)
 
     def end(self, job: JobId, reason: str, grace_s: float) -> None:
@@ -95,11 +95,11 @@ class PoolScripts:
         script = self._jobs[job]
         if script.presumed and not grace_s:
             script.ends = reason or "it is to end"
-        for name, node in self._pool.nodes.items():
+        for name, node in self._nodes.items():
             resident = node.residents.get(job)
             if resident is not None and (not resident.ending or not grace_s):
                 resident.ending = not grace_s
-                self._pool.ports.tell_keeper(name, w.EndResident(job, reason or "it is to end", grace_s))
+                self._ports.tell_keeper(name, w.EndResident(job, reason or "it is to end", grace_s))
 
     def are_on(self, name: NodeId, but: JobId) -> bool:
         """Return whether another job's script uses this node."""
@@ -108,6 +108,6 @@ class PoolScripts:
 
     def must_wait(self, name: NodeId, job: JobId) -> bool:
         """Return whether any other job has this node's device still, so that the script may not compute there."""
-        node = self._pool.nodes.get(name)
+        node = self._nodes.get(name)
         residents = {} if node is None else node.residents
         return self.are_on(name, job) or any(one.permit for other, one in residents.items() if other != job)

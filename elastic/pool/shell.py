@@ -18,7 +18,7 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.history import ClusterEntry, encode
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePlan
 from elastic.pool import messages as w
-from elastic.pool.holdings import HOLDING, NS_PER_S, PoolHoldings, PoolNode, nanoseconds
+from elastic.pool.holdings import HOLDING, NS_PER_S, PoolHoldings, PoolNode, PoolRoom, nanoseconds
 from elastic.pool.job_lives import JobLives
 from elastic.pool.job_profiles import JobProfiles
 from elastic.pool.node_keepers import NodeKeepers, NodeMarket
@@ -33,7 +33,7 @@ OVER_KEPT = 100
 """Jobs that are over and stay in the cluster's state; older ones are in the journal alone."""
 
 
-class PoolShell:
+class PoolShell(PoolRoom):
     """The shell of one pool. Call `begin` first. `after` is called with the cluster after every event.
 
     With a `market` rollout nodes come and go with the instances of it.
@@ -49,7 +49,8 @@ class PoolShell:
         market: NodeMarket | None = None,
         over_kept: int = OVER_KEPT,
     ) -> None:
-        pool = self._pool = PoolHoldings(cluster, ports, times, entries)
+        pool = PoolHoldings(cluster, ports, times, entries)
+        super().__init__(pool)
         self.events = 0
         self._after = after
         self._at_work = False
@@ -79,19 +80,19 @@ class PoolShell:
         With `anew` nothing was left running on purpose, and every node gets a keeper under its old name.
         """
         if not anew:
-            away_s = (self._pool.ports.now_ns() - self._pool.cluster.now_ns) / NS_PER_S
-            self._pool.ports.died(
+            away_s = (self._ports.now_ns() - self._cluster.now_ns) / NS_PER_S
+            self._ports.died(
                 "", "", f"the pool's process died; another one went on {away_s:.1f} s after the last event"
             )
-        for name in (*self._pool.cluster.state.nodes, *keepers):
+        for name in (*self._cluster.state.nodes, *keepers):
             self._keepers.count(name)
         for job, (placement, restarts) in jobs.items():
-            self._pool.job(job).process, self._pool.job(job).restarts = placement, restarts
+            self._pool.jobs[job].process, self._pool.jobs[job].restarts = placement, restarts
         self._scripts.presume(keepers)
-        for name, node in list(self._pool.cluster.state.nodes.items()):
-            self._pool.nodes[name] = PoolNode(phase=node.phase)
+        for name, node in list(self._cluster.state.nodes.items()):
+            self._nodes[name] = PoolNode(phase=node.phase)
             if keepers.get(name):
-                self._keepers.expect(name, self._pool.times.silence_ns)
+                self._keepers.expect(name, self._times.silence_ns)
             elif anew or name not in keepers:
                 self._keepers.start(name, node.phase)
             else:
@@ -100,11 +101,11 @@ class PoolShell:
                 self._keepers.lose(name, died, renewed=False)
         self._keepers.take_instances()
         for name, lives in keepers.items():
-            if lives and name not in self._pool.cluster.state.nodes:
-                self._pool.ports.end_keeper(name)
-        wanted = self._pool.cluster.spec
+            if lives and name not in self._cluster.state.nodes:
+                self._ports.end_keeper(name)
+        wanted = self._cluster.spec
         for phase, count in ((_ROLLOUT, wanted.rollout_nodes), (_TRAIN, wanted.train_nodes)):
-            there = sum(node.phase is phase for node in self._pool.nodes.values())
+            there = sum(node.phase is phase for node in self._nodes.values())
             there += sum(kind is phase for kind in self._pool.joining.values())
             for _ in range(count - there):
                 self._keepers.start_anew(phase.value)
@@ -127,15 +128,15 @@ class PoolShell:
 
     @property
     def cluster(self) -> Cluster:
-        return self._pool.cluster
+        return self._cluster
 
     @property
     def entries(self) -> Mapping[JobId, JobEntry]:
-        return self._pool.entries
+        return self._entries
 
     @property
     def nodes(self) -> Mapping[NodeId, PoolNode]:
-        return self._pool.nodes
+        return self._nodes
 
     @property
     def stopping(self) -> bool:
@@ -144,9 +145,9 @@ class PoolShell:
     def last_of(self, job: JobId) -> ForgottenJob:
         """Return all that is known of a job of the cluster."""
         return ForgottenJob(
-            entry=self._pool.entries.get(job),
-            record=self._pool.cluster.jobs[job],
-            restarts=self._pool.job(job).restarts,
+            entry=self._entries.get(job),
+            record=self._cluster.jobs[job],
+            restarts=self._pool.jobs[job].restarts,
             host_bytes=self._residents.host_bytes(job),
         )
 
@@ -166,23 +167,23 @@ class PoolShell:
                 pass
 
     def now_ns(self) -> Nanoseconds:
-        return self._pool.ports.now_ns()
+        return self._ports.now_ns()
 
     def next_wakeup_ns(self) -> Nanoseconds | None:
         """When to call `pass_time` if nothing else happens before."""
-        times = [at for at in (self._pool.cluster.next_wakeup_ns(), self._pool.timers.next_ns()) if at is not None]
+        times = [at for at in (self._cluster.next_wakeup_ns(), self._timers.next_ns()) if at is not None]
         return min(times, default=None)
 
     def pass_time(self) -> None:
         self._sleep_through()
-        now_ns = self._pool.ports.now_ns()
-        for what, key in self._pool.timers.pop_due(now_ns):
-            with self._pool.ports.attempting(f"{what} {key}") as attempt:
+        now_ns = self._ports.now_ns()
+        for what, key in self._timers.pop_due(now_ns):
+            with self._ports.attempting(f"{what} {key}") as attempt:
                 if what in self._due:  # Others only end a wait, after which things are compared.
                     self._due[what](key)
             if attempt.fault:
-                self._pool.timers.set(what, key, now_ns, self._pool.times.retry_max_ns)
-        wakeup_ns = self._pool.cluster.next_wakeup_ns()
+                self._timers.set(what, key, now_ns, self._times.retry_max_ns)
+        wakeup_ns = self._cluster.next_wakeup_ns()
         if wakeup_ns is not None and wakeup_ns <= now_ns:
             self._pool.feed(e.TimePassed())
         self._drain()
@@ -222,7 +223,7 @@ class PoolShell:
         self._drain()
 
     def keeper_heard(self, name: NodeId, message: w.FromKeeper) -> None:
-        node = self._pool.nodes.get(name)
+        node = self._nodes.get(name)
         if node is None:
             return
         match message:
@@ -260,7 +261,7 @@ class PoolShell:
             live.connected = False
 
     def job_heard(self, job: JobId, message: w.FromJob) -> None:
-        record = self._pool.cluster.jobs.get(job)
+        record = self._cluster.jobs.get(job)
         if record is None or record.state not in HOLDING:
             return
         match message:
@@ -277,12 +278,12 @@ class PoolShell:
             case w.StartTrainer(ticket=ticket):
                 self._workers.start_trainer(job, ticket)
             case w.YieldPhase(permit=number):
-                permit = self._pool.cluster.permits.get(number)
+                permit = self._cluster.permits.get(number)
                 if permit is not None and permit.job == job:
                     self._scripts.keep(job, ())
                     self._slices.end(permit, message.finished, nanoseconds(message.switch_s))
             case w.TailLeft(permit=number):
-                permit = self._pool.cluster.permits.get(number)
+                permit = self._cluster.permits.get(number)
                 if permit is not None and permit.job == job:
                     self._scripts.keep(job, permit.tail_nodes)
                     self._slices.leave_for_tail(permit)
@@ -290,7 +291,7 @@ class PoolShell:
                 self._slices.progressed(job, message)
             case w.StepsDone(steps=steps):
                 if steps > record.steps_done:
-                    self._pool.job(job).restarts = 0  # They are counted from the last progress.
+                    self._pool.jobs[job].restarts = 0  # They are counted from the last progress.
                     self._pool.feed(e.JobProgressed(job=job, steps_done=steps))
             case _:
                 pass
@@ -311,8 +312,8 @@ class PoolShell:
 
     def _sleep_through(self) -> None:
         """Put off what is waited for by the time in which nobody could be heard. The market's times are its own."""
-        if slept_ns := self._pool.ports.slept_ns():
-            self._pool.timers.put_off(slept_ns, ("market",))
+        if slept_ns := self._ports.slept_ns():
+            self._timers.put_off(slept_ns, ("market",))
             self._pool.news.appendleft((e.PoolSuspended(for_ns=slept_ns), None, None))
 
     def _drain(self) -> None:
@@ -328,13 +329,13 @@ class PoolShell:
             while True:
                 while self._pool.news:
                     event, entry, command = self._pool.news.popleft()
-                    now_ns = self._pool.ports.now_ns()
+                    now_ns = self._ports.now_ns()
                     leaving = event.jobs if isinstance(event, e.JobsForgotten) else ()
                     forgotten = [self.last_of(job) for job in leaving]
                     commands = self._take(event, now_ns)
-                    self._pool.ports.append(encode(ClusterEntry(now_ns, event)), entry, command, forgotten)
+                    self._ports.append(encode(ClusterEntry(now_ns, event)), entry, command, forgotten)
                     if entry is not None:
-                        self._pool.entries[entry.job] = entry
+                        self._entries[entry.job] = entry
                     for job in leaving:
                         self._pool.forget(job)
                         self._at_rest.discard(job)
@@ -349,38 +350,38 @@ class PoolShell:
                     break
         finally:
             self._at_work = False
-        self._pool.ports.settled()
+        self._ports.settled()
 
     def _take(self, event: e.ClusterEvent, now_ns: Nanoseconds) -> list[c.ClusterCommand]:
         """Give one event to the cluster, which is as it was before if it raises."""
-        cluster = self._pool.cluster
+        cluster = self._cluster
         try:
             return cluster.handle(event, now_ns)
         except Exception:
-            before = self._pool.ports.replayed(cluster.policies)
+            before = self._ports.replayed(cluster.policies)
             cluster.take_over(before.state, before.waits)
             raise
 
     def _forget(self) -> None:
         """Have the oldest jobs that are over leave the cluster, so that no event costs more for those that there
         were."""
-        over = self._pool.cluster.state.over
+        over = self._cluster.state.over
         if len(over) <= 1.2 * self._over_kept:
             return
-        leaving = [job for job in over if self._pool.job(job).process is None][: len(over) - self._over_kept]
+        leaving = [job for job in over if self._pool.jobs[job].process is None][: len(over) - self._over_kept]
         if leaving:
             self._pool.feed(e.JobsForgotten(jobs=tuple(leaving)))
 
     def _compare(self) -> None:
         """Bring the world to the cluster's state."""
-        over = self._pool.cluster.state.over
-        for job in list(self._pool.cluster.jobs):
+        over = self._cluster.state.over
+        for job in list(self._cluster.jobs):
             if job not in self._at_rest or job not in over:
                 self._attempt(job, partial(self._compare_job, job))
-        for name, node in self._pool.nodes.items():
+        for name, node in self._nodes.items():
             if node.connected:
                 self._attempt(name, partial(self._residents.compare, name, node))
-        for permit in self._pool.cluster.permits.values():
+        for permit in self._cluster.permits.values():
             self._attempt(f"permit {permit.number}", partial(self._slices.give_devices, permit))
 
     def _compare_job(self, job: JobId) -> None:
@@ -388,16 +389,16 @@ class PoolShell:
         self._profiles.compare(job)
         self._lives.compare(job)
         self._slices.ask(job)
-        if job in self._pool.cluster.state.over and self._pool.job(job).process is None:
+        if job in self._cluster.state.over and self._pool.jobs[job].process is None:
             self._at_rest.add(job)
         else:
             self._at_rest.discard(job)
 
     def _attempt(self, item: str, work: Callable[[], None]) -> None:
         """Work on a job, node or permit. After an unexpected exception it is looked at again in a while."""
-        if self._pool.timers.waiting("again", item):
+        if self._timers.waiting("again", item):
             return
-        with self._pool.ports.attempting(item) as attempt:
+        with self._ports.attempting(item) as attempt:
             work()
         if attempt.fault:
-            self._pool.timers.set("again", item, self._pool.ports.now_ns(), self._pool.times.retry_max_ns)
+            self._pool.wait("again", item, self._times.retry_max_ns)

@@ -5,7 +5,7 @@ import msgspec
 
 from elastic.core.cluster.types import JobId, NodeId, Permit, PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.holdings import PoolHoldings, PoolNode
+from elastic.pool.holdings import PoolHoldings, PoolNode, PoolRoom
 
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
@@ -33,11 +33,11 @@ class JobWorkers(msgspec.Struct, kw_only=True):
     trainer_died: bool = False
 
 
-class SliceWorkers:
+class SliceWorkers(PoolRoom):
     """Which worker each resident works as."""
 
     def __init__(self, pool: PoolHoldings) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self._jobs = pool.records(JobWorkers)
 
     def of(self, permit: Permit) -> dict[NodeId, str]:
@@ -102,7 +102,7 @@ class SliceWorkers:
                 placed = PlacedWorker(worker=state.worker, permit=given)
             mine.placed[name] = msgspec.structs.replace(placed, ticket=None)
             if placed.ending:
-                self._pool.ports.tell_keeper(name, w.LeaveWorker(state.job, state.worker))
+                self._ports.tell_keeper(name, w.LeaveWorker(state.job, state.worker))
         elif placed is not None and placed.ticket is None:
             self.ended(state.job, name, "it ended while its keeper was not heard")
 
@@ -111,19 +111,19 @@ class SliceWorkers:
         mine = self._jobs[job]
         if mine.trainer is not None and mine.trainer.worker == worker:
             mine.trainer = None
-        for name, node in self._pool.nodes.items():
+        for name, node in self._nodes.items():
             placed, resident = mine.placed.get(name), node.residents.get(job)
             if placed is not None and placed.worker == worker:
                 if placed.ticket is not None:
                     self.ended(job, name, "")
                 else:
                     placed.ending = True
-                    self._pool.ports.tell_keeper(name, w.LeaveWorker(job, worker))
+                    self._ports.tell_keeper(name, w.LeaveWorker(job, worker))
                 return name
             if node.phase is _TRAIN and resident is not None and resident.worker == worker:
                 return None  # It is ended because nobody wants it any more; `WorkerEnded` follows.
         if mine.offered.pop(worker, None) is None:
-            self._pool.ports.tell_job(job, w.WorkerEnded(worker))
+            self._ports.tell_job(job, w.WorkerEnded(worker))
         return None
 
     def lost(self, job: JobId, name: NodeId) -> None:
@@ -134,7 +134,7 @@ class SliceWorkers:
         """Note that no resident works for the job on this node any more."""
         placed = self._jobs[job].placed.pop(name, None)
         if placed is not None:
-            self._pool.ports.tell_job(job, w.WorkerEnded(placed.worker, cause))
+            self._ports.tell_job(job, w.WorkerEnded(placed.worker, cause))
 
     def left(self, name: NodeId, message: w.WorkerLeft) -> None:
         """Note that a resident has parked."""
@@ -151,7 +151,7 @@ class SliceWorkers:
         mine = self._jobs[job]
         if mine.trainer is not None and mine.trainer.worker == worker:
             mine.trainer, mine.trainer_died = None, died
-        self._pool.ports.tell_job(job, w.WorkerEnded(worker, cause))
+        self._ports.tell_job(job, w.WorkerEnded(worker, cause))
 
     def forget(self, job: JobId) -> None:
         self._jobs[job] = JobWorkers()

@@ -11,7 +11,7 @@ import msgspec
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, Permit, PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.holdings import NS_PER_S, PoolHoldings
+from elastic.pool.holdings import NS_PER_S, PoolHoldings, PoolRoom
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 
@@ -50,23 +50,24 @@ class JobTurns(msgspec.Struct, kw_only=True):
         return self.yielding is not None and self.yielding.permit == permit
 
 
-class PoolSlices:
+class PoolSlices(PoolRoom):
     """The permits of a pool's jobs, and their devices."""
 
     def __init__(self, pool: PoolHoldings, workers: SliceWorkers, scripts: PoolScripts) -> None:
-        self._pool, self._workers, self._scripts = pool, workers, scripts
+        super().__init__(pool)
+        self._workers, self._scripts = workers, scripts
         self._jobs = pool.records(JobTurns)
 
     def begin(self) -> None:
         """Take over requests and permits from the cluster; those of jobs without a process are taken back."""
-        for job, record in self._pool.cluster.jobs.items():
-            if record.asked is not None and self._pool.job(job).process is not None:
+        for job, record in self._cluster.jobs.items():
+            if record.asked is not None and self._pool.jobs[job].process is not None:
                 self._jobs[job].wants[record.asked] = record.asked_both  # It says so again, or yields what it gets.
-        for permit in list(self._pool.cluster.permits.values()):
+        for permit in list(self._cluster.permits.values()):
             turns = self._jobs[permit.job]
             turns.known.add(permit.number)
             turns.told = (permit.number, permit.nodes)
-            if self._pool.job(permit.job).process is None:
+            if self._pool.jobs[permit.job].process is None:
                 self.take_back(permit)
 
     def want(self, job: JobId, phase: PhaseKind, *, both: bool) -> None:
@@ -88,9 +89,7 @@ class PoolSlices:
         """Return the permits that a job which has dialled holds. It counts as told of these."""
         turns = self._jobs[job]
         permits = [
-            permit
-            for permit in self._pool.cluster.permits.values()
-            if permit.job == job and not turns.yields(permit.number)
+            permit for permit in self._cluster.permits.values() if permit.job == job and not turns.yields(permit.number)
         ]
         if self._pool.is_script(job):
             permits = [permit for permit in permits if permit.number == turns.told[0]]
@@ -110,12 +109,12 @@ class PoolSlices:
     def compare(self, job: JobId) -> None:
         """Tell the job of permits that are over, and forget what was being taken back of them."""
         turns = self._jobs[job]
-        for number in [number for number in turns.known if number not in self._pool.cluster.permits]:
+        for number in [number for number in turns.known if number not in self._cluster.permits]:
             turns.known.discard(number)
             self._workers.over(job, number)
             self._take_over(job, number)
-            self._pool.ports.tell_job(job, w.PermitOver(number, "it was taken, or its nodes are gone"))
-        permits = self._pool.cluster.permits
+            self._ports.tell_job(job, w.PermitOver(number, "it was taken, or its nodes are gone"))
+        permits = self._cluster.permits
         if turns.yielding is not None and turns.yielding.permit not in permits:
             turns.yielding = None
         if turns.leaving is not None and turns.leaving.permit not in permits:
@@ -123,13 +122,13 @@ class PoolSlices:
 
     def _take_over(self, job: JobId, permit: int) -> None:
         """Take the devices of a permit that the cluster has ended: no later resident computes under it."""
-        for name, node in self._pool.nodes.items():
+        for name, node in self._nodes.items():
             if node.given == permit:
                 self.take_device(name, job, permit)
 
     def granted(self, number: int) -> None:
         """Tell the job of a permit that has just begun or got more nodes, unless it does not want it any more."""
-        permit = self._pool.cluster.permits.get(number)
+        permit = self._cluster.permits.get(number)
         if permit is None:
             return
         turns = self._jobs[permit.job]
@@ -154,7 +153,7 @@ class PoolSlices:
         if not self._pool.is_script(permit.job):
             turns.told = (permit.number, permit.nodes)
         if turns.told[0] == permit.number:
-            self._pool.ports.tell_job(permit.job, self.standing(permit))
+            self._ports.tell_job(permit.job, self.standing(permit))
 
     def standing(self, permit: Permit) -> w.Granted:
         """Return what the job is told of its permit."""
@@ -177,7 +176,7 @@ class PoolSlices:
             self.tell(permit)
         left_s, given = self._pool.ends_s(permit.deadline_ns), True
         for name in permit.nodes:
-            node = self._pool.nodes.get(name)
+            node = self._nodes.get(name)
             if node is None or not node.connected:
                 given = False
                 continue
@@ -194,7 +193,7 @@ class PoolSlices:
                 resident.permit, resident.worker = permit.number, ticket.worker if ticket else resident.worker
             if script:
                 self._scripts.use(permit.job, name)
-            self._pool.ports.tell_keeper(name, w.GiveDevice(permit.number, permit.job, left_s, ticket))
+            self._ports.tell_keeper(name, w.GiveDevice(permit.number, permit.job, left_s, ticket))
         if script and given and turns.told != (permit.number, permit.nodes):
             turns.told = (permit.number, permit.nodes)
             self.tell(permit)
@@ -229,11 +228,11 @@ class PoolSlices:
     def take_device(self, name: NodeId, job: JobId, permit: int) -> None:
         """Take a node's device. Without a keeper the device counts as free: a keeper that comes back reports what it
         holds."""
-        node = self._pool.nodes.get(name)
+        node = self._nodes.get(name)
         if node is None or (node.connected and node.given < permit):
             self.freed(name, job, permit, 0)
         elif node.connected:
-            self._pool.ports.tell_keeper(name, w.TakeDevice(permit, job, self._pool.times.park_ns / NS_PER_S))
+            self._ports.tell_keeper(name, w.TakeDevice(permit, job, self._times.park_ns / NS_PER_S))
 
     def freed(self, name: NodeId, job: JobId, permit: int | None, switch_ns: Nanoseconds) -> None:
         turns = self._jobs[job]
@@ -263,20 +262,20 @@ class PoolSlices:
 
     def ask(self, job: JobId) -> None:
         """Give the cluster the job's next request, training first."""
-        record, turns = self._pool.cluster.jobs[job], self._jobs[job]
+        record, turns = self._cluster.jobs[job], self._jobs[job]
         if self._pool.stopping or record.state is not JobState.RUNNING or record.permit is not None or not turns.wants:
-            self._pool.timers.clear("warm", job)
+            self._timers.clear("warm", job)
             return
         phase = _TRAIN if _TRAIN in turns.wants else _ROLLOUT
         both = turns.wants[phase]
         if record.asked is phase and record.asked_both == both:
             return
         if self._warm(job, phase) or turns.overdue:
-            self._pool.timers.clear("warm", job)
+            self._timers.clear("warm", job)
             self._pool.feed(e.PhaseAsked(job=job, phase=phase, placement=record.placement, both=both))
-        elif not self._pool.timers.waiting("warm", job):
-            within_ns = self._pool.times.silence_ns if self._workers.trainer_died(job) else record.request.limit_ns
-            self._pool.timers.set("warm", job, self._pool.ports.now_ns(), within_ns)
+        elif not self._timers.waiting("warm", job):
+            within_ns = self._times.silence_ns if self._workers.trainer_died(job) else record.request.limit_ns
+            self._pool.wait("warm", job, within_ns)
 
     def overdue(self, job: JobId) -> None:
         """Have a job whose resident does not come up start it within a turn of its own."""
@@ -284,25 +283,25 @@ class PoolSlices:
 
     def _warm(self, job: JobId, phase: PhaseKind) -> bool:
         """Return whether a resident of the job is up for this phase: a process that starts needs no device yet."""
-        record, entry = self._pool.cluster.jobs[job], self._pool.entries.get(job)
+        record, entry = self._cluster.jobs[job], self._entries.get(job)
         if record.seat is None or entry is None or entry.script:
             return True
         if phase is _TRAIN and self._workers.trainer(job) is None:
             return not self._workers.trainer_died(job)
-        nodes = record.seat.rollout if phase is _ROLLOUT else self._pool.cluster.groups[record.seat.group].train[:1]
-        found = [node.residents.get(job) for name in nodes if (node := self._pool.nodes.get(name)) is not None]
+        nodes = record.seat.rollout if phase is _ROLLOUT else self._cluster.groups[record.seat.group].train[:1]
+        found = [node.residents.get(job) for name in nodes if (node := self._nodes.get(name)) is not None]
         return any(resident is not None and resident.up and not resident.ending for resident in found)
 
     def holds(self, job: JobId, phase: PhaseKind) -> bool:
         """Return whether the job has a permit for this phase that it was told of."""
-        number = self._pool.cluster.jobs[job].permit
+        number = self._cluster.jobs[job].permit
         if number is None or number not in self._jobs[job].known:
             return False
-        return self._pool.cluster.permits[number].phase is phase
+        return self._cluster.permits[number].phase is phase
 
     def progressed(self, job: JobId, message: w.PhaseProgress) -> None:
         """Record a rollout's progress, if it has several nodes. Only then its tail can move together."""
-        permit, turns = self._pool.cluster.permits.get(message.permit), self._jobs[job]
+        permit, turns = self._cluster.permits.get(message.permit), self._jobs[job]
         if permit is None or permit.job != job or len(permit.nodes) < 2 or permit.tail_nodes or not message.of:
             return
         known = turns.progress
