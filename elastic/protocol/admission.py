@@ -21,8 +21,8 @@ BACKLOG = 1024
 
 
 class StrangerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """At most `most` peers may be without a Hello at once, each for `hello_timeout_s`; or as many as are expected, where
-    these are more: a fleet may come back all at once."""
+    """At most `most` peers may be without a Hello at once, each for `hello_timeout_s`; or as many as are expected,
+    where these are more: a fleet may come back all at once."""
 
     most: int = 256
     hello_timeout_s: float = 5.0
