@@ -1,6 +1,7 @@
 """What a run's journals say of where it was: read whole, torn, damaged, in part, and with another configuration."""
 
 import contextlib
+import functools
 import importlib
 import itertools
 import os
@@ -183,6 +184,15 @@ def test_what_the_trainer_publishes_again_takes_nothing_from_the_account_of_its_
     assert appended == []
 
 
+def damaged(rng: random.Random, content: bytes) -> bytes:
+    at = rng.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+
+
+def truncated(share: float, content: bytes) -> bytes:
+    return content[: int(share * len(content))]
+
+
 class TestSavedState:
     """What is no use is not used: the journal has all."""
 
@@ -221,30 +231,19 @@ class TestSavedState:
         assert previous_incarnation(run, config).digest == whole
         assert self.heard < events(run.path / "journal.sqlite")
 
-    def spoil(self, run: RunDirectory, how: Callable[[bytes], bytes]) -> None:
+    @pytest.mark.parametrize(
+        "how",
+        [
+            *(functools.partial(damaged, random.Random(seed)) for seed in range(6)),
+            *(functools.partial(truncated, share) for share in (0.0, 0.1, 0.5, 0.99)),
+            lambda content: msgspec.msgpack.encode(msgspec.msgpack.decode(content) | {"program": "other"}),
+        ],
+    )
+    def test_that_is_damaged_truncated_or_of_another_program(
+        self, run: RunDirectory, config: Config, whole: str, how: Callable[[bytes], bytes]
+    ) -> None:
         for path in self.states(run):
             path.write_bytes(how(path.read_bytes()))
-
-    @pytest.mark.parametrize("seed", range(6))
-    def test_that_is_damaged_anywhere(self, run: RunDirectory, config: Config, whole: str, seed: int) -> None:
-        rng = random.Random(seed)
-
-        def damage(content: bytes) -> bytes:
-            at = rng.randrange(len(content))
-            return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
-
-        self.spoil(run, damage)
-        assert previous_incarnation(run, config).digest == whole
-        assert self.heard == events(run.path / "journal.sqlite")
-
-    @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
-    def test_that_is_truncated(self, run: RunDirectory, config: Config, whole: str, share: float) -> None:
-        self.spoil(run, lambda content: content[: int(share * len(content))])
-        assert previous_incarnation(run, config).digest == whole
-        assert self.heard == events(run.path / "journal.sqlite")
-
-    def test_of_another_program(self, run: RunDirectory, config: Config, whole: str) -> None:
-        self.spoil(run, lambda content: msgspec.msgpack.encode(msgspec.msgpack.decode(content) | {"program": "other"}))
         assert previous_incarnation(run, config).digest == whole
         assert self.heard == events(run.path / "journal.sqlite")
 

@@ -6,7 +6,7 @@ What is not `Markup` is text: pages are well-formed XML, whatever a run, a provi
 
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
@@ -19,7 +19,7 @@ WIDE_COLUMNS, WIDE_CHARACTERS = 6, 60
 """A table with more columns, or a longer cell behind the first column, takes the page's whole width."""
 
 
-class Figure(msgspec.Struct, frozen=True, kw_only=True):
+class Figure(NamedTuple):
     """One headline number with its label and its explanation."""
 
     name: str

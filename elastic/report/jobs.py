@@ -319,37 +319,33 @@ def _headline(report: PoolReport) -> list[Figure]:
     idle = [f"{share:.0%} {phase}" for phase, share in report.idle_share.items()]
     lasted = units.duration(report.hours * 3600)
     wrong = f"{len(report.marks)} things went wrong" if report.marks else "a restart each"
-    return _figures(
-        ("Cost", units.usd(report.usd), f"{units.usd(report.usd_per_hour)} an hour, for {lasted}"),
-        (
+    return [
+        Figure("Cost", units.usd(report.usd), f"{units.usd(report.usd_per_hour)} an hour, for {lasted}"),
+        Figure(
             "Against alone",
             _against(report.usd, report.usd_alone),
             f"each on nodes of its own: {units.usd(report.usd_alone)}",
         ),
-        ("Within their SLO", f"{report.slo_met_share:.0%}", f"{report.rejected} rejected"),
-        ("Bubbles", idle[-1] if idle else units.NONE, ", ".join(["idle share of groups' nodes", *idle[:-1]])),
-        ("Switching", units.duration(report.switch_s), f"{report.switches:,} turns"),
-        ("Moves", str(report.moves), wrong),
-    )
+        Figure("Within their SLO", f"{report.slo_met_share:.0%}", f"{report.rejected} rejected"),
+        Figure("Bubbles", idle[-1] if idle else units.NONE, ", ".join(["idle share of groups' nodes", *idle[:-1]])),
+        Figure("Switching", units.duration(report.switch_s), f"{report.switches:,} turns"),
+        Figure("Moves", str(report.moves), wrong),
+    ]
 
 
 def _job_headline(job: PooledJob) -> list[Figure]:
-    return _figures(
-        ("State", job.state, job.reason),
-        ("Steps", f"{job.steps:,}", f"of {job.steps_wanted:,}"),
-        ("Slowdown", _times(job.planned_slowdown), f"of at most {job.slo:g}; actual {_times(job.slowdown)}"),
-        ("Bill", units.usd(job.usd), f"alone {units.usd(job.usd_alone)}"),
-        (
+    return [
+        Figure("State", job.state, job.reason),
+        Figure("Steps", f"{job.steps:,}", f"of {job.steps_wanted:,}"),
+        Figure("Slowdown", _times(job.planned_slowdown), f"of at most {job.slo:g}; actual {_times(job.slowdown)}"),
+        Figure("Bill", units.usd(job.usd), f"alone {units.usd(job.usd_alone)}"),
+        Figure(
             "Against alone",
             _against(job.usd, job.usd_alone),
             f"{units.usd(job.alone_usd_per_hour)} an hour alone",
         ),
-        ("Switching", units.share(job.switch_share), f"of its cycles, in {job.switches:,} turns"),
-    )
-
-
-def _figures(*figures: tuple[str, str, str]) -> list[Figure]:
-    return [Figure(name=name, value=value, detail=detail) for name, value, detail in figures]
+        Figure("Switching", units.share(job.switch_share), f"of its cycles, in {job.switches:,} turns"),
+    ]
 
 
 def _against(usd: float, usd_alone: float) -> str:

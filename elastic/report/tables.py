@@ -76,31 +76,29 @@ def headline(summary: Summary) -> list[Figure]:
     of = f" of {summary.steps_planned}" if summary.steps_planned not in (None, steps) else ""
     return [
         *_learnt(summary, f"in {steps}{of} steps"),
+        Figure("wall time", units.duration(summary.wall_s), f"{units.duration(total.gpu_s)} of GPU time"),
         Figure(
-            name="wall time", value=units.duration(summary.wall_s), detail=f"{units.duration(total.gpu_s)} of GPU time"
+            "throughput",
+            f"{units.count(total.tokens_per_s)}/s",
+            f"{units.count(total.tokens)} tokens",
         ),
         Figure(
-            name="throughput",
-            value=f"{units.count(total.tokens_per_s)}/s",
-            detail=f"{units.count(total.tokens)} tokens",
+            "cost",
+            units.usd(summary.usd),
+            f"{units.usd(summary.usd_per_million_tokens)} a million tokens",
         ),
         Figure(
-            name="cost",
-            value=units.usd(summary.usd),
-            detail=f"{units.usd(summary.usd_per_million_tokens)} a million tokens",
-        ),
-        Figure(
-            name="preemptions",
-            value=units.count(total.preemptions),
-            detail=f"{moves.turns:,} turns moved, p95 {units.duration(moves.redispatch_s.p95)}"
+            "preemptions",
+            units.count(total.preemptions),
+            f"{moves.turns:,} turns moved, p95 {units.duration(moves.redispatch_s.p95)}"
             if moves.turns
             else "no turn was preempted",
         ),
         *_deaths(summary),
         Figure(
-            name="allocation overhead",
-            value=units.share(total.overhead_share),
-            detail=f"{units.share(total.preempted_share)} by the papers' definition",
+            "allocation overhead",
+            units.share(total.overhead_share),
+            f"{units.share(total.preempted_share)} by the papers' definition",
         ),
     ]
 
@@ -124,22 +122,22 @@ def _deaths(summary: Summary) -> list[Figure]:
         came = f"{len(waits)} replaced" if len(own) > 1 else followed(own[0])
         within = f" in {units.duration(max(waits))} at most" if waits[1:] else ""
         said.append(f"{printable(provider)} {len(own)}, {came}{within}")
-    return [Figure(name="deaths", value=units.count(len(died)), detail="; ".join(said))]
+    return [Figure("deaths", units.count(len(died)), "; ".join(said))]
 
 
 def _learnt(summary: Summary, steps: str) -> list[Figure]:
     if summary.simulated:
-        return [Figure(name="steps", value=units.count(len(summary.steps)), detail="simulated: no policy learns")]
+        return [Figure("steps", units.count(len(summary.steps)), "simulated: no policy learns")]
     return [
         Figure(
-            name="success",
-            value=_percent(summary.success_last),
-            detail=f"from {_percent(summary.success_first)} {steps}",
+            "success",
+            _percent(summary.success_last),
+            f"from {_percent(summary.success_first)} {steps}",
         ),
         Figure(
-            name="mean reward",
-            value=units.reward(summary.mean_reward_last),
-            detail=f"from {units.reward(summary.mean_reward_first)}",
+            "mean reward",
+            units.reward(summary.mean_reward_last),
+            f"from {units.reward(summary.mean_reward_first)}",
         ),
     ]
 
@@ -192,7 +190,7 @@ def _budget_words(budget: BudgetForecast, *, goes_on: bool) -> str:
 def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table]:
     """All tables that have a row, in the order in which they are read."""
     found = [
-        _providers(summary),
+        providers(summary),
         _joined(summary),
         _accounts(summary),
         _functions(summary),
@@ -221,7 +219,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
     return [table for table in found if table.rows]
 
 
-def _providers(summary: Summary) -> Table:
+def providers(summary: Summary) -> Table:
     return Table(
         title="Providers",
         header=[

@@ -16,6 +16,8 @@ from elastic.report.summary import Summary
 from elastic.system.plain_values import printable
 
 _MARKDOWN_SPECIAL = re.compile(r"([\\`*_\[\]<>|~])")
+SHOWN = ("provider", "leases", "preempted", "GPU time", "overhead", "tokens/s", "cost")
+"""The columns of the table of providers that a terminal has room for."""
 _OUTCOME_STYLES = {"finished": "green", "failed": "red"} | dict.fromkeys(
     ("stopped", "interrupted", "incomplete"), "yellow"
 )
@@ -48,34 +50,18 @@ def closing_table(summary: Summary) -> RichTable:
 
     Where rollouts came from several providers, `alone` is what the run would have cost on each.
     """
-    alone = {one.provider: one.usd for one in summary.alone}
+    alone = {one.provider: units.usd(one.usd) for one in summary.alone}
     table = _rich(_title(summary), _caption(summary))
     table.padding, table.pad_edge = (0, 1, 0, 0), False
-    names = (
-        "provider",
-        "leases",
-        "preempted",
-        "GPU time",
-        "overhead",
-        "tokens/s",
-        "cost",
-        *(["alone"] if alone else []),
-    )
+    said = tables.providers(summary)
+    columns = [said.header.index(name) for name in SHOWN]
+    names = [*SHOWN, "alone"] if alone else [*SHOWN]
     for i, name in enumerate(names):
         table.add_column(name, justify="right" if i else "left", header_style="dim", no_wrap=True)
-    for bill in tables.bills(summary):
-        usage = bill.usage
-        cells = (
-            units.shortened(printable(bill.name), 12),
-            units.count(usage and usage.leases),
-            units.count(usage and usage.preemptions),
-            units.duration(usage and usage.gpu_s),
-            units.share(usage and usage.overhead_share),
-            units.count(usage and usage.tokens_per_s),
-            units.usd(bill.usd),
-            *([units.usd(alone[bill.name]) if bill.name in alone else ""] if alone else []),
-        )
-        table.add_row(*map(Text, cells), style="bold" if usage is summary.total else "")
+    for row, bill in zip(said.rows, tables.bills(summary), strict=True):
+        provider, *figures = (row[column] for column in columns)
+        cells = [units.shortened(printable(provider), 12), *figures, *([alone.get(provider, "")] if alone else [])]
+        table.add_row(*map(Text, cells), style="bold" if bill.usage is summary.total else "")
     return table
 
 

@@ -93,10 +93,9 @@ def assert_sound(update, old: np.ndarray, ends: np.ndarray) -> None:
         edges = [0, *update.ends.tolist()]
         assert edges == sorted(edges)
         assert edges[-1] == len(update.index)
-        for tile, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            index = update.index[edges[tile] : edges[tile + 1]]
-            assert ((begin <= index) & (index < end)).all()
-            assert len(np.unique(index)) == len(index)
+        tile = np.repeat(np.arange(len(ends)), np.diff(edges))
+        assert ((np.array([0, *ends])[tile] <= update.index) & (update.index < ends[tile])).all()
+        assert len(np.unique(update.index)) == len(update.index)
     result = old.copy()
     apply_update(update, result)
     assert (tile_sums(old, ends) + update.sum_changes).tolist() == tile_sums(result, ends).tolist()
