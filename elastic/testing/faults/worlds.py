@@ -1,16 +1,19 @@
 """The worlds of faults by their names: each is drawn from a seed, lived through and judged."""
 
 from collections.abc import Callable, Sequence
-from enum import StrEnum
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from elastic.config import ConfigError
+from elastic.testing.faults.kinds import KINDS_OF_RUNS, FaultKind
 from elastic.testing.faults.outcome import Lived, WorldFailed
 
-E = TypeVar("E", bound=StrEnum)
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from elastic.testing.faults.shell.plan import WorldPlan
+    from elastic.testing.faults.shell.pooled.plan import PooledPlan
+
+PlanT = TypeVar("PlanT", "WorldPlan", "PooledPlan")
 
 
 class WorldOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +54,11 @@ def _core(seed: int, _: WorldOptions) -> Lived:
 
 
 def _run(seed: int, options: WorldOptions) -> Lived:
-    from elastic.testing.faults.kinds import KINDS_OF_RUNS
     from elastic.testing.faults.shell.plan import draw_plan
     from elastic.testing.faults.shell.shrink import shrunk
     from elastic.testing.faults.shell.simulate import simulate
 
-    plan = draw_plan(seed, _kinds(options.only, KINDS_OF_RUNS))
-    plan = msgspec.structs.replace(plan, faults=_kept(options.keep, plan.faults))
+    plan = _kept(options.keep, draw_plan(seed, _kinds(options.only, KINDS_OF_RUNS)))
     try:
         return simulate(seed, plan, options.tell)
     except WorldFailed:
@@ -70,8 +71,7 @@ def _pool(seed: int, options: WorldOptions) -> Lived:
     from elastic.testing.faults.shell.pooled.plan import KINDS, draw_pooled
     from elastic.testing.faults.shell.pooled.world import live_pooled
 
-    plan = draw_pooled(seed, _kinds(options.only, KINDS))
-    plan = msgspec.structs.replace(plan, faults=_kept(options.keep, plan.faults))
+    plan = _kept(options.keep, draw_pooled(seed, _kinds(options.only, KINDS)))
     return live_pooled(plan, options.tell)
 
 
@@ -89,20 +89,22 @@ WORLDS: dict[str, Callable[[int, WorldOptions], Lived]] = {
 }
 
 
-def _kinds(names: str, allowed: Sequence[E]) -> list[E]:
-    by_name = {str(kind): kind for kind in allowed}
+def _kinds(names: str, allowed: Sequence[FaultKind]) -> list[FaultKind]:
     wanted = [name for name in names.split(",") if name]
-    if unknown := [name for name in wanted if name not in by_name]:
-        raise ConfigError(f"--only: unknown {', '.join(unknown)}; allowed: {', '.join(by_name)}")
-    return [by_name[name] for name in wanted]
+    if unknown := [name for name in wanted if name not in allowed]:
+        raise ConfigError(f"--only: unknown {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+    return [FaultKind(name) for name in wanted]
 
 
-def _kept(numbers: str, faults: tuple[T, ...]) -> tuple[T, ...]:
+def _kept(numbers: str, plan: PlanT) -> PlanT:
+    """The plan with those of its faults that have these numbers."""
     if not numbers:
-        return faults
+        return plan
     try:
-        return () if numbers == "none" else tuple(faults[int(number)] for number in numbers.split(","))
+        kept = () if numbers == "none" else tuple(plan.faults[int(number)] for number in numbers.split(","))
     except (ValueError, IndexError):
         raise ConfigError(
-            f"--keep: found {numbers}; allowed: none, or numbers from 0 to {len(faults) - 1} with commas between them"
+            f"--keep: found {numbers}; allowed: none, or numbers from 0 to {len(plan.faults) - 1} with commas between "
+            "them"
         ) from None
+    return msgspec.structs.replace(plan, faults=kept)

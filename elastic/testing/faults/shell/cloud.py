@@ -131,19 +131,15 @@ class Cloud:
         lease = self.leases.get(name)
         if lease is None or not lease.granted:
             return
-        del self.leases[name]
-        for worker in lease.alive:
-            self._end_process(worker)
-        self._ended[name] = cause
+        self.drop(name, cause)
         self.tell(LeaseEnded(lease=name, cause=cause, fault=fault))
         self.offer()
 
-    def drop(self, name: LeaseId) -> None:
-        """End a lease, granted or not, that no process asks for any more."""
-        lease = self.leases.pop(name)
-        for worker in lease.alive:
+    def drop(self, name: LeaseId, cause: EndCause = EndCause.RELEASED) -> None:
+        """End a lease, granted or not, of which no process is told."""
+        for worker in self.leases.pop(name).alive:
             self._end_process(worker)
-        self._ended[name] = EndCause.RELEASED
+        self._ended[name] = cause
 
     def bar(self, name: LeaseId) -> None:
         """Never lease this lease's place again, unless it is the last place: a run without any place may never end."""
@@ -174,9 +170,7 @@ class Cloud:
         """Connect another process of the run and tell it what it missed; returns the requests that never arrived."""
         names = {lease.request.lease for lease in known}
         for name in [name for name in self.leases if name not in names]:
-            lease = self.leases.pop(name)
-            for worker in lease.alive:
-                self._end_process(worker)
+            self.drop(name)
         unheard: list[LeaseId] = []
         for wanted in known:
             name = wanted.request.lease

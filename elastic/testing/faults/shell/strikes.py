@@ -18,6 +18,7 @@ from elastic.testing.faults.shell.network import Weather
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.relay import OF_THE_BYTES, OF_THE_LINK, SILENCE_S, RelayTrouble
 from elastic.testing.faults.shell.strangers import flood
+from elastic.testing.faults.shell.witness import ALL, CLOCKS, CONNECTIONS, WEIGHTS
 from elastic.testing.faults.shell.world import ELASTIC, ORCHESTRATOR_TIMEOUT_S, STOPPED, World
 
 CALLBACKS_MAX = 60
@@ -59,7 +60,7 @@ def strike(world: World, fault: Fault) -> bool:
         return False
     world.witness.ails(picked.name, fault.duration_s)
     if _trains(picked):
-        world.witness.weights_ail(fault.duration_s)
+        world.witness.ails(WEIGHTS, fault.duration_s)
     return _strike_one(world, picked, fault, until_ns)
 
 
@@ -137,7 +138,7 @@ def _callbacks(share: float) -> int:
 def _end(world: World, worker: Process, *, noticed: bool) -> None:
     world.witness.doomed(worker.name)
     if _trains(worker):
-        world.witness.weights_ail()
+        world.witness.ails(WEIGHTS)
     world.kill(worker, noticed=noticed)
 
 
@@ -213,7 +214,7 @@ def _strike_run(world: World, orchestrator: Process, fault: Fault, until_ns: Nan
                 for worker in world.workers():
                     world.witness.doomed(worker.name)
             crash()
-            world.witness.all_ail(fault.duration_s + world.config.resume_timeout_s + ORCHESTRATOR_TIMEOUT_S)
+            world.witness.ails(ALL, fault.duration_s + world.config.resume_timeout_s + ORCHESTRATOR_TIMEOUT_S)
         case FaultKind.POWER:
             if fault.chance < 1 / 3:
                 _end_trainers(world)
@@ -233,9 +234,9 @@ def _strike_run(world: World, orchestrator: Process, fault: Fault, until_ns: Nan
             orchestrator.end_after(_callbacks(fault.duration_s), crash)
         case FaultKind.HOLD_UP:
             # This excuses no fence, since no worker was silent; it may excuse lost connections.
-            world.witness.connections_ail(fault.duration_s)
-            world.witness.weights_ail(fault.duration_s)
-            world.witness.lags(2 * fault.duration_s)
+            world.witness.ails(CONNECTIONS, fault.duration_s)
+            world.witness.ails(WEIGHTS, fault.duration_s)
+            world.witness.ails(CLOCKS, 2 * fault.duration_s)
             orchestrator.freeze(until_ns)
         case _:
             _suspend(world, fault)
@@ -276,13 +277,13 @@ def _command(world: World, fault: Fault) -> bool:
 def _suspend(world: World, fault: Fault) -> None:
     """Suspend the orchestrator's machine. As with `HOLD_UP`; only workers elsewhere may give it up."""
     duration_s = fault.duration_s + (LONG_SUSPENSION_S if fault.chance < 1 / 4 else 0.0)
-    world.witness.connections_ail(duration_s)
-    world.witness.weights_ail(duration_s)
+    world.witness.ails(CONNECTIONS, duration_s)
+    world.witness.ails(WEIGHTS, duration_s)
     machines = [world.machine]
     if not world.plan.far:
         machines += [worker.loop.machine for worker in world.workers()]
     elif duration_s >= ORCHESTRATOR_TIMEOUT_S:
-        world.witness.all_ail(duration_s)
+        world.witness.ails(ALL, duration_s)
     for machine in machines:
         machine.suspend(round(duration_s * NS_PER_S))
 
@@ -296,17 +297,17 @@ def _strike_all(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
             _flood(world, fault)
         case FaultKind.DESCRIPTORS:
             # The orchestrator's machine has none, or some workers'.
-            world.witness.all_ail(fault.duration_s)
+            world.witness.ails(ALL, fault.duration_s)
             machines = [worker.loop.machine for worker in world.workers() if world.chance.random() < fault.chance]
             for machine in machines if fault.target < 1 / 2 else [world.machine]:
                 machine.no_descriptors_until_ns = until_ns
         case FaultKind.RELAY:
             trouble = OF_THE_LINK[int(fault.chance * len(OF_THE_LINK))]
             # A request at the end of a silence waits for its answer that long.
-            world.witness.all_ail(fault.duration_s + (SILENCE_S if trouble is RelayTrouble.SILENT else 0.0))
+            world.witness.ails(ALL, fault.duration_s + (SILENCE_S if trouble is RelayTrouble.SILENT else 0.0))
             world.relay.ails(trouble, fault.duration_s)
         case FaultKind.TAMPER:
-            world.witness.all_ail(fault.duration_s)
+            world.witness.ails(ALL, fault.duration_s)
             world.relay.ails(OF_THE_BYTES[int(fault.chance * len(OF_THE_BYTES))], fault.duration_s)
         case FaultKind.STILLBORN:
             _stillborn(world, fault)
@@ -316,10 +317,8 @@ def _strike_all(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
             world.disk.slow_until_ns, world.disk.slow_s = until_ns, fault.chance * SLOW_COMMIT_S
         case FaultKind.FULL_DISK:
             world.disk.full_until_ns = until_ns
-        case FaultKind.ENVIRONMENT:
-            world.environments_down_until_ns = until_ns
-        case FaultKind.FUNCTIONS:
-            world.functions_down_until_ns = until_ns
+        case FaultKind.ENVIRONMENT | FaultKind.FUNCTIONS:
+            world.down_until_ns[fault.kind] = until_ns
         case _:
             return False
     return True
@@ -331,7 +330,7 @@ def _change_weather(world: World, fault: Fault) -> None:
     world.network.weather = Weather(split=split, slow=bad / 50, slow_s=slow_s, refused=bad / 4)
     if was_bad or world.network.weather.bad:
         following = [f.at_s for f in world.plan.faults if f.kind is FaultKind.WEATHER and f.at_s > fault.at_s]
-        world.witness.all_ail(min(following, default=fault.at_s + FOR_EVER_S) - fault.at_s)
+        world.witness.ails(ALL, min(following, default=fault.at_s + FOR_EVER_S) - fault.at_s)
 
 
 def _flood(world: World, fault: Fault) -> None:
@@ -349,6 +348,6 @@ def _stillborn(world: World, fault: Fault) -> None:
     until_ns = world.until_ns(STILLBORN_S + fault.duration_s)
     cloud.stillborn = lambda: world.clock.now_ns < until_ns
     if cloud.role is WorkerRole.TRAINER:
-        world.witness.weights_ail(STILLBORN_S + fault.duration_s)
+        world.witness.ails(WEIGHTS, STILLBORN_S + fault.duration_s)
     for lease in [*cloud.leases][:1]:
         cloud.end(lease, EndCause.PREEMPTED)

@@ -11,7 +11,7 @@
 
 import contextlib
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,6 +30,9 @@ from elastic.worker.service import AgentExit
 CHECKED = 1 / 24
 """Share of events after which the whole state is checked."""
 NEVER_NS: Nanoseconds = 2**62
+ALL, CONNECTIONS, WEIGHTS, CLOCKS = "all workers", "connections", "weights", "clocks"
+"""What may ail besides single workers. Peers may give up connections then, which is no reason to give up a worker;
+loads that workers are told to make may be late or fail; the core's time may be behind."""
 CANNOT_START = "the trainer's device cannot start: "
 """How the reason of a run begins whose trainer could not start twice in a row."""
 STARTS_MAX = 2
@@ -111,12 +114,8 @@ class Witness:
         """Called, and forgotten, when a core next has its trainer take a step."""
         self._now_ns = now_ns
         self._chance = chance
-        self._ailing_ns: dict[WorkerId, Nanoseconds] = {}
-        """Until when something may be the cause of what befalls a worker."""
-        self._all_ailing_ns: Nanoseconds = 0
-        self._connections_ailing_ns: Nanoseconds = 0
-        self._weights_ailing_ns: Nanoseconds = 0
-        self._lagging_ns: Nanoseconds = 0
+        self._ailing_ns: defaultdict[str, Nanoseconds] = defaultdict(int)
+        """Until when something may be the cause of what befalls a worker, or of what else ails."""
         self.held: dict[LeaseId, Held] = {}
         self._liars: dict[WorkerId, None] = {}
         self.lasting: dict[WorkerId, Lasting] = {}
@@ -150,28 +149,14 @@ class Witness:
 
     # What is true
 
-    def ails(self, worker: WorkerId, for_s: float = 0.0) -> None:
-        """Note a fault of this worker that lasts `for_s`."""
-        self._ailing_ns[worker] = max(self._ailing_ns.get(worker, 0), self._until_ns(for_s))
+    def ails(self, what: str, for_s: float = 0.0) -> None:
+        """Note a fault of a worker, or of `ALL`, `CONNECTIONS`, `WEIGHTS` or `CLOCKS`, that lasts `for_s`."""
+        lasts_s = for_s + AFTERMATH_S + (LOAD_S if what == WEIGHTS else 0.0)
+        self._ailing_ns[what] = max(self._ailing_ns[what], self._now_ns() + round(lasts_s * NS_PER_S))
 
     def doomed(self, worker: WorkerId) -> None:
         """Note that this worker is dead, or dials an address that never answers. Every later act on it is needed."""
         self._ailing_ns[worker] = NEVER_NS
-
-    def all_ail(self, for_s: float = 0.0) -> None:
-        self._all_ailing_ns = max(self._all_ailing_ns, self._until_ns(for_s))
-
-    def connections_ail(self, for_s: float = 0.0) -> None:
-        """Note a fault that may make peers give up connections. It is no reason to give up a worker."""
-        self._connections_ailing_ns = max(self._connections_ailing_ns, self._until_ns(for_s))
-
-    def weights_ail(self, for_s: float = 0.0) -> None:
-        """Note a fault that may delay or prevent the loads that workers are told to make."""
-        self._weights_ailing_ns = max(self._weights_ailing_ns, self._until_ns(for_s + LOAD_S))
-
-    def lags(self, for_s: float) -> None:
-        """Note a fault by which the core's time may be behind for so long."""
-        self._lagging_ns = max(self._lagging_ns, self._until_ns(for_s))
 
     def lies(self, worker: WorkerId) -> None:
         self._liars[worker] = None
@@ -188,12 +173,9 @@ class Witness:
     def has_lied(self, worker: WorkerId) -> bool:
         return worker in self._liars
 
-    def _until_ns(self, for_s: float) -> Nanoseconds:
-        return self._now_ns() + round((for_s + AFTERMATH_S) * NS_PER_S)
-
     def _well(self, worker: WorkerId, for_s: float = 0.0) -> bool:
         """Return whether the worker has had no fault for `for_s`."""
-        until_ns = max(self._all_ailing_ns, self._ailing_ns.get(worker, 0)) + round(for_s * NS_PER_S)
+        until_ns = max(self._ailing_ns[ALL], self._ailing_ns[worker]) + round(for_s * NS_PER_S)
         return worker not in self._liars and self._now_ns() > until_ns
 
     # What is done
@@ -259,7 +241,7 @@ class Witness:
             case e.WeightsFailed():
                 self._failed_loads.setdefault((event.worker, event.epoch, event.version), core.now_ns)
                 self._load_told(event)
-                well = self._well(event.worker, LOAD_S) and self._now_ns() > self._weights_ailing_ns
+                well = self._well(event.worker, LOAD_S) and self._now_ns() > self._ailing_ns[WEIGHTS]
                 _require(not well, Act.RETRY, f"{event.worker}: {event.reason}")
             case e.WorkerDisconnected():
                 self._disconnected(core, event)
@@ -329,7 +311,7 @@ class Witness:
     def _disconnected(self, core: Scheduler, event: e.WorkerDisconnected) -> None:
         """Check that a connection had a cause to end. A run that was stopped ends them all."""
         self._lost_ns[event.worker] = self._now_ns()
-        ails = not self._well(event.worker) or self._now_ns() <= self._connections_ailing_ns
+        ails = not self._well(event.worker) or self._now_ns() <= self._ailing_ns[CONNECTIONS]
         needed = event.goodbye or bool(core.stopped) or ails
         _require(needed, Act.RETRY, f"{event.worker} has to dial again")
 
@@ -350,7 +332,7 @@ class Witness:
         turn = core.turns.live.get(command.turn)
         taken_ns, cause = (core.now_ns, "") if turn is None else _taken_off(turn)
         waited_ns = core.now_ns - taken_ns
-        excused = any(loss in cause for loss in LOSSES) and self._now_ns() <= self._connections_ailing_ns + waited_ns
+        excused = any(loss in cause for loss in LOSSES) and self._now_ns() <= self._ailing_ns[CONNECTIONS] + waited_ns
         needed = excused or not any(blame in cause for blame in BLAMES) or not self._well(before, waited_ns / NS_PER_S)
         act = Act.RESEND if before == command.worker else Act.MOVE
         _require(needed, act, f"{command.turn} from {before} to {command.worker}: {cause}")
@@ -362,7 +344,7 @@ class Witness:
 
     def _in_time(self, core: Scheduler, lease: LeaseId) -> None:
         held = self.held.pop(lease, None)
-        if held is None or self._now_ns() <= max(self._all_ailing_ns, self._connections_ailing_ns, self._lagging_ns):
+        if held is None or self._now_ns() <= max(self._ailing_ns[what] for what in (ALL, CONNECTIONS, CLOCKS)):
             return
         lived_ns, counted_ns = self._now_ns() - held.since_ns, core.now_ns - held.core_ns
         off_s = abs(lived_ns - counted_ns) / NS_PER_S

@@ -2,11 +2,11 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -49,7 +49,7 @@ from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.relay import RelayStore
 from elastic.testing.faults.shell.stage import Stage
 from elastic.testing.faults.shell.threads import loop_here
-from elastic.testing.faults.shell.witness import CANNOT_START, Witness
+from elastic.testing.faults.shell.witness import ALL, CANNOT_START, Witness
 from elastic.weights.rights import RelayRights
 from elastic.weights.source import RelaySource
 from elastic.worker.accounts import DeviceAccounts
@@ -57,6 +57,7 @@ from elastic.worker.agent import AgentExit, BuildEngine, run_agent
 from elastic.worker.connection import Ticket
 from elastic.worker.trainer import checkpoint
 from elastic.worker.trainer_host import TrainerHost
+from functions.base import Meter
 from providers.base import Provider, ProviderContext, WorkerTicket
 from providers.joined import JoinedProvider
 from providers.markets import JoinedSettings
@@ -195,7 +196,8 @@ class World:
         self.relay = RelayStore(Random(f"{plan.seed}/relay"), lambda: self.clock.now_ns)
         self.relay.asked = lambda url: self.witness.asks(loop_here(), url)
         self.network.serve_http = self.relay.transport
-        self.environments_down_until_ns = self.functions_down_until_ns = 0
+        self.down_until_ns: dict[FaultKind, Nanoseconds] = {}
+        """Of environments and functions."""
         self._relay_port = RELAY_PORT
         self._weights_of: dict[tuple[str, int], bytes] = {}
         """The bits that a trainer's process, known by its key, has as a version."""
@@ -293,7 +295,7 @@ class World:
         self._begin_again(down_s)
 
     def _begin_again(self, down_s: float) -> None:
-        self.witness.all_ail(down_s)
+        self.witness.ails(ALL, down_s)
         self.began_anew |= self.shell is not None and CANNOT_START in self.shell.scheduler.failed
         self.orchestrator = self.shell = None
         self.address = self.relay.url = ""
@@ -329,13 +331,15 @@ class World:
         async with self._pool() as pool:
             with journaled(journal, scheduler) as ending:
                 wiring = Wiring(
-                    make_providers=partial(self._providers, waiting_room, pool),
-                    make_environment=lambda: ModelEnvironment(NoSettings(), self._environment_mishap),
+                    make_providers=partial(self._make_providers, waiting_room, pool),
+                    make_environment=lambda: ModelEnvironment(
+                        NoSettings(), partial(self._mishap, FaultKind.ENVIRONMENT)
+                    ),
                     stop_token_ids=ModelEnvironment.stop_token_ids,
                     welcome=self._welcome(),
                     secrets=secrets,
                     kept=run,
-                    make_reward_pool=(lambda meter: ModelPool(meter, self._function_mishap)) if plan.scored else None,
+                    make_reward_pool=self._functions if plan.scored else None,
                     engines={name: config.engine.model_dump(mode="json") for name in (*self.clouds, *self.providers)},
                     relays={TRAINER_PROVIDER: self.relay.url},
                     relay_rights=self.relay.rights,
@@ -371,40 +375,25 @@ class World:
         self._relay_port += elsewhere
         self.relay.url, self.relay.rights = f"http://{ADDRESS}:{self._relay_port}", rights
 
-    def _environment_mishap(self) -> Mishap | None:
-        return self._mishap(self.environments_down_until_ns)
-
-    def _function_mishap(self) -> Mishap | None:
-        return self._mishap(self.functions_down_until_ns)
-
-    def _mishap(self, until_ns: Nanoseconds) -> Mishap | None:
-        if self.clock.now_ns >= until_ns or self.chance.random() < 2 / 3:
+    def _mishap(self, of: FaultKind) -> Mishap | None:
+        """Return what goes wrong with an environment, or a function, if anything does."""
+        if self.clock.now_ns >= self.down_until_ns.get(of, 0) or self.chance.random() < 2 / 3:
             return None
         return self.chance.choice((Mishap.RAISES, Mishap.HANGS))
 
-    def _providers(
-        self,
-        waiting_room: WaitingRoom,
-        pool: PoolClient | None,
-        endpoint: Endpoint,
-        now_ns: Callable[[], Nanoseconds],
-    ) -> Mapping[str, Provider]:
-        self.address = endpoint.address
-        context = self._context(waiting_room, pool, endpoint, now_ns)
-        found: dict[str, Any] = {name: CloudProvider(cloud, context) for name, cloud in self.clouds.items()}
-        if self.plan.machines:
-            found[JOINED] = JoinedProvider(JOINED, JoinedSettings.model_validate({}), context)
-        return cast("Mapping[str, Provider]", found)
+    def _functions(self, meter: Meter) -> ModelPool:
+        return ModelPool(meter, partial(self._mishap, FaultKind.FUNCTIONS))
 
-    def _context(
+    def _make_providers(
         self,
         waiting_room: WaitingRoom,
         pool: PoolClient | None,
         endpoint: Endpoint,
         now_ns: Callable[[], Nanoseconds],
-    ) -> ProviderContext:
+    ) -> dict[str, Provider]:
+        self.address = endpoint.address
         make_context = ProviderContext if pool is None else partial(JobContext, pool=pool)
-        return make_context(
+        context = make_context(
             run=RUN,
             run_dir=self.run.path,
             endpoint=endpoint,
@@ -415,6 +404,13 @@ class World:
             release_timeout_s=self.config.scheduler.release_timeout_s,
             orchestrator_timeout_s=self.config.run.orchestrator_timeout_s,
         )
+        return self._providers(context)
+
+    def _providers(self, context: ProviderContext) -> dict[str, Any]:
+        found: dict[str, Any] = {name: CloudProvider(cloud, context) for name, cloud in self.clouds.items()}
+        if self.plan.machines:
+            found[JOINED] = JoinedProvider(JOINED, JoinedSettings.model_validate({}), context)
+        return found
 
     def _welcome(self) -> wire.Welcome:
         s = self.config.scheduler

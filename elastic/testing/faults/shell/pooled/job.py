@@ -22,15 +22,15 @@ from elastic.testing.faults.shell.pooled.plan import JobShape
 from elastic.testing.faults.shell.pooled.processes import KILLED, PairedSocket
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.stage import Stage
+from elastic.testing.faults.shell.witness import ALL
 from elastic.testing.faults.shell.world import RELAY_PORT, World, config_of
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.agent import AgentExit, on_termination, run_agent
 from elastic.worker.connection import Ticket
 from elastic.worker.device_permit import DevicePermit
 from elastic.worker.rollout_resident import RolloutResident
-from providers.base import Provider
+from providers.base import ProviderContext
 from providers.pool import PoolProvider, PoolSettings, PoolTrainerProvider
-from providers.waiting_room import WaitingRoom
 
 if TYPE_CHECKING:
     from elastic.testing.faults.shell.pooled.world import PooledWorld
@@ -63,7 +63,7 @@ class JobWorld(World):
         self.clouds = {}
         self.providers = [POOL]
         self._relay_port = self.relays_from = RELAY_PORT + RELAYS_APART * number
-        self.witness.all_ail(FOR_EVER_S)
+        self.witness.ails(ALL, FOR_EVER_S)
         save_run_config(self.run.path, self.config)
 
     def _configured(self) -> Config:
@@ -105,22 +105,12 @@ class JobWorld(World):
         finally:
             await client.aclose()
 
-    def _providers(
-        self,
-        waiting_room: WaitingRoom,
-        pool: PoolClient | None,
-        endpoint: Endpoint,
-        now_ns: Callable[[], int],
-    ) -> Mapping[str, Provider]:
-        self.address = endpoint.address
-        context = self._context(waiting_room, pool, endpoint, now_ns)
-        found: dict[str, Any] = {
-            TRAINER_PROVIDER: PoolTrainerProvider(
-                TRAINER_PROVIDER, PoolTrainerProvider.Settings.model_validate({"max_workers": 1}), context
-            ),
+    def _providers(self, context: ProviderContext) -> dict[str, Any]:
+        settings = PoolTrainerProvider.Settings.model_validate({"max_workers": 1})
+        return {
+            TRAINER_PROVIDER: PoolTrainerProvider(TRAINER_PROVIDER, settings, context),
             POOL: PoolProvider(POOL, PoolSettings.model_validate({}), context),
         }
-        return cast("Mapping[str, Provider]", found)
 
     # Residents.
 
