@@ -1,18 +1,14 @@
 """The production shell under faults: its worlds, how much of its code they go through, and the bugs that they find."""
 
-import importlib.util
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from _common import ROOT
 from _coverage import Coverage, lines_of
 
 from elastic.system.cores import cores
-
-PLANTED = ROOT / "tests" / "chaos" / "planted.py"
 
 
 class WorldsSeen(msgspec.Struct):
@@ -115,10 +111,7 @@ def is_production_shell() -> bool:
 def planted_bugs(seeds: range | None) -> dict[str, int | None]:
     """Every planted bug with the seed that shows it, None where none does of these, or of those where it is known to
     show."""
-    spec = importlib.util.spec_from_file_location("planted", PLANTED)
-    assert spec is not None
-    assert spec.loader is not None
-    planted: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(planted)
+    from tests.chaos import planted
+
     worlds = planted.known_worlds() if seeds is None else dict.fromkeys(planted.names(), seeds)
     return dict(planted.found(worlds, cores()))

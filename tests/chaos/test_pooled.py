@@ -12,7 +12,7 @@ from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.shell.pooled.plan import draw_pooled
 from elastic.testing.faults.shell.pooled.world import live_pooled, simulate_pooled
 
-FIXED = range(1, 4)
+FIXED = 1, 3
 PLANTED = "parked_is_said_too_early", "resident_parks_no_engine", "trainer_computes_while_parked"
 
 
@@ -33,11 +33,11 @@ def test_parked_residents_follow_the_weights() -> None:
 
 
 def test_one_seed_gives_one_history() -> None:
-    program = "from elastic.testing.faults.shell.pooled.world import simulate_pooled; print(simulate_pooled(3).history)"
+    program = "from elastic.testing.faults.shell.pooled.world import simulate_pooled; print(simulate_pooled(2).history)"
     told = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": "3"}, capture_output=True, check=True
     ).stdout
-    assert told.decode().strip() == simulate_pooled(3).history
+    assert told.decode().strip() == simulate_pooled(2).history
 
 
 @pytest.mark.nightly

@@ -21,13 +21,7 @@ BATCH = 4
 FRESH = 2
 LASTING_SEEDS = {"hold": 5, "trickle": 5, "badstart": 4, "spam": 3, "flap": 3}
 """Seeds of worlds with one worker that lies for as long as it lives."""
-PLANTED = (
-    "every_heartbeat_heard",
-    "outbox_not_emptied",
-    "relay_not_waited_for",
-    "turn_ends_unheard",
-    "pool_yields_before_devices_are_free",
-)
+PLANTED = "every_heartbeat_heard", "outbox_not_emptied", "pool_yields_before_devices_are_free"
 """Of the bugs: `benchmarks/faults.py` tries all."""
 
 
@@ -61,14 +55,14 @@ def test_a_worker_that_lies_on_and_on_is_named_and_holds_nobody_up(lie: str) -> 
 
 def test_one_seed_gives_one_history_whatever_the_hashes() -> None:
     """In this process others were lived through before."""
-    program = "from elastic.testing.faults.shell.simulate import simulate; print(simulate(3).history)"
+    program = "from elastic.testing.faults.shell.simulate import simulate; print(simulate(0).history)"
     told = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PYTHONHASHSEED": "2"},
         capture_output=True,
         check=True,
     ).stdout
-    assert told.decode().strip() == simulate(3).history
+    assert told.decode().strip() == simulate(0).history
 
 
 def test_a_failure_names_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:

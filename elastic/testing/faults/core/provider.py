@@ -53,15 +53,11 @@ class SimulatedProvider:
         self._world = world
         self._ended: dict[LeaseId, EndCause] = {}
         self._closed_until_ns: Nanoseconds = 0
-        self._silent_until_ns: Nanoseconds = -SILENCE_APART_NS
+        self.silent_until_ns: Nanoseconds = -SILENCE_APART_NS
 
     @property
     def reliable(self) -> bool:
         return self.settings.role is WorkerRole.TRAINER
-
-    @property
-    def silent_until_ns(self) -> Nanoseconds:
-        return self._silent_until_ns
 
     def granted(self) -> list[LeaseId]:
         return [lease for lease, held in self.held.items() if held.grant is not None]
@@ -177,20 +173,20 @@ class SimulatedProvider:
     def fall_silent(self, duration_ns: Nanoseconds) -> bool:
         """Hear and say nothing for a while, and not again soon: a run's end does not wait for its leases for ever."""
         now_ns = self._world.loop.now_ns
-        if now_ns < self._silent_until_ns + SILENCE_APART_NS:
+        if now_ns < self.silent_until_ns + SILENCE_APART_NS:
             return False
-        self._silent_until_ns = now_ns + min(duration_ns, LONGEST_SILENCE_NS)
-        self.silences.append((now_ns, self._silent_until_ns))
+        self.silent_until_ns = now_ns + min(duration_ns, LONGEST_SILENCE_NS)
+        self.silences.append((now_ns, self.silent_until_ns))
         return True
 
     @property
     def _silent(self) -> bool:
-        return self._world.loop.now_ns < self._silent_until_ns
+        return self._world.loop.now_ns < self.silent_until_ns
 
     def _tell(self, event: e.Event) -> None:
         hear = self._world.listener()
         if self._silent:
-            self._world.loop.at(self._silent_until_ns, lambda: hear(event))
+            self._world.loop.at(self.silent_until_ns, lambda: hear(event))
         else:
             hear(event)
 

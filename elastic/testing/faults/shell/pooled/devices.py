@@ -20,38 +20,16 @@ from elastic.weights.source import WeightsSource
 
 
 class NodeDevice:
-    """One node's device. `cluster` is the pool's, as its last process had it; violations go to `found`."""
+    """One node's device, and whose state is on it. `cluster` is the pool's, as its last process had it.
+
+    Violations go to `found`.
+    """
 
     def __init__(self, node: str, cluster: Callable[[], Cluster | None], found: list[AssertionError]) -> None:
         self.node = node
-        self._cluster = cluster
-        self._found = found
-        self._states: dict[object, tuple[Process, str]] = {}
-
-    def take(self, state: object, process: Process, job: str) -> None:
-        """State of a process comes to the device."""
-        self._states[state] = process, job
-        self.use(state, process, job)
-
-    def leave(self, state: object) -> None:
-        self._states.pop(state, None)
-
-    def use(self, state: object, process: Process, job: str) -> None:
-        """A process computes."""
-        if not process.alive:
-            return
-        if state not in self._states:
-            self._fail(f"{job} computes on {self.node} while it is parked")
-        for other, owner in self._states.values():
-            if other.alive and other is not process:
-                self._fail(f"{job} ({process.name}) is on {self.node} together with {owner} ({other.name})")
-        cluster = self._cluster()
-        for permit in () if cluster is None else cluster.permits.values():
-            if self.node in permit.nodes and permit.job != job:
-                self._fail(f"{job} computes on {self.node}, which {permit.job} has by permit {permit.number}")
-
-    def _fail(self, what: str) -> None:
-        self._found.append(AssertionError(what))
+        self.cluster = cluster
+        self.found = found
+        self.states: dict[OnDevice, None] = {}
 
 
 class OnDevice:
@@ -61,13 +39,30 @@ class OnDevice:
         self._device, self._process, self._job = device, process, job
 
     def take(self) -> None:
-        self._device.take(self, self._process, self._job)
-
-    def use(self) -> None:
-        self._device.use(self, self._process, self._job)
+        """Its state comes to the device."""
+        self._device.states[self] = None
+        self.use()
 
     def leave(self) -> None:
-        self._device.leave(self)
+        self._device.states.pop(self, None)
+
+    def use(self) -> None:
+        """The process computes."""
+        device, job, process = self._device, self._job, self._process
+        if not process.alive:
+            return
+        if self not in device.states:
+            self._fail("while it is parked")
+        for other in device.states:
+            if other._process.alive and other._process is not process:
+                self._fail(f"({process.name}) together with {other._job} ({other._process.name})")
+        cluster = device.cluster()
+        for permit in () if cluster is None else cluster.permits.values():
+            if device.node in permit.nodes and permit.job != job:
+                self._fail(f"which {permit.job} has by permit {permit.number}")
+
+    def _fail(self, what: str) -> None:
+        self._device.found.append(AssertionError(f"{self._job} computes on {self._device.node}, {what}"))
 
 
 class SharingEngine(ModelEngine):

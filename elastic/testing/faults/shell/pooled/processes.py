@@ -3,9 +3,9 @@ between a keeper and its resident."""
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from elastic.core.types import NS_PER_S
 from elastic.pool.job_processes import ProcessLaunch
@@ -141,11 +141,12 @@ class ModelledRecord(RecordedProcesses):
         return []
 
 
-class StartedProcess:
+class StartedProcess(NamedTuple):
     """The record of a process that outlives who has started it."""
 
-    def __init__(self, kept: Mapping[str, str], process: Process, pid: int) -> None:
-        self.kept, self.process, self.pid = kept, process, pid
+    kept: Mapping[str, str]
+    process: Process
+    pid: int
 
 
 class ModelledProcesses:
@@ -212,23 +213,15 @@ class ModelledProcesses:
         self._running.clear()
 
     def _watch(self, name: str, record: StartedProcess) -> None:
-        def ended() -> None:
-            if self._running.get(name) is record:
-                del self._running[name]
-                if self._records.get(name) is record:
-                    del self._records[name]
-                self._over(name, record.kept, status[0])
-
-        status: list[int] = []
-
-        def tell(code: int) -> None:
-            status.append(code)
+        def tell(status: int) -> None:
             if self._loop.alive:
-                self._loop.call_soon(ended)
+                self._loop.call_soon(self._ended, name, record, status)
 
         self._host.at_end(record.process, tell)
 
-
-def memory_of(pids: Iterable[int]) -> int:
-    """Return nothing: models hold no memory."""
-    return 0
+    def _ended(self, name: str, record: StartedProcess, status: int) -> None:
+        if self._running.get(name) is record:
+            del self._running[name]
+            if self._records.get(name) is record:
+                del self._records[name]
+            self._over(name, record.kept, status)

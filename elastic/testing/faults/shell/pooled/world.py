@@ -46,7 +46,6 @@ from elastic.testing.faults.shell.pooled.processes import (
     ModelledRecord,
     PairedSocket,
     StartedProcess,
-    memory_of,
 )
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.stage import Stage, Tell, live_on_stage
@@ -156,7 +155,7 @@ class PooledWorld:
             node=environment[composed.NODE_VARIABLE],
             token=environment[composed.TOKEN_VARIABLE],
         )
-        return await Keeper(ticket, memory_of, self.faults, ModelledRecord).run()
+        return await Keeper(ticket, lambda _: 0, self.faults, ModelledRecord).run()
 
     def _launch(
         self,
