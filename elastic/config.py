@@ -352,6 +352,10 @@ class EngineConfig(_Section):
         return base
 
 
+FLUSH_MAX_S = 1.0
+"""Longest that any token may stay in a worker: what a kill loses."""
+
+
 class SchedulerConfig(_Section):
     """Time limits of the control plane. Whoever waits in it waits for one of these."""
 
@@ -385,10 +389,17 @@ class SchedulerConfig(_Section):
     collect: Literal["tokens", "responses"] = Field(
         "tokens", description="`responses`: workers send whole turns only, and what a lost one had begun is lost"
     )
-    flush_interval_s: float = Field(0.03, gt=0, le=0.05, description="longest a token stays in a worker")
+    flush_interval_s: float = Field(
+        0.03, gt=0, le=FLUSH_MAX_S, description="longest a token stays in a worker, while the orchestrator has room"
+    )
+    flush_interval_max_s: float = Field(
+        0.25, gt=0, le=FLUSH_MAX_S, description="longest a token stays in a worker, however busy the orchestrator is"
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> "SchedulerConfig":
+        if self.flush_interval_max_s < self.flush_interval_s:
+            raise ValueError("flush_interval_max_s must be at least flush_interval_s")
         if self.heartbeat_timeout_s < 3 * self.heartbeat_interval_s:
             raise ValueError("heartbeat_timeout_s must be at least three heartbeat_interval_s")
         return self

@@ -20,6 +20,7 @@ from elastic.protocol.api_client import Client
 from elastic.report import as_json as report_as_json
 from elastic.report import closing_table, summarise
 from elastic.runtime.journal import RUNNING, UNEXPECTED, DirectoryStore, JournalError, RunDirectory
+from elastic.runtime.status import core_words
 
 runs = typer.Typer(cls=WholeHelp, name="runs", rich_markup_mode=None)
 HostedName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id on the server, or `latest` there.")]
@@ -140,6 +141,8 @@ def _show_hosted(name: str, *, as_json: bool) -> None:
         f"preemptions {figures.preemptions}  restarts {run.restarts}",
         highlight=False,
     )
+    if figures.flush_interval_s:
+        shown.print(core_words(figures.core_share, figures.flush_interval_s, figures.tokens_per_s), highlight=False)
     if budget.budget_usd is not None or budget.allotted_usd is not None:
         shown.print(_budget_words(budget), highlight=False)
     rows = [(one.type, one.status, one.reason, one.lastTransitionTime, one.message) for one in run.conditions]

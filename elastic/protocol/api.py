@@ -157,6 +157,8 @@ class RunFigures(_Resource):
     trainer: str = ""
     phase: str = ""
     cpu_share: float = 0.0
+    core_share: float = 0.0
+    flush_interval_s: float = 0.0
     late_share: float | None = None
     pacing_holds: bool = True
     providers: dict[str, ProviderFigures] = {}

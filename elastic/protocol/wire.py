@@ -357,6 +357,12 @@ class Generate(_Message, frozen=True):
             raise ValueError(f"token ids of {TOKEN_BYTES} bytes each are expected")
 
 
+class FlushEvery(_Message, frozen=True):
+    """Send tokens so often from now on: what `Welcome.flush_interval_s` says no longer holds."""
+
+    interval_s: float
+
+
 class Abort(_Message, frozen=True):
     turn: str
     attempt: int
@@ -481,6 +487,7 @@ FromOrchestrator: TypeAlias = (
     | Waiting
     | RefusedFrame
     | Generate
+    | FlushEvery
     | Abort
     | PullWeights
     | Sleep

@@ -161,6 +161,7 @@ class Door:
         self, gateway: Gateway, run: str, listener: WorkerListener, welcome: wire.Welcome, *, cuts_silent: bool
     ) -> None:
         self.held = False
+        self.flush_interval_s = welcome.flush_interval_s
         self.waiting_room: WaitingRoom | None = None
         self._cuts_silent = cuts_silent
         self._gateway = gateway
@@ -228,6 +229,13 @@ class Door:
             session.claims.ordered(message)
             if session.allowances is not None:
                 session.allowances.ordered(message)
+
+    def flush_every(self, interval_s: float) -> None:
+        """Have all workers send their tokens so often from now on."""
+        self.flush_interval_s = interval_s
+        for session in self._sessions.values():
+            if session.link is not None:
+                session.link.send(wire.FlushEvery(interval_s))
 
     def hold(self, held: bool) -> None:
         """Stop reading from all workers while `held`, because their messages cannot be handled fast enough. Writing
@@ -307,7 +315,8 @@ class Door:
             lambda error: self._bar(session, str(error)),
             wire.MAX_WORKER_FRAME_BYTES,
         )
-        link.send(msgspec.structs.replace(session.welcome, session_key=key, epoch=session.epoch, worker=worker))
+        now = {"session_key": key, "epoch": session.epoch, "worker": worker, "flush_interval_s": self.flush_interval_s}
+        link.send(msgspec.structs.replace(session.welcome, **now))
         link.beat(wire.Ping(), self._welcome.heartbeat_interval_s)
         self._read_or_not(session)
 

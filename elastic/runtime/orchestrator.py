@@ -26,6 +26,7 @@ from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.tls import Certificate
 from elastic.runtime import states
 from elastic.runtime.control import CommandManager, ControlSocket
+from elastic.runtime.flushing import SATURATED_SHARE, CoreLoad, FlushControl, follow_load, thread_busy_s
 from elastic.runtime.gateway import Gateway, GatewayError
 from elastic.runtime.journal import JOIN, PUBLISHER, TRACEBACK, RunDirectory, SqliteJournal, TrajectoryRow
 from elastic.runtime.left_behind import write_down
@@ -39,6 +40,7 @@ from elastic.runtime.rollout import RolloutLimits, Rollouts, ScoringSettings
 from elastic.runtime.run import Decided, Run
 from elastic.runtime.sampler import Sampler
 from elastic.runtime.scribe import Scribe
+from elastic.runtime.snapshot import saturated
 from elastic.runtime.status import RunStatus
 from elastic.runtime.trainer import GatewayTrainer, kept_steps
 from elastic.system.boot_clock import boottime_ns, suspended_ns
@@ -53,6 +55,8 @@ log = structlog.get_logger(__name__)
 CLOSING_SHOWN_S = 5.0
 """How often the end of a run says what it waits for."""
 CLOSING_SLACK_S = 5.0
+STALL_SHARE = 1 / 4
+"""Of the time in which a turn's next token must come, the most for which it may stay in its worker."""
 TRACEBACK_MAX = 8000
 """Characters of a traceback that are kept; the last ones say most."""
 
@@ -108,7 +112,8 @@ class Orchestrator:
     """One incarnation of a run. `run` returns the cause of failure, empty when the run reached its end.
 
     With a `former` one it goes on where that was, else it is `told` these events first. `observe` is told the run's
-    status from time to time, `decided` every event with what the core makes of it.
+    status from time to time, `decided` every event with what the core makes of it. `busy_s` says how long its thread
+    has computed.
     """
 
     def __init__(
@@ -124,20 +129,26 @@ class Orchestrator:
         decided: Decided = lambda event, commands: None,
         clock_ns: Callable[[], int] = boottime_ns,
         suspended_ns: Callable[[], int] = suspended_ns,
+        busy_s: Callable[[], float] = thread_busy_s,
     ) -> None:
         self.scheduler = scheduler
+        self._busy_s = busy_s
         self._config = config
         self._journal = journal
         self._wiring = wiring
         self._former = former
         self._told = told
-        self._warned = self._traced = False
+        self._warned = self._traced = self._saturated = False
         self._stopped = dict[str, str]()
         self._clock = LoopClock(clock_ns, suspended_ns, former.now_ns if former else 0)
         self._ended = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._scribe = Scribe(scheduler, journal, self._when, self._stored)
-        self._sampler = Sampler(config.run.name, scheduler, self._scribe, journal, observe, CpuSampler().share)
+        least_s, stall_s = config.scheduler.flush_interval_s, config.scheduler.turn_stall_timeout_s
+        self._flushes = FlushControl(least_s, min(config.scheduler.flush_interval_max_s, STALL_SHARE * stall_s))
+        self._sampler = Sampler(
+            config.run.name, scheduler, self._scribe, journal, observe, CpuSampler().share, self._load
+        )
         self._run = Run(scheduler, self._connect, decided)
         self.command_manager = CommandManager(
             scheduler,
@@ -152,6 +163,9 @@ class Orchestrator:
             self._sampler.warned = scheduler.warned
             self._workers.publisher = former.publisher
             self._scribe.function_usd = max(self._scribe.function_usd, former.functions_usd)
+
+    def _load(self) -> CoreLoad:
+        return CoreLoad(self._flushes.share, self._flushes.interval_s)
 
     def now_ns(self) -> int:
         """Nanoseconds since the run began: the core's time."""
@@ -363,12 +377,16 @@ class Orchestrator:
                     await provider.start(self._leases.hear)
                     self._leases.ready(name)
                 self._leases.forsake()
-                sampler = tasks.create_task(self._sample_forever(), name="sampler")
+                watches = [
+                    tasks.create_task(self._sample_forever(), name="sampler"),
+                    tasks.create_task(follow_load(self._flushes, self._door.flush_every, self._busy_s), name="load"),
+                ]
                 try:
                     await self._ended.wait()
                 finally:
                     self._run.close()
-                sampler.cancel()
+                for watch in watches:
+                    watch.cancel()
                 self._rollouts.cancel_all()
                 await self._close_rewards()
         except BaseExceptionGroup as errors:
@@ -441,7 +459,12 @@ class Orchestrator:
         self._warn()
 
     def _warn(self) -> None:
-        """Warn once for each budget that is nearly used up, and for each provider that is stopped."""
+        """Warn once of a core that is full, for each budget that is nearly used up, and for each provider that is
+        stopped."""
+        if self._flushes.share > SATURATED_SHARE and not self._saturated:
+            self._saturated = True
+            log.warning(saturated(self._load()))
+            self._journal.meta(f"{REMARK}{self.scheduler.plan.trainer_provider}: core", saturated(self._load()))
         budget = self.scheduler.budget
         warned = budget is not None and budget.warned
         if budget is not None and warned and not self._warned:

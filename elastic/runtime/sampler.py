@@ -7,6 +7,7 @@ import structlog
 
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds
+from elastic.runtime.flushing import CoreLoad
 from elastic.runtime.journal import SampleRow, SqliteJournal
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.snapshot import run_status
@@ -19,7 +20,8 @@ THROUGHPUT_WINDOW = 10
 
 
 class Sampler:
-    """`cpu_share` says how busy the machine is on which the run's workers are, in [0, 1]."""
+    """`cpu_share` says how busy the machine is on which the run's workers are, in [0, 1], `load` how busy the
+    orchestrator is."""
 
     def __init__(
         self,
@@ -29,6 +31,7 @@ class Sampler:
         journal: SqliteJournal,
         observe: Callable[[RunStatus], None],
         cpu_share: Callable[[], float] = lambda: 0.0,
+        load: Callable[[], CoreLoad] = CoreLoad,
         window: int = THROUGHPUT_WINDOW,
     ) -> None:
         self._run = run
@@ -37,6 +40,7 @@ class Sampler:
         self._journal = journal
         self._observe = observe
         self._cpu_share = cpu_share
+        self._load = load
         self._token_marks = deque[tuple[Nanoseconds, int]](maxlen=window)
         self.warned = 0
         """How many of the run's warnings have been in a sample."""
@@ -65,4 +69,5 @@ class Sampler:
             tokens_per_s=tokens_per_s(self._token_marks),
             function_usd=scribe.function_usd,
             cpu_share=self._cpu_share(),
+            load=self._load(),
         )

@@ -8,6 +8,7 @@ from elastic.core.fleet import Worker
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerState
+from elastic.runtime.flushing import SATURATED_SHARE, UNKNOWN_LOAD, CoreLoad
 from elastic.runtime.status import (
     LATE_SHARE_MAX,
     PROVIDER_STOPPED,
@@ -33,6 +34,7 @@ def run_status(
     tokens_per_s: float,
     function_usd: float,
     cpu_share: float = 0.0,
+    load: CoreLoad = UNKNOWN_LOAD,
 ) -> RunStatus:
     """The state of a run's core, with what its shell has counted. `rewards` are those of this step so far."""
     providers = _provider_statuses(scheduler, now_ns, counts)
@@ -54,21 +56,26 @@ def run_status(
         preemptions=sum(provider.preemptions for provider in providers.values()),
         usd=sum(provider.usd for provider in providers.values()) + function_usd,
         cpu_share=cpu_share,
+        core_share=load.share,
+        flush_interval_s=load.flush_interval_s,
         late_share=late,
         pacing_holds=late is None or late <= LATE_SHARE_MAX,
         trainer=scheduler.trainer_mode,
         providers=providers,
         caps=dict(scheduler.controls.caps),
         budget=budget_forecast(scheduler.pieces[0], now_ns),
-        conditions=conditions(scheduler, now_ns),
+        conditions=conditions(scheduler, now_ns, load),
         mismatches=list(scheduler.agreement.mismatches),
     )
 
 
-def conditions(scheduler: Scheduler, now_ns: Nanoseconds) -> list[RunCondition]:
-    """Caps, providers that are asked no more, a budget that is nearly used, and why the run ends."""
+def conditions(scheduler: Scheduler, now_ns: Nanoseconds, load: CoreLoad = UNKNOWN_LOAD) -> list[RunCondition]:
+    """A core that is full, caps, providers that are asked no more, a budget that is nearly used, and why the run
+    ends."""
     run, controls = scheduler.pieces[0], scheduler.controls
     found: list[RunCondition] = []
+    if load.share > SATURATED_SHARE:
+        found.append(RunCondition(type="CoreSaturated", reason="CoreBusy", message=saturated(load)))
     for provider, cap in sorted(controls.caps.items()):
         message = f"{provider} is capped at {cap} GPUs, and has {capped_gpus(run, provider)}"
         found.append(RunCondition(type="Capped", reason="CapSet", message=message))
@@ -86,6 +93,13 @@ def conditions(scheduler: Scheduler, now_ns: Nanoseconds) -> list[RunCondition]:
         reason = BUDGET_EXHAUSTED if exhausted else "StopRequested"
         found.append(RunCondition(type="Stopping", reason=reason, message=scheduler.stopped))
     return found
+
+
+def saturated(load: CoreLoad) -> str:
+    return (
+        f"the orchestrator takes {load.share:.0%} of the one core that it can use: it slows the run down, and more "
+        "workers would not make it faster"
+    )
 
 
 def _provider_statuses(

@@ -1,5 +1,6 @@
 """What a run looks like right now: one snapshot for the terminal, for `--json`, and for the journal's samples."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -64,6 +65,10 @@ class RunStatus(msgspec.Struct, kw_only=True):
     preemptions: int
     usd: float
     cpu_share: float
+    core_share: float = 0.0
+    """Of one core: what the orchestrator's own thread takes."""
+    flush_interval_s: float = 0.0
+    """How often workers send tokens now. What they have not sent is lost with their process."""
     late_share: float | None = None
     pacing_holds: bool
     trainer: str
@@ -75,6 +80,19 @@ class RunStatus(msgspec.Struct, kw_only=True):
     mismatches: list[Mismatch] = []
     warnings: list[RunWarning] = []
     """Those since the sample before."""
+
+
+def tokens_at_risk(tokens_per_s: float, flush_interval_s: float) -> int:
+    """The most tokens that are lost if all workers are killed at one moment."""
+    return math.ceil(tokens_per_s * flush_interval_s)
+
+
+def core_words(core_share: float, flush_interval_s: float, tokens_per_s: float) -> str:
+    """How busy the orchestrator is, and what comes of it."""
+    return (
+        f"core {core_share:.0%}, tokens every {1000 * flush_interval_s:.0f} ms: killed workers lose "
+        f"{tokens_at_risk(tokens_per_s, flush_interval_s)} at the most"
+    )
 
 
 PROVIDER_STOPPED = "ProviderStopped"

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,12 @@ class Service:
         self._trainer = trainer
         self._permit = permit
         self._intervals = intervals
-        self._stream = TokenStream(welcome.flush_interval_s, self._send, whole_turns=welcome.whole_turns)
+        self._stream = TokenStream(
+            welcome.flush_interval_s,
+            self._send,
+            whole_turns=welcome.whole_turns,
+            phase=zlib.crc32(ticket.worker.encode()) / 2**32,
+        )
         self._operations: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._wanted: wire.PullWeights | None = None
         self._loading: asyncio.Task[None] | None = None
@@ -108,6 +114,7 @@ class Service:
         self._exit: asyncio.Future[AgentExit] = asyncio.get_running_loop().create_future()
         self._handlers: dict[type[Any], Callable[[list[Any]], None]] = {
             wire.Generate: self._generate,
+            wire.FlushEvery: lambda orders: self._stream.flush_every(orders[-1].interval_s),
             wire.Abort: lambda orders: self._engine.abort(self._stream.running(orders)),
             wire.PullWeights: lambda orders: self._order_weights(orders[-1]),
             wire.Sleep: lambda _: self._order_sleep(),
@@ -209,6 +216,7 @@ class Service:
         except (ConnectionLost, SessionRefused) as error:
             self._end(1, f"{loss}, and the session could not be resumed within {within_s} s: {error}")
             return
+        self._stream.flush_every(self._welcome.flush_interval_s)
         log.info("connection resumed", worker=self._ticket.worker, epoch=self._welcome.epoch)
         self._announce()
         if self._training is not None:

@@ -1,6 +1,7 @@
 """The worker's running turns, and the way of their tokens from the engine's thread to the connection."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,25 +11,38 @@ from elastic.engine.base import NO_VERSION, GenerateRequest, TokenChunk
 from elastic.protocol import wire
 from elastic.protocol.sampled import ids_of
 
+SAME_TICK = 1e-6
+"""Share of an interval by which rounding may have a timer be early."""
+
 
 @dataclass(slots=True)
 class _StreamedTurn:
     slot: int
+    begun: bool = False
+    """A token of it has been sent."""
     stalled: str = ""
 
 
 class TokenStream:
     """Collects the engine's output and passes it to `send` in batches.
 
-    A token waits `flush_interval_s` at most (with `whole_turns` until its turn's end); a finished turn does not wait.
+    A token waits for the flush interval at most (with `whole_turns` until its turn's end); a turn's first token and its
+    end do not wait. Flushes come at times of a clock of its own, whose `phase` in [0, 1) differs between workers: those
+    of many workers do not come together, whenever their turns began.
     Tokens of one turn within a batch leave as one chunk, and a batch as one frame, unless they are too long. Abandoned
     turns are never reported again. All methods but `sink` belong to the event loop's thread.
     """
 
     def __init__(
-        self, flush_interval_s: float, send: Callable[[wire.Tokens], None], *, whole_turns: bool = False
+        self,
+        flush_interval_s: float,
+        send: Callable[[wire.Tokens], None],
+        *,
+        whole_turns: bool = False,
+        phase: float = 0.0,
     ) -> None:
         self._flush_interval_s = flush_interval_s
+        self._phase = phase
         self._whole_turns = whole_turns
         self._waiting: list[TokenChunk] = []
         self._send = send
@@ -43,20 +57,42 @@ class TokenStream:
         self._lock = threading.Lock()
         self._produced: list[TokenChunk] = []
         self._urgent = False
+        self._begun: set[str] = set()
+        """Requests that tokens have come of. The engine's thread alone looks at it."""
 
     def sink(self, chunks: Sequence[TokenChunk]) -> None:
-        """Take chunks on the engine's thread. Wakes the loop only for the first token of a batch and the first
-        finish."""
-        finishes = any(chunk.finish is not None for chunk in chunks)
+        """Take chunks on the engine's thread. Wakes the loop only for the first token of a batch, and the first that
+        does not wait."""
+        hurries = self._hurries(chunks)
         with self._lock:
             first = not self._produced
-            urgent = finishes and not self._urgent
-            self._urgent |= finishes
+            urgent = hurries and not self._urgent
+            self._urgent |= hurries
             self._produced += chunks
         if urgent:
-            self._loop.call_soon_threadsafe(self._flush_ended)
+            self._loop.call_soon_threadsafe(self._flush_urgent)
         elif first:
             self._loop.call_soon_threadsafe(self._arm)
+
+    def _hurries(self, chunks: Sequence[TokenChunk]) -> bool:
+        """Whether a turn begins or ends with one of these."""
+        hurries = False
+        for chunk in chunks:
+            if chunk.finish is not None:
+                self._begun.discard(chunk.request_id)
+                hurries = True
+            elif chunk.token_ids and chunk.request_id not in self._begun:
+                self._begun.add(chunk.request_id)
+                hurries |= not self._whole_turns
+        return hurries
+
+    def flush_every(self, interval_s: float) -> None:
+        """Flush so often from now on."""
+        self._flush_interval_s = interval_s
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._arm()
 
     def is_new(self, order: wire.Generate) -> bool:
         """Whether an order has come for the first time on this connection."""
@@ -119,19 +155,24 @@ class TokenStream:
             self._timer.cancel()
             self._timer = None
         if self._whole_turns:
-            self._flush_ended()
+            self._flush_urgent()
         else:
             produced, self._waiting = self._waiting + self._take(), []
             self._hand_over(produced)
 
-    def _flush_ended(self) -> None:
-        """Send the finished turns. The tokens of other turns may wait."""
+    def _flush_urgent(self) -> None:
+        """Send the turns that begin or end. The tokens of other turns may wait."""
         known = self._waiting + self._take()
-        ended = {chunk.request_id for chunk in known if chunk.finish is not None}
-        self._waiting = [chunk for chunk in known if chunk.request_id not in ended]
+        urgent = {chunk.request_id for chunk in known if self._is_urgent(chunk)}
+        self._waiting = [chunk for chunk in known if chunk.request_id not in urgent]
         if self._waiting and not self._whole_turns:
             self._arm()
-        self._hand_over([chunk for chunk in known if chunk.request_id in ended])
+        self._hand_over([chunk for chunk in known if chunk.request_id in urgent])
+
+    def _is_urgent(self, chunk: TokenChunk) -> bool:
+        turn = self._turns.get(chunk.request_id)
+        begins = turn is not None and not turn.begun and bool(chunk.token_ids) and not self._whole_turns
+        return chunk.finish is not None or begins
 
     def _request_id(self, order: wire.Generate | wire.Abort) -> str:
         return f"{order.turn}#{order.attempt}.{self._abandoned}"
@@ -151,11 +192,14 @@ class TokenStream:
 
     def _arm(self) -> None:
         if self._timer is None:
-            self._timer = self._loop.call_later(self._flush_interval_s, self.flush)
+            interval_s = self._flush_interval_s
+            tick = math.floor(self._loop.time() / interval_s - self._phase + SAME_TICK) + 1
+            self._timer = self._loop.call_at((tick + self._phase) * interval_s, self.flush)
 
     def _said(self, run: list[TokenChunk]) -> tuple[Chunk, list[int], list[float]]:
         first, last = run[0], run[-1]
         turn = self._turns[first.request_id]
+        turn.begun = turn.begun or _tokens(run) > 0
         finish, detail = last.finish, last.detail
         if finish is not None:
             del self._turns[first.request_id]

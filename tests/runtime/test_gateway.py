@@ -14,7 +14,7 @@ import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.core.types import Capabilities, WeightMode
+from elastic.core.types import Capabilities, Chunk, SamplingParameters, WeightMode
 from elastic.protocol import wire
 from elastic.protocol.admission import StrangerLimits
 from elastic.runtime.allowances import FAR_BEYOND, OPENINGS_BURST
@@ -188,6 +188,28 @@ async def test_a_wrong_ticket_is_refused_without_telling_which_part_is_wrong(
     peer.say(hello(worker, token))
     assert await peer.hear() == wire.RefusedFrame("unknown worker or wrong token", retry=False)
     assert await peer.hear() is None
+
+
+async def test_workers_are_told_how_often_to_flush_whenever_they_come(house: House) -> None:
+    peer, welcome = await house.ready()
+    assert welcome.flush_interval_s == WELCOME.flush_interval_s
+    house.door.flush_every(0.2)
+    assert await peer.hear() == wire.FlushEvery(0.2)
+    _, later = await house.ready("later", "another token")
+    assert later.flush_interval_s == 0.2
+
+
+async def test_tokens_of_anothers_turn_bar_their_sender_and_nobody_else(house: House) -> None:
+    honest, _ = await house.ready("honest", "a token")
+    liar, _ = await house.ready("liar", "another token")
+    sampling = SamplingParameters(max_new_tokens=8, noise_seed=0)
+    for slot, worker in enumerate(("honest", "liar")):
+        house.door.send(worker, 1, wire.Generate(f"t{slot}", 1, slot, 0, bytearray(), sampling))
+    tokens = wire.Tokens.of([(Chunk(0, 0, 1, 0), [1], [-0.5])])
+    liar.say(tokens)
+    await house.ear.until("barred", "liar", 1, "tokens of a turn that it was not sent, or that it has ended")
+    honest.say(tokens)
+    await house.ear.until("message", "honest", 1, tokens)
 
 
 async def test_a_ticket_is_spent_by_its_first_use(house: House) -> None:

@@ -1,7 +1,11 @@
 """How long tokens wait in a worker: not at all at their turn's end, for the interval otherwise, nothing overtaken."""
 
 import asyncio
+from collections import Counter
+from itertools import pairwise
+from zlib import crc32
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,19 +58,20 @@ async def test_a_declined_turn_has_no_tokens_and_no_version() -> None:
     ]
 
 
-async def test_a_turn_that_ends_leaves_alone_and_at_once() -> None:
+async def test_a_turn_that_begins_or_ends_leaves_alone_and_at_once() -> None:
     sent: asyncio.Queue[wire.Tokens] = asyncio.Queue()
-    stream = TokenStream(0.05, sent.put_nowait)
+    stream = TokenStream(0.5, sent.put_nowait)
     for turn in ("a", "b"):
         stream.open(order(turn))
     async with asyncio.timeout(5.0):
-        stream.sink([chunk("a", 0, 2), chunk("b", 0, 1)])
-        stream.sink([chunk("a", 2, 1, FinishReason.STOP), chunk("b", 1, 1)])
-        ended = await sent.get()
+        stream.sink([chunk("a", 0, 2)])
+        assert list((await sent.get()).chunks) == [Chunk(0, 0, 2, 0)]
+        stream.sink([chunk("a", 2, 1), chunk("b", 0, 1)])
+        assert list((await sent.get()).chunks) == [Chunk(1, 0, 1, 0)]
+        stream.sink([chunk("a", 3, 1, FinishReason.STOP), chunk("b", 1, 1)])
+        assert list((await sent.get()).chunks) == [Chunk(0, 2, 2, 0, FinishReason.STOP)]
         stream.sink([chunk("b", 2, 1)])
-        waited = await sent.get()
-    assert list(ended.chunks) == [Chunk(0, 0, 3, 0, FinishReason.STOP)]
-    assert list(waited.chunks) == [Chunk(1, 0, 3, 0)]
+        assert list((await sent.get()).chunks) == [Chunk(1, 1, 2, 0)]
 
 
 produced = st.lists(st.tuples(st.sampled_from(TURNS[:3]), st.integers(0, 3), st.booleans()), max_size=4)
@@ -117,6 +122,7 @@ def test_no_token_is_late_and_frames_are_few(iterations: list, interval_ms: int)
     """`iterations`: milliseconds to the next, and by turn its tokens and whether it ends."""
     sent: list[tuple[float, wire.Tokens]] = []
     produced_s: dict[tuple[str, int], float] = {}
+    firsts_s: set[float] = set()
     ends_s: set[float] = set()
 
     async def stream_all() -> None:
@@ -133,6 +139,8 @@ def test_no_token_is_late_and_frames_are_few(iterations: list, interval_ms: int)
                 if turn not in said:
                     stream.open(order(turn))
                     said[turn] = 0
+                if count and not said[turn]:
+                    firsts_s.add(loop.time())
                 produced_s.update({(turn, said[turn] + i): loop.time() for i in range(count)})
                 iteration.append(chunk(turn, said[turn], count, FinishReason.STOP if ends else None))
                 said[turn] += count
@@ -154,7 +162,12 @@ def test_no_token_is_late_and_frames_are_few(iterations: list, interval_ms: int)
     assert produced_s == {}
     assert all(0 <= wait_s <= interval_ms / 1000 + 1e-9 for wait_s in waits_s.values())
     lasted_s = sum(pause_ms for pause_ms, _ in iterations) / 1000
-    assert len(sent) <= len(ends_s) + lasted_s / (interval_ms / 1000) + 1
+    assert len(sent) <= len(firsts_s) + len(ends_s) + lasted_s / (interval_ms / 1000) + 1
+    first_s = {}
+    for (slot, place), wait_s in waits_s.items():
+        if place == min(p for s, p in waits_s if s == slot):
+            first_s[slot] = wait_s
+    assert all(wait_s <= 1e-9 for wait_s in first_s.values()), "a first token does not wait"
 
 
 @settings(max_examples=12, deadline=None)
@@ -183,3 +196,38 @@ def test_long_turns_leave_in_frames_that_the_orchestrator_reads(lengths: list[in
             found[turn] += part.count
             assert (part.finish is not None) == (found[turn] == lengths[int(turn)])
     assert found == {str(n): length for n, length in enumerate(lengths)}
+
+
+def flushes(phase: float, began_s: float, intervals_s: list[float]) -> list[float]:
+    """When a stream of one turn sends that begins then and brings a token a millisecond; every second it is told to
+    flush as often as the next of these."""
+    sent_s: list[float] = []
+
+    async def stream() -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(began_s)
+        stream = TokenStream(intervals_s[0], lambda _: sent_s.append(loop.time()), phase=phase)
+        stream.open(order("a"))
+        for at in range(1000 * len(intervals_s)):
+            if at and at % 1000 == 0:
+                stream.flush_every(intervals_s[at // 1000])
+            stream.sink([chunk("a", at, 1)])
+            await asyncio.sleep(0.001)
+
+    with asyncio.Runner(loop_factory=StandingClock) as runner:
+        runner.run(stream())
+    return sent_s
+
+
+def test_a_stream_flushes_as_often_as_it_is_told() -> None:
+    sent_s = flushes(0.3, 0.0, [0.05, 0.25, 0.01])
+    by_second = [sum(second <= at_s < second + 1 for at_s in sent_s) for second in range(3)]
+    assert by_second == [pytest.approx(21, abs=1), pytest.approx(4, abs=1), pytest.approx(100, abs=1)]
+    told = [b - a for a, b in pairwise(sent_s)]
+    assert max(told) <= 0.25 + 2e-3
+
+
+def test_workers_whose_turns_begin_together_do_not_flush_together() -> None:
+    phases = [crc32(f"spot-{number}".encode()) / 2**32 for number in range(64)]
+    at_ms = Counter(round(1000 * at_s) % 50 for phase in phases for at_s in flushes(phase, 0.2, [0.05])[1:])
+    assert max(at_ms.values()) < 0.15 * at_ms.total()

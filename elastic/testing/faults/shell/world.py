@@ -24,6 +24,7 @@ from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.ticket_store import TicketBook
 from elastic.runtime.journal import RUNNING, JournalError, RunDirectory, SqliteJournal
 from elastic.runtime.orchestrator import Orchestrator, Wiring
+from elastic.system.host import here
 from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.outcome import Lived
 from elastic.testing.faults.shell.answers import intervals
@@ -92,6 +93,16 @@ NO_DESCRIPTORS = "no file descriptor was left"
 """The reason of a run that cannot read its journal for lack of descriptors."""
 BEGIN_AGAIN_S = 1.0
 """Time after which a user resumes a run that ended for lack of disk or descriptors, or of a trainer."""
+
+
+BUSY_S = 2.0
+
+
+def busy_now_and_then() -> float:
+    """How long a thread has computed that is idle and full in turn, so that workers are told to flush rarely, and often
+    again."""
+    turns, rest_s = divmod(here().monotonic(), 2 * BUSY_S)
+    return turns * BUSY_S + min(BUSY_S, rest_s)
 
 
 def config_of(plan: WorldPlan) -> Config:
@@ -359,6 +370,7 @@ class World:
                     decided=partial(self.witness.hear, scheduler),
                     clock_ns=self.machine.boottime_ns,
                     suspended_ns=self.machine.suspended_ns,
+                    busy_s=busy_now_and_then,
                 )
                 self.shell = orchestrator
                 if pool is not None:
