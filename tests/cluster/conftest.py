@@ -10,8 +10,10 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.cycle import cycle_ns
 from elastic.core.cluster.groups import JobGroup, planned
 from elastic.core.cluster.invariants import check
+from elastic.core.cluster.policy import PlacementChoice
 from elastic.core.cluster.types import Permit, PhaseKind
 from policies.clusters import CLUSTER_POLICIES
+from policies.placement import PLACEMENTS
 
 SPEC = PoolSpec(
     rollout=NodeKind(gpus=8, memory_bytes=3, nano_usd_per_hour=10),
@@ -63,6 +65,13 @@ def group(name: str, train: int, *pinned: tuple[JobRequest, tuple[str, ...]]) ->
 
 def view(*groups: JobGroup, requests: tuple[JobRequest, ...] = ()) -> View:
     return View({each.name: each for each in groups}, {request.id: request for request in requests})
+
+
+def placed(policy: str, request: JobRequest, pool: View) -> PlacementChoice:
+    """Where the policy places the job, which it does."""
+    choice = PLACEMENTS[policy].place(request, pool)
+    assert choice is not None
+    return choice
 
 
 S = 1_000_000_000

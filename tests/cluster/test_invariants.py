@@ -1,6 +1,7 @@
 """The checker finds what is wrong: each invariant of a pool at work, broken by hand."""
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import pytest
@@ -26,28 +27,15 @@ def at_work() -> Driver:
     return pool
 
 
-def set_job(name: str, **fields: object) -> Callable[[Cluster], None]:
+def sets(kind: str, name: str, **fields: object) -> Callable[[Cluster], None]:
     def do(cluster: Cluster) -> None:
         for key, value in fields.items():
-            setattr(cluster.state.jobs[name], key, value)
+            setattr(getattr(cluster.state, kind)[name], key, value)
 
     return do
 
 
-def set_node(name: str, **fields: object) -> Callable[[Cluster], None]:
-    def do(cluster: Cluster) -> None:
-        for key, value in fields.items():
-            setattr(cluster.state.nodes[name], key, value)
-
-    return do
-
-
-def set_group(name: str, **fields: object) -> Callable[[Cluster], None]:
-    def do(cluster: Cluster) -> None:
-        for key, value in fields.items():
-            setattr(cluster.state.groups[name], key, value)
-
-    return do
+set_job, set_node, set_group = (partial(sets, kind) for kind in ("jobs", "nodes", "groups"))
 
 
 def do(*steps: Callable[[Cluster], object]) -> Callable[[Cluster], None]:

@@ -9,19 +9,17 @@ from policies.drift import NoDrift, SloAtStake
 from policies.placement import PLACEMENTS
 from policies.regrouping import brought_together
 from policies.tails import LongTail, NoTails
-from tests.cluster.conftest import group, job, view
+from tests.cluster.conftest import group, job, placed, view
 
 
 def test_rollout_scaling_takes_just_enough_nodes() -> None:
     a = job("a", 100, 20, slo=1.2, rollout_nodes=2)
     pool = view(group("g", 1, (a, ("n1", "n2"))))
     # One shared node would make its cycle 200; two new ones keep it.
-    choice = PLACEMENTS["weave"].place(job("b", 100, 20, slo=1.2, rollout_nodes=2), pool)
-    assert choice is not None
+    choice = placed("weave", job("b", 100, 20, slo=1.2, rollout_nodes=2), pool)
     assert (choice.how, choice.rollout, choice.new_rollout, choice.marginal_nano_usd_per_hour) == ("scaled", (), 2, 20)
     # A short rollout fits beside a's on one node or two, and needs none.
-    choice = PLACEMENTS["weave"].place(job("c", 20, 10, slo=4.0, rollout_nodes=2), pool)
-    assert choice is not None
+    choice = placed("weave", job("c", 20, 10, slo=4.0, rollout_nodes=2), pool)
     assert (choice.how, choice.rollout, choice.cycle_ns) == ("packed", ("n1", "n2"), 120)
 
 
@@ -29,8 +27,7 @@ def test_training_is_matched_to_the_groups_pool_and_never_scaled() -> None:
     a = job("a", 100, 100, train_nodes=2)
     pool = view(group("g", 2, (a, ("n1",))))
     newcomer = job("b", 100, 100, slo=1.0, train_nodes=1, train_efficiency=1.0)
-    choice = PLACEMENTS["weave"].place(newcomer, pool)
-    assert choice is not None
+    choice = placed("weave", newcomer, pool)
     # On two nodes b trains for 50: its own step is 150 in a cycle of 200, which is its solo time.
     assert (choice.group, choice.cycle_ns, choice.new_train) == ("g", 200, 0)
     assert planned(newcomer, 2, ()).train_ns == 50
@@ -41,26 +38,22 @@ def test_training_is_matched_to_the_groups_pool_and_never_scaled() -> None:
 def test_memory_of_a_node_bounds_its_members() -> None:
     members = tuple(job(name, 10, 10, slo=9.0) for name in "abc")
     pool = view(group("g", 1, *((each, ("n1",)) for each in members)), requests=members)
-    choice = PLACEMENTS["ours"].place(job("d", 10, 10, slo=9.0), pool)
-    assert choice is not None
+    choice = placed("ours", job("d", 10, 10, slo=9.0), pool)
     assert (choice.how, choice.new_rollout) == ("scaled", 1)
-    choice = PLACEMENTS["ours"].place(job("d", 10, 10, slo=9.0, train_bytes=3), pool)
-    assert choice is not None
+    choice = placed("ours", job("d", 10, 10, slo=9.0, train_bytes=3), pool)
     assert choice.how == "new"
 
 
 @pytest.mark.parametrize(("policy", "how"), [("solo", "new"), ("naive", "packed"), ("gavel", "new"), ("weave", "new")])
 def test_a_job_that_would_slow_another_beyond_its_slo(policy: str, how: str) -> None:
     pool = view(group("g", 1, (job("a", 100, 100, slo=1.1), ("n1",))))
-    choice = PLACEMENTS[policy].place(job("b", 150, 150, slo=5.0), pool)
-    assert choice is not None
+    choice = placed(policy, job("b", 150, 150, slo=5.0), pool)
     assert choice.how == how
 
 
 def test_jobs_that_take_turns_by_whole_steps_share_where_both_bear_it() -> None:
     pool = view(group("g", 1, (job("a", 100, 100, slo=2.0), ("n1",))))
-    choice = PLACEMENTS["gavel"].place(job("b", 100, 100, slo=2.0), pool)
-    assert choice is not None
+    choice = placed("gavel", job("b", 100, 100, slo=2.0), pool)
     assert (choice.how, choice.cycle_ns) == ("packed", 400)
 
 
@@ -69,11 +62,9 @@ def test_ours_takes_the_fullest_place_of_the_group_that_lives_anyway() -> None:
     short = job("short", 100, 40, slo=2.0, steps=5)
     pool = view(group("g1", 1, (short, ("n1",))), group("g2", 1, (long, ("n2",))), requests=(long, short))
     newcomer = job("b", 60, 40, slo=3.0, steps=100)
-    choice = PLACEMENTS["ours"].place(newcomer, pool)
-    assert choice is not None
+    choice = placed("ours", newcomer, pool)
     assert choice.group == "g2"
-    first = PLACEMENTS["weave"].place(newcomer, pool)
-    assert first is not None
+    first = placed("weave", newcomer, pool)
     assert first.group == "g1"
 
 

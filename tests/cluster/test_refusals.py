@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from policies.placement import PLACEMENTS, PlacementRules, scrambled
-from tests.cluster.conftest import View, group, job, view
+from tests.cluster.conftest import View, group, job, placed, view
 
 S = 1_000_000_000
 
@@ -55,44 +55,37 @@ def test_what_fits_to_the_byte_and_the_nanosecond_is_taken() -> None:
     a = job("a", 100, 100, slo=1.0, rollout_bytes=2, train_bytes=4)
     pool = view(group("g", 1, (a, ("n1",))), requests=(a,))
     newcomer = job("b", 100, 100, slo=1.0)
-    choice = PLACEMENTS["ours"].place(newcomer, pool)
-    assert choice is not None
+    choice = placed("ours", newcomer, pool)
     assert (choice.how, choice.cycle_ns) == ("packed", 200)
-    choice = PLACEMENTS["ours"].place(msgspec.structs.replace(newcomer, slo=1.01), pool)
-    assert choice is not None
+    choice = placed("ours", msgspec.structs.replace(newcomer, slo=1.01), pool)
     assert choice.how == "packed"
-    more = PLACEMENTS["ours"].place(msgspec.structs.replace(newcomer, train_bytes=2), pool)
-    assert more is not None
+    more = placed("ours", msgspec.structs.replace(newcomer, train_bytes=2), pool)
     assert more.how == "new"
 
 
 @pytest.mark.parametrize(("policy", "how"), [("naive", "new"), ("gavel", "new"), ("weave", "scaled")])
 def test_who_grows_where_only_memory_is_short(policy: str, how: str) -> None:
-    choice = PLACEMENTS[policy].place(job("b", 100 * S, 10 * S, slo=9.0), beside(slo=9.0, rollout_bytes=3))
-    assert choice is not None
+    choice = placed(policy, job("b", 100 * S, 10 * S, slo=9.0), beside(slo=9.0, rollout_bytes=3))
     assert choice.how == how
 
 
 def test_the_last_free_node_will_do() -> None:
     a = job("a", 100, 20, slo=1.0)
     pool = view(group("g", 1, (a, ("n1",))), requests=(a,))._replace(free_rollout=1)
-    choice = PLACEMENTS["ours"].place(job("b", 90, 20, slo=1.5), pool)
-    assert choice is not None
+    choice = placed("ours", job("b", 90, 20, slo=1.5), pool)
     assert (choice.how, choice.new_rollout) == ("scaled", 1)
 
 
 def test_the_first_of_equals_as_printed() -> None:
     groups = [group(f"g{i}", 1, (job(f"a{i}", 100, 20, slo=1.0), (f"n{i}",))) for i in range(3)]
-    choice = PLACEMENTS["weave"].place(job("b", 90, 20, slo=1.5), view(*groups))
-    assert choice is not None
+    choice = placed("weave", job("b", 90, 20, slo=1.5), view(*groups))
     assert (choice.group, choice.how) == ("g0", "scaled")
 
 
 def test_ours_takes_the_least_slack_among_those_that_live_equally_long() -> None:
     loose, tight = job("loose", 100, 20, slo=4.0, steps=900), job("tight", 100, 20, slo=2.0, steps=900)
     pool = view(group("g1", 1, (loose, ("n1",))), group("g2", 1, (tight, ("n2",))), requests=(loose, tight))
-    choice = PLACEMENTS["ours"].place(job("b", 30, 20, slo=4.0), pool)
-    assert choice is not None
+    choice = placed("ours", job("b", 30, 20, slo=4.0), pool)
     assert choice.group == "g2"
 
 
@@ -100,8 +93,7 @@ def test_ours_takes_the_fullest_node_and_weave_the_first() -> None:
     empty, full = job("e", 10, 10, slo=9.0), job("f", 60, 10, slo=9.0)
     pool = view(group("g", 1, (empty, ("n1",)), (full, ("n2",))), requests=(empty, full))
     for policy, node in (("ours", "n2"), ("ours_without_moves", "n2")):
-        choice = PLACEMENTS[policy].place(job("b", 20, 10, slo=9.0), pool)
-        assert choice is not None
+        choice = placed(policy, job("b", 20, 10, slo=9.0), pool)
         assert choice.rollout == (node,)
     choice = PlacementRules().place(job("b", 20, 10, slo=9.0), pool)
     assert choice is not None
@@ -110,16 +102,14 @@ def test_ours_takes_the_fullest_node_and_weave_the_first() -> None:
     empty, full = job("e", 10, 50, slo=9.0), job("f", 30, 50, slo=9.0)
     pool = view(group("g", 1, (empty, ("n1",)), (full, ("n2",))), requests=(empty, full))
     for policy in ("ours", "ours_without_moves"):
-        choice = PLACEMENTS[policy].place(job("b", 20, 10, slo=9.0), pool)
-        assert choice is not None
+        choice = placed(policy, job("b", 20, 10, slo=9.0), pool)
         assert (choice.rollout, choice.cycle_ns) == (("n2",), 110)
 
 
 def test_who_wants_several_nodes_gets_the_idlest() -> None:
     members = [(job(f"m{i}", ns, 10, slo=20.0), (f"n{i}",)) for i, ns in enumerate((60, 10, 30))]
     pool = view(group("g", 1, *members), requests=tuple(member for member, _ in members))
-    choice = PLACEMENTS["ours"].place(job("b", 20, 10, slo=20.0, rollout_nodes=2), pool)
-    assert choice is not None
+    choice = placed("ours", job("b", 20, 10, slo=20.0, rollout_nodes=2), pool)
     assert choice.rollout == ("n1", "n2")
 
 
@@ -133,8 +123,7 @@ def test_who_wants_several_nodes_gets_those_with_memory_to_the_byte_and_new_ones
         ({"rollout_bytes": 2, "rollout_nodes": 3}, 2, (("n2",), 2, 20)),
     ):
         newcomer = job("c", 10, 10, slo=20.0, **{"rollout_nodes": 2, **more})
-        choice = PLACEMENTS["ours"].place(newcomer, pool._replace(free_rollout=free, free_train=0))
-        assert choice is not None
+        choice = placed("ours", newcomer, pool._replace(free_rollout=free, free_train=0))
         assert (choice.rollout, choice.new_rollout, choice.marginal_nano_usd_per_hour) == how
         if free:
             fewer = pool._replace(free_rollout=free - 1, free_train=0)
@@ -145,19 +134,16 @@ def test_the_idlest_nodes_of_the_idlest_group() -> None:
     busy, idle = job("busy", 90, 90, slo=2.0), job("idle", 100, 10, slo=2.0)
     other = job("other", 40, 10, slo=2.0)
     pool = view(group("g1", 1, (busy, ("n1",))), group("g2", 1, (idle, ("n2",)), (other, ("n3",))))
-    choice = PLACEMENTS["most_idle"].place(job("b", 20, 10), pool)
-    assert choice is not None
+    choice = placed("most_idle", job("b", 20, 10), pool)
     assert (choice.group, choice.how) == ("g2", "scaled")
-    choice = PLACEMENTS["most_idle"].place(job("b", 20, 10), pool._replace(free_rollout=0))
-    assert choice is not None
+    choice = placed("most_idle", job("b", 20, 10), pool._replace(free_rollout=0))
     assert (choice.group, choice.rollout) == ("g2", ("n3",))
 
 
 def test_all_of_a_groups_training_nodes_count_as_busy_while_it_trains() -> None:
     busy, half = job("busy", 10, 90, train_nodes=2), job("half", 50, 50)
     pool = view(group("g1", 2, (busy, ("n1",))), group("g2", 1, (half, ("n2",))))
-    choice = PLACEMENTS["most_idle"].place(job("b", 20, 10), pool)
-    assert choice is not None
+    choice = placed("most_idle", job("b", 20, 10), pool)
     assert choice.group == "g2"
 
 

@@ -80,6 +80,9 @@ class Pool:
         entry = JobEntry(job=job, directory=str(where), script=command)
         return SubmitJob(id=f"submit {job}", request=request, entry=entry)
 
+    async def begin(self, job: str, **more: Any) -> None:
+        await self.control.submit(self.submit(job, **more))
+
     async def standing(self) -> PoolStanding:
         while True:
             with contextlib.suppress(ControlError):
@@ -177,7 +180,7 @@ async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_
 ):
     async with running(tmp_path, host="0.0.0.0") as pool:
         for name in ("one", "two"):
-            await pool.control.submit(pool.submit(name, steps=4, rollout_s=0.6))
+            await pool.begin(name, steps=4, rollout_s=0.6)
         await pool.until(lambda status: any(job["steps_done"] for job in status["jobs"]), "nobody comes on")
         pool.kill()
         pool.start()  # It shows the same certificate: keepers and jobs come back to it.
@@ -276,7 +279,7 @@ async def test_rollout_nodes_come_and_go_with_the_instances_of_a_spot_market(tmp
     trace = read_spot_trace(path)
     async with running(tmp_path, spot=path) as pool:
         for name in ("one", "two"):
-            await pool.control.submit(pool.submit(name, steps=12, rollout_s=0.6))
+            await pool.begin(name, steps=12, rollout_s=0.6)
         await pool.until(
             lambda status: "rollout-1" not in [node["name"] for node in status["nodes"]],
             "no node goes with its instance",
@@ -305,8 +308,8 @@ async def test_rollout_nodes_come_and_go_with_the_instances_of_a_spot_market(tmp
 @pytest.mark.nightly
 async def test_who_does_not_give_way_or_park_is_killed_and_the_cycle_goes_on(tmp_path: Path):
     async with running(tmp_path) as pool:
-        await pool.control.submit(pool.submit("hangs", steps=2, plan_s=5, hangs_at=0))
-        await pool.control.submit(pool.submit("stays", steps=2, plan_s=5, never_parks=True))
+        await pool.begin("hangs", steps=2, plan_s=5, hangs_at=0)
+        await pool.begin("stays", steps=2, plan_s=5, never_parks=True)
         await finished(pool, "hangs", "stays")
         assert (pool.jobs["hangs"] / "hung").exists()
 
@@ -314,7 +317,7 @@ async def test_who_does_not_give_way_or_park_is_killed_and_the_cycle_goes_on(tmp
 @pytest.mark.nightly
 async def test_a_job_whose_process_dies_too_often_has_failed_and_may_come_again(tmp_path: Path):
     async with running(tmp_path) as pool:
-        await pool.control.submit(pool.submit("frail", steps=50, max_restarts=0))
+        await pool.begin("frail", steps=50, max_restarts=0)
         await pool.until(lambda status: bool(status["permits"]), "it has no turn")
         os.kill((await pool.job("frail"))["pid"], signal.SIGKILL)
         await pool.until_over("frail")
@@ -329,7 +332,7 @@ async def test_a_job_whose_process_dies_too_often_has_failed_and_may_come_again(
 
 async def test_a_pool_that_was_stopped_goes_on_with_its_jobs_where_they_were(tmp_path: Path):
     async with running(tmp_path) as pool:
-        await pool.control.submit(pool.submit("long", steps=500))
+        await pool.begin("long", steps=500)
         await pool.until(lambda status: status["jobs"][0]["steps_done"] >= 1, "it does not come on")
         await pool.control.stop(now=True)
         assert pool.process is not None
@@ -344,8 +347,8 @@ async def test_a_pool_that_was_stopped_goes_on_with_its_jobs_where_they_were(tmp
 @pytest.mark.nightly
 async def test_a_script_takes_turns_with_a_run_and_comes_again_after_its_death(tmp_path: Path):
     async with running(tmp_path) as pool:
-        await pool.control.submit(pool.submit("run", steps=3))
-        await pool.control.submit(pool.submit("script", steps=3, script=True))
+        await pool.begin("run", steps=3)
+        await pool.begin("script", steps=3, script=True)
         await pool.until(lambda status: any(one["job"] == "script" for one in status["permits"]), "it has no turn")
         os.kill(pool.residents("train-1", "script")[0], signal.SIGKILL)
         await finished(pool, "run", "script")
@@ -361,10 +364,8 @@ async def test_a_script_takes_turns_with_a_run_and_comes_again_after_its_death(t
 async def test_a_phase_that_needs_both_pools_has_both_at_once_beside_a_run(tmp_path: Path):
     async with running(tmp_path) as pool:
         phases = ("rollout", "both", "train")
-        await pool.control.submit(pool.submit("run", steps=4, rollout_nodes=2))
-        await pool.control.submit(
-            pool.submit("script", steps=3, rollout_nodes=2, script=True, phases=phases, both_s=0.4)
-        )
+        await pool.begin("run", steps=4, rollout_nodes=2)
+        await pool.begin("script", steps=3, rollout_nodes=2, script=True, phases=phases, both_s=0.4)
         await pool.until(lambda status: any(one["phase"] == "both" for one in status["permits"]), "it has no such turn")
         pool.kill()
         pool.start()
@@ -385,8 +386,8 @@ async def test_a_phase_that_needs_both_pools_has_both_at_once_beside_a_run(tmp_p
 @pytest.mark.nightly
 async def test_a_script_outlives_the_pool_s_process_and_how_it_ended_meanwhile_is_known(tmp_path: Path):
     async with running(tmp_path) as pool:
-        await pool.control.submit(pool.submit("stays", steps=3, script=True, rollout_s=0.6))
-        await pool.control.submit(pool.submit("ends", steps=1, script=True, rollout_nodes=2))
+        await pool.begin("stays", steps=3, script=True, rollout_s=0.6)
+        await pool.begin("ends", steps=1, script=True, rollout_nodes=2)
         await pool.until(
             lambda status: (
                 any(one["job"] == "stays" for one in status["permits"])
@@ -409,7 +410,7 @@ async def test_a_script_outlives_the_pool_s_process_and_how_it_ended_meanwhile_i
 
 async def test_a_script_that_cannot_be_run_as_it_is_has_failed_at_once(tmp_path: Path):
     async with running(tmp_path) as pool:
-        await pool.control.submit(pool.submit("bad", script=True, exits=2))
+        await pool.begin("bad", script=True, exits=2)
         await pool.until_over("bad")
         job = await pool.job("bad")
         assert (job["state"], job["restarts"]) == ("failed", 0)
@@ -419,10 +420,10 @@ async def test_a_script_that_cannot_be_run_as_it_is_has_failed_at_once(tmp_path:
 @pytest.mark.nightly
 async def test_a_script_that_hangs_is_killed_at_its_deadline_and_a_cancelled_one_leaves_nothing(tmp_path: Path):
     async with running(tmp_path) as pool:
-        await pool.control.submit(pool.submit("script", steps=2, plan_s=2, script=True, hangs_at=0))
+        await pool.begin("script", steps=2, plan_s=2, script=True, hangs_at=0)
         await finished(pool, "script")
         assert (pool.jobs["script"] / "hung").exists()
-        await pool.control.submit(pool.submit("other", steps=1000, script=True))
+        await pool.begin("other", steps=1000, script=True)
         await pool.until(lambda status: any(one["job"] == "other" for one in status["permits"]), "it has no turn")
         await pool.control.cancel("other")
         await pool.until(lambda _: not pool.residents("train-1", "other"), "it lives on")

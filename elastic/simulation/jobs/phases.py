@@ -59,7 +59,7 @@ class _SimulatedJob:
     """The process of one job: its present phase, and how much of that is left."""
 
     def __init__(self, arrival: Arrival) -> None:
-        self.arrival = arrival
+        self.arrival, self.id = arrival, arrival.request.id
         self.life = 0
         self.steps_done = 0
         self.phase = _ROLLOUT
@@ -108,7 +108,7 @@ class JobsWorld:
         self.cycles: dict[str, tuple[Nanoseconds, str]] = {}
         """The groups as they were when the last job had joined."""
         for arrival in arrivals:
-            self._loop.at(arrival.at_ns, self._teller(e.JobSubmitted(request=arrival.request)))
+            self._send(e.JobSubmitted(request=arrival.request), arrival.at_ns)
 
     @property
     def now_ns(self) -> Nanoseconds:
@@ -167,11 +167,8 @@ class JobsWorld:
         for command in commands:
             self._carry_out(command)
 
-    def _teller(self, event: e.ClusterEvent) -> Callable[[], None]:
-        return lambda: self.tell(event)
-
     def _send(self, event: e.ClusterEvent, after_ns: Nanoseconds = 0) -> None:
-        self._loop.after(after_ns, self._teller(event))
+        self._loop.after(after_ns, lambda: self.tell(event))
 
     # What the cluster wants.
 
@@ -180,163 +177,137 @@ class JobsWorld:
         match command:
             case c.ProfileJob():
                 assert job.arrival.profile is not None
-                self._send(e.JobProfiled(job=command.job, plan=job.arrival.profile), job.arrival.profile.solo_ns)
-            case c.StartJob():
-                self._start(command.job, command.placement, restart=command.restart)
+                self._send(e.JobProfiled(job=job.id, plan=job.arrival.profile), job.arrival.profile.solo_ns)
+            case c.StartJob(placement=placement, restart=restart):
+                self._start(job, placement, restart=restart)
             case c.StopJob():
                 job.stopping = True
                 if job.between_steps:
                     job.step_began_ns = None
-                    self._stop(command.job)
+                    self._stop(job)
             case c.EndJob():
-                self._close_slices(command.job)
+                self._close_slices(job)
                 job.life += 1
                 job.permit, job.left_ns, job.stopping, job.step_began_ns = None, None, False, None
                 job.phase = _ROLLOUT
-            case c.GrantPermit():
-                self._granted(command.job, command.permit)
-            case c.RecallPermit():
-                self._recalled(command.job, command.permit.number)
-            case c.MoveTail():
-                self._send(e.TailMoved(job=command.job, permit=command.permit.number), S)
-            case c.KillResident():
-                if job.permit is not None and command.node in job.nodes:
-                    self._close_slices(command.job)
-                    job.permit = None
+            case c.GrantPermit(permit=permit):
+                self._granted(job, permit)
+            case c.RecallPermit(permit=permit) if job.permit == permit.number:
+                assert job.left_ns is not None
+                job.left_ns = max(1, job.left_ns - (self.now_ns - job.began_ns))
+                self._yield(job, 0, finished=False)
+            case c.MoveTail(permit=permit):
+                self._send(e.TailMoved(job=job.id, permit=permit.number), S)
+            case c.KillResident(node=node) if job.permit is not None and node in job.nodes:
+                self._close_slices(job)
+                job.permit = None
             case c.StartResident():
-                self._later(command.job, 30 * S, self._ask)
-            case c.RejectJob():
+                self._later(job, 30 * S, lambda: self._ask(job))
+            case _:
                 pass
 
-    def _later(self, job: JobId, after_ns: Nanoseconds, act: Callable[[JobId], None]) -> None:
+    def _later(self, job: _SimulatedJob, after_ns: Nanoseconds, act: Callable[[], None]) -> None:
         """Only if the process lives that long."""
-        life = self._jobs[job].life
+        life = job.life
+        self._loop.after(after_ns, lambda: act() if job.life == life else None)
 
-        def do() -> None:
-            if self._jobs[job].life == life:
-                act(job)
+    def _start(self, job: _SimulatedJob, placement: int, *, restart: bool) -> None:
+        job.life += 1
+        job.placement = placement
+        job.permit, job.left_ns, job.stopping, job.phase = None, None, False, _ROLLOUT
+        job.step_began_ns = None
 
-        self._loop.after(after_ns, do)
-
-    def _start(self, job: JobId, placement: int, *, restart: bool) -> None:
-        state = self._jobs[job]
-        state.life += 1
-        state.placement = placement
-        state.permit, state.left_ns, state.stopping, state.phase = None, None, False, _ROLLOUT
-        state.step_began_ns = None
-        after_ns = state.arrival.request.restart_ns if restart else 0
-
-        def up(job: JobId) -> None:
-            self._send(e.JobStarted(job=job, placement=placement))
+        def up() -> None:
+            self._send(e.JobStarted(job=job.id, placement=placement))
             self._begin_step(job)
 
-        self._later(job, after_ns, up)
+        self._later(job, job.arrival.request.restart_ns if restart else 0, up)
         groups = self.cluster.groups.values()
         self.cycles = {group.name: (group.cycle_ns, ", ".join(group.members)) for group in groups}
 
-    def _begin_step(self, job: JobId) -> None:
-        self._jobs[job].step_began_ns = self.now_ns
-        self._jobs[job].phase, self._jobs[job].syncing = _ROLLOUT, False
+    def _begin_step(self, job: _SimulatedJob) -> None:
+        job.step_began_ns = self.now_ns
+        job.phase, job.syncing = _ROLLOUT, False
         self._ask(job)
 
-    def _ask(self, job: JobId) -> None:
-        state = self._jobs[job]
-        if state.permit is None and state.step_began_ns is not None and not state.syncing:
-            record = self.cluster.jobs[job]
-            both = state.arrival.both and state.phase is _TRAIN
-            self._send(e.PhaseAsked(job=job, phase=state.phase, placement=state.placement, both=both))
-            if record.state is not JobState.RUNNING:
-                self._later(job, 60 * S, self._ask)  # Asked again until it is heard.
+    def _ask(self, job: _SimulatedJob) -> None:
+        if job.permit is None and job.step_began_ns is not None and not job.syncing:
+            both = job.arrival.both and job.phase is _TRAIN
+            self._send(e.PhaseAsked(job=job.id, phase=job.phase, placement=job.placement, both=both))
+            if self.cluster.jobs[job.id].state is not JobState.RUNNING:
+                self._later(job, 60 * S, lambda: self._ask(job))  # Asked again until it is heard.
 
-    def _granted(self, job: JobId, permit: Permit) -> None:
-        state, phase, number = self._jobs[job], permit.phase, permit.number
-        if state.permit == number:
+    def _plan(self, job: _SimulatedJob) -> PhasePlan:
+        plan = self.cluster.request(job.id).plan
+        assert plan is not None
+        return plan
+
+    def _granted(self, job: _SimulatedJob, permit: Permit) -> None:
+        phase, number = permit.phase, permit.number
+        if job.permit == number:
             self._close_slices(job)
-            state.nodes, state.began_ns = permit.nodes, self.now_ns
+            job.nodes, job.began_ns = permit.nodes, self.now_ns
             return
-        request = self.cluster.request(job)
-        assert request.plan is not None
-        switch_ns = request.plan.rollout_switch_ns if phase is _ROLLOUT else request.plan.train_switch_ns
-        if state.step_began_ns is None or state.syncing or state.phase is not phase:
-            self._send(e.PermitYielded(job=job, permit=number, finished=False))
+        if job.step_began_ns is None or job.syncing or job.phase is not phase:
+            self._send(e.PermitYielded(job=job.id, permit=number, finished=False))
             return
-        if state.left_ns is None:
-            state.left_ns = self._drawn_ns(job, phase)
-        state.permit, state.nodes, state.began_ns = number, permit.nodes, self.now_ns
+        plan = self._plan(job)
+        switch_ns = plan.rollout_switch_ns if phase is _ROLLOUT else plan.train_switch_ns
+        if job.left_ns is None:
+            job.left_ns = self._drawn_ns(job, phase)
+        job.permit, job.nodes, job.began_ns = number, permit.nodes, self.now_ns
 
-        def over(job: JobId) -> None:
-            if self._jobs[job].permit == number:
+        def over() -> None:
+            if job.permit == number:
                 self._yield(job, switch_ns, finished=True)
 
-        self._later(job, switch_ns + state.left_ns, over)
+        self._later(job, switch_ns + job.left_ns, over)
 
-    def _drawn_ns(self, job: JobId, phase: PhaseKind) -> Nanoseconds:
-        state = self._jobs[job]
-        record = self.cluster.jobs[job]
-        request, plan = record.request, record.request.plan
-        assert plan is not None
+    def _drawn_ns(self, job: _SimulatedJob, phase: PhaseKind) -> Nanoseconds:
+        record, plan = self.cluster.jobs[job.id], self._plan(job)
         assert record.seat is not None
         train = len(self.cluster.groups[record.seat.group].train)
-        planned_ns = plan.rollout_ns if phase is _ROLLOUT else request.train_ns(train)
-        shortest, longest = state.arrival.shortest, state.arrival.longest
+        planned_ns = plan.rollout_ns if phase is _ROLLOUT else record.request.train_ns(train)
+        shortest, longest = job.arrival.shortest, job.arrival.longest
         drawn = shortest + (longest - shortest) * self._rng.random() ** 0.5 if shortest < longest else longest
         own_ns = planned_ns if phase is _ROLLOUT else plan.train_ns
-        self.alone_ns[job] += int(own_ns * drawn)
+        self.alone_ns[job.id] += int(own_ns * drawn)
         return max(1, int(planned_ns * drawn))
 
-    def _recalled(self, job: JobId, permit: int) -> None:
-        state = self._jobs[job]
-        if state.permit != permit:
-            return
-        assert state.left_ns is not None
-        state.left_ns = max(1, state.left_ns - (self.now_ns - state.began_ns))
-        self._yield(job, 0, finished=False)
-
-    def _yield(self, job: JobId, switch_ns: Nanoseconds, *, finished: bool) -> None:
-        state = self._jobs[job]
-        assert state.permit is not None
+    def _yield(self, job: _SimulatedJob, switch_ns: Nanoseconds, *, finished: bool) -> None:
+        assert job.permit is not None
         self._close_slices(job)
-        permit, state.permit = state.permit, None
-        self._send(e.PermitYielded(job=job, permit=permit, finished=finished, switch_ns=switch_ns))
-        if not finished:
-            self._ask(job)
+        permit, job.permit = job.permit, None
+        self._send(e.PermitYielded(job=job.id, permit=permit, finished=finished, switch_ns=switch_ns))
+        if finished:
+            job.left_ns = None
+        if finished and job.phase is _TRAIN:
+            job.syncing = True
+            self._later(job, self._plan(job).sync_ns, lambda: self._end_step(job))
             return
-        state.left_ns = None
-        if state.phase is _ROLLOUT:
-            state.phase = _TRAIN
-            self._ask(job)
-            return
-        plan = self.cluster.request(job).plan
-        assert plan is not None
-        state.syncing = True
-        self._later(job, plan.sync_ns, self._end_step)
+        job.phase = _TRAIN if finished else job.phase
+        self._ask(job)
 
-    def _end_step(self, job: JobId) -> None:
-        state = self._jobs[job]
-        assert state.step_began_ns is not None
-        self.steps.append(StepTaken(job, state.step_began_ns, self.now_ns))
-        first = self.taken.get(job, self.steps[-1])
-        self.taken[job] = StepTaken(job, first.begun_ns, self.now_ns)
-        plan = self.cluster.request(job).plan
-        self.alone_ns[job] += 0 if plan is None else plan.sync_ns
-        state.steps_done += 1
-        state.step_began_ns = None
-        self._send(e.JobProgressed(job=job, steps_done=state.steps_done))
-        if state.steps_done >= self.cluster.request(job).steps:
-            self._finish(job)
-        elif state.stopping:
+    def _end_step(self, job: _SimulatedJob) -> None:
+        assert job.step_began_ns is not None
+        step = StepTaken(job.id, job.step_began_ns, self.now_ns)
+        self.steps.append(step)
+        self.taken[job.id] = StepTaken(job.id, self.taken.get(job.id, step).begun_ns, self.now_ns)
+        self.alone_ns[job.id] += self._plan(job).sync_ns
+        job.steps_done += 1
+        job.step_began_ns = None
+        self._send(e.JobProgressed(job=job.id, steps_done=job.steps_done))
+        if job.steps_done >= self.cluster.request(job.id).steps:
+            self._send(e.JobFinished(job=job.id))
+        elif job.stopping:
             self._stop(job)
         else:
             self._begin_step(job)
 
-    def _finish(self, job: JobId) -> None:
-        self._send(e.JobFinished(job=job))
+    def _stop(self, job: _SimulatedJob) -> None:
+        self._send(e.JobStopped(job=job.id, steps_done=job.steps_done))
 
-    def _stop(self, job: JobId) -> None:
-        self._send(e.JobStopped(job=job, steps_done=self._jobs[job].steps_done))
-
-    def _close_slices(self, job: JobId) -> None:
-        state = self._jobs[job]
-        if state.permit is not None and not self._checked:
-            for node in state.nodes:
-                self.slices.append(SliceSeen(node, job, state.phase, state.began_ns, self.now_ns))
+    def _close_slices(self, job: _SimulatedJob) -> None:
+        if job.permit is not None and not self._checked:
+            for node in job.nodes:
+                self.slices.append(SliceSeen(node, job.id, job.phase, job.began_ns, self.now_ns))
