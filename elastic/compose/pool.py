@@ -22,6 +22,7 @@ from elastic.core.cluster import Cluster
 from elastic.core.cluster.events import ClusterEvent
 from elastic.core.cluster.types import NodeId, PhaseKind, PhasePlan
 from elastic.pool import messages as w
+from elastic.pool.client import FINGERPRINT_VARIABLE, JOB_VARIABLE, POOL_VARIABLE, TOKEN_VARIABLE, PoolMembership
 from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolCommandManager, invalid
 from elastic.pool.gateway import PoolGateway, PoolTokens
 from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
@@ -44,10 +45,7 @@ from elastic.system.supervision import RecordedProcesses
 
 log = structlog.get_logger(__name__)
 
-POOL_VARIABLE, FINGERPRINT_VARIABLE = "ELASTIC_POOL", "ELASTIC_POOL_FINGERPRINT"
-JOB_VARIABLE, PLACEMENT_VARIABLE = "ELASTIC_POOL_JOB", "ELASTIC_POOL_PLACEMENT"
-TOKEN_VARIABLE, NODE_VARIABLE = "ELASTIC_POOL_TOKEN", "ELASTIC_POOL_NODE"
-NAME_VARIABLE, RECORDS_VARIABLE = "ELASTIC_POOL_NAME", "ELASTIC_POOL_RECORDS"
+NAME_VARIABLE, NODE_VARIABLE, RECORDS_VARIABLE = "ELASTIC_POOL_NAME", "ELASTIC_POOL_NODE", "ELASTIC_POOL_RECORDS"
 PHASES_VARIABLE = "ELASTIC_PHASES"
 ELASTIC = (sys.executable, "-P", "-m", "elastic.cli")
 RUN_LOG = Path("logs") / "process.log"
@@ -70,22 +68,16 @@ class PoolPrograms:
             return (*ELASTIC, "worker", "--trainer", entry.directory, "--resume")
         return (*ELASTIC, "pool-resident", entry.directory)
 
-    def _dialling(self) -> dict[str, str]:
-        return {POOL_VARIABLE: self._endpoint.address, FINGERPRINT_VARIABLE: self._endpoint.fingerprint}
-
     def job_environment(self, entry: JobEntry, placement: int) -> dict[str, str]:
-        return {
-            **self._dialling(),
-            JOB_VARIABLE: entry.job,
-            PLACEMENT_VARIABLE: str(placement),
-            TOKEN_VARIABLE: self._tokens.job(entry.job, placement),
-        }
+        job, token = entry.job, self._tokens.job(entry.job, placement)
+        return PoolMembership(endpoint=self._endpoint, job=job, placement=placement, token=token).variables()
 
     def keeper(self, node: NodeId, ticket: int) -> ProcessLaunch:
         records = self._directory / "leases"
         environment = {
             **inherited(),
-            **self._dialling(),
+            POOL_VARIABLE: self._endpoint.address,
+            FINGERPRINT_VARIABLE: self._endpoint.fingerprint,
             NAME_VARIABLE: self._config.pool.name,
             NODE_VARIABLE: node,
             RECORDS_VARIABLE: str(records.resolve()),

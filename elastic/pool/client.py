@@ -72,6 +72,16 @@ class PoolMembership(msgspec.Struct, frozen=True, kw_only=True):
         endpoint = Endpoint(address, fingerprint=variables.get(FINGERPRINT_VARIABLE, ""))
         return cls(endpoint=endpoint, job=job, placement=int(placement), token=token)
 
+    def variables(self) -> dict[str, str]:
+        """Return the variables of which `of` makes the membership."""
+        return {
+            POOL_VARIABLE: self.endpoint.address,
+            FINGERPRINT_VARIABLE: self.endpoint.fingerprint,
+            JOB_VARIABLE: self.job,
+            PLACEMENT_VARIABLE: str(self.placement),
+            TOKEN_VARIABLE: self.token,
+        }
+
 
 @dataclass(slots=True)
 class PoolWorker:

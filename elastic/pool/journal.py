@@ -276,8 +276,6 @@ def read_entries(directory: Path) -> list[JobEntry]:
 
 def read_deaths(directory: Path) -> list[NotedDeath]:
     """Return what was noted of deaths, also while the journal is written. Raises `PoolJournalError`."""
-    if not [*_read(directory, "SELECT 1 FROM sqlite_master WHERE name = 'deaths'")]:
-        return []  # An earlier version wrote it.
     rows = _read(directory, "SELECT death FROM deaths ORDER BY number")
     return [msgspec.msgpack.decode(row, type=NotedDeath) for row in rows]
 

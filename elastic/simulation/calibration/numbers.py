@@ -1,21 +1,25 @@
 """The numbers of a profile: measured ones, and estimates from another profile for those that were not measured."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from elastic.simulation.calibration.fit import IterationSample, Rates
-from elastic.simulation.performance.profile import DATA, Number, Profile, load_profile, read_profile, write_profile
-from elastic.system.given import expanded, read_text
+from elastic.simulation.performance.profile import (
+    KEYS,
+    TABLE,
+    Number,
+    load_profile,
+    numbers_of,
+    read_profile,
+    write_profile,
+)
 
 UNKNOWN_FACTOR = 10.0
 """An estimate of which nothing is known lies within this factor of its value."""
 
 DEFAULT_BASE = "local"
-TABLE = "decode_step_s"
-KEYS = tuple(field for field in Profile.__struct_fields__ if field not in ("name", TABLE))
 
 ENVIRONMENT_SERIAL = Number(1.0, source="elastic.runtime.rollout: all environments share one event loop")
 
@@ -59,14 +63,14 @@ class Base:
     def __init__(self, name: str) -> None:
         self._profile = load_profile(name)
         self._name = name
-        self._bounds = _bounds_of(name)
+        self._numbers = numbers_of(name)
 
     def estimate(self, key: str, why: str) -> Number:
         """Return the profile's number, with its own bounds or else those of `UNKNOWN_FACTOR`."""
         value = float(getattr(self._profile, key))
-        low, high = self._bounds.get(key, (None, None))
-        low = value / UNKNOWN_FACTOR if low is None else low
-        high = value * UNKNOWN_FACTOR if high is None else high
+        known = self._numbers.get(key, Number(value))
+        low = value / UNKNOWN_FACTOR if known.low is None else known.low
+        high = value * UNKNOWN_FACTOR if known.high is None else known.high
         return Number(value, estimate=f"{why}; as in profile {self._name}", low=low, high=high)
 
     def value(self, key: str) -> float:
@@ -103,14 +107,3 @@ def save(measured: Measured, path: Path) -> None:
     """Write the profile, and read it as `elastic simulate` will. Raises `ProfileError`."""
     write_profile(path, measured.numbers, measured.decode_step_s)
     read_profile(path)
-
-
-def _bounds_of(name: str) -> dict[str, tuple[float | None, float | None]]:
-    """Return the bounds in the profile's own file; a computed profile has none."""
-    shipped = DATA / f"profile-{name}.toml"
-    path = shipped if "/" not in name and shipped.is_file() else expanded(Path(name))
-    if not path.is_file():
-        return {}
-    raw = tomllib.loads(read_text(path))
-    numbers = {key: msgspec.convert(raw[key], Number) for key in KEYS}
-    return {key: (number.low, number.high) for key, number in numbers.items()}

@@ -136,30 +136,26 @@ class RunMeasurement:
     def around_engine(self) -> dict[str, Number]:
         """Return all numbers except the engine's own."""
         update_s = self._update_s()
+        shown = {
+            "boot_s": (self._boot_s(), "mean from a worker's start to its first words"),
+            "serving_start_s": (self._serving_start_s(), "from the run's start to the first host on offer"),
+            "serving_boot_s": (_mean(self._boots_s(SERVING)), "mean from a loan to the worker's first words"),
+            "trainer_boot_s": (
+                _mean(self._boots_s(TRAINER_PROVIDER)),
+                "from the trainer's start to its first words",
+            ),
+            "exit_s": (_median(self._exits_s()), "median from a goodbye to the lease's end"),
+            "train_tokens_per_s": (self._train_tokens_per_s(update_s), "tokens over training time, for each GPU"),
+            "update_s": (update_s, "lower quartile of the times from a step's last group to its weights"),
+            "reset_s": (self._reset_s(), "median between the first requests of a step"),
+            "step_s": (self._step_s(), "median from a turn's end to the next one's request"),
+        }
         return {
             "message_s": MESSAGE_S,
-            "boot_s": self._number("boot_s", self._boot_s(), "mean from a worker's start to its first words"),
-            "serving_start_s": self._number(
-                "serving_start_s", self._serving_start_s(), "from the run's start to the first host on offer"
-            ),
-            "serving_boot_s": self._number(
-                "serving_boot_s", _mean(self._boots_s(SERVING)), "mean from a loan to the worker's first words"
-            ),
-            "trainer_boot_s": self._number(
-                "trainer_boot_s", _mean(self._boots_s(TRAINER_PROVIDER)), "from the trainer's start to its first words"
-            ),
-            "exit_s": self._number("exit_s", _median(self._exits_s()), "median from a goodbye to the lease's end"),
-            "train_tokens_per_s": self._number(
-                "train_tokens_per_s", self._train_tokens_per_s(update_s), "tokens over training time, for each GPU"
-            ),
             "train_group_s": self._train_group_s(update_s),
-            "update_s": self._number(
-                "update_s", update_s, "lower quartile of the times from a step's last group to its weights"
-            ),
-            "reset_s": self._number("reset_s", self._reset_s(), "median between the first requests of a step"),
-            "step_s": self._number("step_s", self._step_s(), "median from a turn's end to the next one's request"),
             "environment_serial": ENVIRONMENT_SERIAL,
             "reward_s": self._reward_s(),
+            **{key: self._number(key, value, how) for key, (value, how) in shown.items()},
             **self._weights(),
         }
 

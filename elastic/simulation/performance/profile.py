@@ -131,8 +131,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     rates: EngineRates
 
 
-_TABLE_KEYS = ("decode_step_s",)
-_KEYS = tuple(field for field in Profile.__struct_fields__ if field not in ("name", *_TABLE_KEYS))
+TABLE = "decode_step_s"
+KEYS = tuple(field for field in Profile.__struct_fields__ if field not in ("name", TABLE))
 _RATES = ("prefill_tokens_per_s", "kv_tokens", "link_bytes_per_s", "relay_bytes_per_s", "train_tokens_per_s")
 """Numbers by which an amount of work is divided to get a time."""
 _COMPUTED = re.compile(r"(?P<device>\w[\w.-]*)/(?P<model>\w[\w.-]*)(:(?P<parallel>.*))?")
@@ -150,10 +150,7 @@ def load_profile(name: str, gpus: int = 1) -> Profile:
 
     Raises `ProfileError`.
     """
-    shipped = DATA / f"profile-{name}.toml"
-    if "/" not in name and shipped.is_file():
-        return read_profile(shipped)
-    if (path := _given(name)).is_file():
+    if (path := _file_of(name)) is not None:
         return read_profile(path)
     computed = _COMPUTED.fullmatch(name)
     if computed is None or name.endswith(".toml"):
@@ -161,11 +158,16 @@ def load_profile(name: str, gpus: int = 1) -> Profile:
     return _computed(name, computed["device"], computed["model"], _parallel(name, computed["parallel"], gpus))
 
 
-def _given(name: str) -> Path:
+def _file_of(name: str) -> Path | None:
+    """Return the file of a profile that has one."""
+    shipped = DATA / f"profile-{name}.toml"
+    if "/" not in name and shipped.is_file():
+        return shipped
     try:
-        return expanded(Path(name))
+        path = expanded(Path(name))
     except ValueError as error:
         raise ProfileError(f"profile {name!r}: {error}") from error
+    return path if path.is_file() else None
 
 
 def _parallel(name: str, text: str | None, gpus: int) -> int:
@@ -179,18 +181,27 @@ def _parallel(name: str, text: str | None, gpus: int) -> int:
 
 def read_profile(path: Path) -> Profile:
     raw = _read(path)
-    unknown = sorted(set(raw) - {*_KEYS, *_TABLE_KEYS})
+    unknown = sorted(set(raw) - {*KEYS, TABLE})
     if unknown:
-        raise ProfileError(f"{path}: {unknown[0]}: unknown key; allowed: {', '.join((*_KEYS, *_TABLE_KEYS))}")
-    values: dict[str, float] = {key: _number(path, raw, key).value for key in _KEYS}
+        raise ProfileError(f"{path}: {unknown[0]}: unknown key; allowed: {', '.join((*KEYS, TABLE))}")
+    values: dict[str, float] = {key: _number(path, raw, key).value for key in KEYS}
     return Profile(name=path.stem.removeprefix("profile-"), decode_step_s=_steps(path, raw), **values)
+
+
+def numbers_of(name: str) -> dict[str, Number]:
+    """Return the numbers in the file of a profile; a computed profile has none. Raises `ProfileError`."""
+    path = _file_of(name)
+    if path is None:
+        return {}
+    raw = _read(path)
+    return {key: _number(path, raw, key) for key in KEYS}
 
 
 def with_numbers(profile: Profile, numbers: Mapping[str, float]) -> Profile:
     """Return the profile with these numbers replaced. Raises `ProfileError`."""
     for key, value in numbers.items():
-        if key not in _KEYS:
-            raise ProfileError(f"{key}: unknown key; allowed: {', '.join(_KEYS)}")
+        if key not in KEYS:
+            raise ProfileError(f"{key}: unknown key; allowed: {', '.join(KEYS)}")
         if not math.isfinite(value) or value < 0 or (value == 0 and key in _RATES):
             allowed = "a positive number" if key in _RATES else "a finite number from 0 on"
             raise ProfileError(f"{key}: found {value}; allowed: {allowed}")
@@ -298,7 +309,7 @@ def _computed(name: str, device_name: str, model_name: str, gpus: int) -> Comput
         delta_bytes=weights_bytes * share["delta_share"],
         train_tokens_per_s=flops_per_s / gpus * share["training_flops_share"] / (3 * token_flops),
         apply_s=weights_bytes * 2 / bytes_per_s,
-        **{key: share[key] for key in _KEYS if key in share},
+        **{key: share[key] for key in KEYS if key in share},
     )
 
 
