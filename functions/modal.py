@@ -21,8 +21,9 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from elastic.system import modal as modal_platform
-from elastic.system.modal import ModalUnusable, told
+from elastic.system.modal import ModalUnusable
 from elastic.system.outages import Outage
+from elastic.system.plain_values import told
 from functions.base import (
     Call,
     CallOutcome,

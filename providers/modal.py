@@ -30,8 +30,9 @@ from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from elastic.protocol.endpoint import is_loopback
 from elastic.system import compiled
 from elastic.system import modal as modal_platform
-from elastic.system.modal import ModalUnusable, told
+from elastic.system.modal import ModalUnusable
 from elastic.system.outages import Outage
+from elastic.system.plain_values import told
 from elastic.system.supervision import RecordedProcesses, how_ended, records
 from providers.base import (
     CapacityNow,

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from elastic.system.thread_lane import promised
+
 T = TypeVar("T")
 
 TOLD_CHARACTERS = 400
@@ -37,19 +39,9 @@ def told(error: BaseException) -> str:
 
 
 def _begun(function: Callable[..., T], *arguments: Any) -> Future[T]:
-    future: Future[T] = Future()
-
-    def work() -> None:
-        future.set_running_or_notify_cancel()
-        try:
-            result = function(*arguments)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=work, name=f"vendor: {function.__name__}", daemon=True).start()
-    return future
+    result, call = promised(function, *arguments)
+    threading.Thread(target=call, name=f"vendor: {function.__name__}", daemon=True).start()
+    return result
 
 
 def _late(error: TimeoutError, timeout_s: float) -> TimeoutError:

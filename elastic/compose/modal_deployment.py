@@ -16,9 +16,9 @@ from elastic.system.modal import (
     PACKAGES_VARIABLE,
     ModalUnusable,
     check_deployment,
-    told,
     version,
 )
+from elastic.system.plain_values import told
 
 CHECK_TIMEOUT_S = 30.0
 """Limit for Modal to say whether an app exists."""

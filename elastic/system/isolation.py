@@ -18,6 +18,7 @@ from typing import NoReturn, TypeVar
 import structlog
 
 from elastic.system.outages import backoff
+from elastic.system.plain_values import told
 
 T = TypeVar("T")
 
@@ -27,7 +28,6 @@ LOGGED_AT_ONCE, LOGGED_EVERY_S = 20, 10.0
 """A process logs so many faults at once, and then one in so many seconds. All are counted."""
 ITEMS_KEPT = 10_000
 """Items of one loop whose faults are remembered; the oldest are forgotten first."""
-WORDS_CHARACTERS = 300
 
 
 class LoopFaults:
@@ -113,7 +113,7 @@ class IsolatedLoop:
         except self._outages:
             raise
         except Exception as error:
-            made.fault = words_of(error)
+            made.fault = told(error)
             times = self._failed.pop(item, (0, 0.0))[0]
             wait_s = backoff(times, self._base_s, self._max_s)
             self._failed[item] = times + 1, self._clock() + wait_s
@@ -150,9 +150,3 @@ class IsolatedLoop:
             with self.attempt(item):
                 return await work()
             await asyncio.sleep(self.wait_s(item))
-
-
-def words_of(error: BaseException) -> str:
-    """Return the type and the message of an exception, shortened."""
-    message = str(error)[:WORDS_CHARACTERS]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic.system.outages import Outage
+from elastic.system.plain_values import told
 
 APP = "elastic"
 VERSION_TAG = "elastic-version"
@@ -43,7 +44,6 @@ CORES_MIN = 0.125
 MEMORY_MB_MIN = 128
 
 GONE_POLL_S = 0.05
-TOLD_CHARACTERS = 300
 
 
 class ModalUnusable(Exception):
@@ -146,11 +146,6 @@ async def calls_of(function_id: str) -> dict[str, bool]:
 async def containers_of(call: Any) -> list[str]:
     """In which containers the inputs of a call have been last."""
     return [one.task_id for one in await call.get_call_graph.aio() if one.task_id]
-
-
-def told(error: BaseException) -> str:
-    """What Modal says, on one line."""
-    return " ".join(str(error).split())[:TOLD_CHARACTERS] or type(error).__name__
 
 
 async def _ask(method: str, request: str, **fields: Any) -> Any:

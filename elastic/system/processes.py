@@ -62,12 +62,18 @@ class Identity(msgspec.Struct, frozen=True):
 
 def identity(pid: int) -> Identity | None:
     """Return the identity of an existing process, even of a zombie."""
+    fields = _fields(pid)
+    return Identity(pid, int(fields[19]), here().boot_id()) if fields else None
+
+
+def _fields(pid: int) -> list[str]:
+    """What the system says of a process, from its state on; nothing where there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return None
-    # The second field is the command in parentheses, which may hold spaces and parentheses; the 22nd is the start.
-    return Identity(pid, int(text.rpartition(")")[2].split()[19]), here().boot_id())
+        return []
+    # Before that stands the command in parentheses, which may hold spaces and parentheses.
+    return text.rpartition(")")[2].split()
 
 
 def marked(variable: str, value: str, uid: int) -> Identity | None:
@@ -114,7 +120,4 @@ def carries(pid: int, variable: str, value: str) -> bool:
 
 def lives(pid: int) -> bool:
     """Return whether there is such a process, and it is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
+    return _fields(pid)[:1] not in ([], ["Z"], ["X"])

@@ -3,7 +3,28 @@
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def promised(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[Future[T], Callable[[], None]]:
+    """The future of a call's result, and what makes the call, unless the future is cancelled by then."""
+    future: Future[T] = Future()
+
+    def make() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    return future, make
 
 
 class Lane(Protocol):

@@ -3,11 +3,11 @@
 import os
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from elastic.core.types import NS_PER_S, Account, Nanoseconds
 from elastic.engine.meter import AccountMeter
 from elastic.system.host import here
+from elastic.system.processes import identity
 
 
 def process_start_ns() -> Nanoseconds:
@@ -15,9 +15,9 @@ def process_start_ns() -> Nanoseconds:
 
     The system knows this to one tick (usually 10 ms) since its own start, so steps of the wall clock have no effect.
     """
-    # The second field is the program's name in brackets, which may have spaces; the start is the 22nd.
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    started_ns = int(fields[19]) * NS_PER_S // os.sysconf("SC_CLK_TCK")
+    own = identity(os.getpid())
+    assert own is not None
+    started_ns = own.start_ticks * NS_PER_S // os.sysconf("SC_CLK_TCK")
     age_ns = here().boottime_ns() - started_ns
     return here().monotonic_ns() - age_ns
 

@@ -18,7 +18,6 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 import structlog
-import uvicorn
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -33,13 +32,12 @@ from elastic.engine.coserving.front import ERROR_HANDLERS, ServingFront, openai_
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Address
 from elastic.protocol.http_server import (
+    GRACEFUL_SHUTDOWN_S,
     BodyLimits,
     CallerLimits,
-    DialLimit,
-    EmbeddedServer,
     HostCheck,
     PeerLimits,
-    server_config,
+    serving,
 )
 from elastic.protocol.sockets import listening_socket
 from elastic.system.machine import raise_descriptor_limit
@@ -244,41 +242,30 @@ async def _serve(
     host = ServingHost(settings, device, start_agent)
     app = create_app(host, settings.token.get_secret_value(), front, settings.host_names)
     listener = _listen(settings)
-    log.info("serving host ready", name=settings.name, address=listener.getsockname())
     raise_descriptor_limit()
-    server = EmbeddedServer(server_config(app, LIMITS))
-    heed_no_more = act_on(TERMINATION, lambda: setattr(server, "should_exit", True))
-    waiting = asyncio.create_task(_stop_unheard(server, host, settings.orchestrator_timeout_s), name="unheard")
-    opening = asyncio.create_task(_open_door(server, listener), name="door")
+    told = asyncio.Event()
+    heed_no_more = act_on(TERMINATION, told.set)
+    returns_s = settings.return_grace_s + settings.return_timeout_s
     try:
-        await server.serve(sockets=[])
+        async with serving(app, listener, LIMITS, returns_s + GRACEFUL_SHUTDOWN_S) as url:
+            log.info("serving host ready", name=settings.name, url=url)
+            await _unheard(host, settings.orchestrator_timeout_s, told)
     finally:
-        opening.cancel()
-        await asyncio.wait({opening})
         heed_no_more()
-        waiting.cancel()
 
 
-async def _open_door(server: EmbeddedServer, listener: socket.socket) -> None:
-    """Let peers in once the server is up, until cancelled."""
-    await server.up
-    door = DialLimit(listener, server.protocol, LIMITS)
-    try:
-        await asyncio.Event().wait()
-    finally:
-        door.close()
-
-
-async def _stop_unheard(server: uvicorn.Server, host: ServingHost, timeout_s: float | None) -> None:
-    while timeout_s is not None and not server.should_exit:
-        left_s = host.heard_s + timeout_s - time.monotonic()
-        if left_s <= 0:
+async def _unheard(host: ServingHost, timeout_s: float | None, told: asyncio.Event) -> None:
+    """Wait until nobody has spoken to the host for this long, or it is `told` to end."""
+    while not told.is_set():
+        left_s = None if timeout_s is None else host.heard_s + timeout_s - time.monotonic()
+        if left_s is not None and left_s <= 0:
             log.warning("nobody has spoken to this host for too long; it ends", timeout_s=timeout_s)
-            server.should_exit = True
             last_resort = threading.Timer(END_TIMEOUT_S, _leave)
             last_resort.daemon = True
             last_resort.start()
-        await asyncio.sleep(left_s)
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(told.wait(), left_s)
 
 
 def _leave() -> None:
@@ -314,11 +301,9 @@ def _listen(settings: HostSettings) -> socket.socket:
 
 
 async def _order(request: Request, kind: type[OrderT]) -> OrderT:
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_ORDER_BYTES:
-            raise HostError(413, f"an order has at most {MAX_ORDER_BYTES} bytes")
+    body = await request.body()
+    if len(body) > MAX_ORDER_BYTES:
+        raise HostError(413, f"an order has at most {MAX_ORDER_BYTES} bytes")
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
 
 from elastic.system.host import here
+from elastic.system.thread_lane import promised
 
 LOOK_SHARE = 1 / 10
 """Interval of looking at progress, as a share of the timeout."""
@@ -54,20 +54,9 @@ class DaemonThread:
             future.cancel()
 
     def _ask(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        made: Future[T] = Future()
-
-        def call() -> None:
-            if not made.set_running_or_notify_cancel():
-                return
-            try:
-                result = function(*args, **kwargs)
-            except BaseException as error:
-                made.set_exception(error)
-            else:
-                made.set_result(result)
-
+        result, call = promised(function, *args, **kwargs)
         self._lane.submit(call)
-        return asyncio.wrap_future(made)
+        return asyncio.wrap_future(result)
 
     def stop(self) -> None:
         """End the thread after its pending calls. No call may be requested after this."""

@@ -21,7 +21,7 @@ from tests.small_files import small_files
 
 GROUPS = 6
 
-few = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+few = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
 
 
 def state_of(trainer: GRPOTrainer, path: Path) -> dict[str, torch.Tensor]:

@@ -1,7 +1,6 @@
 """What the agent's tests need around it: a real gateway, a scripted engine, and a path that can go dead."""
 
 import asyncio
-import contextlib
 import random
 import threading
 import time
@@ -343,53 +342,6 @@ class Orchestra:
         await self.gateway.aclose()
 
 
-class DeadPath:
-    """A proxy in front of the gateway. While `dead` it forwards nothing, and nobody is told."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self._alive = asyncio.Event()
-        self._alive.set()
-        self._pumps: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> "DeadPath":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = "{}:{}".format(*self._server.sockets[0].getsockname())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-
-    def die(self) -> None:
-        """What is connected now is dead; what connects later is not, unless this is called again."""
-        self._alive.clear()
-        self._alive = asyncio.Event()
-        self._alive.set()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, port = self._target.split(":")
-        inner_reader, inner_writer = await asyncio.open_connection(host, int(port))
-        for source, sink in ((reader, inner_writer), (inner_reader, writer)):
-            pump = asyncio.create_task(self._pump(self._alive, source, sink))
-            self._pumps.add(pump)
-
-    async def _pump(self, alive: asyncio.Event, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        try:
-            while data := await source.read(1 << 16):
-                await alive.wait()
-                sink.write(data)
-                await sink.drain()
-        except ConnectionError:
-            pass
-        finally:
-            sink.close()
-            with contextlib.suppress(OSError):
-                await sink.wait_closed()
-
-
 def generate(turn: str, seed: int = 1, attempt: int = 1, start: int = 0, most: int = 40) -> wire.Generate:
     """Its slot is given to it as it is sent."""
     prompt = bytearray(pack_ids([1, 2, 3, *(token_at(seed, i) for i in range(start))]))
@@ -421,9 +373,3 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def orchestra() -> AsyncIterator[Orchestra]:
     async with Orchestra() as orchestra:
         yield orchestra
-
-
-@pytest.fixture
-async def dead_path(orchestra: Orchestra) -> AsyncIterator[DeadPath]:
-    async with DeadPath(orchestra.address) as path:
-        yield path

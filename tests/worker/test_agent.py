@@ -15,12 +15,13 @@ from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, Weigh
 from elastic.engine.base import TokenChunk, WeightsMismatch
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint
+from elastic.testing.faults.bad_link import BadLink
 from elastic.weights.errors import WeightsCorrupted, WeightsRefusal
 from elastic.weights.source import PullReport, RelaySource
 from elastic.worker.accounts import process_start_ns
 from elastic.worker.agent import Ticket, run_agent
 from elastic.worker.service import Intervals
-from tests.worker.conftest import FETCHED, PATIENCE_S, DeadPath, Orchestra, ScriptedEngine, generate, token_at
+from tests.worker.conftest import FETCHED, PATIENCE_S, Orchestra, ScriptedEngine, generate, token_at
 
 FINISH = WeightMode.FINISH
 
@@ -395,11 +396,15 @@ async def test_turns_are_given_back_as_stalled_when_the_owner_needs_the_device(o
     assert (await orchestra.finished("t", 2)).finish is FinishReason.LENGTH
 
 
-async def test_a_dead_path_is_left_and_the_session_resumed(orchestra: Orchestra, dead_path: DeadPath) -> None:
-    engine = ScriptedEngine(iteration_s=0.005)
-    await orchestra.at_work(engine, join=dead_path.address)
+async def test_a_dead_path_is_left_and_the_session_resumed(orchestra: Orchestra) -> None:
+    engine, path = ScriptedEngine(iteration_s=0.005), BadLink(orchestra.address)
+    await orchestra.at_work(engine, join=await path.start())
     await orchestra.running()
-    dead_path.die()
+    path.cut()
+    async with asyncio.timeout(PATIENCE_S):
+        while engine.statistics().executing:  # noqa: ASYNC110  # the worker has left the path; it tells nobody
+            await asyncio.sleep(0.01)
+    path.mend()
     await orchestra.first(wire.Ready, epoch=2)
     assert orchestra.gone == [("w", 1, False)]
     orchestra.send(generate("t", attempt=2, start=len(orchestra.chunks("t"))), epoch=2)
@@ -408,6 +413,7 @@ async def test_a_dead_path_is_left_and_the_session_resumed(orchestra: Orchestra,
     epochs = [epoch for _, epoch, _ in orchestra.heard]
     assert epochs == sorted(epochs)
     assert engine.statistics().executing == 0, "turns of the old epoch were ended where they ran"
+    await path.aclose()
 
 
 @pytest.mark.parametrize("patience", [{"resume_timeout_s": 0.3}, {"orchestrator_timeout_s": 0.3}], ids=str)

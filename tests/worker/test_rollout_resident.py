@@ -1,7 +1,6 @@
 """A job's resident on a rollout node: a keeper at the other end of its socket, real engine, gateway and relay."""
 
 import asyncio
-import os
 import random
 import sys
 from collections.abc import AsyncIterator
@@ -11,7 +10,7 @@ import msgspec
 import pytest
 
 from elastic.core.types import Account, WeightMode
-from elastic.pool.messages import KEEPER_VARIABLE, Left, Warm
+from elastic.pool.messages import Left, Warm
 from elastic.protocol import wire
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.publisher import Publisher
@@ -36,6 +35,7 @@ class Job:
         self.engine = dict(ENGINE)
         self.keeper = Keeper()
         self.orchestra = self._orchestra()
+        self.leave = asyncio.Event()
         self.slices = 0
         self.resident = resident or RolloutResident(follow_s=FOLLOW_S)
 
@@ -100,7 +100,7 @@ class Job:
 async def job(tmp_path: Path) -> AsyncIterator[Job]:
     job = Job(tmp_path / "relay")
     async with job.keeper, job.orchestra:
-        work = job.resident.run(job.keeper.resident)
+        work = job.resident.run(job.keeper.resident, job.leave)
         job.orchestra.agents.append(asyncio.create_task(work))
         await job.keeper.hear(Warm)
         yield job
@@ -270,28 +270,12 @@ async def test_at_random_times(job: Job, tmp_path: Path) -> None:
         assert said == await fresh(tmp_path / str(found), found)
 
 
-async def test_the_process_is_warm_before_it_is_up(job: Job) -> None:
-    environment = {**os.environ, KEEPER_VARIABLE: str(job.keeper.resident.fileno())}
-    async with Keeper() as keeper:
-        descriptor = keeper.resident.fileno()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "elastic.cli", "pool-resident"),
-            env={**environment, KEEPER_VARIABLE: str(descriptor)},
-            pass_fds=[descriptor],
-        )
-        keeper.resident.close()
-        async with asyncio.timeout(60):
-            await keeper.link.receive()
-        other = job.keeper
-        job.keeper = keeper
-        job.publish(1)
-        worker = await job.begin(1)
-        assert await job.say(worker, "t")
-        job.keeper = other
-        process.terminate()
-        async with asyncio.timeout(PATIENCE_S):
-            assert await process.wait() == 0
-        assert job.of(worker, wire.Goodbye)
+async def test_told_to_leave_it_drains_its_worker(job: Job) -> None:
+    job.publish(1)
+    worker = await job.begin(1)
+    job.leave.set()
+    assert await job.orchestra.agents[-1] == AgentExit(0, "terminated")
+    assert job.of(worker, wire.Goodbye)
 
 
 async def test_without_a_keeper_there_is_no_resident() -> None:

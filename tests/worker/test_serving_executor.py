@@ -1,7 +1,8 @@
 """A serving host with a real serving model: requests of its own and of clients, and a part of it for a run."""
 
 import asyncio
-import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -9,14 +10,15 @@ import pytest
 import torch
 
 from elastic.config import ConfigError, EngineConfig
-from elastic.core.types import FinishReason, SamplingParameters, WeightMode
-from elastic.engine.base import GenerateRequest, TokenChunk
+from elastic.core.types import SamplingParameters, WeightMode
+from elastic.engine.base import GenerateRequest
 from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.protocol import wire
+from elastic.testing.recorder import Recorder
 from elastic.weights.source import TensorSource
-from elastic.worker.serving_executor import ExecutorDevice, open_device
+from elastic.worker.serving_executor import ExecutorDevice, ExecutorShare, open_device
 from providers.serving_messages import ExecutorSettings, HostSettings
 from traces.serving import ServingRequest
 
@@ -32,6 +34,14 @@ def make(profiles: Path, lending: dict[str, float] | None = None, **executor: ob
     )
     assert settings.executor is not None
     return open_device(settings, settings.executor)
+
+
+@asynccontextmanager
+async def lent(profiles: Path) -> AsyncIterator[tuple[ExecutorDevice, ExecutorShare]]:
+    """A device without a load, and a part of it."""
+    device = make(profiles)
+    async with device.running(iter([])):
+        yield device, device.lend()
 
 
 @pytest.fixture(scope="module")
@@ -86,20 +96,10 @@ async def test_a_request_that_is_not_served_counts_as_failed(profiles: Path) -> 
 
 
 async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path) -> None:
-    device = make(profiles)
-    async with device.running(iter([])):
-        share = device.lend()
+    async with lent(profiles) as (device, share):
         engine = await asyncio.to_thread(share.build_engine, welcome())
         assert engine.settings.prefill_chunk_tokens == 512
-        ends: list[TokenChunk] = []
-        ended = threading.Event()
-
-        def sink(chunks) -> None:
-            ends.extend(chunk for chunk in chunks if chunk.finish is not None)
-            if ends:
-                ended.set()
-
-        engine.start(sink)
+        recorder = Recorder(engine)
         torch.manual_seed(1)
         weights = model_tensors(Qwen3(POLICY))
         await asyncio.to_thread(engine.load_version, TensorSource(1, weights), WeightMode.FINISH)
@@ -108,11 +108,10 @@ async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path)
             request_id="t",
             token_ids=[1, 2, 3],
             start=0,
-            sampling=SamplingParameters(max_new_tokens=4, stop_token_ids=(), temperature=1.0, noise_seed=1),
+            sampling=SamplingParameters(max_new_tokens=4, noise_seed=1),
         )
-        engine.submit([turn])
-        assert await asyncio.to_thread(ended.wait, 30)
-        assert [end.finish for end in ends] == [FinishReason.LENGTH]
+        await asyncio.to_thread(recorder.run, turn)
+        recorder.check(turn)
         service = device.report().service
         assert 0 < service.rollout_s < service.lent_s
         with pytest.raises(RuntimeError, match="lent to another run"):
@@ -129,9 +128,7 @@ async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path)
 
 
 async def test_no_credit_is_announced_while_turns_would_be_declined(profiles: Path) -> None:
-    device = make(profiles)
-    async with device.running(iter([])):
-        share = device.lend()
+    async with lent(profiles) as (device, share):
         assert (share.hold_back(), share.capacity_turns(4)) == (False, 4)
         device.lending = device.lending.model_copy(update={"kv_high_share": 0.0, "kv_low_share": 0.0})
         assert (share.hold_back(), share.capacity_turns(4)) == (True, 0)
@@ -141,9 +138,7 @@ async def test_no_credit_is_announced_while_turns_would_be_declined(profiles: Pa
 
 async def test_an_engine_that_its_worker_did_not_live_to_see_is_taken_back(profiles: Path) -> None:
     """A worker may be cut short while its engine is being set up: that must not keep the device from the next."""
-    device = make(profiles)
-    async with device.running(iter([])):
-        share = device.lend()
+    async with lent(profiles) as (device, share):
         await asyncio.to_thread(share.build_engine, welcome())
         share.end()
         await until(lambda: device.executor.rollout is None)
@@ -167,9 +162,7 @@ async def test_rollouts_leave_a_host_whose_serving_needs_its_memory_and_may_retu
 
 
 async def test_a_lent_host_whose_executor_ends_is_lost(profiles: Path) -> None:
-    device = make(profiles)
-    async with device.running(iter([])):
-        share = device.lend()
+    async with lent(profiles) as (device, share):
         await asyncio.to_thread(device.executor.close)
         with pytest.raises(RuntimeError, match="executor has ended"):
             share.hold_back()

@@ -37,9 +37,16 @@ def config(base: Path) -> Config:
 
 
 @pytest.fixture
-async def house(config: Config, tmp_path: Path) -> AsyncIterator["TrainerHouse"]:
+async def empty_house(config: Config, tmp_path: Path) -> AsyncIterator[TrainerHouse]:
     async with TrainerHouse(config, tmp_path) as house:
         yield house
+
+
+@pytest.fixture
+async def house(empty_house: TrainerHouse) -> TrainerHouse:
+    """One whose trainer is ready."""
+    await empty_house.ready()
+    return empty_house
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -50,28 +57,14 @@ def account(name: Account) -> Callable[[wire.Heartbeat | wire.Goodbye], int]:
     return lambda beat: beat.accounts_ns.get(name, 0)
 
 
-async def test_the_base_policy_is_version_0_on_the_relay_and_in_the_engine_before_ready(house: TrainerHouse) -> None:
-    ready = await house.ready()
+async def test_the_base_policy_is_version_0_everywhere_before_ready(
+    empty_house: TrainerHouse,
+) -> None:
+    ready = await empty_house.ready()
     assert ready.weights_version == 0
-    assert equal(house.weights(0), policy())
-    house.send(generate("t", most=8))
-    assert (await house.finished("t")).finish is FinishReason.LENGTH
-
-
-async def test_a_step_is_trained_published_and_served(house: TrainerHouse) -> None:
-    await house.ready()
-    house.send(wire.Sleep())
-    stepped = await house.step(1)
-    assert [t.group for t in house.of(wire.Trained)] == ["s1g0", "s1g1"]
-    assert stepped.metrics["updates"] == 1
-    published = await house.first(wire.PublishedFrame)
-    assert not equal(house.weights(1), house.weights(0))
-    assert list(published.changed) == ["embedding", "0", "head"]
-    assert all(0 <= share <= 1 for share in published.changed.values())
-    assert published.changed["0"] > 0
-    house.send(wire.Wake(), generate("t", most=8))
-    await house.finished("t")
-    assert {chunk.weights_version for chunk in house.chunks("t")} == {1}
+    assert equal(empty_house.weights(0), policy())
+    empty_house.send(generate("t", most=8))
+    assert (await empty_house.finished("t")).finish is FinishReason.LENGTH
 
 
 class Gated:
@@ -92,14 +85,13 @@ class Gated:
 
 
 @pytest.fixture
-def gate(house: TrainerHouse) -> Gated:
-    gate = Gated(house.relay)
-    house.parts["open_relay"] = lambda *_: gate
+def gate(empty_house: TrainerHouse) -> Gated:
+    gate = Gated(empty_house.relay)
+    empty_house.parts["open_relay"] = lambda *_: gate
     return gate
 
 
-async def test_the_next_rollouts_begin_while_a_version_is_encoded(house: TrainerHouse, gate: Gated) -> None:
-    await house.ready()
+async def test_the_next_rollouts_begin_while_a_version_is_encoded(gate: Gated, house: TrainerHouse) -> None:
     house.send(wire.Sleep())
     await house.step(1)
     house.send(wire.Wake(), generate("t", most=8))
@@ -112,11 +104,13 @@ async def test_the_next_rollouts_begin_while_a_version_is_encoded(house: Trainer
         gate.opened.set()
         published = await house.first(wire.PublishedFrame)
         assert (published.version, list(published.changed)) == (1, ["embedding", "0", "head"])
+        assert all(0 <= share <= 1 for share in published.changed.values())
+        assert published.changed["0"] > 0
         assert equal(followed.result(), house.weights(1))
+        assert not equal(house.weights(1), house.weights(0))
 
 
-async def test_a_version_waits_for_the_one_before(house: TrainerHouse, gate: Gated) -> None:
-    await house.ready()
+async def test_a_version_waits_for_the_one_before(gate: Gated, house: TrainerHouse) -> None:
     await house.step(1)
     house.send(*step_of(2))
     await house.until(lambda: len(house.of(wire.Trained)) == 2 * GROUPS)
@@ -134,8 +128,7 @@ async def test_the_last_version_is_there_when_its_step_is_over(base: Path, tmp_p
         assert published_versions(house.relay) == [0, 1]
 
 
-async def test_a_version_that_cannot_be_published_fails_the_trainer(house: TrainerHouse, gate: Gated) -> None:
-    await house.ready()
+async def test_a_version_that_cannot_be_published_fails_the_trainer(gate: Gated, house: TrainerHouse) -> None:
     gate.fault = "the disk is full"
     await house.step(1)
     gate.opened.set()
@@ -144,15 +137,7 @@ async def test_a_version_that_cannot_be_published_fails_the_trainer(house: Train
     assert published_versions(house.relay) == [0]
 
 
-async def test_a_skipped_group_is_no_obstacle(house: TrainerHouse) -> None:
-    await house.ready()
-    house.send(train_group(1, 0), wire.SkipGroup(1, "s1g1", 1, "no variance"), wire.UpdateFrame(1, 1))
-    stepped = await house.first(wire.Stepped)
-    assert stepped.metrics["groups"] == 1
-
-
 async def test_a_group_of_no_use_is_named_and_the_step_goes_on(house: TrainerHouse) -> None:
-    await house.ready()
     poisoned = train_group(1, 1)
     poisoned.trajectories[0].sampled.logprobs[:4] = pack_logprobs([float("nan")])
     house.send(train_group(1, 0), poisoned, wire.UpdateFrame(1, 1))
@@ -165,13 +150,11 @@ async def test_a_group_of_no_use_is_named_and_the_step_goes_on(house: TrainerHou
 
 
 async def test_a_group_is_skipped_without_a_word_to_the_turns_that_run(house: TrainerHouse) -> None:
-    await house.ready()
     house.send(generate("t", most=60), wire.SkipGroup(1, "s1g1", 1, "no variance"))
     assert (await house.finished("t")).finish is FinishReason.LENGTH
 
 
 async def test_a_step_without_all_its_groups_fails_loudly(house: TrainerHouse) -> None:
-    await house.ready()
     house.send(train_group(1, 0), wire.UpdateFrame(1, 1))
     failed = await house.first(wire.TrainerFailedFrame)
     assert "groups neither trained nor skipped: 1" in failed.error
@@ -179,7 +162,6 @@ async def test_a_step_without_all_its_groups_fails_loudly(house: TrainerHouse) -
 
 
 async def test_training_and_generation_exclude_each_other_even_unasked(house: TrainerHouse) -> None:
-    await house.ready()
     house.send(generate("t", most=60), train_group(1, 0))
     await house.first(wire.Trained)
     assert (await house.finished("t")).finish in (FinishReason.ABORTED, FinishReason.LENGTH)
@@ -187,20 +169,20 @@ async def test_training_and_generation_exclude_each_other_even_unasked(house: Tr
     assert (await house.finished("t", 2)).finish is FinishReason.LENGTH, "the engine is awake again"
 
 
-async def test_the_device_time_of_the_trainer_adds_up(house: TrainerHouse) -> None:
-    agent = house.host()
-    await house.first(wire.Ready)
-    house.send(wire.Sleep())
+async def test_the_device_time_of_the_trainer_adds_up(empty_house: TrainerHouse) -> None:
+    agent = empty_house.host()
+    await empty_house.first(wire.Ready)
+    empty_house.send(wire.Sleep())
     for version in (1, 2, 3):
-        await house.step(version)
-    house.send(wire.Wake(), generate("t", most=8))
-    await house.finished("t")
-    house.send(wire.Drain("done"))
+        await empty_house.step(version)
+    empty_house.send(wire.Wake(), generate("t", most=8))
+    await empty_house.finished("t")
+    empty_house.send(wire.Drain("done"))
     await agent
-    reports = [*house.of(wire.Heartbeat), *house.of(wire.Goodbye)]
+    reports = [*empty_house.of(wire.Heartbeat), *empty_house.of(wire.Goodbye)]
     sums = [sum(report.accounts_ns.values()) for report in reports]
     assert sums == sorted(sums)
-    trained_s = sum(t.train_s for t in house.of(wire.Trained))
+    trained_s = sum(t.train_s for t in empty_house.of(wire.Trained))
     assert account(Account.TRAINING)(reports[-1]) / 1e9 > trained_s
     assert account(Account.APPLYING)(reports[-1]) > 0
     for name in Account:
@@ -288,7 +270,6 @@ async def test_a_host_that_dials_again_in_the_middle_of_a_step_does_nothing_twic
 
 
 async def test_what_was_done_is_answered_again_and_not_done_again(house: TrainerHouse) -> None:
-    await house.ready()
     group, skipped, update = step_orders(1)
     house.send(group, group, skipped, skipped, update)
     stepped = await house.first(wire.Stepped)
@@ -307,7 +288,6 @@ async def test_what_was_done_is_answered_again_and_not_done_again(house: Trainer
 
 
 async def test_a_failure_that_nobody_heard_is_told_whoever_asks_next(house: TrainerHouse) -> None:
-    await house.ready()
     house.send(wire.UpdateFrame(1, 1))
     failed = await house.first(wire.TrainerFailedFrame)
     house.cut()
@@ -317,7 +297,7 @@ async def test_a_failure_that_nobody_heard_is_told_whoever_asks_next(house: Trai
     assert not house.of(wire.Trained)
 
 
-async def test_a_relay_that_is_away_for_a_while_fails_no_trainer(house: TrainerHouse) -> None:
+async def test_a_relay_that_is_away_for_a_while_fails_no_trainer(empty_house: TrainerHouse) -> None:
     refused = threading.Semaphore(0)
 
     class Away(Gated):
@@ -327,16 +307,16 @@ async def test_a_relay_that_is_away_for_a_while_fails_no_trainer(house: TrainerH
                 raise RelayUnavailable("nobody is there")
             super().put(key, *parts)
 
-    gate = Away(house.relay)
-    house.parts["open_relay"] = lambda *_: gate
-    await house.ready()
-    await house.step(1)
+    gate = Away(empty_house.relay)
+    empty_house.parts["open_relay"] = lambda *_: gate
+    await empty_house.ready()
+    await empty_house.step(1)
     for _ in range(3):
         assert await asyncio.to_thread(refused.acquire, timeout=PATIENCE_S)
     gate.opened.set()
-    await house.first(wire.PublishedFrame)
-    assert published_versions(house.relay) == [0, 1]
-    assert not house.of(wire.TrainerFailedFrame)
+    await empty_house.first(wire.PublishedFrame)
+    assert published_versions(empty_house.relay) == [0, 1]
+    assert not empty_house.of(wire.TrainerFailedFrame)
 
 
 @pytest.fixture
@@ -375,39 +355,39 @@ async def test_weights_stay_in_memory_while_the_trainer_waits_for_its_orchestrat
         assert published_versions(house.relay) == []
 
 
-async def test_a_resumed_host_goes_on_from_its_checkpoint(house: TrainerHouse) -> None:
-    first = house.host("w")
-    await house.first(wire.Ready)
-    house.send(wire.Sleep())
+async def test_a_resumed_host_goes_on_from_its_checkpoint(empty_house: TrainerHouse) -> None:
+    first = empty_house.host("w")
+    await empty_house.first(wire.Ready)
+    empty_house.send(wire.Sleep())
     for version in (1, 2, 3):
-        await house.step(version)
-    await house.until(lambda: len(house.of(wire.PublishedFrame)) == 3)
-    second = house.weights(2)
+        await empty_house.step(version)
+    await empty_house.until(lambda: len(empty_house.of(wire.PublishedFrame)) == 3)
+    second = empty_house.weights(2)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    assert published_versions(house.relay) == [0, 1, 2, 3]
-    publish_keyframe(house.relay, "left over", 4, second, {}, SigningKey())
-    checkpoints = house.run_dir / "checkpoints"
-    begin = len(house.heard)
+    assert published_versions(empty_house.relay) == [0, 1, 2, 3]
+    publish_keyframe(empty_house.relay, "left over", 4, second, {}, SigningKey())
+    checkpoints = empty_house.run_dir / "checkpoints"
+    begin = len(empty_house.heard)
     (checkpoints / ".checkpoint-killed").mkdir()
-    house.host("again", resume=True)
-    ready = await house.first(wire.Ready, after=begin)
+    empty_house.host("again", resume=True)
+    ready = await empty_house.first(wire.Ready, after=begin)
     assert [path.name for path in checkpoints.iterdir()] == ["00000002.safetensors"], "a killed save left nothing"
     assert ready.weights_version == 2, "checkpoints are made every second step"
-    assert published_versions(house.relay) == [2], "nobody believes any more what the first has signed"
-    assert equal(house.weights(2), second)
-    keys = {ready.publisher for ready in house.of(wire.Ready)}
+    assert published_versions(empty_house.relay) == [2], "nobody believes any more what the first has signed"
+    assert equal(empty_house.weights(2), second)
+    keys = {ready.publisher for ready in empty_house.of(wire.Ready)}
     assert len(keys) == 2
-    house.send(wire.UpdateFrame(2, 2), worker="again")
-    stepped = await house.first(wire.Stepped, after=begin)
-    assert stepped.metrics.items() <= house.of(wire.Stepped)[1].metrics.items(), "of the process before"
+    empty_house.send(wire.UpdateFrame(2, 2), worker="again")
+    stepped = await empty_house.first(wire.Stepped, after=begin)
+    assert stepped.metrics.items() <= empty_house.of(wire.Stepped)[1].metrics.items(), "of the process before"
     assert stepped.metrics["groups"] == GROUPS
-    published = await house.first(wire.PublishedFrame, after=begin)
+    published = await empty_house.first(wire.PublishedFrame, after=begin)
     assert published.version == 2
 
 
-async def test_a_resumed_host_without_a_checkpoint_begins_anew(house: TrainerHouse) -> None:
-    ready = await house.ready(resume=True)
+async def test_a_resumed_host_without_a_checkpoint_begins_anew(empty_house: TrainerHouse) -> None:
+    ready = await empty_house.ready(resume=True)
     assert ready.weights_version == 0
 
 
@@ -418,12 +398,12 @@ async def test_a_base_policy_that_cannot_be_read_ends_the_host(tmp_path: Path) -
     assert str(tmp_path / "none") in end.reason
 
 
-async def test_a_drained_host_finishes_what_is_on_the_device(house: TrainerHouse) -> None:
-    agent = house.host()
-    await house.first(wire.Ready)
-    house.send(*step_of(1), wire.Drain("interrupted"))
+async def test_a_drained_host_finishes_what_is_on_the_device(empty_house: TrainerHouse) -> None:
+    agent = empty_house.host()
+    await empty_house.first(wire.Ready)
+    empty_house.send(*step_of(1), wire.Drain("interrupted"))
     await agent
-    kinds = [type(message) for _, _, message in house.heard]
+    kinds = [type(message) for _, _, message in empty_house.heard]
     assert kinds.index(wire.Stepped) < kinds.index(wire.PublishedFrame) < kinds.index(wire.Goodbye)
 
 

@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 from uuid import uuid4
 from xml.sax.saxutils import escape
 
@@ -25,8 +25,10 @@ from starlette.routing import BaseRoute, Route
 
 from elastic.core.types import FinishReason, SamplingParameters
 from elastic.engine.base import GenerateRequest, TokenChunk
-from elastic.engine.coserving.serving import SharedServingEngine
 from elastic.protocol.http_server import BodyLimits, HostCheck
+
+if TYPE_CHECKING:
+    from elastic.engine.coserving.serving import SharedServingEngine
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's for completions."""
@@ -90,64 +92,69 @@ class ModelCard(BaseModel):
     max_waiting: int = Field(512, ge=1, description="requests in the house, above which more are sent away")
 
 
-def _without_nulls(fields: Any) -> Any:
-    """Drop nulls: for OpenAI's clients a null field is a missing field."""
-    return {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "stop": ([],),
+    "stop_token_ids": ([],),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "priority": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "continuous_usage_stats": (False,),
+}
+"""Fields of which any other value would make another answer than this server's, so that it is refused."""
+HARMLESS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "request_id", "include_obfuscation")
+"""Fields that change no answer, whatever they say."""
+
+
+def _telling(fields: Any) -> Any:
+    """Drop what says nothing; for OpenAI's clients a null field is a missing field."""
+    if not isinstance(fields, dict):
+        return fields
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None and name not in HARMLESS and value not in NEUTRAL.get(name, ())
+    }
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    _nulls = model_validator(mode="before")(_without_nulls)
+    _dropped = model_validator(mode="before")(_telling)
 
 
 class StreamOptions(_Body):
     include_usage: bool = False
-    include_obfuscation: bool = False
-    continuous_usage_stats: Literal[False] = False
-
-
-class ResponseFormat(_Body):
-    type: Literal["text"]
 
 
 class _Common(_Body):
     model: str | None = None
-    n: int = Field(1, ge=1, le=1, description="several choices are not supported")
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     return_token_ids: bool = False
-    # What would make another answer is refused rather than passed over.
-    top_p: float = Field(1.0, ge=1, le=1, description="the whole distribution is sampled from")
-    top_k: Literal[-1, 0] | None = None
-    min_p: float = Field(0.0, ge=0, le=0, description="not supported")
-    presence_penalty: float = Field(0.0, ge=0, le=0, description="not supported")
-    frequency_penalty: float = Field(0.0, ge=0, le=0, description="not supported")
-    repetition_penalty: float = Field(1.0, ge=1, le=1, description="not supported")
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    min_tokens: int = Field(0, ge=0, le=0, description="not supported")
-    stop: Annotated[list[str], Field(max_length=0)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=0)] | None = None
-    logprobs: Literal[False] | None = None
-    priority: int = Field(0, ge=0, le=0, description="not supported")
-    # What these say changes no answer.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: Literal[False] = False
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    request_id: str | None = None
 
 
 class CompletionRequest(_Common):
     prompt: str | list[int]
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1)
-    best_of: int = Field(1, ge=1, le=1, description="not supported")
-    echo: Literal[False] = False
-    suffix: Literal[""] | None = None
 
 
 class TextPart(_Body):
@@ -166,10 +173,6 @@ class Message(_Body):
 
 class ChatRequest(_Common):
     messages: list[Message] = Field(min_length=1)
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none"] | None = None
-    top_logprobs: int = Field(0, ge=0, le=0, description="not supported")
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
 
@@ -214,7 +217,7 @@ class ServingFront:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine: SharedServingEngine | None = None
 
-    def connect(self, engine: SharedServingEngine, loop: asyncio.AbstractEventLoop) -> None:
+    def connect(self, engine: "SharedServingEngine", loop: asyncio.AbstractEventLoop) -> None:
         self._engine, self._loop = engine, loop
 
     def sink(self, chunks: Sequence[TokenChunk]) -> None:
@@ -312,7 +315,10 @@ class ServingFront:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             param = ".".join(map(str, first["loc"])) or None
-            said = "not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
+            said = first["msg"]
+            if first["type"] == "extra_forbidden":
+                neutral = NEUTRAL.get(str(first["loc"][-1]), ())
+                said = "not supported by this server" + (f", but as {neutral[-1]!r}" if neutral else "")
             raise FrontError(400, f"{param or 'body'}: {said}", param) from None
 
     async def _answer(

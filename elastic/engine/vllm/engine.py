@@ -113,8 +113,8 @@ class VllmEngine:
         self._meter = AccountMeter(time.monotonic_ns(), Account.IDLE)
         self._learned = LearnedCosts()
         self._queue = m.Queue(0, 0, 0, 0, 0)
-        self._counted = m.Queue(0, 0, 0, 0, 0)
-        """Of processes before this one."""
+        self._hits_before = self._prompts_before = 0
+        """Tokens of processes before this one."""
         self._iterations = self._decoded_tokens = self._loads = 0
         self._received_bytes = self._received_before = 0
         self._version: int | None = None
@@ -217,7 +217,7 @@ class VllmEngine:
         with self._changed:
             if self._broken:
                 raise RuntimeError(self._broken)
-            now, before = self._queue, self._counted
+            now = self._queue
             unarmed = self._restarts > 0 and self._version is None
             usable = self._line is not None and not (self._asleep or self._closed or unarmed)
             return EngineStatistics(
@@ -226,8 +226,8 @@ class VllmEngine:
                 capacity_turns=self._config.max_batch + self._config.max_pending if usable else 0,
                 kv_blocks_used=now.kv_blocks_used,
                 kv_blocks_total=self._up.kv_blocks,
-                prefix_hit_tokens=before.prefix_hit_tokens + now.prefix_hit_tokens,
-                prompt_tokens=before.prompt_tokens + now.prompt_tokens,
+                prefix_hit_tokens=self._hits_before + now.prefix_hit_tokens,
+                prompt_tokens=self._prompts_before + now.prompt_tokens,
                 decoded_tokens=self._decoded_tokens,
                 progress=self._iterations,
                 accounts_ns=self._meter.read(time.monotonic_ns()),
@@ -377,15 +377,11 @@ class VllmEngine:
             self._version = None
             self._spends = None
             self._finishing.clear()
-            self._counted = m.Queue(
-                0,
-                0,
-                0,
-                self._counted.prefix_hit_tokens + self._queue.prefix_hit_tokens,
-                self._counted.prompt_tokens + self._queue.prompt_tokens,
-            )
+            self._hits_before += self._queue.prefix_hit_tokens
+            self._prompts_before += self._queue.prompt_tokens
             self._queue = m.Queue(0, 0, 0, 0, 0)
-            self._received_before, self._received_bytes = self._received_before + self._received_bytes, 0
+            self._received_before += self._received_bytes
+            self._received_bytes = 0
             self._meter.switch(time.monotonic_ns(), {Account.BOOTING: 1.0})
         self._end_process()
         self._lose(FinishReason.STALLED, f"vLLM's process ended: {how}")

@@ -68,6 +68,10 @@ class Chunks:
         with self._changed:
             assert self._changed.wait_for(condition, TIMEOUT_S), f"waited in vain; last: {self.all[-3:]}"
 
+    def begun(self, request_id: str | None = None) -> None:
+        """Wait for the first tokens, of this request or of any."""
+        self.until(lambda: any(request_id in (None, c.request_id) and c.token_ids for c in self.all))
+
     def end(self, request_id: str) -> TokenChunk | None:
         return next((c for c in self.all if c.request_id == request_id and c.finish is not None), None)
 

@@ -83,7 +83,7 @@ def test_a_turn_that_new_weights_wait_for_stalls_like_any_other(make_device, tur
     device = make_device(stall_timeout_ns=300 * MS)
     rollout = device.lend()
     rollout.submit([turn("r", max_new_tokens=200)])
-    device.rolled.until(lambda: bool(device.rolled.tokens("r")))
+    device.rolled.begun("r")
     device.admission.policy = NEVER
     with ThreadPoolExecutor() as threads:
         loading = threads.submit(load, rollout, 2)
@@ -97,7 +97,7 @@ def test_a_turn_whose_new_weights_get_stuck_on_their_way_stalls_too(make_device,
     device = make_device(stall_timeout_ns=300 * MS)
     rollout = device.lend()
     rollout.submit([turn("r", max_new_tokens=200)])
-    device.rolled.until(lambda: bool(device.rolled.tokens("r")))
+    device.rolled.begun("r")
 
     def no_more() -> None:
         device.admission.policy = NEVER
@@ -166,7 +166,7 @@ def test_a_request_waits_for_a_place_as_well_as_for_its_prefill(make_device, tur
     device = make_device(serving=spec_of_serving(max_batch=1, pacing=pacing))
     serving = device.serving
     serving.submit([turn("has the place", prompt=20, max_new_tokens=100)])
-    device.served.until(lambda: bool(device.served.tokens("has the place")))
+    device.served.begun("has the place")
     with device.executor.changed:
         serving.submit([turn(f"s{i}", prompt=20) for i in range(2)])
         serving.housekeeping()
@@ -233,7 +233,7 @@ def test_serving_can_reach_the_whole_memory(make_device, turn, spec_of_serving, 
     device = make_device(pages=12, memory=memory, serving=spec_of_serving(max_batch=64))
     rollout = device.lend()
     rollout.submit([turn(f"r{i}", prompt=120, max_new_tokens=100) for i in range(4)])
-    device.rolled.until(lambda: len(device.rolled.all) > 0)
+    device.rolled.begun()
     serves = [turn(f"s{i}", prompt=90, max_new_tokens=30) for i in range(12)]
     device.serve(*serves)
     assert device.executor.statistics().serving_peak_pages == 12
@@ -245,7 +245,7 @@ def test_a_page_that_a_decode_lacks_is_counted_from_the_token_before(make_device
     device = make_device(pages=16, memory=FineGrainedMemory())
     rollout = device.lend(max_batch=8, pacing={"prefill_tokens_per_s": 1e6, "decode_step_s": {1: 0.05}})
     device.serving.submit([turn("s", prompt=20, max_new_tokens=60)])
-    device.served.until(lambda: bool(device.served.tokens("s")))
+    device.served.begun("s")
     rollout.submit([turn(f"r{i}", prompt=100, max_new_tokens=150) for i in range(8)])
     device.served.finish("s")
     lasted_ns = device.executor.statistics().usage.lent_ns
@@ -338,7 +338,7 @@ def test_beside_a_load_that_never_rests_rollouts_are_tried_now_and_then(make_dev
     rollout = device.lend()
     rollout.costs.prefill_factor = rollout.costs.decode_factor = 1e9
     device.serving.submit([turn(f"s{i}", max_new_tokens=200) for i in range(3)])
-    device.served.until(lambda: len(device.served.all) > 0)
+    device.served.begun()
     assert device.roll(turn("r", max_new_tokens=2))[0].finish is FinishReason.LENGTH
     assert not device.served.end("s0")
 
@@ -347,7 +347,7 @@ def test_a_model_is_measured_beside_a_load_that_never_rests(make_device, turn, s
     busy = spec_of_serving(pacing={"prefill_tokens_per_s": 1e6, "decode_step_s": {1: 0.05}})
     device = make_device(serving=busy, profiles=None, admission=SloAdmission(slo=LOOSE, longest_ns=60_000 * MS))
     device.serving.submit([turn(f"s{i}", max_new_tokens=220) for i in range(3)])
-    device.served.until(lambda: len(device.served.all) > 0)
+    device.served.begun()
     rollout = device.lend(max_batch=2)
     assert rollout.costs is not None
     assert not device.served.end("s0")
@@ -546,7 +546,7 @@ def test_serving_survives_a_rollout_engine_that_cannot_even_be_cleared_away(make
     device = make_device()
     rollout = device.lend()
     rollout.submit([turn("r", max_new_tokens=200)])
-    device.rolled.until(lambda: bool(device.rolled.tokens("r")))
+    device.rolled.begun("r")
 
     broken = raising(RuntimeError("the page table is damaged"))
 
@@ -617,7 +617,7 @@ def test_serving_gets_its_memory_from_a_rollout_engine_that_fails_to_give_it(mak
     crash = raising(ZeroDivisionError("a bug"))
 
     rollout.submit([turn(f"r{i}", prompt=100, max_new_tokens=150) for i in range(4)])
-    device.rolled.until(lambda: len(device.rolled.all) > 0)
+    device.rolled.begun()
     setattr(rollout, where, crash)
     serves = [turn(f"s{i}", prompt=250, max_new_tokens=6) for i in range(8)]
     device.check_serves(*serves)
@@ -721,7 +721,7 @@ def test_closing_ends_what_is_alive_in_both_halves(make_device, turn):
     rollout = device.lend()
     rollout.submit([turn("r", max_new_tokens=200)])
     device.serving.submit([turn("s", max_new_tokens=200)])
-    device.served.until(lambda: bool(device.served.tokens("s")))
+    device.served.begun("s")
     device.executor.close()
     device.executor.close()
     assert device.served.finish("s")[0].finish is FinishReason.ABORTED

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from elastic.config import EngineConfig
-from elastic.core.types import Account, FinishReason, SamplingParameters, WeightMode
+from elastic.core.types import FinishReason, SamplingParameters, WeightMode
 from elastic.engine import create_engine
 from elastic.engine.base import GenerateRequest
 from elastic.testing.models import TINY_MODELS, VOCABULARY
@@ -50,24 +50,6 @@ def test_noise_is_a_function_of_seed_and_position(vllm, version):
     assert vllm.run(turn("other", max_new_tokens=60, noise_seed=6)) != [whole]
 
 
-@pytest.mark.parametrize("drawn", [{"top_k": 1}, {"top_p": 1e-6}])
-def test_where_one_token_is_left_it_is_certain(vllm, version, drawn):
-    name = f"certain{drawn}"
-    (tokens,) = vllm.run(turn(name, **drawn))
-    assert vllm.logprobs(name) == [0.0] * 12
-    assert vllm.run(turn(name + "greedy", temperature=0.0)) == [tokens]
-
-
-def test_a_found_prefix_is_reported_and_is_of_its_version(vllm, version):
-    prompts = [turn(f"prefix{version}{i}", prompt=100) for i in range(2)]
-    for request in prompts:
-        vllm.run(request)
-    assert [vllm.of(r.request_id)[0].cached_tokens for r in prompts] == [0, 96]
-    vllm.engine.load_version(TensorSource(version + 1, MODEL.tensors(2)), WeightMode.KEEP)
-    vllm.run(turn("prefix of the next", prompt=100))
-    assert vllm.of("prefix of the next")[0].cached_tokens == 0
-
-
 def test_what_is_no_number_is_an_error_and_not_a_result(vllm, version):
     """And leaves nothing behind in the KV cache for the weights that come after."""
     (before,) = vllm.run(turn(f"finite {version}"))
@@ -80,32 +62,6 @@ def test_what_is_no_number_is_an_error_and_not_a_result(vllm, version):
     assert "logits are not finite" in end.detail
     vllm.engine.load_version(TensorSource(version + 2, MODEL.tensors(1)), WeightMode.FINISH)
     assert vllm.run(turn("finite again")) == [before]
-
-
-def test_abort_and_sleep_end_what_runs(vllm, version):
-    vllm.engine.submit([turn(name, max_new_tokens=LONG) for name in ("aborted", "slept")])
-    vllm.until_tokens("slept", 1)
-    vllm.engine.abort(["aborted", "unknown"])
-    vllm.finish("aborted")
-    vllm.engine.sleep()
-    assert vllm.end("aborted").finish is vllm.end("slept").finish is FinishReason.ABORTED
-    asleep = vllm.engine.statistics()
-    assert (asleep.asleep, asleep.executing, asleep.kv_blocks_used, asleep.capacity_turns) == (True, 0, 0, 0)
-    vllm.engine.submit([turn("patient")])
-    vllm.engine.load_version(TensorSource(version + 1, MODEL.tensors(2)), WeightMode.FINISH)
-    assert vllm.engine.statistics().pending == 1
-    vllm.engine.wake()
-    vllm.finish("patient")
-    assert set(vllm.versions("patient")) == {version + 1}
-
-
-def test_every_nanosecond_is_in_one_account(vllm, version):
-    first, began_ns = vllm.engine.statistics().accounts_ns, time.monotonic_ns()
-    vllm.run(turn("accounted", prompt=100, max_new_tokens=50))
-    last, ended_ns = vllm.engine.statistics().accounts_ns, time.monotonic_ns()
-    assert all(last[account] >= ns for account, ns in first.items())
-    assert sum(last.values()) - sum(first.values()) == pytest.approx(ended_ns - began_ns, abs=50_000_000)
-    assert all(last[account] > first.get(account, 0) for account in (Account.PREFILL, Account.DECODE))
 
 
 def test_a_hung_engine_makes_no_progress(vllm, version):

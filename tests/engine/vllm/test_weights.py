@@ -18,7 +18,6 @@ from elastic.engine.model.checkpoint import load_tensors
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.testing.models import TINY_MODELS, VOCABULARY, fused
-from elastic.weights.errors import WeightsError
 from tests.engine.vllm import families
 from tests.engine.vllm.reference import Reference
 
@@ -131,22 +130,4 @@ def test_what_is_served_is_what_the_model_s_own_library_computes(start, trainer,
         load_tensors(embedded, versions[1])
         said = _said(recorder, "embedded/")
         assert _apart(said, _Embedded(embedded)) <= recorder.engine.capabilities.logprob_noise
-    recorder.close()
-
-
-def test_a_version_that_does_not_verify_is_never_served(start, trainer):
-    """What was served before goes on being served."""
-    publishes, recorder = trainer(), start()
-    recorder.load(publishes.publish(0, tensors := publishes.model.tensors(0)))
-    before = {path for path in publishes.directory.rglob("*") if path.is_file()}
-    second = publishes.publish(1, publishes.model.nudged(tensors, 1))
-    for path in {path for path in publishes.directory.rglob("*") if path.is_file()} - before:
-        path.chmod(0o600)
-        path.write_bytes(bytes(reversed(path.read_bytes())))
-    with pytest.raises(WeightsError):
-        recorder.engine.prefetch(second, 5.0)
-    assert recorder.engine.statistics().weights_version == 0
-    request = _prompts("a")[0]
-    recorder.run(request)
-    assert set(recorder.versions(request.request_id)) == {0}
     recorder.close()

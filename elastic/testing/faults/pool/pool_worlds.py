@@ -32,7 +32,8 @@ from elastic.pool import messages as w
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.simulation.loop import EventLoop
-from elastic.system.isolation import ItemAttempt, words_of
+from elastic.system.isolation import ItemAttempt
+from elastic.system.plain_values import told
 from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.outcome import Lived, WorldFailed
 from elastic.testing.faults.pool.pool_processes import JobDraw, ModelJob, ModelKeeper, ModelWire
@@ -476,7 +477,7 @@ class PoolWorld:
         try:
             yield attempt
         except Unexpected as error:  # Anything else ends the world.
-            attempt.fault = words_of(error)
+            attempt.fault = told(error)
 
     def stop_job(self, job: JobId, reason: str) -> None:
         one = self.jobs[job]
