@@ -218,7 +218,7 @@ class Encoder:
                 parts = encode_bucket(codec, encoded)
                 puts.put(bucket_key(version, base.version, number), parts)
                 size = sum(map(len, parts))
-                buckets.append(BucketEntry(tiles.start, tiles.stop - tiles.start, codec, size, digest_of(*parts)))
+                buckets.append(BucketEntry(codec, size, digest_of(*parts)))
             puts.wait_for()
             put_s = puts.waited_s
         begun_s = here().monotonic()
@@ -229,15 +229,9 @@ class Encoder:
         if self.leads:
             key = delta_manifest_key(version, base.version)
             record = DeltaManifest(
-                run=begun.run,
-                version=begun.version,
-                base_version=begun.base_version,
-                base_state=begun.base_state,
+                announced=begun,
                 state=state_of(sums),
-                model=begun.model,
-                tensors=begun.tensors,
                 changed=tuple(by_tensor.tolist()),
-                tile_elements=begun.tile_elements,
                 tile_sums=sums.astype("<u8").tobytes(),
                 buckets=tuple(buckets),
             )

@@ -25,7 +25,7 @@ from elastic.weights.errors import BlobNotFound, WeightsCorrupted, WeightsForged
 from elastic.weights.relay import REQUESTS
 from elastic.weights.signing import Trust
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 NOTHING = -1
 """The base version of a *full* delta: from weights of which every pattern is zero."""
@@ -87,10 +87,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One bucket's blob: the tiles from `first_tile` on, `tiles` of them."""
+    """One bucket's blob."""
 
-    first_tile: Natural
-    tiles: Natural
     codec: str
     size_bytes: Natural
     digest: str
@@ -98,7 +96,10 @@ class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeltaBegun(msgspec.Struct, frozen=True, kw_only=True):
-    """Announces a delta that is being encoded and its layout, so that a worker can follow bucket by bucket."""
+    """Announces a delta that is being encoded and its layout, so that a worker can follow bucket by bucket.
+
+    `base_state` identifies the weights before, bit for bit (`state_of`). Whoever holds other weights has no use for it.
+    """
 
     signed_as: ClassVar[str] = "begun delta"
 
@@ -107,6 +108,7 @@ class DeltaBegun(msgspec.Struct, frozen=True, kw_only=True):
     base_version: BaseVersion
     base_state: str
     model: dict[str, Any]
+    """The model's `config.json`."""
     tensors: tuple[TensorEntry, ...]
     tile_elements: Natural
     buckets: tuple[tuple[Natural, Natural], ...]
@@ -122,52 +124,42 @@ class DeltaBegun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """How to make `version` out of `base_version`.
+    """How to make one version out of another: what was `announced` of it before it was complete, and the result.
 
-    `base_state` and `state` identify the weights before and after, bit for bit (`state_of`). Whoever holds other
-    weights than `base_state` has no use for this delta.
+    `state` identifies the weights after it, bit for bit.
     """
 
     signed_as: ClassVar[str] = "delta"
 
-    run: str
-    version: Natural
-    base_version: BaseVersion
-    base_state: str
+    announced: DeltaBegun
     state: str
-    model: dict[str, Any]
-    """The model's `config.json`."""
-    tensors: tuple[TensorEntry, ...]
     changed: tuple[Natural, ...]
     """Changed elements of each tensor."""
-    tile_elements: Natural
     tile_sums: bytes
     """Sums of the resulting tiles (`elastic.weights.codecs.sums`), eight little-endian bytes each; base64 in JSON."""
     buckets: tuple[BucketEntry, ...]
     schema_version: int = SCHEMA_VERSION
 
     @property
-    def size_bytes(self) -> int:
-        return sum(bucket.size_bytes for bucket in self.buckets)
+    def run(self) -> str:
+        return self.announced.run
 
     @property
-    def announced(self) -> DeltaBegun:
-        """What was announced of this delta before it was complete."""
-        return DeltaBegun(
-            run=self.run,
-            version=self.version,
-            base_version=self.base_version,
-            base_state=self.base_state,
-            model=self.model,
-            tensors=self.tensors,
-            tile_elements=self.tile_elements,
-            buckets=tuple((bucket.first_tile, bucket.tiles) for bucket in self.buckets),
-        )
+    def version(self) -> int:
+        return self.announced.version
+
+    @property
+    def base_version(self) -> int:
+        return self.announced.base_version
 
     def check(self) -> None:
         _check_sums(self.tile_sums, _check_buckets(self.announced))
-        if len(self.changed) != len(self.tensors):
-            _refuse(f"it has {len(self.tensors)} tensors, and says of {len(self.changed)} what changed")
+        for what, found, expected in (
+            ("tensors", self.changed, self.announced.tensors),
+            ("buckets", self.buckets, self.announced.buckets),
+        ):
+            if len(found) != len(expected):
+                _refuse(f"it has {len(expected)} {what}, and says something of {len(found)}")
 
 
 class PartOf(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,7 +236,7 @@ def open_part(data: bytes, trust: Trust, of: PartOf, spans: Sequence[tuple[int, 
         expected, found = getattr(of, field), getattr(part.of, field)
         if found != expected:
             _refuse(f"part of rank {of.rank}: its {field} is {found}; expected {expected}")
-    if [(bucket.first_tile, bucket.tiles) for bucket in part.buckets] != list(spans):
+    if len(part.buckets) != len(spans):
         _refuse(f"part of rank {of.rank}: its buckets are not those of the rank")
     tiles = sum(tiles for _, tiles in spans)
     if not 8 * tiles == 8 * len(part.changed) == len(part.tile_sums):

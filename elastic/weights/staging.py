@@ -135,7 +135,7 @@ class Staging:
         if isinstance(record, Manifest):
             return self._take_keyframe(record)
         if update.base is None:
-            staged = self._nothing(record)
+            staged = self._nothing(record.announced)
         assert staged is not None
         self._change(staged, record)
         return staged
@@ -153,7 +153,7 @@ class Staging:
             ResidentWeights(manifest.version, manifest.run, manifest.model, manifest.tensors, hosted, bits, state)
         )
 
-    def _nothing(self, record: DeltaBegun | DeltaManifest) -> StagedVersion:
+    def _nothing(self, record: DeltaBegun) -> StagedVersion:
         """Returns the zeros that a keyframe in cells is a delta from, of the hosted cells."""
         hosted = self._hosted(record.tensors)
         bits = self._memory.empty(sum(entry.size_bytes // 2 for entry in compress(record.tensors, hosted)))

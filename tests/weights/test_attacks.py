@@ -223,8 +223,9 @@ def test_a_forged_delta_costs_nothing_but_itself(trainer: Publisher, directory: 
     """The base that is held is as good as before, so the chain that is there all along is taken."""
     manifest = opened(directory, 3, 2)
     change = {"another run": {"run": "another"}, "another version": {"version": 2}, "another base": {"base_version": 1}}
-    record = msgspec.structs.replace(manifest, **{"base_version": 0} | change.get(forged, {}))
-    signed = (THIEF if forged == "thief" else KEY).seal(record if kind == "manifest" else record.announced)
+    begun = msgspec.structs.replace(manifest.announced, **{"base_version": 0} | change.get(forged, {}))
+    record = msgspec.structs.replace(manifest, announced=begun)
+    signed = (THIEF if forged == "thief" else KEY).seal(record if kind == "manifest" else begun)
     place = delta_manifest_key(3, 0) if kind == "manifest" else begun_key(3, 0)
     directory.put(place, b"junk" if forged == "junk" else signed)
     puller = Puller(directory, TRUST)
