@@ -104,22 +104,23 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
                 yield Mutant(path, _where(place), getattr(place, "lineno", 0), what, tree, place, changed)
 
 
-def _where(node: ast.AST) -> str:
-    names: list[str] = []
+def _up(node: ast.AST) -> Iterator[ast.AST]:
+    """The node, and what it stands in."""
     here: ast.AST | None = node
     while here is not None:
-        if isinstance(here, ast.FunctionDef | ast.ClassDef):
-            names.insert(0, here.name)
+        yield here
         here = getattr(here, "parent", None)
-    return ".".join(names) or "module"
+
+
+def _where(node: ast.AST) -> str:
+    names = [here.name for here in _up(node) if isinstance(here, ast.FunctionDef | ast.ClassDef)]
+    return ".".join(reversed(names)) or "module"
 
 
 def _of_statement(node: ast.AST) -> str:
     """A bare constant says little without what it stands in."""
-    here: ast.AST | None = node if isinstance(node, ast.Constant) else None
-    while here is not None and not isinstance(here, ast.stmt):
-        here = getattr(here, "parent", None)
-    return f" in {_shown(here)}" if here is not None else ""
+    statements = (here for here in _up(node) if isinstance(here, ast.stmt))
+    return f" in {_shown(next(statements))}" if isinstance(node, ast.Constant) else ""
 
 
 def _shown(node: ast.AST) -> str:
@@ -128,8 +129,7 @@ def _shown(node: ast.AST) -> str:
 
 def _no_decision(node: ast.AST) -> bool:
     """Annotations, assertions, what an error says, how things are stored, and what only describes."""
-    here: ast.AST | None = node
-    while here is not None:
+    for here in _up(node):
         parent = getattr(here, "parent", None)
         if isinstance(here, ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom):
             return True
@@ -143,7 +143,6 @@ def _no_decision(node: ast.AST) -> bool:
             return True
         if isinstance(parent, ast.keyword) and isinstance(getattr(parent, "parent", None), ast.ClassDef):
             return True
-        here = parent
     return False
 
 

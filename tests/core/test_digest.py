@@ -38,9 +38,9 @@ def things(start: object) -> Iterator[object]:
 
 @pytest.fixture(scope="module")
 def worlds() -> list[Scheduler]:
-    """Schedulers in the middle of runs in which much goes on, and goes wrong."""
+    """Schedulers in the middle of runs in which much goes on, and goes wrong; together they have every attribute."""
     found: list[Scheduler] = []
-    for seed in range(8):
+    for seed in (4, 8):
         rng = Random(seed)
         settings = draw_settings(rng)
         world = SimulatedWorld(seed, settings, draw_faults(rng, settings.fault_span_ns))
