@@ -88,7 +88,7 @@ class ModelKeeper:
         if shell is None:
             self.world.loop.after(2 * S, self.dial)
             return
-        self.wire = self.world.keeper_wires[self.node] = ModelWire(self.world)
+        self.wire = ModelWire(self.world)
         refused = self.world.within(lambda: shell.keeper_joined(self._state.hello(self.node, "", 1)))
         if refused:
             self.die()
@@ -97,9 +97,8 @@ class ModelKeeper:
         self.cut_ns = self.world.loop.now_ns
         if self.wire is not None:
             self.wire.open, self.wire = False, None
-            self.world.keeper_wires.pop(self.node, None)
             self.world.to_shell(lambda shell: shell.keeper_left(self.node))
-            self.world.loop.after(self.world.rng.randrange(5 * S), self.dial)
+            self.world.soon(5 * S, self.dial)
 
     def die(self) -> None:
         """With all residents."""
@@ -107,7 +106,6 @@ class ModelKeeper:
             self.alive = False
             if self.wire is not None:
                 self.wire.open = False
-            self.world.keeper_wires.pop(self.node, None)
             for one in self.residents.values():
                 one.alive = False
                 if one.script:
@@ -143,7 +141,7 @@ class ModelKeeper:
                 one = self.residents[job]
                 if kill:
                     self._judge_end(one, cause)
-                    self.world.loop.after(self.world.rng.randrange(S // 10), lambda: self._end(one))
+                    self.world.soon(S // 10, lambda: self._end(one))
                 else:
                     self.world.stop_job(job, cause)
             case Untaken(permit=permit, former=former):
@@ -207,9 +205,9 @@ class ModelKeeper:
             case w.WorkAs(ticket=ticket):
                 one.worker = ticket.worker
             case w.Leave():
-                self.world.loop.after(self.world.rng.randrange(S // 10), lambda: self._leave(one))
+                self.world.soon(S // 10, lambda: self._leave(one))
             case w.Park(permit=permit) if not (one.stuck and self.world.faulty):
-                self.world.loop.after(self.world.rng.randrange(S), lambda: self._park(one, permit))
+                self.world.soon(S, lambda: self._park(one, permit))
             case _:
                 pass
 
@@ -229,12 +227,12 @@ class ModelKeeper:
 
     def _end(self, one: ModelResident) -> None:
         if one.alive and self.alive:
-            self.kill(one.job, "killed")
+            self.kill(one.job)
 
-    def kill(self, job: JobId, cause: str) -> None:
+    def kill(self, job: JobId) -> None:
         if self.residents[job].script:
             self.world.jobs[job].end()
-        self.gone(job, cause, None)
+        self.gone(job, "killed", None)
 
     def gone(self, job: JobId, cause: str, code: int | None) -> None:
         """The processes of a resident have ended."""

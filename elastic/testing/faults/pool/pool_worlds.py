@@ -36,7 +36,7 @@ from elastic.system.isolation import ItemAttempt
 from elastic.system.plain_values import told
 from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.outcome import Lived, WorldFailed
-from elastic.testing.faults.pool.pool_processes import JobDraw, ModelJob, ModelKeeper, ModelWire
+from elastic.testing.faults.pool.pool_processes import JobDraw, ModelJob, ModelKeeper
 from policies.clusters import CLUSTER_POLICIES
 from providers.markets import SpotMarket, SpotSettings
 from traces.spot import read_spot_trace
@@ -216,7 +216,6 @@ class PoolWorld:
         self.forgotten: dict[JobId, JobRecord] = {}
         """Jobs that have left the cluster."""
         self.keepers: dict[NodeId, ModelKeeper] = {}
-        self.keeper_wires: dict[NodeId, ModelWire] = {}
         self.jobs = {shape.request.id: ModelJob(self, shape) for shape in plan.jobs}
         self.ended: list[tuple[JobId, int, JobEnding]] = []
         """Of processes that ended while there was nobody to hear of it."""
@@ -414,7 +413,7 @@ class PoolWorld:
         for job in forgotten:
             self.forgotten[job.record.request.id] = job.record
         if self.faulty and self.rng.random() < self.faults.strike:
-            self.loop.after(self.rng.randrange(30 * S), self._strike)
+            self.soon(30 * S, self._strike)
         self._perhaps_die()
 
     def replayed(self, policies: ClusterPolicies) -> Cluster:
@@ -432,7 +431,7 @@ class PoolWorld:
         if former is not None and former.alive:
             self.fail(f"a second keeper for {node}")
         keeper = self.keepers[node] = ModelKeeper(self, node, phase)
-        self.loop.after(self.rng.randrange(5 * S), keeper.dial)
+        self.soon(5 * S, keeper.dial)
 
     def end_keeper(self, node: NodeId) -> None:
         if node in self.keepers:
@@ -440,9 +439,9 @@ class PoolWorld:
 
     def tell_keeper(self, node: NodeId, message: w.ToKeeper) -> None:
         self._acts()
-        wire, keeper = self.keeper_wires.get(node), self.keepers.get(node)
-        if wire is not None and wire.open and keeper is not None:
-            wire.carry(False, lambda: keeper.hear(message))
+        keeper = self.keepers.get(node)
+        if keeper is not None and keeper.wire is not None and keeper.wire.open:
+            keeper.wire.carry(False, lambda: keeper.hear(message))
 
     def tell_job(self, job: JobId, message: w.ToJob) -> None:
         self._acts()
@@ -487,9 +486,7 @@ class PoolWorld:
         self._acts()
         one = self.jobs[job]
         placement = one.placement
-        self.loop.after(
-            self.rng.randrange(S), lambda: one.die("died") if one.alive and one.placement == placement else None
-        )
+        self.soon(S, lambda: one.die("died") if one.alive and one.placement == placement else None)
 
     def profile(self, entry: JobEntry) -> None:
         plan = self.jobs[entry.job].shape.profile
@@ -503,6 +500,9 @@ class PoolWorld:
     @property
     def faulty(self) -> bool:
         return self.loop.now_ns < self.faults.until_ns
+
+    def soon(self, within_ns: Nanoseconds, act: Callable[[], object]) -> None:
+        self.loop.after(self.rng.randrange(within_ns), act)
 
     def copies(self) -> int:
         return 2 if self.rng.random() < self.faults.repeats and self.faulty else 1
@@ -547,7 +547,7 @@ class PoolWorld:
             case FaultKind.KILL_RESIDENT | FaultKind.HOLD_RESIDENT | FaultKind.MEMORY if residents:
                 keeper, one = rng.choice(residents)
                 if kind is FaultKind.KILL_RESIDENT:
-                    keeper.kill(one.job, "killed")
+                    keeper.kill(one.job)
                 elif kind is FaultKind.MEMORY:
                     keeper.swell(one)
                 else:
@@ -557,7 +557,7 @@ class PoolWorld:
 
     def kill_keeper(self, keeper: ModelKeeper) -> None:
         keeper.die()
-        self.loop.after(self.rng.randrange(2 * S), lambda: self.to_shell(lambda shell: self._tell_gone(shell, keeper)))
+        self.soon(2 * S, lambda: self.to_shell(lambda shell: self._tell_gone(shell, keeper)))
 
     def _tell_gone(self, shell: PoolShell, keeper: ModelKeeper) -> None:
         if self.keepers[keeper.node] is keeper:
