@@ -237,7 +237,6 @@ class PoolWorld:
         """From when on the job can be started that could not be."""
         self._state_before = ""
         self._times = PoolTimes(silence_ns=10 * S, park_ns=10 * S, keeper_start_ns=60 * S)
-        self._began = False
         self._market: SpotMarket | None = None
         for job in self.jobs.values():
             self.loop.after(job.shape.at_ns, partial(self._submit, job.shape))
@@ -287,8 +286,7 @@ class PoolWorld:
         ended, self.ended = self.ended, []
         for name, placement, _ in ended:
             jobs.setdefault(name, (placement, self.jobs[name].restarts))
-        anew, self._began = not self._began, True
-        self.within(lambda: shell.begin(keepers, jobs, anew=anew))
+        self.within(lambda: shell.begin(keepers, jobs, anew=self.incarnations == 1))
         for number, (name, placement, ending) in enumerate(ended):
             if self.shell is not shell:
                 self.ended += ended[number:]
