@@ -9,6 +9,7 @@ import msgspec
 
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
+from elastic.pool.client import PoolMembership
 from elastic.pool.connection import FromDialler, PoolLink
 from elastic.protocol.connection import ConnectionLost
 from elastic.protocol.endpoint import Endpoint
@@ -52,12 +53,7 @@ class StubPool:
 
     def environment(self) -> dict[str, str]:
         """Of the process of a script that is its job."""
-        return {
-            "ELASTIC_POOL": self.endpoint.address,
-            "ELASTIC_POOL_JOB": "script",
-            "ELASTIC_POOL_PLACEMENT": "3",
-            "ELASTIC_POOL_TOKEN": "token",
-        }
+        return PoolMembership(endpoint=self.endpoint, job="script", placement=3, token="token").variables()
 
     def start(self) -> None:
         async def listening() -> None:

@@ -205,12 +205,7 @@ def membership(address: str) -> PoolMembership:
 
 
 def test_the_environment_says_whether_a_pool_has_started_the_process():
-    variables = {
-        "ELASTIC_POOL": "127.0.0.1:7",
-        "ELASTIC_POOL_JOB": "job",
-        "ELASTIC_POOL_PLACEMENT": "3",
-        "ELASTIC_POOL_TOKEN": "secret",
-    }
+    variables = membership("127.0.0.1:7").variables()
     assert PoolMembership.of({}) is None
     assert PoolMembership.of(variables) == membership("127.0.0.1:7")
     for missing in ("ELASTIC_POOL_JOB", "ELASTIC_POOL_PLACEMENT", "ELASTIC_POOL_TOKEN"):

@@ -30,9 +30,8 @@ class PhaseClient:
     """A script's connection to its pool, for one thread at a time. It keeps messages while the pool's process is
     away."""
 
-    def __init__(self, membership: PoolMembership, away_s: float = AWAY_S) -> None:
-        self._away_s = away_s
-        self._client = PoolClient(membership, lambda: self._permit, away_s)
+    def __init__(self, membership: PoolMembership) -> None:
+        self._client = PoolClient(membership, lambda: self._permit, AWAY_S)
         self._client.hear_slices(self._hear)
         self._client.hear_permits(self._hear)
         self._client.heard_of = self._heard_of
@@ -119,7 +118,7 @@ class PhaseClient:
         if self._gone is not None:
             raise self._gone
         try:
-            await self._client.open(self._away_s)
+            await self._client.open(AWAY_S)
         except PoolUnavailable as error:
             raise PhaseError(f"no session with the pool: {error}") from error
         self._wanted, self._waiter = (phase, both), asyncio.get_running_loop().create_future()

@@ -69,7 +69,6 @@ class PlanWorld:
         spec: PoolSpec,
         policies: ClusterPolicies,
         arrivals: Sequence[Arrival],
-        limits: WaitLimits | None = None,
         *,
         shares: PhaseShares | None = None,
     ) -> None:
@@ -77,7 +76,7 @@ class PlanWorld:
         self._cycles_ns: dict[tuple[str, ...], Nanoseconds] = {}
         self._alone_ns: Counter[JobId] = Counter()
         self._told_at_ns = -LOOKED_AT_NS
-        self.cluster = Cluster(spec, policies, limits or WaitLimits(), 0)
+        self.cluster = Cluster(spec, policies, WaitLimits(), 0)
         self._arrivals = {arrival.request.id: arrival for arrival in arrivals}
         self._loop = EventLoop()
         self._steps: dict[JobId, float] = {}

@@ -203,12 +203,12 @@ class EngineModel:
         self._waiting.append(job)
         self._cut()
 
-    def abort(self, turn: TurnId, attempt: int, finish: FinishReason = FinishReason.ABORTED) -> None:
+    def abort(self, turn: TurnId, attempt: int) -> None:
         job = self._jobs.get(turn)
         if job is not None and job.attempt == attempt:
             self._settle()
             if turn in self._jobs:  # At this very moment it may have ended by itself.
-                self._emit([self._ended(job, finish)])
+                self._emit([self._ended(job, FinishReason.ABORTED)])
             self._cut()
             self._release_if_idle()
 
