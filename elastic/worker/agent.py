@@ -18,7 +18,6 @@ from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.protocol import wire
 from elastic.protocol.connection import ConnectionLost, SessionRefused
 from elastic.system.host import here
-from elastic.system.parking import Parkable
 from elastic.system.processes import end_own_kin
 from elastic.system.signals import TERMINATION, act_on
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
@@ -118,22 +117,20 @@ async def _kept(
         yield
         return
     assert trainer is not None, "what is parked by a keeper is a trainer"
+
+    async def obey() -> None:
+        try:
+            await permit.obey(trainer, device, accounts, trainer.timeout_s)
+        except Exception as error:
+            raise _NotKept(str(error)) from error
+
     try:
         async with asyncio.TaskGroup() as tasks:
-            obeying = tasks.create_task(_obey(permit, trainer, device, accounts, trainer.timeout_s), name="keeper")
+            obeying = tasks.create_task(obey(), name="keeper")
             yield
             obeying.cancel()
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors.exceptions[0].__cause__
-
-
-async def _obey(
-    permit: DevicePermit, state: Parkable, device: DaemonThread, accounts: DeviceAccounts, timeout_s: float
-) -> None:
-    try:
-        await permit.obey(state, device, accounts, timeout_s)
-    except Exception as error:
-        raise _NotKept(str(error)) from error
 
 
 async def _boot(ticket: Ticket, build_engine: BuildEngine, device: DaemonThread, permit: DevicePermit) -> _Booted:

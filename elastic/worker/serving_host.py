@@ -167,22 +167,20 @@ def create_app(
     errors outside of it are in OpenAI's shape. `host_names` are what clients may call the host, beside addresses.
     """
 
-    def guarded(answer: Callable[[Request], Awaitable[None]]) -> Callable[[Request], Awaitable[Response]]:
+    def guarded(act: Callable[[Request], Awaitable[None]] | None) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             shown = request.headers.get("authorization", "")
             if not secrets.compare_digest(shown.encode(), f"Bearer {token}".encode()):
                 return _json({"error": "the bearer token is missing or wrong"}, 401)
             host.heard_s = time.monotonic()
             try:
-                await answer(request)
+                if act is not None:
+                    await act(request)
             except HostError as error:
                 return _json({"error": str(error)}, error.status)
             return _json(host.report())
 
         return endpoint
-
-    async def load(request: Request) -> None:
-        pass
 
     async def lend(request: Request) -> None:
         host.lend(await _order(request, LendOrder))
@@ -197,7 +195,7 @@ def create_app(
 
     return Starlette(
         routes=[
-            Route("/load", guarded(load), methods=["GET"]),
+            Route("/load", guarded(None), methods=["GET"]),
             Route("/lend", guarded(lend), methods=["POST"]),
             Route("/return", guarded(take_back), methods=["POST"]),
             *(front.routes() if front is not None else ()),

@@ -56,9 +56,11 @@ def read_config(directory: Path) -> Qwen3Config:
 
 def with_ends(ends: Any, more: Any) -> Any:
     """Return the end tokens that a model's config and its generation config name together: none, one or a list."""
-    listed = [*(ends if isinstance(ends, list) else [] if ends is None else [ends])]
-    listed += [one for one in (more if isinstance(more, list) else [] if more is None else [more]) if one not in listed]
-    return None if not listed else listed[0] if len(listed) == 1 else listed
+    found: list[Any] = []
+    for said in (ends, more):
+        listed = said if isinstance(said, list) else [said]
+        found += [one for one in listed if one is not None and one not in found]
+    return found[0] if len(found) == 1 else found or None
 
 
 def parameter_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
