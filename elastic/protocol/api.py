@@ -7,7 +7,7 @@ older one reads what a newer server sends.
 import json
 import re
 from enum import StrEnum
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
@@ -62,6 +62,12 @@ Whole = Annotated[int, BeforeValidator(_integral), Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
 YesNo = Annotated[bool, Field(strict=True)]
 """What bodies have: JSON's own kinds, so that `true` is no number, and `"1"` neither."""
+Gpus = Annotated[Whole, Field(ge=0, le=1_000_000)]
+Usd = Annotated[Number, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Budget = Annotated[Usd, Field(gt=0)]
+Caps = Annotated[dict[Name, Gpus], Field(max_length=32)]
+Labels = Annotated[dict[Name, Annotated[str, Field(max_length=256)]], Field(max_length=32)]
+UnixUser = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")]
 
 
 class _Resource(BaseModel):
@@ -204,11 +210,9 @@ class Submission(_RequestBody):
         default=None, max_length=64, description="for keys of no project: where the run belongs"
     )
     max_restarts: Whole = Field(default=10, ge=0, le=1000, description="times that its process may die and be resumed")
-    budget_usd: Number | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)
-    caps: dict[Name, Annotated[Whole, Field(ge=0, le=1_000_000)]] = Field(
-        default={}, max_length=32, description="most GPUs at once, by provider"
-    )
-    labels: dict[Name, Annotated[str, Field(max_length=256)]] = Field(default={}, max_length=32)
+    budget_usd: Budget | None = None
+    caps: Caps = Field(default={}, description="most GPUs at once, by provider")
+    labels: Labels = {}
 
 
 class WouldAcquire(_Resource):
@@ -238,9 +242,9 @@ class DryRun(_Resource):
 class RunChange(_RequestBody):
     """What of a run may be edited; what is left out stays."""
 
-    budget_usd: Number | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)
-    caps: dict[Name, Annotated[Whole, Field(ge=0, le=1_000_000)]] | None = Field(default=None, max_length=32)
-    labels: dict[Name, Annotated[str, Field(max_length=256)]] | None = Field(default=None, max_length=32)
+    budget_usd: Budget | None = None
+    caps: Caps | None = None
+    labels: Labels | None = None
 
 
 class StopRequest(_RequestBody):
@@ -252,7 +256,7 @@ class StopRequest(_RequestBody):
 class ResumeRequest(_RequestBody):
     """With what a run is to go on."""
 
-    budget_usd: Number | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)
+    budget_usd: Budget | None = None
     steps: Whole | None = Field(default=None, ge=1, le=2**31, description="train up to this many steps")
 
 
@@ -538,10 +542,6 @@ class Project(_Resource):
     created_at: str
 
 
-Gpus = Annotated[Whole, Field(ge=0, le=1_000_000)]
-Usd = Annotated[Number, Field(ge=0, le=1e9, allow_inf_nan=False)]
-
-
 class QuotaUse(_Resource):
     """What a project uses of its quota. `allotted_usd` is what its runs have cost and may spend without asking again.
 
@@ -658,14 +658,14 @@ class RetentionPlan(_Resource):
 
 class NewProject(_RequestBody):
     name: Name
-    unix_user: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")] | None = Field(
+    unix_user: UnixUser | None = Field(
         default=None, description="whose processes its runs are; needs a runner that is root"
     )
 
 
 class ProjectChange(_RequestBody):
     name: Name | None = None
-    unix_user: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")] | None = None
+    unix_user: UnixUser | None = None
 
 
 Email = Annotated[str, Field(pattern=r"^[!-?A-~]{1,64}@[A-Za-z0-9.-]{1,180}$")]
@@ -858,11 +858,6 @@ class NewUpload(_RequestBody):
     project: str | None = Field(default=None, max_length=64, description="for keys of no project: where it belongs")
 
 
-WEBHOOK_EVENTS = (
-    *("run.running", "run.restarting", "run.stopped", "run.finished", "run.failed"),
-    *("run.budget_warning", "project.budget_warning"),
-)
-"""What a webhook may be told: a run has come into another phase, or most of a budget is used."""
 WebhookEvent = Literal[
     "run.running",
     "run.restarting",
@@ -872,6 +867,8 @@ WebhookEvent = Literal[
     "run.budget_warning",
     "project.budget_warning",
 ]
+"""What a webhook may be told: a run has come into another phase, or most of a budget is used."""
+WEBHOOK_EVENTS: tuple[str, ...] = get_args(WebhookEvent)
 WebhookUrl = Annotated[str, Field(min_length=8, max_length=2_000)]
 WebhookEvents = Annotated[list[WebhookEvent], Field(min_length=1, max_length=len(WEBHOOK_EVENTS))]
 

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from elastic.protocol.api import ENDED
 from elastic.server.intake.upload_files import UploadStanding
-from elastic.server.retention.rules import REMOVING, RetentionRow, due, upload_is_over
+from elastic.server.retention.rules import REMOVING, RetentionRow, due, is_over
 from elastic.server.store import jobs, runs, uploads
 from elastic.server.store.database import now_us
 from elastic.server.store.rows import first, put
@@ -30,6 +30,19 @@ def change(tx: sa.Connection, scope: str, changes: Mapping[str, Any]) -> None:
     put(tx, retention, scope, changes, {})
 
 
+class _Policies(dict[str, RetentionRow]):
+    """Those of the server and of projects, by their scopes."""
+
+    def __init__(self, connection: sa.Connection) -> None:
+        rows = connection.execute(sa.select(retention)).mappings()
+        super().__init__({row["scope"]: RetentionRow(**row) for row in rows})
+
+    def of(self, project: str) -> RetentionRow:
+        """Return what holds of a project."""
+        own, server = (self.get(scope, RetentionRow(scope=scope)) for scope in (project, SERVER))
+        return own.or_else(server)
+
+
 def needed_by(connection: sa.Connection, run: HostedRunRow) -> str | None:
     """Return a run or job that goes on and whose configuration names something of this run's; None where there is
     none."""
@@ -41,10 +54,9 @@ def over(
 ) -> Iterator[tuple[HostedRunRow, list[str]]]:
     """The runs, of one project or all, of which something is kept no longer, and what; the oldest first. For
     unreadable ones see `runs.read`."""
-    policies = {row["scope"]: RetentionRow(**row) for row in connection.execute(sa.select(retention)).mappings()}
+    policies = _Policies(connection)
     if not policies:
         return
-    server = policies.get(SERVER, RetentionRow(scope=SERVER))
     ended = (
         sa.select(runs_table)
         .where(~runs_table.c.managed, runs_table.c.phase.in_([phase.value for phase in ENDED]))
@@ -53,7 +65,7 @@ def over(
     if project is not None:
         ended = ended.where(runs_table.c.project == project)
     for run in runs.read(connection, ended, attempting):
-        parts = due(run, policies.get(run.project, RetentionRow(scope=run.project)), server, at_us)
+        parts = due(run, policies.of(run.project), at_us)
         if parts and needed_by(connection, run) is None:
             yield run, parts
 
@@ -63,27 +75,18 @@ def uploads_over(
 ) -> Iterator[tuple[sa.RowMapping, UploadStanding, int]]:
     """The uploads, of one project or all, that are kept no longer: how each stands, and when it was last used; oldest
     first. One that a run names which has not ended is in use."""
-    policies = {row["scope"]: RetentionRow(**row) for row in connection.execute(sa.select(retention)).mappings()}
-    server, at_us = policies.get(SERVER, RetentionRow(scope=SERVER)), now_us()
+    policies, at_us = _Policies(connection), now_us()
     wanted = sa.select(uploads_table).order_by(uploads_table.c.id)
     if project is not None:
         wanted = wanted.where(uploads_table.c.project == project)
     for row in connection.execute(wanted).mappings():
-        found, own = (
-            standing(row["project"], row["id"]),
-            policies.get(row["project"], RetentionRow(scope=row["project"])),
-        )
-
-        def over(last_us: int, found: UploadStanding = found, own: RetentionRow = own) -> bool:
-            return upload_is_over(
-                ready=found.ready, last_us=last_us, own=own, server=server, open_days=open_days, now_us=at_us
-            )
-
+        found = standing(row["project"], row["id"])
+        days = policies.of(row["project"]).uploads_days if found.ready else open_days
         last_us = max(row["created_us"], found.touched_us)
         # The runs are only asked where it matters.
-        if over(last_us) and uploads.user_of(connection, row["project"], row["id"]) is None:
+        if is_over(last_us, days, at_us) and uploads.user_of(connection, row["project"], row["id"]) is None:
             last_us = max(last_us, uploads.last_use_us(connection, row["project"], row["id"]))
-            if over(last_us):
+            if is_over(last_us, days, at_us):
                 yield row, found, last_us
 
 

@@ -41,36 +41,25 @@ class RetentionRow:
     uploads_days: int | None = None
     version: int = 0
 
-    def days(self, part: str) -> int | None:
-        return {
-            RUN: self.runs_days,
-            TRAJECTORIES: self.trajectories_days,
-            CHECKPOINTS: self.checkpoints_days,
-            LOGS: self.logs_days,
-        }[part]
+    def or_else(self, server: "RetentionRow") -> "RetentionRow":
+        """Return the policy with what the server's says where this one says nothing."""
+        own = {name: days for name, days in vars(self).items() if days is not None}
+        return RetentionRow(**{**vars(server), **own})
 
 
-def due(run: HostedRunRow, own: RetentionRow, server: RetentionRow, now_us: int) -> list[str]:
+def due(run: HostedRunRow, policy: RetentionRow, now_us: int) -> list[str]:
     """Return the expired parts of a run: the whole run alone, or parts that still exist."""
     if not run.ended or run.managed or run.ended_us is None:
         return []
-    over: list[str] = []
-    for part in (RUN, *PARTS):
-        days = server.days(part) if own.days(part) is None else own.days(part)
-        if days is not None and now_us - run.ended_us >= days * US_PER_DAY:
-            over.append(part)
-    if RUN in over:
+    if is_over(run.ended_us, policy.runs_days, now_us):
         return [RUN]
-    return [part for part in over if part not in (run.retired or {})]
+    there = [part for part in PARTS if part not in (run.retired or {})]
+    return [part for part in there if is_over(run.ended_us, getattr(policy, f"{part}_days"), now_us)]
 
 
-def upload_is_over(
-    *, ready: bool, last_us: int, own: RetentionRow, server: RetentionRow, open_days: int, now_us: int
-) -> bool:
-    """Return whether an upload has expired: unused since `last_us`, or without new files since then."""
-    kept = server.uploads_days if own.uploads_days is None else own.uploads_days
-    days = kept if ready else open_days
-    return days is not None and now_us - last_us >= days * US_PER_DAY
+def is_over(since_us: int, days: int | None, now_us: int) -> bool:
+    """Return whether what has ended, or was last used, then is kept no longer; None keeps it for ever."""
+    return days is not None and now_us - since_us >= days * US_PER_DAY
 
 
 def bytes_of(run_dir: Path, parts: Sequence[str]) -> int:

@@ -80,7 +80,7 @@ def _begin(store: Store, id_: str) -> HostedRunRow | None:
         if run is None:
             return None
         own, server = records.policy(tx, run.project), records.policy(tx, records.SERVER)
-        parts = due(run, own, server, now_us())
+        parts = due(run, own.or_else(server), now_us())
         if not parts or records.needed_by(tx, run) is not None:
             return None
         audit.write(
