@@ -126,7 +126,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    "command", [("--version",), ("config", "explain", "trainer"), ("runs",), ("runs", "--json"), ("run", "--help")]
+    "command", [("--version",), ("config", "explain", "trainer"), ("runs", "--json")]
 )
 def test_output_that_cannot_be_written_is_a_failure(command: tuple[str, ...], tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:

@@ -74,6 +74,10 @@ class Site:
         headers = {"authorization": f"Bearer {key or self.admin}"}
         return TestClient(self.app, base_url="http://127.0.0.1", headers=headers, raise_server_exceptions=False)
 
+    def submitted(self, body: dict[str, Any]) -> str:
+        """The id of a run that the admin submits."""
+        return self.client().post("/v1/runs", json=body).json()["id"]
+
     def member(self, role: AccessRole, project: str = "ours") -> TestClient:
         """A client with the key of this role in the project."""
         return self.client(self.key(project, role))

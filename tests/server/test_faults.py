@@ -163,7 +163,7 @@ def test_ten_thousand_keys(site: Site) -> None:
 
 
 def test_a_slow_reader_holds_nobody_back_and_misses_nothing(url: str, site: Site, submission: Submission) -> None:
-    run = site.client().post("/v1/runs", json=submission()).json()["id"]
+    run = site.submitted(submission())
     journal = journal_of(site.settings.run_dir(run), "a")
     names = [f"{number} {'x' * 800}" for number in range(2 * KEPT_EVENTS)]
     write(journal, names[0])

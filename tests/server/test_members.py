@@ -166,16 +166,3 @@ def test_who_signs_in_is_who_was_meant(site: Site) -> None:
     assert invited == first == moved
     assert len({first, heir, same}) == 3
     assert again == heir
-
-
-def test_what_claims_gave_they_take_and_nothing_else(site: Site) -> None:
-    ours, theirs = site.projects["ours"], site.projects["theirs"]
-    with site.store.writing() as tx:
-        person = members.person_of_email(tx, "a@example.com")
-        members.add(tx, ours, person, AccessRole.ADMIN, members.GIVEN)
-        seen: list[dict[str, str]] = []
-        for mapped in ({ours: AccessRole.VIEWER, theirs: AccessRole.RUNNER}, {theirs: AccessRole.ADMIN}, {}):
-            members.map_claims(tx, person, mapped)
-            held = {p: members.of_person(tx, p, person) for p in (ours, theirs)}
-            seen.append({p: row["role"] for p, row in held.items() if row is not None})
-    assert seen == [{ours: "admin", theirs: "runner"}, {ours: "admin", theirs: "admin"}, {ours: "admin"}]

@@ -104,7 +104,7 @@ def test_requests_are_counted_by_route_and_class(site: Site) -> None:
 
 
 def test_engines_stand_under_the_names_that_boards_know(site: Site, submission: Submission) -> None:
-    run = site.client().post("/v1/runs", json=submission()).json()["id"]
+    run = site.submitted(submission())
     figures = {"queued_turns": 3, "providers": {"spot": {"running_turns": 24, "tokens": 123_456_789}}}
     with site.store.writing() as tx:
         tx.execute(sa.update(runs).values(phase=RunPhase.RUNNING.value, figures=figures))

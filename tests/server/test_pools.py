@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
+from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
 from elastic.compose.runs import load_run_config
@@ -50,6 +51,19 @@ def pooled(site: Site, pool: StandIn) -> Site:
 
 
 @pytest.fixture
+def ours(pooled: Site) -> TestClient:
+    """Somebody who may run jobs in a project."""
+    return pooled.member(AccessRole.RUNNER)
+
+
+def limit(site: Site, **limits: Any) -> None:
+    """Give the project a quota."""
+    where = f"/v1/projects/{site.projects['ours']}/quota"
+    answer = site.client().patch(where, json=limits, headers={"if-match": "*"})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.fixture
 def job(submission: Submission) -> dict[str, Any]:
     body = submission()
     return {"config": {**body["config"], "job": JOB}, "providers": ["spot"]}
@@ -79,19 +93,17 @@ def test_a_job_goes_to_the_pool_and_its_project_alone_sees_it(pooled: Site, pool
     assert pooled.client().get(JOBS).json()["data"][0]["id"] == name
 
 
-def test_what_is_repeated_under_its_key_is_done_once(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    client = pooled.member(AccessRole.RUNNER)
-    first, second = (client.post(JOBS, json=job, headers={"idempotency-key": "k"}) for _ in range(2))
+def test_what_is_repeated_under_its_key_is_done_once(pool: StandIn, ours: TestClient, job: dict[str, Any]) -> None:
+    first, second = (ours.post(JOBS, json=job, headers={"idempotency-key": "k"}) for _ in range(2))
     assert first.json()["id"] == second.json()["id"]
     assert len(pool.cluster.jobs) == 1
-    other = client.post(JOBS, json=job | {"slo": 3.0}, headers={"idempotency-key": "k"})
+    other = ours.post(JOBS, json=job | {"slo": 3.0}, headers={"idempotency-key": "k"})
     assert other.json()["type"] == "/problems/idempotency-mismatch"
 
 
-def test_a_dry_run_starts_nothing(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    client = pooled.member(AccessRole.RUNNER)
-    client.post(JOBS, json=job)
-    found = client.post(f"{JOBS}/dry-run", json=job | {"slo": 1.01}).json()
+def test_a_dry_run_starts_nothing(pool: StandIn, ours: TestClient, job: dict[str, Any]) -> None:
+    ours.post(JOBS, json=job)
+    found = ours.post(f"{JOBS}/dry-run", json=job | {"slo": 1.01}).json()
     assert found["placement"]["planned_slowdown"] <= 1.01
     assert found["placement"]["members"] is None
     assert len(pool.submitted) == 1
@@ -110,13 +122,12 @@ def test_a_dry_run_starts_nothing(pooled: Site, pool: StandIn, job: dict[str, An
     ],
 )
 def test_what_is_no_job_leaves_nothing(
-    pooled: Site, pool: StandIn, job: dict[str, Any], change: dict[str, Any], kind: str, words: str
+    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any], change: dict[str, Any], kind: str, words: str
 ) -> None:
     for section in ("job", "run"):
         if section in change:
             job["config"][section] = job["config"].get(section, {}) | change.pop(section)
-    client = pooled.member(AccessRole.RUNNER)
-    answer = client.post(JOBS, json=job | change)
+    answer = ours.post(JOBS, json=job | change)
     assert answer.json()["type"] == f"/problems/{kind}", answer.text
     assert words.replace(".", "/") in answer.text or words in answer.text
     assert not pool.submitted
@@ -140,9 +151,7 @@ def test_a_project_s_quota_holds_for_its_jobs(
     ours, theirs = (pooled.member(AccessRole.RUNNER, name) for name in ("ours", "theirs"))
     first = ours.post(JOBS, json=job).json()["id"]
     pool.tell(e.TimePassed(), at_s=3600.0)
-    where = f"/v1/projects/{pooled.projects['ours']}/quota"
-    set_ = pooled.client().patch(where, json=limits, headers={"if-match": "*"})
-    assert set_.status_code == 200, set_.text
+    limit(pooled, **limits)
     for path in (JOBS, f"{JOBS}/dry-run"):
         refused = ours.post(path, json=job)
         assert (refused.status_code, refused.json()["type"]) == (409, "/problems/quota-exceeded"), refused.text
@@ -196,34 +205,15 @@ def test_a_pool_whose_process_is_away(site: Site, tmp_path: Path, job: dict[str,
     assert "retry-after" in answer.headers
 
 
-def test_a_refused_repetition_has_no_effect(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    """Whatever comes under a key that was another request's: neither the pool nor a file hears of it."""
-    client, headers = pooled.member(AccessRole.RUNNER), {"idempotency-key": "k"}
-    name = client.post(JOBS, json=job, headers=headers).json()["id"]
-    pool.tell(e.JobFailed(job=name, cause="killed"))
-    before = files_in(pooled), list(pool.commands)
-    changed = {"config": {**job["config"], "run": {**job["config"]["run"], "steps": 9}}, "providers": ["spot"]}
-    for path, body in (
-        (JOBS, changed),
-        (JOBS, job | {"slo": 3.0}),
-        (f"{JOBS}/{name}/cancel", None),
-        (f"{JOBS}/{name}/resubmit", None),
-    ):
-        answer = client.post(path, json=body, headers=headers)
-        assert (answer.status_code, answer.json()["type"]) == (422, "/problems/idempotency-mismatch"), path
-        assert (files_in(pooled), list(pool.commands)) == before, path
-
-
 def files_in(site: Site) -> dict[Path, bytes]:
     """Every file of the server but its database's."""
     home = site.settings.home
     return {path: path.read_bytes() for path in home.rglob("*") if path.is_file() and "sqlite" not in path.name}
 
 
-def test_a_job_keeps_every_key_of_its_submission(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+def test_a_job_keeps_every_key_of_its_submission(pool: StandIn, ours: TestClient, job: dict[str, Any]) -> None:
     """Each key with a number or a switch, set to another value than its default, is in the job's configuration, or the
     submission is refused and names it."""
-    client = pooled.member(AccessRole.RUNNER)
     changes = dict(other_values(Config(**tomllib.loads(CONFIG) | {"job": JOB})))
     there_were = len(changes)
     while True:
@@ -233,7 +223,7 @@ def test_a_job_keeps_every_key_of_its_submission(pooled: Site, pool: StandIn, jo
             for part in place[:-1]:
                 table = table.setdefault(part, {})
             table[place[-1]] = value
-        answer = client.post(JOBS, json=job | {"config": config})
+        answer = ours.post(JOBS, json=job | {"config": config})
         if answer.status_code == 201:
             break
         rejected = answer.json()["type"] == "/problems/job-rejected"
@@ -267,10 +257,11 @@ def other_values(model: BaseModel, at: tuple[str, ...] = ()) -> Iterator[tuple[t
         yield ("run", "caps"), {"spot": 1}
 
 
-def test_what_a_job_names_stays_until_it_is_over(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    client = pooled.member(AccessRole.RUNNER)
-    upload, name = market_job(client, job)
-    refused = client.delete(f"/v1/uploads/{upload}")
+def test_what_a_job_names_stays_until_it_is_over(
+    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]
+) -> None:
+    upload, name = market_job(ours, job)
+    refused = ours.delete(f"/v1/uploads/{upload}")
     assert (refused.status_code, refused.json()["type"], refused.json()["run"]) == (
         409,
         "/problems/upload-in-use",
@@ -278,35 +269,36 @@ def test_what_a_job_names_stays_until_it_is_over(pooled: Site, pool: StandIn, jo
     )
     with pooled.store.reading() as connection:
         assert uploads.user_of(connection, pooled.projects["ours"], upload) == name
-    client.post(f"{JOBS}/{name}/cancel")
-    assert client.delete(f"/v1/uploads/{upload}").status_code == 204
+    ours.post(f"{JOBS}/{name}/cancel")
+    assert ours.delete(f"/v1/uploads/{upload}").status_code == 204
 
 
-def test_what_goes_before_a_job_has_its_row_is_missed(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    client = pooled.member(AccessRole.RUNNER)
-    upload, _ = market_job(client, job)
+def test_what_goes_before_a_job_has_its_row_is_missed(
+    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]
+) -> None:
+    upload, _ = market_job(ours, job)
     with pooled.store.writing() as tx:
         uploads.remove(tx, upload)
-    refused = client.post(JOBS, json=job)
+    refused = ours.post(JOBS, json=job)
     assert (refused.status_code, refused.json()["detail"]) == (400, f"upload {upload} was deleted meanwhile")
 
 
-def test_a_job_does_not_go_on_without_what_it_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    client = pooled.member(AccessRole.RUNNER)
-    upload, name = market_job(client, job)
+def test_a_job_does_not_go_on_without_what_it_names(
+    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]
+) -> None:
+    upload, name = market_job(ours, job)
     pool.tell(e.JobFailed(job=name, cause="killed"))
     settle_jobs(pooled.store, pooled.settings)
-    assert client.delete(f"/v1/uploads/{upload}").status_code == 204
+    assert ours.delete(f"/v1/uploads/{upload}").status_code == 204
     told = len(pool.commands)
-    refused = client.post(f"{JOBS}/{name}/resubmit")
+    refused = ours.post(f"{JOBS}/{name}/resubmit")
     assert (refused.status_code, refused.json()["detail"]) == (400, f"upload {upload} was deleted meanwhile")
     assert len(pool.commands) == told
 
 
-def test_retention_leaves_what_a_job_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    client = pooled.member(AccessRole.RUNNER)
-    name = client.post(JOBS, json=job).json()["id"]
-    run = client.post("/v1/runs", json={"config": job["config"], "providers": job["providers"]}).json()["id"]
+def test_retention_leaves_what_a_job_names(pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]) -> None:
+    name = ours.post(JOBS, json=job).json()["id"]
+    run = ours.post("/v1/runs", json={"config": job["config"], "providers": job["providers"]}).json()["id"]
     with pooled.store.writing() as tx:
         runs.observe(tx, run, phase=RunPhase.STOPPED.value, managed=False, ended_us=1)
         config = json.dumps({"model": {"checkpoint": str(pooled.settings.run_dir(run))}})
@@ -314,32 +306,31 @@ def test_retention_leaves_what_a_job_names(pooled: Site, pool: StandIn, job: dic
         retention.change(tx, retention.SERVER, {"runs_days": 1})
     with pooled.store.reading() as connection:
         assert [*retention.over(connection, None, now_us())] == []
-    client.post(f"{JOBS}/{name}/cancel")
+    ours.post(f"{JOBS}/{name}/cancel")
     settle_jobs(pooled.store, pooled.settings, pooled.projects["ours"])
     with pooled.store.reading() as connection:
         assert [one.id for one, _ in retention.over(connection, None, now_us())] == [run]
 
 
-def test_jobs_that_come_at_once_are_within_the_quota(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    ours = pooled.member(AccessRole.RUNNER)
-    where = f"/v1/projects/{pooled.projects['ours']}/quota"
-    assert pooled.client().patch(where, json={"runs": 2}, headers={"if-match": "*"}).status_code == 200
+def test_jobs_that_come_at_once_are_within_the_quota(
+    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]
+) -> None:
+    limit(pooled, runs=2)
     with ThreadPoolExecutor(6) as threads:
         codes = [answer.status_code for answer in threads.map(lambda _: ours.post(JOBS, json=job), range(6))]
     assert sorted(codes) == [201, 201, 409, 409, 409, 409]
     assert len(pool.submitted) == 2
 
 
-def test_who_resubmits_needs_as_many_gpus_as_before(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
-    ours = pooled.member(AccessRole.RUNNER)
+def test_who_resubmits_needs_as_many_gpus_as_before(
+    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]
+) -> None:
     pool.tell(e.NodeJoined(node="train-2", phase=PhaseKind.TRAIN))
     wide = job | {"config": {**job["config"], "job": {**JOB, "train_nodes": 2}}}
     name = ours.post(JOBS, json=wide).json()["id"]
     pool.tell(e.JobFailed(job=name, cause="killed"))
-    where = f"/v1/projects/{pooled.projects['ours']}/quota"
     for gpus, status in ((1, 409), (2, 200)):
-        limit = {"gpus": {"trainer": gpus}}
-        assert pooled.client().patch(where, json=limit, headers={"if-match": "*"}).status_code == 200
+        limit(pooled, gpus={"trainer": gpus})
         assert ours.post(f"{JOBS}/{name}/resubmit").status_code == status
 
 
@@ -419,12 +410,11 @@ def everything(site: Site) -> tuple[dict[Path, bytes], dict[str, list[str]]]:
     ],
 )
 def test_a_number_that_no_journal_holds_is_refused_by_name(
-    pooled: Site, pool: StandIn, job: dict[str, Any], change: dict[str, Any], words: str
+    pool: StandIn, ours: TestClient, job: dict[str, Any], change: dict[str, Any], words: str
 ) -> None:
-    client = pooled.member(AccessRole.RUNNER)
     job["config"]["job"] = JOB | change
     for path in (f"{JOBS}/dry-run", JOBS):
-        answer = client.post(path, json=job)
+        answer = ours.post(path, json=job)
         assert (answer.status_code, answer.json()["type"]) == (400, "/problems/invalid-configuration"), answer.text
         assert words in answer.text
     assert not pool.commands
@@ -442,17 +432,17 @@ def test_a_server_without_its_pool_lets_nothing_go_that_the_pool_s_jobs_name(
         assert (refused.status_code, refused.json().get("run")) == (409, name)
 
 
-def test_a_job_that_was_resubmitted_elsewhere_counts_again(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+def test_a_job_that_was_resubmitted_elsewhere_counts_again(
+    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]
+) -> None:
     """`elastic jobs resubmit` goes to the pool and not to the server."""
-    client = pooled.member(AccessRole.RUNNER)
-    where = f"/v1/projects/{pooled.projects['ours']}/quota"
-    assert pooled.client().patch(where, json={"runs": 1}, headers={"if-match": "*"}).status_code == 200
-    upload, name = market_job(client, job)
+    limit(pooled, runs=1)
+    upload, name = market_job(ours, job)
     pool.tell(e.JobFailed(job=name, cause="killed"))
     settle_jobs(pooled.store, pooled.settings)
     pool.tell(e.ResubmitRequested(job=name))
-    assert client.delete(f"/v1/uploads/{upload}").status_code == 409
-    assert client.post(JOBS, json=job).json()["type"] == "/problems/quota-exceeded"
+    assert ours.delete(f"/v1/uploads/{upload}").status_code == 409
+    assert ours.post(JOBS, json=job).json()["type"] == "/problems/quota-exceeded"
 
 
 def test_what_is_known_of_jobs_is_not_written_again(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:

@@ -141,7 +141,7 @@ def test_a_whole_run_goes_unless_another_needs_it(
     site: Site, ended: Callable[..., str], submission: Submission
 ) -> None:
     parent, other = ended(40), ended(40)
-    going = site.client().post("/v1/runs", json=submission(project="ours")).json()["id"]
+    going = site.submitted(submission(project="ours"))
     with site.store.writing() as tx:
         config = json.loads(row(site, going).config)
         config["model"]["checkpoint"] = str(site.settings.run_dir(parent) / "checkpoints")

@@ -132,7 +132,7 @@ def sse(text: str) -> list[dict[str, str]]:
 
 @pytest.fixture
 def ended_run(site: Site, submission: Submission) -> str:
-    run = site.client().post("/v1/runs", json=submission()).json()["id"]
+    run = site.submitted(submission())
     journal = journal_of(site.settings.run_dir(run), "a")
     write(journal, "one", "two")
     journal.close()
@@ -224,7 +224,7 @@ def test_lines_of_a_log(tmp_path_factory: pytest.TempPathFactory, lines: list[st
 )
 async def test_a_stream_ends_with_what_its_caller_may(site: Site, submission: Submission, what: str, how: str) -> None:
     """Within a second, and only that caller's: another one's goes on."""
-    run = site.client().post("/v1/runs", json=submission(project="ours")).json()["id"]
+    run = site.submitted(submission(project="ours"))
     secret = site.key("ours", AccessRole.VIEWER)
     headers = {"authorization": f"Bearer {secret}"}
     if how == "signed out":
@@ -273,7 +273,7 @@ async def test_a_stream_ends_with_what_its_caller_may(site: Site, submission: Su
 
 @pytest.mark.parametrize("revoked", [True, False])
 async def test_a_download_ends_with_what_its_caller_may(site: Site, submission: Submission, *, revoked: bool) -> None:
-    run = site.client().post("/v1/runs", json=submission(project="ours")).json()["id"]
+    run = site.submitted(submission(project="ours"))
     checkpoint = site.settings.run_dir(run) / "checkpoints" / "3.safetensors"
     checkpoint.parent.mkdir(parents=True)
     length = 64 << 20

@@ -61,7 +61,7 @@ def nobodys() -> Iterator[Path]:
 
 @pytest.fixture
 def run(site: Site, submission: Submission) -> HostedRunRow:
-    id_ = site.client().post("/v1/runs", json=submission(project="ours")).json()["id"]
+    id_ = site.submitted(submission(project="ours"))
     for name in ("logs", "checkpoints"):
         (site.settings.run_dir(id_) / name).mkdir(parents=True)
     return row(site, id_)
