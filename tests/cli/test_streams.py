@@ -125,9 +125,7 @@ main()
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize(
-    "command", [("--version",), ("config", "explain", "trainer"), ("runs", "--json")]
-)
+@pytest.mark.parametrize("command", [("--version",), ("config", "explain", "trainer"), ("runs", "--json")])
 def test_output_that_cannot_be_written_is_a_failure(command: tuple[str, ...], tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         ended = elastic_with(command, tmp_path, full)
