@@ -7,6 +7,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Callable
 from ipaddress import ip_address, ip_network
+from typing import Any
 
 import httpx
 import msgspec
@@ -269,7 +270,7 @@ async def waiting_rooms(limits: PeerLimits) -> AsyncIterator[tuple[str, asyncio.
         return PlainTextResponse("well")
 
     app = Starlette(routes=[Route("/slow", slow), Route("/health", health)])
-    bounded = CallerLimits(app, too_many, limits, health=["/health"])
+    bounded = CallerLimits(app, too_many, limits, health=["/health"], cookie="session")
     async with serving(bounded, socket.create_server(("127.0.0.1", 0)), limits) as url:
         yield url, released
 
@@ -301,6 +302,30 @@ async def test_one_bearer_and_one_address_have_so_many_requests_in_work() -> Non
         assert sorted(found) == [200] * 5 + [429] * 3
         assert found[7] == 200, "another bearer elsewhere has its place"
         assert await _ask(one, url, "a") == 200, "what is answered counts no more"
+
+
+KEYS = [{"authorization": said} for said in ("Bearer k", "bearer  k", "Basic YTpr", "Basic Yjpr")] + [
+    {"x-api-key": "k"}
+]
+SESSIONS = [
+    {"cookie": said} for said in ("session=s", "a=b; session=s", "session=s; c=d", "a=e; session=s", "session=s;")
+]
+PROXIED = [[("x-forwarded-for", f"10.0.0.{n}"), ("x-forwarded-for", f"9.9.9.9:{n}")] for n in range(5)]
+
+
+@pytest.mark.parametrize(("spellings", "places"), [(KEYS, 2), (SESSIONS, 2), (PROXIED, 4)])
+async def test_one_caller_by_any_spelling_is_one(spellings: list[Any], places: int) -> None:
+    limits = msgspec.structs.replace(FEW, address_share=1.0 if places == 2 else 0.5)
+    limits = msgspec.structs.replace(limits, proxies=(ip_network("127.0.0.2/32"),))
+    async with waiting_rooms(limits) as (url, released), _from("127.0.0.2") as client:
+
+        async def ask(headers: Any) -> int:
+            return (await client.get(f"{url}/slow", headers=headers)).status_code
+
+        answers = [asyncio.create_task(ask(headers)) for headers in spellings]
+        await _until_done(answers, 5 - places)
+        released.set()
+        assert sorted(await asyncio.gather(*answers)) == [200] * places + [429] * (5 - places)
 
 
 async def test_behind_a_trusted_proxy_the_header_counts() -> None:

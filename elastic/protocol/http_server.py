@@ -10,6 +10,8 @@
 """
 
 import asyncio
+import base64
+import binascii
 import contextlib
 import functools
 import hashlib
@@ -27,6 +29,7 @@ import uvicorn
 from h11 import SEND_BODY
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -129,7 +132,8 @@ def _check_size(size_bytes: int, bytes_max: int) -> None:
 class CallerLimits:
     """ASGI middleware: bounds the requests in work of one bearer of a token, and of one address, before they are read.
 
-    Requests for a path of `health` are always let in. `refuse` makes the answer (429) to what is beyond the bounds.
+    Requests for a path of `health` are always let in. `cookie` names the one that a session shows. `refuse` makes the
+    answer (429) to what is beyond the bounds.
     """
 
     def __init__(
@@ -138,9 +142,11 @@ class CallerLimits:
         refuse: Callable[[int, str], Response],
         limits: PeerLimits | None = None,
         health: Collection[str] = (),
+        cookie: str = "",
     ) -> None:
         self._app = app
         self._refuse = refuse
+        self._cookie = cookie
         self._limits = limits = limits or PeerLimits()
         self._health = frozenset(health)
         self._most_of_bearer = max(1, int(limits.connections_max * limits.bearer_share))
@@ -174,18 +180,32 @@ class CallerLimits:
                     del self._in_work[caller]
 
     def _callers(self, scope: Scope) -> dict[bytes, int]:
-        """Return what the request counts for, each with its bound: its bearer's token, if it shows any, and its
+        """Return what the request counts for, each with its bound: its key or session, if it shows any, and its
         address."""
         headers = Headers(scope=scope)
         peer = scope.get("client")
         address = peer[0] if peer else ""
         if _is_in(address, self._limits.proxies):
-            address = headers.get("x-forwarded-for", "").rpartition(",")[2].strip()
-        token = headers.get("authorization") or headers.get("x-api-key") or headers.get("cookie") or ""
+            said = ",".join(headers.getlist("x-forwarded-for")).rpartition(",")[2].strip()
+            address = _host_of(said) or address
+        token = presented_key(headers) or cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
         callers = {network_of(address).encode(): self._most_of_address}
         if token:
             callers[hashlib.sha256(token.encode()).digest()] = self._most_of_bearer
         return callers
+
+
+def presented_key(headers: Headers) -> str:
+    """Return the key of a request: a bearer token, an `x-api-key`, or the password of basic authentication."""
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            return ""
+    return headers.get("x-api-key", "")
 
 
 def too_many(status: int, detail: str) -> Response:
@@ -488,7 +508,19 @@ def _is_in(address: str, networks: Collection[IPv4Network | IPv6Network]) -> boo
         found = ipaddress.ip_address(address)
     except ValueError:
         return False
+    found = getattr(found, "ipv4_mapped", None) or found
     return any(found in network for network in networks)
+
+
+def _host_of(forwarded: str) -> str:
+    """Return the address of what a proxy says, which may have a port. Empty where it says none."""
+    if _is_address(forwarded):
+        return forwarded
+    try:
+        name = urlsplit(f"//{forwarded}").hostname or ""
+    except ValueError:
+        return ""
+    return name if _is_address(name) else ""
 
 
 def _is_address(name: str) -> bool:

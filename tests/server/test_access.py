@@ -1,9 +1,11 @@
 """Who may do what: every route of the API's description, for every role, on their own things and on others'."""
 
+import asyncio
 import hashlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from elastic.protocol.api import AccessRole
@@ -144,6 +146,38 @@ def test_a_key_is_shown_in_any_of_three_ways(shared_site: Site) -> None:
     assert client.get("/v1/me", headers={"x-api-key": shared_site.admin}).status_code == 200
     assert client.get("/v1/me", auth=("anybody", shared_site.admin)).status_code == 200
     assert client.get("/v1/me", headers={"authorization": f"bearer {shared_site.admin}"}).status_code == 200
+
+
+async def test_what_was_begun_with_a_key_ends_with_it(shared_site: Site) -> None:
+    """However long the rest of a request takes, it is carried out for who may do it then."""
+    content = bytes(10_000)
+    digest = hashlib.sha256(content).hexdigest()
+    upload = {"name": "m", "project": "ours", "files": [{"path": "m.bin", "bytes": len(content), "sha256": digest}]}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(shared_site.app), base_url="http://127.0.0.1") as client:
+        admin = {"authorization": f"Bearer {shared_site.admin}"}
+        made = (await client.post("/v1/uploads", json=upload, headers=admin)).json()["id"]
+        for method, path, whole, pieces in (
+            ("POST", "/v1/keys", b'{"name": "back-door", "role": "admin"}', 2),
+            ("PUT", f"/v1/uploads/{made}/files/{digest}", content, 50),
+        ):
+            key = (
+                await client.post("/v1/keys", json={"name": "k", "role": "admin", "project": "ours"}, headers=admin)
+            ).json()
+            sent = 0
+
+            async def body(whole: bytes = whole, pieces: int = pieces, id_: str = key["id"]) -> AsyncIterator[bytes]:
+                nonlocal sent
+                for place in range(0, len(whole), len(whole) // pieces):
+                    if sent == 1:
+                        assert (await client.delete(f"/v1/keys/{id_}", headers=admin)).status_code == 204
+                    await asyncio.sleep(0.05)
+                    sent += 1
+                    yield whole[place : place + len(whole) // pieces]
+
+            shown = {"authorization": f"Bearer {key['secret']}", "content-type": "application/json"}
+            answer = await client.request(method, path, content=body(), headers=shown)
+            assert answer.status_code == 401
+            assert sent <= 25, "the rest of a file is not waited for"
 
 
 def test_refusals_are_in_the_audit_log(shared_site: Site) -> None:

@@ -61,7 +61,6 @@ sights = st.builds(
     ProcessSeen,
     alive=st.booleans(),
     signalled=st.booleans(),
-    killed=st.booleans(),
     ending=endings,
     leaves=st.booleans(),
 )

@@ -288,6 +288,15 @@ async def test_a_life(site: Site, quick: ServerSettings, submitted: Any) -> None
     assert not quick.run_dir(early).exists()
 
 
+async def test_a_forced_stop_ends_what_does_not_answer(site: Site, quick: ServerSettings, submitted: Any) -> None:
+    run = submitted()
+    async with running(site, quick) as runner:
+        os.kill(await process_of(site, quick, run), signal.SIGSTOP)
+        assert site.client().post(f"/v1/runs/{run}/stop", json={"force": True}).status_code == 200
+        runner.wake()
+        await until(lambda: row(site, run).phase is RunPhase.STOPPED)
+
+
 async def test_bad_input_is_no_reason_to_try_again(site: Site, quick: ServerSettings, submitted: Any) -> None:
     (quick.home / "refuse").touch()
     run = submitted()

@@ -35,6 +35,15 @@ def test_a_key_is_good_for_one_thing(site: Site, submission: Submission, asked: 
     assert len(all_runs(client)) == before + len(first)
 
 
+def test_a_submission_is_checked_once(site: Site, submission: Submission) -> None:
+    """What its repetition would be refused for by now says nothing on the run that goes on."""
+    client, headers, model = site.client(), {"idempotency-key": "k"}, site.settings.models[0] / "policy"
+    run = client.post("/v1/runs", json=submission(), headers=headers).json()["id"]
+    model.rename(model.with_name("elsewhere"))
+    again = client.post("/v1/runs", json=submission(), headers=headers)
+    assert (again.status_code, again.json().get("id")) == (201, run)
+
+
 def test_two_at_once_make_one(site: Site, submission: Submission) -> None:
     def submit(_: int) -> str:
         return site.client().post("/v1/runs", json=submission(), headers={"idempotency-key": "k"}).json()["id"]

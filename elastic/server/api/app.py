@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from elastic.protocol.http_server import BodyLimits, CallerLimits, HostCheck, PeerLimits
 from elastic.server import problems
 from elastic.server.api import openapi, routes
-from elastic.server.api.auth import admits
+from elastic.server.api.auth import COOKIE, admits
 from elastic.server.api.request_log import RequestFigures, RequestLog
 from elastic.server.api.state import ServerState
 from elastic.server.api.streams import OpenStreams
@@ -72,7 +72,7 @@ def create_app(
     openapi.install(app)
     app.add_middleware(BodyLimits, bytes_max=settings.body_bytes_max, bytes_max_of=_upload_limit(settings))
     limits = peer_limits(settings)
-    app.add_middleware(CallerLimits, refuse=_too_many, limits=limits, health=("/healthz", "/readyz"))
+    app.add_middleware(CallerLimits, refuse=_too_many, limits=limits, health=("/healthz", "/readyz"), cookie=COOKIE)
     app.add_middleware(HostCheck, names=settings.host_names, refuse=_misdirected)
     app.add_middleware(RequestLog, figures=requests)
     return app

@@ -1,7 +1,5 @@
 """Authentication and authorisation of requests."""
 
-import base64
-import binascii
 import hmac
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from fastapi import Depends, Request
 from fastapi.concurrency import run_in_threadpool
 
 from elastic.protocol.api import AccessRole
+from elastic.protocol.http_server import presented_key
 from elastic.server.api.state import ServerState, state_of
 from elastic.server.permissions import Action, actions_of
 from elastic.server.problems import ApiProblem
@@ -48,19 +47,6 @@ class Caller:
     def seen_of(self, table: sa.FromClause) -> list[sa.ColumnElement[bool]]:
         """Return the condition of a table's rows that the caller may know of."""
         return [] if self.project is None else [table.c.project == self.project]
-
-
-def presented_key(request: Request) -> str:
-    """Return the key of a request: a bearer token, an `x-api-key`, or the password of basic authentication."""
-    scheme, _, value = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip()
-    if scheme.lower() == "basic":
-        try:
-            return base64.b64decode(value, validate=True).decode().partition(":")[2]
-        except (binascii.Error, UnicodeDecodeError):
-            return ""
-    return request.headers.get("x-api-key", "")
 
 
 @dataclass(frozen=True)
@@ -100,7 +86,7 @@ async def caller_of(asking: RequesterDep) -> Caller:
 
 def authenticated(connection: sa.Connection, request: Request) -> Caller:
     """Return the caller, by a key or by a session. Raises `ApiProblem` if there is neither."""
-    secret, session = presented_key(request), request.cookies.get(COOKIE, "")
+    secret, session = presented_key(request.headers), request.cookies.get(COOKIE, "")
     if not secret and session:
         return _signed_in(connection, request, session)
     known = secret and len(secret) <= KEY_CHARACTERS_MAX
@@ -115,6 +101,13 @@ def authenticated(connection: sa.Connection, request: Request) -> Caller:
     return _caller(found)
 
 
+def refuse_changed(connection: sa.Connection, request: Request, caller: Caller) -> None:
+    """Raises `ApiProblem` where the request's caller, as it was judged at its head, may not do the same any more."""
+    now = authenticated(connection, request)
+    if (now.role, now.actions) != (caller.role, caller.actions):
+        raise ApiProblem("forbidden", "what the caller may do has changed since this request was begun: ask again")
+
+
 def admits(connection: sa.Connection, request: Request, action: Action, project: str) -> bool:
     """Return whether the request's caller may do this in this project now. Raises `ApiProblem` without a valid key."""
     caller = authenticated(connection, request)
@@ -123,7 +116,7 @@ def admits(connection: sa.Connection, request: Request, action: Action, project:
 
 def credentials_of(request: Request) -> str:
     """Return what a request shows of who asks, to tell callers apart. It is a secret."""
-    return presented_key(request) or request.cookies.get(COOKIE, "")
+    return presented_key(request.headers) or request.cookies.get(COOKIE, "")
 
 
 def _signed_in(connection: sa.Connection, request: Request, session: str) -> Caller:

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from sqlalchemy.exc import IntegrityError
 
-from elastic.server.api.auth import Caller, CallerDep
+from elastic.server.api.auth import Caller, CallerDep, refuse_changed
 from elastic.server.api.state import ServerState, state_of
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
@@ -92,7 +92,14 @@ class WriteRequest:
         with self.state.store.reading() as connection:
             return self._former(connection, self.fingerprint(body, mark))
 
+    def refuse_changed(self) -> None:
+        """Raises `ApiProblem` where the caller may not do this any more."""
+        with self.state.store.reading() as connection:
+            refuse_changed(connection, self.request, self.caller)
+
     def _former(self, connection: sa.Connection, fingerprint: str) -> Response | None:
+        # The rest of the request may have come long after its head.
+        refuse_changed(connection, self.request, self.caller)
         former = _recalled(connection, self.caller.actor, self.key) if self.key else None
         if former is None:
             return None

@@ -41,7 +41,6 @@ class ProcessSeen:
 
     alive: bool
     signalled: bool = False
-    killed: bool = False
     leaves: bool = False
     """Whether its journal may list resources that were not given back."""
     ending: Ending | None = None
@@ -98,7 +97,7 @@ def _living(run: HostedRunRow, seen: ProcessSeen) -> Decision:
     if run.wanted == runs.RUN:
         makes_room = run.waits is not None and not seen.signalled
         return Decision(step=NextStep.STOP) if makes_room else NOTHING
-    if (run.force or run.wanted == runs.DELETE) and not seen.killed:
+    if run.force or run.wanted == runs.DELETE:
         return Decision(step=NextStep.KILL)
     return NOTHING if seen.signalled else Decision(step=NextStep.STOP)
 

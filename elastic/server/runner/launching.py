@@ -40,13 +40,22 @@ class HeldProcess:
     watched: WatchedProcess
     since_s: float = field(default_factory=time.monotonic)
     stopped: bool = False
-    killed: bool = False
+    forced_s: float | None = None
 
     def stop(self) -> None:
         """Ask the process to end. The first call lets it checkpoint and give everything back; the second kills
         everything."""
-        self.killed, self.stopped = self.stopped, True
+        self.stopped = True
         self.watched.send(signal.SIGTERM)
+
+    def force(self, patience_s: float) -> None:
+        """Have the process kill everything; one that has not ended after this patience is killed."""
+        if self.forced_s is None:
+            self.forced_s = time.monotonic()
+            self.stop()
+            self.stop()
+        elif time.monotonic() - self.forced_s >= patience_s:
+            self.watched.kill()
 
 
 def prepare(settings: ServerSettings, run: HostedRunRow, user: str | None, passed_on: Sequence[str]) -> None:

@@ -221,7 +221,7 @@ class RunnerLoop:
                 log.info("adopted", run=run.id, pid=found.pid)
                 await asyncio.to_thread(self._adopted, run, held, found)
         if held is not None and not held.watched.over:
-            return ProcessSeen(alive=True, signalled=held.stopped, killed=held.killed)
+            return ProcessSeen(alive=True, signalled=held.stopped)
         status, signalled = None, held is not None and held.stopped
         if held is not None:
             status = held.watched.status
@@ -305,12 +305,12 @@ class RunnerLoop:
 
     async def _stop(self, run: HostedRunRow, step: NextStep) -> None:
         held = self._held[run.id]
-        if step is NextStep.STOP and await told_to_stop(self._settings, run):
+        if step is NextStep.KILL:
+            held.force(self._settings.stop_patience_s)
+        elif await told_to_stop(self._settings, run):
             held.stopped = True
-        elif step is NextStep.KILL or time.monotonic() - held.since_s >= self._settings.stop_patience_s:
+        elif time.monotonic() - held.since_s >= self._settings.stop_patience_s:
             held.stop()
-            if step is NextStep.KILL and not held.killed:
-                held.stop()
         if run.phase is not RunPhase.STOPPING:
             found = self._conditions(run, RunPhase.STOPPING, run.cause, run.figures)
             await asyncio.to_thread(self._write, run.id, phase=RunPhase.STOPPING, conditions=found)

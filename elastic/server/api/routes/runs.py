@@ -61,6 +61,8 @@ RunId = Annotated[str, Path(max_length=64)]
 )
 def submit(body: Submission, write: WriteDep) -> Response:
     """Submit a run. Once this is answered, the run is never lost; the runner starts it soon after."""
+    if (former := write.answered(body)) is not None:
+        return former
     with write.state.store.reading() as connection:
         project = project_of(connection, write.caller, body.project)
         refuse_profiles(connection, project, body.config)

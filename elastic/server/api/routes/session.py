@@ -4,7 +4,8 @@ import sqlalchemy as sa
 from fastapi import APIRouter, Request, Response
 
 from elastic.protocol.api import Me, SessionChange
-from elastic.server.api.auth import COOKIE, authenticated, presented_key
+from elastic.protocol.http_server import presented_key
+from elastic.server.api.auth import COOKIE, authenticated
 from elastic.server.api.routes.common import CallerDep, StateDep, rules
 from elastic.server.api.routes.me import me
 from elastic.server.api.routes.model_route import ModelRoute
@@ -19,7 +20,7 @@ router = APIRouter(prefix="/v1/session", tags=["session"], route_class=ModelRout
 @router.post("", status_code=201, **rules(Action.RUNS_READ))
 def sign_in(request: Request, caller: CallerDep, state: StateDep, response: Response) -> Me:
     """Sign a browser in with the key that this request shows: it gets a cookie, and the token for its writes."""
-    if not presented_key(request):
+    if not presented_key(request.headers):
         raise ApiProblem("unauthenticated", "sign in with a key; a session makes no other one")
     with state.store.writing() as tx:
         secret = sessions.begin(tx, state.settings.session_s, key=caller.key)

@@ -6,6 +6,7 @@ after a failure. Once the last one is there, the upload is ready, and never chan
 
 import contextlib
 import errno
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -32,12 +33,13 @@ from elastic.server.api.routes.common import (
 )
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
-from elastic.server.api.writes import WriteDep, WriteResult, created
+from elastic.server.api.streams import LOOK_S
+from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult, created
 from elastic.server.intake.upload_files import ChecksumMismatch, Receiving, UploadStorage
 from elastic.server.permissions import Action
 from elastic.server.pools import settle_jobs
 from elastic.server.problems import ApiProblem, not_found
-from elastic.server.store import uploads
+from elastic.server.store import StoreUnavailable, uploads
 from elastic.server.store.tables import uploads as uploads_table
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"], route_class=ModelRoute)
@@ -106,7 +108,7 @@ async def receive(upload: UploadId, digest: Digest, write: WriteDep) -> Response
     with _room():
         if not await run_in_threadpool(_has, storage, row, digest):
             with await run_in_threadpool(storage.receiving, upload, digest, file.bytes) as receiving:
-                await _take_in(write.request, receiving)
+                await _take_in(write, receiving)
                 await run_in_threadpool(receiving.keep)
 
         def work(tx: sa.Connection) -> WriteResult:
@@ -153,10 +155,14 @@ def delete(upload: UploadId, write: WriteDep) -> Response:
     return write.carry_out(Action.UPLOADS_WRITE, None, work)
 
 
-async def _take_in(request: Request, receiving: Receiving) -> None:
-    waiting = bytearray()
+async def _take_in(write: WriteRequest, receiving: Receiving) -> None:
+    waiting, looked_s = bytearray(), time.monotonic()
     try:
-        async for chunk in request.stream():
+        async for chunk in write.request.stream():
+            if time.monotonic() - looked_s >= LOOK_S:
+                with contextlib.suppress(StoreUnavailable):
+                    await run_in_threadpool(write.refuse_changed)
+                looked_s = time.monotonic()
             waiting += chunk
             if len(waiting) >= WRITE_BYTES:
                 await run_in_threadpool(receiving.write, bytes(waiting))
