@@ -74,12 +74,17 @@ def row(site: Site, id_: str) -> HostedRunRow:
     return found
 
 
-def test_links_and_pipes_of_a_run_are_no_checkpoints_and_no_logs(site: Site, run: HostedRunRow, planted: Path) -> None:
+def test_links_pipes_and_odd_names_of_a_run_are_no_checkpoints_and_no_logs(
+    site: Site, run: HostedRunRow, planted: Path
+) -> None:
     directory, client = site.settings.run_dir(run.id), site.client()
     for name in ("checkpoints/1.safetensors", "logs/evil.log", "logs/process.log"):
         (directory / name).symlink_to(planted)
     os.mkfifo(directory / "checkpoints" / "2.safetensors")
     os.mkfifo(directory / "logs" / "pipe.log")
+    for name in (b"logs/\xff.log", b"logs/.log", b"logs/a\nb.log", "checkpoints/\u0663.safetensors".encode()):
+        (directory / os.fsdecode(name)).touch()
+    (directory / "checkpoints" / f"{'9' * 200}.safetensors").touch()
     (directory / "checkpoints" / "3.safetensors").write_bytes(b"weights")
     (directory / "logs" / "good.log").write_text("a line\n")
     url = f"/v1/runs/{run.id}"

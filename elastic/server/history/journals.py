@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from elastic.server.history.apart import apart
 from elastic.system.tenant_files import NotAFile, as_owner, files
 
 CHECKPOINTS, SAFETENSORS = "checkpoints", ".safetensors"
+CHECKPOINT_ID = "[0-9]{1,12}"
 WRITTEN = ("", "-wal")
 """Suffixes of the files that SQLite writes for a journal."""
 SETTLED_S = 0.1
@@ -220,7 +222,7 @@ def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
     found: list[Checkpoint] = []
     for name, stat in reversed(files(run_dir, CHECKPOINTS, SAFETENSORS)):
         id_ = name.removesuffix(SAFETENSORS)
-        if id_.isdecimal():
+        if re.fullmatch(CHECKPOINT_ID, id_):
             created_at = rfc3339(stat.st_mtime_ns // 1_000) or ""
             found.append(Checkpoint(id=id_, version=int(id_), bytes=stat.st_size, created_at=created_at))
     return found

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from elastic.system import tenant_files
 router = APIRouter(prefix="/v1/runs", tags=["streams"], route_class=ModelRoute)
 
 LOGS, LOG = "logs", ".log"
+SOURCE = "[A-Za-z0-9._-]{1,100}"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 LastEventId = Annotated[str | None, Header(max_length=200, description="the id of the last event that was received")]
 After = Annotated[str | None, Query(max_length=200, description="as Last-Event-ID, for who cannot send headers")]
@@ -182,9 +184,7 @@ async def logs(
     last_event_id: LastEventId = None,
     after: After = None,
     follow: Follow = True,
-    source: Annotated[
-        str, Query(pattern=r"^[A-Za-z0-9._-]{1,100}$", description="whose: see `log-sources`")
-    ] = "process",
+    source: Annotated[str, Query(pattern=f"^{SOURCE}$", description="whose: see `log-sources`")] = "process",
     tail: Annotated[int | None, Query(ge=0, le=100_000, description="begin with the last lines only")] = None,
 ) -> Response:
     """Stream a run's log, line by line: `process` has its progress and what it says of failures.
@@ -239,4 +239,5 @@ async def _lines(state: ServerState, row: HostedRunRow, follower: LogFollower, *
 async def log_sources(run: RunId, found: RunDep, state: StateDep) -> list[str]:
     """Name the logs that a run has: of its process, its orchestrator, its trainer and its workers."""
     listed = functools.partial(tenant_files.files, state.settings.run_dir(run), LOGS, LOG)
-    return [name.removesuffix(LOG) for name, _ in await state.readers.of(found.project)(listed)]
+    sources = [name.removesuffix(LOG) for name, _ in await state.readers.of(found.project)(listed)]
+    return [source for source in sources if re.fullmatch(SOURCE, source)]

@@ -39,7 +39,7 @@ T = TypeVar("T")
 SAMPLES = 1_000
 
 router = APIRouter(prefix="/v1/runs", tags=["results"], route_class=ModelRoute)
-CheckpointId = Annotated[str, Path(pattern=r"^[0-9]{1,12}$")]
+CheckpointId = Annotated[str, Path(pattern=f"^{journals.CHECKPOINT_ID}$")]
 
 
 async def cursor(
