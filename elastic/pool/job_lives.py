@@ -40,6 +40,8 @@ class JobLives(PoolRoom):
             self._scripts.joined(hello)
         self._workers.take_offers_back(job)
         permits, trainer = self._slices.joined(job), self._workers.trainer(job)
+        for name in {name for permit in permits for name in permit.nodes} if hello.script else ():
+            self._scripts.use(job, name)  # It takes what it is welcomed with, whatever it held before.
         spec, notice_ns = pool.cluster.spec, pool.cluster.limits.notice_ns
         return w.JobWelcome(
             rollout_nodes=record.seat.rollout,
