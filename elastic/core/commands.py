@@ -1,5 +1,6 @@
 """What the core asks of its shell. A command is carried out once; what comes of it returns as an event."""
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -54,6 +55,13 @@ class AcceptTokens(_Command, frozen=True):
 
     chunks: tuple[int, ...]
     turns: tuple[TurnId, ...]
+
+    def names(self, chunks: int) -> Sequence[TurnId]:
+        """The turn of each of the frame's `chunks`; empty for those that are rejected."""
+        if len(self.turns) == chunks:
+            return self.turns
+        known = dict(zip(self.chunks, self.turns, strict=True))
+        return [known.get(place, "") for place in range(chunks)]
 
 
 class FinishTurn(_Command, frozen=True):

@@ -5,7 +5,8 @@ Token ids are int32, log-probabilities float32, both little-endian, as all machi
 
 from array import array
 from collections.abc import Iterable
-from typing import Self, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,7 +31,16 @@ def ids_of(packed: Packed) -> list[int]:
 
 
 def logprobs_of(packed: Packed) -> list[float]:
-    return memoryview(packed).cast("f").tolist()
+    return np.frombuffer(packed, np.float32).tolist()
+
+
+@dataclass(slots=True)
+class Run:
+    """So many tokens that follow each other were sampled by one worker with one version of the weights."""
+
+    version: int
+    worker: str
+    tokens: int
 
 
 class Sampled(msgspec.Struct, array_like=True):
@@ -51,21 +61,13 @@ class Sampled(msgspec.Struct, array_like=True):
     def tokens(self) -> int:
         return len(self.logprobs) // TOKEN_BYTES
 
-    def add(self, logprobs: Packed, version: int, worker: str) -> None:
-        """More tokens of the last span, which the caller sees to."""
+    def take(self, start: int, logprobs: Packed, runs: Iterable[Run]) -> None:
+        """Let the tokens of a turn follow, as the span that begins at `start`."""
+        self.spans.append((start, len(logprobs) // TOKEN_BYTES))
         self.logprobs += logprobs
-        tokens = len(logprobs) // TOKEN_BYTES
-        _extend(self.versions, version, tokens)
-        _extend(self.origins, worker, tokens)
-
-    def join(self, other: Self, start: int) -> None:
-        """Let the tokens of `other` follow as the span that begins at `start`."""
-        self.spans.append((start, other.tokens))
-        self.logprobs += other.logprobs
-        for version, tokens in other.versions:
-            _extend(self.versions, version, tokens)
-        for worker, tokens in other.origins:
-            _extend(self.origins, worker, tokens)
+        for run in runs:
+            _extend(self.versions, run.version, run.tokens)
+            _extend(self.origins, run.worker, run.tokens)
 
     def trained(self, tokens: int) -> npt.NDArray[np.bool_]:
         """Of each of the episode's `tokens`, whether the policy sampled it."""

@@ -200,9 +200,9 @@ class Tokens(_Message, frozen=True):
             raise WireError("Tokens.chunks: tokens are of a weights version")
         if tokens:
             logprobs = np.frombuffer(self.logprobs, np.float32)
-            if not logprobs.min() >= LOGPROB_MIN:
+            if not np.minimum.reduce(logprobs) >= LOGPROB_MIN:
                 raise WireError("log-probability that is no number, or lower than a sampled token's can be")
-            if logprobs.max() > LOGPROB_MAX:
+            if np.maximum.reduce(logprobs) > LOGPROB_MAX:
                 raise WireError("log-probability above 0")
 
 

@@ -16,7 +16,6 @@ import hashlib
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -26,11 +25,11 @@ import structlog
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import parse_trajectory, turn_id
-from elastic.core.types import SamplingParameters, TrajectoryId, TurnId
+from elastic.core.types import SamplingParameters, TrajectoryId, TurnId, WorkerId
 from elastic.environments.answers import Answers, BadAnswer
 from elastic.environments.base import Environment
 from elastic.protocol import wire
-from elastic.protocol.sampled import TOKEN_BYTES, Sampled, ids_of, pack_ids
+from elastic.protocol.sampled import TOKEN_BYTES, Run, Sampled, ids_of, pack_ids
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.ports import Feed
 from elastic.runtime.tasks import Spawn
@@ -76,11 +75,21 @@ class OpenTurn:
     id: TurnId
     prompt_tokens: int
     token_ids: bytearray = field(default_factory=bytearray)
-    sampled: Sampled = field(default_factory=Sampled)
+    logprobs: bytearray = field(default_factory=bytearray)
+    runs: list[Run] = field(default_factory=list[Run])
     ended: str | None = None
     prompt: bytearray = field(default_factory=bytearray)
     sampling: SamplingParameters | None = None
     done: asyncio.Future[None] | None = None
+
+    def accept(self, token_ids: bytes, logprobs: bytes, version: int, worker: WorkerId) -> None:
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        tokens = len(token_ids) // TOKEN_BYTES
+        if self.runs and (last := self.runs[-1]).version == version and last.worker == worker:
+            last.tokens += tokens
+        else:
+            self.runs.append(Run(version, worker, tokens))
 
     def end(self, cause: str) -> None:
         self.ended = cause
@@ -115,7 +124,7 @@ class RolloutTrajectory:
 
     def act(self, turn: OpenTurn) -> None:
         self.turns += 1
-        self.sampled.join(turn.sampled, self.tokens)
+        self.sampled.take(self.tokens, turn.logprobs, turn.runs)
         self.token_ids += turn.token_ids
 
     @classmethod
@@ -291,7 +300,7 @@ class Rollouts:
     def saved(self) -> object:
         """The turns of trajectories that run, without what only this process has of them, and who has finished."""
         turns = {
-            trajectory: [OpenTurn(t.id, t.prompt_tokens, t.token_ids, t.sampled, t.ended) for t in of]
+            trajectory: [OpenTurn(t.id, t.prompt_tokens, t.token_ids, t.logprobs, t.runs, t.ended) for t in of]
             for trajectory, of in self._running.items()
         }
         return turns, list(self._finished)
@@ -355,15 +364,13 @@ class Rollouts:
         return found if found is not None and found.done is not None else None
 
     def accept(self, event: e.TokensReceived, accepted: c.AcceptTokens, payload: wire.Tokens) -> None:
-        ids, logprobs = memoryview(payload.token_ids), memoryview(payload.logprobs)
-        chunks, worker = list(event.chunks.plain), event.worker
-        ends = list(accumulate(event.chunks.counts))
-        for name, place in zip(accepted.turns, accepted.chunks, strict=True):
-            _, _, count, version = chunks[place]
+        ids, logprobs, worker, begin = payload.token_ids, payload.logprobs, event.worker, 0
+        names = accepted.names(len(event.chunks))
+        for name, (_, _, count, version) in zip(names, event.chunks.plain, strict=True):
+            end = begin + TOKEN_BYTES * count
             if count and (turn := self._open.get(name)) is not None:
-                at = slice(TOKEN_BYTES * (ends[place] - count), TOKEN_BYTES * ends[place])
-                turn.token_ids += ids[at]
-                turn.sampled.add(logprobs[at], version, worker)
+                turn.accept(ids[begin:end], logprobs[begin:end], version, worker)
+            begin = end
 
     def finish_turn(self, turn: TurnId) -> None:
         """Let the turn's loop go on with its tokens."""

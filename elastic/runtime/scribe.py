@@ -73,6 +73,8 @@ class _Trajectory:
 
 @dataclass(slots=True)
 class _TurnProgress:
+    """A turn in progress. Of its `tokens`, `counted` are in the trajectory's count; the others are of `version`."""
+
     id: TurnId
     trajectory: TrajectoryId
     accepted: Counter[int]
@@ -80,10 +82,17 @@ class _TurnProgress:
     requested_ns: Nanoseconds
     prompt_tokens: int
     tokens: int = 0
+    counted: int = 0
+    version: int | None = None
     first_token_ns: Nanoseconds | None = None
     attempts: int = 0
     cached_tokens: int = 0
     worker: WorkerId = ""
+
+    def count(self, until: int) -> None:
+        if self.version is not None and until > self.counted:
+            self.accepted[self.version] += until - self.counted
+            self.counted = until
 
 
 def at_once(_: "Future[None]", then: Callable[[], None]) -> None:
@@ -151,7 +160,7 @@ class Scribe:
         self._on_command: dict[type[c.Command], Callable[[Nanoseconds, Any], object]] = {
             c.StartTurn: self._start_turn,
             c.FinishTurn: self._finish_turn,
-            c.FailTurn: lambda _, k: self._turns.pop(k.turn, None),
+            c.FailTurn: lambda _, k: self._forget_turn(k.turn),
             c.StartGroup: self._start_group,
             c.CancelTrajectory: self._cancel,
             c.RecordReward: self._record_reward,
@@ -339,27 +348,29 @@ class Scribe:
         return record.story.last_ns(TurnState.QUEUED) if record is not None else None
 
     def _accept(self, now_ns: Nanoseconds, event: e.TokensReceived, command: c.AcceptTokens) -> None:
-        chunks, tokens = tuple(event.chunks.plain), 0
-        for turn_id, place in zip(command.turns, command.chunks, strict=True):
-            _, _, count, version = chunks[place]
+        chunks, tokens = event.chunks, 0
+        names = command.names(len(chunks))
+        for name, (_, start, count, version) in zip(names, chunks.plain, strict=True):
+            if not count or not name:
+                continue
             tokens += count
-            turn = self._turns.get(turn_id)
-            if turn is not None and count:
-                if turn.first_token_ns is None:
-                    turn.first_token_ns = now_ns
-                turn.tokens += count
-                turn.accepted[version] += count
-        if event.chunks.prompts:
-            turns = dict(zip(command.chunks, command.turns, strict=True))
-            for prompt in event.chunks.prompts:
-                if (turn := self._turns.get(turns.get(prompt.place, ""))) is not None:
-                    turn.cached_tokens += prompt.cached
+            turn = self._turns.get(name)
+            if turn is not None:
+                turn.tokens = start + count
+                if version != turn.version:
+                    turn.count(start)
+                    turn.version = version
+                    if turn.first_token_ns is None:
+                        turn.first_token_ns = now_ns
+        for prompt in chunks.prompts:
+            if (turn := self._turns.get(names[prompt.place])) is not None:
+                turn.cached_tokens += prompt.cached
         worker = self._scheduler.fleet.workers.get(event.worker)
         if worker is not None:
             self._count(worker.provider).tokens += tokens
 
     def _finish_turn(self, now_ns: Nanoseconds, command: c.FinishTurn) -> None:
-        turn = self._turns.pop(command.turn, None)
+        turn = self._forget_turn(command.turn)
         if turn is not None:
             self._rows.append(
                 TurnRow(
@@ -376,6 +387,12 @@ class Scribe:
                 )
             )
 
+    def _forget_turn(self, name: TurnId) -> _TurnProgress | None:
+        turn = self._turns.pop(name, None)
+        if turn is not None:
+            turn.count(turn.tokens)
+        return turn
+
     def _start_group(self, _: Nanoseconds, command: c.StartGroup) -> None:
         self._members[command.group] = command.trajectories
         for trajectory in command.trajectories:
@@ -384,7 +401,7 @@ class Scribe:
     def _cancel(self, _: Nanoseconds, command: c.CancelTrajectory) -> None:
         trajectory = self._trajectories.get(command.trajectory)
         if trajectory is not None and trajectory.turn is not None:
-            self._turns.pop(trajectory.turn, None)
+            self._forget_turn(trajectory.turn)
 
     def _record_reward(self, now_ns: Nanoseconds, command: c.RecordReward) -> None:
         if command.reward is not None:
@@ -398,7 +415,11 @@ class Scribe:
     def _group_over(self, now_ns: Nanoseconds, command: c.TrainGroup | c.DropGroup, dropped: str) -> None:
         """Record the end of a group, with the length of each member so far and the age of its tokens."""
         version = self._scheduler.version or 0
-        members = [self._trajectories[t].accepted for t in command.trajectories if t in self._trajectories]
+        known = [self._trajectories[t] for t in command.trajectories if t in self._trajectories]
+        for trajectory in known:
+            if (turn := self._turns.get(trajectory.turn or "")) is not None:
+                turn.count(turn.tokens)
+        members = [trajectory.accepted for trajectory in known]
         ages = Counter[int]()
         for tokens in members:
             for of_version, count in tokens.items():

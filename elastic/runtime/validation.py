@@ -144,9 +144,10 @@ class Claims:
             if any(last[chunks.slots[end.place]] != end.place for end in chunks.ends):
                 raise Implausible("tokens of a turn after its end")
             self._slots.difference_update([chunks.slots[end.place] for end in chunks.ends])
-        if max((version for version, _ in chunks.versions), default=-1) > self._newest:
+        if chunks.versions and max(chunks.versions)[0] > self._newest:
             raise Implausible("tokens of a weights version that it was never told to load")
-        if tokens.token_ids and np.frombuffer(tokens.token_ids, np.uint32).max() >= self._bounds.vocab_size:
+        ids = np.frombuffer(tokens.token_ids, np.uint32)
+        if len(ids) and np.maximum.reduce(ids) >= self._bounds.vocab_size:
             raise Implausible("token id outside the vocabulary")
 
     def _heartbeat(self, beat: wire.Heartbeat, now_s: float) -> None:

@@ -65,15 +65,15 @@ def frame_row(
     Of other chunks only the counts are kept, for the core looked at no more.
     """
     chunks, ids, logprobs = event.chunks, tokens.token_ids, tokens.logprobs
-    turns: Sequence[TurnId] = () if accepted is None else accepted.turns
-    if len(turns) < len(chunks):
-        known = {} if accepted is None else dict(zip(accepted.chunks, turns, strict=True))
-        ends = [end if end.place in known else msgspec.structs.replace(end, detail="") for end in chunks.ends]
+    turns: Sequence[TurnId] = [""] * len(chunks) if accepted is None else accepted.names(len(chunks))
+    if accepted is None or len(accepted.turns) < len(turns):
+        ends = [end if turns[end.place] else msgspec.structs.replace(end, detail="") for end in chunks.ends]
         chunks = msgspec.structs.replace(chunks, ends=ends)
-        if not known:
+        if accepted is None:
             return event_row(msgspec.structs.replace(event, chunks=chunks), t_ns)
-        places, turns = _places(chunks), [known.get(place, "") for place in range(len(chunks))]
-        ids, logprobs = (b"".join([column[places[at] : places[at + 1]] for at in known]) for column in (ids, logprobs))
+        places = _places(chunks)
+        kept = [slice(places[at], places[at + 1]) for at in accepted.chunks]
+        ids, logprobs = (b"".join([column[part] for part in kept]) for column in (ids, logprobs))
     body = _encode(JournaledFrame(event.worker, event.epoch, chunks, ids, logprobs, turns))
     return EventRow(t_ns=t_ns, kind=FRAME, body=body)
 
