@@ -35,7 +35,7 @@ def logprobs_of(packed: Packed) -> list[float]:
 
 
 @dataclass(slots=True)
-class Run:
+class SampledRun:
     """So many tokens that follow each other were sampled by one worker with one version of the weights."""
 
     version: int
@@ -61,7 +61,7 @@ class Sampled(msgspec.Struct, array_like=True):
     def tokens(self) -> int:
         return len(self.logprobs) // TOKEN_BYTES
 
-    def take(self, start: int, logprobs: Packed, runs: Iterable[Run]) -> None:
+    def take(self, start: int, logprobs: Packed, runs: Iterable[SampledRun]) -> None:
         """Let the tokens of a turn follow, as the span that begins at `start`."""
         self.spans.append((start, len(logprobs) // TOKEN_BYTES))
         self.logprobs += logprobs

@@ -29,7 +29,7 @@ from elastic.core.types import SamplingParameters, TrajectoryId, TurnId, WorkerI
 from elastic.environments.answers import Answers, BadAnswer
 from elastic.environments.base import Environment
 from elastic.protocol import wire
-from elastic.protocol.sampled import TOKEN_BYTES, Run, Sampled, ids_of, pack_ids
+from elastic.protocol.sampled import TOKEN_BYTES, Sampled, SampledRun, ids_of, pack_ids
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.ports import Feed
 from elastic.runtime.tasks import Spawn
@@ -76,7 +76,7 @@ class OpenTurn:
     prompt_tokens: int
     token_ids: bytearray = field(default_factory=bytearray)
     logprobs: bytearray = field(default_factory=bytearray)
-    runs: list[Run] = field(default_factory=list[Run])
+    runs: list[SampledRun] = field(default_factory=list[SampledRun])
     ended: str | None = None
     prompt: bytearray = field(default_factory=bytearray)
     sampling: SamplingParameters | None = None
@@ -89,7 +89,7 @@ class OpenTurn:
         if self.runs and (last := self.runs[-1]).version == version and last.worker == worker:
             last.tokens += tokens
         else:
-            self.runs.append(Run(version, worker, tokens))
+            self.runs.append(SampledRun(version, worker, tokens))
 
     def end(self, cause: str) -> None:
         self.ended = cause
