@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ from elastic.protocol.endpoint import Endpoint
 from providers.base import KnownLease, LeaseRequest, ProviderContext, ProviderEvent, WorkerTicket
 from providers.ec2 import Ec2Provider
 from providers.ec2_market import HOUR_S, Ec2Settings
+from providers.vendor_calls import CALL_NAME
 
 LEASES = 4
 UNSEEN_S = 5.0
@@ -46,7 +48,8 @@ PATIENCE_S = 120.0
 POOLS = {("g5.xlarge", "us-east-1a"): 24}
 CAP = 1.025
 """What four leases may cost, as a share of their first hour's price."""
-AGE_S = 10.0
+AGE_S = 30.0
+"""How far a run is brought towards its cap at once. Before, it is farther from the cap than twice what notice needs."""
 SHARE = 0.5
 """The price, of that on demand."""
 DOUBLED_AGO_S = 20.0
@@ -254,9 +257,10 @@ async def ending(run: BoundedRun, aws: Any, secrets: int) -> None:
     await asyncio.gather(
         *(asyncio.to_thread(run.provider.api.put_secret, f"former-{number}", "token") for number in range(secrets))
     )
+    await until(lambda: run.offered)
     aws.proxy.hold = lose
     await run.acquire()
-    await ordered.wait()
+    await until(ordered.is_set)
     await run.acquire()
     await until(lambda: run.granted)
     closing = asyncio.create_task(run.provider.aclose())
@@ -287,7 +291,7 @@ async def measure(quick: bool) -> dict[str, Any]:
 
         lost = asyncio.create_task(ending(secrets, aws, QUICK_SECRETS if quick else FULL_SECRETS))
         await asyncio.gather(lost, double(), *(capped(run, doubled, hold=not quick) for run in runs))
-        await asyncio.sleep(UNSEEN_S)
+        await until(lambda: not any(thread.name.startswith(CALL_NAME) for thread in threading.enumerate()))
         listed = await asyncio.to_thread(secrets.provider.api.secrets)
         return {
             "usd_over_max": max(0.0, runs[0].bill_usd() - usd_max),

@@ -14,6 +14,8 @@ from elastic.system.thread_lane import promised
 T = TypeVar("T")
 
 TOLD_CHARACTERS = 400
+CALL_NAME = "vendor: "
+"""What the names of calls' threads begin with."""
 
 
 async def call(timeout_s: float, function: Callable[..., T], *arguments: Any) -> T:
@@ -40,7 +42,7 @@ def told(error: BaseException) -> str:
 
 def _begun(function: Callable[..., T], *arguments: Any) -> Future[T]:
     result, call = promised(function, *arguments)
-    threading.Thread(target=call, name=f"vendor: {function.__name__}", daemon=True).start()
+    threading.Thread(target=call, name=f"{CALL_NAME}{function.__name__}", daemon=True).start()
     return result
 
 

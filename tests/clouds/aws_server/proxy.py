@@ -102,6 +102,8 @@ class Proxy:
         self.denied: set[str] = set()
         self.templates: dict[str, Mapping[str, str]] = {}
         self._tokens: dict[str, tuple[str, bytes]] = {}
+        self._pages: dict[str, tuple[ElementTree.Element, ElementTree.Element, list[Any]]] = {}
+        """What is left of answers that come in pages, by the token of the next one."""
         self._imds_tokens: dict[str, str] = {}
         self._moto = moto
         self._launched, self._ended = launched, ended
@@ -189,8 +191,10 @@ class Proxy:
             "DescribeSpotPriceHistory": self._price_history,
             "GetSpotPlacementScores": self._scores,
         }
+        if "NextToken" in form:
+            return self._page(*self._pages[form["NextToken"]])
         if action in own:
-            return self._paged(action, form, web.Response(body=own[action](form).encode(), content_type="text/xml"))
+            return self._paged(action, web.Response(body=own[action](form).encode(), content_type="text/xml"))
         if action == "GetServiceQuota":
             quota = {"QuotaName": "All Spot Instance Requests", "Value": float(self.books.quota)}
             return web.json_response({"Quota": quota}, content_type="application/x-amz-json-1.1")
@@ -205,15 +209,11 @@ class Proxy:
             for key, name in form.items():
                 if key.startswith("InstanceType.") and name not in USD_ON_DEMAND:
                     raise Refused("InvalidInstanceType", f"These instance types do not exist: [{name}]")
-        if action in LISTS and "NextToken" in form:  # Pages are this side's, not moto's.
-            asked = {key: value for key, value in form.items() if key != "NextToken"}
-            body = urllib.parse.urlencode(asked).encode()
-        else:
-            asked = form
         if action == "DescribeInstances" and (wanted := self._wanted(form)) is not None:
             if not wanted:
                 return _xml(_told("DescribeInstances", "<reservationSet/>"))
-            body = urllib.parse.urlencode(asked | {f"InstanceId.{n}": one for n, one in enumerate(wanted, 1)}).encode()
+            asked = {**form, **{f"InstanceId.{n}": one for n, one in enumerate(wanted, 1)}}
+            body = urllib.parse.urlencode(asked).encode()
         if action == "TerminateInstances":
             self._know([value for key, value in form.items() if key.startswith("InstanceId.")])
         if action == "ListSecrets" and self.page is not None:
@@ -225,7 +225,7 @@ class Proxy:
             for key, instance in form.items():
                 if key.startswith("InstanceId."):
                     await self.end(instance, ORDERED)
-        return self._paged(action, form, web.Response(body=answer, status=status, headers=headers))
+        return self._paged(action, web.Response(body=answer, status=status, headers=headers))
 
     def _know(self, instances: list[str]) -> None:
         """Raise `Refused` for the whole call if one of these instances is not known yet."""
@@ -233,19 +233,21 @@ class Proxy:
         if new:
             raise Refused("InvalidInstanceID.NotFound", f"The instance ID '{new[0]}' does not exist")
 
-    def _paged(self, action: str, form: Mapping[str, str], answer: web.Response) -> web.Response:
-        """One page of EC2's answer, from the item on that the last page's token names."""
+    def _paged(self, action: str, answer: web.Response) -> web.Response:
+        """The first page of EC2's answer, if it comes in pages."""
         items = LISTS.get(action)
         if self.page is None or items is None or answer.status != 200 or not isinstance(answer.body, bytes):
             return answer
         root = ElementTree.fromstring(re.sub(rb' xmlns="[^"]*"', b"", answer.body, count=1))
         listed = root.find(items)
-        if listed is not None:
-            first = int(form.get("NextToken") or 0)
-            everything = list(listed)
-            listed[:] = everything[first : first + self.page]
-            if first + self.page < len(everything):
-                _put(root, "nextToken", str(first + self.page))
+        return answer if listed is None else self._page(root, listed, list(listed))
+
+    def _page(self, root: ElementTree.Element, listed: ElementTree.Element, left: list[Any]) -> web.Response:
+        """A page of what is left of an answer; its token stands for the rest."""
+        listed[:], rest = left[: self.page], left[self.page :]
+        token = uuid.uuid4().hex if rest else ""
+        self._pages[token] = root, listed, rest
+        _put(root, "nextToken", token)
         root.set("xmlns", NAMESPACE)
         return web.Response(body=ElementTree.tostring(root), content_type="text/xml")
 
