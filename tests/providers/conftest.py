@@ -73,6 +73,19 @@ class Recorder:
         await self.until(lambda r: r.of(LeaseGranted, lease) or r.of(LeaseRefused, lease))
         return (*self.of(LeaseGranted, lease), *self.of(LeaseRefused, lease))[0]
 
+    async def offered(self, provider: Any, available: int) -> None:
+        """Start a provider; returns once it offers so much."""
+        await provider.start(self.emit)
+        await self.until(lambda r: r.available == available)
+
+    async def leased(self, provider: Any, number: int = 1) -> LeaseGranted:
+        """Request a lease; returns its grant."""
+        request = lease_request(number)
+        await provider.acquire(request)
+        granted = await self.answered(request.lease)
+        assert isinstance(granted, LeaseGranted), granted
+        return granted
+
     @property
     def available(self) -> int:
         offers = self.of(OfferChanged)

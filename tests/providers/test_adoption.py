@@ -200,10 +200,8 @@ async def test_what_nothing_is_left_of_is_over_or_may_be_asked_for_again(
         ("lease-1", EndCause.LOST),
         ("lease-3", EndCause.EXPIRED),
     ]
-    await provider.start(recorder.emit)
-    await recorder.until(lambda r: r.available == CAPACITY)
-    await provider.acquire(lease_request(2))
-    assert isinstance(await recorder.answered("lease-2"), LeaseGranted)
+    await recorder.offered(provider, CAPACITY)
+    await recorder.leased(provider, 2)
 
 
 @pytest.mark.parametrize("death", DEATHS)
@@ -218,8 +216,7 @@ async def test_wherever_it_is_killed_a_lease_is_had_once_or_not_at_all(
         assert unheard == ["lease-1"]
         assert incarnations.pids(1) == []
         await recorder.until(lambda r: r.available == CAPACITY)
-        await provider.acquire(lease_request())
-    assert isinstance(await recorder.answered("lease-1"), LeaseGranted)
+        await recorder.leased(provider)
     await eventually(lambda: len(incarnations.pids(1)) == incarnations.width)
     assert len(recorder.of(LeaseGranted)) == 1
     if incarnations.kind == "serving":
@@ -239,10 +236,8 @@ async def test_what_a_liar_stood_on_stays_out_for_the_next(
     """Whether its lease had ended, or goes on for a while. Where each lease is another machine, all is to be had, and
     the trainer's is that of a run which somebody has resumed."""
     first = incarnations.next()
-    await first.start(recorder.emit)
-    await recorder.until(lambda r: r.available == CAPACITY)
-    await first.acquire(lease_request())
-    await recorder.answered("lease-1")
+    await recorder.offered(first, CAPACITY)
+    await recorder.leased(first)
     first.bar("lease-1")
     if ended_before:
         await first.release("lease-1")
@@ -256,8 +251,7 @@ async def test_what_a_liar_stood_on_stays_out_for_the_next(
     left = CAPACITY if incarnations.kind in ("serverless", "trainer", "pool") else CAPACITY - 1
     await heard.until(lambda r: r.available == left)
     for number in range(2, 2 + left):
-        await provider.acquire(lease_request(number))
-        assert isinstance(await heard.answered(f"lease-{number}"), LeaseGranted)
+        await heard.leased(provider, number)
     assert heard.available == 0
 
 

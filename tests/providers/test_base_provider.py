@@ -63,16 +63,14 @@ async def test_every_grant_is_followed_by_an_offer_even_if_it_is_the_same(
     provider = MemoryProvider("memory", ProviderSettings(max_workers=2), context, AlwaysOne)  # type: ignore[call-arg]
     await provider.start(recorder.emit)
     for number in (1, 2):
-        await provider.acquire(lease_request(number))
-        await recorder.answered(f"lease-{number}")
+        await recorder.leased(provider, number)
         assert isinstance(recorder.events[-1], OfferChanged)
         assert isinstance(recorder.events[-2], LeaseGranted)
     await provider.aclose()
 
 
 async def test_whoever_closes_grants_nothing_more(provider: MemoryProvider, recorder: Recorder) -> None:
-    await provider.acquire(lease_request(1))
-    await recorder.answered("lease-1")
+    await recorder.leased(provider)
     await provider.acquire(lease_request(2))
     await provider.aclose()
     assert "closing" in recorder.of(LeaseRefused, "lease-2")[0].reason
@@ -82,8 +80,7 @@ async def test_whoever_closes_grants_nothing_more(provider: MemoryProvider, reco
 async def test_a_lease_whose_workers_never_joined_ends_as_such(
     provider: MemoryProvider, recorder: Recorder, reason: str, cause: EndCause
 ) -> None:
-    await provider.acquire(lease_request())
-    await recorder.answered("lease-1")
+    await recorder.leased(provider)
     await provider.release("lease-1", reason)
     await provider.release("lease-1", "asked again")
     assert (await recorder.ended("lease-1")).cause is cause

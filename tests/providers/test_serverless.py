@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
+from elastic.core.events import LeaseEnded, LeaseRefused, OfferChanged
 from elastic.core.types import NS_PER_S, EndCause
 from providers.base import Provider, ProviderContext
 from providers.markets import ServerlessSettings
@@ -36,9 +36,7 @@ async def test_a_lease_ends_by_time_whatever_its_worker_does(open_provider: Open
     provider = open_provider(lease_s=1.0)
     await provider.start(recorder.emit)
     before_ns = provider.context.now_ns()
-    await provider.acquire(lease_request())
-    granted = await recorder.answered("lease-1")
-    assert isinstance(granted, LeaseGranted)
+    granted = await recorder.leased(provider)
     assert granted.expires_at_ns is not None
     assert before_ns + NS_PER_S <= granted.expires_at_ns <= provider.context.now_ns() + NS_PER_S
     await eventually(lambda: processes_with(ELASTIC_RUN=provider.context.run))
@@ -51,8 +49,7 @@ async def test_a_lease_ends_by_time_whatever_its_worker_does(open_provider: Open
 async def test_a_lease_given_back_in_time_is_released(open_provider: Open, recorder: Recorder) -> None:
     provider = open_provider(lease_s=600.0)
     await provider.start(recorder.emit)
-    await provider.acquire(lease_request())
-    await recorder.answered("lease-1")
+    await recorder.leased(provider)
     await provider.release("lease-1")
     assert (await recorder.ended("lease-1")).cause is EndCause.RELEASED
 
@@ -61,9 +58,7 @@ async def test_one_that_is_given_back_too_late_has_expired(open_provider: Open, 
     """Whoever keeps the time better: the platform's own limit is what ends the call."""
     provider = open_provider(lease_s=0.2)
     await provider.start(recorder.emit)
-    await provider.acquire(lease_request())
-    granted = await recorder.answered("lease-1")
-    assert isinstance(granted, LeaseGranted)
+    granted = await recorder.leased(provider)
     assert granted.expires_at_ns is not None
     # The loop must not come to the provider's own timer first.
     while provider.context.now_ns() <= granted.expires_at_ns:
@@ -78,8 +73,7 @@ async def test_a_cold_start_comes_before_the_worker_and_within_the_lease(
     provider = open_provider(lease_s=0.5, cold_start_s=30.0)
     await provider.start(recorder.emit)
     assert recorder.of(OfferChanged)[-1].offer.boot_s == 30.0
-    await provider.acquire(lease_request())
-    assert isinstance(await recorder.answered("lease-1"), LeaseGranted)
+    await recorder.leased(provider)
     assert processes_with(ELASTIC_RUN=provider.context.run) == []
     assert (await recorder.ended("lease-1")).cause is EndCause.EXPIRED
 
@@ -94,11 +88,9 @@ async def test_replacements_are_to_be_had_besides_all_others(open_provider: Open
 
     assert offered() == (2, 1)
     for number in (1, 2):
-        await provider.acquire(lease_request(number))
-        await recorder.answered(f"lease-{number}")
+        await recorder.leased(provider, number)
     assert offered() == (0, 1)
-    await provider.acquire(lease_request(3))
-    assert isinstance(await recorder.answered("lease-3"), LeaseGranted)
+    await recorder.leased(provider, 3)
     await recorder.until(lambda _: offered() == (0, 0))
     await provider.acquire(lease_request(4))
     refused = await recorder.answered("lease-4")
@@ -113,9 +105,7 @@ async def test_replacements_are_to_be_had_besides_all_others(open_provider: Open
 async def test_closing_before_the_end_releases(open_provider: Open, recorder: Recorder) -> None:
     provider = open_provider(lease_s=0.3)
     await provider.start(recorder.emit)
-    await provider.acquire(lease_request())
-    granted = await recorder.answered("lease-1")
-    assert isinstance(granted, LeaseGranted)
+    granted = await recorder.leased(provider)
     assert granted.expires_at_ns is not None
     await provider.aclose()
     while provider.context.now_ns() <= granted.expires_at_ns:  # noqa: ASYNC110 - a moment is waited for, not an event

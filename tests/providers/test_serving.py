@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from elastic.core.events import LeaseGranted, LeaseRefused
+from elastic.core.events import LeaseRefused
 from elastic.core.types import EndCause
 from providers.base import Provider, ProviderContext, ProviderUnavailable
 from providers.serving import ServingProvider
@@ -56,18 +56,15 @@ def host_pids(context: ProviderContext) -> list[int]:
 async def lent(provider: ServingProvider, recorder: Recorder) -> None:
     await provider.start(recorder.emit)
     await recorder.until(lambda r: r.available)
-    await provider.acquire(lease_request())
-    assert isinstance(await recorder.answered("lease-1"), LeaseGranted)
+    await recorder.leased(provider)
 
 
 async def test_lends_the_host_with_the_least_kv_in_use(
     cluster: Callable[..., ServingProvider], context: ProviderContext, recorder: Recorder
 ) -> None:
     provider = cluster(prompt=50_000, hosts=2, device={"prefill_tokens_per_s": 1e6})
-    await provider.start(recorder.emit)
-    await recorder.until(lambda r: r.available == 2)
-    await provider.acquire(lease_request())
-    await recorder.answered("lease-1")
+    await recorder.offered(provider, 2)
+    await recorder.leased(provider)
     reports = [host.report for host in hosts(provider)]
     assert all(report is not None for report in reports)
     by_use = sorted(reports, key=lambda report: report.kv_used_share)  # type: ignore[union-attr]
@@ -78,13 +75,11 @@ async def test_a_host_is_chosen_by_its_use_over_a_window_and_not_by_a_moment(
     cluster: Callable[..., ServingProvider], recorder: Recorder
 ) -> None:
     provider = cluster(hosts=2, kv_window_s=1000.0)
-    await provider.start(recorder.emit)
-    await recorder.until(lambda r: r.available == 2)
+    await recorder.offered(provider, 2)
     busy_of_late, idle_of_late = hosts(provider)
     busy_of_late.kv_used_shares.extend([0.5] * 100 + [0.0])
     idle_of_late.kv_used_shares.extend([0.0] * 100 + [0.3])
-    await provider.acquire(lease_request())
-    await recorder.answered("lease-1")
+    await recorder.leased(provider)
     assert provider.market.lent == {idle_of_late.name: "lease-1"}
 
 

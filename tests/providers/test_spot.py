@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, OfferChanged
+from elastic.core.events import LeaseEnded, LeaseNotice, OfferChanged
 from elastic.core.types import NS_PER_S, EndCause
 from providers.base import Provider, ProviderContext, ProviderUnavailable
 from providers.markets import SpotSettings
@@ -78,8 +78,7 @@ async def test_notice_comes_first_and_names_its_deadline(
     market: Callable[..., SpotProvider], context: ProviderContext, recorder: Recorder
 ) -> None:
     provider = market("0,add,a", "200,remove,a", "600000,add,b", notice_s=0.3)
-    await provider.start(recorder.emit)
-    await recorder.until(lambda r: r.available == 1)
+    await recorder.offered(provider, 1)
     await provider.acquire(lease_request())
     await recorder.until(lambda r: r.of(LeaseNotice))
     (notice,) = recorder.of(LeaseNotice)
@@ -93,8 +92,7 @@ async def test_a_lease_given_back_under_notice_still_counts_as_preempted(
     market: Callable[..., SpotProvider], recorder: Recorder
 ) -> None:
     provider = market("0,add,a", "100,remove,a", "600000,add,b", notice_s=600)
-    await provider.start(recorder.emit)
-    await recorder.until(lambda r: r.available == 1)
+    await recorder.offered(provider, 1)
     await provider.acquire(lease_request())
     await recorder.until(lambda r: r.of(LeaseNotice))
     await provider.release("lease-1")
@@ -106,8 +104,7 @@ async def test_the_longest_available_instance_is_leased_first(
     market: Callable[..., SpotProvider], recorder: Recorder
 ) -> None:
     provider = market("0,add,a", "0,add,b", "0,add,c", "600,remove,a", "700,remove,b", "600000,add,d")
-    await provider.start(recorder.emit)
-    await recorder.until(lambda r: r.available == 3)
+    await recorder.offered(provider, 3)
     for number in (1, 2, 3):
         await provider.acquire(lease_request(number))
     await recorder.until(lambda r: len(r.of(LeaseEnded)) == 2)
@@ -121,10 +118,8 @@ async def test_an_instance_whose_worker_lied_goes_unnoticed(
     market: Callable[..., SpotProvider], recorder: Recorder
 ) -> None:
     provider = market("0,add,a", "0,add,b", "1000,remove,a", "600000,remove,b")
-    await provider.start(recorder.emit)
-    await recorder.until(lambda r: r.available == 2)
-    await provider.acquire(lease_request())
-    await recorder.answered("lease-1")
+    await recorder.offered(provider, 2)
+    await recorder.leased(provider)
     provider.bar("lease-1")
     await provider.release("lease-1")
     await recorder.ended("lease-1")
@@ -138,23 +133,19 @@ async def test_a_free_instance_that_goes_is_no_longer_offered(
     market: Callable[..., SpotProvider], recorder: Recorder
 ) -> None:
     provider = market("0,add,a", "0,add,b", "200,remove,a", "600000,add,c")
-    await provider.start(recorder.emit)
-    await recorder.until(lambda r: r.available == 2)
+    await recorder.offered(provider, 2)
     await recorder.until(lambda r: r.available == 1)
-    await provider.acquire(lease_request())
-    assert isinstance(await recorder.answered("lease-1"), LeaseGranted)
+    await recorder.leased(provider)
 
 
 async def test_billing_starts_with_the_grant_and_the_worker_after_its_boot(
     market: Callable[..., SpotProvider], context: ProviderContext, recorder: Recorder
 ) -> None:
     provider = market("0,add,a", "600000,remove,a", boot_delay_s=1.0)
-    await provider.start(recorder.emit)
-    await recorder.until(lambda r: r.available == 1)
+    await recorder.offered(provider, 1)
     assert recorder.of(OfferChanged)[-1].offer.boot_s == 1.0
     granted_s = asyncio.get_running_loop().time()
-    await provider.acquire(lease_request())
-    await recorder.answered("lease-1")
+    await recorder.leased(provider)
     assert processes_with(ELASTIC_RUN=context.run) == []
     await eventually(lambda: processes_with(ELASTIC_RUN=context.run, ELASTIC_WORKER="worker-1"))
     assert asyncio.get_running_loop().time() - granted_s >= 1.0
@@ -164,8 +155,7 @@ async def test_a_lease_that_ends_while_it_boots_starts_nothing(
     market: Callable[..., SpotProvider], context: ProviderContext, recorder: Recorder
 ) -> None:
     provider = market("0,add,a", "600000,remove,a", boot_delay_s=600)
-    await provider.start(recorder.emit)
-    await recorder.until(lambda r: r.available == 1)
+    await recorder.offered(provider, 1)
     await provider.acquire(lease_request())
     await provider.release("lease-1")
     assert (await recorder.ended("lease-1")).cause is EndCause.RELEASED

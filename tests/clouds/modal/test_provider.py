@@ -52,10 +52,7 @@ class House:
         return provider
 
     async def grant(self, provider: ModalProvider, number: int) -> str:
-        await provider.acquire(lease_request(number))
-        answer = await self.recorder.answered(f"lease-{number}")
-        assert isinstance(answer, LeaseGranted), answer
-        return answer.lease
+        return (await self.recorder.leased(provider, number)).lease
 
     def spent(self, number: int) -> bool:
         """Whether the ticket of this lease's worker is."""
