@@ -43,6 +43,7 @@ class House:
             endpoint=Endpoint("127.0.0.1:1"),
             worker_command=(sys.executable, "-c", worker),
             now_ns=time.monotonic_ns,
+            secret=lambda host: f"{self.run}: {host}",
             acquire_timeout_s=PATIENCE_S,
             release_timeout_s=PATIENCE_S,
         )
