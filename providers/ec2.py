@@ -588,10 +588,16 @@ class Ec2Provider(VendorProvider[Ec2Settings]):
             self._emit(StraysBilled(provider=self.name, usd=usd))
 
     async def sweep(self) -> bool:
-        seen = await self.ask(self.api.instances)
-        left = self._of_no_lease(seen)
-        await self._end_strays(left)
-        await self._settle_strays(seen)
+        try:
+            seen = await self.ask(self.api.instances)
+            left = self._of_no_lease(seen)
+            await self._end_strays(left)
+            await self._settle_strays(seen)
+        except Ec2Error as error:
+            if not error.passing:
+                raise
+            log.warning("the search for what is left is repeated", provider=self.name, error=str(error))
+            return False
         self._settle_orders()
         return not left and not self._unsettled and not self._strays
 

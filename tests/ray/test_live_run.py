@@ -181,7 +181,7 @@ def test_a_head_that_is_lost_is_named_and_the_run_goes_on(
     module: Callable[[str], Any], tmp_path: Path, checkpoint: Path
 ) -> None:
     with ray_cluster(nodes=1) as cluster, contextlib.ExitStack() as undo:
-        live = OnRay(module, tmp_path, checkpoint, cluster, "providers.ray.answer_timeout_s=10")
+        live = OnRay(module, tmp_path, checkpoint, cluster, "providers.ray.answer_timeout_s=30")
         undo.callback(live.run.discard)
         live.more_tokens()
         relay = open_relay(f"{cluster.client_address}/of-a-lost-head")

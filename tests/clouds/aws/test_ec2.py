@@ -372,7 +372,8 @@ async def test_what_is_not_known_yet_has_not_ended(house: House, *, release: boo
 
 
 async def test_an_end_waits_for_what_came_of_a_lost_order_and_says_so(house: House) -> None:
-    provider = await house.started(answer_timeout_s=2.0)
+    provider = await house.started()
+    patient_s, provider.answer_s = provider.answer_s, 1.0
     ordered, answered = asyncio.Event(), asyncio.Event()
 
     async def lose(action: str) -> None:
@@ -386,6 +387,7 @@ async def test_an_end_waits_for_what_came_of_a_lost_order_and_says_so(house: Hou
     closing = asyncio.create_task(provider.aclose())
     await house.until(lambda: "the order of lease-1" in provider.waits_for)
     assert provider.closing_s > 60
+    provider.answer_s = patient_s
     answered.set()
     assert await closing == ""
     assert house.aws.living() == []
