@@ -40,7 +40,7 @@ class Ec2Error(Exception):
     """AWS has refused a request. `code` is AWS's; the message names the request, AWS's answer and a remedy."""
 
     def __init__(self, asked: str, code: str, said: str, mend: str = "") -> None:
-        mend = mend or _MENDS.get(code) or next((text for part, text in _FAMILIES if part in code), "")
+        mend = mend or next((text for part, text in _MENDS.items() if part in code), "")
         super().__init__(f"{asked}: {code}: {said.rstrip('.')}" + (f"; {mend}" if mend else ""))
         self.code = code
 
@@ -64,10 +64,8 @@ _MENDS = {
     "RequestTimeTooSkewed": "this machine's clock is off: compare it with `date -u`",
     "RequestExpired": "this machine's clock is off, or the credentials have expired: compare it with `date -u`",
     "ExpiredToken": "the credentials have expired: log in again (`aws sso login`)",
-    "ExpiredTokenException": "the credentials have expired: log in again (`aws sso login`)",
     "UnauthorizedOperation": "the role lacks this action; infra/aws has the policy that it needs",
     "AccessDenied": "the role lacks this action; infra/aws has the policy that it needs",
-    "AccessDeniedException": "the role lacks this action; infra/aws has the policy that it needs",
     "OptInRequired": "the account has no EC2 in this region",
     "InvalidAMIID.NotFound": "providers.ec2.image names no AMI of this region; AMIs are copied to each",
     "InvalidAMIID.Malformed": "providers.ec2.image names no AMI",
@@ -82,18 +80,23 @@ _MENDS = {
     "VcpuLimitExceeded": "ask AWS for a higher quota, or lower max_workers",
     "AWS.SimpleQueueService.NonExistentQueue": "providers.ec2.queue is no queue of this region",
     "QueueDoesNotExist": "providers.ec2.queue is no queue of this region",
+    "InvalidLaunchTemplateName": "another run has this name",
+    "NotAuthorized": "the role lacks this action",
 }
+"""What to do, by a part of the code."""
 _PASSING = frozenset(
     {
-        *("RequestLimitExceeded", "Throttling", "ThrottlingException", "EC2ThrottledException", "InternalError"),
-        *(
-            "InternalFailure",
-            "ServiceUnavailable",
-            "Unavailable",
-            "ResponseParser",
-            "IncompleteRead",
-            "RequestInProgress",
-        ),
+        "RequestLimitExceeded",
+        "Throttling",
+        "ThrottlingException",
+        "EC2ThrottledException",
+        "InternalError",
+        "InternalFailure",
+        "ServiceUnavailable",
+        "Unavailable",
+        "ResponseParser",
+        "IncompleteRead",
+        "RequestInProgress",
     }
 )
 SET_CLOCK = "set it (chrony, systemd-timesyncd)"
@@ -101,18 +104,17 @@ _CLOCK_CODES = frozenset(
     {"AuthFailure", "InvalidSignatureException", "RequestExpired", "RequestTimeTooSkewed", "SignatureDoesNotMatch"}
 )
 """Codes by which the services refuse a signature for its time."""
-_FAMILIES = (
-    ("InvalidLaunchTemplateName", "another run has this name"),
-    ("NotAuthorized", "the role lacks this action"),
-)
-_NO_ACCESS = frozenset(
-    {
-        *("NoCredentials", "ProfileNotFound", "AuthFailure", "InvalidClientTokenId", "SignatureDoesNotMatch"),
-        *("InvalidSignatureException", "RequestTimeTooSkewed"),
-        *("RequestExpired", "ExpiredToken", "ExpiredTokenException", "UnauthorizedOperation", "OptInRequired"),
-        *("AccessDenied", "AccessDeniedException"),
-    }
-)
+_NO_ACCESS = _CLOCK_CODES | {
+    "NoCredentials",
+    "ProfileNotFound",
+    "InvalidClientTokenId",
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "UnauthorizedOperation",
+    "OptInRequired",
+    "AccessDenied",
+    "AccessDeniedException",
+}
 
 
 class Instance(NamedTuple):

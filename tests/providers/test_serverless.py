@@ -46,14 +46,6 @@ async def test_a_lease_ends_by_time_whatever_its_worker_does(open_provider: Open
     assert processes_with(ELASTIC_RUN=provider.context.run) == []
 
 
-async def test_a_lease_given_back_in_time_is_released(open_provider: Open, recorder: Recorder) -> None:
-    provider = open_provider(lease_s=600.0)
-    await provider.start(recorder.emit)
-    await recorder.leased(provider)
-    await provider.release("lease-1")
-    assert (await recorder.ended("lease-1")).cause is EndCause.RELEASED
-
-
 async def test_one_that_is_given_back_too_late_has_expired(open_provider: Open, recorder: Recorder) -> None:
     """Whoever keeps the time better: the platform's own limit is what ends the call."""
     provider = open_provider(lease_s=0.2)

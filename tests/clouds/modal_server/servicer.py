@@ -13,7 +13,6 @@ from modal_proto import api_pb2  # pyright: ignore[reportMissingImports]
 from modal_proto.api_grpc import ModalClientBase  # pyright: ignore[reportMissingImports]
 
 from tests.clouds.modal_server.platform import App, Function, FunctionCall, Input, Platform, RunningContainer
-from tests.clouds.modal_server.record import USD_PER_CORE_S, USD_PER_GIB_S, USD_PER_GPU_S
 
 TOKEN = ("ak-local", "as-local")
 """The credentials that are let in."""
@@ -75,13 +74,6 @@ class Servicer:
     async def do_AuthTokenGet(self, stream: Any, request: Any) -> Any:
         return api_pb2.AuthTokenGetResponse(token="e30.eyJleHAiOjQxMDI0NDQ4MDB9.x")
 
-    async def do_WorkspaceNameLookup(self, stream: Any, request: Any) -> Any:
-        return api_pb2.WorkspaceNameLookupResponse(username="local", workspace_name="local")
-
-    async def do_WorkspaceBillingRates(self, stream: Any, request: Any) -> Any:
-        rates = {"cpu": USD_PER_CORE_S, "memory": USD_PER_GIB_S, **USD_PER_GPU_S}
-        return api_pb2.WorkspaceBillingRatesResponse(rates={name: f"{usd:.8f}" for name, usd in rates.items()})
-
     async def do_EnvironmentGetOrCreate(self, stream: Any, request: Any) -> Any:
         metadata = api_pb2.EnvironmentMetadata(
             name=ENVIRONMENT, settings=api_pb2.EnvironmentSettings(image_builder_version=BUILDER_VERSION)
@@ -103,12 +95,6 @@ class Servicer:
             raise GRPCError(Status.NOT_FOUND, f"App {request.app_name!r} not found in environment 'main'")
         return api_pb2.AppGetOrCreateResponse(app_id=app.id)
 
-    async def do_AppGetLayout(self, stream: Any, request: Any) -> Any:
-        return api_pb2.AppGetLayoutResponse(app_layout=self._platform.layout(self._platform.apps[request.app_id]))
-
-    async def do_AppGetObjects(self, stream: Any, request: Any) -> Any:
-        return api_pb2.AppGetObjectsResponse()
-
     async def do_AppPublish(self, stream: Any, request: Any) -> Any:
         app = self._platform.apps[request.app_id]
         app.name, app.deployed_s = request.name or app.name, time.time()
@@ -118,10 +104,6 @@ class Servicer:
 
     async def do_AppGetTags(self, stream: Any, request: Any) -> Any:
         return api_pb2.AppGetTagsResponse(tags=self._platform.apps[request.app_id].tags)
-
-    async def do_AppSetTags(self, stream: Any, request: Any) -> Any:
-        self._platform.apps[request.app_id].tags = dict(request.tags)
-        return Empty()
 
     async def do_AppHeartbeat(self, stream: Any, request: Any) -> Any:
         return Empty()
