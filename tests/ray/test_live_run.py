@@ -181,7 +181,7 @@ def test_a_head_that_is_lost_is_named_and_the_run_goes_on(
     module: Callable[[str], Any], tmp_path: Path, checkpoint: Path
 ) -> None:
     with ray_cluster(nodes=1) as cluster, contextlib.ExitStack() as undo:
-        live = OnRay(module, tmp_path, checkpoint, cluster, "providers.ray.answer_timeout_s=30")
+        live = OnRay(module, tmp_path, checkpoint, cluster)
         undo.callback(live.run.discard)
         live.more_tokens()
         relay = open_relay(f"{cluster.client_address}/of-a-lost-head")
@@ -202,7 +202,10 @@ def test_a_head_that_is_lost_is_named_and_the_run_goes_on(
         ):
             relay.get("k")
         again = subprocess.run(
-            [sys.executable, "-m", "elastic.cli", "run", *live.arguments], capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", "elastic.cli", "run", *live.arguments],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
         )
         assert again.returncode == 2
         assert "does not answer" in again.stderr
