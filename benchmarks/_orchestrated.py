@@ -22,6 +22,7 @@ from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.tls import Certificate
 from elastic.runtime.journal import RunDirectory, SqliteJournal
 from elastic.runtime.orchestrator import Orchestrator, Wiring
+from elastic.runtime.run import Decided
 from elastic.worker.connection import Ticket
 from providers.base import Emit, KnownLease, LeaseRequest, Provider, ProviderSettings
 
@@ -98,8 +99,11 @@ def orchestrator(
     make_environment: Callable[[], Environment],
     certificate: Certificate | None = None,
     relay: str = "",
+    *,
+    decided: Decided = lambda event, commands: None,
+    make_scheduler: Callable[..., Scheduler] = Scheduler,
 ) -> Orchestrator:
-    """That of a run which has not begun; one of the `providers` is the trainer's."""
+    """That of a run which has not begun; one of the `providers` is the trainer's. `decided` as of `Orchestrator`."""
 
     def make_providers(endpoint: Endpoint, _: object) -> Mapping[str, Provider]:
         for provider in providers:
@@ -127,5 +131,5 @@ def orchestrator(
         kept=run,
         certificate=certificate,
     )
-    scheduler = Scheduler(plan, scheduling.limits(config), policies(config), 0)
-    return Orchestrator(config, scheduler, journal, wiring)
+    scheduler = make_scheduler(plan, scheduling.limits(config), policies(config), 0)
+    return Orchestrator(config, scheduler, journal, wiring, decided=decided)

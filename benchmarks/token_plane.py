@@ -1,56 +1,70 @@
-"""CPU per token on the way from workers to accepted, journaled tokens, against relaying server-sent events.
+"""What a token costs on the way from workers to accepted, journaled tokens, against relaying server-sent events.
 
-Ours is the orchestrator's own process: gateway, decoding, the scheduler's acceptance and the journal, fed over
-loopback by a process that streams as workers' agents do: sixteen streams a worker, a frame each flush, which comes as
-often as it does by default. `one_connection_…`: the same with all streams on one worker; `tls_…`: over TLS, as beyond
-loopback, `tls_ratio` what that costs over plain text. The other side relays one
-server-sent event a token from a streaming upstream to a client, with Starlette, uvicorn and aiohttp (uvloop,
-httptools), and does nothing else with it. Both carry the same streams at the same rate in one run; what counts is
-the CPU time of the process in the middle.
+Ours is the orchestrator's own process, live and whole (`_streaming.py`): gateway, decoding, the core's acceptance, the
+journal and the environments' loops. Stand-ins in processes of their own stream to it over loopback as workers' agents
+do (`_stand_ins.py`): sixteen streams a worker, 50 tokens/s each, turns of log-normal length that end and begin, one end
+in four a tool call. The other side relays one server-sent event a token from a streaming upstream to a client, with
+Starlette, uvicorn and aiohttp (uvloop, httptools), and does nothing else with it; it is at its best with 64 streams,
+and `ratio` is over that at every size. What counts is the CPU time of the process in the middle.
+
+By number of streams:
+
+- frame_us_per_token, ratio: CPU time of the orchestrator a token, and how many times as much the relay takes;
+- tokens_per_s, core_share, generator_core_share: what was accepted, the orchestrator's share of a core, and that of the
+  busiest process of stand-ins: near 1, a machine cannot feed as many streams, or cannot carry them;
+- delay_ms_p50, _p99, first_token_ms_p99, turn_end_ms_p99: from a token's production to its acceptance; of first tokens
+  of turns, and of last ones;
+- flush_interval_ms: how often the workers were told to send at the end;
+- drained: whether all that was produced was accepted in the end. A connection that broke would be why not;
+- tls_…: over TLS, as beyond loopback, `tls_ratio` what that costs over plain text; one_connection_…: with all streams
+  on one worker. Both of 64 and 1,000 streams only.
 """
 
 import asyncio
 import contextlib
 import multiprocessing
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
 from multiprocessing.connection import Connection as Pipe
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import uvicorn
 import uvloop
 from _common import Arguments, emit, parse_arguments
-from _orchestrated import OwnWorkers, orchestrator
+from _stand_ins import PATIENCE_S, TOKENS_PER_S, Look, Rest, Tell
+from _streaming import (
+    STREAMS_PER_WORKER,
+    Acceptances,
+    StandInFleet,
+    comes_true,
+    live_run,
+    percentile_ms,
+    streaming_config,
+    used,
+)
 from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from elastic.compose.plan import TRAINER_PROVIDER
-from elastic.config import Config
-from elastic.core.types import Account, Capabilities, Chunk, Chunks
-from elastic.protocol import wire
-from elastic.protocol.connection import ConnectionLost
-from elastic.protocol.sampled import pack_ids, pack_logprobs
-from elastic.protocol.tls import run_certificate
-from elastic.runtime.journal import RunDirectory
-from elastic.runtime.orchestrator import Orchestrator
-from elastic.testing.faults.shell.models import ModelEnvironment, NoSettings
-from elastic.worker.connection import Ticket, dial
+from elastic.compose.processes import run_loop
 
-TOKENS_PER_S = 50
-STREAMS_PER_WORKER = 16
-GROUP_SIZE = 8
+SIZES_QUICK, SIZES = (64, 1_000), (64, 1_000, 4_000, 16_384)
+COMPARED = 64
+"""The number of streams at which the relay is at its best."""
+TWICE = (64, 1_000)
+"""Sizes that are measured over TLS and with one connection, too."""
+PROCESS_STREAMS = 8_192
+"""Streams that one process of stand-ins feeds."""
+SAMPLED_FRAMES_PER_S = 500.0
 WARM_UP_S = 1.5
-PATIENCE_S = 120.0
-BEAT_EVERY = 10
-"""Flushes."""
-CAPABILITIES = Capabilities(engine="stream", replayable_sampling=True, max_context_tokens=1 << 20, device="cpu")
+SETTLE_S = 3.0
+"""Until the flush interval suits the load."""
+STARTED_SHARE = 0.97
+"""Of the streams. Some are at a tool at any moment."""
+DRAIN_S = 20.0
 EVENT = (
     b'data: {"id":"cmpl-1","object":"text_completion",'
     b'"choices":[{"index":0,"text":"x","token_ids":[17],"logprob":-0.51}]}\n\n'
@@ -58,93 +72,64 @@ EVENT = (
 """One token as OpenAI-compatible servers send it, with its id and log-probability."""
 
 
-def stream_frames(pipe: Pipe, workers: int, streams: int) -> None:
-    """The workers' side: of each a frame each flush, with what every running turn produced since the last."""
-    uvloop.run(_stream_frames(pipe, workers, streams))
+class Frames(NamedTuple):
+    """What the orchestrator did under so many streams."""
+
+    cpu_s: float
+    wall_s: float
+    tokens: int
+    generator_core_share: float
+    delay_ms_p50: float | None
+    delay_ms_p99: float | None
+    first_token_ms_p99: float | None
+    turn_end_ms_p99: float | None
+    flush_interval_ms: float
+    drained: bool
+
+    @property
+    def us_per_token(self) -> float:
+        return self.cpu_s / max(1, self.tokens) * 1e6
 
 
-async def _stream_frames(pipe: Pipe, workers: int, streams: int) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(workers):
-            tasks.create_task(_be_worker(await asyncio.to_thread(pipe.recv), streams))
-
-
-async def _be_worker(ticket: Ticket, streams: int) -> None:
-    """One worker, which has room for so many streams."""
-    connection, welcome = await dial(ticket, "", PATIENCE_S)
-    connection.send(wire.Ready(CAPABILITIES, 0))
-    produced: dict[int, int] = {}
-    born_ns = time.monotonic_ns()
-
-    def hear(orders: list[wire.FromOrchestrator]) -> None:
-        produced.update({order.slot: 0 for order in orders if isinstance(order, wire.Generate)})
-
-    async def speak() -> None:
-        due_s = asyncio.get_running_loop().time()
-        per_flush = TOKENS_PER_S * welcome.flush_interval_s
-        for number in range(1 << 30):
-            if number % BEAT_EVERY == 0:
-                age_ns = time.monotonic_ns() - born_ns
-                accounts_ns = {Account.DECODE: age_ns}
-                connection.send(wire.Heartbeat(streams, 0, len(produced), age_ns, accounts_ns, 0, 0.0, 0, 0))
-            count = int((number + 1) * per_flush) - int(number * per_flush)
-            if produced:
-                tokens = count * len(produced)
-                chunks = Chunks.of(Chunk(slot, start, count, 0) for slot, start in produced.items())
-                connection.send(wire.Tokens(chunks, pack_ids([17] * tokens), pack_logprobs([-0.51] * tokens)))
-            for slot in produced:
-                produced[slot] += count
-            due_s += welcome.flush_interval_s
-            await asyncio.sleep(due_s - asyncio.get_running_loop().time())
-
-    speaking = asyncio.create_task(speak())
-    try:
-        connection.watch(PATIENCE_S)
-        await connection.listen(hear)
-    except ConnectionLost:
-        speaking.cancel()
-
-
-def orchestrate(pipe: Pipe, results: Pipe, workers: int, streams: int, seconds: float, encrypted: bool) -> None:
+def orchestrate(results: Pipe, workers: int, streams: int, seconds: float, encrypted: bool) -> None:
     """The middle: a real orchestrator, whose CPU time is measured."""
-    results.send(uvloop.run(_orchestrate(pipe, workers, streams, seconds, encrypted)))
+    results.send(run_loop(_orchestrate(workers, streams, seconds, encrypted)))
 
 
-async def _orchestrate(pipe: Pipe, workers: int, streams: int, seconds: float, encrypted: bool) -> tuple[float, int]:
-    config = Config.model_validate(
-        {
-            "model": {"checkpoint": "."},
-            "run": {"steps": 1},
-            "rollout": {"groups": streams // GROUP_SIZE, "group_size": GROUP_SIZE, "max_tokens_per_turn": 1 << 20},
-            "trainer": {"updates_per_step": 1},
-            "engine": {"max_pending": streams, "max_context_tokens": 1 << 21, "kv_blocks": 1 << 17},
-            "seeding": {"window_s": 3600, "reserved_engines": max(1, workers - 1)},
-        }
-    )
-
-    async def elsewhere(ticket: Ticket) -> None:
-        pipe.send(ticket)
-        await asyncio.Event().wait()
-
-    providers = [OwnWorkers(TRAINER_PROVIDER, 1, elsewhere), OwnWorkers("spot", workers - 1, elsewhere)]
-    with tempfile.TemporaryDirectory() as directory:
-        kept = RunDirectory(Path(directory))
-        journal = kept.begin_journal(config.journal)
-        certificate = run_certificate(kept.path, ["localhost"]) if encrypted else None
-        ours = orchestrator(config, kept, journal, providers, partial(ModelEnvironment, NoSettings()), certificate)
-        run = asyncio.create_task(ours.run())
-        await asyncio.sleep(WARM_UP_S)
-        cpu_s, tokens = time.process_time(), accepted(ours)
+async def _orchestrate(workers: int, streams: int, seconds: float, encrypted: bool) -> Frames:
+    config = streaming_config(workers, streams)
+    fleet = StandInFleet(-(-streams // PROCESS_STREAMS), -(-streams // workers))
+    frames_per_s = workers / config.scheduler.flush_interval_s
+    acceptances = Acceptances(stride=max(1, round(frames_per_s / SAMPLED_FRAMES_PER_S)))
+    async with live_run(config, workers, fleet, encrypted=encrypted, decided=acceptances.note) as run:
+        await comes_true(lambda: run.streaming() >= STARTED_SHARE * streams)
+        await asyncio.sleep(SETTLE_S)
+        before = await fleet.ask(Look())
+        acceptances.noting = True
+        began_s, cpu_s, tokens = time.monotonic(), time.process_time(), run.accepted
         await asyncio.sleep(seconds)
-        cpu_s, tokens = time.process_time() - cpu_s, accepted(ours) - tokens
-        ours.stop("measured")
-        await run
-        journal.close()
-    return cpu_s, tokens
-
-
-def accepted(orchestrator: Orchestrator) -> int:
-    return sum(turn.accepted for turn in orchestrator.scheduler.turns.live.values())
+        wall_s, cpu_s, tokens = time.monotonic() - began_s, time.process_time() - cpu_s, run.accepted - tokens
+        acceptances.noting = False
+        after = await fleet.ask(Look())
+        rested = await fleet.ask(Rest())
+        produced, lost = sum(one.produced for one in rested), sum(one.lost for one in rested)
+        drained = await comes_true(lambda: run.accepted >= produced, DRAIN_S)
+        if run.accepted > produced or not (drained or lost):
+            raise AssertionError(f"{run.accepted} tokens were accepted of {produced} that were produced")
+        schedules = [schedule for told in await fleet.ask(Tell()) for schedule in told]
+    delays = acceptances.delays(schedules)
+    return Frames(
+        cpu_s,
+        wall_s,
+        tokens,
+        used(before, after).core_share,
+        percentile_ms(delays.tokens_s, 50),
+        percentile_ms(delays.tokens_s, 99),
+        percentile_ms(delays.firsts_s, 99),
+        percentile_ms(delays.lasts_s, 99),
+        max(one.flush_interval_s for one in rested) * 1e3,
+        drained,
+    )
 
 
 def upstream(ports: Pipe) -> None:
@@ -222,12 +207,10 @@ def consume(port: int, streams: int) -> None:
     uvloop.run(everything())
 
 
-def measure_frames(workers: int, streams: int, seconds: float, *, encrypted: bool = False) -> tuple[float, int]:
-    """(CPU seconds, tokens) of the orchestrator, with the streams spread over so many workers."""
-    near, far = multiprocessing.Pipe()
+def measure_frames(workers: int, streams: int, seconds: float, *, encrypted: bool = False) -> Frames:
+    """The orchestrator's figures, with the streams spread over so many workers."""
     results, answer = multiprocessing.Pipe()
-    speaking = _running(stream_frames, far, workers, -(-streams // workers))
-    with speaking, _running(orchestrate, near, answer, workers, streams, seconds, encrypted):
+    with _running(orchestrate, answer, workers, streams, seconds, encrypted):
         return _heard(results)
 
 
@@ -260,35 +243,65 @@ def _heard(pipe: Pipe) -> Any:
     return pipe.recv()
 
 
-def compare(streams: int, seconds: float, rounds: int) -> dict[str, Any]:
-    """Medians over `rounds`, each with everything in turn."""
+def compare(streams: int, seconds: float, sse_us_per_token: float, *, encrypted: bool, alone: bool) -> dict[str, Any]:
+    """One round's figures of so many streams: over TLS, and with a worker `alone`, if so said."""
     workers = -(-streams // STREAMS_PER_WORKER)
-    rows: list[dict[str, float]] = []
-    for _ in range(rounds):
-        frames_s, frames = measure_frames(workers, streams, seconds)
-        tls_s, over_tls = measure_frames(workers, streams, seconds, encrypted=True)
-        one_s, one = measure_frames(1, streams, seconds)
-        events_s, events = measure_sse(streams, seconds)
-        rows.append(
-            {
-                "frame_us_per_token": frames_s / frames * 1e6,
-                "frame_tokens_per_s": frames / seconds,
-                "sse_us_per_token": events_s / events * 1e6,
-                "sse_tokens_per_s": events / seconds,
-                "ratio": (events_s / events) / (frames_s / frames),
-                "tls_us_per_token": tls_s / over_tls * 1e6,
-                "tls_ratio": (tls_s / over_tls) / (frames_s / frames),
-                "one_connection_us_per_token": one_s / one * 1e6,
-                "one_connection_ratio": (events_s / events) / (one_s / one),
-            }
-        )
-    return {"workers": workers, **{key: median(row[key] for row in rows) for key in rows[0]}}
+    frames = measure_frames(workers, streams, seconds)
+    figures: dict[str, Any] = {
+        "frame_us_per_token": frames.us_per_token,
+        "ratio": sse_us_per_token / frames.us_per_token,
+        "tokens_per_s": frames.tokens / frames.wall_s,
+        "core_share": frames.cpu_s / frames.wall_s,
+        "generator_core_share": frames.generator_core_share,
+        "delay_ms_p50": frames.delay_ms_p50,
+        "delay_ms_p99": frames.delay_ms_p99,
+        "first_token_ms_p99": frames.first_token_ms_p99,
+        "turn_end_ms_p99": frames.turn_end_ms_p99,
+        "flush_interval_ms": frames.flush_interval_ms,
+        "drained": frames.drained,
+    }
+    tls = one = None
+    if encrypted:
+        tls = measure_frames(workers, streams, seconds, encrypted=True).us_per_token
+    if alone:
+        one = measure_frames(1, streams, seconds).us_per_token
+    return figures | {
+        "tls_us_per_token": tls,
+        "tls_ratio": tls and tls / frames.us_per_token,
+        "one_connection_us_per_token": one,
+        "one_connection_ratio": one and sse_us_per_token / one,
+    }
+
+
+def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians; what one round lacks, or a truth that one round does not have, holds for all."""
+    figures: dict[str, Any] = {}
+    for key in rounds[0]:
+        values = [one[key] for one in rounds]
+        told = None not in values and not isinstance(values[0], bool)
+        figures[key] = median(values) if told else min(values, key=bool)
+    return figures
 
 
 def main(arguments: Arguments) -> dict[str, Any]:
-    seconds, rounds = (2.0, 1) if arguments.quick else (10.0, 3)
-    by_streams = {str(n): compare(n, seconds, rounds) for n in (64, 1000)}
-    return {**by_streams["64"], "streams": by_streams}
+    seconds, rounds, sizes = (2.0, 1, SIZES_QUICK) if arguments.quick else (10.0, 3, SIZES)
+    events: list[dict[str, float]] = []
+    by_size: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
+    for _ in range(rounds):
+        events_s, relayed = measure_sse(COMPARED, seconds)
+        events.append({"sse_us_per_token": events_s / relayed * 1e6, "sse_tokens_per_s": relayed / seconds})
+        for size, figures in by_size.items():
+            alone = size == COMPARED if arguments.quick else size in TWICE
+            figures.append(compare(size, seconds, events[-1]["sse_us_per_token"], encrypted=size in TWICE, alone=alone))
+    streams = {str(size): middle(figures) for size, figures in by_size.items()}
+    best = streams[str(COMPARED)]
+    return {
+        "workers": -(-COMPARED // STREAMS_PER_WORKER),
+        **best,
+        "frame_tokens_per_s": best["tokens_per_s"],
+        **middle(events),
+        "streams": streams,
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,332 @@
+"""A live orchestrator under any number of stand-ins for workers, as benchmarks measure it.
+
+The orchestrator is the whole of it: gateway, core, environments' loops, journal, with its full garbage collections
+deferred as in production. Its stand-ins (`_stand_ins.py`) live in processes of their own.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing
+import random
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, cast
+
+import _common  # noqa: F401  (the path)
+import numpy as np
+import numpy.typing as npt
+from _orchestrated import OwnWorkers, orchestrator
+from _stand_ins import PATIENCE_S, TOKENS_PER_S, TURN_TOKENS_MAX, Looked, Question, Schedule, stand_ins
+from pydantic import BaseModel
+
+from elastic.compose.plan import TRAINER_PROVIDER
+from elastic.config import Config
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import Chunks
+from elastic.environments.base import Environment, StepResult
+from elastic.protocol.tls import run_certificate
+from elastic.runtime.journal import RunDirectory, SqliteJournal
+from elastic.runtime.orchestrator import Orchestrator
+from elastic.runtime.status import total_tokens
+from elastic.system.machine import raise_descriptor_limit
+from elastic.worker.connection import Ticket
+
+STREAMS_PER_WORKER = 16
+GROUP_SIZE = 8
+PROMPT_TOKENS, ANSWER_TOKENS = 64, 64
+TOOL_SHARE, TOOL_S = 0.25, 1.0
+"""One end in four is a tool call; its environment takes so long, on average."""
+POLL_S = 0.05
+SILENCE_S = 30.0
+FEW_CHUNKS = 4
+"""Of a frame that left for the sake of a turn or two, and not because a flush was due."""
+
+
+class PausingEnvironment:
+    """An episode without an end. One turn in four calls a tool, which takes a while."""
+
+    class Settings(BaseModel):
+        pass
+
+    vocabulary: ClassVar[tuple[str, ...]] = ()
+    stop_token_ids: ClassVar[tuple[int, ...]] = ()
+
+    def __init__(self, settings: BaseModel | None = None) -> None:
+        self._drawn = random.Random()
+
+    async def reset(self, seed: int) -> list[int]:
+        self._drawn = random.Random(seed)
+        return [1] * PROMPT_TOKENS
+
+    async def step(self, token_ids: list[int]) -> StepResult:
+        if self._drawn.random() < TOOL_SHARE:
+            await asyncio.sleep(self._drawn.expovariate(1 / TOOL_S))
+        return StepResult([1] * ANSWER_TOKENS, done=False)
+
+    async def truncate(self) -> float:
+        return 0.0
+
+    async def aclose(self) -> None:
+        pass
+
+
+class StandInProcess:
+    """A process of stand-ins, which lives until it is killed."""
+
+    def __init__(self, credit: int, seed: int, *, produces: bool = True) -> None:
+        self.workers: set[str] = set()
+        self._pipe, far = multiprocessing.Pipe()
+        self._process = multiprocessing.Process(target=stand_ins, args=(far, credit, seed, produces), daemon=True)
+        self._process.start()
+        far.close()
+        self._dead = asyncio.Event()
+
+    async def work(self, ticket: Ticket) -> None:
+        """Be the worker of this ticket for as long as the process lives."""
+        self.workers.add(ticket.worker)
+        try:
+            self._pipe.send(ticket)
+            await self._dead.wait()
+        finally:
+            self.workers.discard(ticket.worker)
+
+    async def ask(self, question: Question) -> Any:
+        self._pipe.send(question)
+        if not await asyncio.to_thread(self._pipe.poll, PATIENCE_S):
+            raise TimeoutError(f"a process of stand-ins said nothing for {PATIENCE_S:g} s")
+        return self._pipe.recv()
+
+    def kill(self) -> None:
+        """End it by SIGKILL, at once; its workers are gone."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+        self._dead.set()
+
+    @property
+    def alive(self) -> bool:
+        return not self._dead.is_set()
+
+
+@dataclass(frozen=True)
+class Use:
+    """What processes of stand-ins did between two looks."""
+
+    core_share: float
+    """Of the busiest."""
+    produced: int
+    turns_ended: int
+
+
+class StandInFleet:
+    """Processes of stand-ins, over which workers are spread evenly."""
+
+    def __init__(self, processes: int, credit: int, *, produces: bool = True) -> None:
+        self._credit, self._produces = credit, produces
+        self.processes: list[StandInProcess] = []
+        self.add(processes)
+
+    def add(self, processes: int) -> None:
+        known = len(self.processes)
+        self.processes += [
+            StandInProcess(self._credit, known + number, produces=self._produces) for number in range(processes)
+        ]
+
+    async def work(self, ticket: Ticket) -> None:
+        """Have a worker for this ticket in the process with the fewest."""
+        await min(self._alive, key=lambda process: len(process.workers)).work(ticket)
+
+    async def ask(self, question: Question) -> list[Any]:
+        return list(await asyncio.gather(*(process.ask(question) for process in self._alive)))
+
+    def close(self) -> None:
+        for process in self._alive:
+            process.kill()
+
+    @property
+    def _alive(self) -> list[StandInProcess]:
+        return [process for process in self.processes if process.alive]
+
+
+def used(before: Sequence[Looked], after: Sequence[Looked]) -> Use:
+    pairs = list(zip(before, after, strict=True))
+    return Use(
+        max((now.cpu_s - then.cpu_s) / (now.at_s - then.at_s) for then, now in pairs),
+        sum(now.produced - then.produced for then, now in pairs),
+        sum(now.turns_ended - then.turns_ended for then, now in pairs),
+    )
+
+
+async def comes_true(holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
+    """Wait for a condition; returns whether it came to hold in time."""
+    ends_s = time.monotonic() + patience_s
+    while not holds():
+        if time.monotonic() > ends_s:
+            return False
+        await asyncio.sleep(POLL_S)
+    return True
+
+
+async def until(what: str, holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    """Wait for a condition. Raises `TimeoutError`, which says `what` did not come true."""
+    if not await comes_true(holds, patience_s):
+        raise TimeoutError(f"{what}: not within {patience_s:g} s")
+
+
+@dataclass
+class StreamedRun:
+    """A run under way, and where its journal is."""
+
+    orchestrator: Orchestrator
+    fleet: StandInFleet
+    kept: RunDirectory
+    journal: SqliteJournal
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.orchestrator.scheduler
+
+    @property
+    def accepted(self) -> int:
+        """Tokens, since the run began."""
+        return total_tokens(self.orchestrator._scribe.counts)
+
+    def streaming(self) -> int:
+        """How many turns have had a token."""
+        return sum(turn.accepted > 0 for turn in self.scheduler.turns.live.values())
+
+
+def streaming_config(workers: int, streams: int, **sections: Mapping[str, Any]) -> Config:
+    """The defaults, but that there are as many trajectories as streams, and that no step ends; `sections` besides.
+
+    Workers may be silent for longer: what a machine is too slow for shows in what it carries, and not in lost workers.
+    """
+    return Config.model_validate(
+        {
+            "model": {"checkpoint": "."},
+            "run": {"steps": 1},
+            "rollout": {
+                "groups": streams // GROUP_SIZE,
+                "group_size": GROUP_SIZE,
+                "max_turns": 1 << 20,
+                "max_tokens_per_turn": TURN_TOKENS_MAX,
+            },
+            "trainer": {"updates_per_step": 1},
+            "engine": {"max_pending": streams, "max_context_tokens": 1 << 22, "kv_blocks": 1 << 18},
+            "seeding": {"window_s": 3600, "reserved_engines": max(1, workers - 1)},
+            "scheduler": {"heartbeat_timeout_s": SILENCE_S, "stall_timeout_s": SILENCE_S},
+            **sections,
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def live_run(
+    config: Config,
+    workers: int,
+    fleet: StandInFleet,
+    *,
+    encrypted: bool = False,
+    make_environment: Callable[[], object] = PausingEnvironment,
+    decided: Callable[[e.Event, Sequence[c.Command]], None] = lambda event, commands: None,
+    make_scheduler: Callable[..., Scheduler] = Scheduler,
+) -> AsyncIterator[StreamedRun]:
+    """A run from before its begin to its end, with a journal on the disk; over TLS if `encrypted`."""
+    raise_descriptor_limit()
+    providers = [OwnWorkers(TRAINER_PROVIDER, 1, fleet.work), OwnWorkers("spot", workers - 1, fleet.work)]
+    with tempfile.TemporaryDirectory() as directory:
+        kept = RunDirectory(Path(directory))
+        journal = kept.begin_journal(config.journal)
+        certificate = run_certificate(kept.path, ["localhost"]) if encrypted else None
+        environment = cast(Callable[[], Environment], make_environment)
+        ours = orchestrator(
+            config,
+            kept,
+            journal,
+            providers,
+            environment,
+            certificate,
+            decided=decided,
+            make_scheduler=make_scheduler,
+        )
+        run = asyncio.create_task(ours.run())
+        try:
+            yield StreamedRun(ours, fleet, kept, journal)
+        finally:
+            ours.stop("measured")
+            await run
+            journal.close()
+            fleet.close()
+
+
+@dataclass
+class Acceptances:
+    """Frames as the core took them, and when: every `stride`-th, and those that left for a turn's sake.
+
+    `note` is for `Orchestrator`'s `decided`; it costs a fraction of a microsecond a frame.
+    """
+
+    stride: int = 1
+    noting: bool = False
+    kept: list[tuple[bool, float, str, Chunks]] = field(default_factory=list[tuple[bool, float, str, Chunks]])
+    """Whether it is one of the `stride`-th; when; the worker; the chunks."""
+    _frames: int = 0
+
+    def note(self, event: e.Event, commands: Sequence[c.Command]) -> None:
+        if not self.noting or type(event) is not e.TokensReceived:
+            return
+        self._frames += 1
+        sampled = self._frames % self.stride == 0
+        if sampled or event.chunks.ends or len(event.chunks.slots) <= FEW_CHUNKS:
+            self.kept.append((sampled, time.monotonic(), event.worker, event.chunks))
+
+    def delays(self, schedules: Iterable[Schedule]) -> "Delays":
+        """From each token's production to its acceptance."""
+        of_slot: dict[tuple[str, int], list[Schedule]] = {}
+        for schedule in schedules:
+            of_slot.setdefault((schedule.worker, schedule.slot), []).append(schedule)
+        firsts_s, lasts_s = list[float](), list[float]()
+        oldest_s, counts = list[float](), list[int]()
+        for sampled, at_s, worker, chunks in self.kept:
+            last_places = {end.place for end in chunks.ends}
+            for place, (slot, start, count) in enumerate(zip(chunks.slots, chunks.starts, chunks.counts, strict=True)):
+                known = of_slot.get((worker, slot), [])
+                number = bisect_right(known, at_s, key=lambda schedule: schedule.begun_s)
+                if not number or not count:
+                    continue
+                turn = known[number - 1]
+                waited_s = at_s - turn.begun_s - (start - turn.start + 1) / TOKENS_PER_S
+                if sampled:
+                    oldest_s.append(waited_s)
+                    counts.append(count)
+                if start == turn.start:
+                    firsts_s.append(waited_s)
+                if place in last_places:
+                    lasts_s.append(waited_s - (count - 1) / TOKENS_PER_S)
+        return Delays(_of_tokens(oldest_s, counts), np.array(firsts_s), np.array(lasts_s))
+
+
+class Delays(NamedTuple):
+    """In seconds."""
+
+    tokens_s: npt.NDArray[np.float64]
+    firsts_s: npt.NDArray[np.float64]
+    lasts_s: npt.NDArray[np.float64]
+
+
+def _of_tokens(oldest_s: Sequence[float], counts: Sequence[int]) -> npt.NDArray[np.float64]:
+    """The delay of every token, from those of the chunks' first ones."""
+    lengths = np.array(counts, np.int64)
+    places = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+    return np.repeat(np.array(oldest_s), lengths) - places / TOKENS_PER_S
+
+
+def percentile_ms(times_s: npt.NDArray[np.float64], percent: float) -> float | None:
+    """None of nothing."""
+    return float(np.percentile(times_s, percent)) * 1e3 if len(times_s) else None

@@ -1,0 +1,112 @@
+"""What a token, a turn and a trajectory take of an orchestrator's memory.
+
+The orchestrator is live and whole (`_streaming.py`), with its journal; stand-ins for workers are in another process.
+First all trajectories are open, and their environments think. Then each has a turn that runs on a worker. Then some of
+the turns get 32k tokens each, by frames as workers send them. After each of these, once all garbage is collected, the
+resident memory of the orchestrator's process is read.
+
+- bytes_per_trajectory: of one that is open, with its environment's loop and no turn;
+- bytes_per_turn: of one that runs, on top of its trajectory, its prompt of 64 tokens included;
+- bytes_per_token: of an accepted one of an open trajectory;
+- rss_mb: what the process had in the end.
+
+Memory that the allocator has and nobody uses counts.
+"""
+
+import asyncio
+import gc
+import multiprocessing
+from typing import Any
+
+import psutil
+from _common import Arguments, emit, parse_arguments
+from _stand_ins import PATIENCE_S, Fill
+from _streaming import (
+    GROUP_SIZE,
+    STREAMS_PER_WORKER,
+    PausingEnvironment,
+    StandInFleet,
+    live_run,
+    streaming_config,
+    until,
+)
+
+from elastic.compose.processes import run_loop
+
+TRAJECTORIES, FILLED, TOKENS = 100_000, 1_000, 32_000
+QUICK_SHARE = 10
+"""A tenth of the trajectories, and of those that are filled."""
+WORKERS = 64
+CHUNK_TOKENS = 12
+"""Of a turn in a frame, as after a flush interval of 250 ms."""
+SETTLE_S = 1.0
+"""For what the journal still writes, and for the collections of a run."""
+
+
+class Thoughts:
+    """How many environments think over their first prompts, and whether they may say them."""
+
+    def __init__(self) -> None:
+        self.thinking = 0
+        self.may_speak = asyncio.Event()
+
+
+class ThinkingEnvironment(PausingEnvironment):
+    def __init__(self, thoughts: Thoughts) -> None:
+        super().__init__()
+        self._thoughts = thoughts
+
+    async def reset(self, seed: int) -> list[int]:
+        self._thoughts.thinking += 1
+        await self._thoughts.may_speak.wait()
+        return await super().reset(seed)
+
+
+async def _measure(trajectories: int, filled: int) -> dict[str, Any]:
+    await _bytes(WORKERS, 0)  # What a process takes for its first run, it takes once.
+    return await _bytes(trajectories, filled)
+
+
+async def _bytes(trajectories: int, filled: int) -> dict[str, Any]:
+    patient = {"turn_stall_timeout_s": 10 * PATIENCE_S, "stall_timeout_s": PATIENCE_S, "queue_timeout_s": PATIENCE_S}
+    config = streaming_config(WORKERS, trajectories, environment={"step_timeout_s": 10 * PATIENCE_S}, scheduler=patient)
+    fleet = StandInFleet(1, -(-trajectories // WORKERS), produces=False)
+    thoughts = Thoughts()
+    none_bytes = await _settled_bytes()
+    async with live_run(config, WORKERS, fleet, make_environment=lambda: ThinkingEnvironment(thoughts)) as run:
+        workers, turns = run.scheduler.fleet.workers, run.scheduler.turns
+        await until("all trajectories open", lambda: thoughts.thinking == trajectories)
+        await until("workers", lambda: sum(worker.connected for worker in workers.values()) == WORKERS)
+        open_bytes = await _settled_bytes()
+        thoughts.may_speak.set()
+        await until("all turns running", lambda: sum(t.worker is not None for t in turns.live.values()) == trajectories)
+        running_bytes = await _settled_bytes()
+        told = await fleet.ask(Fill(-(-filled // STREAMS_PER_WORKER), STREAMS_PER_WORKER, TOKENS, CHUNK_TOKENS))
+        produced = sum(one.produced for one in told)
+        await until("all tokens accepted", lambda: run.accepted == produced)
+        filled_bytes = await _settled_bytes()
+    return {
+        "bytes_per_token": (filled_bytes - running_bytes) / max(1, produced),
+        "bytes_per_turn": (running_bytes - open_bytes) / trajectories,
+        "bytes_per_trajectory": (open_bytes - none_bytes) / trajectories,
+        "trajectories": trajectories,
+        "tokens": produced,
+        "rss_mb": filled_bytes / 2**20,
+    }
+
+
+async def _settled_bytes() -> int:
+    await asyncio.sleep(SETTLE_S)
+    gc.collect()
+    await asyncio.sleep(SETTLE_S)
+    return psutil.Process().memory_info().rss
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    share = QUICK_SHARE if arguments.quick else 1
+    return run_loop(_measure(TRAJECTORIES // share // GROUP_SIZE * GROUP_SIZE, FILLED // share))
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    emit(main(args := parse_arguments(__doc__)), args)
