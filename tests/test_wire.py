@@ -4,11 +4,12 @@ import math
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
@@ -27,7 +28,7 @@ from elastic.core.types import (
     WeightMode,
 )
 from elastic.protocol import wire
-from elastic.protocol.sampled import pack_ids
+from elastic.protocol.sampled import Sampled, pack_ids
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=8, device="cpu")
 
@@ -390,3 +391,29 @@ def test_a_frame_full_of_tokens_is_no_larger_than_what_is_read() -> None:
     chunk = Chunk(2**53 - 1, 2**53 - 1, len(tokens), 2**53 - 1, FinishReason.ERROR, "x" * TEXT_MAX)
     said = (chunk, tokens, [-99.5] * len(tokens))
     assert len(wire.encode(wire.Tokens.of([said] * (wire.FRAME_TOKENS // CHUNK_TOKENS_MAX)))) > 0
+
+
+@given(st.lists(st.integers(0, 3 * wire.PART_BYTES // 4 // 8), max_size=12))
+@settings(max_examples=20, deadline=None)
+def test_a_group_goes_to_the_trainer_in_frames_that_it_reads(lengths: list[int]) -> None:
+    data = [
+        wire.TrajectoryData(str(n), bytearray(4 * tokens), Sampled([(0, tokens)], bytearray(4 * tokens)))
+        for n, tokens in enumerate(lengths)
+    ]
+    order = wire.TrainGroupFrame(1, "g", 0, data, {"w": 0.5})
+    *parts, last = wire.in_parts(order)
+    assert [one for part in (*parts, last) for one in part.trajectories] == data
+    assert last == msgspec.structs.replace(order, trajectories=last.trajectories)
+    for part in (*parts, last):
+        sizes = [one.size_bytes for one in part.trajectories]
+        assert len(wire.encode(part)) <= max(wire.PART_BYTES, *sizes, 0) + 4096
+    merged = (sum(one.size_bytes for part in pair for one in part.trajectories) for pair in pairwise([*parts, last]))
+    assert all(size_bytes > wire.PART_BYTES for size_bytes in merged), "as few frames as there can be"
+
+
+def test_sixty_four_trajectories_of_a_whole_context_fit_the_frames_that_there_are() -> None:
+    tokens = 131_072
+    one = wire.TrajectoryData("0/0/0", bytearray(4 * tokens), Sampled([(1, tokens - 1)], bytearray(4 * (tokens - 1))))
+    frames = wire.in_parts(wire.SkipGroup(1, "g", 0, "", 7, [one] * 64))
+    assert sum(len(frame.trajectories) for frame in frames) == 64
+    assert all(len(wire.encode(frame)) < wire.MAX_FRAME_BYTES // 4 for frame in frames)

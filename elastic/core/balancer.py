@@ -81,7 +81,7 @@ class Balancer:
     def __init__(self, run: RunState, turns: TurnManager) -> None:
         self._run = run
         self._turns = turns
-        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {}
+        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {}
         self.due: Mapping[str, Callable[[str], None]] = {"balance": lambda _: self._balance()}
 
     def watch(self) -> None:

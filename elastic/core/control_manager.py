@@ -20,7 +20,7 @@ class ControlManager:
     def __init__(self, run: RunState, leases: LeaseManager) -> None:
         self._run = run
         self._leases = leases
-        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
             e.StopCommanded: self._on_stop,
             e.CapSet: self._on_cap,
             e.BudgetSet: self._on_budget,

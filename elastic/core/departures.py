@@ -28,7 +28,7 @@ class Departures:
         self._run = run
         self._turns = turns
         self._workers = workers
-        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {}
+        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {}
         self.due: Mapping[str, Callable[[str], None]] = {"departure": self._look}
 
     def begin(self, worker: Worker, end_ns: Nanoseconds, reason: str) -> None:

@@ -28,7 +28,7 @@ class GroupManager:
         self._run = run
         self._turns = turns
         self._rewards = rewards
-        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
             e.TurnRequested: self._on_turn_requested,
             e.TrajectoryFinished: self._on_trajectory_finished,
             e.TrajectoryFailed: self._on_trajectory_failed,

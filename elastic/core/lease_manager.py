@@ -38,7 +38,7 @@ class LeaseManager:
         self._workers = workers
         self._departures = departures
         self._worker_bound: int | None = None
-        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
             e.OfferChanged: self._on_offer,
             e.LeaseGranted: self._on_granted,
             e.LeaseRefused: self._on_refused,

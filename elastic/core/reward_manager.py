@@ -36,7 +36,7 @@ class RewardManager:
         self._running = 0
         self._outcomes: list[tuple[TrajectoryId, float | str]] = []
         self.scorings: dict[TrajectoryId, Scoring] = {}
-        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
             e.RewardScored: self._on_scored,
             e.RewardFailed: self._on_failed,
         }

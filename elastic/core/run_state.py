@@ -68,9 +68,10 @@ _ACTIVE = (Phase.RUNNING, Phase.STARTING)
 
 
 class SchedulerPart(Protocol):
-    """A part of the scheduler: the events that it handles, and the callbacks of its waits."""
+    """A part of the scheduler: the events that it handles, and the callbacks of its waits. A handler that returns False
+    has changed nothing from which anything follows."""
 
-    handlers: Mapping[type[Event], Callable[[Any], None]]
+    handlers: Mapping[type[Event], Callable[[Any], object]]
     due: Mapping[str, Callable[[str], None]]
 
 

@@ -76,7 +76,7 @@ class Scheduler:
             self._group_manager,
             self._driver,
         )
-        self._handlers: dict[type[e.Event], Callable[[Any], None]] = {
+        self._handlers: dict[type[e.Event], Callable[[Any], object]] = {
             e.Tick: lambda _: None,
             e.Suspended: run.sleep_through,
             e.StopRequested: lambda event: run.fail(event.reason),
@@ -92,17 +92,23 @@ class Scheduler:
         run.wait_for_start()
 
     def handle(self, event: e.Event, now_ns: Nanoseconds) -> list[c.Command]:
-        """Take one event at a time; returns what the shell is to do, in order. Time never goes backwards."""
+        """Take one event at a time; returns what the shell is to do, in order. Time never goes backwards.
+
+        Where nothing has changed but how far turns are, which frees nothing and ends nothing, nothing is concluded.
+        What is held against workers with strikes depends on the time, too.
+        """
         run = self._run
         if run.phase is Phase.ENDED:
             return []
         if now_ns > run.now_ns:
             run.now_ns = now_ns
-        self._handlers[type(event)](event)
+        changed = self._handlers[type(event)](event) is not False or bool(run.fleet.struck)
         if run.timers.due(run.now_ns):
+            changed = True
             for what, key in run.timers.pop_due(run.now_ns):
                 self._due[what](key)
-        self._settle()
+        if changed:
+            self._settle()
         out, run.out = run.out, []
         return out
 

@@ -47,7 +47,7 @@ class StepController:
         self._told_progress: tuple[int, int, int] | None = None
         self.seeding_plan = run.policies.seeding.first()
         run.leases.worker_bound = self.seeding_plan.worker_bound
-        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
             e.GroupTrained: self._on_group_trained,
             e.WeightsPublished: self._on_published,
             e.TrainerFailed: self._on_trainer_failed,

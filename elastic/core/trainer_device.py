@@ -43,7 +43,7 @@ class TrainerDevice:
         self._session: tuple[WorkerId, int] | None = None
         self.order: c.TrainGroup | c.UpdateWeights | None = None
         """The outstanding order, None once the trainer has reported it done."""
-        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
             e.WorkerSlept: self._on_slept,
             e.WorkerAwoke: self._on_awoke,
         }

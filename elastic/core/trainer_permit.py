@@ -32,7 +32,7 @@ class TrainerPermit:
         self.state = PermitState.NONE
         self.number = 0
         """Of the last permit that was granted."""
-        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
             e.PermitGranted: self._on_granted,
             e.PermitRecalled: self._on_recalled,
             e.PermitEnded: self._on_ended,

@@ -25,7 +25,7 @@ _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 class TurnManager:
     def __init__(self, run: RunState) -> None:
         self._run = run
-        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {e.TokensReceived: self._on_tokens}
+        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {e.TokensReceived: self._on_tokens}
         self.due: Mapping[str, Callable[[str], None]] = {
             "token": self._token_due,
             "handover": self._handover_due,
@@ -181,17 +181,17 @@ class TurnManager:
 
     # Tokens in
 
-    def _on_tokens(self, event: e.TokensReceived) -> None:
+    def _on_tokens(self, event: e.TokensReceived) -> bool:
         """Most chunks go on where their turn's accepted tokens end, and change nothing else: these take a short way,
-        whose condition stands here alone. It leads to where `_take` does."""
+        whose condition stands here alone. It leads to where `_take` does. Returns whether there were others."""
         run, chunks = self._run, event.chunks
         worker = run.hear(event.worker, event.epoch)
         if worker is None:
             run.ledger.lose(event.worker, sum(chunks.counts))
-            return
+            return True
         live, slots, now_ns, told = run.turns.live, worker.slots, run.now_ns, chunks.told
         places, turns = list[int](), list[TurnId]()
-        tokens = lost = 0
+        tokens = lost = longer = 0
         longest_ns, limit_ns, watched_ns = -1, 0, run.timers.until_ns("token", worker.id)
         for place, (slot, start, count, version) in enumerate(chunks.plain):
             turn = live.get(slots.get(slot, ""))
@@ -220,6 +220,7 @@ class TurnManager:
                     run.wait("token", worker.id, due_ns - now_ns)
                     watched_ns = due_ns
             else:
+                longer += 1
                 turn, refused = self._take(worker, told.get(place) or Chunk(slot, start, count, version))
                 watched_ns = run.timers.until_ns("token", worker.id)
                 if turn is None:
@@ -234,6 +235,7 @@ class TurnManager:
             run.wait("place", "queue", self._longest_ns())
         if lost:
             run.ledger.lose(event.worker, lost)
+        return longer > 0
 
     def _take(self, worker: Worker, chunk: Chunk) -> tuple[Turn | None, int]:
         """Accept or refuse a chunk. Returns its turn if it was accepted, and how many tokens are lost if not."""

@@ -29,7 +29,7 @@ class WorkerManager:
     def __init__(self, run: RunState, turns: TurnManager) -> None:
         self._run = run
         self._turns = turns
-        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
             e.WorkerJoined: self._on_joined,
             e.WorkerReported: self._on_reported,
             e.WorkerDisconnected: self._on_disconnected,

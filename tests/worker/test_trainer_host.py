@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -135,6 +136,21 @@ async def test_a_version_that_cannot_be_published_fails_the_trainer(gate: Gated,
     failed = await house.first(wire.TrainerFailedFrame)
     assert failed.error == "version 1 not published: RelayError: the disk is full"
     assert published_versions(house.relay) == [0]
+
+
+async def test_a_group_in_several_frames_is_trained_as_in_one(house: TrainerHouse, tmp_path: Path, config: Config):
+    await house.step(1)
+    async with TrainerHouse(config, tmp_path / "other") as other:
+        await other.ready()
+        for index in range(GROUPS):
+            whole = train_group(1, index)
+            first, *rest = whole.trajectories
+            part = wire.TrajectoriesFrame([first])
+            other.send(part, part, msgspec.structs.replace(whole, trajectories=rest))
+        other.send(wire.UpdateFrame(1, 1))
+        for each in (house, other):
+            await each.first(wire.PublishedFrame)
+        assert equal(other.weights(1), house.weights(1))
 
 
 async def test_a_group_of_no_use_is_named_and_the_step_goes_on(house: TrainerHouse) -> None:
