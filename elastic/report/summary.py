@@ -47,7 +47,7 @@ from elastic.runtime.journal import (
     TurnRow,
 )
 from elastic.runtime.refusals import RefusalCount
-from elastic.runtime.status import CPU_SATURATED_SHARE, mean_reward, success_rate
+from elastic.runtime.status import CPU_SATURATED_SHARE, mean_reward, success_rate, tokens_at_risk
 
 TRAINER = "trainer"
 """`Plan.trainer_provider` unless set otherwise; it stands first."""
@@ -171,6 +171,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     late_share: float | None
     """The share of the engines' paced iterations that took longer than modelled, as the engines measured."""
     cpu_saturated_share: float | None
+    core_share_max: float
+    """Of one core: the most that the orchestrator took at a sample."""
+    flush_interval_s_max: float
+    kill_loses_tokens_max: int
+    """The most tokens that lay in workers, and would have been lost with them."""
     timeline: Timeline
     batches: Batches
     trajectory_latency_s: Quantiles
@@ -295,6 +300,11 @@ def _summary(history: History) -> Summary:
         budget=status.budget if status else None,
         late_share=status.late_share if status else None,
         cpu_saturated_share=_share(status.cpu_share > CPU_SATURATED_SHARE for _, status in samples),
+        core_share_max=max((status.core_share for _, status in samples), default=0.0),
+        flush_interval_s_max=max((status.flush_interval_s for _, status in samples), default=0.0),
+        kill_loses_tokens_max=max(
+            (tokens_at_risk(status.tokens_per_s, status.flush_interval_s) for _, status in samples), default=0
+        ),
         timeline=shown,
         batches=batches,
         trajectory_latency_s=quantiles(lives_s),

@@ -697,6 +697,9 @@ def _integrity(summary: Summary) -> Table:
                 f"samples with the CPU above {100 * CPU_SATURATED_SHARE:.0f} %",
                 units.share(summary.cpu_saturated_share),
             ],
+            ["the orchestrator's share of its core, at the most", units.share(summary.core_share_max)],
+            ["tokens stayed in workers for, at the most", f"{1000 * summary.flush_interval_s_max:.0f} ms"],
+            ["tokens that a kill of all workers would have lost, at the most", f"{summary.kill_loses_tokens_max:,}"],
         ],
     )
 

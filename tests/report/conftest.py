@@ -75,9 +75,11 @@ class RunWriter:
         providers: Mapping[str, ProviderStatus],
         cpu_share: float = 0.5,
         late_share: float | None = None,
+        **figures: float,
     ) -> None:
         """A sample of the run with the books as they are."""
         own = {"elapsed_s": at_s, "cpu_share": cpu_share, "late_share": late_share, "providers": dict(providers)}
+        own |= figures
         status = run_status(run="sampled", steps=60, **own)
         self.journal.append(SampleRow(t_ns=_ns(at_s), status=status))
         self.books()

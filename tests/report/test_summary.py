@@ -333,6 +333,15 @@ def test_saturation_is_a_share_of_samples(summary_of):
     assert summary_of(fill).cpu_saturated_share == 0.5
 
 
+def test_the_report_says_how_full_the_core_was_and_what_a_kill_would_have_lost(summary_of):
+    def fill(run):
+        run.sample(1.0, {}, core_share=0.2, flush_interval_s=0.05, tokens_per_s=1000.0)
+        run.sample(2.0, {}, core_share=0.9, flush_interval_s=0.25, tokens_per_s=100.0)
+
+    summary = summary_of(fill)
+    assert (summary.core_share_max, summary.flush_interval_s_max, summary.kill_loses_tokens_max) == (0.9, 0.25, 50)
+
+
 def test_throughput_is_that_of_whole_steps(summary_of):
     def fill(run):
         for second in range(1, 11):

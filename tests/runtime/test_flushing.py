@@ -1,5 +1,6 @@
 """The control of the flush interval: within its bounds, soon where the load wants it, and at rest once it is there."""
 
+import asyncio
 from collections import deque
 from random import Random
 
@@ -7,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.runtime.flushing import FELT, KEPT, LOOK_S, STEP_MAX, WANTED_SHARE, FlushControl
+from elastic.runtime.flushing import FELT, KEPT, LOOK_S, STEP_MAX, WANTED_SHARE, CoreLoad, FlushControl, follow_load
+from elastic.runtime.snapshot import conditions
+from elastic.runtime.status import core_words
+from tests.core.conftest import CoreHarness
 
 LEAST_S, MOST_S = 0.03, 0.25
 A_SECOND = round(1 / LOOK_S)
@@ -102,3 +106,27 @@ def test_the_share_that_is_shown_is_that_of_seconds() -> None:
     for _ in range(100):
         control.note(1.0)
     assert control.share > 0.99
+
+
+def test_a_full_core_is_a_condition_of_the_run() -> None:
+    scheduler = CoreHarness().scheduler
+    assert "CoreSaturated" not in {found.type for found in conditions(scheduler, 0, CoreLoad(0.9, 0.25))}
+    (found,) = (one for one in conditions(scheduler, 0, CoreLoad(0.95, 0.25)) if one.type == "CoreSaturated")
+    assert "95%" in found.message
+
+
+def test_what_is_shown_says_what_a_kill_would_lose() -> None:
+    assert core_words(0.12, 0.03, 1000.0) == "core 12%, tokens every 30 ms: killed workers lose 30 at the most"
+
+
+async def test_workers_are_told_of_each_new_interval() -> None:
+    """A core that is full all the time: three steps from the least interval to the longest."""
+    told: list[float] = []
+    loop, control = asyncio.get_running_loop(), FlushControl(LEAST_S, MOST_S)
+    following = asyncio.create_task(follow_load(control, told.append, loop.time))
+    async with asyncio.timeout(20.0):
+        while not told or told[-1] != MOST_S:
+            await asyncio.sleep(LOOK_S)
+    following.cancel()
+    assert told == sorted(told)
+    assert control.interval_s == MOST_S
