@@ -123,10 +123,16 @@ async def test_workers_are_told_of_each_new_interval() -> None:
     """A core that is full all the time: three steps from the least interval to the longest."""
     told: list[float] = []
     loop, control = asyncio.get_running_loop(), FlushControl(LEAST_S, MOST_S)
-    following = asyncio.create_task(follow_load(control, told.append, loop.time))
+    there = asyncio.Event()
+
+    def tell(interval_s: float) -> None:
+        told.append(interval_s)
+        if interval_s == MOST_S:
+            there.set()
+
+    following = asyncio.create_task(follow_load(control, tell, loop.time))
     async with asyncio.timeout(20.0):
-        while not told or told[-1] != MOST_S:
-            await asyncio.sleep(LOOK_S)
+        await there.wait()
     following.cancel()
     assert told == sorted(told)
     assert control.interval_s == MOST_S
