@@ -13,7 +13,7 @@ from typing import TypeAlias
 import _common  # noqa: F401  (the path)
 import msgspec
 
-from elastic.core.types import INTEGER_MAX, TEXT_MAX, Account, Capabilities, Chunk
+from elastic.core.types import INTEGER_MAX, TEXT_MAX, Account, Capabilities, Chunk, FinishReason
 from elastic.protocol import wire
 from elastic.protocol.connection import ConnectionLost, SessionRefused
 from elastic.worker.connection import OrchestratorLink, Ticket, dial
@@ -37,7 +37,7 @@ class LoneLiar:
         self._arm, self._ticket = arm, ticket
         self._turns: dict[str, wire.Generate] = {}
         self._dripped: dict[tuple[str, int], int] = {}
-        self._progress = self._version = 0
+        self._progress = self._version = self._taken = 0
         self._beat_s = self._drip_s = 0.0
 
     async def live(self) -> None:
@@ -67,10 +67,21 @@ class LoneLiar:
                     self._turns[order.turn] = order
                     if self._arm == "badstart":
                         connection.send(wire.Tokens.of([self._chunk(order, order.start + 5, [1])]))
+                    if self._arm == "one_in_three":
+                        self._end_one_in_three(connection, order)
                 elif isinstance(order, wire.Abort):
                     self._turns.pop(order.turn, None)
 
         return hear
+
+    def _end_one_in_three(self, connection: OrchestratorLink, order: wire.Generate) -> None:
+        self._taken += 1
+        if self._taken % 3 == 0:
+            tokens = [1] * (order.sampling.max_new_tokens - order.start)
+            chunk, ids, logprobs = self._chunk(order, order.start, tokens)
+            ended = msgspec.structs.replace(chunk, finish=FinishReason.LENGTH)
+            connection.send(wire.Tokens.of([(ended, ids, logprobs)]))
+            del self._turns[order.turn]
 
     async def _lie(self, connection: OrchestratorLink) -> None:
         loop = asyncio.get_running_loop()
@@ -115,8 +126,9 @@ class LoneLiar:
 
     def _beat(self, connection: OrchestratorLink) -> None:
         self._progress += 1
-        waiting, accounts = len(self._turns), {Account.DECODE: 1}
-        connection.send(wire.Heartbeat(CREDIT, waiting, 1, self._progress, accounts, 0, 0.0, 0, 0))
+        held, accounts = len(self._turns), {Account.DECODE: 1}
+        waiting, executing = (0, held) if self._arm == "one_in_three" else (held, 1)
+        connection.send(wire.Heartbeat(CREDIT, waiting, executing, self._progress, accounts, 0, 0.0, 0, 0))
 
     def _chunk(self, order: wire.Generate, start: int, tokens: list[int]) -> _Said:
         chunk = Chunk(order.slot, start, len(tokens), self._version, prefilled=1)

@@ -8,35 +8,54 @@ workers send, extreme, random or not a message at all, over a fresh session. `ki
 Under `beside`, one liar beside one honest worker, by what it does all the time: `speed` of the run's steps and size
 of the `journal`, as shares of those of the honest worker alone; the `turns` that the liar was given; and what the
 report says of it. `hold` says that its turns wait, `trickle` sends chunks without tokens, `drip` a token just before
-it would be late, `badstart` tokens from elsewhere; `flap` begins its session anew; the others flood with valid
-frames, as fast as they can.
+it would be late, `badstart` tokens from elsewhere; `flap` begins its session anew; `one_in_three` ends every third of
+its turns at once, and says that it computes the others; the others flood with valid frames, as fast as they can.
+
+Both go on at the same time, in a process each; the floods come when one of the two is over.
 """
 
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import uvloop
 from _common import Arguments, emit, parse_arguments
-from _liars import play, play_beside, wrong_rows
+from _liars import RunBeside, play, play_beside, wrong_rows
 from _live import log_faults_only
 
 FRAMES_QUICK, FRAMES = 2_520, 24_000
 STEPS_QUICK, STEPS = 18, 100
 BESIDE_TOKEN_S = 0.005
-ARMS = ("hold", "trickle", "drip", "badstart", "flood_tokens", "flood_reports", "flood_beats", "flap")
+ALONE = ""
+CALM_ARMS = ("hold", "trickle", "drip", "badstart", "flap", "one_in_three")
+FLOODS = ("flood_tokens", "flood_reports", "flood_beats")
 
 
 def main(arguments: Arguments) -> dict[str, Any]:
-    figures = uvloop.run(measure(FRAMES_QUICK if arguments.quick else FRAMES))
-    return figures | {"beside": uvloop.run(measure_beside(STEPS_QUICK if arguments.quick else STEPS))}
+    frames, steps = (FRAMES_QUICK, STEPS_QUICK) if arguments.quick else (FRAMES, STEPS)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), log_faults_only) as processes:
+        lies = processes.submit(_lies, frames)
+        calm = processes.submit(_beside, (ALONE, *CALM_ARMS), steps)
+        floods = processes.submit(_beside, FLOODS, steps)
+        return lies.result() | {"beside": beside(calm.result() | floods.result())}
 
 
-async def measure_beside(steps: int) -> dict[str, Any]:
-    alone = await play_beside("", steps, BESIDE_TOKEN_S)
+def _lies(frames: int) -> dict[str, Any]:
+    return uvloop.run(measure(frames))
+
+
+def _beside(arms: Sequence[str], steps: int) -> dict[str, RunBeside]:
+    """One run after the other, by arm."""
+    return {arm: uvloop.run(play_beside(arm, steps, BESIDE_TOKEN_S)) for arm in arms}
+
+
+def beside(runs: dict[str, RunBeside]) -> dict[str, Any]:
+    alone = runs.pop(ALONE)
     if alone.failed:
         raise RuntimeError(f"the run without a liar is no measure: {alone.failed}")
     figures: dict[str, Any] = {"alone_steps_per_s": round(alone.steps_per_s, 2)}
-    for arm in ARMS:
-        run = await play_beside(arm, steps, BESIDE_TOKEN_S)
+    for arm, run in runs.items():
         figures[arm] = {
             "speed": round(run.steps_per_s / alone.steps_per_s, 3),
             "journal": round(run.journal_bytes / alone.journal_bytes, 3),
