@@ -39,7 +39,7 @@ QUICK_SHARE = 10
 WORKERS = 64
 CHUNK_TOKENS = 12
 """Of a turn in a frame, as after a flush interval of 250 ms."""
-SETTLE_S = 1.0
+SETTLE_S = 0.5
 """For what the journal still writes, and for the collections of a run."""
 
 
