@@ -12,8 +12,8 @@ many workers dial in. With `--quick` there are 128.
 - kills: workers that were killed; lost: tokens that had been accepted and that no turn has any more, turns that were
   given up, and trajectories that failed;
 - running_again_s: from the kill until each of the turns that ran on a killed worker has had another token, or ended;
-- rss_mb: the process's in the end; rss_drift: by which share what is not tokens (24 bytes for each) grew in the last
-  seconds: from 20 to 40 s after the kill, with `--quick` from 5 to 10.
+- rss_mb: the process's in the end; rss_drift: by which share it grew, less 24 bytes for each token of an open
+  trajectory, from 20 to 40 s after the kill, with `--quick` from 5 to 10. Below 0 where tokens take less.
 """
 
 import asyncio
