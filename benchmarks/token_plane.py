@@ -64,7 +64,9 @@ SETTLE_S = 3.0
 """Until the flush interval suits the load."""
 STARTED_SHARE = 0.97
 """Of the streams. Some are at a tool at any moment."""
-DRAIN_S = 20.0
+START_S, DRAIN_S = 240.0, 60.0
+"""Longest times, for machines that are busy with other things."""
+ORCHESTRATED_S = 2 * (START_S + DRAIN_S)
 EVENT = (
     b'data: {"id":"cmpl-1","object":"text_completion",'
     b'"choices":[{"index":0,"text":"x","token_ids":[17],"logprob":-0.51}]}\n\n'
@@ -102,7 +104,7 @@ async def _orchestrate(workers: int, streams: int, seconds: float, encrypted: bo
     frames_per_s = workers / config.scheduler.flush_interval_s
     acceptances = Acceptances(stride=max(1, round(frames_per_s / SAMPLED_FRAMES_PER_S)))
     async with live_run(config, workers, fleet, encrypted=encrypted, decided=acceptances.note) as run:
-        await comes_true(lambda: run.streaming() >= STARTED_SHARE * streams)
+        await comes_true(lambda: run.streaming() >= STARTED_SHARE * streams, START_S)
         await asyncio.sleep(SETTLE_S)
         before = await fleet.ask(Look())
         acceptances.noting = True
@@ -211,7 +213,7 @@ def measure_frames(workers: int, streams: int, seconds: float, *, encrypted: boo
     """The orchestrator's figures, with the streams spread over so many workers."""
     results, answer = multiprocessing.Pipe()
     with _running(orchestrate, answer, workers, streams, seconds, encrypted):
-        return _heard(results)
+        return _heard(results, ORCHESTRATED_S)
 
 
 def measure_sse(streams: int, seconds: float) -> tuple[float, int]:
@@ -237,9 +239,9 @@ def _running(work: Callable[..., None], *arguments: object) -> Iterator[None]:
         process.join()
 
 
-def _heard(pipe: Pipe) -> Any:
-    if not pipe.poll(PATIENCE_S):
-        raise TimeoutError(f"a process said nothing for {PATIENCE_S:g} s")
+def _heard(pipe: Pipe, patience_s: float = PATIENCE_S) -> Any:
+    if not pipe.poll(patience_s):
+        raise TimeoutError(f"a process said nothing for {patience_s:g} s")
     return pipe.recv()
 
 
