@@ -363,7 +363,10 @@ class Rollouts:
         found = self._open.get(turn)
         return found if found is not None and found.done is not None else None
 
-    def accept(self, event: e.TokensReceived, accepted: c.AcceptTokens, payload: wire.Tokens) -> None:
+    def accept(self, event: e.TokensReceived, accepted: c.AcceptTokens, payload: wire.Tokens | None) -> None:
+        """Raises `KeyError` where a journal has the event, and not its tokens."""
+        if payload is None:
+            raise KeyError("the tokens that were accepted")
         ids, logprobs, worker, begin = payload.token_ids, payload.logprobs, event.worker, 0
         names = accepted.names(len(event.chunks))
         for name, (_, _, count, version) in zip(names, event.chunks.plain, strict=True):
