@@ -141,12 +141,12 @@ class _Followed:
         with contextlib.suppress(JournalError):
             for path in RunDirectory(self._run.run_dir).journal_paths():
                 with JournalReader(path) as journal:
-                    for _, event, chunks in journal.entries(self._heard.get(path.name, 0)):
+                    for _, event, _ in journal.entries(self._heard.get(path.name, 0)):
                         self._heard[path.name] = self._heard.get(path.name, 0) + 1
                         if isinstance(event, LeaseGranted) and event.lease.startswith(PROVIDER):
                             self.leases.add(event.lease)
                         elif isinstance(event, TokensReceived) and event.worker.startswith(PROVIDER):
-                            self.tokens += sum(len(chunk.token_ids) for chunk in chunks.values())
+                            self.tokens += sum(event.chunks.counts)
         return self
 
     def more_tokens(self) -> None:

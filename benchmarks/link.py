@@ -123,19 +123,19 @@ async def recovery_s(run: LiveRun, link: BadLink, case: LinkCase) -> float:
 def first_token_s(config: Config, run_dir: Path, run: LiveRun) -> float | None:
     """From dispatch to the first accepted token, the median over attempts behind the link."""
     far: set[str] = set()
-    begun: dict[tuple[TurnId, int], int] = {}
+    begun: dict[TurnId, int] = {}
     took_s: list[float] = []
     for t_ns, event, commands in replay(config, run_dir, run.orchestrator.scheduler):
         if isinstance(event, e.LeaseGranted) and event.lease.startswith("far"):
             far.update(event.workers)
         for command in commands:
-            if isinstance(command, c.StartTurn) and command.worker in far:
-                begun[command.turn, command.attempt] = t_ns
+            if isinstance(command, c.StartTurn):
+                begun.pop(command.turn, None)
+                if command.worker in far:
+                    begun[command.turn] = t_ns
             elif isinstance(command, c.AcceptTokens) and isinstance(event, e.TokensReceived):
-                for number in command.chunks:
-                    chunk = event.chunks[number]
-                    if (since_ns := begun.pop((chunk.turn, chunk.attempt), None)) is not None:
-                        took_s.append((t_ns - since_ns) / NS_PER_S)
+                heard = (begun.pop(turn, None) for turn in command.turns)
+                took_s += [(t_ns - since_ns) / NS_PER_S for since_ns in heard if since_ns is not None]
     return statistics.median(took_s) if took_s else None
 
 

@@ -179,18 +179,17 @@ def read_record(config: Config, run_dir: Path, run: LiveRun) -> JournaledInciden
             if isinstance(command, c.FinishTurn):
                 record.finished.add(command.turn)
             if isinstance(command, c.AcceptTokens) and isinstance(event, e.TokensReceived):
-                for chunk in (event.chunks[i] for i in command.chunks):
-                    accepted[chunk.turn] += chunk.count
-                    if chunk.count:
-                        record.first_tokens.setdefault((chunk.turn, chunk.attempt), t_ns)
-                if event.worker in record.fences:
-                    record.accepted_after_fence += sum(event.chunks[i].count for i in command.chunks)
-            elif stopped:
-                continue
+                for turn, count in zip(command.turns, (event.chunks.counts[i] for i in command.chunks), strict=True):
+                    accepted[turn] += count
+                    if count:
+                        record.first_tokens.setdefault((turn, record.starts[turn][-1][0]), t_ns)
+                    record.accepted_after_fence += count if event.worker in record.fences else 0
             elif isinstance(command, c.StartTurn):
                 record.starts.setdefault(command.turn, []).append((command.attempt, t_ns))
+                if stopped:
+                    continue
                 record.lost_tokens += accepted[command.turn] - command.start
-            elif isinstance(command, c.FenceWorker):
+            elif isinstance(command, c.FenceWorker) and not stopped:
                 record.fences.setdefault(command.worker, t_ns)
     return record
 
