@@ -294,7 +294,8 @@ class StandIn:
     def _abort(self, order: wire.Abort) -> None:
         turn = self._turns.get((order.turn, order.attempt))
         if turn is not None:
-            turn.ends, turn.finish = max(turn.sent, min(turn.ends, self._iteration())), FinishReason.ABORTED
+            at = turn.sent if self._rests else min(turn.ends, self._iteration())
+            turn.ends, turn.finish = max(turn.sent, at), FinishReason.ABORTED
             self._say([turn], turn.ends)
 
     def _flush_every(self, interval_s: float) -> None:
