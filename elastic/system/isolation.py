@@ -30,6 +30,9 @@ ITEMS_KEPT = 10_000
 """Items of one loop whose faults are remembered; the oldest are forgotten first."""
 
 
+WORDS_CHARACTERS = 300
+
+
 class LoopFaults:
     """The unexpected exceptions of one process's loops. Any thread may note one."""
 
@@ -113,7 +116,7 @@ class IsolatedLoop:
         except self._outages:
             raise
         except Exception as error:
-            made.fault = told(error)
+            made.fault = told(error, WORDS_CHARACTERS)
             times = self._failed.pop(item, (0, 0.0))[0]
             wait_s = backoff(times, self._base_s, self._max_s)
             self._failed[item] = times + 1, self._clock() + wait_s

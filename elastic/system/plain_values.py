@@ -70,13 +70,13 @@ def shown(value: Any) -> str:
     return f"{_clipped(text, SHOWN_CHARACTERS)} ({printable(type(value).__name__)})"
 
 
-def told(error: BaseException) -> str:
-    """Return what an exception says, its type first, as one line of bounded length. Never raises."""
+def told(error: BaseException, characters: int = TOLD_CHARACTERS) -> str:
+    """Return what an exception says, its type first, as one line of so many characters at most. Never raises."""
     try:
         text = str(error)
     except BaseException as another:  # Also `SystemExit`: whoever tells of an error is not ended by its words.
         text = f"a message whose str raises {type(another).__name__}"
-    said = [printable(type(error).__name__), _clipped(text, TOLD_CHARACTERS)]
+    said = [printable(type(error).__name__), _clipped(text, characters)]
     return ": ".join(part for part in said if part)
 
 

@@ -12,6 +12,7 @@ import pytest
 from elastic.core.types import Account, WeightMode
 from elastic.pool.messages import Left, Warm
 from elastic.protocol import wire
+from elastic.protocol.sampled import pack_ids
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.publisher import Publisher
 from elastic.weights.signing import SigningKey
@@ -184,7 +185,7 @@ async def test_a_device_that_is_taken_in_a_turn_keeps_every_token(job: Job) -> N
     if len(had) < len(whole):
         prompt = generate("cut", seed=7).token_ids
         rest = msgspec.structs.replace(
-            generate("cut", seed=7, attempt=2, most=12), token_ids=[*prompt, *had], start=len(had)
+            generate("cut", seed=7, attempt=2, most=12), token_ids=prompt + pack_ids(had), start=len(had)
         )
         job.orchestra.send(rest, worker=worker)
         await job.orchestra.finished("cut", 2)

@@ -147,7 +147,7 @@ def check_shapes(
 ) -> None:
     """Raises `CheckpointError` naming the first tensor that is missing, unexpected or of another shape."""
     if (why := misfit(found, expected)) is not None:
-        raise CheckpointError(f"{directory}: {why}")
+        raise CheckpointError(f"{directory}: does not fit the model: {why}")
 
 
 def misfit(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> str | None:
