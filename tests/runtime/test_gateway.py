@@ -705,6 +705,7 @@ async def test_of_heartbeats_that_come_too_soon_the_last_one_counts(house: House
     assert not [told for told in house.door.refusals() if told.worker]
 
 
+@pytest.mark.alone
 async def test_ten_times_as_much_as_is_needed_bars_a_worker(house: House) -> None:
     liar, _ = await house.ready()
     with contextlib.suppress(ConnectionError):
