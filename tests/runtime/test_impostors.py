@@ -24,8 +24,8 @@ class Impostor(Torch):
     @staticmethod
     def create(model_config, config, settings, share=None):
         engine = Torch.create(model_config, config, settings, share)
-        forward = engine._runner.forward
-        engine._runner.forward = lambda work: 60 * forward(work).roll(1, -1)
+        forward = engine.runner.forward
+        engine.runner.forward = lambda work: 60 * forward(work).roll(1, -1)
         return engine
 """
 """Its head's rows are another token's, and much larger than the policy's; what is audited is not what computes."""
