@@ -18,11 +18,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 HOSTILE_WORKER = """
 import sys
 
-from elastic.weights import manifest
-from elastic.weights.records import begun_key
+from elastic.weights.encoder import publish_keyframe
+from elastic.weights.records import begun_key, keyframe_key, manifest_key
 from elastic.weights.client import WeightsClient
 from elastic.weights.errors import RelayError
-from elastic.weights.publisher import publish_keyframe
 from elastic.weights.relay import open_relay
 from elastic.weights.signing import SigningKey
 
@@ -35,7 +34,7 @@ def attack(self, source, timeout_s):
     relay, run, version = open_relay(source.relay, source.relay_token), source.run, source.version
 
     def replace_keyframe():
-        for key in (manifest.manifest_key(version), manifest.keyframe_key(version)):
+        for key in (manifest_key(version), keyframe_key(version)):
             relay.delete(key)
         publish_keyframe(relay, run, version, zeros, {}, SigningKey())
 
@@ -43,7 +42,7 @@ def attack(self, source, timeout_s):
         "replace": replace_keyframe,
         "put": lambda: publish_keyframe(relay, run, version + 1, zeros, {}, SigningKey()),
         "begin": lambda: relay.put(begun_key(version + 1, version), b"junk"),
-        "complete": lambda: relay.put(manifest.manifest_key(version + 2), b"junk"),
+        "complete": lambda: relay.put(manifest_key(version + 2), b"junk"),
     }
     for name, act in attacks.items():
         try:
