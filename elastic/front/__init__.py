@@ -1,0 +1,1 @@
+"""Fronts: processes of a run that serve agents over HTTP. What agents ask is generated on the run's workers."""

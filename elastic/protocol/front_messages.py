@@ -1,0 +1,320 @@
+"""Messages between a run and its fronts, the processes that serve agents in its stead: frames on a Unix socket.
+
+The run keeps trajectories: their branches, their open turns and what was delivered. A front keeps connections of HTTP
+and renders. It asks for a call's turns in two steps: `Look` finds the turns that the call joins, or the longest branch
+that the call's messages go on from; `Open` opens turns behind that branch with the tokens that are new. Then tokens
+come by stream, a number that the run gives to a turn for this connection, up to `Over`. The front says with `Settle`
+what it makes of the answer, hears `Settled` once all of it is durable, and says `Delivered` after its last write.
+
+Each message with a `request` is answered under the same number, or by `Declined`.
+"""
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from elastic.core.types import Count, TurnId
+from elastic.protocol.connection import MessageCodec
+from elastic.protocol.frames import MAX_FRAME_BYTES, RefusedFrame, WireError, framed
+
+FRONT_VERSION = 1
+SOCKET = "front.sock"
+"""The socket's name in the run's directory."""
+DIGEST_BYTES = 16
+CHAIN_MAX = 16_384
+"""Most messages of a call."""
+CHOICES_MAX = 128
+NAME_MAX = 512
+UNREAD_BYTES = 64 * 1024 * 1024
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_MAX)]
+Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)]
+"""BLAKE2b of 16 bytes; empty where there is none."""
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Caller(msgspec.Struct, frozen=True, array_like=True):
+    """In whose name a front asks.
+
+    A trajectory's key names the `trajectory` and its `restart`. A driver's key names the `driver`; `named` is then the
+    trajectory, or a session that is bound to it: the path's, else the header's, else the body's.
+    """
+
+    trajectory: Name = ""
+    restart: Count = 0
+    driver: Name = ""
+    named: Name = ""
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """What makes two calls of one trajectory the same: their `route` and the `digest` of their bodies.
+
+    `key` is an idempotency header's, and `retry` is set where the client says that it asks again.
+    """
+
+    route: Name
+    digest: Digest
+    key: Name = ""
+    retry: bool = False
+
+
+# From a front.
+
+
+class FrontHello(_Message, frozen=True):
+    version: Count
+    pid: Count
+
+
+class Look(_Message, frozen=True):
+    """What does this call join, or go on from? `Taken` answers if it joins turns, `Found` if it does not.
+
+    `chain` has one digest for each prefix of the call's messages (`elastic.front.messages`), the shortest first.
+    `with_ids` asks for the branch's tokens.
+    """
+
+    request: Count
+    caller: Caller
+    call: Call
+    chain: Annotated[list[Digest], msgspec.Meta(max_length=CHAIN_MAX)] = []
+    with_ids: bool = False
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """What the client wants of sampling; None where it says nothing."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class Open(_Message, frozen=True):
+    """Open a turn for each of `choices` numbers of choices from `first_choice` on. `Taken` answers.
+
+    Their prompt is the first `tokens` tokens of `branch`, and then `ids` (packed). With `branch` None the run finds the
+    branch whose tokens go furthest along `ids`, which is then the whole prompt.
+    """
+
+    request: Count
+    caller: Caller
+    call: Call
+    branch: Count | None
+    tokens: Count
+    ids: bytes
+    first_choice: Count = 0
+    choices: Annotated[int, msgspec.Meta(ge=1, le=CHOICES_MAX)] = 1
+    sampling: Sampling = Sampling()
+
+
+class Cut(_Message, frozen=True):
+    """The answer ends behind its first `kept` tokens, for instance at a stop string: the turn is ended there."""
+
+    stream: Count
+    kept: Count
+
+
+class Settle(_Message, frozen=True):
+    """The turn is over, and its first `kept` tokens are the answer, whose chain digest is `answer` (empty if it is no
+    message). `Settled` answers once both are durable."""
+
+    stream: Count
+    kept: Count
+    answer: Digest = b""
+
+
+class Delivered(_Message, frozen=True):
+    """The client has been given the whole answer: the stream is forgotten."""
+
+    stream: Count
+
+
+class Gone(_Message, frozen=True):
+    """The client has left, or was sent away, before it had the whole answer: the stream is forgotten."""
+
+    stream: Count
+
+
+class Begin(_Message, frozen=True):
+    """Give the driver a trajectory in its group of this name. `Begun` answers. `task` is JSON, and the caller's own."""
+
+    request: Count
+    caller: Caller
+    task: bytes
+    group: Name
+    key: Name = ""
+    sessions: Annotated[list[Name], msgspec.Meta(max_length=64)] = []
+
+
+class Bind(_Message, frozen=True):
+    """The trajectory is also meant where this session is named. `Done` answers."""
+
+    request: Count
+    caller: Caller
+    session: Name
+
+
+class Reward(_Message, frozen=True):
+    """The trajectory is worth so much. `Done` answers."""
+
+    request: Count
+    caller: Caller
+    reward: float
+
+
+class End(_Message, frozen=True):
+    """The agent is done. With a `cause` the trajectory has failed, for that. `Done` answers."""
+
+    request: Count
+    caller: Caller
+    cause: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+
+class Show(_Message, frozen=True):
+    """How does the trajectory stand? `Done` answers."""
+
+    request: Count
+    caller: Caller
+
+
+# From the run.
+
+
+class FrontWelcome(_Message, frozen=True):
+    version: Count
+    run: Name
+
+
+class Found(_Message, frozen=True):
+    """The first `matched` of the call's messages are the first `tokens` tokens of `branch`; none, where `matched` is 0.
+
+    The last `answer_tokens` of these are an answer of the policy. `ids` (packed) are all of them, if they were wanted.
+    """
+
+    request: Count
+    trajectory: Name
+    branch: Count | None = None
+    tokens: Count = 0
+    matched: Count = 0
+    answer_tokens: Count = 0
+    ids: bytes = b""
+
+
+class OpenedTurn(msgspec.Struct, frozen=True, array_like=True):
+    stream: Count
+    turn: TurnId
+    choice: Count
+    prompt_tokens: Count
+    max_tokens: Count
+
+
+class Taken(_Message, frozen=True):
+    """The call's turns, the first choice first. Where it has `joined` them, all of their tokens come once more."""
+
+    request: Count
+    trajectory: Name
+    turns: list[OpenedTurn]
+    joined: bool = False
+
+
+class Tokens(_Message, frozen=True):
+    """Tokens of some streams: of each so many, of one weights version; ids and log-probabilities packed."""
+
+    streams: list[int]
+    counts: list[int]
+    versions: list[int]
+    ids: bytes
+    logprobs: bytes
+
+
+class Over(_Message, frozen=True):
+    """All tokens of the turn have come. `finish` is `stop` or `length`; empty, with a `cause`, where it has failed."""
+
+    stream: Count
+    finish: str
+    cause: str = ""
+
+
+class Settled(_Message, frozen=True):
+    stream: Count
+
+
+class Begun(_Message, frozen=True):
+    """`again` says that the same call, by its key, had been answered before."""
+
+    request: Count
+    trajectory: Name
+    restart: Count = 0
+    again: bool = False
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """A trajectory that is driven from outside, as its driver sees it."""
+
+    trajectory: str
+    group: str
+    state: str
+    """`open`, `truncated` (no more turns, but a reward), `finished`, `failed` or `dropped`."""
+    turns: int
+    tokens: int
+    branches: int
+    reward: float | None = None
+    cause: str = ""
+
+
+class Done(_Message, frozen=True):
+    request: Count
+    standing: Standing
+
+
+class Declined(_Message, frozen=True):
+    """The request is not carried out: the status and the code of the error that its client gets.
+
+    `retry` says what the client is told of trying again, None for nothing.
+    """
+
+    request: Count
+    status: Count
+    code: Name
+    message: str
+    param: Name = ""
+    retry: bool | None = None
+    retry_after_s: float | None = None
+
+
+FromFront: TypeAlias = (
+    FrontHello | Look | Open | Cut | Settle | Delivered | Gone | Begin | Bind | Reward | End | Show
+)
+FromRun: TypeAlias = FrontWelcome | RefusedFrame | Found | Taken | Tokens | Over | Settled | Begun | Done | Declined
+
+_encode = msgspec.msgpack.Encoder().encode
+_from_front = msgspec.msgpack.Decoder(FromFront)
+_from_run = msgspec.msgpack.Decoder(FromRun)
+
+
+def _framed(message: FromFront | FromRun) -> bytes:
+    return framed(_encode(message))
+
+
+def _hear_front(body: memoryview) -> FromFront:
+    try:
+        return _from_front.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError) as error:
+        raise WireError(f"undecodable message of a front: {error}") from error
+
+
+def _hear_run(body: memoryview) -> FromRun:
+    try:
+        return _from_run.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError) as error:
+        raise WireError(f"undecodable message of the run: {error}") from error
+
+
+RUN_SIDE: MessageCodec[FromRun, FromFront] = MessageCodec(_framed, _hear_front, MAX_FRAME_BYTES, UNREAD_BYTES)
+FRONT_SIDE: MessageCodec[FromFront, FromRun] = MessageCodec(_framed, _hear_run, MAX_FRAME_BYTES, UNREAD_BYTES)
