@@ -1,10 +1,11 @@
 """Messages between a run and its fronts, the processes that serve agents in its stead: frames on a Unix socket.
 
 The run keeps trajectories: their branches, their open turns and what was delivered. A front keeps connections of HTTP
-and renders. It asks for a call's turns in two steps: `Look` finds the turns that the call joins, or the longest branch
-that the call's messages go on from; `Open` opens turns behind that branch with the tokens that are new. Then tokens
-come by stream, a number that the run gives to a turn for this connection, up to `Over`. The front says with `Settle`
-what it makes of the answer, hears `Settled` once all of it is durable, and says `Delivered` after its last write.
+and renders. It asks for a call's turns in two steps: `LookUp` finds the turns that the call joins, or the longest
+branch that the call's messages go on from; `OpenTurns` opens turns behind that branch with the tokens that are new.
+Then tokens come by stream, a number that the run gives to a turn for this connection, up to `TurnOver`. The front says
+with `SettleTurn` what it makes of the answer, hears `TurnSettled` once all of it is durable, and says
+`AnswerDelivered` after its last write.
 
 Each message with a `request` is answered under the same number, or by `Declined`.
 """
@@ -32,11 +33,11 @@ Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)]
 """BLAKE2b of 16 bytes; empty where there is none."""
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class _FrontMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
-class Caller(msgspec.Struct, frozen=True, array_like=True):
+class AgentCaller(msgspec.Struct, frozen=True, array_like=True):
     """In whose name a front asks.
 
     A trajectory's key names the `trajectory` and its `restart`. A driver's key names the `driver`; `named` is then the
@@ -49,7 +50,7 @@ class Caller(msgspec.Struct, frozen=True, array_like=True):
     named: Name = ""
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class AgentCall(msgspec.Struct, frozen=True, array_like=True):
     """What makes two calls of one trajectory the same: their `route` and the `digest` of their bodies.
 
     `key` is an idempotency header's, and `retry` is set where the client says that it asks again.
@@ -64,26 +65,26 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 # From a front.
 
 
-class FrontHello(_Message, frozen=True):
+class FrontHello(_FrontMessage, frozen=True):
     version: Count
     pid: Count
 
 
-class Look(_Message, frozen=True):
-    """What does this call join, or go on from? `Taken` answers if it joins turns, `Found` if it does not.
+class LookUp(_FrontMessage, frozen=True):
+    """What does this call join, or go on from? `TurnsTaken` answers if it joins turns, `BranchFound` if it does not.
 
     `chain` has one digest for each prefix of the call's messages (`elastic.front.messages`), the shortest first.
     `with_ids` asks for the branch's tokens.
     """
 
     request: Count
-    caller: Caller
-    call: Call
+    caller: AgentCaller
+    call: AgentCall
     chain: Annotated[list[Digest], msgspec.Meta(max_length=CHAIN_MAX)] = []
     with_ids: bool = False
 
 
-class Sampling(msgspec.Struct, frozen=True, array_like=True):
+class WantedSampling(msgspec.Struct, frozen=True, array_like=True):
     """What the client wants of sampling; None where it says nothing."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -95,103 +96,103 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     ignore_eos: bool = False
 
 
-class Open(_Message, frozen=True):
-    """Open a turn for each of `choices` numbers of choices from `first_choice` on. `Taken` answers.
+class OpenTurns(_FrontMessage, frozen=True):
+    """Open a turn for each of `choices` numbers of choices from `first_choice` on. `TurnsTaken` answers.
 
     Their prompt is the first `tokens` tokens of `branch`, and then `ids` (packed). With `branch` None the run finds the
     branch whose tokens go furthest along `ids`, which is then the whole prompt.
     """
 
     request: Count
-    caller: Caller
-    call: Call
+    caller: AgentCaller
+    call: AgentCall
     branch: Count | None
     tokens: Count
     ids: bytes
     first_choice: Count = 0
     choices: Annotated[int, msgspec.Meta(ge=1, le=CHOICES_MAX)] = 1
-    sampling: Sampling = Sampling()
+    sampling: WantedSampling = WantedSampling()
 
 
-class Cut(_Message, frozen=True):
+class CutTurn(_FrontMessage, frozen=True):
     """The answer ends behind its first `kept` tokens, for instance at a stop string: the turn is ended there."""
 
     stream: Count
     kept: Count
 
 
-class Settle(_Message, frozen=True):
+class SettleTurn(_FrontMessage, frozen=True):
     """The turn is over, and its first `kept` tokens are the answer, whose chain digest is `answer` (empty if it is no
-    message). `Settled` answers once both are durable."""
+    message). `TurnSettled` answers once both are durable."""
 
     stream: Count
     kept: Count
     answer: Digest = b""
 
 
-class Delivered(_Message, frozen=True):
+class AnswerDelivered(_FrontMessage, frozen=True):
     """The client has been given the whole answer: the stream is forgotten."""
 
     stream: Count
 
 
-class Gone(_Message, frozen=True):
+class ClientGone(_FrontMessage, frozen=True):
     """The client has left, or was sent away, before it had the whole answer: the stream is forgotten."""
 
     stream: Count
 
 
-class Begin(_Message, frozen=True):
-    """Give the driver a trajectory in its group of this name. `Begun` answers. `task` is JSON, and the caller's own."""
+class BeginTrajectory(_FrontMessage, frozen=True):
+    """Give the driver a trajectory in its group of this name. `TrajectoryBegun` answers. `task` is the caller's own JSON."""
 
     request: Count
-    caller: Caller
+    caller: AgentCaller
     task: bytes
     group: Name
     key: Name = ""
     sessions: Annotated[list[Name], msgspec.Meta(max_length=64)] = []
 
 
-class Bind(_Message, frozen=True):
-    """The trajectory is also meant where this session is named. `Done` answers."""
+class BindSession(_FrontMessage, frozen=True):
+    """The trajectory is also meant where this session is named. `TrajectoryShown` answers."""
 
     request: Count
-    caller: Caller
+    caller: AgentCaller
     session: Name
 
 
-class Reward(_Message, frozen=True):
-    """The trajectory is worth so much. `Done` answers."""
+class GiveReward(_FrontMessage, frozen=True):
+    """The trajectory is worth so much. `TrajectoryShown` answers."""
 
     request: Count
-    caller: Caller
+    caller: AgentCaller
     reward: float
 
 
-class End(_Message, frozen=True):
-    """The agent is done. With a `cause` the trajectory has failed, for that. `Done` answers."""
+class EndTrajectory(_FrontMessage, frozen=True):
+    """The agent is done. With a `cause` the trajectory has failed, for that. `TrajectoryShown` answers."""
 
     request: Count
-    caller: Caller
+    caller: AgentCaller
     cause: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
 
-class Show(_Message, frozen=True):
-    """How does the trajectory stand? `Done` answers."""
+class ShowTrajectory(_FrontMessage, frozen=True):
+    """How does the trajectory stand? `TrajectoryShown` answers."""
 
     request: Count
-    caller: Caller
+    caller: AgentCaller
 
 
 # From the run.
 
 
-class FrontWelcome(_Message, frozen=True):
+class FrontWelcome(_FrontMessage, frozen=True):
     version: Count
     run: Name
 
 
-class Found(_Message, frozen=True):
+class BranchFound(_FrontMessage, frozen=True):
     """The first `matched` of the call's messages are the first `tokens` tokens of `branch`; none, where `matched` is 0.
 
     The last `answer_tokens` of these are an answer of the policy. `ids` (packed) are all of them, if they were wanted.
@@ -214,7 +215,7 @@ class OpenedTurn(msgspec.Struct, frozen=True, array_like=True):
     max_tokens: Count
 
 
-class Taken(_Message, frozen=True):
+class TurnsTaken(_FrontMessage, frozen=True):
     """The call's turns, the first choice first. Where it has `joined` them, all of their tokens come once more."""
 
     request: Count
@@ -223,7 +224,7 @@ class Taken(_Message, frozen=True):
     joined: bool = False
 
 
-class Tokens(_Message, frozen=True):
+class StreamTokens(_FrontMessage, frozen=True):
     """Tokens of some streams: of each so many, of one weights version; ids and log-probabilities packed."""
 
     streams: list[int]
@@ -233,7 +234,7 @@ class Tokens(_Message, frozen=True):
     logprobs: bytes
 
 
-class Over(_Message, frozen=True):
+class TurnOver(_FrontMessage, frozen=True):
     """All tokens of the turn have come. `finish` is `stop` or `length`; empty, with a `cause`, where it has failed."""
 
     stream: Count
@@ -241,11 +242,11 @@ class Over(_Message, frozen=True):
     cause: str = ""
 
 
-class Settled(_Message, frozen=True):
+class TurnSettled(_FrontMessage, frozen=True):
     stream: Count
 
 
-class Begun(_Message, frozen=True):
+class TrajectoryBegun(_FrontMessage, frozen=True):
     """`again` says that the same call, by its key, had been answered before."""
 
     request: Count
@@ -254,7 +255,7 @@ class Begun(_Message, frozen=True):
     again: bool = False
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryStanding(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory that is driven from outside, as its driver sees it."""
 
     trajectory: str
@@ -268,12 +269,12 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""
 
 
-class Done(_Message, frozen=True):
+class TrajectoryShown(_FrontMessage, frozen=True):
     request: Count
-    standing: Standing
+    standing: TrajectoryStanding
 
 
-class Declined(_Message, frozen=True):
+class Declined(_FrontMessage, frozen=True):
     """The request is not carried out: the status and the code of the error that its client gets.
 
     `retry` says what the client is told of trying again, None for nothing.
@@ -289,9 +290,31 @@ class Declined(_Message, frozen=True):
 
 
 FromFront: TypeAlias = (
-    FrontHello | Look | Open | Cut | Settle | Delivered | Gone | Begin | Bind | Reward | End | Show
+    FrontHello
+    | LookUp
+    | OpenTurns
+    | CutTurn
+    | SettleTurn
+    | AnswerDelivered
+    | ClientGone
+    | BeginTrajectory
+    | BindSession
+    | GiveReward
+    | EndTrajectory
+    | ShowTrajectory
 )
-FromRun: TypeAlias = FrontWelcome | RefusedFrame | Found | Taken | Tokens | Over | Settled | Begun | Done | Declined
+FromRun: TypeAlias = (
+    FrontWelcome
+    | RefusedFrame
+    | BranchFound
+    | TurnsTaken
+    | StreamTokens
+    | TurnOver
+    | TurnSettled
+    | TrajectoryBegun
+    | TrajectoryShown
+    | Declined
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 _from_front = msgspec.msgpack.Decoder(FromFront)
