@@ -127,6 +127,14 @@ class ModelConfig(_Section):
     checkpoint: GivenPath = Field(description="Hugging Face checkpoint directory of the base policy")
 
 
+OUTSIDE = "outside"
+"""The environment that is none: agents outside of the run drive its trajectories."""
+PINNED = ("temperature", "top_p", "top_k")
+"""Settings of sampling that a run can keep from agents."""
+NO_LIMIT_TURNS = 1_000_000
+"""The turns of a trajectory that is driven from outside, where nothing else is said."""
+
+
 class EnvironmentConfig(_Section):
     name: str = Field("frozenlake", description="which environment, of those installed")
     step_timeout_s: float = Field(30.0, gt=0, description="an environment that takes longer is given up")
@@ -139,6 +147,9 @@ class RolloutConfig(_Section):
     max_turns: int = Field(16, ge=1, description="turns after which a trajectory is truncated")
     max_tokens_per_turn: int = Field(16, ge=1, description="most tokens that the policy generates in a turn")
     temperature: float = Field(1.0, gt=0, description="of sampling, and of the log-probabilities that are trained on")
+    pin: tuple[Literal["temperature", "top_p", "top_k"], ...] = Field(
+        PINNED, description="what of sampling agents do not choose: `temperature` is the one above, the others are off"
+    )
     staleness_bound: int = Field(
         0,
         ge=0,
@@ -157,6 +168,31 @@ class RolloutConfig(_Section):
     dynamic_sampling_most: float = Field(
         6.0, ge=1, description="with dynamic sampling: times the wanted groups that a step may launch"
     )
+
+
+class FrontConfig(_Section):
+    """Where agents outside of the run reach it, and how their messages become tokens."""
+
+    host: Annotated[str, AfterValidator(bare_host)] = Field(
+        "127.0.0.1", description="address on which fronts serve agents; beyond loopback they speak TLS 1.3"
+    )
+    port: int = Field(0, ge=0, le=65535, description="port on which fronts serve agents; 0 takes a free one")
+    processes: int = Field(2, ge=1, le=64, description="processes that serve agents")
+    hold_s: float = Field(60.0, gt=0, description="longest that a call waits for its first token; then it is a 503")
+    model_name: str = Field(
+        "", max_length=256, description="the model's name for agents; empty: that of the checkpoint's directory"
+    )
+    renderer: str = Field(
+        "auto", description="what makes tokens of messages: `template`, or a renderer of the package `renderers`"
+    )
+    tool_parser: str = Field("", description="how tool calls are read, as vLLM's --tool-call-parser; empty: none are")
+    reasoning_parser: str = Field(
+        "", description="how reasoning is read, as vLLM's --reasoning-parser; empty: it is not"
+    )
+    trajectory_turns_max: int = Field(4096, ge=1, description="most turns of a trajectory, limits of rollout aside")
+    open_turns_max: int = Field(4096, ge=1, description="most turns that agents wait for at once; beyond it is a 429")
+    body_mb: float = Field(64.0, gt=0, le=1024, description="largest body of a call, in MiB")
+    connections: int = Field(4096, ge=1, description="connections of agents that a process serves at once")
 
 
 class TrainerPacingConfig(_Section):
@@ -535,6 +571,7 @@ class Config(_Section):
     journal: JournalConfig = Field(default_factory=JournalConfig)  # type: ignore[arg-type]
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)  # type: ignore[arg-type]
     job: JobConfig = Field(default_factory=JobConfig)  # type: ignore[arg-type]
+    front: FrontConfig | None = Field(None, description="fronts for agents; an environment that needs them has them")
     providers: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="one section a provider, each of its kind"
     )
@@ -558,6 +595,11 @@ class Config(_Section):
             raise ValueError(
                 f"engine.kv_blocks x engine.kv_block_tokens must hold engine.max_context_tokens = {context_tokens} "
                 f"(found {kv_tokens})"
+            )
+        if unpinned := [name for name in ("top_p", "top_k") if name not in self.rollout.pin]:
+            raise ValueError(
+                f"rollout.pin must name {' and '.join(unpinned)}: the trainer learns on the whole softmax, which they "
+                f"would cut (found {list(self.rollout.pin)})"
             )
         if self.trainer.updates_per_step > self.rollout.groups:
             raise ValueError(
@@ -600,6 +642,8 @@ def validate(kind: type[T], raw: Mapping[str, Any], where: str, *section: str) -
     string for a path. `where` is the file (or whatever else it comes from), `section` what stands before the keys in
     it.
     """
+    if kind is Config:
+        raw = _with_fronts(raw)
     try:
         valid = kind.model_validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
@@ -611,6 +655,19 @@ def validate(kind: type[T], raw: Mapping[str, Any], where: str, *section: str) -
     if problems:
         raise ConfigError(*problems)
     return valid
+
+
+def _with_fronts(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where agents drive there are fronts, and the context alone limits turns, if nothing else is said."""
+    environment, engine, rollout = (raw.get(name, {}) for name in ("environment", "engine", "rollout"))
+    if not all(isinstance(section, Mapping) for section in (environment, engine, rollout)):
+        return raw
+    front = raw.get("front", {} if environment.get("name") == OUTSIDE else None)
+    if front is None:
+        return raw
+    context = engine.get("max_context_tokens", EngineConfig.model_fields["max_context_tokens"].default)
+    room = {"max_tokens_per_turn": context - 1} if isinstance(context, int) and context > 1 else {}
+    return {**raw, "front": front, "rollout": {"max_turns": NO_LIMIT_TURNS, **room, **rollout}}
 
 
 def _infinite(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -5,6 +5,7 @@ worker      spot-3, spot-3.1    the first and the second of that lease
 group       2/5             the group with index 5 of training step 2
 trajectory  2/5/0           its first member
 turn        2/5/0/4         the fifth turn of that
+agent       2-5-0           that trajectory in an address, for an agent
 """
 
 import hashlib
@@ -60,6 +61,16 @@ def parse_trajectory(trajectory: TrajectoryId) -> Member:
     """Raises `ValueError` for what is no trajectory's name."""
     step, group, member = trajectory.split("/")
     return Member(int(step), int(group), int(member))
+
+
+def agent_id(trajectory: TrajectoryId) -> str:
+    """The trajectory's name where a slash would not do: in an address and in a key."""
+    return trajectory.replace("/", "-")
+
+
+def parse_agent_id(name: str) -> TrajectoryId:
+    """Raises `ValueError` for what is no trajectory's name."""
+    return trajectory_id(*parse_trajectory(name.replace("-", "/")))
 
 
 def group_of(trajectory: TrajectoryId) -> str:

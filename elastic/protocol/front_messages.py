@@ -143,7 +143,8 @@ class ClientGone(_FrontMessage, frozen=True):
 
 
 class BeginTrajectory(_FrontMessage, frozen=True):
-    """Give the driver a trajectory in its group of this name. `TrajectoryBegun` answers. `task` is the caller's own JSON."""
+    """Give the driver a trajectory in its group of this name. `TrajectoryBegun` answers. `task` is JSON of the driver's
+    own."""
 
     request: Count
     caller: AgentCaller

@@ -9,11 +9,15 @@ import secrets
 from base64 import urlsafe_b64encode
 from pathlib import Path
 
-from elastic.core.ids import tagged
+from elastic.core.ids import agent_id, parse_agent_id, tagged
+from elastic.core.types import TrajectoryId
+from elastic.protocol.front_messages import AgentCaller
 from elastic.system.files import write_whole
 
 FILE = "secret"
 ROOT_BYTES = 32
+AGENT, DRIVER = "agent", "driver"
+"""How the keys begin that agents and drivers show to a run's fronts."""
 
 
 class RunSecrets:
@@ -55,6 +59,32 @@ class RunSecrets:
     def host_token(self, host: str) -> str:
         """Return the token that a serving host of the run expects."""
         return self._derived("host", host)
+
+    def agent_key(self, trajectory: TrajectoryId, restart: int) -> str:
+        """Return the key of an agent that plays the trajectory for this time: it names both."""
+        return self._naming(AGENT, agent_id(trajectory), str(restart))
+
+    def driver_key(self, driver: str) -> str:
+        """Return the key of a program that opens trajectories and gives rewards; its name is letters, digits, `_`."""
+        return self._naming(DRIVER, driver)
+
+    def caller_of(self, key: str) -> AgentCaller | None:
+        """Return in whose name a caller with this key asks; None if it is no key of the run."""
+        kind, *named = key.split(".")[:-1] or ("",)
+        if not hmac.compare_digest(self._naming(kind, *named).encode(), key.encode(errors="replace")):
+            return None
+        match [kind, *named]:
+            case [_, name, restart] if kind == AGENT:
+                return AgentCaller(trajectory=parse_agent_id(name), restart=int(restart))
+            case [_, name] if kind == DRIVER:
+                return AgentCaller(driver=name)
+            case _:
+                return None
+
+    def _naming(self, kind: str, *named: str) -> str:
+        """Return a key that tells what it is of, with a proof of it."""
+        said = ".".join((kind, *named))
+        return f"{said}.{self._derived('key', said)}"
 
     def tag(self, run: str) -> str:
         """Return the run's name with a hash of its secret: what bears it is this run's, whoever else has the name."""
