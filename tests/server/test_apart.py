@@ -52,13 +52,13 @@ def test_what_breaks_a_reader_breaks_no_other(
     odd = tmp_path / "odd.py"
     odd.write_text(script)
     with pytest.raises(CannotBeRead, match=r"odd\.py: its files cannot be read now"):
-        processes.ask(limit_s, runpy.run_path, odd)
-    assert processes.ask(LIMIT_S, figures_of, tmp_path) is None
+        processes.read(limit_s, runpy.run_path, odd)
+    assert processes.read(LIMIT_S, figures_of, tmp_path) is None
 
 
 def test_errors_of_a_read_are_told(processes: ReadingProcesses, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        processes.ask(LIMIT_S, os.listdir, tmp_path / "missing")
+        processes.read(LIMIT_S, os.listdir, tmp_path / "missing")
 
 
 def test_a_user_who_truncates_what_is_mapped_ends_no_server(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_one_users_slow_files_delay_that_user_alone(processes: ReadingProcesses,
 
     def read() -> None:
         with pytest.raises(CannotBeRead):
-            processes.ask(8.0, runpy.run_path, slow)
+            processes.read(8.0, runpy.run_path, slow)
 
     reading = [threading.Thread(target=read) for _ in range(PER_OWNER)]
     try:
@@ -104,8 +104,8 @@ def test_one_users_slow_files_delay_that_user_alone(processes: ReadingProcesses,
             time.sleep(0.01)
         begun_s = time.monotonic()
         with pytest.raises(CannotBeRead, match="other files of its owner"):
-            processes.ask(LIMIT_S, runpy.run_path, slow)
-        assert processes.ask(LIMIT_S, metrics_of, tmp_path, "run", 10).steps == []
+            processes.read(LIMIT_S, runpy.run_path, slow)
+        assert processes.read(LIMIT_S, metrics_of, tmp_path, "run", 10).steps == []
         assert time.monotonic() - begun_s < LIMIT_S
     finally:
         for one in reading:
