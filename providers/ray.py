@@ -28,6 +28,7 @@ from pydantic import Field
 
 from elastic.core.types import EndCause, LeaseId
 from elastic.protocol.endpoint import is_loopback
+from elastic.system.plain_values import told
 from providers.base import (
     Emit,
     KnownLease,
@@ -43,7 +44,7 @@ from providers.base_provider import Found, LeaseHandle
 from providers.markets import CapacityUnavailable, LeaseEnding, Market
 from providers.ray_connection import RayConnection, RayUnusable, ray
 from providers.ray_relay import NODE_VARIABLE
-from providers.vendor_calls import call, told
+from providers.vendor_calls import call
 from providers.vendor_provider import VendorProvider
 
 log = structlog.get_logger(__name__)

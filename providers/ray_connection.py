@@ -9,7 +9,8 @@ import os
 import threading
 from typing import Any
 
-from providers.vendor_calls import called, told
+from elastic.system.plain_values import told
+from providers.vendor_calls import called
 
 GRACE_VARIABLE, GRACE_S = "RAY_CLIENT_RECONNECT_GRACE_PERIOD", 5
 """How long Ray's client looks for a lost head before its calls fail. Callers repeat theirs."""

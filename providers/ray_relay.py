@@ -18,10 +18,11 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from elastic.system.plain_values import told
 from elastic.weights.blobs import Buffer, check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable
 from providers.ray_connection import NAMESPACE, RayConnection, RayUnusable, ray
-from providers.vendor_calls import called, told
+from providers.vendor_calls import called
 
 NODE_VARIABLE = "ELASTIC_RAY_CLUSTER"
 """The environment variable with the cluster's address for processes on its nodes."""

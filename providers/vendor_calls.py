@@ -13,7 +13,6 @@ from elastic.system.thread_lane import promised
 
 T = TypeVar("T")
 
-TOLD_CHARACTERS = 400
 CALL_NAME = "vendor: "
 """What the names of calls' threads begin with."""
 
@@ -33,11 +32,6 @@ def called(timeout_s: float, function: Callable[..., T], *arguments: Any) -> T:
         return _begun(function, *arguments).result(timeout_s)
     except TimeoutError as error:
         raise _late(error, timeout_s) from error
-
-
-def told(error: BaseException) -> str:
-    """What a vendor says, on one line."""
-    return " ".join(str(error).split())[:TOLD_CHARACTERS] or type(error).__name__
 
 
 def _begun(function: Callable[..., T], *arguments: Any) -> Future[T]:

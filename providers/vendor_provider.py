@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 import structlog
 
+from elastic.system.plain_values import told
 from providers.base_provider import BaseProvider
 from providers.markets import SettingsT
-from providers.vendor_calls import call, told
+from providers.vendor_calls import call
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")

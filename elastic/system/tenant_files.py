@@ -14,7 +14,6 @@ import os
 import platform
 import secrets
 import stat
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -29,7 +28,6 @@ _TIMES_MAX = 1_000
 _NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.EACCES)
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_thread = threading.local()
 
 
 class NotAFile(FileNotFoundError):
@@ -48,27 +46,11 @@ def as_owner(directory: Path) -> Iterator[None]:
         found = os.stat(directory)
     except FileNotFoundError:
         found = None
-    with _noted():
-        if found is None or os.geteuid() != 0 or found.st_uid == _fsuid():
-            yield
-        else:
-            with _rights_of(found.st_uid, found.st_gid):
-                yield
-
-
-@contextlib.contextmanager
-def _noted() -> Iterator[None]:
-    former_depth = getattr(_thread, "depth", 0)
-    _thread.depth = former_depth + 1
-    try:
+    if found is None or os.geteuid() != 0 or found.st_uid == _fsuid():
         yield
-    finally:
-        _thread.depth = former_depth
-
-
-def is_within() -> bool:
-    """Return whether this thread is within `as_owner`, or in another function of this module."""
-    return getattr(_thread, "depth", 0) > 0
+    else:
+        with _rights_of(found.st_uid, found.st_gid):
+            yield
 
 
 def opened(directory: Path, name: str) -> BinaryIO:
@@ -126,7 +108,7 @@ def remove(directory: Path, name: str = "") -> None:
     This is done with our own rights, since its owner may have forbidden it to itself. What lies too deep is brought up
     first.
     """
-    with _noted(), contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):
         if name and not stat.S_ISDIR(os.lstat(directory / name).st_mode):
             (directory / name).unlink()
             return
@@ -163,7 +145,7 @@ def hand_over(top: Path, uid: int, gid: int) -> None:
     former = os.stat(top).st_uid
     if former == uid:
         return
-    with _noted(), _below(top, ()) as place:
+    with _below(top, ()) as place:
         for parent, entry, status in _tree(place):
             if status.st_uid == former:
                 os.chown(entry, uid, gid, dir_fd=parent, follow_symlinks=False)
