@@ -96,7 +96,7 @@ class Lasting:
 
 
 class Held(NamedTuple):
-    """A lease since it was granted, by the world's time and by the core's."""
+    """A lease since it was granted, by the world's time and by the core's; or since the core's time is right again."""
 
     since_ns: Nanoseconds
     core_ns: Nanoseconds
@@ -117,6 +117,8 @@ class Witness:
         self._ailing_ns: defaultdict[str, Nanoseconds] = defaultdict(int)
         """Until when something may be the cause of what befalls a worker, or of what else ails."""
         self.held: dict[LeaseId, Held] = {}
+        self._granted_late: set[LeaseId] = set()
+        """Of these, leases that were granted while the core's time was behind: it has made up for that in between."""
         self._liars: dict[WorkerId, None] = {}
         self.lasting: dict[WorkerId, Lasting] = {}
         """Those that lie for as long as they live."""
@@ -234,6 +236,8 @@ class Witness:
         self.events += 1
         if self.lasting:
             self._follow_lasting(event, commands)
+        if self._granted_late and self._now_ns() > self._ailing_ns[CLOCKS]:
+            self._count_anew(core)
         match event:
             case e.LeaseRefused():
                 if (lease := core.leases.leases.get(event.lease)) is not None:
@@ -247,6 +251,8 @@ class Witness:
                 self._disconnected(core, event)
             case e.LeaseGranted():
                 self.held.setdefault(event.lease, Held(self._now_ns(), core.now_ns, event.expires_at_ns))
+                if self._now_ns() <= self._ailing_ns[CLOCKS]:
+                    self._granted_late.add(event.lease)
             case e.LeaseEnded():
                 self._in_time(core, event.lease)
                 self._lease_ended(core, event)
@@ -341,6 +347,12 @@ class Witness:
         failed_ns = self._failed_loads.pop((command.worker, command.epoch, command.version), None)
         late_enough = failed_ns is None or core.now_ns - failed_ns >= core.limits.retry_base_ns
         _require(late_enough, Act.RETRY, f"{command.worker} loads {command.version} again without a back-off")
+
+    def _count_anew(self, core: Scheduler) -> None:
+        """Judge by their time from now on the leases that were granted while the core's time was behind."""
+        for lease in self._granted_late & self.held.keys():
+            self.held[lease] = self.held[lease]._replace(since_ns=self._now_ns(), core_ns=core.now_ns)
+        self._granted_late.clear()
 
     def _in_time(self, core: Scheduler, lease: LeaseId) -> None:
         held = self.held.pop(lease, None)
