@@ -50,5 +50,5 @@ def test_a_lease_that_is_granted_after_a_hold_up_is_judged_once_the_cores_time_i
         world.hold_up(4.0)
     world.tell(e.LeaseGranted(asked.lease, (asked.lease,)), 12.0, 4.0)
     world.tell(e.Tick(), 17.5, 0.0)
-    world.tell(e.LeaseEnded(asked.lease, EndCause.LOST), 18.0, behind_at_end_s)
+    world.tell(e.LeaseEnded(asked.lease, EndCause.LOST), 30.0, behind_at_end_s)
     assert (not world.found) == right, world.found
