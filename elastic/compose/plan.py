@@ -46,6 +46,11 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
         kinds = self.provider_types.items()
         return {name: kind.trainer_of_turns for name, kind in kinds if kind.trainer_of_turns is not None}
 
+    @property
+    def driven_outside(self) -> bool:
+        """Whether agents outside of the run drive its trajectories, through fronts."""
+        return bool(getattr(self.environment, "driven_outside", False))
+
     def engine(self, provider: str) -> EngineConfig:
         """Return the engine settings of a provider's workers, or of the trainer's device: the run's, with their own
         overrides."""

@@ -39,6 +39,7 @@ def run_plan(plan: RunPlan) -> Plan:
         trainer_provider=TRAINER_PROVIDER,
         mismatch_max=plan.config.trainer.mismatch_max,
         max_failed_share=plan.config.rollout.max_failed_share,
+        driven_outside=plan.driven_outside,
     )
 
 

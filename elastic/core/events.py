@@ -185,10 +185,11 @@ class TokensReceived(_Event, frozen=True):
     chunks: Chunks
 
 
-class TurnRequested(_Event, frozen=True):
-    """An environment loop (or a client) asks for a turn of `prompt_tokens` tokens of context.
+class TurnRequested(_Event, frozen=True, omit_defaults=True):
+    """An environment loop, or an agent, asks for a turn of `prompt_tokens` tokens of context.
 
-    Turns with the same `tag` are thought to be alike in what they cost.
+    Turns with the same `tag` are thought to be alike in what they cost. `note` is what the shell keeps of an agent's
+    call, opaque here.
     """
 
     turn: TurnId
@@ -196,6 +197,25 @@ class TurnRequested(_Event, frozen=True):
     prompt_tokens: int
     max_new_tokens: int
     tag: str = ""
+    note: bytes = b""
+
+
+class TurnCut(_Event, frozen=True):
+    """The answer ends behind the turn's first `kept` tokens, for whoever asked for it: nothing behind them is trained.
+
+    The turn is over, if it was not. `lost` are accepted tokens that are cut off, by the worker that sampled them.
+    """
+
+    turn: TurnId
+    kept: int
+    lost: tuple[tuple[WorkerId, int], ...] = ()
+
+
+class AgentNoted(_Event, frozen=True):
+    """The shell keeps this of what agents and their drivers have said, in the order of all that happens; it decides
+    nothing here."""
+
+    note: bytes
 
 
 class TrajectoryFinished(_Event, frozen=True):
@@ -384,6 +404,8 @@ Event: TypeAlias = (
     | WeightsFailed
     | TokensReceived
     | TurnRequested
+    | TurnCut
+    | AgentNoted
     | TrajectoryFinished
     | TrajectoryFailed
     | RewardRequested

@@ -78,6 +78,7 @@ class Scheduler:
         )
         self._handlers: dict[type[e.Event], Callable[[Any], object]] = {
             e.Tick: lambda _: None,
+            e.AgentNoted: lambda _: False,
             e.Suspended: run.sleep_through,
             e.StopRequested: lambda event: run.fail(event.reason),
             e.Resumed: run.take_up,

@@ -25,7 +25,7 @@ LEGAL: Mapping[type[StrEnum], Mapping[StrEnum, frozenset[StrEnum]]] = {
         _W.GONE: frozenset(),
     },
     TurnState: {
-        _T.QUEUED: frozenset({_T.RUNNING, _T.CANCELLED}),
+        _T.QUEUED: frozenset({_T.RUNNING, _T.FINISHED, _T.CANCELLED, _T.FAILED}),
         _T.RUNNING: frozenset({_T.QUEUED, _T.MOVING, _T.FINISHED, _T.CANCELLED, _T.FAILED}),
         _T.MOVING: frozenset({_T.QUEUED, _T.FINISHED, _T.CANCELLED, _T.FAILED}),
         _T.FINISHED: frozenset(),

@@ -18,6 +18,8 @@ from elastic.core.types import Chunk, FinishReason, Nanoseconds, TrajectoryId, T
 
 QUEUE_WAITS = ("capacity", "place")
 """Waits of the queue: for a worker that could ever take a turn (capacity), and for room on one (place)."""
+NO_CAPACITY = "no capacity"
+"""How the cause begins for which a turn, or a run, is given up that waited for a worker."""
 LATE = "others would have ended its turn long ago"
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -25,7 +27,10 @@ _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 class TurnManager:
     def __init__(self, run: RunState) -> None:
         self._run = run
-        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {e.TokensReceived: self._on_tokens}
+        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
+            e.TokensReceived: self._on_tokens,
+            e.TurnCut: self._on_cut,
+        }
         self.due: Mapping[str, Callable[[str], None]] = {
             "token": self._token_due,
             "handover": self._handover_due,
@@ -174,10 +179,23 @@ class TurnManager:
         )
 
     def _capacity_due(self, _: str) -> None:
-        self._run.fail("no capacity: there was no worker that could take a queued turn, for too long")
+        self._waited_too_long(f"{NO_CAPACITY}: there was no worker that could take a queued turn, for too long")
 
     def _place_due(self, _: str) -> None:
-        self._run.fail("no progress: no worker that could take a queued turn has made a place, nor got on with others")
+        self._waited_too_long(
+            "no progress: no worker that could take a queued turn has made a place, nor got on with others"
+        )
+
+    def _waited_too_long(self, cause: str) -> None:
+        """Fail the run; where agents wait outside of it, their turns."""
+        run = self._run
+        if not run.plan.driven_outside:
+            run.fail(cause)
+            return
+        for turn in [turn for turn in run.turns.live.values() if turn.state is TurnState.QUEUED]:
+            self._close(turn, TurnState.FAILED, cause)
+            run.out.append(c.FailTurn(turn=turn.id, cause=cause))
+        self._clear_queue_waits()
 
     # Tokens in
 
@@ -294,6 +312,23 @@ class TurnManager:
             run.out.append(c.FinishTurn(turn=turn.id))
         elif finish is not None:
             self._given_up(turn, chunk)
+
+    def _on_cut(self, event: e.TurnCut) -> None:
+        """End a turn where its answer ends. What was accepted behind that is lost."""
+        run = self._run
+        for worker, tokens in event.lost:
+            run.ledger.lose(worker, tokens)
+        turn = run.turns.live.get(event.turn)
+        if turn is None or event.kept > turn.accepted:
+            return
+        self._abort(turn)
+        turn.accepted = event.kept
+        if turn.worker is not None:
+            run.turns.served(turn, turn.worker)
+        self._close(turn, TurnState.FINISHED, "cut")
+        run.out.append(c.FinishTurn(turn=turn.id))
+        if run.turns.head() is None:
+            self._clear_queue_waits()
 
     def _given_up(self, turn: Turn, chunk: Chunk) -> None:
         """The worker ends the attempt before the turn's end; what was accepted stays."""

@@ -442,6 +442,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     declares."""
     max_failed_share: float = 1.0
     """A run fails of whose trajectories a larger share has failed in the last steps."""
+    driven_outside: bool = False
+    """Agents outside of the run ask for turns: what waits too long for capacity is a turn given up, not the run."""
 
 
 class BudgetForecast(msgspec.Struct, frozen=True, kw_only=True):
