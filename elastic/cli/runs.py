@@ -19,8 +19,8 @@ from elastic.protocol.api import ENDED, HostedRun, RunBudget
 from elastic.protocol.api_client import Client
 from elastic.report import as_json as report_as_json
 from elastic.report import closing_table, summarise
-from elastic.runtime.journal import RUNNING, UNEXPECTED, DirectoryStore, JournalError, RunDirectory
-from elastic.runtime.status import core_words
+from elastic.runtime.journal import RUNNING, UNEXPECTED, DirectoryStore, JournalError, RunDirectory, SampleRow
+from elastic.runtime.status import RunStatus, core_words, tokens_at_risk
 
 runs = typer.Typer(cls=WholeHelp, name="runs", rich_markup_mode=None)
 HostedName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id on the server, or `latest` there.")]
@@ -86,6 +86,13 @@ def _row(run: RunDirectory) -> dict[str, str]:
     return {"run": run.name} | {key: meta.get(key, "") for key in ("started_at", "providers", "status")}
 
 
+def _newest_sample(run: RunDirectory) -> RunStatus | None:
+    """Return how the run stood when its journal last said so."""
+    with run.newest_journal() as journal:
+        sample = journal.last(SampleRow)
+    return sample and sample.status
+
+
 def _show_rows(rows: list[dict[str, str]], nothing: str, *, as_json: bool) -> None:
     """A list of runs, on disk or on a server."""
     if as_json:
@@ -105,7 +112,8 @@ def show(
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> None:
-    """Show how a run stands: its status and figures; on a server its conditions, too.
+    """Show how a run stands: its status and figures, how busy its orchestrator is, and what a kill would lose; on a
+    server its conditions, too.
 
     Example: elastic runs show latest
     """
@@ -113,9 +121,14 @@ def show(
         _show_hosted(name, as_json=as_json)
         return
     run = run_on_disk(directory, name)
-    row, summary = _row(run), summarise(run)
+    row, summary, now = _row(run), summarise(run), _newest_sample(run)
     if as_json:
-        emit(row | {"directory": str(run.path), "report": report_as_json(summary, None)})
+        core = now and {
+            "share": now.core_share,
+            "flush_interval_s": now.flush_interval_s,
+            "kill_loses_tokens": tokens_at_risk(now.tokens_per_s, now.flush_interval_s),
+        }
+        emit(row | {"directory": str(run.path), "core": core, "report": report_as_json(summary, None)})
         return
     shown = console()
     shown.print(f"{run.name}  {row['status']}  in {run.path}", soft_wrap=True, highlight=False)
@@ -124,6 +137,8 @@ def show(
         f"preemptions {summary.total.preemptions}",
         highlight=False,
     )
+    if now is not None and now.flush_interval_s:
+        shown.print(core_words(now.core_share, now.flush_interval_s, now.tokens_per_s), highlight=False)
     shown.print(closing_table(summary))
 
 

@@ -1,6 +1,7 @@
 """With `--json`, standard output is one JSON object and nothing else."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -8,8 +9,10 @@ import pytest
 
 from elastic.compose.runs import claimed, new_run_dir
 from elastic.config import load_config
-from elastic.runtime.journal import RUNNING, RunDirectory
+from elastic.core.types import NS_PER_S
+from elastic.runtime.journal import RUNNING, RunDirectory, SampleRow
 from elastic.runtime.left_behind import left_behind, write_down
+from tests.run_status import run_status
 
 
 def parsed(out: str) -> dict:
@@ -128,6 +131,20 @@ def test_the_latest_run_is_one_run_in_every_command(elastic, config: Path) -> No
     assert elastic("logs", "latest", *where).out.split() == [shown["run"]]
     assert parsed(elastic("report", "latest", *where, "--json").out)["run"] == shown["run"]
     assert elastic("runs", "show", *where).out.startswith(f"{shown['run']}  stopped: 1  in ")
+
+
+def test_a_run_tells_how_full_its_core_is_and_what_a_kill_would_lose_now(elastic, config: Path) -> None:
+    run = RunDirectory(new_run_dir(load_config(config)))
+    where = ("latest", "--directory", run.path.parent)
+    with closing(run.begin_journal(load_config(config).journal)) as journal:
+        assert "core" not in elastic("runs", "show", *where).out
+        for second, interval_s in ((1, 0.25), (2, 0.05)):
+            load = {"core_share": 0.2, "flush_interval_s": interval_s, "tokens_per_s": 1000.0}
+            journal.append(SampleRow(t_ns=second * NS_PER_S, status=run_status(**load)))
+    shown = elastic("runs", "show", *where).out
+    assert "core 20%, tokens every 50 ms: killed workers lose 50 at the most" in shown
+    core = parsed(elastic("runs", "show", *where, "--json").out)["core"]
+    assert core == {"share": 0.2, "flush_interval_s": 0.05, "kill_loses_tokens": 50}
 
 
 def test_a_run_whose_process_was_killed_runs_no_more(elastic, config: Path) -> None:
