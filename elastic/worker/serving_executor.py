@@ -22,7 +22,7 @@ from elastic.config import ConfigError, EngineConfig, validate
 from elastic.core.types import NS_PER_S, FinishReason, SamplingParameters
 from elastic.engine.base import GenerateRequest, RolloutEngine
 from elastic.engine.coserving.executor import CoServing, CoServingStatistics
-from elastic.engine.coserving.front import FrontError, ModelCard, NoTokenizer, ServingFront, Utf8Tokenizer
+from elastic.engine.coserving.front import ModelCard, NoTokenizer, ServingFront, Utf8Tokenizer
 from elastic.engine.coserving.memory import SPARE_PAGES
 from elastic.engine.coserving.rollout import SharedRolloutEngine
 from elastic.engine.coserving.service import ServiceLog, milliseconds
@@ -34,6 +34,7 @@ from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.engine.torch.runner import device_named, dtype_on
 from elastic.protocol import wire
+from elastic.protocol.openai.errors import FrontError
 from policies.admission import Slo, SloAdmission
 from policies.kvmemory import PreemptiveMemory
 from providers.serving_messages import HOST_VARIABLE, ExecutorSettings, HostSettings, LoadReport, ServiceReport

@@ -28,7 +28,7 @@ from starlette.routing import Route
 import traces
 from elastic.config import ConfigError, ConfigProblem
 from elastic.engine.base import DeviceShare, RolloutEngine
-from elastic.engine.coserving.front import ERROR_HANDLERS, ServingFront, openai_error
+from elastic.engine.coserving.front import ServingFront
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Address
 from elastic.protocol.http_server import (
@@ -39,6 +39,7 @@ from elastic.protocol.http_server import (
     PeerLimits,
     serving,
 )
+from elastic.protocol.openai.errors import ERROR_HANDLERS, openai_error
 from elastic.protocol.sockets import listening_socket
 from elastic.system.machine import raise_descriptor_limit
 from elastic.system.processes import end_own_kin

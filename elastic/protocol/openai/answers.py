@@ -1,0 +1,298 @@
+"""Answers as OpenAI's clients read them, with vLLM's additions: whole, and in streamed chunks.
+
+A stream is server-sent events of `data:` lines alone. Its last chunk of a choice has a `finish_reason`, and `[DONE]`
+follows all of them. Whoever cannot go on sends `failed`, or cuts the connection.
+
+Most of a chunk is the same for all chunks of a choice, so it is made once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from elastic.protocol.openai.errors import FrontError
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+EVENT_STREAM = "text/event-stream"
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+_json = msgspec.json.encode
+_NO_IDS: Sequence[int] = ()
+_NO_LOGPROBS: Sequence[float] = ()
+
+
+class Format(NamedTuple):
+    """What distinguishes the answers of one route: the prefix of their ids, and what objects they are."""
+
+    prefix: str
+    whole: str
+    piece: str
+
+
+COMPLETION = Format("cmpl-", "text_completion", "text_completion")
+CHAT = Format("chatcmpl-", "chat.completion", "chat.completion.chunk")
+TOKENS = Format("generate-tokens-", "", "")
+"""vLLM's generate: token ids and no text."""
+
+
+class Sample(NamedTuple):
+    """Tokens that were sampled one behind the other, with their log-probabilities."""
+
+    ids: Sequence[int] = _NO_IDS
+    logprobs: Sequence[float] = _NO_LOGPROBS
+
+
+class FunctionCalled(NamedTuple):
+    """A call of a tool that the model made: `arguments` is a text of JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Said(NamedTuple):
+    """What the model said in a choice, or in a piece of one."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: Sequence[FunctionCalled] = ()
+
+
+class ChoiceEnd(NamedTuple):
+    """Why a choice is over: `stop`, `length` or `tool_calls`; `stop_reason` is the stop string or token, if any."""
+
+    finish: Literal["stop", "length", "tool_calls", "abort"]
+    stop_reason: str | int | None = None
+
+
+class AnswerSettings(NamedTuple):
+    """What of its tokens a client wants to see. `token_text` names a token where it is shown as text."""
+
+    token_ids: bool = False
+    logprobs: bool = False
+    as_token_ids: bool = False
+    token_text: Callable[[int], str] = str
+
+
+class AnswerWriter:
+    """Writes the answer to one request. `identifier` is what tells it from others, `prompts` their token ids."""
+
+    def __init__(
+        self,
+        form: Format,
+        identifier: str,
+        model: str,
+        created_s: int,
+        settings: AnswerSettings = AnswerSettings(),  # noqa: B008  # immutable
+    ) -> None:
+        self._form = form
+        self._settings = settings
+        self.id = form.prefix + identifier
+        self._shell: dict[str, Any] = {"id": self.id, "object": form.piece, "created": created_s, "model": model}
+        if form is TOKENS:
+            self._shell = {
+                "request_id": self.id,
+                "model": model,
+                "created": created_s,
+                "output_mode": "tokens",
+            }
+        self._start = b"data: " + _json(self._shell)[:-1]
+        self._heads: dict[int, bytes] = {}
+        self._text_offsets: dict[int, int] = {}
+        self._end_of_text = {CHAT: b"}", COMPLETION: b"", TOKENS: b""}[form]
+        self._plain = not (settings.token_ids or settings.logprobs or form is TOKENS)
+        self._usual = self._end_of_text + b',"logprobs":null,"finish_reason":null}]}\n\n'
+
+    def piece(
+        self,
+        index: int,
+        said: str | Said,
+        sample: Sample = Sample(),  # noqa: B008  # immutable
+        ending: ChoiceEnd | None = None,
+        usage: tuple[int, int] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> bytes:
+        """A chunk with what follows of a choice. `prompt_ids` are given with its first."""
+        head = self._heads.get(index)
+        if head is not None and self._plain and ending is None and usage is None and type(said) is str:
+            return b"".join((head, _json(said), self._usual))
+        parts = [self._first(index, said) if head is None or type(said) is not str else head + self._shown(said)]
+        parts.append(self._end_of_text)
+        parts.append(b',"logprobs":')
+        parts.append(self._logprobs(index, said if type(said) is str else "", sample))
+        parts.append(b',"finish_reason":%b' % _json(ending and ending.finish))
+        if ending is not None:
+            parts.append(b',"stop_reason":%b' % _json(ending.stop_reason))
+        if self._settings.token_ids or self._form is TOKENS:
+            parts.append(b',"token_ids":%b' % _json(sample.ids))
+        if prompt_ids is not None and self._form is COMPLETION:
+            parts.append(b',"prompt_token_ids":%b' % _json(prompt_ids))
+        parts.append(b"}]")
+        if prompt_ids is not None and self._form is not COMPLETION:
+            parts.append(b',"prompt_token_ids":%b' % _json(prompt_ids))
+        if usage is not None:
+            parts.append(b',"usage":%b' % _json(usage_of(*usage)))
+        parts.append(b"}\n\n")
+        return b"".join(parts)
+
+    def usage(self, prompt_tokens: int, completion_tokens: int) -> bytes:
+        """The chunk with the usage alone, which has no choices."""
+        used = _json(usage_of(prompt_tokens, completion_tokens))
+        return b"".join((self._start, b',"choices":[],"usage":', used, b"}\n\n"))
+
+    def choice(
+        self,
+        index: int,
+        said: Said,
+        sample: Sample,
+        ending: ChoiceEnd,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """A choice of a whole answer."""
+        choice: dict[str, Any] = {"index": index}
+        if self._form is CHAT:
+            choice["message"] = _message(said)
+        elif self._form is COMPLETION:
+            choice["text"] = said.text
+        choice["logprobs"] = msgspec.Raw(self._logprobs(index, said.text, sample))
+        choice |= {"finish_reason": ending.finish, "stop_reason": ending.stop_reason}
+        if self._settings.token_ids or self._form is TOKENS:
+            choice["token_ids"] = sample.ids
+        if prompt_ids is not None and self._form is COMPLETION:
+            choice["prompt_token_ids"] = prompt_ids
+        return choice
+
+    def whole(
+        self,
+        choices: Sequence[Mapping[str, Any]],
+        prompt_tokens: int,
+        completion_tokens: int,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> bytes:
+        answer = {**self._shell, "choices": choices, "usage": usage_of(prompt_tokens, completion_tokens)}
+        if self._form is not TOKENS:
+            answer["object"] = self._form.whole
+        if prompt_ids is not None and self._form is not COMPLETION:
+            answer["prompt_token_ids"] = prompt_ids
+        return _json(answer)
+
+    def _first(self, index: int, said: str | Said) -> bytes:
+        """The beginning of a choice's first chunk, or of one with more than text, up to the end of what was said."""
+        first = index not in self._heads
+        head = self._start + b',"choices":[{"index":%d' % index
+        if self._form is TOKENS:
+            self._heads[index] = head
+            return head
+        if self._form is COMPLETION:
+            self._heads[index] = head + b',"text":'
+            return self._heads[index] + _json(said if isinstance(said, str) else said.text)
+        self._heads[index] = head + b',"delta":{"content":'
+        if isinstance(said, str):
+            return head + b',"delta":{"role":"assistant","content":' + _json(said)
+        delta = _delta(said, first)
+        return head + b',"delta":' + _json(delta)[:-1]
+
+    def _shown(self, text: str) -> bytes:
+        return b"" if self._form is TOKENS else _json(text)
+
+    def _logprobs(self, index: int, text: str, sample: Sample) -> bytes:
+        settings = self._settings
+        if not settings.logprobs:
+            return b"null"
+        if self._form is TOKENS:
+            return _json(
+                {
+                    "content": [
+                        {
+                            "token": f"token_id:{token}",
+                            "token_id": token,
+                            "logprob": logprob,
+                            "rank": None,
+                            "top_logprobs": [],
+                        }
+                        for token, logprob in zip(sample.ids, sample.logprobs, strict=True)
+                    ]
+                }
+            )
+        texts = [settings.token_text(token) for token in sample.ids]
+        names = [f"token_id:{token}" for token in sample.ids] if settings.as_token_ids else texts
+        if self._form is CHAT:
+            content = [
+                {
+                    "token": name,
+                    "token_id": token,
+                    "logprob": logprob,
+                    "bytes": list(shown.encode(errors="replace")),
+                    "top_logprobs": [],
+                }
+                for name, shown, token, logprob in zip(names, texts, sample.ids, sample.logprobs, strict=True)
+            ]
+            return _json({"content": content})
+        offset = self._text_offsets.get(index, 0)
+        offsets: list[int] = []
+        for shown in texts:
+            offsets.append(offset)
+            offset += len(shown)
+        self._text_offsets[index] = offset
+        return _json(
+            {
+                "tokens": names,
+                "token_logprobs": sample.logprobs,
+                "top_logprobs": [{name: logprob} for name, logprob in zip(names, sample.logprobs, strict=True)],
+                "text_offset": offsets,
+            }
+        )
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def failed(error: FrontError) -> bytes:
+    """The last event of a stream that cannot go on: clients raise an error for it, and do not ask again."""
+    return b"data: %b\n\n" % error.body()
+
+
+def models(name: str, context_tokens: int, created_s: int) -> bytes:
+    """The list of models: the policy alone."""
+    card = {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "elastic",
+        "root": name,
+        "parent": None,
+        "max_model_len": context_tokens,
+        "permission": [],
+    }
+    return _json({"object": "list", "data": [card]})
+
+
+def _message(said: Said) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": said.text or (None if said.calls else "")}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.calls:
+        message["tool_calls"] = [_call(call) for call in said.calls]
+    return message
+
+
+def _delta(said: Said, first: bool) -> dict[str, Any]:
+    delta: dict[str, Any] = {"role": "assistant"} if first else {}
+    if said.reasoning:
+        delta["reasoning_content"] = said.reasoning
+    if said.text or not (said.calls or said.reasoning):
+        delta["content"] = said.text
+    if said.calls:
+        delta["tool_calls"] = [{"index": number, **_call(call)} for number, call in enumerate(said.calls)]
+    return delta
+
+
+def _call(call: FunctionCalled) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
