@@ -196,7 +196,7 @@ class HostedRun(_Resource):
 
 
 class HostedRunDetail(HostedRun):
-    """A run with its whole configuration."""
+    """A run with its whole configuration, which names files as submissions do."""
 
     config: dict[str, Any]
 

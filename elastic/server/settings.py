@@ -154,3 +154,15 @@ class ServerSettings:
         for place, name in (names | dict.fromkeys((self.home, *self.models), "")).items():
             message = message.replace(f"{place.resolve()}/", name)
         return message
+
+    def shown_config(self, config: Mapping[str, Any], project: str) -> dict[str, Any]:
+        """Return a run's configuration as the project may read it: it names files as submissions do."""
+
+        def shown(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: shown(inner) for key, inner in value.items()}
+            if isinstance(value, list):
+                return [shown(inner) for inner in value]
+            return self.without_places(value, project) if isinstance(value, str) else value
+
+        return {section: shown(value) for section, value in config.items()}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from elastic.config import Config
 from elastic.protocol.api import AccessRole
@@ -14,6 +15,7 @@ from elastic.protocol.api import Submission as Body
 from elastic.server.intake import submissions
 from elastic.server.problems import ApiProblem
 from elastic.server.store.quotas import QuotaRow
+from elastic.server.store.tables import runs
 from tests.server.conftest import Site, Submission
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "frozenlake.toml"
@@ -132,6 +134,22 @@ def test_faults_of_a_projects_own_files_name_no_place_of_the_server(site: Site, 
     assert "market.csv" in answer.json()["detail"]
 
 
+def test_a_runs_configuration_names_files_as_its_submission_did(site: Site, submission: Submission) -> None:
+    storage = site.settings.storage(site.projects["ours"])
+    storage.mkdir(parents=True)
+    (storage / "market.csv").write_text("time_s,event,instance_id\n0,add,a\n9,remove,a\n")
+    body = submission(project="ours")
+    body["config"]["providers"]["spot"] = {"trace": "market.csv"}
+    dry = site.client().post("/v1/runs/dry-run", json=body)
+    made = site.client().post("/v1/runs", json=body)
+    for answer in (dry, site.client().get(made.headers["location"])):
+        config = answer.json()["config"]
+        assert config["model"]["checkpoint"] == body["config"]["model"]["checkpoint"]
+        assert config["providers"]["spot"]["trace"] == "market.csv"
+        for place in (site.settings.home, *site.settings.models):
+            assert str(place.resolve()) not in answer.text
+
+
 def test_a_price_that_only_a_vendor_knows_is_no_price_of_zero(site: Site, submission: Submission) -> None:
     body = submission()
     body["config"]["providers"]["spot"] = CLOUD
@@ -174,7 +192,8 @@ def test_a_projects_own_files(site: Site, submission: Submission, tmp_path: Path
     ours, theirs = (site.member(AccessRole.RUNNER, project) for project in ("ours", "theirs"))
     made = ours.post("/v1/runs", json=body)
     assert made.status_code == 201, made.text
-    config = ours.get(made.headers["location"]).json()["config"]
+    with site.store.reading() as connection:
+        config = json.loads(connection.execute(sa.select(runs.c.config)).scalar_one())
     assert config["model"]["checkpoint"] == str(storage.resolve() / "base")
     assert config["providers"]["spot"]["trace"] == str(storage.resolve() / "market.csv")
     assert theirs.post("/v1/runs", json=body).status_code == 400

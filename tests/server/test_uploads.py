@@ -1,6 +1,7 @@
 """Uploads: whole and checked or not there, and of one project alone by whatever spelling."""
 
 import hashlib
+import json
 import os
 import socket
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.protocol.api_client import Client
@@ -17,6 +19,7 @@ from elastic.server import ids
 from elastic.server.api.app import create_app
 from elastic.server.intake.upload_files import SETTLED_S, UploadStorage, named
 from elastic.server.store import uploads
+from elastic.server.store.tables import runs
 from tests.server.conftest import Site, Submission
 from tests.server.test_client import url
 from tests.small_files import small_files
@@ -81,7 +84,11 @@ def test_it_is_there_once_all_of_it_is(site: Site, submission: Submission) -> No
     assert refused.headers["content-range"] == f"bytes */{len(TRACE)}"
     run = client.post("/v1/runs", json=body)
     assert run.status_code == 201, run.text
-    kept = Path(client.get(run.headers["location"]).json()["config"]["providers"]["spot"]["trace"])
+    shown = client.get(run.headers["location"]).json()["config"]
+    assert shown["providers"]["spot"]["trace"] == body["config"]["providers"]["spot"]["trace"]
+    with site.store.reading() as connection:
+        config = json.loads(connection.execute(sa.select(runs.c.config)).scalar_one())
+    kept = Path(config["providers"]["spot"]["trace"])
     assert kept.read_bytes() == TRACE
     assert kept.is_relative_to(site.settings.uploads(site.projects["ours"]).resolve())
     assert left(site) == ["copy.csv", "market.csv", "note.txt"]
@@ -215,8 +222,6 @@ def test_what_a_run_needs_stays(site: Site, submission: Submission) -> None:
     refused = client.delete(f"/v1/uploads/{upload}")
     assert (refused.status_code, refused.json()["run"]) == (409, run)
     with site.store.writing() as tx:
-        from elastic.server.store.tables import runs
-
         tx.execute(runs.update().values(phase=RunPhase.STOPPED.value, ended_us=1))
     assert client.delete(f"/v1/uploads/{upload}").status_code == 204
     assert left(site) == []
@@ -246,8 +251,6 @@ def test_what_belongs_to_nothing_is_swept(site: Site) -> None:
     for upload, content in ((kept, b"a"), (lost, b"c")):
         assert send(client, upload, content).json()["state"] == "ready"
     with site.store.writing() as tx:
-        from elastic.server.store import uploads
-
         uploads.remove(tx, lost)
         known = uploads.all_of(tx)
     storage, project = UploadStorage(site.settings), site.projects["ours"]

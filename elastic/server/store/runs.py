@@ -1,6 +1,5 @@
 """Hosted runs in the store: the requests for each run, and what its runner has seen of it."""
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -260,8 +259,8 @@ def as_run(record: HostedRunRow) -> HostedRun:
     return told(HostedRun, vars(record))
 
 
-def as_run_detail(record: HostedRunRow) -> HostedRunDetail:
-    return told(HostedRunDetail, vars(record), config=json.loads(record.config))
+def as_run_detail(record: HostedRunRow, config: dict[str, Any]) -> HostedRunDetail:
+    return told(HostedRunDetail, vars(record), config=config)
 
 
 def as_listed_run(row: sa.RowMapping) -> HostedRun:

@@ -91,7 +91,8 @@ def dry_run(body: Submission, caller: CallerDep, state: StateDep) -> DryRun:
     found = checked(state.settings, body, project)
     with state.store.reading() as connection:
         submissions.refuse_beyond(quotas.quota(connection, project), found.new.needs)
-    return found.would
+    shown = state.settings.shown_config(found.would.config, project)
+    return found.would.model_copy(update={"config": shown})
 
 
 @router.get("", **rules(Action.RUNS_READ, "invalid-cursor", "not-found"))
@@ -114,10 +115,10 @@ def list_runs(
 
 
 @router.get("/{run}", **rules(Action.RUNS_READ, "not-found"))
-async def show(run: RunId, found: RunDep, response: Response) -> HostedRunDetail:
+async def show(run: RunId, found: RunDep, state: StateDep, response: Response) -> HostedRunDetail:
     """Show a run: its phase, conditions, figures and configuration."""
     response.headers["etag"] = etag_of(found.generation)
-    return runs.as_run_detail(found)
+    return runs.as_run_detail(found, state.settings.shown_config(json.loads(found.config), found.project))
 
 
 @router.patch(
