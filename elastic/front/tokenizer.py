@@ -1,0 +1,292 @@
+"""A checkpoint's tokenizer, by the `tokenizers` library alone: neither transformers nor torch is imported.
+
+- Text never becomes a control token: whatever an agent writes, `encode` gives ordinary tokens for it.
+- The special tokens that a chat template writes do become control tokens. The template's output is *coded* for that:
+  each of them stands there as a word that nobody outside this process can know (`coded`, `encode_coded`).
+- What an incremental `TextDecoder` gives joins to exactly what `decode` gives for the whole.
+"""
+
+import codecs
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from elastic.config import ConfigError
+
+FILES_MAX_BYTES = 256 * 1024 * 1024
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Attributes of `tokenizer_config.json` that templates may name."""
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+
+
+class TokenizerError(ConfigError):
+    """The checkpoint has no tokenizer that can be used; the message names the file."""
+
+
+class ControlTextError(ValueError):
+    """A text would become a control token."""
+
+
+class Tokenizer:
+    """Turns text into token ids and back.
+
+    eos_token_ids: end an answer, by the tokenizer's and the generation's configuration.
+    vocab_size: token ids are below it.
+    template: the chat template's source; None if the checkpoint has none. `templates` has all by name.
+    named: special tokens by the names that templates know, such as `eos_token`.
+    hub_name: under which the checkpoint was published, as far as it says; else empty.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `TokenizerError`."""
+        self.directory = directory
+        given = _read_json(directory / "tokenizer.json", needed=True)
+        config = _read_json(directory / "tokenizer_config.json")
+        self.named = {name: token for name in NAMED_TOKENS if (token := _token_text(config.get(name)))}
+        _take_over(given, config, self.named)
+        try:
+            self._tokens = tokenizers.Tokenizer.from_str(json.dumps(given))
+        except Exception as error:  # the library raises bare exceptions for files that it cannot read
+            raise TokenizerError(f"{directory / 'tokenizer.json'}: no tokenizer ({error})") from error
+        self._tokens.no_padding()
+        self._tokens.no_truncation()
+        self._tokens.encode_special_tokens = True
+        self.templates = _templates(directory, config)
+        self.template = self.templates.get("default")
+        self.hub_name = _hub_name(directory, config)
+
+        added = self._tokens.get_added_tokens_decoder()
+        self.vocab_size = max(self._tokens.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self.control_ids = {number: token.content for number, token in added.items() if token.special}
+        self.added_tokens = frozenset(token.content for token in added.values())
+        unknown = self.named.get("unk_token")
+        self._refused = {n for n, content in self.control_ids.items() if content != unknown}
+        self.eos_token_ids = self._ends(config)
+
+        nonce = "".join(chr(0xE000 + byte) for byte in secrets.token_bytes(16))
+        self._word = {content: f"{nonce}{chr(0xE100 + place // 256)}{chr(0xE100 + place % 256)}"
+                      for place, content in enumerate(sorted(self.control_ids.values()))}  # fmt: skip
+        flags = {token.content: token for token in added.values()}
+        words = [
+            tokenizers.AddedToken(
+                word, lstrip=flags[content].lstrip, rstrip=flags[content].rstrip, normalized=flags[content].normalized
+            )
+            for content, word in self._word.items()
+        ]
+        if words:
+            self._tokens.add_tokens(words)
+        ids = {content: number for number, content in self.control_ids.items()}
+        self._coded_ids = {self._tokens.token_to_id(word): ids[content] for content, word in self._word.items()}
+        longest_first = sorted((text for text in self.added_tokens if text), key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._byte_level = _is_byte_level(given.get("decoder"))
+        self._bytes: dict[int, bytes] = {}
+
+    # Text to tokens.
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """The tokens of a text. With `special`, special tokens in it count as such, and those that the tokenizer puts
+        around a text are added, as completions of plain prompts want it.
+
+        Raises `ControlTextError` if this tokenizer makes a control token of an ordinary text.
+        """
+        return self._encode(self.coded(text) if special else text, around=special)
+
+    def coded(self, text: str) -> str:
+        """The text with its special tokens as words for `encode_coded`."""
+        return self._added.sub(lambda found: self._word.get(found[0], found[0]), text)
+
+    def encode_coded(self, text: str) -> list[int]:
+        return self._encode(text, around=False)
+
+    def coded_start(self, text: str) -> int | None:
+        """The control token with which a coded text begins."""
+        return next((self.token_id(content) for content, word in self._word.items() if text.startswith(word)), None)
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokens.token_to_id(token)
+
+    def _encode(self, text: str, around: bool) -> list[int]:
+        try:
+            encoding = self._tokens.encode(text, add_special_tokens=around)
+        except (TypeError, UnicodeEncodeError):  # half of a surrogate pair
+            encoding = self._tokens.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=around)
+        ids = encoding.ids
+        if not around and (wrong := self._refused.intersection(ids)):
+            raise ControlTextError(f"text would become the control token {self.control_ids[min(wrong)]!r}")
+        return [self._coded_ids.get(number, number) for number in ids]
+
+    # Tokens to text.
+
+    def token(self, number: int) -> str:
+        """How the vocabulary spells a token; empty for a number beyond it."""
+        return (self._tokens.id_to_token(number) or "") if number < self.vocab_size else ""
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """The text of tokens, with the special ones or without. Numbers beyond the vocabulary are no text."""
+        if self._byte_level:
+            return b"".join(self._bytes_of(number, special) for number in ids).decode("utf-8", "replace")
+        return self._tokens.decode([n for n in ids if n < self.vocab_size], skip_special_tokens=not special)
+
+    def decoder(self, special: bool = False) -> "TextDecoder":
+        return _ByteDecoder(self, special) if self._byte_level else TextDecoder(self, special)
+
+    def _bytes_of(self, number: int, special: bool) -> bytes:
+        found = self._bytes.get(number)
+        if found is None:
+            found = self._bytes[number] = _bytes_of_token(self.token(number))
+        return b"" if number in self.control_ids and not special else found
+
+    def _ends(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        generation = _read_json(self.directory / "generation_config.json").get("eos_token_id")
+        if generation is None:
+            generation = _read_json(self.directory / "config.json").get("eos_token_id")
+        found = [generation] if isinstance(generation, int) else list(generation or ())
+        named = self.named.get("eos_token")
+        own = None if named is None else self._tokens.token_to_id(named)
+        return tuple(dict.fromkeys([*([] if own is None else [own]), *found]))
+
+
+class TextDecoder:
+    """Text of tokens as they come. Text that the next token may still change is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._ids: list[int] = []
+        self._window = self._given = 0  # text is decoded from the first on; up to the second it has been given
+        self._sent = 0
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        self._ids += ids
+        last = self._tokenizer.token(self._ids[-1]) if self._ids else ""
+        if _BYTE_TOKEN.fullmatch(last):
+            return ""
+        before = self._decode(self._ids[self._window : self._given])
+        now = self._decode(self._ids[self._window :])
+        if len(now) <= len(before) or now.endswith("\ufffd"):
+            return ""
+        self._window, self._given = self._given, len(self._ids)
+        self._sent += len(now) - len(before)
+        return now[len(before) :]
+
+    def finish(self) -> str:
+        """What was held back; no more tokens come."""
+        return self._decode(self._ids)[self._sent :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, self._special)
+
+
+class _ByteDecoder(TextDecoder):
+    """For vocabularies of bytes: only a character's own bytes are held back, whatever tokens they are in."""
+
+    def __init__(self, tokenizer: Tokenizer, special: bool) -> None:
+        self._of = tokenizer._bytes_of
+        self._special = special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, ids: Sequence[int]) -> str:
+        return self._utf8.decode(b"".join(self._of(number, self._special) for number in ids))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+def _byte_characters() -> dict[str, int]:
+    """The byte that a character of a byte-level vocabulary stands for, as in GPT-2."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTE_CHARACTERS = _byte_characters()
+
+
+def _bytes_of_token(token: str) -> bytes:
+    try:
+        return bytes(BYTE_CHARACTERS[character] for character in token)
+    except KeyError:
+        return token.encode()
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    steps = decoder.get("decoders", [decoder]) if decoder.get("type") == "Sequence" else [decoder]
+    return [step.get("type") for step in steps] == ["ByteLevel"]
+
+
+def _token_text(token: Any) -> str:
+    """A special token of `tokenizer_config.json`, which is a text or a record with its `content`."""
+    return str(token.get("content", "")) if isinstance(token, dict) else token if isinstance(token, str) else ""
+
+
+def _take_over(given: dict[str, Any], config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """Complete `tokenizer.json` by tokens that `tokenizer_config.json` adds or calls special, as transformers do."""
+    added = given.setdefault("added_tokens", [])
+    known = {token["content"]: token for token in added}
+    declared = config.get("added_tokens_decoder")
+    for number, token in sorted((declared or {}).items(), key=lambda item: int(item[0])):
+        if token.get("content") not in known:
+            flags = {
+                flag: bool(token.get(flag)) for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")
+            }
+            known[token["content"]] = {"id": int(number), "content": token["content"], **flags}
+            added.append(known[token["content"]])
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    for token in (*named.values(), *map(_token_text, more.values() if isinstance(more, dict) else more)):
+        if token in known:
+            known[token]["special"] = True
+
+
+def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The checkpoint's chat templates by name. Those in files of their own count before those in the configuration."""
+    said = config.get("chat_template")
+    found = {"default": said} if isinstance(said, str) else {}
+    if isinstance(said, list):
+        found = {str(one["name"]): str(one["template"]) for one in said if isinstance(one, dict) and "template" in one}
+    single = directory / "chat_template.jinja"
+    files = {"default": single} if single.is_file() else {}
+    files |= {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    return found | {name: _read_text(path) for name, path in files.items()}
+
+
+def _hub_name(directory: Path, config: Mapping[str, Any]) -> str:
+    """`owner/model`, by a cache of the hub that the directory is in, or as the checkpoint's files say."""
+    for folder in directory.resolve().parts:
+        if found := re.fullmatch(r"models--([^/]+?)--([^/]+)", folder):
+            return f"{found[1]}/{found[2]}"
+    for name in (_read_json(directory / "config.json").get("_name_or_path"), config.get("name_or_path")):
+        if isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
+            return name
+    return ""
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > FILES_MAX_BYTES:
+            raise TokenizerError(f"{path}: larger than {FILES_MAX_BYTES} bytes")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path}: cannot be read ({error})") from error
+
+
+def _read_json(path: Path, needed: bool = False) -> dict[str, Any]:
+    if not needed and not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, TokenizerError):
+            raise
+        raise TokenizerError(f"{path}: no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{path}: {type(found).__name__}; an object is allowed")
+    return found
