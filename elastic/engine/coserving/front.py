@@ -49,7 +49,7 @@ Detokenizer = Callable[[Sequence[int]], str]
 """Tells the text that tokens add to that of the tokens before them."""
 
 
-class Tokenizer(Protocol):
+class PromptTokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decoder(self) -> Detokenizer: ...
@@ -97,7 +97,7 @@ class ServingFront:
     Who shows one of `keys` is served.
     """
 
-    def __init__(self, card: ModelCard, keys: Sequence[str], tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, card: ModelCard, keys: Sequence[str], tokenizer: PromptTokenizer | None = None) -> None:
         if not keys or not all(keys):
             raise ValueError("ServingFront: needs a key; without one any page in a browser could use it")
         self._card = card
