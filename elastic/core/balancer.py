@@ -10,10 +10,10 @@ from typing import Any
 
 from elastic.core import events as e
 from elastic.core.fleet import Worker
-from elastic.core.run_state import RunState
+from elastic.core.run_state import Changed, RunState
 from elastic.core.turn_manager import TurnManager
 from elastic.core.turns import Turn
-from elastic.core.types import TurnId, TurnState, WorkerId, WorkerKind, WorkerRole, WorkerState
+from elastic.core.types import TurnId, TurnState, WorkerId, WorkerKind, WorkerRole
 
 CONSIDERED = 64
 """Workers of each kind that one balancing round considers: so many of the most and of the least loaded. Rounds are
@@ -81,7 +81,7 @@ class Balancer:
     def __init__(self, run: RunState, turns: TurnManager) -> None:
         self._run = run
         self._turns = turns
-        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {}
+        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {}
         self.due: Mapping[str, Callable[[str], None]] = {"balance": lambda _: self._balance()}
 
     def watch(self) -> None:
@@ -104,18 +104,21 @@ class Balancer:
                 self._turns.transfer(turn, move.to)
 
     def loads(self) -> list[WorkerLoad]:
-        """Return the ready workers with the most and with the least work of each kind, in the fleet's order."""
+        """Return the ready workers with the most and with the least work of each kind, in the fleet's order.
+
+        Where turns are on their way, the workers that they leave and go to are looked at, too: what these have to do is
+        not what the fleet counts.
+        """
         alike: dict[tuple[int, int, WorkerKind], list[Worker]] = {}
-        arriving = Counter(turn.destination for turn in self._run.turns.moving.values())
+        arriving = Counter(turn.destination for turn in self._run.turns.moving.values() if turn.destination is not None)
         leaving = self._leaving()
-        for worker in self._run.fleet.workers.values():
-            if worker.state is WorkerState.READY:
-                pending, executing = worker.queued, len(worker.turns) - worker.pending
-                if worker.id in leaving:
-                    called_back = leaving[worker.id]
-                    pending, executing = max(0, pending - called_back[False]), executing - called_back[True]
-                load = pending, executing + arriving.get(worker.id, 0), worker.kind
-                alike.setdefault(load, []).append(worker)
+        for worker in self._run.fleet.ends(CONSIDERED, arriving.keys() | leaving.keys()):
+            pending, executing = worker.queued, len(worker.turns) - worker.pending
+            if worker.id in leaving:
+                called_back = leaving[worker.id]
+                pending, executing = max(0, pending - called_back[False]), executing - called_back[True]
+            load = pending, executing + arriving.get(worker.id, 0), worker.kind
+            alike.setdefault(load, []).append(worker)
         in_order = sorted(alike, key=lambda load: load[:2])
         chosen: dict[int, WorkerLoad] = {}
         for ends in (in_order, in_order[::-1]):

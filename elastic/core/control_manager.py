@@ -13,14 +13,14 @@ from elastic.core.allowance import committed_nano_usd, last_end_ns, room, stoppi
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.lease_manager import LeaseManager
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.core.run_state import RunState
+from elastic.core.run_state import Changed, RunState
 
 
 class ControlManager:
     def __init__(self, run: RunState, leases: LeaseManager) -> None:
         self._run = run
         self._leases = leases
-        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.StopCommanded: self._on_stop,
             e.CapSet: self._on_cap,
             e.BudgetSet: self._on_budget,

@@ -10,7 +10,7 @@ from typing import Any
 from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.leaving import Leaving
-from elastic.core.run_state import RunState
+from elastic.core.run_state import Changed, RunState
 from elastic.core.turn_manager import TurnManager
 from elastic.core.turns import Turn
 from elastic.core.types import NS_PER_S, Nanoseconds, TurnState, WorkerRole, WorkerState
@@ -28,7 +28,7 @@ class Departures:
         self._run = run
         self._turns = turns
         self._workers = workers
-        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {}
+        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {}
         self.due: Mapping[str, Callable[[str], None]] = {"departure": self._look}
 
     def begin(self, worker: Worker, end_ns: Nanoseconds, reason: str) -> None:

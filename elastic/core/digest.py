@@ -28,15 +28,22 @@ LEFT_OUT: Mapping[str, str] = {
     "RunState.policies": "they decide, and keep nothing",
     "Fleet._loads": "an index of `workers`, brought up to date when it is asked for",
     "Fleet._indexed": "as `_loads`",
+    "Fleet._opened": "whether dispatch has seen what `_loads` has: it would decide the same once more",
+    "Fleet.help_changed": "whether the trainer's device was told of `_helping`: it would do the same once more",
     "Fleet._out_of_order": "as `_loads`: whom it does not have right yet",
     "Ledger.closed_nano_usd_max": "follows from the books that are closed, or folded",
+    "LoadEnds._alike": "an index of the workers of `Fleet`, as `Fleet._loads`",
+    "LoadEnds._placed": "as `_alike`",
     "Patience._known": "follows from `_longest`",
     "Step._group_of": "an index of `groups` by their members",
     "Timers._heap": "an index of `_waits`, brought up to date when it is asked for",
     "Timers._old_heap": "as `_heap`",
     "Timers._queued": "as `_heap`",
+    "TurnQueue.changed": "whether dispatch has seen the queue, as `Fleet._opened`",
+    "TurnQueue._needs": "an index of the turns of `Turns.live` that are queued",
+    "TurnQueue._lines": "as `_needs`, cleaned up as turns come to the head",
+    "TurnQueue._heads": "as `_needs`",
     "Turns.moving": "an index of the turns in `live` that are on their way",
-    "Turns._queues": "an index of the turns in `live` that are queued, cleaned up when it is asked for",
 }
 """Attributes that follow from others, or hold no state: `Class.attribute`, or an attribute of any class."""
 

@@ -1,9 +1,10 @@
 """The fleet: every worker's state, credit, standing and load, indexed so that the least loaded is found in O(log n)."""
 
 from bisect import bisect_left, insort
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass, field
 
+from elastic.core.load_ends import Load, LoadEnds
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import (
     Capabilities,
@@ -154,6 +155,8 @@ class Fleet:
     """Workers by id and by lease. `reindex` must follow every change of a worker's version, credit or load.
 
     Loads change several times in most events and are asked for in few: they are put in order when they are.
+    Until a worker has opened, nobody takes what nobody could take before: it has got room, or room for other versions,
+    or, about to leave, has a place.
     """
 
     def __init__(self, max_pending: int) -> None:
@@ -165,11 +168,16 @@ class Fleet:
         self._loads: dict[WorkerRole, dict[_Place, list[_Load]]] = {role: {} for role in WorkerRole}
         self._indexed: dict[WorkerId, tuple[_Place, _Load]] = {}
         self._out_of_order: dict[WorkerId, Worker] = {}
+        self._ends = LoadEnds()
+        self._opened = False
         self.leaving: dict[WorkerId, Worker] = {}
         """Ready ones whose end is known: they get only what ends before that."""
         self.struck: dict[WorkerId, Worker] = {}
         """Those with strikes."""
         self._able: dict[WorkerId, None] = {}
+        self.help_changed = False
+        """Whether other workers, or workers of other versions, are of use beside the trainer's device than when this
+        was last set."""
         self._helpers: dict[int, int] = {}
         self._helping: dict[WorkerId, int] = {}
 
@@ -302,15 +310,16 @@ class Fleet:
 
     def may_take(self, worker: Worker) -> bool:
         """As `has_room`, but includes workers that are about to leave."""
-        return (
-            worker.state is WorkerState.READY
-            and len(worker.turns) < worker.capacity
-            and worker.version is not None
-            and not worker.resting
-            and not (worker.declines and worker.pending)
-            and not (worker.strikes and len(worker.turns) >= worker.trusted)
-            and (worker.queued < self._max_pending or (worker.max_batch is not None and worker.has_place))
-        )
+        if (
+            worker.state is not WorkerState.READY
+            or len(worker.turns) >= worker.capacity
+            or worker.version is None
+            or worker.resting
+            or (worker.declines and worker.pending)
+            or (worker.strikes and len(worker.turns) >= worker.trusted)
+        ):
+            return False
+        return (worker.max_batch is not None and worker.has_place) or worker.queued < self._max_pending
 
     def with_room(self, worker: WorkerId, oldest_version: int) -> Worker | None:
         record = self.workers.get(worker)
@@ -334,6 +343,22 @@ class Fleet:
         if self.struck:
             best = {kind: load for kind, load in best.items() if load[0] < _LAST} or best
         return [self.workers[load[3]] for load in sorted(best.values())]
+
+    def take_opened(self) -> bool:
+        """Whether any worker has opened since this was asked last."""
+        if self._out_of_order:
+            self._put_in_order()
+        opened, self._opened = self._opened, False
+        return opened
+
+    def ends(self, count: int, others: Collection[WorkerId]) -> list[Worker]:
+        """Of each kind so many ready workers with the most to do, so many with the least, and all `others` that are
+        ready, in the order in which they came to the fleet."""
+        if self._out_of_order:
+            self._put_in_order()
+        found = {*self._ends.ends(count, others), *others}
+        workers = [worker for name in found if (worker := self.workers.get(name)) is not None]
+        return sorted((w for w in workers if w.state is WorkerState.READY), key=lambda worker: worker.order)
 
     @property
     def helping_workers(self) -> int:
@@ -370,6 +395,9 @@ class Fleet:
     def _put_in_order(self) -> None:
         for worker in self._out_of_order.values():
             self._reindex_load(worker)
+            self._ends.place(worker.id, worker.order, worker.kind, _to_do(worker))
+            if worker.leaves_ns is not None and worker.has_place and self.may_take(worker):
+                self._opened = True
         self._out_of_order.clear()
 
     def _reindex_load(self, worker: Worker) -> None:
@@ -388,6 +416,8 @@ class Fleet:
             place, load = wanted
             insort(places.setdefault(place, []), load)
             self._indexed[worker.id] = wanted
+            if entry is None or entry[0] != place:
+                self._opened = True
 
     def _load_entry(self, worker: Worker) -> tuple[_Place, _Load] | None:
         if worker.version is None or not self.has_room(worker):
@@ -400,6 +430,7 @@ class Fleet:
         counted, helps_with = self._helping.get(worker.id), self._helps_with(worker)
         if counted == helps_with:
             return
+        self.help_changed = True
         if counted is not None:
             del self._helping[worker.id]
             self._helpers[counted] -= 1
@@ -424,6 +455,9 @@ class Fleet:
         in_order = {(p, load) for places in self._loads.values() for p, all_ in places.items() for load in all_}
         if set(loads.values()) != in_order:
             return f"loads in order {self._loads}, should be {loads}"
+        to_do = {w.id: (w.kind, load) for w in self.workers.values() if (load := _to_do(w)) is not None}
+        if stale := self._ends.stale(to_do):
+            return stale
         able = {w.id for w in self.workers.values() if _able(w)}
         if able != set(self._able):
             return f"able are {list(self._able)}, should be {able}"
@@ -447,6 +481,11 @@ class RemainingFleet:
 
     def least_loaded(self, role: WorkerRole, oldest_version: int) -> list[Worker]:
         return self._fleet.least_loaded(role, oldest_version, self._avoided)
+
+
+def _to_do(worker: Worker) -> Load | None:
+    """What a ready worker has to do."""
+    return (worker.queued, len(worker.turns) - worker.pending) if worker.state is WorkerState.READY else None
 
 
 def _able(worker: Worker) -> bool:

@@ -12,7 +12,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.policy import BatchView
 from elastic.core.reward_manager import RewardManager
-from elastic.core.run_state import RunState
+from elastic.core.run_state import Changed, RunState
 from elastic.core.steps import BatchRule, Group, Step
 from elastic.core.turn_manager import TurnManager
 from elastic.core.types import GroupState, TrajectoryId
@@ -28,7 +28,7 @@ class GroupManager:
         self._run = run
         self._turns = turns
         self._rewards = rewards
-        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.TurnRequested: self._on_turn_requested,
             e.TrajectoryFinished: self._on_trajectory_finished,
             e.TrajectoryFailed: self._on_trajectory_failed,
@@ -46,13 +46,14 @@ class GroupManager:
             return None
         return (step, group) if group.members[trajectory] is None else None
 
-    def _on_turn_requested(self, event: e.TurnRequested) -> None:
+    def _on_turn_requested(self, event: e.TurnRequested) -> Changed:
         member = self._member(event.trajectory)
         if member is None or not self._run.active:
             self._run.out.append(c.CancelTrajectory(trajectory=event.trajectory, cause="it is over"))
         elif event.trajectory not in self._rewards.scorings:
             _, group = member
             self._turns.request(event, max(group.version_floor, self._run.oldest_version))
+        return Changed.ROOM
 
     def _on_trajectory_finished(self, event: e.TrajectoryFinished) -> None:
         reward = float(event.reward)

@@ -17,7 +17,7 @@ from elastic.core.leases import Lease
 from elastic.core.ledger import NANO_USD_PER_USD, Price
 from elastic.core.market import LeaseMarket
 from elastic.core.policy import HoldingPolicy
-from elastic.core.run_state import RunState
+from elastic.core.run_state import Changed, RunState
 from elastic.core.types import EndCause, LeaseId, LeaseState, Nanoseconds, Offer, WorkerRole, WorkerState
 from elastic.core.worker_manager import WorkerManager
 
@@ -38,7 +38,7 @@ class LeaseManager:
         self._workers = workers
         self._departures = departures
         self._worker_bound: int | None = None
-        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.OfferChanged: self._on_offer,
             e.LeaseGranted: self._on_granted,
             e.LeaseRefused: self._on_refused,
@@ -251,16 +251,20 @@ class LeaseManager:
 
     # Only while there are rollouts to do
 
-    def follow_rollouts(self, *, to_do: bool) -> None:
-        """Give leases back once no rollouts are left to do, and ask for some when there are, or shortly before."""
+    def follow_rollouts(self, *, to_do: bool) -> bool:
+        """Give leases back once no rollouts are left to do, and ask for some when there are, or shortly before.
+
+        Returns whether either has begun.
+        """
         run, holding = self._run, self._run.policies.holding
-        if not run.active:
-            return
-        if to_do or holding is None:
-            if run.leases.lull_since_ns is not None:
-                self._end_lull(run.leases.lull_since_ns)
-        elif run.leases.lull_since_ns is None:
+        since_ns, lull = run.leases.lull_since_ns, not to_do and holding is not None
+        if not run.active or lull is (since_ns is not None):
+            return False
+        if since_ns is not None:
+            self._end_lull(since_ns)
+        elif holding is not None:
             self._begin_lull(holding)
+        return True
 
     def _begin_lull(self, holding: HoldingPolicy) -> None:
         run, table = self._run, self._run.leases

@@ -214,7 +214,10 @@ class MarketView(Protocol):
 
 class RoutingPolicy(Protocol):
     def route(self, turn: TurnView, fleet: FleetView) -> WorkerId | None:
-        """Returns the worker for the turn, or None to leave it queued (no worker has room)."""
+        """Returns the worker for the turn, or None to leave it queued (no worker has room).
+
+        Asked for the oldest turns of their kinds, and not again before a worker has got room or others are the oldest.
+        """
         ...
 
 
@@ -260,7 +263,8 @@ class HoldingPolicy(Protocol):
 
 class DeparturePolicy(Protocol):
     def takes(self, turn: TurnView, leaving: LeavingView, cached_tokens: int) -> bool:
-        """Whether the turn, of whose context the worker has `cached_tokens`, may still begin there."""
+        """Whether the turn, of whose context the worker has `cached_tokens`, may still begin there. Asked again when
+        the worker has reported, or where turns have changed."""
         ...
 
     def stays_ns(self, turns: Sequence[TurnView], leaving: LeavingView) -> Mapping[TurnId, Nanoseconds]:

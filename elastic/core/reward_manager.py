@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.run_state import RunState
+from elastic.core.run_state import Changed, RunState
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import ScoringState, TrajectoryId
 
@@ -36,7 +36,7 @@ class RewardManager:
         self._running = 0
         self._outcomes: list[tuple[TrajectoryId, float | str]] = []
         self.scorings: dict[TrajectoryId, Scoring] = {}
-        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.RewardScored: self._on_scored,
             e.RewardFailed: self._on_failed,
         }

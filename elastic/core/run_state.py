@@ -6,7 +6,7 @@ leaves word here (`vacated`, `struck_out`, `over`, the tables), and they look be
 """
 
 from collections.abc import Callable, Mapping
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import Any, Protocol
 
 from msgspec import UNSET
@@ -67,11 +67,20 @@ class Phase(StrEnum):
 _ACTIVE = (Phase.RUNNING, Phase.STARTING)
 
 
-class SchedulerPart(Protocol):
-    """A part of the scheduler: the events that it handles, and the callbacks of its waits. A handler that returns False
-    has changed nothing from which anything follows."""
+class Changed(Enum):
+    """What an event that comes often has changed at most; of most events nothing is said."""
 
-    handlers: Mapping[type[Event], Callable[[Any], object]]
+    PROGRESS = auto()
+    """How far turns are, from which nothing follows."""
+    ROOM = auto()
+    """Which turns wait, and what room workers have."""
+
+
+class SchedulerPart(Protocol):
+    """A part of the scheduler: the events that it handles, and the callbacks of its waits. A handler that returns None
+    may have changed anything."""
+
+    handlers: Mapping[type[Event], Callable[[Any], Changed | None]]
     due: Mapping[str, Callable[[str], None]]
 
 

@@ -25,7 +25,7 @@ from elastic.core.patience import Patience
 from elastic.core.policy import Policies, SeedingPlan, StepRecord
 from elastic.core.profiles import BatchProfile
 from elastic.core.reward_manager import RewardManager, Scoring
-from elastic.core.run_state import Phase, RunState, SchedulerPart
+from elastic.core.run_state import Changed, Phase, RunState, SchedulerPart
 from elastic.core.step_controller import StepController
 from elastic.core.steps import Step
 from elastic.core.timers import Timers
@@ -76,9 +76,9 @@ class Scheduler:
             self._group_manager,
             self._driver,
         )
-        self._handlers: dict[type[e.Event], Callable[[Any], object]] = {
+        self._handlers: dict[type[e.Event], Callable[[Any], Changed | None]] = {
             e.Tick: lambda _: None,
-            e.AgentNoted: lambda _: False,
+            e.AgentNoted: lambda _: Changed.PROGRESS,
             e.Suspended: run.sleep_through,
             e.StopRequested: lambda event: run.fail(event.reason),
             e.Resumed: run.take_up,
@@ -93,31 +93,53 @@ class Scheduler:
         run.wait_for_start()
 
     def handle(self, event: e.Event, now_ns: Nanoseconds) -> list[c.Command]:
-        """Take one event at a time; returns what the shell is to do, in order. Time never goes backwards.
-
-        Where nothing has changed but how far turns are, which frees nothing and ends nothing, nothing is concluded.
-        What is held against workers with strikes depends on the time, too.
-        """
+        """Take one event at a time; returns what the shell is to do, in order. Time never goes backwards."""
         run = self._run
         if run.phase is Phase.ENDED:
             return []
         if now_ns > run.now_ns:
             run.now_ns = now_ns
-        changed = self._handlers[type(event)](event) is not False or bool(run.fleet.struck)
+        changed = self._handlers[type(event)](event)
         if run.timers.due(run.now_ns):
-            changed = True
+            changed = None
             for what, key in run.timers.pop_due(run.now_ns):
                 self._due[what](key)
-        if changed:
-            self._settle()
+        if changed is not Changed.PROGRESS or run.fleet.struck:  # What strikes lead to depends on the time, too.
+            self._settle(changed)
         out, run.out = run.out, []
         return out
 
-    def _settle(self) -> None:
-        """Draw the conclusions from what has changed, from the parts below to those above."""
+    def _settle(self, changed: Changed | None) -> None:
+        """Draw the conclusions from what has changed, from the parts below to those above.
+
+        Where that is at most who has room and which turns wait, turns are dispatched. Something else follows only if
+        turns waited before that, or do now, or if other workers are of help.
+        """
         run = self._run
         if run.phase is Phase.ENDED:
             return
+        all_else = changed is None or bool(run.struck_out or run.vacated)
+        if all_else:
+            self._settle_leases()
+        if run.active:
+            all_else |= run.timers.waiting("place", "queue")
+            if run.phase is Phase.RUNNING:
+                self._turn_manager.dispatch()
+                self._balancer.watch()
+            if not (all_else or run.turns.queue or run.fleet.help_changed):
+                return
+            run.fleet.help_changed = False
+            self._driver.advance()
+            if self._lease_manager.follow_rollouts(to_do=self._group_manager.rollouts_to_do()):
+                run.fleet.help_changed = True
+        if run.over and run.phase in (Phase.STARTING, Phase.RUNNING):
+            self._stop()
+        if run.phase is Phase.STOPPING and not run.leases.leases:
+            self._end()
+
+    def _settle_leases(self) -> None:
+        """What leads to other leases, another mode of the trainer's device or other outcomes of trajectories."""
+        run = self._run
         if run.struck_out:
             self._worker_manager.strike_out()
         if run.vacated:
@@ -128,15 +150,6 @@ class Scheduler:
             self._device.follow()
             self._group_manager.take_rewards()
             self._lease_manager.follow_bound()
-            if run.phase is Phase.RUNNING:
-                self._turn_manager.dispatch()
-                self._balancer.watch()
-            self._driver.advance()
-            self._lease_manager.follow_rollouts(to_do=self._group_manager.rollouts_to_do())
-        if run.over and run.phase in (Phase.STARTING, Phase.RUNNING):
-            self._stop()
-        if run.phase is Phase.STOPPING and not run.leases.leases:
-            self._end()
 
     def _stop(self) -> None:
         """Begin nothing new, and give everything back."""

@@ -12,7 +12,7 @@ from elastic.core.group_manager import INFRASTRUCTURE, GroupManager
 from elastic.core.outcomes import counted, in_words
 from elastic.core.policy import StepRecord
 from elastic.core.reward_manager import RewardManager
-from elastic.core.run_state import Phase, RunState
+from elastic.core.run_state import Changed, Phase, RunState
 from elastic.core.steps import BatchRule, Step
 from elastic.core.trainer_device import TrainerDevice, TrainerMode
 from elastic.core.trainer_permit import PermitState, TrainerPermit
@@ -47,7 +47,7 @@ class StepController:
         self._told_progress: tuple[int, int, int] | None = None
         self.seeding_plan = run.policies.seeding.first()
         run.leases.worker_bound = self.seeding_plan.worker_bound
-        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.GroupTrained: self._on_group_trained,
             e.WeightsPublished: self._on_published,
             e.TrainerFailed: self._on_trainer_failed,

@@ -14,7 +14,7 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Worker
-from elastic.core.run_state import RunState
+from elastic.core.run_state import Changed, RunState
 from elastic.core.steps import Group
 from elastic.core.trainer_permit import PermitState, TrainerPermit
 from elastic.core.turn_manager import TurnManager
@@ -43,7 +43,7 @@ class TrainerDevice:
         self._session: tuple[WorkerId, int] | None = None
         self.order: c.TrainGroup | c.UpdateWeights | None = None
         """The outstanding order, None once the trainer has reported it done."""
-        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.WorkerSlept: self._on_slept,
             e.WorkerAwoke: self._on_awoke,
         }

@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.run_state import RunState
+from elastic.core.run_state import Changed, RunState
 
 
 class PermitState(StrEnum):
@@ -32,7 +32,7 @@ class TrainerPermit:
         self.state = PermitState.NONE
         self.number = 0
         """Of the last permit that was granted."""
-        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.PermitGranted: self._on_granted,
             e.PermitRecalled: self._on_recalled,
             e.PermitEnded: self._on_ended,

@@ -3,7 +3,7 @@
 Source: docs/design.md, "A turn"; RLBoost §4.2 for collection by token and the continuation from accepted tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -12,7 +12,7 @@ from elastic.core import events as e
 from elastic.core.fleet import STRUCK_OUT, RemainingFleet, Worker
 from elastic.core.leaving import Leaving
 from elastic.core.patience import MARGIN
-from elastic.core.run_state import RunState
+from elastic.core.run_state import Changed, RunState
 from elastic.core.turns import Turn
 from elastic.core.types import Chunk, FinishReason, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId, WorkerRole
 
@@ -27,7 +27,7 @@ _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 class TurnManager:
     def __init__(self, run: RunState) -> None:
         self._run = run
-        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.TokensReceived: self._on_tokens,
             e.TurnCut: self._on_cut,
         }
@@ -50,16 +50,22 @@ class TurnManager:
         )
 
     def dispatch(self) -> None:
-        """Send queued turns to workers while any worker has room (invariant 9)."""
+        """Send queued turns to workers while any worker has room (invariant 9).
+
+        Who has found nobody for the queue looks again once a worker has opened, or a line has another head.
+        """
         run = self._run
         if run.fleet.struck:
             self._take_from_struck()
-        while (heads := run.turns.heads()) and (match := self._match(heads)) is not None:
-            self._start(*match)
-        if not heads:
-            self._clear_queue_waits()
-        else:
+        queue, opened = run.turns.queue, run.fleet.take_opened()
+        if queue and (opened or queue.changed):
+            while (match := self._match()) is not None:
+                self._start(*match)
+            queue.changed = False
+        if queue:
             self._expect_place()
+        else:
+            self._clear_queue_waits()
 
     def _take_from_struck(self) -> None:
         """Route a turn again, as soon as another worker has a place, of which one with strikes has brought nothing, or
@@ -111,10 +117,10 @@ class TurnManager:
             for what in QUEUE_WAITS:
                 timers.clear(what, "queue")
 
-    def _match(self, heads: Sequence[Turn]) -> tuple[Turn, Worker] | None:
-        """The first turn of `heads` that a worker can take, with that worker."""
+    def _match(self) -> tuple[Turn, Worker] | None:
+        """The first queued turn that a worker can take, with that worker."""
         run = self._run
-        for turn in heads:
+        for turn in run.turns.heads():
             chosen = self._destination(turn) if turn.destination is not None else None
             if chosen is None and run.fleet.leaving:
                 chosen = self._leaving(turn)
@@ -143,13 +149,15 @@ class TurnManager:
         holder = turn.affine_worker or ""
         if run.fleet.with_room(holder, turn.oldest_version) is not None:
             return None
-        for worker in sorted(run.fleet.leaving.values(), key=lambda worker: (worker.id != holder, worker.outstanding)):
-            current = worker.version is not None and worker.version >= turn.oldest_version
-            begins = current and worker.has_place and run.fleet.may_take(worker)
-            if begins and worker.id not in turn.avoided:
-                cached_tokens = turn.affine_tokens if worker.id == holder else 0
-                if policy.takes(turn, Leaving(run, worker), cached_tokens):
-                    return worker.id
+        able = [
+            worker
+            for worker in run.fleet.leaving.values()
+            if worker.has_place and (worker.version or 0) >= turn.oldest_version and run.fleet.may_take(worker)
+        ]
+        for worker in sorted(able, key=lambda worker: (worker.id != holder, worker.outstanding)):
+            cached_tokens = turn.affine_tokens if worker.id == holder else 0
+            if worker.id not in turn.avoided and policy.takes(turn, Leaving(run, worker), cached_tokens):
+                return worker.id
         return None
 
     def _start(self, turn: Turn, worker: Worker) -> None:
@@ -199,14 +207,14 @@ class TurnManager:
 
     # Tokens in
 
-    def _on_tokens(self, event: e.TokensReceived) -> bool:
+    def _on_tokens(self, event: e.TokensReceived) -> Changed:
         """Most chunks go on where their turn's accepted tokens end, and change nothing else: these take a short way,
-        whose condition stands here alone. It leads to where `_take` does. Returns whether there were others."""
+        whose condition stands here alone. It leads to where `_take` does."""
         run, chunks = self._run, event.chunks
         worker = run.hear(event.worker, event.epoch)
         if worker is None:
             run.ledger.lose(event.worker, sum(chunks.counts))
-            return True
+            return Changed.PROGRESS
         live, slots, now_ns, told = run.turns.live, worker.slots, run.now_ns, chunks.told
         places, turns = list[int](), list[TurnId]()
         tokens = lost = longer = 0
@@ -253,7 +261,7 @@ class TurnManager:
             run.wait("place", "queue", self._longest_ns())
         if lost:
             run.ledger.lose(event.worker, lost)
-        return longer > 0
+        return Changed.ROOM if longer else Changed.PROGRESS
 
     def _take(self, worker: Worker, chunk: Chunk) -> tuple[Turn | None, int]:
         """Accept or refuse a chunk. Returns its turn if it was accepted, and how many tokens are lost if not."""

@@ -1,15 +1,12 @@
 """Turns and their states: queued, running under an attempt, moving, over. Token positions only, never token ids."""
 
-import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from elastic.core.demand import Demand
 from elastic.core.transitions import Story, take_transition
+from elastic.core.turn_queue import Needs, TurnQueue
 from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
-
-Needs: TypeAlias = tuple[int, tuple[WorkerId, ...]]
-"""A queued turn's demands on a worker: the oldest weights version allowed, and the workers excluded."""
 
 OVER = (TurnState.FINISHED, TurnState.CANCELLED, TurnState.FAILED)
 
@@ -77,7 +74,7 @@ class Turn:
         return max(1.0, expected - self.accepted)
 
     @property
-    def needs(self) -> "Needs":
+    def needs(self) -> Needs:
         return self.oldest_version, self.avoided
 
     def avoids(self, worker: WorkerId, now_ns: Nanoseconds) -> bool:
@@ -101,10 +98,7 @@ class TrajectoryState:
 
 
 class Turns:
-    """Turns that are not over, and a queue of those that wait for a worker, oldest request first.
-
-    Turns with different needs have separate queues, so that a turn whose needs no worker meets does not block others.
-    """
+    """Turns that are not over, and the queue of those that wait for a worker."""
 
     def __init__(self) -> None:
         self.live: dict[TurnId, Turn] = {}
@@ -112,7 +106,7 @@ class Turns:
         """The live turns that are moving from one worker to another."""
         self.trajectories: dict[TrajectoryId, TrajectoryState] = {}
         self.demands: dict[str, Demand] = {}
-        self._queues: dict[Needs, list[tuple[int, TurnId]]] = {}
+        self.queue = TurnQueue()
         self._requested = 0
         self.finished = 0
         """How many turns have been finished, by all workers."""
@@ -192,21 +186,24 @@ class Turns:
     def move(self, turn: Turn, state: TurnState, now_ns: Nanoseconds, cause: str) -> None:
         """Change a turn's state; raises `IllegalTransition` where the table forbids it."""
         at = f"token {turn.accepted} of attempt {turn.attempt}"
-        take_transition(turn.id, turn.state, state, turn.story, now_ns, cause, at)
+        former = turn.state
+        take_transition(turn.id, former, state, turn.story, now_ns, cause, at)
         turn.state = state
-        if state is TurnState.MOVING:
-            self.moving[turn.id] = turn
-        else:
-            self.moving.pop(turn.id, None)
+        if former is TurnState.QUEUED:
+            self.queue.remove(turn.id, turn.order)
+        elif former is TurnState.MOVING:
+            del self.moving[turn.id]
         if state is TurnState.QUEUED:
             turn.worker = None
             self._enqueue(turn)
+        elif state is TurnState.MOVING:
+            self.moving[turn.id] = turn
         elif state in OVER:
             turn.worker = None
             del self.live[turn.id]
 
     def _enqueue(self, turn: Turn) -> None:
-        heapq.heappush(self._queues.setdefault(turn.needs, []), (turn.order, turn.id))
+        self.queue.add(turn.id, turn.order, turn.needs)
 
     def require(self, oldest_version: int) -> None:
         """No turn may take tokens of versions before `oldest_version` any more."""
@@ -218,29 +215,10 @@ class Turns:
 
     def head(self) -> Turn | None:
         """The queued turn that was requested first."""
-        heads = self.heads()
-        return heads[0] if heads else None
+        head = self.queue.head()
+        return None if head is None else self.live[head]
 
-    def heads(self) -> list[Turn]:
-        """The first turn of each queue, oldest request first."""
-        if not self._queues:
-            return []
-        heads: list[Turn] = []
-        for needs in tuple(self._queues):
-            turn = self._head_of(needs)
-            if turn is not None:
-                heads.append(turn)
-        if len(heads) > 1:
-            heads.sort(key=lambda turn: turn.order)
-        return heads
-
-    def _head_of(self, needs: Needs) -> Turn | None:
-        queue = self._queues[needs]
-        while queue:
-            order, turn_id = queue[0]
-            turn = self.live.get(turn_id)
-            if turn is not None and turn.state is TurnState.QUEUED and turn.order == order and turn.needs == needs:
-                return turn
-            heapq.heappop(queue)
-        del self._queues[needs]
-        return None
+    def heads(self) -> Iterator[Turn]:
+        """The turns that may go next, oldest request first: of those with the same needs the first. Until the queue
+        changes."""
+        return map(self.live.__getitem__, self.queue.heads())

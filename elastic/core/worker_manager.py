@@ -11,7 +11,7 @@ from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.ids import lease_of
 from elastic.core.profiles import BatchProfile
-from elastic.core.run_state import TRAINER_AT_HAND, RunState
+from elastic.core.run_state import TRAINER_AT_HAND, Changed, RunState
 from elastic.core.turn_manager import TurnManager
 from elastic.core.types import Account, EndCause, LeaseState, LoadPhase, WorkerId, WorkerRole, WorkerState
 
@@ -29,7 +29,7 @@ class WorkerManager:
     def __init__(self, run: RunState, turns: TurnManager) -> None:
         self._run = run
         self._turns = turns
-        self.handlers: Mapping[type[e.Event], Callable[[Any], object]] = {
+        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.WorkerJoined: self._on_joined,
             e.WorkerReported: self._on_reported,
             e.WorkerDisconnected: self._on_disconnected,
@@ -122,15 +122,16 @@ class WorkerManager:
             self._move(worker, state, f"joined under epoch {worker.epoch}")
         self._ensure_weights(worker)
 
-    def _on_reported(self, event: e.WorkerReported) -> None:
+    def _on_reported(self, event: e.WorkerReported) -> Changed:
         run = self._run
         worker = run.hear(event.worker, event.epoch)
         if worker is None:
-            return
+            return Changed.PROGRESS
         run.ledger.report(worker.id, event.accounts_ns, event.decoded_tokens, run.now_ns)
         self._profile(worker, event)
         pending = min(event.pending, worker.pending)  # It may have heard of turns that it has no more.
-        if (event.capacity_turns, pending) != (worker.capacity, worker.engine_pending):
+        changed = (event.capacity_turns, pending) != (worker.capacity, worker.engine_pending)
+        if changed or worker.leaves_ns is not None:  # What still ends there in time depends on its speed.
             worker.capacity, worker.engine_pending = event.capacity_turns, pending
             run.fleet.reindex(worker)
         self._follow_load(worker, event)
@@ -142,6 +143,7 @@ class WorkerManager:
             run.came("stall", worker.id)
         elif not run.timers.waiting("stall", worker.id):
             run.expect_progress(worker)
+        return Changed.ROOM
 
     def _gets_on(self, worker: Worker, event: e.WorkerReported) -> bool:
         """Whether the worker gets on with its other turns, or is about to begin turns under the weights that it has

@@ -9,7 +9,7 @@ import pytest
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.invariants import check
-from elastic.core.policy import ProvisioningPolicy, SeedingPolicy
+from elastic.core.policy import ProvisioningPolicy, RoutingPolicy, SeedingPolicy
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import (
     NS_PER_S,
@@ -48,6 +48,7 @@ class CoreHarness:
         dynamic_most: float = 0.0,
         seeding: SeedingPolicy | None = None,
         provisioning: ProvisioningPolicy | None = None,
+        routing: RoutingPolicy | None = None,
         **plan: int,
     ) -> None:
         settings = WorldSettings(
@@ -58,6 +59,7 @@ class CoreHarness:
         chosen = policies(settings)
         chosen = chosen if seeding is None else msgspec.structs.replace(chosen, seeding=seeding)
         chosen = chosen if provisioning is None else msgspec.structs.replace(chosen, provisioning=provisioning)
+        chosen = chosen if routing is None else msgspec.structs.replace(chosen, routing=routing)
         self.scheduler = Scheduler(settings.plan, SMALL_LIMITS, chosen, 0)
         self.now_s = 0.0
         self.out: list[c.Command] = []

@@ -182,6 +182,7 @@ def test_of_a_large_fleet_those_of_each_kind_with_the_most_and_the_least_to_do_a
         worker.turns = {f"{number}#{turn}": turn < BATCH for turn in range(rng.randint(0, 4 * BATCH))}
         worker.pending = list(worker.turns.values()).count(False)
         worker.state = WorkerState.READY
+        fleet.reindex(worker)
     of_kind = {provider: [w for w in fleet.workers.values() if w.provider == provider] for provider in PROVIDERS}
     ends = [
         worker.id

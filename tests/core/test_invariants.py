@@ -246,7 +246,7 @@ def test_more_scorings_than_the_pool_takes(make_core) -> None:
     ("number", "spoil"),
     [
         (9, lambda s: setattr(s.turns.live["0/0/1#0"], "order", -1)),
-        (9, lambda s: s.turns._queues.clear()),
+        (9, lambda s: s.turns.queue.remove("0/0/0#0", 0)),
         (12, lambda s: s.timers.clear("place", "queue")),
     ],
 )

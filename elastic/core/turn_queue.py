@@ -1,0 +1,71 @@
+"""The queue of turns that wait for a worker: what may go to the same workers stands in one line.
+
+- A line has the turns with the same needs, the one that was requested first at its head.
+- The heads are known at any time, in the order of their requests; a change costs O(log n) in the turns of its line and
+  in the lines.
+- `changed` says that a line has got another head. Until then, and until a worker has got room, whoever has found no
+  worker for the heads need not look again.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from typing import TypeAlias
+
+from elastic.core.types import TurnId, WorkerId
+
+Needs: TypeAlias = tuple[int, tuple[WorkerId, ...]]
+"""A queued turn's demands on a worker: the oldest weights version allowed, and the workers excluded."""
+
+
+class TurnQueue:
+    def __init__(self) -> None:
+        self.changed = False
+        self._needs: dict[TurnId, Needs] = {}
+        """Of each turn that is queued. An entry of a line counts while its turn stands here with the line's needs."""
+        self._lines: dict[Needs, list[tuple[int, TurnId]]] = {}
+        self._heads: list[tuple[int, Needs, TurnId]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._heads)
+
+    def head(self) -> TurnId | None:
+        """The turn that was requested first of all."""
+        return self._heads[0][2] if self._heads else None
+
+    def heads(self) -> Iterator[TurnId]:
+        """Each line's head, oldest request first; until the queue changes."""
+        return (turn for _, _, turn in self._heads)
+
+    def add(self, turn: TurnId, order: int, needs: Needs) -> None:
+        """Queue a turn, or have one that is queued stand in another line. Its request was the `order`-th."""
+        if turn in self._needs:
+            self.remove(turn, order)
+        self._needs[turn] = needs
+        line = self._lines.setdefault(needs, [])
+        former = line[0] if line else None
+        heappush(line, (order, turn))
+        if former is not None:
+            if former[0] < order:
+                return
+            self._unhead(needs, *former)
+        insort(self._heads, (order, needs, turn))
+        self.changed = True
+
+    def remove(self, turn: TurnId, order: int) -> None:
+        needs = self._needs.pop(turn)
+        line = self._lines[needs]
+        if line[0][1] != turn:
+            return
+        self._unhead(needs, order, turn)
+        while line and self._needs.get(line[0][1]) != needs:
+            heappop(line)
+        if not line:
+            del self._lines[needs]
+            return
+        order, turn = line[0]
+        insort(self._heads, (order, needs, turn))
+        self.changed = True
+
+    def _unhead(self, needs: Needs, order: int, turn: TurnId) -> None:
+        del self._heads[bisect_left(self._heads, (order, needs, turn))]

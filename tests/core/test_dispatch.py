@@ -1,0 +1,53 @@
+"""Dispatch costs what it decides, and who looks at everything with every event decides the same."""
+
+import pytest
+
+from elastic.core import commands as c
+from elastic.core.digest import digest
+from elastic.core.policy import FleetView, TurnView
+from elastic.core.types import FinishReason
+from elastic.testing.faults.core.incarnation import fresh_core
+from elastic.testing.faults.core.world import simulate
+from policies.routing import TurnWiseRouting
+
+GROUP = 40
+
+
+class CountedRouting(TurnWiseRouting):
+    asked = 0
+
+    def route(self, turn: TurnView, fleet: FleetView) -> str | None:
+        self.asked += 1
+        return super().route(turn, fleet)
+
+
+@pytest.mark.parametrize("seed", [*range(12), 99])
+def test_who_looks_at_everything_with_every_event_decides_the_same(seed: int) -> None:
+    outcome = simulate(seed)
+    core, thorough = fresh_core(outcome.settings), fresh_core(outcome.settings)
+    for now_ns, event in max((journal.events for journal in outcome.journals), key=len):
+        thorough.turns.queue.changed = thorough.fleet.help_changed = True
+        assert core.handle(event, now_ns) == thorough.handle(event, now_ns)
+        assert core.next_wakeup_ns() == thorough.next_wakeup_ns()
+    assert digest(core) == digest(thorough)
+
+
+def test_an_event_that_frees_nothing_asks_for_no_route(make_core) -> None:
+    routing = CountedRouting()
+    core = make_core(group_size=GROUP, routing=routing)
+    core.trainer(capacity=0)
+    worker = core.worker("spot", capacity=2)
+    starts: list[c.StartTurn] = []
+    for member in range(4):
+        core.request(f"0/0/{member}")
+        starts += core.sent(c.StartTurn)
+    assert len(starts) == 2
+    asked = routing.asked
+    for member in range(4, GROUP):
+        core.request(f"0/0/{member}")
+        core.tokens(starts[0], 1, start=member - 4)
+    core.beat(worker, capacity=2, executing=2)
+    assert routing.asked == asked
+    core.tokens(starts[1], 1, finish=FinishReason.STOP)
+    assert core.one(c.StartTurn).turn == "0/0/2#0"
+    assert routing.asked == asked + 2
