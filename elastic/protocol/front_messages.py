@@ -217,12 +217,16 @@ class OpenedTurn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TurnsTaken(_FrontMessage, frozen=True):
-    """The call's turns, the first choice first. Where it has `joined` them, all of their tokens come once more."""
+    """The call's turns, the first choice first. Where it has `joined` them, all of their tokens come once more.
+
+    `ids` (packed) are their prompt, where a chat looked for them that wanted ids.
+    """
 
     request: Count
     trajectory: Name
     turns: list[OpenedTurn]
     joined: bool = False
+    ids: bytes = b""
 
 
 class StreamTokens(_FrontMessage, frozen=True):

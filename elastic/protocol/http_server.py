@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from ipaddress import IPv4Network, IPv6Network
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -45,6 +45,7 @@ GATHERED_BYTES_MAX = 64 * 1024
 ACCEPTED_AT_ONCE = 64
 """Connections that are accepted before those that stand get their turn."""
 ACCEPT_PAUSE_S = 0.1
+CONNECTION = "elastic.connection"
 GRACEFUL_SHUTDOWN_S = 2
 """For requests in work when the server ends."""
 
@@ -412,6 +413,19 @@ class _GatheringTransport:
         return getattr(self._transport, name)
 
 
+class ServedConnection(Protocol):
+    """The connection by which a request came, among its scope's `extensions` under `CONNECTION`."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing more reaches the client."""
+        ...
+
+    def cut(self) -> None:
+        """Close it in the middle of an answer, which the client takes for a failure."""
+        ...
+
+
 class _BoundedProtocol(H11Protocol):
     """One connection. `peers` has the server's connections that have no request in work, the oldest first, each with
     its address."""
@@ -446,9 +460,18 @@ class _BoundedProtocol(H11Protocol):
         if not self._in_work and self._owed is None:
             self._owe(self._limits.head_timeout_s)
 
+    @property
+    def gone(self) -> bool:
+        return self.transport.is_closing()
+
+    def cut(self) -> None:
+        self.transport.close()
+
     def handle_events(self) -> None:
         super().handle_events()
         if self._in_work:
+            # Before the request's task has begun.
+            cast(dict[str, Any], self.scope).setdefault("extensions", {})[CONNECTION] = self
             self._idle.pop(self, None)
             self._settle()
 

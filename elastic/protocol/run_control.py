@@ -234,16 +234,16 @@ class ControlLine:
 
 
 @contextlib.contextmanager
-def socket_address(run_dir: Path) -> Iterator[str]:
-    """A path of the socket in a directory that the kernel takes, for as long as the context lasts, however long the
-    directory's own path is. Raises `OSError`."""
-    path = str(run_dir / SOCKET)
+def socket_address(run_dir: Path, name: str = SOCKET) -> Iterator[str]:
+    """A path of the socket of this name in a directory that the kernel takes, for as long as the context lasts, however
+    long the directory's own path is. Raises `OSError`."""
+    path = str(run_dir / name)
     if len(os.fsencode(path)) <= ADDRESS_BYTES_MAX:
         yield path
         return
     directory = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{directory}/{SOCKET}"
+        yield f"/proc/self/fd/{directory}/{name}"
     finally:
         os.close(directory)
 

@@ -1,9 +1,11 @@
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from elastic.front.tiny import write_tokenizer
 from elastic.front.tokenizer import Tokenizer
+from tests.front.fronted import Served, fronted, says
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +19,10 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(tiny_directory: Path) -> Tokenizer:
     return Tokenizer(tiny_directory)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    """A front whose run's turns all say `hi there`."""
+    async with fronted(tmp_path, answer=says("hi there")) as under_test:
+        yield under_test

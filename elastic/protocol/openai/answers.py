@@ -153,7 +153,7 @@ class AnswerWriter:
         """A choice of a whole answer."""
         choice: dict[str, Any] = {"index": index}
         if self._form is CHAT:
-            choice["message"] = _message(said)
+            choice["message"] = message_of(said)
         elif self._form is COMPLETION:
             choice["text"] = said.text
         choice["logprobs"] = msgspec.Raw(self._logprobs(index, said.text, sample))
@@ -274,7 +274,7 @@ def models(name: str, context_tokens: int, created_s: int) -> bytes:
     return _json({"object": "list", "data": [card]})
 
 
-def _message(said: Said) -> dict[str, Any]:
+def message_of(said: Said) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": said.text or (None if said.calls else "")}
     if said.reasoning:
         message["reasoning_content"] = said.reasoning

@@ -1,0 +1,244 @@
+"""The routes of a front: answers in the shapes of OpenAI's API and of vLLM's, and trajectories for drivers.
+
+Routes for agents are served at the root, below `/t/{trajectory or key}` and below `/sessions/{session}`, with and
+without a slash at the end.
+"""
+
+import asyncio
+import contextlib
+import math
+import secrets
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from elastic.core.ids import agent_id
+from elastic.front.asked import READERS, Asked, ServedModel, idempotency_key
+from elastic.front.calls import CallTimes, ClientLeft, LiveCall, Reply, declined
+from elastic.front.keys import TRAJECTORY, NamedInPath, NamesInPaths, find_caller, named_in_path
+from elastic.front.link import Answer, LinkLost, RunLink
+from elastic.protocol.front_messages import (
+    AgentCaller,
+    BeginTrajectory,
+    BindSession,
+    Declined,
+    EndTrajectory,
+    FromFront,
+    GiveReward,
+    ShowTrajectory,
+    TrajectoryBegun,
+    TrajectoryShown,
+)
+from elastic.protocol.http_server import BodyLimits
+from elastic.protocol.openai import answers, bodies
+from elastic.protocol.openai.bodies import EndRequest, RewardRequest, SessionRequest, TrajectoryRequest
+from elastic.protocol.openai.errors import ERROR_HANDLERS, JSON_TYPE, FrontError, openai_error
+from elastic.protocol.run_secrets import RunSecrets
+
+REQUEST_ID = "x-request-id"
+REQUEST_ID_CHARS_MAX = 128
+
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
+
+
+@dataclass
+class AgentFront:
+    """What one front process serves: the run at the other end of `link`, as `model`, to those who have its keys.
+
+    `base_url` is where agents reach the fronts.
+    """
+
+    link: RunLink
+    model: ServedModel
+    secrets: RunSecrets
+    base_url: str
+    times: CallTimes
+    body_bytes_max: int
+    renders: Executor
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    """The calls that are in work."""
+
+    def app(self) -> Starlette:
+        control = {
+            ("POST", "/trajectories"): self._begin,
+            ("GET", "/trajectories/{id}"): self._show,
+            ("POST", "/trajectories/{id}/reward"): self._reward,
+            ("POST", "/trajectories/{id}/end"): self._end,
+            ("POST", "/trajectories/{id}/sessions"): self._bind,
+        }
+        return Starlette(
+            routes=[
+                *(Route(path, _Answers(self, path), methods=["POST"]) for path in READERS),
+                Route("/v1/models", self._models),
+                Route("/health", self._health),
+                *(Route(path, endpoint, methods=[method]) for (method, path), endpoint in control.items()),
+            ],
+            middleware=[
+                Middleware(RequestIds),
+                Middleware(NamesInPaths),
+                Middleware(BodyLimits, self.body_bytes_max),
+            ],
+            exception_handlers={**ERROR_HANDLERS, Exception: _broken},
+        )
+
+    async def drained(self, timeout_s: float) -> None:
+        """Wait for the calls in work; those that take longer are cut."""
+        if self.calls:
+            await asyncio.wait(self.calls, timeout=timeout_s)
+        for call in list(self.calls):
+            call.cancel()
+        if self.calls:
+            await asyncio.wait(self.calls, timeout=timeout_s)
+
+    def caller(self, request: Request, named: NamedInPath | None = None) -> AgentCaller:
+        return find_caller(self.secrets, request.headers, named or named_in_path(request.scope))
+
+    async def asked(self, route: str, request: Request) -> tuple[AgentCaller, Asked]:
+        """Who asks for what. Whoever has no key is told so before anything of the body is read."""
+        caller = self.caller(request)
+        asked = READERS[route](self.model, request.headers, bodies.parsed(await request.body()))
+        if caller.driver and not caller.named:
+            if not asked.session:
+                raise FrontError(
+                    400,
+                    "the call names no trajectory: use the key of one, or say which in the path (/t/ID/v1), in the "
+                    "header X-Session-ID or in the body's session_id",
+                    "session_id",
+                    "no_trajectory",
+                )
+            caller = msgspec.structs.replace(caller, named=asked.session)
+        return caller, asked
+
+    async def _models(self, request: Request) -> Response:
+        self.caller(request)
+        model = self.model
+        return Response(answers.models(model.name, model.context_tokens, model.created_s), media_type=JSON_TYPE)
+
+    async def _health(self, _: Request) -> Response:
+        return Response(status_code=200 if self.link.up else 503)
+
+    # Trajectories.
+
+    async def _begin(self, request: Request) -> Response:
+        caller = self.caller(request)
+        if not caller.driver:
+            raise FrontError(403, "a trajectory's own key opens no other; use a driver's")
+        body = await self._body(request, TrajectoryRequest)
+        # A key of the client's, or of our own: the run may be asked more than once.
+        key = idempotency_key(request.headers) or secrets.token_hex(16)
+        begin = BeginTrajectory(
+            0, caller, msgspec.json.encode(body.task), body.group, key, list(dict.fromkeys(body.session_ids))
+        )
+        begun = await self._told(begin, TrajectoryBegun)
+        answer = {
+            "id": agent_id(begun.trajectory),
+            "key": self.secrets.agent_key(begun.trajectory, begun.restart),
+            "base_url": f"{self.base_url}/v1",
+        }
+        return _json(answer, {"idempotent-replayed": "true"} if begun.again else {})
+
+    async def _show(self, request: Request) -> Response:
+        return await self._shown(ShowTrajectory(0, self._of(request)))
+
+    async def _reward(self, request: Request) -> Response:
+        caller = self._of(request)
+        reward = (await self._body(request, RewardRequest)).reward
+        if not math.isfinite(reward):
+            raise FrontError(400, f"reward: found {reward}; allowed: a finite number", "reward", "invalid_value")
+        return await self._shown(GiveReward(0, caller, reward))
+
+    async def _end(self, request: Request) -> Response:
+        caller = self._of(request)
+        return await self._shown(EndTrajectory(0, caller, (await self._body(request, EndRequest)).cause or ""))
+
+    async def _bind(self, request: Request) -> Response:
+        caller = self._of(request)
+        return await self._shown(BindSession(0, caller, (await self._body(request, SessionRequest)).session_id))
+
+    def _of(self, request: Request) -> AgentCaller:
+        return self.caller(request, NamedInPath(TRAJECTORY, request.path_params["id"]))
+
+    async def _body(self, request: Request, kind: type[RequestT]) -> RequestT:
+        body = await request.body()
+        return bodies.read(kind, bodies.parsed(body) if body else {}, bodies.CONTROL)
+
+    async def _shown(self, message: FromFront) -> Response:
+        shown = (await self._told(message, TrajectoryShown)).standing
+        fields = msgspec.to_builtins(shown)
+        return _json({"id": agent_id(fields.pop("trajectory")), **fields})
+
+    async def _told(self, message: Any, kind: type[Any]) -> Any:
+        """The run's answer to a message, which may be asked more than once while the run is started again."""
+        try:
+            async with asyncio.timeout(self.times.hold_s):
+                answer = await self._until_answered(message)
+        except TimeoutError:
+            raise FrontError(503, f"nothing came from the run for {self.times.hold_s:g} s") from None
+        if isinstance(answer, Declined):
+            raise declined(answer)
+        assert isinstance(answer, kind)
+        return answer
+
+    async def _until_answered(self, message: Any) -> Answer:
+        while True:
+            await self.link.stands()
+            with contextlib.suppress(LinkLost):
+                return await self.link.ask(lambda number: msgspec.structs.replace(message, request=number))
+
+
+class _Answers:
+    """The application for one route that answers."""
+
+    def __init__(self, front: AgentFront, route: str) -> None:
+        self._front = front
+        self._route = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        front = self._front
+        caller, asked = await front.asked(self._route, Request(scope, receive))
+        call = LiveCall(front.link, front.model, caller, asked, front.times, front.renders)
+        task = asyncio.current_task()
+        assert task is not None
+        front.calls.add(task)
+        reply = Reply(scope, receive, send)
+        try:
+            async with reply.attended():
+                await call.answer(reply)
+        except ClientLeft:
+            pass
+        finally:
+            front.calls.discard(task)
+
+
+class RequestIds:
+    """ASGI middleware: each answer bears the request's `x-request-id`, or one of ours."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = next((value for name, value in scope.get("headers", ()) if name == REQUEST_ID.encode()), b"")
+        identifier = given if 0 < len(given) <= REQUEST_ID_CHARS_MAX else secrets.token_hex(16).encode()
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (REQUEST_ID.encode(), identifier)]
+            await send(message)
+
+        await self._app(scope, receive, marked)
+
+
+def _json(answer: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(answer), headers=headers, media_type=JSON_TYPE)
+
+
+async def _broken(_: Request, error: Exception) -> Response:
+    return openai_error(500, "the front has failed at this request; its log says how")

@@ -1,0 +1,516 @@
+"""The life of one call: its turns are joined or opened, their tokens become an answer, and the run hears how it ended.
+
+- A call that has no token within `CallTimes.hold_s`, or whose run is gone for that long, ends with 503 and a time to
+  come back.
+- What a client is given whole is durable: the end of each choice waits for `TurnSettled`.
+- Where the run is started again the call looks for its turns once more. A stream goes on if the tokens that come again
+  are those that it has shown; else it is cut.
+- A stream that fails ends with an error event or is cut, and never cleanly without a `finish_reason`.
+- A client that leaves is told to the run at once.
+"""
+
+import asyncio
+import functools
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from types import MappingProxyType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from elastic.core.ids import agent_id
+from elastic.front.asked import Asked, Chat, ServedModel
+from elastic.front.choices import Choice, TokensDiffer
+from elastic.front.link import (
+    ChoiceOver,
+    ChoiceSettled,
+    Inbox,
+    LinkLost,
+    News,
+    RunLink,
+    TokensCame,
+)
+from elastic.front.messages import chain, chained, head_digest
+from elastic.protocol.front_messages import (
+    CHOICES_MAX,
+    AgentCaller,
+    BranchFound,
+    CutTurn,
+    Declined,
+    LookUp,
+    OpenedTurn,
+    OpenTurns,
+    SettleTurn,
+    TurnsTaken,
+)
+from elastic.protocol.http_server import CONNECTION, ServedConnection
+from elastic.protocol.openai import answers
+from elastic.protocol.openai.answers import AnswerWriter, ChoiceEnd, FunctionCalled, Said, Sample
+from elastic.protocol.openai.errors import JSON_TYPE, FrontError, too_long
+from elastic.protocol.sampled import ids_of, logprobs_of, pack_ids
+
+RENDERED_HERE_CHARS = 20_000
+"""Messages with more text are rendered on a thread, while streams go on."""
+NO_SAMPLE = Sample()
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class CallTimes(NamedTuple):
+    """How long a call waits for its first token, and for the run; when a whole answer that takes long is begun with a
+    space, so that its client does not give up; and what is between such spaces, or the pings of a quiet stream."""
+
+    hold_s: float = 60.0
+    quiet_s: float = 60.0
+    breath_s: float = 20.0
+
+
+class ClientLeft(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Reply:
+    """What goes to the client."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._connection: ServedConnection = scope["extensions"][CONNECTION]
+        self._receive = receive
+        self._send = send
+        self._wrote_s = -math.inf
+        self.started = False
+        self._done = False
+
+    async def start(self, content_type: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.started = True
+        raw = [(name.encode(), value.encode()) for name, value in {"content-type": content_type, **headers}.items()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def write(self, data: bytes) -> None:
+        self._wrote_s = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes) -> None:
+        """Write the last of it. Raises `ClientLeft` if nobody is there to take it."""
+        if self._connection.gone:
+            raise ClientLeft
+        self._done = True
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def tear(self) -> None:
+        """Cut the connection, so that nobody takes what was sent for a whole answer."""
+        self._done = True
+        self._connection.cut()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def breathe(self, first_s: float, every_s: float, breath: bytes, content_type: str = "") -> None:
+        """Write a `breath` whenever nothing was written for `every_s`, the first time after `first_s`, for ever.
+
+        An answer that was not begun by then is begun if its `content_type` is given.
+        """
+        await asyncio.sleep(first_s)
+        while True:
+            quiet_s = asyncio.get_running_loop().time() - self._wrote_s
+            if quiet_s < every_s:
+                await asyncio.sleep(every_s - quiet_s)
+                continue
+            if not self.started and not content_type:
+                await asyncio.sleep(every_s)
+                continue
+            if not self.started:
+                await self.start(content_type)
+            await self.write(breath)
+
+    @asynccontextmanager
+    async def attended(self) -> AsyncIterator[None]:
+        """Raises `ClientLeft` within once the client is gone."""
+        try:
+            async with asyncio.timeout(None) as presence:
+                watching = asyncio.create_task(self._watch(presence), name="client")
+                try:
+                    yield
+                finally:
+                    watching.cancel()
+        except TimeoutError:
+            raise ClientLeft from None
+
+    async def _watch(self, presence: asyncio.Timeout) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._done:
+            presence.reschedule(asyncio.get_running_loop().time())
+
+
+class _Progress:
+    """One choice on its way to the client."""
+
+    def __init__(self, turn: OpenedTurn, new_choice: Callable[[], Choice]) -> None:
+        self.turn = turn
+        self.choice = new_choice()
+        self._new_choice = new_choice
+        self.shown = False
+        """Whether anything of it was sent."""
+        self.sent = 0
+        """The tokens that were sent."""
+        self.cut = False
+        self.settled = False
+        self.finish = ""
+        self.rest = ""
+        """The text that was held back up to the end."""
+        self.said = Said()
+        self.ended = False
+        """Whether its end was sent."""
+
+    def join(self, turn: OpenedTurn) -> None:
+        self.turn = turn
+        self.cut = self.settled = False
+        self.choice.join()
+
+    def begin_again(self) -> None:
+        """Other tokens have come than before. Raises `TokensDiffer` if the client has seen some of those."""
+        if self.shown:
+            raise TokensDiffer
+        same, self.choice = self.choice.again(), self._new_choice()
+        self.choice.take(*same)
+
+    def end(self) -> ChoiceEnd:
+        stop = self.choice.stop
+        if stop is not None:
+            return ChoiceEnd("stop", stop)
+        if self.finish == "length":
+            return ChoiceEnd("length")
+        return ChoiceEnd("tool_calls" if self.said.calls else "stop")
+
+    def fresh(self) -> Sample:
+        """The tokens that were not sent yet, which count as sent now."""
+        start, self.sent = self.sent, len(self.choice.ids)
+        return Sample(self.choice.ids[start:], self.choice.logprobs[start:])
+
+
+class LiveCall:
+    """A call of an agent's, from its body to its last byte."""
+
+    def __init__(
+        self, link: RunLink, model: ServedModel, caller: AgentCaller, asked: Asked, times: CallTimes, renders: Executor
+    ) -> None:
+        self._link = link
+        self._model = model
+        self._caller = caller
+        self._asked = asked
+        self._times = times
+        self._renders = renders
+        self._call = self._retry = asked.call
+        """As it is said to the run, and as it will be said to the run's next process."""
+        self._inbox = Inbox()
+        self._chain: list[bytes] = []
+        self._prompt_ids: list[int] | None = None
+        """Of a chat, if they are wanted and known."""
+        self._progress: dict[int, _Progress] = {}
+        self._prompt_tokens: dict[int, int] = {}
+        """By the number of the prompt."""
+        self._writer: AnswerWriter | None = None
+        # A renderer that reads more out of an answer than its text has to see all of it.
+        self._parses = asked.chat is not None and not model.renderer.plain(asked.chat.calls_tools)
+        self._shows_tokens = asked.settings.token_ids or asked.settings.logprobs or asked.form is answers.TOKENS
+
+    async def answer(self, reply: Reply) -> None:
+        """Raises `FrontError` if nothing was sent by then, and `ClientLeft`."""
+        breathing = asyncio.create_task(self._breathe(reply), name="breath")
+        try:
+            async with asyncio.timeout(self._times.hold_s) as holding:
+                await self._live(reply, holding)
+            breathing.cancel()
+            await self._finish(reply)
+            self._link.delivered(self._inbox)
+        except TimeoutError:
+            await self._fail(reply, FrontError(503, f"nothing came from the run for {self._times.hold_s:g} s"))
+        except FrontError as error:
+            await self._fail(reply, error)
+        except TokensDiffer:
+            await reply.tear()
+        finally:
+            breathing.cancel()
+            self._link.leave(self._inbox)
+
+    async def _live(self, reply: Reply, holding: asyncio.Timeout) -> None:
+        """Up to the end of the last choice; what is streamed is sent. `holding` runs while nothing comes."""
+        while True:
+            try:
+                await self._link.stands()
+                await self._take_turns()
+                while not all(progress.settled for progress in self._progress.values()):
+                    news = await self._inbox.take()
+                    holding.reschedule(None)
+                    if pieces := [piece for one in news for piece in self._heard(one)]:
+                        if not reply.started:
+                            await reply.start(answers.EVENT_STREAM, answers.STREAM_HEADERS)
+                        await reply.write(b"".join(pieces))
+                return
+            except LinkLost:
+                holding.reschedule(asyncio.get_running_loop().time() + self._times.hold_s)
+                self._inbox, self._call = Inbox(), self._retry
+
+    async def _breathe(self, reply: Reply) -> None:
+        times = self._times
+        if self._asked.stream:
+            await reply.breathe(times.breath_s, times.breath_s, answers.PING)
+        else:
+            await reply.breathe(times.quiet_s, times.breath_s, b" ", JSON_TYPE)
+
+    async def _finish(self, reply: Reply) -> None:
+        asked, writer = self._asked, self._writing()
+        prompt_tokens = sum(self._prompt_tokens.values())
+        tokens = sum(len(progress.choice.ids) for progress in self._progress.values())
+        if asked.stream:
+            usage = writer.usage(prompt_tokens, tokens) if asked.include_usage else b""
+            await reply.end(usage + answers.DONE)
+            return
+        choices = [
+            writer.choice(
+                number,
+                progress.said,
+                Sample(progress.choice.ids, progress.choice.logprobs),
+                progress.end(),
+                self._prompt_shown(number),
+            )
+            for number, progress in sorted(self._progress.items())
+        ]
+        whole = writer.whole(choices, prompt_tokens, tokens, self._prompt_shown(0))
+        if not reply.started:
+            await reply.start(JSON_TYPE)
+        await reply.end(whole)
+
+    async def _fail(self, reply: Reply, error: FrontError) -> None:
+        if not reply.started:
+            raise error
+        if self._asked.stream:
+            await reply.end(answers.failed(error))
+        else:
+            await reply.tear()
+
+    # Turns.
+
+    async def _take_turns(self) -> None:
+        """Join the call's turns, and open those that there are not."""
+        asked, chat = self._asked, self._asked.chat
+        with_ids = False
+        if chat is not None:
+            with_ids = self._model.renderer.needs_ids or asked.settings.token_ids
+            if not self._chain:
+                self._chain = await self._rendering(chat.messages, _chain_of, chat)
+        found = await self._ask(lambda number: LookUp(number, self._caller, self._call, self._chain, with_ids))
+        taken: set[int] = set()
+        if isinstance(found, TurnsTaken):
+            self._take(found)
+            taken = {turn.choice for turn in found.turns}
+        prompts = range(1 if chat is not None else len(asked.prompts))
+        missing = [(prompt, [c for c in self._choices_of(prompt) if c not in taken]) for prompt in prompts]
+        if chat is not None and missing[0][1]:
+            branch = found if isinstance(found, BranchFound) else BranchFound(0, "")
+            await self._open(*await self._behind(chat, branch), missing[0][1])
+            return
+        for prompt, choices in missing:
+            if choices:
+                await self._open(None, 0, asked.prompts[prompt], choices)
+
+    def _choices_of(self, prompt: int) -> range:
+        n = self._asked.n
+        return range(prompt * n, (prompt + 1) * n)
+
+    async def _behind(self, chat: Chat, found: BranchFound) -> tuple[int | None, int, list[int]]:
+        """The branch that the chat goes on from, how many of its tokens, and the tokens behind these."""
+        renderer, context = self._model.renderer, self._model.context_tokens
+        so_far = ids_of(found.ids) if found.ids else []
+        if found.branch is not None and found.matched:
+            new = await self._rendering(
+                chat.messages[found.matched :],
+                renderer.more,
+                chat.messages,
+                found.matched,
+                chat.tools,
+                chat.template_kwargs,
+                so_far,
+                found.answer_tokens,
+            )
+            if new is not None:
+                if found.tokens + len(new) >= context:
+                    raise too_long(context, found.tokens + len(new))
+                self._prompt_ids = so_far + new
+                return found.branch, found.tokens, new
+        ids = await self._rendering(chat.messages, renderer.prompt, chat.messages, chat.tools, chat.template_kwargs)
+        self._prompt_ids = ids
+        return None, 0, ids
+
+    async def _open(self, branch: int | None, tokens: int, ids: Sequence[int], choices: Sequence[int]) -> None:
+        if tokens + len(ids) >= self._model.context_tokens:
+            raise too_long(self._model.context_tokens, tokens + len(ids))
+        packed = pack_ids(ids)
+        # From here on the run may have turns of this call, whether it can say so or not.
+        self._retry = msgspec.structs.replace(self._call, retry=True)
+        for first, count in _stretches(choices):
+            answer = await self._ask(
+                lambda number, first=first, count=count: OpenTurns(
+                    number, self._caller, self._call, branch, tokens, packed, first, count, self._asked.sampling
+                )
+            )
+            assert isinstance(answer, TurnsTaken)
+            self._take(answer)
+
+    async def _ask(self, request: Callable[[int], LookUp | OpenTurns]) -> BranchFound | TurnsTaken:
+        answer = await self._link.ask(request, self._inbox)
+        if isinstance(answer, Declined):
+            raise declined(answer)
+        assert isinstance(answer, BranchFound | TurnsTaken)
+        return answer
+
+    def _take(self, taken: TurnsTaken) -> None:
+        self._retry = msgspec.structs.replace(self._call, retry=True)
+        for turn in taken.turns:
+            if (progress := self._progress.get(turn.choice)) is not None:
+                progress.join(turn)
+            else:
+                self._progress[turn.choice] = _Progress(turn, self._new_choice)
+            self._prompt_tokens[turn.choice // self._asked.n] = turn.prompt_tokens
+        if taken.ids:
+            self._prompt_ids = ids_of(taken.ids)
+
+    def _new_choice(self) -> Choice:
+        return Choice(self._model.tokenizer.decoder(), self._asked.stops, self._asked.silent)
+
+    async def _rendering(
+        self, messages: Sequence[Mapping[str, Any]], render: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """What `render` makes, on a thread if that may take long."""
+        rendering = functools.partial(render, *args, **kwargs)
+        chars = sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
+        try:
+            if chars <= RENDERED_HERE_CHARS:
+                return rendering()
+            return await asyncio.get_running_loop().run_in_executor(self._renders, rendering)
+        except ValueError as error:
+            raise FrontError(400, f"messages: {error}", "messages", "invalid_messages") from error
+
+    # Tokens.
+
+    def _heard(self, news: News) -> Iterator[bytes]:
+        """What of a stream is to be sent now."""
+        number = news.choice
+        progress = self._progress[number]
+        match news:
+            case TokensCame(_, ids, logprobs):
+                if (text := self._said(progress, ids_of(ids), logprobs_of(logprobs))) is None:
+                    return
+                if self._asked.stream and (text or self._shows_tokens):
+                    yield self._piece(number, progress, text)
+            case ChoiceOver(_, finish, cause):
+                if not finish:
+                    raise FrontError(500, f"the turn has failed: {cause}", code="turn_failed")
+                self._settle(progress, finish)
+            case ChoiceSettled():
+                progress.settled = True
+                if self._asked.stream and not progress.ended:
+                    progress.ended = True
+                    said = progress.said if self._parses else progress.rest
+                    yield self._piece(number, progress, said, progress.end())
+
+    def _said(self, progress: _Progress, ids: list[int], logprobs: list[float]) -> str | None:
+        """The text that tokens add to a choice; None if they add no token, or if all of it is shown at the end."""
+        choice = progress.choice
+        try:
+            text, new = choice.take(ids, logprobs)
+        except TokensDiffer:
+            progress.begin_again()
+            choice = progress.choice
+            text, new = choice.take(ids, logprobs)
+        if choice.stop is not None and not progress.cut:
+            progress.cut = True
+            self._link.say(CutTurn(progress.turn.stream, len(choice.ids)))
+        if self._asked.settings.logprobs and not all(map(math.isfinite, logprobs)):
+            raise FrontError(500, "the turn has failed: a log-probability is no number", code="turn_failed")
+        return text if new and not self._parses else None
+
+    def _settle(self, progress: _Progress, finish: str) -> None:
+        try:
+            progress.rest = progress.choice.rest()
+        except TokensDiffer:
+            progress.begin_again()
+            progress.rest = progress.choice.rest()
+        progress.finish = finish
+        progress.said = self._read(progress)
+        answer = b""
+        if self._asked.chat is not None:
+            answer = chained(self._chain[-1], answers.message_of(progress.said))
+        self._link.say(SettleTurn(progress.turn.stream, len(progress.choice.ids), answer))
+
+    def _read(self, progress: _Progress) -> Said:
+        """What the whole choice says."""
+        choice, chat = progress.choice, self._asked.chat
+        if chat is None or not self._parses:
+            return Said(choice.text)
+        parsed = self._model.renderer.parse(choice.ids, self._prompt_ids, chat.tools if chat.calls_tools else None)
+        content = parsed.content or ""
+        if choice.stop is not None:
+            content = content.partition(choice.stop)[0]
+        calls = [
+            FunctionCalled(given or f"call_{agent_id(progress.turn.turn)}_{place}", name, arguments)
+            for place, (name, arguments, given) in enumerate(parsed.tool_calls)
+        ]
+        return Said(content, parsed.reasoning or "", calls[:1] if chat.one_call else calls)
+
+    def _piece(self, number: int, progress: _Progress, said: str | Said, end: ChoiceEnd | None = None) -> bytes:
+        first = not progress.shown
+        progress.shown = True
+        asked = self._asked
+        return self._writing().piece(
+            number,
+            said,
+            progress.fresh() if self._shows_tokens else NO_SAMPLE,
+            end,
+            self._used(number) if asked.usage_always else None,
+            self._prompt_shown(number) if first else None,
+        )
+
+    def _used(self, number: int) -> tuple[int, int]:
+        return self._prompt_tokens[number // self._asked.n], len(self._progress[number].choice.ids)
+
+    def _prompt_shown(self, number: int) -> Sequence[int] | None:
+        asked = self._asked
+        if not asked.settings.token_ids:
+            return None
+        return self._prompt_ids if asked.chat is not None else asked.prompts[number // asked.n]
+
+    def _writing(self) -> AnswerWriter:
+        if self._writer is None:
+            asked = self._asked
+            identifier = asked.identifier or agent_id(self._progress[min(self._progress)].turn.turn)
+            self._writer = AnswerWriter(asked.form, identifier, self._model.name, int(time.time()), asked.settings)
+        return self._writer
+
+
+def declined(answer: Declined) -> FrontError:
+    return FrontError(
+        answer.status,
+        answer.message,
+        answer.param or None,
+        answer.code,
+        retry=answer.retry,
+        retry_after_s=answer.retry_after_s,
+    )
+
+
+def _chain_of(chat: Chat) -> list[bytes]:
+    return chain(head_digest(chat.tools, chat.template_kwargs), chat.messages)
+
+
+def _stretches(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first and the length of each stretch of numbers without a gap, no longer than one message asks for."""
+    start = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1 or at - start == CHOICES_MAX:
+            yield numbers[start], at - start
+            start = at

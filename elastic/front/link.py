@@ -1,0 +1,288 @@
+"""A front's connection to its run, over the Unix socket in the run's directory.
+
+The run may die and be started again at any time: the link dials again, and whoever waits for an answer is told that
+the link was lost (`LinkLost`). It hands the run the socket at which the fronts listen, so that the run's next process
+has it, too.
+"""
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, NoReturn, TypeAlias
+
+import structlog
+
+from elastic.protocol.connection import Connection, ConnectionLost, SessionRefused, over_socket
+from elastic.protocol.frames import RefusedFrame, WireError
+from elastic.protocol.front_messages import (
+    FRONT_SIDE,
+    FRONT_VERSION,
+    SOCKET,
+    AnswerDelivered,
+    BranchFound,
+    ClientGone,
+    Declined,
+    FromFront,
+    FromRun,
+    FrontHello,
+    FrontWelcome,
+    StreamTokens,
+    TrajectoryBegun,
+    TrajectoryShown,
+    TurnOver,
+    TurnSettled,
+    TurnsTaken,
+)
+from elastic.protocol.run_control import socket_address
+from elastic.protocol.sampled import TOKEN_BYTES
+from elastic.system.host import here
+
+log = structlog.get_logger(__name__)
+
+WELCOME_TIMEOUT_S = 5.0
+REDIAL_S = 0.1
+REDIAL_MAX_S = 1.0
+
+Answer: TypeAlias = BranchFound | TurnsTaken | TrajectoryBegun | TrajectoryShown | Declined
+
+
+class LinkLost(Exception):
+    """The run's process, or the connection to it, is gone. Asking again may help."""
+
+
+class TokensCame(NamedTuple):
+    """Tokens of a choice, packed."""
+
+    choice: int
+    ids: memoryview
+    logprobs: memoryview
+
+
+class ChoiceOver(NamedTuple):
+    """All tokens of a choice have come; it has failed for the `cause` if `finish` is empty."""
+
+    choice: int
+    finish: str
+    cause: str
+
+
+class ChoiceSettled(NamedTuple):
+    choice: int
+
+
+News: TypeAlias = TokensCame | ChoiceOver | ChoiceSettled
+
+
+class Inbox:
+    """What a call hears of its turns, in the order in which it comes."""
+
+    def __init__(self) -> None:
+        self.streams: set[int] = set()
+        """Those of the turns that it hears of."""
+        self._news: deque[News] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+        self._lost = False
+
+    def put(self, news: News) -> None:
+        self._news.append(news)
+        self._stir()
+
+    def lose(self) -> None:
+        self._lost = True
+        self._stir()
+
+    async def take(self) -> list[News]:
+        """All that has come since the last time, once there is anything. Raises `LinkLost`."""
+        while not self._news:
+            if self._lost:
+                raise LinkLost("the run is gone")
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+        news = list(self._news)
+        self._news.clear()
+        return news
+
+    def _stir(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+
+class _Stream(NamedTuple):
+    inbox: Inbox
+    choice: int
+
+
+class RunLink:
+    """Keeps the connection while `run` is awaited. `listener` is the socket at which the fronts listen, if any."""
+
+    def __init__(self, run_dir: Path, listener: socket.socket | None = None) -> None:
+        self._run_dir = run_dir
+        self._listener = listener
+        self._connection: Connection[FromFront, FromRun] | None = None
+        self._stands = asyncio.Event()
+        self._requests = 0
+        self._asked: dict[int, tuple[asyncio.Future[Answer], Inbox | None]] = {}
+        self._streams: dict[int, _Stream] = {}
+        self.lost_s: float | None = here().monotonic()
+        """Since when there has been no connection (monotonic); None while there is one."""
+        self.run_name = ""
+
+    @property
+    def up(self) -> bool:
+        return self._connection is not None and self._connection.open
+
+    async def stands(self) -> None:
+        """Wait until there is a connection."""
+        await self._stands.wait()
+
+    async def run(self) -> NoReturn:
+        """Dial, and dial again whenever the connection is lost. Raises `SessionRefused` if the run wants no front."""
+        wait_s = REDIAL_S
+        while True:
+            try:
+                connection = await self._dial()
+            except (OSError, ConnectionLost) as error:
+                log.debug("run not reached", error=str(error))
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, REDIAL_MAX_S)
+                continue
+            wait_s = REDIAL_S
+            self._connection, self.lost_s = connection, None
+            self._stands.set()
+            try:
+                await connection.listen(self._hear)
+            except ConnectionLost as error:
+                log.warning("run lost", cause=str(error))
+            finally:
+                self._lose()
+                connection.abort()
+
+    async def ask(self, request: Callable[[int], FromFront], inbox: Inbox | None = None) -> Answer:
+        """The run's answer to what `request` makes of a number. `inbox` hears of the turns that the answer brings.
+
+        Raises `LinkLost`.
+        """
+        connection = self._connection
+        if connection is None or not connection.open:
+            raise LinkLost("the run is gone")
+        self._requests += 1
+        number = self._requests
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer, inbox
+        connection.send(request(number))
+        try:
+            return await answer
+        finally:
+            self._asked.pop(number, None)
+
+    def say(self, message: FromFront) -> None:
+        """Say it, if there is a connection."""
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def delivered(self, inbox: Inbox) -> None:
+        """The client has been given the whole answer, which the inbox has heard of."""
+        self._finish(inbox, AnswerDelivered)
+
+    def leave(self, inbox: Inbox) -> None:
+        """The client is gone before it was given the whole answer."""
+        self._finish(inbox, ClientGone)
+
+    def _finish(self, inbox: Inbox, say: type[AnswerDelivered | ClientGone]) -> None:
+        for stream in sorted(inbox.streams):
+            if self._streams.pop(stream, None) is not None:
+                self.say(say(stream))
+        inbox.streams.clear()
+
+    async def _dial(self) -> Connection[FromFront, FromRun]:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            with socket_address(self._run_dir, SOCKET) as address:
+                end.connect(address)
+            if self._listener is not None:
+                socket.send_fds(end, [b"\0"], [self._listener.fileno()])
+            else:
+                end.send(b"\0")
+            connection = await over_socket(end, FRONT_SIDE, "the run")
+        except BaseException:
+            end.close()
+            raise
+        try:
+            connection.send(FrontHello(FRONT_VERSION, here().pid()))
+            async with asyncio.timeout(WELCOME_TIMEOUT_S):
+                welcome = await connection.receive()
+        except (TimeoutError, ConnectionLost) as error:
+            connection.abort()
+            raise ConnectionLost(str(error) or "the run said nothing") from error
+        except BaseException:
+            connection.abort()
+            raise
+        match welcome:
+            case FrontWelcome():
+                self.run_name = welcome.run
+                return connection
+            case RefusedFrame(reason, retry):
+                connection.abort()
+                if retry:
+                    raise ConnectionLost(reason)
+                raise SessionRefused(reason)
+            case _:
+                connection.abort()
+                raise ConnectionLost(f"the run broke the protocol: {type(welcome).__name__} before its welcome")
+
+    def _hear(self, messages: list[FromRun]) -> None:
+        for message in messages:
+            match message:
+                case StreamTokens():
+                    self._deliver(message)
+                case TurnOver(stream, finish, cause):
+                    if (to := self._streams.get(stream)) is not None:
+                        to.inbox.put(ChoiceOver(to.choice, finish, cause))
+                case TurnSettled(stream):
+                    if (to := self._streams.get(stream)) is not None:
+                        to.inbox.put(ChoiceSettled(to.choice))
+                case RefusedFrame(reason, _):
+                    raise ConnectionLost(reason)
+                case FrontWelcome():
+                    raise WireError("a second welcome")
+                case _:
+                    self._answer(message)
+
+    def _deliver(self, message: StreamTokens) -> None:
+        ids, logprobs = memoryview(message.ids), memoryview(message.logprobs)
+        at = 0
+        for stream, count in zip(message.streams, message.counts, strict=True):
+            to = self._streams.get(stream)
+            end = at + count * TOKEN_BYTES
+            if to is not None:
+                to.inbox.put(TokensCame(to.choice, ids[at:end], logprobs[at:end]))
+            at = end
+
+    def _answer(self, message: Answer) -> None:
+        answer, inbox = self._asked.get(message.request, (None, None))
+        gone = answer is None or answer.done()
+        if isinstance(message, TurnsTaken):
+            if gone or inbox is None:
+                for turn in message.turns:
+                    self.say(ClientGone(turn.stream))
+            else:
+                self._streams.update({turn.stream: _Stream(inbox, turn.choice) for turn in message.turns})
+                inbox.streams.update(turn.stream for turn in message.turns)
+        if answer is not None and not gone:
+            answer.set_result(message)
+
+    def _lose(self) -> None:
+        self._connection, self.lost_s = None, here().monotonic()
+        self._stands.clear()
+        asked, self._asked = self._asked, {}
+        for answer, _ in asked.values():
+            if not answer.done():
+                answer.set_exception(LinkLost("the run is gone"))
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.inbox.lose()

@@ -1,0 +1,100 @@
+"""A vocabulary of bytes and a chat template of a few characters, for fronts whose model does not matter."""
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from elastic.front.asked import ServedModel
+
+EOS = 256
+VOCABULARY = 300
+
+
+class Parsed(NamedTuple):
+    content: str
+    reasoning: str
+    tool_calls: list
+
+
+class BytesDecoder:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(bytes(token for token in token_ids if token < 256))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class BytesVocabulary:
+    eos_token_ids = (EOS,)
+    vocab_size = VOCABULARY
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def decoder(self) -> BytesDecoder:
+        return BytesDecoder()
+
+
+class BracketRenderer:
+    """Each message is `[role:text]`; an answer begins behind `[assistant:`, and its closing is `EOS` and `]`.
+
+    A call of a tool is `<name {"JSON": 1}>` in an answer; reasoning stands before `|`, where `reasons`.
+    """
+
+    stop_token_ids = (EOS,)
+    needs_ids = True
+
+    def __init__(self, reasons: bool = False, reads_calls: bool = True) -> None:
+        self.reads_calls = reads_calls
+        self._reasons = reasons
+
+    def plain(self, calls_tools: bool) -> bool:
+        return not (calls_tools or self._reasons)
+
+    def prompt(self, messages, tools, template_kwargs) -> list[int]:
+        text = ""
+        for message in messages:
+            if message["role"] == "refused":
+                raise ValueError("a role that the template refuses")
+            text += f"[{message['role']}:{_text(message)}"
+            text += chr(EOS) if message["role"] == "assistant" else ""
+            text += "]"
+        return [EOS if char == chr(EOS) else byte for char in f"{text}[assistant:" for byte in _bytes(char)]
+
+    def more(self, messages, matched, tools, template_kwargs, so_far, answer_tokens) -> list[int]:
+        closing = [] if so_far[-1] == EOS else [EOS]
+        rendered = self.prompt(messages[matched:], tools, template_kwargs)
+        return [*closing, *b"]", *rendered]
+
+    def parse(self, token_ids, prompt_ids, tools) -> Parsed:
+        text = bytes(token for token in token_ids if token < 256).decode(errors="replace")
+        reasoning, bar, content = text.partition("|") if self._reasons else ("", "", text)
+        if not bar:
+            content = text
+        calls = []
+        if tools:
+            calls = [(name, json.dumps(json.loads(said)), "") for name, said in re.findall(r"<(\w+) (.*?)>", content)]
+            content = re.sub(r"<\w+ .*?>", "", content)
+        return Parsed(content, reasoning if bar else "", calls)
+
+
+def small_model(context_tokens: int = 4096, reasons: bool = False, reads_calls: bool = True) -> ServedModel:
+    renderer = BracketRenderer(reasons, reads_calls)
+    return ServedModel("small", context_tokens, VOCABULARY, BytesVocabulary(), renderer, 1)
+
+
+def _text(message) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _bytes(char: str) -> list[int]:
+    return [0] if char == chr(EOS) else list(char.encode())
