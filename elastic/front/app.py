@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elastic.core.ids import agent_id
 from elastic.front.asked import READERS, Asked, ServedModel, idempotency_key
-from elastic.front.calls import CallTimes, ClientLeft, LiveCall, Reply, declined
+from elastic.front.calls import CallTimes, ClientLeft, ClientReply, LiveCall, declined
 from elastic.front.keys import TRAJECTORY, NamedInPath, NamesInPaths, find_caller, named_in_path
 from elastic.front.link import Answer, LinkLost, RunLink
 from elastic.protocol.front_messages import (
@@ -208,7 +208,7 @@ class _Answers:
         task = asyncio.current_task()
         assert task is not None
         front.calls.add(task)
-        reply = Reply(scope, receive, send)
+        reply = ClientReply(scope, receive, send)
         try:
             async with reply.attended():
                 await call.answer(reply)

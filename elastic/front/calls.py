@@ -28,11 +28,11 @@ from elastic.front.choices import Choice, TokensDiffer
 from elastic.front.link import (
     ChoiceOver,
     ChoiceSettled,
-    Inbox,
     LinkLost,
     News,
     RunLink,
     TokensCame,
+    TurnInbox,
 )
 from elastic.front.messages import chain, chained, head_digest
 from elastic.protocol.front_messages import (
@@ -74,7 +74,7 @@ class ClientLeft(Exception):
     """Nobody waits for the answer any more."""
 
 
-class Reply:
+class ClientReply:
     """What goes to the client."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -206,7 +206,7 @@ class LiveCall:
         self._renders = renders
         self._call = self._retry = asked.call
         """As it is said to the run, and as it will be said to the run's next process."""
-        self._inbox = Inbox()
+        self._inbox = TurnInbox()
         self._chain: list[bytes] = []
         self._prompt_ids: list[int] | None = None
         """Of a chat, if they are wanted and known."""
@@ -218,7 +218,7 @@ class LiveCall:
         self._parses = asked.chat is not None and not model.renderer.plain(asked.chat.calls_tools)
         self._shows_tokens = asked.settings.token_ids or asked.settings.logprobs or asked.form is answers.TOKENS
 
-    async def answer(self, reply: Reply) -> None:
+    async def answer(self, reply: ClientReply) -> None:
         """Raises `FrontError` if nothing was sent by then, and `ClientLeft`."""
         breathing = asyncio.create_task(self._breathe(reply), name="breath")
         try:
@@ -237,7 +237,7 @@ class LiveCall:
             breathing.cancel()
             self._link.leave(self._inbox)
 
-    async def _live(self, reply: Reply, holding: asyncio.Timeout) -> None:
+    async def _live(self, reply: ClientReply, holding: asyncio.Timeout) -> None:
         """Up to the end of the last choice; what is streamed is sent. `holding` runs while nothing comes."""
         while True:
             try:
@@ -253,16 +253,16 @@ class LiveCall:
                 return
             except LinkLost:
                 holding.reschedule(asyncio.get_running_loop().time() + self._times.hold_s)
-                self._inbox, self._call = Inbox(), self._retry
+                self._inbox, self._call = TurnInbox(), self._retry
 
-    async def _breathe(self, reply: Reply) -> None:
+    async def _breathe(self, reply: ClientReply) -> None:
         times = self._times
         if self._asked.stream:
             await reply.breathe(times.breath_s, times.breath_s, answers.PING)
         else:
             await reply.breathe(times.quiet_s, times.breath_s, b" ", JSON_TYPE)
 
-    async def _finish(self, reply: Reply) -> None:
+    async def _finish(self, reply: ClientReply) -> None:
         asked, writer = self._asked, self._writing()
         prompt_tokens = sum(self._prompt_tokens.values())
         tokens = sum(len(progress.choice.ids) for progress in self._progress.values())
@@ -285,7 +285,7 @@ class LiveCall:
             await reply.start(JSON_TYPE)
         await reply.end(whole)
 
-    async def _fail(self, reply: Reply, error: FrontError) -> None:
+    async def _fail(self, reply: ClientReply, error: FrontError) -> None:
         if not reply.started:
             raise error
         if self._asked.stream:

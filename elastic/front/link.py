@@ -75,7 +75,7 @@ class ChoiceSettled(NamedTuple):
 News: TypeAlias = TokensCame | ChoiceOver | ChoiceSettled
 
 
-class Inbox:
+class TurnInbox:
     """What a call hears of its turns, in the order in which it comes."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Inbox:
 
 
 class _Stream(NamedTuple):
-    inbox: Inbox
+    inbox: TurnInbox
     choice: int
 
 
@@ -126,7 +126,7 @@ class RunLink:
         self._connection: Connection[FromFront, FromRun] | None = None
         self._stands = asyncio.Event()
         self._requests = 0
-        self._asked: dict[int, tuple[asyncio.Future[Answer], Inbox | None]] = {}
+        self._asked: dict[int, tuple[asyncio.Future[Answer], TurnInbox | None]] = {}
         self._streams: dict[int, _Stream] = {}
         self.lost_s: float | None = here().monotonic()
         """Since when there has been no connection (monotonic); None while there is one."""
@@ -162,7 +162,7 @@ class RunLink:
                 self._lose()
                 connection.abort()
 
-    async def ask(self, request: Callable[[int], FromFront], inbox: Inbox | None = None) -> Answer:
+    async def ask(self, request: Callable[[int], FromFront], inbox: TurnInbox | None = None) -> Answer:
         """The run's answer to what `request` makes of a number. `inbox` hears of the turns that the answer brings.
 
         Raises `LinkLost`.
@@ -185,15 +185,15 @@ class RunLink:
         if self._connection is not None:
             self._connection.send(message)
 
-    def delivered(self, inbox: Inbox) -> None:
+    def delivered(self, inbox: TurnInbox) -> None:
         """The client has been given the whole answer, which the inbox has heard of."""
         self._finish(inbox, AnswerDelivered)
 
-    def leave(self, inbox: Inbox) -> None:
+    def leave(self, inbox: TurnInbox) -> None:
         """The client is gone before it was given the whole answer."""
         self._finish(inbox, ClientGone)
 
-    def _finish(self, inbox: Inbox, say: type[AnswerDelivered | ClientGone]) -> None:
+    def _finish(self, inbox: TurnInbox, say: type[AnswerDelivered | ClientGone]) -> None:
         for stream in sorted(inbox.streams):
             if self._streams.pop(stream, None) is not None:
                 self.say(say(stream))
