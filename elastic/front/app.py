@@ -65,6 +65,8 @@ class AgentFront:
     renders: Executor
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     """The calls that are in work."""
+    draining: bool = False
+    """Whether no more calls are taken."""
 
     def app(self) -> Starlette:
         control = {
@@ -90,13 +92,14 @@ class AgentFront:
         )
 
     async def drained(self, timeout_s: float) -> None:
-        """Wait for the calls in work; those that take longer are cut."""
+        """Take no more calls, and wait for those in work; those that take longer are cut."""
+        self.draining = True
         if self.calls:
             await asyncio.wait(self.calls, timeout=timeout_s)
         for call in list(self.calls):
             call.cancel()
         if self.calls:
-            await asyncio.wait(self.calls, timeout=timeout_s)
+            await asyncio.wait(self.calls)
 
     def caller(self, request: Request, named: NamedInPath | None = None) -> AgentCaller:
         return find_caller(self.secrets, request.headers, named or named_in_path(request.scope))
@@ -203,6 +206,8 @@ class _Answers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front = self._front
+        if front.draining:
+            raise FrontError(503, "this front is ending; another one takes the call", closes=True)
         caller, asked = await front.asked(self._route, Request(scope, receive))
         call = LiveCall(front.link, front.model, caller, asked, front.times, front.renders)
         task = asyncio.current_task()
@@ -214,6 +219,9 @@ class _Answers:
                 await call.answer(reply)
         except ClientLeft:
             pass
+        except asyncio.CancelledError:
+            # Whoever waits for the answer of a front that ends asks another one.
+            await reply.tear()
         finally:
             front.calls.discard(task)
 

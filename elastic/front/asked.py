@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from starlette.datastructures import Headers
 
-from elastic.front.choices import AnswerDecoder
+from elastic.front.choices import AnswerDecoder, PieceReader
 from elastic.protocol.front_messages import NAME_MAX, AgentCall, WantedSampling
 from elastic.protocol.openai import answers, bodies
 from elastic.protocol.openai.answers import AnswerSettings
@@ -23,31 +23,28 @@ TURNS_MAX = 4096
 """Most choices of all prompts of one call."""
 
 
-class ParsedAnswer(Protocol):
-    content: str
-    reasoning: str
-    tool_calls: Sequence[Any]
-
-
-class ChatRenderer(Protocol):
-    """What makes tokens of a chat's messages, and the other way round."""
+class MessageRenderer(Protocol):
+    """What makes tokens of a chat's messages, and the other way round (`elastic.front.rendering`)."""
 
     stop_token_ids: tuple[int, ...]
     needs_ids: bool
-    reads_calls: bool
-    """Whether it reads calls of tools out of answers."""
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools are read out of answers."""
+        ...
 
     def plain(self, calls_tools: bool) -> bool:
-        """Whether an answer is its text and nothing else."""
+        """Whether an answer is its text, with nothing to be parsed in it."""
         ...
 
     def prompt(self, messages: Any, tools: Any, template_kwargs: Any) -> list[int]: ...
 
     def more(
-        self, messages: Any, matched: int, tools: Any, template_kwargs: Any, so_far: list[int], answer_tokens: int
+        self, messages: Any, matched: int, tools: Any, template_kwargs: Any, so_far: Any, answer_tokens: int
     ) -> list[int] | None: ...
 
-    def parse(self, token_ids: list[int], prompt_ids: list[int] | None, tools: Any) -> ParsedAnswer: ...
+    def reader(self, prompt_ids: Any, tools: Any, turn: str = "") -> PieceReader: ...
 
 
 class Vocabulary(Protocol):
@@ -68,7 +65,7 @@ class ServedModel(NamedTuple):
     context_tokens: int
     vocab_size: int
     tokenizer: Vocabulary
-    renderer: ChatRenderer
+    renderer: MessageRenderer
     created_s: int
 
     def token_text(self, token: int) -> str:

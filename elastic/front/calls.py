@@ -49,7 +49,7 @@ from elastic.protocol.front_messages import (
 )
 from elastic.protocol.http_server import CONNECTION, ServedConnection
 from elastic.protocol.openai import answers
-from elastic.protocol.openai.answers import AnswerWriter, ChoiceEnd, FunctionCalled, Said, Sample
+from elastic.protocol.openai.answers import AnswerWriter, ChoiceEnd, Said, Sample
 from elastic.protocol.openai.errors import JSON_TYPE, FrontError, too_long
 from elastic.protocol.sampled import ids_of, logprobs_of, pack_ids
 
@@ -149,9 +149,9 @@ class ClientReply:
 class _Progress:
     """One choice on its way to the client."""
 
-    def __init__(self, turn: OpenedTurn, new_choice: Callable[[], Choice]) -> None:
+    def __init__(self, turn: OpenedTurn, new_choice: Callable[[OpenedTurn], Choice]) -> None:
         self.turn = turn
-        self.choice = new_choice()
+        self.choice = new_choice(turn)
         self._new_choice = new_choice
         self.shown = False
         """Whether anything of it was sent."""
@@ -160,8 +160,6 @@ class _Progress:
         self.cut = False
         self.settled = False
         self.finish = ""
-        self.rest = ""
-        """The text that was held back up to the end."""
         self.said = Said()
         self.ended = False
         """Whether its end was sent."""
@@ -175,7 +173,7 @@ class _Progress:
         """Other tokens have come than before. Raises `TokensDiffer` if the client has seen some of those."""
         if self.shown:
             raise TokensDiffer
-        same, self.choice = self.choice.again(), self._new_choice()
+        same, self.choice = self.choice.again(), self._new_choice(self.turn)
         self.choice.take(*same)
 
     def end(self) -> ChoiceEnd:
@@ -214,8 +212,6 @@ class LiveCall:
         self._prompt_tokens: dict[int, int] = {}
         """By the number of the prompt."""
         self._writer: AnswerWriter | None = None
-        # A renderer that reads more out of an answer than its text has to see all of it.
-        self._parses = asked.chat is not None and not model.renderer.plain(asked.chat.calls_tools)
         self._shows_tokens = asked.settings.token_ids or asked.settings.logprobs or asked.form is answers.TOKENS
 
     async def answer(self, reply: ClientReply) -> None:
@@ -370,17 +366,24 @@ class LiveCall:
 
     def _take(self, taken: TurnsTaken) -> None:
         self._retry = msgspec.structs.replace(self._call, retry=True)
+        if taken.ids:
+            self._prompt_ids = ids_of(taken.ids)
         for turn in taken.turns:
             if (progress := self._progress.get(turn.choice)) is not None:
                 progress.join(turn)
             else:
                 self._progress[turn.choice] = _Progress(turn, self._new_choice)
             self._prompt_tokens[turn.choice // self._asked.n] = turn.prompt_tokens
-        if taken.ids:
-            self._prompt_ids = ids_of(taken.ids)
 
-    def _new_choice(self) -> Choice:
-        return Choice(self._model.tokenizer.decoder(), self._asked.stops, self._asked.silent)
+    def _new_choice(self, turn: OpenedTurn) -> Choice:
+        asked, model = self._asked, self._model
+        chat = asked.chat
+        reader = None
+        if chat is not None and not model.renderer.plain(chat.calls_tools):
+            tools = chat.tools if chat.calls_tools else None
+            reader = model.renderer.reader(self._prompt_ids, tools, turn.turn)
+        calls_max = 1 if chat is not None and chat.one_call else None
+        return Choice(model.tokenizer.decoder(), reader, asked.stops, asked.silent, calls_max)
 
     async def _rendering(
         self, messages: Sequence[Mapping[str, Any]], render: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
@@ -403,10 +406,9 @@ class LiveCall:
         progress = self._progress[number]
         match news:
             case TokensCame(_, ids, logprobs):
-                if (text := self._said(progress, ids_of(ids), logprobs_of(logprobs))) is None:
-                    return
-                if self._asked.stream and (text or self._shows_tokens):
-                    yield self._piece(number, progress, text)
+                said, new = self._taken(progress, ids_of(ids), logprobs_of(logprobs))
+                if self._asked.stream and new and (self._shows_tokens or not _empty(said)):
+                    yield self._piece(number, progress, said)
             case ChoiceOver(_, finish, cause):
                 if not finish:
                     raise FrontError(500, f"the turn has failed: {cause}", code="turn_failed")
@@ -415,52 +417,34 @@ class LiveCall:
                 progress.settled = True
                 if self._asked.stream and not progress.ended:
                     progress.ended = True
-                    said = progress.said if self._parses else progress.rest
-                    yield self._piece(number, progress, said, progress.end())
+                    yield self._piece(number, progress, progress.choice.rest(), progress.end())
 
-    def _said(self, progress: _Progress, ids: list[int], logprobs: list[float]) -> str | None:
-        """The text that tokens add to a choice; None if they add no token, or if all of it is shown at the end."""
-        choice = progress.choice
+    def _taken(self, progress: _Progress, ids: list[int], logprobs: list[float]) -> tuple[Said | str, int]:
+        """What tokens add to a choice, and how many of them are new."""
         try:
-            text, new = choice.take(ids, logprobs)
+            said, new = progress.choice.take(ids, logprobs)
         except TokensDiffer:
             progress.begin_again()
-            choice = progress.choice
-            text, new = choice.take(ids, logprobs)
-        if choice.stop is not None and not progress.cut:
+            said, new = progress.choice.take(ids, logprobs)
+        if progress.choice.stop is not None and not progress.cut:
             progress.cut = True
-            self._link.say(CutTurn(progress.turn.stream, len(choice.ids)))
+            self._link.say(CutTurn(progress.turn.stream, len(progress.choice.ids)))
         if self._asked.settings.logprobs and not all(map(math.isfinite, logprobs)):
             raise FrontError(500, "the turn has failed: a log-probability is no number", code="turn_failed")
-        return text if new and not self._parses else None
+        return said, new
 
     def _settle(self, progress: _Progress, finish: str) -> None:
         try:
-            progress.rest = progress.choice.rest()
+            progress.choice.rest()
         except TokensDiffer:
             progress.begin_again()
-            progress.rest = progress.choice.rest()
+            progress.choice.rest()
         progress.finish = finish
-        progress.said = self._read(progress)
+        progress.said = progress.choice.said
         answer = b""
         if self._asked.chat is not None:
             answer = chained(self._chain[-1], answers.message_of(progress.said))
         self._link.say(SettleTurn(progress.turn.stream, len(progress.choice.ids), answer))
-
-    def _read(self, progress: _Progress) -> Said:
-        """What the whole choice says."""
-        choice, chat = progress.choice, self._asked.chat
-        if chat is None or not self._parses:
-            return Said(choice.text)
-        parsed = self._model.renderer.parse(choice.ids, self._prompt_ids, chat.tools if chat.calls_tools else None)
-        content = parsed.content or ""
-        if choice.stop is not None:
-            content = content.partition(choice.stop)[0]
-        calls = [
-            FunctionCalled(given or f"call_{agent_id(progress.turn.turn)}_{place}", name, arguments)
-            for place, (name, arguments, given) in enumerate(parsed.tool_calls)
-        ]
-        return Said(content, parsed.reasoning or "", calls[:1] if chat.one_call else calls)
 
     def _piece(self, number: int, progress: _Progress, said: str | Said, end: ChoiceEnd | None = None) -> bytes:
         first = not progress.shown
@@ -501,6 +485,10 @@ def declined(answer: Declined) -> FrontError:
         retry=answer.retry,
         retry_after_s=answer.retry_after_s,
     )
+
+
+def _empty(said: Said | str) -> bool:
+    return not said if isinstance(said, str) else said.empty
 
 
 def _chain_of(chat: Chat) -> list[bytes]:

@@ -1,21 +1,55 @@
-"""The tokens of one choice of an answer as they come: its text, stop strings, and tokens that come again. Pure.
+"""The tokens of one choice of an answer as they come: what it says, stop strings, and tokens that come again. Pure.
 
-- Joined, the texts that `take` and `rest` return are the choice's text, however its tokens are cut into pieces.
+- Joined, what `take` and `rest` return is what the choice says, however its tokens are cut into pieces.
 - No part of a stop string is ever shown: text that may be the beginning of one is held back.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
+from elastic.protocol.openai.answers import FunctionCalled, Said
+
 
 class AnswerDecoder(Protocol):
     """Makes text of tokens as they come. Characters that are not whole yet are held back."""
 
-    def feed(self, token_ids: Sequence[int]) -> str: ...
+    def feed(self, ids: Sequence[int], /) -> str: ...
 
     def finish(self) -> str:
         """What is held back, at the end."""
         ...
+
+
+class CallRead(Protocol):
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def arguments(self) -> str: ...
+
+
+class PieceRead(Protocol):
+    """What tokens add to an answer."""
+
+    @property
+    def content(self) -> str: ...
+
+    @property
+    def reasoning(self) -> str: ...
+
+    @property
+    def tool_calls(self) -> Sequence[CallRead]: ...
+
+
+class PieceReader(Protocol):
+    """Reads more than text out of an answer's tokens as they come."""
+
+    def feed(self, token_ids: Sequence[int], /) -> PieceRead: ...
+
+    def finish(self) -> PieceRead: ...
 
 
 class TokensDiffer(Exception):
@@ -34,6 +68,8 @@ class StopFinder:
         """What can be shown of all text so far, without what was shown before."""
         if self.found is not None:
             return ""
+        if not self._stops:
+            return text
         self._held += text
         ends = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if ends:
@@ -45,7 +81,7 @@ class StopFinder:
         return shown
 
     def rest(self) -> str:
-        """What is held back, at the end."""
+        """What is held back, at the end; nothing if a stop string was found."""
         rest, self._held = self._held, ""
         return rest
 
@@ -60,25 +96,45 @@ class StopFinder:
 
 
 class Choice:
-    """One choice of an answer. `silent` are token ids that end a turn and are no text."""
+    """One choice of an answer.
 
-    def __init__(self, decoder: AnswerDecoder, stops: Sequence[str] = (), silent: frozenset[int] = frozenset()) -> None:
+    What it says is the text that `decoder` makes of its tokens, or what a `reader` reads out of them, with at most
+    `calls_max` calls of tools. `silent` are token ids that end a turn and are no text.
+    """
+
+    def __init__(
+        self,
+        decoder: AnswerDecoder,
+        reader: PieceReader | None = None,
+        stops: Sequence[str] = (),
+        silent: frozenset[int] = frozenset(),
+        calls_max: int | None = None,
+    ) -> None:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
-        self.text = ""
-        """All text that can be shown so far."""
         self._decoder = decoder
+        self._reader = reader
         self._finder = StopFinder(stops) if stops else None
+        self._content, self._reasoning = StopFinder(stops), StopFinder(stops)
         self._silent = silent
-        self._tail: str | None = None
-        """The text that was held back, once the turn is over."""
+        self._calls_max = calls_max
+        self._text: list[str] = []
+        self._thought: list[str] = []
+        self._calls: list[FunctionCalled] = []
+        self._tail: Said | str | None = None
+        """What was held back, once the turn is over."""
         self._known = 0
         """Of the tokens, how many have come since the turn was last joined."""
 
     @property
     def stop(self) -> str | None:
-        """The stop string at which the text ends; the tokens end with the one that made it whole."""
+        """The stop string at which the answer ends; the tokens end with the one that made it whole."""
         return None if self._finder is None else self._finder.found
+
+    @property
+    def said(self) -> Said:
+        """All that can be shown so far."""
+        return Said("".join(self._text), "".join(self._thought), tuple(self._calls))
 
     def join(self) -> None:
         """All tokens come once more."""
@@ -88,8 +144,8 @@ class Choice:
         """The tokens that have come since the turn was last joined."""
         return self.ids[: self._known], self.logprobs[: self._known]
 
-    def take(self, ids: Sequence[int], logprobs: Sequence[float]) -> tuple[str, int]:
-        """The text that these tokens add, and how many of them are new. Raises `TokensDiffer`."""
+    def take(self, ids: Sequence[int], logprobs: Sequence[float]) -> tuple[Said | str, int]:
+        """What these tokens add, and how many of them are new. Raises `TokensDiffer`."""
         if again := min(len(self.ids) - self._known, len(ids)):
             if list(ids[:again]) != self.ids[self._known : self._known + again]:
                 raise TokensDiffer(f"token {self._known} and what follows came again, otherwise")
@@ -100,39 +156,77 @@ class Choice:
             return "", 0
         if self._tail is not None:
             raise TokensDiffer(f"the turn was over with token {len(self.ids)}, and goes on")
-        text, taken = self._decoded(ids)
+        said, taken = self._read(ids)
         self.ids += ids[:taken]
         self.logprobs += logprobs[:taken]
         self._known = len(self.ids)
-        self.text += text
-        return text, taken
+        return said, taken
 
-    def rest(self) -> str:
-        """The text that was held back up to the end. Raises `TokensDiffer` if tokens from before are missing."""
+    def rest(self) -> Said | str:
+        """What was held back up to the end. Raises `TokensDiffer` if tokens from before are missing."""
         if self._known < len(self.ids) and self.stop is None:
             raise TokensDiffer(f"of {len(self.ids)} tokens {self._known} came again")
         if self._tail is None:
-            self._tail = self._held() if self.stop is None else ""
-            self.text += self._tail
+            self._tail = self._held()
         return self._tail
 
-    def _held(self) -> str:
-        text = self._decoder.finish()
-        if self._finder is None:
-            return text
-        text = self._finder.feed(text)
-        return text if self._finder.found else text + self._finder.rest()
-
-    def _decoded(self, ids: Sequence[int]) -> tuple[str, int]:
-        """The text to be shown of these, and how many of them the answer keeps."""
-        finder = self._finder
+    def _read(self, ids: Sequence[int]) -> tuple[Said | str, int]:
+        """What these say, and how many of them the answer keeps."""
+        finder, reader = self._finder, self._reader
         if finder is None:
+            if reader is not None:
+                return self._noted(reader.feed(ids)), len(ids)
             said = ids[:-1] if ids[-1] in self._silent else ids
-            return self._decoder.feed(said), len(ids)
-        text = ""
+            text = self._decoder.feed(said)
+            self._text.append(text)
+            return text, len(ids)
+        text, pieces = "", []
+        taken = len(ids)
         for number, token in enumerate(ids, 1):
             if token not in self._silent:
                 text += finder.feed(self._decoder.feed((token,)))
+            if reader is not None:
+                pieces.append(self._noted(reader.feed((token,))))
             if finder.found is not None:
-                return text, number
-        return text, len(ids)
+                taken = number
+                break
+        if reader is not None:
+            return _joined(pieces), taken
+        self._text.append(text)
+        return text, taken
+
+    def _held(self) -> Said | str:
+        if self._reader is not None:
+            rest = self._noted(self._reader.finish())
+            return _joined([rest, self._note(Said(self._content.rest(), self._reasoning.rest()))])
+        text = ""
+        if self.stop is None:
+            text = self._decoder.finish()
+            if self._finder is not None:
+                text = self._finder.feed(text)
+                text += self._finder.rest()
+        self._text.append(text)
+        return text
+
+    def _noted(self, piece: PieceRead) -> Said:
+        content, reasoning = piece.content, piece.reasoning
+        if self._finder is not None:
+            content, reasoning = self._content.feed(content), self._reasoning.feed(reasoning)
+        calls = [FunctionCalled(call.id, call.name, call.arguments) for call in piece.tool_calls]
+        if self._calls_max is not None:
+            calls = calls[: self._calls_max - len(self._calls)]
+        return self._note(Said(content, reasoning, calls))
+
+    def _note(self, said: Said) -> Said:
+        self._text.append(said.text)
+        self._thought.append(said.reasoning)
+        self._calls += said.calls
+        return said
+
+
+def _joined(pieces: Sequence[Said]) -> Said:
+    return Said(
+        "".join(piece.text for piece in pieces),
+        "".join(piece.reasoning for piece in pieces),
+        [call for piece in pieces for call in piece.calls],
+    )

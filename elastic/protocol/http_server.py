@@ -19,7 +19,7 @@ import ipaddress
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from ipaddress import IPv4Network, IPv6Network
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
@@ -266,13 +266,16 @@ async def serving(
     limits: PeerLimits | None = None,
     close_timeout_s: float = 5.0,
     certificate: Certificate | None = None,
+    drained: Callable[[], Awaitable[object]] | None = None,
+    **options: Any,
 ) -> AsyncIterator[str]:
     """Serve `app` on `listener` for a while, on the running loop; yields its URL. Signals are left to the caller.
 
-    With a `certificate` by HTTPS.
+    With a `certificate` by HTTPS. At the end nothing more is accepted, and `drained` is waited for before requests in
+    work are ended. `options` are uvicorn's.
     """
     limits = limits or PeerLimits()
-    server = EmbeddedServer(server_config(app, limits))
+    server = EmbeddedServer(server_config(app, limits, **options))
     address = address_of(listener)
     task = asyncio.create_task(server.serve(sockets=[]), name="http server")
     door: TlsServer | DialLimit | None = None
@@ -287,6 +290,8 @@ async def serving(
     finally:
         if door is not None:
             door.close()
+            if drained is not None:
+                await drained()
         server.should_exit = True
         await asyncio.wait({task}, timeout=close_timeout_s)
         task.cancel()

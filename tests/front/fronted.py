@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,25 @@ async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any] | str]:
             data = event.removeprefix("data: ")
             yield data if data == "[DONE]" else json.loads(data)
     assert rest == ""
+
+
+def merged(chunks: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The choices that chunks of a chat add up to, each as a whole answer has it, but for what is told of tokens."""
+    choices: dict[int, dict[str, Any]] = {}
+    for piece in (choice for chunk in chunks for choice in chunk["choices"]):
+        choice = choices.setdefault(piece["index"], {"message": {}, "finish_reason": None})
+        assert choice["finish_reason"] is None
+        choice["finish_reason"], choice["stop_reason"] = piece["finish_reason"], piece.get("stop_reason")
+        message = choice["message"]
+        for name, value in piece["delta"].items():
+            if name == "tool_calls":
+                calls = message.setdefault(name, [])
+                for call in value:
+                    assert call.pop("index") == len(calls)
+                    calls.append(call)
+            else:
+                message[name] = message.get(name, "") + value
+    return choices
 
 
 def says(text: str, piece: int = 3, finish: str = "stop"):

@@ -12,10 +12,16 @@ EOS = 256
 VOCABULARY = 300
 
 
+class CalledInText(NamedTuple):
+    name: str
+    arguments: str
+    id: str
+
+
 class Parsed(NamedTuple):
-    content: str
-    reasoning: str
-    tool_calls: list
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[CalledInText, ...] = ()
 
 
 class BytesDecoder:
@@ -74,16 +80,42 @@ class BracketRenderer:
         rendered = self.prompt(messages[matched:], tools, template_kwargs)
         return [*closing, *b"]", *rendered]
 
-    def parse(self, token_ids, prompt_ids, tools) -> Parsed:
-        text = bytes(token for token in token_ids if token < 256).decode(errors="replace")
-        reasoning, bar, content = text.partition("|") if self._reasons else ("", "", text)
-        if not bar:
-            content = text
-        calls = []
-        if tools:
-            calls = [(name, json.dumps(json.loads(said)), "") for name, said in re.findall(r"<(\w+) (.*?)>", content)]
-            content = re.sub(r"<\w+ .*?>", "", content)
-        return Parsed(content, reasoning if bar else "", calls)
+    def reader(self, prompt_ids, tools, turn="") -> "BracketReader":
+        return BracketReader(self._reasons, bool(tools), turn)
+
+
+class BracketReader:
+    """Gives characters one by one as it is sure of them, and each call as it is whole."""
+
+    def __init__(self, reasons: bool, reads_calls: bool, turn: str) -> None:
+        self._decoder = BytesDecoder()
+        self._thinking = reasons
+        self._reads_calls = reads_calls
+        self._turn = turn
+        self._held = ""
+        self._calls = 0
+
+    def feed(self, token_ids: Sequence[int]) -> Parsed:
+        content, reasoning, calls = "", "", []
+        for char in self._decoder.feed(token_ids):
+            if self._thinking:
+                self._thinking = char != "|"
+                reasoning += char if self._thinking else ""
+            elif self._reads_calls and (self._held or char == "<"):
+                self._held += char
+                if found := re.fullmatch(r"<(\w+) (.*?)>", self._held):
+                    self._held = ""
+                    calls.append(
+                        CalledInText(found[1], json.dumps(json.loads(found[2])), f"{self._turn}:{self._calls}")
+                    )
+                    self._calls += 1
+            else:
+                content += char
+        return Parsed(content, reasoning, tuple(calls))
+
+    def finish(self) -> Parsed:
+        rest, self._held = self._held, ""
+        return Parsed(rest + self._decoder.finish())
 
 
 def small_model(context_tokens: int = 4096, reasons: bool = False, reads_calls: bool = True) -> ServedModel:

@@ -19,7 +19,7 @@ from elastic.protocol.front_messages import (
     TurnSettled,
 )
 from elastic.protocol.sampled import ids_of
-from tests.front.fronted import AGENT, HELLO, fronted, says
+from tests.front.fronted import AGENT, HELLO, fronted, merged, says
 from tests.front.modelled_run import TRAJECTORY, logprob_of
 from tests.front.small_model import EOS, small_model
 
@@ -99,13 +99,11 @@ async def test_choices_are_each_a_turn(served, stream):
     if stream:
         async with served.streamed(n=3) as events:
             chunks = [event async for event in events][:-1]
-        texts = {}
-        for chunk in chunks:
-            for choice in chunk["choices"]:
-                texts[choice["index"]] = texts.get(choice["index"], "") + choice["delta"].get("content", "")
-        assert texts == dict.fromkeys(range(3), "hi there")
-        finished = [choice["index"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
-        assert sorted(finished) == [0, 1, 2]
+        choices = merged(chunks)
+        assert {index: choice["message"]["content"] for index, choice in choices.items()} == dict.fromkeys(
+            range(3), "hi there"
+        )
+        assert {choice["finish_reason"] for choice in choices.values()} == {"stop"}
     else:
         body = (await served.chat(n=3)).json()
         assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
@@ -193,12 +191,10 @@ async def test_calls_of_tools(tmp_path, stream):
             async with served.streamed(tools=TOOLS) as events:
                 *chunks, done = [event async for event in events]
             assert done == "[DONE]"
-            (choice,) = chunks[-1]["choices"]
-            message = choice["delta"]
-            assert [call.pop("index") for call in message["tool_calls"]] == [0, 1]
+            choice = merged(chunks)[0]
         else:
             (choice,) = (await served.chat(tools=TOOLS)).json()["choices"]
-            message = choice["message"]
+        message = choice["message"]
         assert choice["finish_reason"] == "tool_calls"
         assert message["reasoning_content"] == "hm"
         assert message["content"] == "see "

@@ -59,6 +59,10 @@ class Said(NamedTuple):
     reasoning: str = ""
     calls: Sequence[FunctionCalled] = ()
 
+    @property
+    def empty(self) -> bool:
+        return not (self.text or self.reasoning or self.calls)
+
 
 class ChoiceEnd(NamedTuple):
     """Why a choice is over: `stop`, `length` or `tool_calls`; `stop_reason` is the stop string or token, if any."""
@@ -101,6 +105,8 @@ class AnswerWriter:
         self._start = b"data: " + _json(self._shell)[:-1]
         self._heads: dict[int, bytes] = {}
         self._text_offsets: dict[int, int] = {}
+        self._calls: dict[int, int] = {}
+        """The calls of tools that a choice had in earlier chunks."""
         self._end_of_text = {CHAT: b"}", COMPLETION: b"", TOKENS: b""}[form]
         self._plain = not (settings.token_ids or settings.logprobs or form is TOKENS)
         self._usual = self._end_of_text + b',"logprobs":null,"finish_reason":null}]}\n\n'
@@ -191,8 +197,20 @@ class AnswerWriter:
         self._heads[index] = head + b',"delta":{"content":'
         if isinstance(said, str):
             return head + b',"delta":{"role":"assistant","content":' + _json(said)
-        delta = _delta(said, first)
+        delta = self._delta(index, said, first)
         return head + b',"delta":' + _json(delta)[:-1]
+
+    def _delta(self, index: int, said: Said, first: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        if said.reasoning:
+            delta["reasoning_content"] = said.reasoning
+        if said.text or not (said.calls or said.reasoning):
+            delta["content"] = said.text
+        if said.calls:
+            start = self._calls.get(index, 0)
+            self._calls[index] = start + len(said.calls)
+            delta["tool_calls"] = [{"index": number, **_call(call)} for number, call in enumerate(said.calls, start)]
+        return delta
 
     def _shown(self, text: str) -> bytes:
         return b"" if self._form is TOKENS else _json(text)
@@ -281,17 +299,6 @@ def message_of(said: Said) -> dict[str, Any]:
     if said.calls:
         message["tool_calls"] = [_call(call) for call in said.calls]
     return message
-
-
-def _delta(said: Said, first: bool) -> dict[str, Any]:
-    delta: dict[str, Any] = {"role": "assistant"} if first else {}
-    if said.reasoning:
-        delta["reasoning_content"] = said.reasoning
-    if said.text or not (said.calls or said.reasoning):
-        delta["content"] = said.text
-    if said.calls:
-        delta["tool_calls"] = [{"index": number, **_call(call)} for number, call in enumerate(said.calls)]
-    return delta
 
 
 def _call(call: FunctionCalled) -> dict[str, Any]:

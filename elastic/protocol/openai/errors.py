@@ -35,7 +35,7 @@ class FrontError(Exception):
     """A request that is not served: its HTTP status, and the field and the code that clients branch on.
 
     `retry` overrules what a client would do by itself with this status: OpenAI's ask again after 408, 409, 429 and
-    what is from 500 on.
+    what is from 500 on. `closes` ends the connection, so that the client comes back by another one.
     """
 
     def __init__(
@@ -47,12 +47,14 @@ class FrontError(Exception):
         *,
         retry: bool | None = None,
         retry_after_s: float | None = None,
+        closes: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code or CODES.get(status)
         self.retry = retry
+        self.closes = closes
         self.retry_after_s = RETRY_AFTER_S.get(status) if retry_after_s is None else retry_after_s
 
     def body(self) -> bytes:
@@ -68,6 +70,8 @@ class FrontError(Exception):
             headers["Retry-After"] = str(math.ceil(self.retry_after_s))
         if self.retry is not None:
             headers["x-should-retry"] = "true" if self.retry else "false"
+        if self.closes:
+            headers["connection"] = "close"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return headers
