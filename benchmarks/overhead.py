@@ -49,8 +49,8 @@ from elastic.environments.base import Environment, StepResult
 from elastic.environments.frozenlake import FrozenLake, FrozenLakeSettings
 from elastic.protocol import wire
 from elastic.protocol.sampled import ids_of
+from elastic.runtime.episodes import stable_hash
 from elastic.runtime.journal import RunDirectory, TrajectoryRow, TurnRow
-from elastic.runtime.rollout import stable_hash
 from elastic.weights.source import TensorSource
 
 SEED = 7

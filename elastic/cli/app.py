@@ -54,6 +54,8 @@ COMMANDS = {
     "ticket": ("ticket", "Mint a ticket with which one worker joins a run that goes on, from any machine."),
     "serving-host": ("worker", ""),
     "pool-resident": ("worker", ""),
+    "front": ("agents", ""),
+    "agents": ("agents", "Where agents reach a run that they drive, and the keys that they show."),
     "doctor": (
         "doctor",
         "Check what this machine has, and with CONFIG what the clouds of its providers say: credentials, quotas, "

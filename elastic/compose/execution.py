@@ -11,6 +11,7 @@ from secrets import token_hex
 import msgspec
 import structlog
 
+from elastic.compose.agents import agents_wiring
 from elastic.compose.incarnations import (
     PastIncarnations,
     PreviousIncarnation,
@@ -123,6 +124,7 @@ async def execute(
                     certificate=certificate,
                     waiting_room=waiting_room,
                     pool=pool,
+                    agents=agents_wiring(config, run_dir, former.notes),
                 )
                 orchestrator = Orchestrator(
                     config, scheduler, journal, wiring, former.taken_up(), told=former.told, observe=observe

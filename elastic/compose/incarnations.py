@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
+from elastic.compose.agents import agent_limits
 from elastic.compose.plan import resolve
 from elastic.compose.runs import config_replaced
 from elastic.compose.scheduling import limits, policies, run_plan
@@ -367,7 +368,7 @@ def _hear(recollection: Recollection, journal: JournalReader, after: int = 0) ->
 
 def _begin(journal: JournalReader, state: bytes | None = None) -> Recollection:
     config, scheduler = scheduler_of(journal)
-    return Recollection(scheduler, kept_steps(config), state)
+    return Recollection(scheduler, kept_steps(config), state, agent_limits(config))
 
 
 def scheduler_of(journal: JournalReader) -> tuple[Config, Scheduler]:

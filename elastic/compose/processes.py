@@ -107,6 +107,13 @@ def run_pool_resident() -> NoReturn:
     leave_process(run_loop(obey()))
 
 
+def run_front(run_dir: Path, descriptor: int) -> None:
+    """Be a front of the run in this directory, on an inherited socket, until the run is over or a signal."""
+    from elastic.front.process import serve_front
+
+    run_loop(serve_front(run_dir, descriptor, load_run_config(run_dir)))
+
+
 def _load_resident() -> None:
     import_module("elastic.worker.rollout_resident")
     from elastic.worker.warmup import warm_up

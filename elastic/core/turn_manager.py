@@ -18,7 +18,7 @@ from elastic.core.types import Chunk, FinishReason, Nanoseconds, TrajectoryId, T
 
 QUEUE_WAITS = ("capacity", "place")
 """Waits of the queue: for a worker that could ever take a turn (capacity), and for room on one (place)."""
-NO_CAPACITY = "no capacity"
+NO_CAPACITY, NO_PROGRESS = "no capacity", "no progress"
 """How the cause begins for which a turn, or a run, is given up that waited for a worker."""
 LATE = "others would have ended its turn long ago"
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
@@ -191,7 +191,7 @@ class TurnManager:
 
     def _place_due(self, _: str) -> None:
         self._waited_too_long(
-            "no progress: no worker that could take a queued turn has made a place, nor got on with others"
+            f"{NO_PROGRESS}: no worker that could take a queued turn has made a place, nor got on with others"
         )
 
     def _waited_too_long(self, cause: str) -> None:

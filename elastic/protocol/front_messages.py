@@ -240,11 +240,16 @@ class StreamTokens(_FrontMessage, frozen=True):
 
 
 class TurnOver(_FrontMessage, frozen=True):
-    """All tokens of the turn have come. `finish` is `stop` or `length`; empty, with a `cause`, where it has failed."""
+    """All tokens of the turn have come. `finish` is `stop` or `length`; empty where it has failed, with what its client
+    is told, as in `Declined`."""
 
     stream: Count
     finish: str
     cause: str = ""
+    status: Count = 0
+    code: Name = ""
+    retry: bool | None = None
+    retry_after_s: float | None = None
 
 
 class TurnSettled(_FrontMessage, frozen=True):

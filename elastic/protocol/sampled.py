@@ -48,7 +48,8 @@ class Sampled(msgspec.Struct, array_like=True):
 
     `spans` are the stretches (start, tokens) of the episode that it sampled, and `logprobs` (packed) those of their
     tokens. `versions` are runs (weights version, tokens) of these, and `origins` runs (worker, tokens); there are no
-    `origins` where it is not known who sampled them.
+    `origins` where it is not known who sampled them. `temperatures` are runs (temperature, tokens), where tokens were
+    sampled at others than the run's.
     """
 
     spans: list[tuple[int, int]] = msgspec.field(default_factory=list[tuple[int, int]])
@@ -56,13 +57,19 @@ class Sampled(msgspec.Struct, array_like=True):
     versions: list[tuple[int, int]] = msgspec.field(default_factory=list[tuple[int, int]])
     origins: list[tuple[str, int]] = msgspec.field(default_factory=list[tuple[str, int]])
     reward: float = 0.0
+    temperatures: list[tuple[float, int]] = msgspec.field(default_factory=list[tuple[float, int]])
 
     @property
     def tokens(self) -> int:
         return len(self.logprobs) // TOKEN_BYTES
 
-    def take(self, start: int, logprobs: Packed, runs: Iterable[SampledRun]) -> None:
-        """Let the tokens of a turn follow, as the span that begins at `start`."""
+    def take(self, start: int, logprobs: Packed, runs: Iterable[SampledRun], temperature: float | None = None) -> None:
+        """Let the tokens of a turn follow, as the span that begins at `start`; `temperature` is another than the
+        run's."""
+        if temperature is not None or self.temperatures:
+            if not self.temperatures:
+                _extend(self.temperatures, 0.0, self.tokens)
+            _extend(self.temperatures, temperature or 0.0, len(logprobs) // TOKEN_BYTES)
         self.spans.append((start, len(logprobs) // TOKEN_BYTES))
         self.logprobs += logprobs
         for run in runs:
@@ -76,6 +83,13 @@ class Sampled(msgspec.Struct, array_like=True):
             marks[start : start + count] = True
         return marks
 
+    def token_temperatures(self) -> npt.NDArray[np.float32]:
+        """The temperature of each sampled token; 0 for the run's."""
+        if not self.temperatures:
+            return np.zeros(self.tokens, np.float32)
+        runs = self.temperatures
+        return np.repeat(np.array([at for at, _ in runs], np.float32), [tokens for _, tokens in runs])
+
     def token_logprobs(self) -> npt.NDArray[np.float32]:
         return np.frombuffer(self.logprobs, np.float32)
 
@@ -84,7 +98,15 @@ class Sampled(msgspec.Struct, array_like=True):
         return np.repeat([version for version, _ in self.versions], [tokens for _, tokens in self.versions])
 
 
-_What = TypeVar("_What", int, str)
+class SampledBranch(msgspec.Struct, array_like=True):
+    """A further context of a trajectory, numbered from 1, and what was sampled in it and in no branch before it."""
+
+    branch: int
+    token_ids: bytearray
+    sampled: Sampled
+
+
+_What = TypeVar("_What", int, str, float)
 
 
 def _extend(runs: list[tuple[_What, int]], what: _What, tokens: int) -> None:

@@ -52,7 +52,7 @@ from elastic.protocol.sampled import TOKEN_BYTES, Sampled, ids_of, logprobs_of, 
 
 __all__ = ["MAX_FRAME_BYTES", "SECONDS_MAX", "FrameBuffer", "RefusedFrame", "Seconds", "WireError"]
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_WORKER_FRAME_BYTES = 4 * 1024 * 1024
 """Largest frame from a worker. Decoding it takes some ten milliseconds, in which the orchestrator does nothing else."""
 
@@ -399,12 +399,16 @@ class Ping(_Message, frozen=True):
 
 
 class TrajectoryData(msgspec.Struct, frozen=True, array_like=True):
-    """A finished trajectory for the trainer. `token_ids` (packed) is the whole episode, prompt and observations
-    included."""
+    """A branch of a finished trajectory for the trainer; most have only the one, of number 0.
+
+    `token_ids` (packed) is its whole context, prompt and observations included. What branches share is sampled in the
+    first that has it.
+    """
 
     trajectory: str
     token_ids: bytearray
     sampled: Sampled
+    branch: int = 0
 
     @property
     def size_bytes(self) -> int:

@@ -16,9 +16,9 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, WeightMode, WorkerId, WorkerState
 from elastic.protocol import wire
 from elastic.protocol.run_secrets import RunSecrets
+from elastic.runtime.episodes import OpenTurn
 from elastic.runtime.gateway import Door
 from elastic.runtime.ports import Feed, WorkerOrder
-from elastic.runtime.rollout import OpenTurn
 from elastic.runtime.tasks import Spawn
 from elastic.system.boot_clock import ClockTimer, Suspensions, boottime_ns, suspended_ns
 from elastic.weights.rights import RelayRights

@@ -25,10 +25,12 @@ from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.tls import Certificate
 from elastic.runtime import states
+from elastic.runtime.agents import AgentRollouts, AgentService, AgentsWiring
 from elastic.runtime.control import CommandManager, ControlSocket
+from elastic.runtime.episodes import RolloutLimits, ScoringSettings
 from elastic.runtime.flushing import SATURATED_SHARE, CoreLoad, FlushControl, follow_load, thread_busy_s
 from elastic.runtime.gateway import Gateway, GatewayError
-from elastic.runtime.journal import JOIN, PUBLISHER, TRACEBACK, RunDirectory, SqliteJournal, TrajectoryRow
+from elastic.runtime.journal import AGENTS, JOIN, PUBLISHER, TRACEBACK, RunDirectory, SqliteJournal, TrajectoryRow
 from elastic.runtime.left_behind import write_down
 from elastic.runtime.listener import Listener
 from elastic.runtime.live import GatewayWorkers, LoopClock, ProviderLeases
@@ -36,7 +38,7 @@ from elastic.runtime.pool_permits import PoolPermits
 from elastic.runtime.ports import Ports, UnsharedDevice
 from elastic.runtime.refusals import REFUSED_NOTE
 from elastic.runtime.rewards import MakePool, RewardDispatch
-from elastic.runtime.rollout import RolloutLimits, Rollouts, ScoringSettings
+from elastic.runtime.rollout import Rollouts
 from elastic.runtime.run import Decided, Run
 from elastic.runtime.sampler import Sampler
 from elastic.runtime.scribe import Scribe
@@ -86,6 +88,8 @@ class Wiring:
     certificate: Certificate | None = None
     waiting_room: WaitingRoom | None = None
     pool: PoolClient | None = None
+    agents: AgentsWiring | None = None
+    """Set where agents drive the trajectories."""
     control_socket: bool = True
     """Whether commands come through a socket in the run's directory."""
     sample_interval_s: float = 0.5
@@ -192,28 +196,12 @@ class Orchestrator:
         listener.trainer = GatewayTrainer(
             self._door, self.scheduler, wiring.kept.trajectories, run.stop, kept_steps(config)
         )
-        self._rollouts = Rollouts(
-            config.run.seed,
-            RolloutLimits(
-                config.rollout.max_turns,
-                config.engine.max_context_tokens,
-                environment.step_timeout_s,
-                SamplingParameters(
-                    max_new_tokens=config.rollout.max_tokens_per_turn,
-                    noise_seed=0,
-                    stop_token_ids=wiring.stop_token_ids,
-                    temperature=config.rollout.temperature,
-                ),
-                wiring.welcome.model.get("vocab_size", INTEGER_MAX),
-            ),
-            wiring.make_environment,
-            run.feed,
-            self.now_ns,
-            self._spawn_apart,
-            scoring,
-            self._stored,
-            run.prompted,
-            self._raised,
+        rollouts, agents = self._make_rollouts(run, scoring), wiring.agents
+        self._rollouts = rollouts
+        self._agents = (
+            AgentService(wiring.kept.path, rollouts, self._scribe.durable, agents)
+            if isinstance(rollouts, AgentRollouts) and agents is not None
+            else None
         )
         self._permits = None if wiring.pool is None else PoolPermits(wiring.pool, run.feed, self.now_ns)
         pool = self._pool = make_pool(self._called) if make_pool else None
@@ -241,6 +229,37 @@ class Orchestrator:
             trainer=listener.trainer,
             owner=self,
             pool=self._permits or UnsharedDevice(),
+        )
+
+    def _make_rollouts(self, run: Run, scoring: ScoringSettings | None) -> Rollouts | AgentRollouts:
+        config, wiring = self._config, self._wiring
+        environment = config.environment
+        if wiring.agents is not None:
+            return AgentRollouts(
+                config.run.seed, wiring.agents.limits, run.feed, self.now_ns, scoring, self._stored, run.prompted
+            )
+        return Rollouts(
+            config.run.seed,
+            RolloutLimits(
+                config.rollout.max_turns,
+                config.engine.max_context_tokens,
+                environment.step_timeout_s,
+                SamplingParameters(
+                    max_new_tokens=config.rollout.max_tokens_per_turn,
+                    noise_seed=0,
+                    stop_token_ids=wiring.stop_token_ids,
+                    temperature=config.rollout.temperature,
+                ),
+                wiring.welcome.model.get("vocab_size", INTEGER_MAX),
+            ),
+            wiring.make_environment,
+            run.feed,
+            self.now_ns,
+            self._spawn_apart,
+            scoring,
+            self._stored,
+            run.prompted,
+            self._raised,
         )
 
     def _command(self, event: e.Event) -> None:
@@ -381,6 +400,9 @@ class Orchestrator:
                     tasks.create_task(self._sample_forever(), name="sampler"),
                     tasks.create_task(follow_load(self._flushes, self._door.flush_every, self._busy_s), name="load"),
                 ]
+                if self._agents is not None:
+                    self._journal.meta(AGENTS, await self._agents.start())
+                    watches.append(tasks.create_task(self._agents.look_after(), name="agents"))
                 try:
                     await self._ended.wait()
                 finally:
@@ -423,6 +445,8 @@ class Orchestrator:
     async def _close(self) -> None:
         """Give back what is left, whatever happened before."""
         await self._control.aclose()
+        if self._agents is not None:
+            await self._agents.aclose()
         providers = self._leases.providers
         left, functions = await asyncio.gather(
             asyncio.gather(*(_closed(provider) for provider in providers.values())),

@@ -9,6 +9,7 @@ from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds
 from elastic.protocol import wire
+from elastic.runtime.agents import AgentLimits, AgentRollouts
 from elastic.runtime.ports import Ports
 from elastic.runtime.rollout import Rollouts
 from elastic.runtime.run import Run
@@ -53,11 +54,17 @@ def gone_on(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 class Recollection:
-    """`keep_steps` as in `GatewayTrainer`. It begins with a `state`, or as a run does. Raises `StateError`."""
+    """`keep_steps` as in `GatewayTrainer`. It begins with a `state`, or as a run does. Raises `StateError`.
 
-    def __init__(self, scheduler: Scheduler, keep_steps: int, state: bytes | None = None) -> None:
+    `agents` are set where agents drive the run's trajectories: what they may ask for.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, keep_steps: int, state: bytes | None = None, agents: AgentLimits | None = None
+    ) -> None:
         self.scheduler = scheduler
         self._keep_steps = keep_steps
+        self._agents = agents
         self._run = Run(scheduler, self._connect)
         if state is not None:
             self._run.restore(state)
@@ -82,7 +89,9 @@ class Recollection:
             journal=Scribe(self.scheduler, nobody),
             workers=nobody,
             leases=nobody,
-            trajectories=Rollouts(0, nobody, nobody, nobody, nobody, nobody),
+            trajectories=Rollouts(0, nobody, nobody, nobody, nobody, nobody)
+            if self._agents is None
+            else AgentRollouts(0, self._agents, nobody, nobody),
             rewards=nobody,
             trainer=self._trainer,
             owner=nobody,

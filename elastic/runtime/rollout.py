@@ -12,12 +12,9 @@ loop, also by `SystemExit` or a `CancelledError` of its own, the core hears of i
 
 import asyncio
 import contextlib
-import hashlib
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Any
 
 import msgspec
 import structlog
@@ -25,11 +22,19 @@ import structlog
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import parse_trajectory, turn_id
-from elastic.core.types import SamplingParameters, TrajectoryId, TurnId, WorkerId
+from elastic.core.types import SamplingParameters, TrajectoryId, TurnId
 from elastic.environments.answers import Answers, BadAnswer
 from elastic.environments.base import Environment
 from elastic.protocol import wire
-from elastic.protocol.sampled import TOKEN_BYTES, Sampled, SampledRun, ids_of, pack_ids
+from elastic.protocol.sampled import TOKEN_BYTES, ids_of
+from elastic.runtime.episodes import (
+    FinishedEpisodes,
+    OpenTurn,
+    RolloutLimits,
+    RolloutTrajectory,
+    ScoringSettings,
+    stable_hash,
+)
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.ports import Feed
 from elastic.runtime.tasks import Spawn
@@ -61,109 +66,6 @@ class Unanswered(Exception):
 
 class NoRoom(Exception):
     """The context has no room for a single turn after the prompt."""
-
-
-@dataclass(slots=True)
-class OpenTurn:
-    """A turn of a running trajectory: its context and its accepted tokens, packed.
-
-    `ended` is None while the turn is in progress, empty once it is finished, else the cause for which it was given up.
-    For a recalled turn, `prompt`, `sampling` and `done` (the future of the waiting environment) are set when its
-    environment comes to it.
-    """
-
-    id: TurnId
-    prompt_tokens: int
-    token_ids: bytearray = field(default_factory=bytearray)
-    logprobs: bytearray = field(default_factory=bytearray)
-    runs: list[SampledRun] = field(default_factory=list[SampledRun])
-    ended: str | None = None
-    prompt: bytearray = field(default_factory=bytearray)
-    sampling: SamplingParameters | None = None
-    done: asyncio.Future[None] | None = None
-
-    def accept(self, token_ids: bytes, logprobs: bytes, version: int, worker: WorkerId) -> None:
-        self.token_ids += token_ids
-        self.logprobs += logprobs
-        tokens = len(token_ids) // TOKEN_BYTES
-        if self.runs and (last := self.runs[-1]).version == version and last.worker == worker:
-            last.tokens += tokens
-        else:
-            self.runs.append(SampledRun(version, worker, tokens))
-
-    def end(self, cause: str) -> None:
-        self.ended = cause
-        if self.done is not None and not self.done.done():
-            self.done.set_result(None)
-
-
-@dataclass(slots=True)
-class RolloutTrajectory:
-    """A trajectory's tokens so far, packed, and which of them the policy sampled."""
-
-    trajectory: TrajectoryId
-    started_ns: int
-    seed: int
-    token_ids: bytearray = field(default_factory=bytearray)
-    sampled: Sampled = field(default_factory=Sampled)
-    turns: int = 0
-    tag: str = ""
-    truncated: bool = False
-    """A limit of turns or tokens ended it, not its environment."""
-
-    @property
-    def tokens(self) -> int:
-        return len(self.token_ids) // TOKEN_BYTES
-
-    @property
-    def policy_tokens(self) -> int:
-        return self.sampled.tokens
-
-    def observe(self, token_ids: Iterable[int]) -> None:
-        self.token_ids += pack_ids(token_ids)
-
-    def act(self, turn: OpenTurn) -> None:
-        self.turns += 1
-        self.sampled.take(self.tokens, turn.logprobs, turn.runs)
-        self.token_ids += turn.token_ids
-
-    @classmethod
-    def of(cls, row: TrajectoryRow) -> "RolloutTrajectory":
-        """A finished trajectory as it was journaled; its reward is the environment's until it is scored."""
-        sampled = msgspec.msgpack.decode(row.sampled, type=Sampled)
-        if row.reward is not None:
-            sampled.reward = row.reward
-        tokens = bytearray(row.token_ids)
-        return cls(row.trajectory, row.started_ns, 0, tokens, sampled, turns=row.turns, truncated=row.truncated)
-
-    def data(self) -> wire.TrajectoryData:
-        return wire.TrajectoryData(self.trajectory, self.token_ids, self.sampled)
-
-
-def stable_hash(*parts: int) -> int:
-    """64 bits from integers, the same in every process and on every machine."""
-    text = ",".join(str(part) for part in parts).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutLimits:
-    """Limits of trajectories. `sampling` holds for each of their turns, except for its noise. Token ids are below
-    `vocab_size`."""
-
-    max_turns: int
-    max_context_tokens: int
-    environment_timeout_s: float
-    sampling: SamplingParameters
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScoringSettings:
-    """Arguments of a reward function besides the trajectory."""
-
-    environment: dict[str, Any]
-    reward: dict[str, Any]
 
 
 class _TimeToAnswer:
@@ -232,16 +134,14 @@ class Rollouts:
         """Their turns, the one in progress last."""
         self._open: dict[TurnId, OpenTurn] = {}
         """Those in progress."""
-        self._finished: dict[TrajectoryId, RolloutTrajectory | None] = {}
-        """None for what is in the journal alone."""
+        self._finished = FinishedEpisodes(seed, scoring, stored)
         self._seed = seed
         self._limits = limits
         self._make_environment = make_environment
         self._feed = feed
         self._clock_ns = clock_ns
         self._spawn = spawn
-        self._scoring = scoring
-        self._stored = stored
+        self._scored_by_function = scoring is not None
         self._prompted = prompted
         self._raised = raised
         self._tasks: dict[TrajectoryId, asyncio.Task[None]] = {}
@@ -264,10 +164,9 @@ class Rollouts:
             case c.CancelTrajectory():
                 self._leave(command.trajectory)
             case c.RecordReward() if command.reward is None:
-                self._finished.pop(command.trajectory, None)
+                self._finished.forget((command.trajectory,))
             case c.TrainGroup() | c.DropGroup():
-                for trajectory in command.trajectories:
-                    self._finished.pop(trajectory, None)
+                self._finished.forget(command.trajectories)
             case None:
                 self._recall_event(event)
             case _:
@@ -280,7 +179,7 @@ class Rollouts:
                     self._open_turn(event.trajectory, OpenTurn(event.turn, event.prompt_tokens))
             case e.RewardRequested() | e.TrajectoryFinished():
                 if self._leave(event.trajectory):
-                    self._finished[event.trajectory] = None
+                    self._finished.add(event.trajectory, None)
             case e.TrajectoryFailed():
                 self._leave(event.trajectory)
             case _:
@@ -303,12 +202,12 @@ class Rollouts:
             trajectory: [OpenTurn(t.id, t.prompt_tokens, t.token_ids, t.logprobs, t.runs, t.ended) for t in of]
             for trajectory, of in self._running.items()
         }
-        return turns, list(self._finished)
+        return turns, self._finished.saved()
 
     def restore(self, saved: tuple[dict[TrajectoryId, list[OpenTurn]], list[TrajectoryId]]) -> None:
         self._running, finished = saved
         self._open = {turn.id: turn for turns in self._running.values() for turn in turns if turn.ended is None}
-        self._finished = dict.fromkeys(finished)
+        self._finished.restore(finished)
 
     def resume(self) -> None:
         for trajectory in self._running:
@@ -384,45 +283,16 @@ class Rollouts:
             found.end(cause)
 
     def finished(self, trajectory: TrajectoryId) -> FinishedTrajectory:
-        assert self._scoring is not None
-        episode = self._episode(trajectory)
-        step, group, _ = parse_trajectory(trajectory)
-        return FinishedTrajectory(
-            trajectory=trajectory,
-            token_ids=ids_of(episode.token_ids),
-            trained=episode.sampled.trained(episode.tokens).astype(int).tolist(),
-            seed=stable_hash(self._seed, step, group),
-            environment_settings=self._scoring.environment,
-            environment_reward=episode.sampled.reward,
-            settings=self._scoring.reward,
-            truncated=episode.truncated,
-        )
-
-    def _episode(self, trajectory: TrajectoryId) -> RolloutTrajectory:
-        """Return the episode's result; from the journal if another process ran it, or if it was taken before."""
-        episode = self._finished.get(trajectory)
-        if episode is None:
-            assert self._stored is not None
-            episode = RolloutTrajectory.of(self._stored(trajectory))
-        return episode
+        return self._finished.to_score(trajectory)
 
     def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None:
-        """Record the result of scoring: the reward, or why there is none."""
-        if reward is None:
-            self._finished.pop(trajectory, None)
-        else:
-            episode = self._finished[trajectory] = self._episode(trajectory)
-            episode.sampled.reward = reward
+        self._finished.record_reward(trajectory, reward)
 
     def take(self, trajectories: Sequence[TrajectoryId]) -> list[RolloutTrajectory]:
-        episodes = [self._episode(trajectory) for trajectory in trajectories]
-        for trajectory in trajectories:
-            self._finished.pop(trajectory, None)
-        return episodes
+        return self._finished.take(trajectories)
 
     def drop(self, trajectories: Sequence[TrajectoryId]) -> list[RolloutTrajectory]:
-        """Returns those of them that have finished."""
-        return self.take([trajectory for trajectory in trajectories if trajectory in self._finished])
+        return self._finished.drop(trajectories)
 
     async def _run(self, trajectory: TrajectoryId) -> None:
         step, group, _ = parse_trajectory(trajectory)
@@ -460,8 +330,8 @@ class Rollouts:
         trajectory, tokens = episode.trajectory, episode.policy_tokens
         if trajectory in self._told_to_end:
             return
-        self._finished[trajectory] = episode
-        if self._scoring is not None:
+        self._finished.add(trajectory, episode)
+        if self._scored_by_function:
             self._feed(e.RewardRequested(trajectory=trajectory, tokens=tokens), episode)
         else:
             self._feed(

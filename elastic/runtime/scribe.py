@@ -13,7 +13,7 @@ from elastic.core import events as e
 from elastic.core.ids import group_of, lease_of, parse_trajectory, provider_of
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import DEATHS, EndCause, LeaseId, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
-from elastic.protocol.sampled import Packed, Sampled
+from elastic.protocol.sampled import Packed, Sampled, SampledBranch
 from elastic.runtime.journal import (
     BookRow,
     CallRow,
@@ -61,6 +61,9 @@ class Ended(Protocol):
     def sampled(self) -> Sampled | None:
         """None if tokens are only counted."""
         ...
+
+    @property
+    def branches(self) -> Sequence[SampledBranch]: ...
 
 
 @dataclass(slots=True)
@@ -465,4 +468,5 @@ def _row(
         token_ids=bytes(ended.token_ids),
         truncated=ended.truncated,
         sampled=b"" if sampled is None else msgspec.msgpack.encode(sampled),
+        branches=msgspec.msgpack.encode(ended.branches) if ended.branches else b"",
     )

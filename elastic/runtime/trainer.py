@@ -17,9 +17,9 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import TrajectoryId, WorkerId
 from elastic.protocol import wire
 from elastic.runtime import states
+from elastic.runtime.episodes import RolloutTrajectory
 from elastic.runtime.gateway import Door
 from elastic.runtime.journal import JournalError, TrajectoryRow, why_unreadable
-from elastic.runtime.rollout import RolloutTrajectory
 
 log = structlog.get_logger(__name__)
 
@@ -206,16 +206,16 @@ class GatewayTrainer:
 
 
 def _train(order: c.TrainGroup, batch: Sequence[RolloutTrajectory]) -> list[wire.FromOrchestrator]:
-    workers = {worker for episode in batch for worker, _ in episode.sampled.origins}
+    workers = {worker for episode in batch for worker in episode.workers}
     bounds = {worker: bound for worker, bound in order.bounds if worker in workers}
-    data = [episode.data() for episode in batch]
+    data = [row for episode in batch for row in episode.data()]
     return [*wire.in_parts(wire.TrainGroupFrame(order.step, order.group, order.slot, data, bounds))]
 
 
 def _skip(order: c.DropGroup, dropped: Sequence[RolloutTrajectory]) -> list[wire.FromOrchestrator]:
     assert order.slot is not None
     tokens = sum(episode.policy_tokens for episode in dropped)
-    data = [episode.data() for episode in dropped]
+    data = [row for episode in dropped for row in episode.data()]
     return [*wire.in_parts(wire.SkipGroup(order.step, order.group, order.slot, order.reason, tokens, data))]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.runtime.rollout import OpenTurn
+from elastic.runtime.episodes import OpenTurn
 from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.outcome import WorldFailed
 from elastic.testing.faults.shell.plan import draw_plan

@@ -22,8 +22,9 @@ from elastic.environments import answers, frozenlake
 from elastic.environments.base import StepResult
 from elastic.protocol import wire
 from elastic.runtime import rollout, scribe
+from elastic.runtime.episodes import RolloutLimits
 from elastic.runtime.loop_watch import LoopWatch, holder_of
-from elastic.runtime.rollout import RolloutLimits, Rollouts
+from elastic.runtime.rollout import Rollouts
 from elastic.system.signals import TERMINATION, act_on
 
 HELD_S = 0.4

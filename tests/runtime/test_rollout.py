@@ -17,8 +17,9 @@ from elastic.core import events as e
 from elastic.core.types import SamplingParameters
 from elastic.environments.base import StepResult
 from elastic.protocol.sampled import ids_of
+from elastic.runtime.episodes import RolloutLimits, RolloutTrajectory
 from elastic.runtime.journal import TrajectoryRow
-from elastic.runtime.rollout import RolloutLimits, Rollouts, RolloutTrajectory
+from elastic.runtime.rollout import Rollouts
 from tests.standing_clock import StandingClock
 
 LIMITS = RolloutLimits(

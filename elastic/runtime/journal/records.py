@@ -17,6 +17,8 @@ CONTINUES = "continues"
 """The key under which a journal names the journal that it continues."""
 JOIN, RELAY, PUBLISHER = "join", "relay", "publisher"
 """Keys of a journal's notes: where workers dial and pull weights, and whose weights they believe."""
+AGENTS = "agents"
+"""The key of a journal's note of where fronts serve agents."""
 RUNNING, UNEXPECTED = "running", "failed: it ended unexpectedly"
 """What the note of a run's status says until its end, and of an end that nobody foresaw."""
 INTERRUPTED = "interrupted"
@@ -81,7 +83,8 @@ class TrajectoryRow(JournalRecord, frozen=True, gc=False):
     """A trajectory that is over: with its reward, or with the cause of its failure and none.
 
     `truncated` says that a limit of turns or tokens ended it. `token_ids` are packed, and `sampled` is a msgpack
-    `elastic.protocol.sampled.Sampled`; both are empty where tokens were only counted.
+    `elastic.protocol.sampled.Sampled`; both are empty where tokens were only counted. `branches` is a msgpack list of
+    `SampledBranch`, of the branches that an agent has made besides the first; empty where there is only that.
     """
 
     TABLE: ClassVar[str] = "trajectories"
@@ -99,6 +102,7 @@ class TrajectoryRow(JournalRecord, frozen=True, gc=False):
     token_ids: bytes
     truncated: bool = False
     sampled: bytes = b""
+    branches: bytes = b""
 
 
 class TrajectoryPlace(NamedTuple):

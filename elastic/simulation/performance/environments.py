@@ -38,6 +38,10 @@ class Trajectory:
     def sampled(self) -> None:
         return None
 
+    @property
+    def branches(self) -> tuple[()]:
+        return ()
+
 
 @dataclass(slots=True)
 class ModelledTurn:

@@ -30,6 +30,8 @@ class Batch(NamedTuple):
     """[N]"""
     origins: Tensor
     """[N], the position in `workers_of` of the worker that sampled the token; -1 where that is not known."""
+    temperatures: Tensor
+    """[N], at which the token was sampled; 0 for the run's."""
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(tensor.to(device) for tensor in self))
@@ -48,6 +50,11 @@ def micro_batches(
             start = end
 
 
+def by_member(trajectories: Sequence[TrajectoryData]) -> dict[str, float]:
+    """The reward of each member of a group, however many branches it has."""
+    return {trajectory.trajectory: trajectory.sampled.reward for trajectory in trajectories}
+
+
 def workers_of(trajectories: Sequence[TrajectoryData]) -> list[str]:
     """Who sampled the policy's tokens in them."""
     return sorted({worker for trajectory in trajectories for worker, _ in trajectory.sampled.origins})
@@ -60,12 +67,14 @@ def _collate(rows: Sequence[tuple[TrajectoryData, float]], place: Mapping[str, i
     logprobs: list[npt.NDArray[np.float32]] = []
     versions: list[npt.NDArray[np.int64]] = []
     origins: list[npt.NDArray[np.int64]] = []
+    temperatures: list[npt.NDArray[np.float32]] = []
     for row, (trajectory, _) in enumerate(rows):
         sampled, length = trajectory.sampled, lengths[row]
         token_ids[row, :length] = torch.from_numpy(_ids(trajectory).astype(np.int64))
         trained[row, :length] = torch.from_numpy(sampled.trained(length))
         logprobs.append(sampled.token_logprobs())
         versions.append(sampled.token_versions())
+        temperatures.append(sampled.token_temperatures())
         runs = sampled.origins or [("", sampled.tokens)]
         origins.append(np.repeat([place.get(worker, -1) for worker, _ in runs], [tokens for _, tokens in runs]))
     advantages = torch.tensor([advantage for _, advantage in rows]).unsqueeze(1).expand_as(token_ids)
@@ -77,6 +86,7 @@ def _collate(rows: Sequence[tuple[TrajectoryData, float]], place: Mapping[str, i
         torch.from_numpy(np.concatenate(versions)),
         advantages[trained],
         torch.from_numpy(np.concatenate(origins)),
+        torch.from_numpy(np.concatenate(temperatures)),
     )
 
 
@@ -112,6 +122,8 @@ def check_trajectories(trajectories: Iterable[TrajectoryData], vocabulary: int) 
             raise UnusableGroup(f"{where}: token_ids, spans, logprobs and versions differ in length")
         if sampled.origins and sum(tokens for _, tokens in sampled.origins) != sampled.tokens:
             raise UnusableGroup(f"{where}: origins are not those of its policy's tokens")
+        if sampled.temperatures and sum(tokens for _, tokens in sampled.temperatures) != sampled.tokens:
+            raise UnusableGroup(f"{where}: temperatures are not those of its policy's tokens")
         if not sampled.tokens or not sampled.spans[0][0]:
             raise UnusableGroup(f"{where}: needs a prompt and at least one token of the policy")
         if not math.isfinite(sampled.reward):

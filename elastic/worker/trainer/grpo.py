@@ -99,8 +99,10 @@ class TokenDistribution(NamedTuple):
     """[N], detached, in nats."""
 
 
-def sampled_distribution(logits: Tensor, token_ids: Tensor, trained: Tensor, temperature: float) -> TokenDistribution:
-    """What was sampled from, at the N trained tokens in row-major order.
+def sampled_distribution(
+    logits: Tensor, token_ids: Tensor, trained: Tensor, temperature: float | Tensor
+) -> TokenDistribution:
+    """What was sampled from, at the N trained tokens in row-major order, at one temperature or at [N, 1] of them.
 
     logits: [B, T, V]; token_ids: [B, T]; trained: [B, T], bool, false at position 0. Logits at t - 1 predict
     token t. Computed in float32.

@@ -36,13 +36,20 @@ from elastic.worker.trainer.agreement import StepAgreement
 from elastic.worker.trainer.batches import (
     Batch,
     UnusableGroup,
+    by_member,
     check_group,
     check_trajectories,
     micro_batches,
     policy_tokens,
     workers_of,
 )
-from elastic.worker.trainer.grpo import ClipSettings, clipped_policy_loss, group_advantages, sampled_distribution
+from elastic.worker.trainer.grpo import (
+    ClipSettings,
+    TokenDistribution,
+    clipped_policy_loss,
+    group_advantages,
+    sampled_distribution,
+)
 
 
 class _Skipped(NamedTuple):
@@ -223,12 +230,14 @@ class GRPOTrainer:
 
     def _accumulate(self, group: TrainGroupFrame) -> None:
         """All of the group's gradient or, where that raises `UnusableGroup` or `GradientOverflow`, nothing of it."""
-        rewards = [trajectory.sampled.reward for trajectory in group.trajectories]
+        members = by_member(group.trajectories)
+        rewards = list(members.values())
         statistics = _GroupStatistics(rewards)
         try:
-            advantages = group_advantages(rewards, self._settings.advantage_epsilon)
+            of_member = dict(zip(members, group_advantages(rewards, self._settings.advantage_epsilon), strict=True))
         except OverflowError as error:
             raise UnusableGroup(f"rewards from {min(rewards):g} to {max(rewards):g}: {error}") from error
+        advantages = [of_member[trajectory.trajectory] for trajectory in group.trajectories]
         if any(advantages):
             if gradient := self._gradient(group, advantages, statistics):
                 self.accumulator.add(gradient)
@@ -256,7 +265,7 @@ class GRPOTrainer:
         self, batch: Batch, workers: Sequence[str], bounds: Mapping[str, float | None], statistics: "_GroupStatistics"
     ) -> Sequence[Tensor]:
         logits = self.model(batch.token_ids, batch.lengths)
-        now = sampled_distribution(logits, batch.token_ids, batch.trained, self._temperature)
+        now = self._distribution(logits, batch)
         logprobs, sampled, advantages, entropy = now.logprobs, batch.logprobs, batch.advantages, now.entropy
         ages = self.version - batch.versions
         keep = self._agreement.compare(batch, now.logprobs, workers, bounds)
@@ -282,6 +291,14 @@ class GRPOTrainer:
             statistics.sums[name] += value
         return gradient
 
+    def _distribution(self, logits: Tensor, batch: Batch) -> TokenDistribution:
+        """What the batch's tokens were sampled from, as the model has it now."""
+        temperature: float | Tensor = self._temperature
+        if batch.temperatures.any():
+            own = batch.temperatures
+            temperature = torch.where(own > 0, own, self._temperature).unsqueeze(-1)
+        return sampled_distribution(logits, batch.token_ids, batch.trained, temperature)
+
     @torch.no_grad()
     def _compare(self, group: Sequence[TrajectoryData]) -> None:
         """Compare log-probabilities of a group that gives no gradient, as far as that tells something new."""
@@ -294,7 +311,7 @@ class GRPOTrainer:
         for batch in micro_batches(trajectories, [0.0] * len(trajectories), self._settings.micro_batch_tokens):
             there = batch.to(self._device)
             logits = self.model(there.token_ids, there.lengths)
-            now = sampled_distribution(logits, there.token_ids, there.trained, self._temperature)
+            now = self._distribution(logits, there)
             self._agreement.compare(there, now.logprobs, workers, {})
 
     def _step_optimizer(self) -> None:

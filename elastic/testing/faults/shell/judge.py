@@ -16,8 +16,8 @@ from elastic.core.types import NS_PER_S, LogprobCheck, TrajectoryId, WorkerId
 from elastic.protocol.sampled import ids_of
 from elastic.report.history import history_of
 from elastic.report.refusals import refused_of
+from elastic.runtime.episodes import stable_hash
 from elastic.runtime.journal import GroupRow, StepRow, TrajectoryRow
-from elastic.runtime.rollout import stable_hash
 from elastic.testing.faults.kinds import LASTING, FaultKind
 from elastic.testing.faults.shell.models import SKIPPED, ModelEnvironment, NoSettings, drawn, scored, turn_tokens
 from elastic.testing.faults.shell.world import World

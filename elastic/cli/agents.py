@@ -1,0 +1,97 @@
+"""`elastic agents`: where agents reach a run that they drive, and which keys they show; and its fronts' processes."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from elastic.cli.account import run_on_disk
+from elastic.cli.options import AsJson, RunName, RunsDirectory, group
+from elastic.cli.output import bad_input, emit
+from elastic.compose.runs import is_claimed, load_run_config
+from elastic.core.ids import agent_id, parse_agent_id
+from elastic.protocol.endpoint import Address, is_loopback
+from elastic.protocol.run_secrets import RunSecrets
+from elastic.runtime.journal import AGENTS, RunDirectory
+
+agents = group("agents", "Where agents reach a run that they drive, and the keys that they show.")
+
+MAIN = "main"
+"""The driver whose key is printed where no other is named."""
+
+
+@agents.command("url")
+def show_url(name: RunName = "latest", as_json: AsJson = False, directory: RunsDirectory = Path("runs")) -> None:
+    """Print the base URL that agents of a run take: OPENAI_BASE_URL.
+
+    Example: OPENAI_BASE_URL=$(elastic agents url latest)
+    """
+    run = run_on_disk(directory, name)
+    url = base_url(run)
+    if as_json:
+        emit({"run": run.name, "base_url": url})
+    else:
+        typer.echo(url)
+
+
+@agents.command("key")
+def show_key(
+    name: RunName = "latest",
+    driver: Annotated[
+        str, typer.Option(metavar="NAME", help="Of the program that opens trajectories; each sees its own alone.")
+    ] = MAIN,
+    trajectory: Annotated[
+        str, typer.Option(metavar="ID", help="The key of one trajectory's agent, instead of a driver's.")
+    ] = "",
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> None:
+    """Print a key that a driver or an agent shows: OPENAI_API_KEY.
+
+    Example: OPENAI_API_KEY=$(elastic agents key latest)
+    """
+    run = run_on_disk(directory, name)
+    base_url(run)
+    secrets = RunSecrets.of(run.path)
+    if trajectory:
+        try:
+            named = parse_agent_id(trajectory)
+        except ValueError:
+            bad_input(
+                f"--trajectory: found {trajectory!r}; allowed: an id as POST /trajectories gives it, such as 0-3-1"
+            )
+        key, of = secrets.agent_key(named, 0), {"trajectory": agent_id(named)}
+    else:
+        if not driver.replace("_", "").isalnum() or not driver.isascii():
+            bad_input(f"--driver: found {driver!r}; allowed: letters, digits and _")
+        key, of = secrets.driver_key(driver), {"driver": driver}
+    if as_json:
+        emit({"run": run.name, **of, "key": key})
+    else:
+        typer.echo(key)
+
+
+def base_url(run: RunDirectory) -> str:
+    """The address of a run's fronts, with the prefix that clients of OpenAI's API expect."""
+    with run.newest_journal() as journal:
+        served = journal.meta().get(AGENTS, "")
+    if not served or not is_claimed(run.path):
+        what = "does not go on now" if served else 'is not driven by agents: environment.name = "outside" is'
+        bad_input(f"run {run.name} {what}")
+    config, at = load_run_config(run.path), Address.parse(served).here()
+    if config.front is None or is_loopback(config.front.host):
+        return f"http://{at}/v1"
+    return f"https://{Address(config.run.advertised_host or at.host, at.port)}/v1"
+
+
+def front(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")],
+    descriptor: Annotated[int, typer.Option("--fd", metavar="N", help="The socket on which agents are served.")],
+) -> None:
+    """Be a front of a run: serve agents on an inherited socket.
+
+    Example: elastic front runs/one --fd 3
+    """
+    from elastic.compose.processes import run_front
+
+    run_front(run_dir, descriptor)

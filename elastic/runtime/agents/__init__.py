@@ -1,0 +1,5 @@
+"""The driver from outside: trajectories that agents play through fronts, beside the loops of environments."""
+
+from elastic.runtime.agents.limits import AgentLimits
+from elastic.runtime.agents.rollouts import AgentRollouts
+from elastic.runtime.agents.service import AgentService, AgentsWiring

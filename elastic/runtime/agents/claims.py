@@ -1,0 +1,121 @@
+"""Who has which trajectory: groups that drivers have named, sessions, and what is over. Pure."""
+
+from dataclasses import dataclass, field
+
+from elastic.core.ids import group_of
+from elastic.core.types import Nanoseconds, TrajectoryId
+from elastic.protocol.front_messages import AgentCaller, TrajectoryStanding
+from elastic.runtime.agents import notes
+from elastic.runtime.agents.refusals import Refused
+from elastic.runtime.agents.trajectory import AgentTrajectory
+
+ENDED_KEPT = 4096
+"""Trajectories that are over and still answered for, the latest ones."""
+
+
+@dataclass(slots=True)
+class AgentGroup:
+    """A launched group, and which of its members are not given out. Its driver's name for it is set at first use."""
+
+    members: list[TrajectoryId]
+    driver: str = ""
+    name: str = ""
+    since_ns: Nanoseconds | None = None
+
+
+@dataclass(slots=True)
+class EndedTrajectory:
+    """What is still told of a trajectory that is over."""
+
+    standing: TrajectoryStanding
+    driver: str
+    reward: float | None
+
+
+@dataclass(slots=True)
+class Claims:
+    groups: dict[str, AgentGroup] = field(default_factory=dict[str, AgentGroup])
+    trajectories: dict[TrajectoryId, AgentTrajectory] = field(default_factory=dict[TrajectoryId, AgentTrajectory])
+    """Those that are open."""
+    ended: dict[TrajectoryId, EndedTrajectory] = field(default_factory=dict[TrajectoryId, EndedTrajectory])
+    sessions: dict[tuple[str, str], TrajectoryId] = field(default_factory=dict[tuple[str, str], TrajectoryId])
+    """By driver and session."""
+    begun: dict[tuple[str, str], notes.Begun] = field(default_factory=dict[tuple[str, str], notes.Begun])
+    """By driver and idempotency key."""
+
+    def group(self, driver: str, name: str) -> AgentGroup:
+        """The driver's group of this name, or one that nobody has named yet. Raises `Refused`."""
+        groups = self.groups.values()
+        named = next((group for group in groups if (group.driver, group.name) == (driver, name)), None)
+        found = named or next((group for group in groups if group.since_ns is None and group.members), None)
+        if found is None:
+            raise Refused(
+                429, "no_group", "the run wants no other group now: the step has all of its groups", retry_after_s=1.0
+            )
+        if not found.members:
+            raise Refused(409, "group_full", f"group {name!r} has all of its members", retry=False)
+        return found
+
+    def give(self, begun: notes.Begun) -> None:
+        """A driver has a member of a group from now on."""
+        group = self.groups[group_of(begun.trajectory)]
+        group.members.remove(begun.trajectory)
+        group.driver, group.name = begun.driver, begun.name
+        group.since_ns = begun.at_ns if group.since_ns is None else group.since_ns
+        self.trajectories[begun.trajectory] = AgentTrajectory(
+            begun.trajectory, begun.at_ns, begun.driver, begun.name, begun.task, begun.at_ns
+        )
+        if begun.key:
+            self.begun[begun.driver, begun.key] = begun
+
+    def is_free(self, driver: str, session: str, trajectory: TrajectoryId = "") -> bool:
+        """Whether the session is bound to no other trajectory. Raises `Refused` if it is."""
+        bound = self.sessions.get((driver, session))
+        if bound not in (None, trajectory):
+            raise Refused(409, "session_bound", f"session {session!r} is bound to another trajectory", retry=False)
+        return bound is None
+
+    def open(self, caller: AgentCaller) -> AgentTrajectory:
+        """The open trajectory that is meant. Raises `Refused`."""
+        if (ended := self.over(caller)) is not None:
+            raise gone(ended)
+        trajectory = self.trajectories.get(self._meant(caller))
+        if trajectory is None or (caller.driver and caller.driver != trajectory.driver):
+            named = caller.trajectory or caller.named
+            said = f"no trajectory or session {named!r}" if named else "the call names no trajectory"
+            raise Refused(404, "trajectory_not_found", said, retry=False)
+        return trajectory
+
+    def over(self, caller: AgentCaller) -> EndedTrajectory | None:
+        """The trajectory that is meant, if it is over."""
+        ended = self.ended.get(self._meant(caller))
+        return ended if ended is not None and caller.driver in ("", ended.driver) else None
+
+    def _meant(self, caller: AgentCaller) -> TrajectoryId:
+        if caller.trajectory:
+            return caller.trajectory
+        return self.sessions.get((caller.driver, caller.named)) or caller.named.replace("-", "/")
+
+    def leave(self, trajectory: TrajectoryId, standing: TrajectoryStanding) -> None:
+        """An open trajectory is over."""
+        left = self.trajectories.pop(trajectory)
+        self.ended[trajectory] = EndedTrajectory(standing, left.driver, left.reward)
+        if len(self.ended) > ENDED_KEPT:
+            del self.ended[next(iter(self.ended))]
+            self.sessions = {key: of for key, of in self.sessions.items() if self._known(of)}
+            self.begun = {key: of for key, of in self.begun.items() if self._known(of.trajectory)}
+
+    def _known(self, trajectory: TrajectoryId) -> bool:
+        return trajectory in self.trajectories or trajectory in self.ended
+
+    def unclaim(self, trajectory: TrajectoryId) -> None:
+        """Nobody is given it any more."""
+        group = self.groups.get(group_of(trajectory))
+        if group is not None and trajectory in group.members:
+            group.members.remove(trajectory)
+
+
+def gone(ended: EndedTrajectory) -> Refused:
+    standing = ended.standing
+    why = standing.cause or f"its reward is {standing.reward}"
+    return Refused(410, "trajectory_over", f"the trajectory is over ({standing.state}): {why}", retry=False)

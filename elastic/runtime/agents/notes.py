@@ -1,0 +1,81 @@
+"""What a run's journal keeps of agents and their drivers, so that another process knows all that was said.
+
+Notes travel in the core's events and are opaque there: `Asked` in `TurnRequested`, the others in `AgentNoted`.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from elastic.core.types import Nanoseconds, TrajectoryId, TurnId
+from elastic.protocol.front_messages import AgentCall
+
+
+class _Note(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Asked(_Note, frozen=True):
+    """A call asks for a turn: as in `OpenTurns`, with the settings that its sampling has besides the run's."""
+
+    call: AgentCall
+    choice: int
+    branch: int | None
+    tokens: int
+    ids: bytes
+    seed: int
+    temperature: float
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Begun(_Note, frozen=True):
+    """A driver was given a trajectory in the group that it calls `name`."""
+
+    trajectory: TrajectoryId
+    driver: str
+    name: str
+    task: bytes
+    key: str
+    at_ns: Nanoseconds
+
+
+class Bound(_Note, frozen=True):
+    trajectory: TrajectoryId
+    session: str
+
+
+class AnswerSettled(_Note, frozen=True):
+    """The turn's first `kept` tokens are its answer."""
+
+    turn: TurnId
+    kept: int
+    answer: bytes
+
+
+class AnswerGiven(_Note, frozen=True):
+    """A client has the whole answer."""
+
+    turn: TurnId
+
+
+class Abandoned(_Note, frozen=True):
+    """Nobody waits for the turn any more: it has come to nothing."""
+
+    turn: TurnId
+
+
+class Rewarded(_Note, frozen=True):
+    trajectory: TrajectoryId
+    reward: float
+
+
+class Truncated(_Note, frozen=True):
+    """The trajectory has had all of its turns."""
+
+    trajectory: TrajectoryId
+
+
+AgentNote: TypeAlias = Asked | Begun | Bound | AnswerSettled | AnswerGiven | Abandoned | Rewarded | Truncated
+
+encode_note = msgspec.msgpack.Encoder().encode
+decode_note = msgspec.msgpack.Decoder(AgentNote).decode

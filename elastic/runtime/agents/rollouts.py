@@ -1,0 +1,528 @@
+"""The trajectories that agents play (`elastic.runtime.ports.Trajectories`), and what may be asked of them.
+
+A launched group waits until a driver names it; its members are handed out one by one. Whoever has a trajectory asks for
+turns, gives a reward, and ends it. Everything that is said is journaled before it is answered, so that another process
+knows all of it: a trajectory is not played again after a restart, its agent goes on where it is.
+"""
+
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.ids import group_of, parse_trajectory, turn_id
+from elastic.core.types import NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId, TurnId
+from elastic.protocol import wire
+from elastic.protocol.front_messages import (
+    AgentCall,
+    AgentCaller,
+    BeginTrajectory,
+    BranchFound,
+    LookUp,
+    OpenTurns,
+    TrajectoryStanding,
+)
+from elastic.protocol.sampled import TOKEN_BYTES
+from elastic.runtime.agents import notes
+from elastic.runtime.agents.claims import AgentGroup, Claims, gone
+from elastic.runtime.agents.joining import OtherBody
+from elastic.runtime.agents.limits import AgentLimits
+from elastic.runtime.agents.refusals import Refused
+from elastic.runtime.agents.trajectory import AgentTrajectory, AgentTurn, behind
+from elastic.runtime.episodes import FinishedEpisodes, OpenTurn, RolloutTrajectory, ScoringSettings, stable_hash
+from elastic.runtime.journal import TrajectoryRow
+from elastic.runtime.ports import Feed
+from functions.rewards import FinishedTrajectory
+
+ALONE_S = 30.0
+"""How long a turn goes on whose client has vanished, so that it can ask again."""
+
+
+class Watcher(Protocol):
+    """Hears of turns that clients wait for."""
+
+    def accepted(self, columns: Sequence[tuple[AgentTurn, int, int]], token_ids: bytes, logprobs: bytes) -> None:
+        """Tokens were accepted: by turn, of one version, so many; packed in the same order."""
+        ...
+
+    def over(self, turn: AgentTurn) -> None: ...
+
+    def left(self, trajectory: TrajectoryId) -> None:
+        """The trajectory is over, and with it each of its turns."""
+        ...
+
+
+class AgentRollouts:
+    """`feed` takes events to the core, `clock_ns` is the run's time; `stored` and `scoring` as in `Rollouts`."""
+
+    def __init__(
+        self,
+        seed: int,
+        limits: AgentLimits,
+        feed: Feed,
+        clock_ns: Callable[[], Nanoseconds],
+        scoring: ScoringSettings | None = None,
+        stored: Callable[[TrajectoryId], TrajectoryRow] | None = None,
+        prompted: Callable[[TurnId], None] = lambda _: None,
+    ) -> None:
+        self.watcher: Watcher | None = None
+        self._seed = seed
+        self._limits = limits
+        self._feed = feed
+        self._clock_ns = clock_ns
+        self._scored_by_function = scoring is not None
+        self._finished = FinishedEpisodes(seed, scoring, stored)
+        self._prompted = prompted
+        self._claims = Claims()
+        self._turns: dict[TurnId, AgentTurn] = {}
+        """Those that are not settled."""
+
+    # What drivers ask
+
+    def begin(self, ask: BeginTrajectory) -> tuple[TrajectoryId, bool]:
+        """Give out a member of the group of this name. Returns it, and whether it was given before for this call."""
+        driver = ask.caller.driver
+        if not driver:
+            raise Refused(403, "driver_key_required", "trajectories are opened with a driver's key")
+        if ask.key and (former := self._claims.begun.get((driver, ask.key))) is not None:
+            if (former.name, former.task) != (ask.group, ask.task):
+                raise Refused(422, "idempotency_key_reused", f"the key {ask.key!r} was another call's")
+            return former.trajectory, True
+        group, now_ns = self._claims.group(driver, ask.group), self._clock_ns()
+        for session in ask.sessions:
+            self._claims.is_free(driver, session)
+        begun = notes.Begun(group.members[0], driver, ask.group, ask.task, ask.key, now_ns)
+        self._note(begun)
+        for session in ask.sessions:
+            self._note(notes.Bound(begun.trajectory, session))
+        return begun.trajectory, False
+
+    def bind(self, caller: AgentCaller, session: str) -> TrajectoryStanding:
+        trajectory = self._claims.open(caller)
+        if self._claims.is_free(trajectory.driver, session, trajectory.trajectory):
+            self._note(notes.Bound(trajectory.trajectory, session))
+        return self._standing(trajectory)
+
+    def reward(self, caller: AgentCaller, reward: float) -> TrajectoryStanding:
+        """Raises `Refused` for what is no finite number, and for another reward than the one that it has."""
+        if not math.isfinite(reward):
+            raise Refused(400, "invalid_reward", f"the reward is {reward}; allowed: a finite number", param="reward")
+        if (ended := self._claims.over(caller)) is not None:
+            if ended.reward == reward:
+                return ended.standing
+            raise gone(ended)
+        trajectory = self._claims.open(caller)
+        if trajectory.reward not in (None, reward):
+            raise Refused(409, "reward_given", f"the trajectory has the reward {trajectory.reward}", retry=False)
+        if trajectory.reward is None:
+            self._note(notes.Rewarded(trajectory.trajectory, reward))
+        return self._standing(trajectory)
+
+    def end(self, caller: AgentCaller, cause: str) -> TrajectoryStanding:
+        """End the trajectory with the reward that it has; as failed, where there is none, or with a cause."""
+        if (ended := self._claims.over(caller)) is not None:
+            return ended.standing
+        trajectory = self._claims.open(caller)
+        self._end(trajectory, cause)
+        return self._claims.ended[trajectory.trajectory].standing
+
+    def show(self, caller: AgentCaller) -> TrajectoryStanding:
+        ended = self._claims.over(caller)
+        return ended.standing if ended is not None else self._standing(self._claims.open(caller))
+
+    # What agents ask
+
+    def look_up(self, ask: LookUp) -> list[AgentTurn] | BranchFound:
+        """The turns that the call joins, or the longest branch that its messages go on from."""
+        trajectory = self._heard(ask.caller)
+        if joined := self._joined(trajectory, ask.call):
+            return joined
+        longest = trajectory.branches.longest(ask.chain)
+        if longest is None:
+            return BranchFound(ask.request, trajectory.trajectory)
+        matched, mark = longest
+        ids = trajectory.branches.branches[mark.branch].token_ids[: mark.tokens * TOKEN_BYTES] if ask.with_ids else b""
+        return BranchFound(
+            ask.request, trajectory.trajectory, mark.branch, mark.tokens, matched, mark.answer_tokens, bytes(ids)
+        )
+
+    def open(self, ask: OpenTurns) -> tuple[list[AgentTurn], bool]:
+        """The call's turns, and whether it has joined them. Raises `Refused`."""
+        trajectory, limits = self._heard(ask.caller), self._limits
+        if ask.first_choice == 0 and (joined := self._joined(trajectory, ask.call)):
+            return joined, True
+        if trajectory.truncated or trajectory.asked + ask.choices > limits.max_turns:
+            if not trajectory.truncated:
+                self._note(notes.Truncated(trajectory.trajectory))
+            raise Refused(410, "max_turns", f"the trajectory has had its {limits.max_turns} turns", retry=False)
+        if len(self._turns) + ask.choices > limits.open_turns_max:
+            raise Refused(429, "too_many_turns", f"{len(self._turns)} turns are open already", retry_after_s=1.0)
+        branch, tokens, ids = ask.branch, ask.tokens, ask.ids
+        if branch is None:
+            limits.check_ids(ids)
+            branch, tokens = trajectory.branches.nearest(ids)
+            ids = ids[tokens * TOKEN_BYTES :]
+        prompt_tokens = tokens + len(ids) // TOKEN_BYTES
+        sampling = limits.granted(ask.sampling, prompt_tokens)
+        turns: list[AgentTurn] = []
+        for choice in range(ask.first_choice, ask.first_choice + ask.choices):
+            asked = notes.Asked(
+                ask.call,
+                choice,
+                branch,
+                tokens,
+                ids,
+                ask.sampling.seed if ask.sampling.seed is not None else self._seed,
+                sampling.temperature,
+                sampling.stop_token_ids,
+            )
+            turns.append(self._ask(trajectory, asked, sampling.max_new_tokens))
+        return turns, False
+
+    def _ask(self, trajectory: AgentTrajectory, asked: notes.Asked, max_new_tokens: int) -> AgentTurn:
+        turn = turn_id(trajectory.trajectory, trajectory.asked)
+        try:
+            opened = self._open(trajectory, turn, asked, max_new_tokens)
+        except ValueError as error:
+            raise Refused(409, "branch_gone", str(error)) from error
+        self._feed(
+            e.TurnRequested(
+                turn=turn,
+                trajectory=trajectory.trajectory,
+                prompt_tokens=opened.at.prompt_tokens,
+                max_new_tokens=max_new_tokens,
+                tag=asked.call.route,
+                note=notes.encode_note(asked),
+            )
+        )
+        return opened
+
+    def _open(self, trajectory: AgentTrajectory, turn: TurnId, asked: notes.Asked, max_new_tokens: int) -> AgentTurn:
+        step, group, member = parse_trajectory(trajectory.trajectory)
+        sampling = SamplingParameters(
+            max_new_tokens=max_new_tokens,
+            noise_seed=stable_hash(asked.seed, step, group, member, trajectory.asked),
+            stop_token_ids=asked.stop_token_ids,
+            temperature=asked.temperature,
+        )
+        opened = self._turns[turn] = trajectory.ask(turn, asked, sampling)
+        return opened
+
+    def _joined(self, trajectory: AgentTrajectory, call: AgentCall) -> list[AgentTurn]:
+        try:
+            joined = trajectory.calls.joined(call)
+        except OtherBody as key:
+            raise Refused(422, "idempotency_key_reused", f"the key {key} was another call's", retry=False) from key
+        turns = [] if joined is None else [trajectory.turns[turn] for turn in joined.turns if turn in trajectory.turns]
+        for turn in turns:
+            turn.alone_ns = None
+        return turns if joined is not None and len(turns) == len(joined.turns) else []
+
+    def _heard(self, caller: AgentCaller) -> AgentTrajectory:
+        trajectory = self._claims.open(caller)
+        trajectory.heard_ns = self._clock_ns()
+        return trajectory
+
+    # What fronts say of turns
+
+    def cut(self, turn: AgentTurn, kept: int) -> None:
+        """The answer ends there; the turn is over. If it was before, its end is said with `settle`."""
+        if turn.over:
+            return
+        self._cut(turn, min(kept, turn.tokens))
+        if self.watcher is not None:
+            self.watcher.over(turn)
+
+    def settle(self, turn: AgentTurn, kept: int, answer: bytes) -> None:
+        """Said once more it changes nothing. Raises `Refused` for a turn that was given up, or is not over."""
+        if turn.kept is not None:
+            return
+        if not turn.over or not turn.finish:
+            raise Refused(409, "turn_not_over", f"turn {turn.id} has no answer")
+        if kept < turn.tokens:
+            self._cut(turn, kept)
+        self._note(notes.AnswerSettled(turn.id, kept, answer))
+
+    def deliver(self, turn: AgentTurn) -> None:
+        trajectory = self._claims.trajectories.get(_trajectory(turn.id))
+        if turn.kept is not None and not turn.given and trajectory is not None:
+            trajectory.heard_ns = self._clock_ns()
+            self._note(notes.AnswerGiven(turn.id))
+
+    def alone(self, turn: AgentTurn) -> None:
+        """No client waits for it any more."""
+        turn.alone_ns = self._clock_ns()
+
+    def _cut(self, turn: AgentTurn, kept: int) -> None:
+        lost = behind(turn.generated.runs, kept)
+        self._shorten(turn, kept)
+        self._feed(e.TurnCut(turn=turn.id, kept=kept, lost=lost))
+
+    def _shorten(self, turn: AgentTurn, kept: int) -> None:
+        generated = turn.generated
+        del generated.token_ids[kept * TOKEN_BYTES :]
+        del generated.logprobs[kept * TOKEN_BYTES :]
+        generated.ended = generated.ended or ""
+
+    def look_after(self) -> None:
+        """End what has waited for too long: turns without a client, idle trajectories, groups beyond their deadline."""
+        now_ns, limits = self._clock_ns(), self._limits
+        for turn in list(self._turns.values()):
+            if turn.alone_ns is not None and now_ns - turn.alone_ns > ALONE_S * NS_PER_S:
+                self._give_up(turn)
+        for trajectory in list(self._claims.trajectories.values()):
+            group = self._claims.groups.get(group_of(trajectory.trajectory))
+            since_ns = now_ns if group is None or group.since_ns is None else group.since_ns
+            waits = any(turn.alone_ns is None and not turn.given for turn in trajectory.turns.values())
+            if now_ns - since_ns > limits.deadline_s * NS_PER_S:
+                self._end(trajectory, "" if trajectory.reward is not None else f"not ended in {limits.deadline_s:g} s")
+            elif not waits and now_ns - trajectory.heard_ns > limits.idle_s * NS_PER_S:
+                self._end(trajectory, "" if trajectory.reward is not None else f"idle for {limits.idle_s:g} s")
+        self._give_back(now_ns)
+
+    def _give_back(self, now_ns: Nanoseconds) -> None:
+        """Members of a group beyond its deadline that nobody has asked for have failed."""
+        for group in list(self._claims.groups.values()):
+            if group.since_ns is None or now_ns - group.since_ns <= self._limits.deadline_s * NS_PER_S:
+                continue
+            members, group.members = group.members, []
+            for member in members:
+                cause = f"nobody asked for it in {self._limits.deadline_s:g} s"
+                self._feed(e.TrajectoryFailed(trajectory=member, cause=cause), RolloutTrajectory(member, now_ns, 0))
+
+    def _give_up(self, turn: AgentTurn) -> None:
+        """A turn whose client is gone: nothing of it is trained."""
+        self._cut(turn, 0)
+        self._note(notes.Abandoned(turn.id))
+
+    def _end(self, trajectory: AgentTrajectory, cause: str) -> None:
+        """With a cause it has failed, and without a reward too."""
+        name = trajectory.trajectory
+        for turn in [turn for turn in trajectory.turns.values() if turn.kept is None]:
+            self._give_up(turn)
+        episode = trajectory.episode()
+        if not cause and not episode.policy_tokens:
+            cause = "its agent has asked for no turn"
+        if not cause and trajectory.reward is None and not self._scored_by_function:
+            cause = "it was ended without a reward"
+        state = "failed" if cause else "truncated" if trajectory.truncated else "finished"
+        self._leave(name, state, cause)
+        if cause:
+            self._feed(e.TrajectoryFailed(trajectory=name, cause=cause), episode)
+            return
+        self._finished.add(name, episode)
+        tokens = episode.policy_tokens
+        if trajectory.reward is None:
+            self._feed(e.RewardRequested(trajectory=name, tokens=tokens), episode)
+        else:
+            self._feed(e.TrajectoryFinished(trajectory=name, reward=trajectory.reward, tokens=tokens), episode)
+
+    # What the run asks
+
+    def cancel_all(self) -> None:
+        """Does nothing: agents end by themselves."""
+
+    @contextlib.asynccontextmanager
+    async def ending(self) -> AsyncIterator[None]:
+        """A context at whose end nothing is left to end."""
+        yield
+
+    def start(self, group: c.StartGroup) -> None:
+        self._claims.groups[group.group] = AgentGroup(list(group.trajectories))
+
+    def cancel(self, trajectory: TrajectoryId) -> None:
+        self._drop(trajectory, "the run has dropped its group")
+
+    def prompt(self, turn: TurnId) -> OpenTurn | None:
+        found = self._turns.get(turn)
+        return None if found is None or found.over else found.generated
+
+    def accept(self, event: e.TokensReceived, accepted: c.AcceptTokens, payload: wire.Tokens | None) -> None:
+        """Raises `KeyError` where a journal has the event, and not its tokens."""
+        if payload is None:
+            raise KeyError("the tokens that were accepted")
+        ids, logprobs, worker, begin = payload.token_ids, payload.logprobs, event.worker, 0
+        columns: list[tuple[AgentTurn, int, int]] = []
+        kept: list[slice] = []
+        names = accepted.names(len(event.chunks))
+        for name, (_, _, count, version) in zip(names, event.chunks.plain, strict=True):
+            end = begin + TOKEN_BYTES * count
+            if count and (turn := self._turns.get(name)) is not None and not turn.over:
+                turn.generated.accept(ids[begin:end], logprobs[begin:end], version, worker)
+                columns.append((turn, version, count))
+                kept.append(slice(begin, end))
+            begin = end
+        if columns and self.watcher is not None:
+            if len(columns) < len(names):
+                ids, logprobs = (b"".join([column[part] for part in kept]) for column in (ids, logprobs))
+            self.watcher.accepted(columns, bytes(ids), bytes(logprobs))
+
+    def finish_turn(self, turn: TurnId) -> None:
+        self.fail_turn(turn, "")
+
+    def fail_turn(self, turn: TurnId, cause: str) -> None:
+        found = self._turns.get(turn)
+        if found is None or (found.over and not cause):
+            return
+        found.generated.ended = cause
+        if cause:
+            del self._turns[turn]
+            if (trajectory := self._claims.trajectories.get(_trajectory(turn))) is not None:
+                trajectory.withdraw(found)
+        if self.watcher is not None:
+            self.watcher.over(found)
+
+    def finished(self, trajectory: TrajectoryId) -> FinishedTrajectory:
+        return self._finished.to_score(trajectory)
+
+    def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None:
+        self._finished.record_reward(trajectory, reward)
+
+    def take(self, trajectories: Sequence[TrajectoryId]) -> list[RolloutTrajectory]:
+        self._forget_group(trajectories)
+        return self._finished.take(trajectories)
+
+    def drop(self, trajectories: Sequence[TrajectoryId]) -> list[RolloutTrajectory]:
+        self._forget_group(trajectories)
+        return self._finished.drop(trajectories)
+
+    # From one process to the next
+
+    def recalled(self, event: e.Event, command: c.Command | None) -> None:
+        match command:
+            case c.StartGroup():
+                self.start(command)
+            case c.FinishTurn():
+                self.finish_turn(command.turn)
+            case c.FailTurn():
+                self.fail_turn(command.turn, command.cause)
+            case c.CancelTrajectory():
+                self.cancel(command.trajectory)
+            case c.RecordReward() if command.reward is None:
+                self._finished.forget((command.trajectory,))
+            case c.TrainGroup() | c.DropGroup():
+                self._forget_group(command.trajectories)
+                self._finished.forget(command.trajectories)
+            case None:
+                self._recall_event(event)
+            case _:
+                pass
+
+    def _recall_event(self, event: e.Event) -> None:
+        match event:
+            case e.AgentNoted():
+                self._apply(notes.decode_note(event.note))
+            case e.TurnRequested():
+                asked = notes.decode_note(event.note)
+                trajectory = self._claims.trajectories.get(event.trajectory)
+                if trajectory is not None and isinstance(asked, notes.Asked):
+                    self._open(trajectory, event.turn, asked, event.max_new_tokens)
+            case e.TurnCut():
+                if (turn := self._turns.get(event.turn)) is not None:
+                    self._shorten(turn, event.kept)
+            case e.RewardRequested() | e.TrajectoryFinished():
+                if event.trajectory in self._claims.trajectories:
+                    self._finished.add(event.trajectory, None)
+                    self._leave(event.trajectory, "finished", "")
+            case e.TrajectoryFailed():
+                self._leave(event.trajectory, "failed", event.cause)
+                self._claims.unclaim(event.trajectory)
+            case _:
+                pass
+
+    def saved(self) -> object:
+        return self._claims, self._finished.saved()
+
+    def restore(self, saved: tuple[Any, list[TrajectoryId]]) -> None:
+        self._claims, finished = saved
+        self._finished.restore(finished)
+        self._turns = {
+            turn.id: turn
+            for trajectory in self._claims.trajectories.values()
+            for turn in trajectory.turns.values()
+            if turn.kept is None
+        }
+
+    def resume(self) -> None:
+        """Clients have some time to ask again; what waits for its prompt gets it."""
+        now_ns = self._clock_ns()
+        for trajectory in self._claims.trajectories.values():
+            trajectory.heard_ns = now_ns
+            for turn in trajectory.turns.values():
+                turn.alone_ns = now_ns
+        for turn in list(self._turns):
+            self._prompted(turn)
+
+    # What is kept
+
+    def _note(self, note: notes.AgentNote) -> None:
+        self._apply(note)
+        self._feed(e.AgentNoted(note=notes.encode_note(note)))
+
+    def _apply(self, note: notes.AgentNote) -> None:
+        trajectories = self._claims.trajectories
+        match note:
+            case notes.Begun():
+                self._claims.give(note)
+            case notes.Bound():
+                self._claims.sessions[trajectories[note.trajectory].driver, note.session] = note.trajectory
+            case notes.AnswerSettled():
+                trajectory = trajectories[_trajectory(note.turn)]
+                turn = self._turns.pop(note.turn)
+                trajectory.settle(turn, note.kept, note.answer, self._limits.sampling.temperature)
+            case notes.AnswerGiven():
+                trajectory = trajectories[_trajectory(note.turn)]
+                if (given := trajectory.turns.get(note.turn)) is not None:
+                    trajectory.deliver(given)
+            case notes.Abandoned():
+                if (turn := self._turns.pop(note.turn, None)) is not None:
+                    trajectories[_trajectory(note.turn)].withdraw(turn)
+            case notes.Rewarded():
+                trajectories[note.trajectory].reward = note.reward
+            case notes.Truncated():
+                trajectories[note.trajectory].truncated = True
+            case notes.Asked():
+                raise AssertionError("calls come with the turns that they ask for")
+
+    def _drop(self, trajectory: TrajectoryId, cause: str) -> None:
+        """The run has no use for it any more: its turns come to nothing."""
+        known = self._claims.trajectories.get(trajectory)
+        for turn in [] if known is None else list(known.turns.values()):
+            self._turns.pop(turn.id, None)
+            turn.generated.ended = turn.generated.ended or cause
+        self._leave(trajectory, "dropped", cause)
+        self._claims.unclaim(trajectory)
+
+    def _leave(self, trajectory: TrajectoryId, state: str, cause: str) -> None:
+        left = self._claims.trajectories.get(trajectory)
+        if left is None:
+            return
+        for turn in left.turns:
+            self._turns.pop(turn, None)
+        self._claims.leave(trajectory, msgspec.structs.replace(self._standing(left), state=state, cause=cause))
+        if self.watcher is not None:
+            self.watcher.left(trajectory)
+
+    def _forget_group(self, trajectories: Sequence[TrajectoryId]) -> None:
+        """The group is trained or dropped: its name means nothing any more."""
+        for group in {group_of(trajectory) for trajectory in trajectories}:
+            self._claims.groups.pop(group, None)
+
+    def _standing(self, trajectory: AgentTrajectory) -> TrajectoryStanding:
+        return TrajectoryStanding(
+            trajectory=trajectory.trajectory,
+            group=trajectory.name,
+            state="truncated" if trajectory.truncated else "open",
+            turns=trajectory.asked,
+            tokens=trajectory.branches.tokens,
+            branches=len(trajectory.branches.trained()),
+            reward=trajectory.reward,
+        )
+
+
+def _trajectory(turn: TurnId) -> TrajectoryId:
+    return turn.rpartition("/")[0]
