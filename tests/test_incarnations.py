@@ -394,6 +394,7 @@ def leaves(section: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 ALL_KEYS = [
     pair
     for section, values in load_config(EXAMPLE, SETTINGS).model_dump(mode="json").items()
+    if values is not None
     for pair in leaves(section, values)
 ]
 

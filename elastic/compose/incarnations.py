@@ -398,6 +398,7 @@ MAY_DIFFER = frozenset(
         "trainer.usd_per_gpu_hour",
         "trainer.billing",
         "trainer.checkpoint_every_steps",
+        "front",
         "weights.port",
         "rewards.timeout_s",
         "rewards.concurrency",
@@ -421,8 +422,8 @@ def check_same(config: Config, former: Config) -> None:
     """Raise `ConfigError` if the continued run would differ from the run before."""
     now, before = config.model_dump(mode="json"), former.model_dump(mode="json")
     for section in now.keys() - MAY_DIFFER:
-        for key in now[section]:
-            name, found, was = f"{section}.{key}", now[section][key], before[section].get(key)
+        for key, found in (now[section] or {}).items():
+            name, was = f"{section}.{key}", (before[section] or {}).get(key)
             if found != was and name not in MAY_DIFFER:
                 raise ConfigError(
                     f"--resume: {name}: found {found!r}, but the run began with {was!r}; what may differ: "

@@ -76,7 +76,7 @@ def told(error: BaseException, characters: int = TOLD_CHARACTERS) -> str:
         text = str(error)
     except BaseException as another:  # Also `SystemExit`: whoever tells of an error is not ended by its words.
         text = f"a message whose str raises {type(another).__name__}"
-    said = [printable(type(error).__name__), _clipped(text, characters)]
+    said = [printable(type(error).__name__), _clipped(" ".join(text.split()), characters)]
     return ": ".join(part for part in said if part)
 
 

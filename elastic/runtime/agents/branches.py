@@ -12,7 +12,7 @@ from typing import NamedTuple
 from elastic.protocol.sampled import TOKEN_BYTES, Packed, Sampled, SampledRun
 
 
-class Mark(NamedTuple):
+class AnswerMark(NamedTuple):
     """Where an answer ends that an agent may go on from: `answer_tokens` of it are the last before there."""
 
     branch: int
@@ -45,10 +45,10 @@ class Opening:
 @dataclass(slots=True)
 class Branches:
     branches: list[Branch] = field(default_factory=list[Branch])
-    marks: dict[bytes, Mark] = field(default_factory=dict[bytes, Mark])
+    marks: dict[bytes, AnswerMark] = field(default_factory=dict[bytes, AnswerMark])
     """By the digest of the messages up to an answer."""
 
-    def longest(self, chain: list[bytes]) -> tuple[int, Mark] | None:
+    def longest(self, chain: list[bytes]) -> tuple[int, AnswerMark] | None:
         """Return how many of a call's messages end at a mark, and that mark; the most there are."""
         for matched in range(len(chain), 0, -1):
             if (mark := self.marks.get(chain[matched - 1])) is not None:
@@ -100,7 +100,7 @@ class Branches:
         branch.token_ids += token_ids
         branch.busy = False
         if digest:
-            self.marks.setdefault(digest, Mark(at.branch, branch.tokens, len(token_ids) // TOKEN_BYTES))
+            self.marks.setdefault(digest, AnswerMark(at.branch, branch.tokens, len(token_ids) // TOKEN_BYTES))
 
     def withdraw(self, at: Opening) -> None:
         """The turn has come to nothing: its branch is as it was."""

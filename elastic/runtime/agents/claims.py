@@ -6,7 +6,7 @@ from elastic.core.ids import group_of
 from elastic.core.types import Nanoseconds, TrajectoryId
 from elastic.protocol.front_messages import AgentCaller, TrajectoryStanding
 from elastic.runtime.agents import notes
-from elastic.runtime.agents.refusals import Refused
+from elastic.runtime.agents.refusals import CallRefused
 from elastic.runtime.agents.trajectory import AgentTrajectory
 
 ENDED_KEPT = 4096
@@ -33,7 +33,7 @@ class EndedTrajectory:
 
 
 @dataclass(slots=True)
-class Claims:
+class AgentClaims:
     groups: dict[str, AgentGroup] = field(default_factory=dict[str, AgentGroup])
     trajectories: dict[TrajectoryId, AgentTrajectory] = field(default_factory=dict[TrajectoryId, AgentTrajectory])
     """Those that are open."""
@@ -44,16 +44,16 @@ class Claims:
     """By driver and idempotency key."""
 
     def group(self, driver: str, name: str) -> AgentGroup:
-        """The driver's group of this name, or one that nobody has named yet. Raises `Refused`."""
+        """The driver's group of this name, or one that nobody has named yet. Raises `CallRefused`."""
         groups = self.groups.values()
         named = next((group for group in groups if (group.driver, group.name) == (driver, name)), None)
         found = named or next((group for group in groups if group.since_ns is None and group.members), None)
         if found is None:
-            raise Refused(
+            raise CallRefused(
                 429, "no_group", "the run wants no other group now: the step has all of its groups", retry_after_s=1.0
             )
         if not found.members:
-            raise Refused(409, "group_full", f"group {name!r} has all of its members", retry=False)
+            raise CallRefused(409, "group_full", f"group {name!r} has all of its members", retry=False)
         return found
 
     def give(self, begun: notes.Begun) -> None:
@@ -69,21 +69,21 @@ class Claims:
             self.begun[begun.driver, begun.key] = begun
 
     def is_free(self, driver: str, session: str, trajectory: TrajectoryId = "") -> bool:
-        """Whether the session is bound to no other trajectory. Raises `Refused` if it is."""
+        """Whether the session is bound to no other trajectory. Raises `CallRefused` if it is."""
         bound = self.sessions.get((driver, session))
         if bound not in (None, trajectory):
-            raise Refused(409, "session_bound", f"session {session!r} is bound to another trajectory", retry=False)
+            raise CallRefused(409, "session_bound", f"session {session!r} is bound to another trajectory", retry=False)
         return bound is None
 
     def open(self, caller: AgentCaller) -> AgentTrajectory:
-        """The open trajectory that is meant. Raises `Refused`."""
+        """The open trajectory that is meant. Raises `CallRefused`."""
         if (ended := self.over(caller)) is not None:
             raise gone(ended)
         trajectory = self.trajectories.get(self._meant(caller))
         if trajectory is None or (caller.driver and caller.driver != trajectory.driver):
             named = caller.trajectory or caller.named
             said = f"no trajectory or session {named!r}" if named else "the call names no trajectory"
-            raise Refused(404, "trajectory_not_found", said, retry=False)
+            raise CallRefused(404, "trajectory_not_found", said, retry=False)
         return trajectory
 
     def over(self, caller: AgentCaller) -> EndedTrajectory | None:
@@ -115,7 +115,7 @@ class Claims:
             group.members.remove(trajectory)
 
 
-def gone(ended: EndedTrajectory) -> Refused:
+def gone(ended: EndedTrajectory) -> CallRefused:
     standing = ended.standing
     why = standing.cause or f"its reward is {standing.reward}"
-    return Refused(410, "trajectory_over", f"the trajectory is over ({standing.state}): {why}", retry=False)
+    return CallRefused(410, "trajectory_over", f"the trajectory is over ({standing.state}): {why}", retry=False)

@@ -20,7 +20,7 @@ from elastic.protocol.connection import Connection, SessionRefused, over_socket
 from elastic.protocol.frames import RefusedFrame, WireError
 from elastic.protocol.run_control import socket_address
 from elastic.protocol.sampled import TOKEN_BYTES
-from elastic.runtime.agents.refusals import Refused, refused_turn
+from elastic.runtime.agents.refusals import CallRefused, refused_turn
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.trajectory import AgentTurn
 
@@ -141,7 +141,7 @@ class FrontHub:
         for message in messages:
             try:
                 self._answer(front, message)
-            except Refused as refused:
+            except CallRefused as refused:
                 request = getattr(message, "request", None)
                 if request is not None:
                     front.connection.send(declined(request, refused))
@@ -192,7 +192,7 @@ class FrontHub:
             return
         try:
             self._rollouts.settle(turn, message.kept, message.answer)
-        except Refused as refused:
+        except CallRefused as refused:
             front.connection.send(failed(message.stream, refused))
             return
         self._reply(front, m.TurnSettled(message.stream))
@@ -270,7 +270,7 @@ class FrontHub:
             front.connection.send(_over(stream, turn))
 
     def left(self, trajectory: TrajectoryId) -> None:
-        gone = Refused(410, "trajectory_over", "the trajectory is over", retry=False)
+        gone = CallRefused(410, "trajectory_over", "the trajectory is over", retry=False)
         for turn in [turn for turn in self._waiting if parse_turn(turn)[0] == trajectory]:
             for front, stream in self._waiting.pop(turn):
                 front.streams.pop(stream, None)
@@ -288,11 +288,11 @@ def _over(stream: int, turn: AgentTurn) -> m.TurnOver:
     return m.TurnOver(stream, turn.finish)
 
 
-def failed(stream: int, refused: Refused) -> m.TurnOver:
+def failed(stream: int, refused: CallRefused) -> m.TurnOver:
     return m.TurnOver(stream, "", str(refused), refused.status, refused.code, refused.retry, refused.retry_after_s)
 
 
-def declined(request: int, refused: Refused) -> m.Declined:
+def declined(request: int, refused: CallRefused) -> m.Declined:
     return m.Declined(
         request, refused.status, refused.code, str(refused), refused.param, refused.retry, refused.retry_after_s
     )

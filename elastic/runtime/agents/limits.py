@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from elastic.core.types import SamplingParameters
 from elastic.protocol.front_messages import WantedSampling
 from elastic.protocol.sampled import TOKEN_BYTES
-from elastic.runtime.agents.refusals import Refused
+from elastic.runtime.agents.refusals import CallRefused
 
 TEMPERATURE_MAX = 2.0
 
@@ -24,10 +24,10 @@ class AgentLimits:
     idle_s: float
 
     def granted(self, wanted: WantedSampling, prompt_tokens: int) -> SamplingParameters:
-        """What a call gets of what it wants. Raises `Refused` where the context has no room."""
+        """What a call gets of what it wants. Raises `CallRefused` where the context has no room."""
         room = self.max_context_tokens - prompt_tokens
         if room < 1:
-            raise Refused(
+            raise CallRefused(
                 400,
                 "context_length_exceeded",
                 f"This model's maximum context length is {self.max_context_tokens} tokens. However, your messages "
@@ -35,13 +35,13 @@ class AgentLimits:
                 param="messages",
             )
         if not prompt_tokens:
-            raise Refused(400, "invalid_prompt", "the prompt is empty", param="prompt")
+            raise CallRefused(400, "invalid_prompt", "the prompt is empty", param="prompt")
         temperature = self.sampling.temperature
         if wanted.temperature is not None and "temperature" not in self.pinned:
             temperature = wanted.temperature
             if not 0 < temperature <= TEMPERATURE_MAX:
                 found = f"temperature is {temperature}; allowed, as its tokens are trained on: above 0, at most 2"
-                raise Refused(400, "invalid_temperature", found, param="temperature")
+                raise CallRefused(400, "invalid_temperature", found, param="temperature")
         stops = () if wanted.ignore_eos else self.sampling.stop_token_ids
         return SamplingParameters(
             max_new_tokens=min(wanted.max_tokens or room, self.sampling.max_new_tokens, room),
@@ -51,10 +51,10 @@ class AgentLimits:
         )
 
     def check_ids(self, ids: bytes) -> None:
-        """Raises `Refused` for what is no packed list of ids of the vocabulary."""
+        """Raises `CallRefused` for what is no packed list of ids of the vocabulary."""
         if len(ids) % TOKEN_BYTES:
-            raise Refused(400, "invalid_prompt", "the prompt is no list of token ids", param="prompt")
+            raise CallRefused(400, "invalid_prompt", "the prompt is no list of token ids", param="prompt")
         view = memoryview(ids).cast("i")
         if len(view) and not 0 <= min(view) <= max(view) < self.vocab_size:
             found = f"token ids are from 0 to {self.vocab_size - 1}"
-            raise Refused(400, "invalid_prompt", found, param="prompt")
+            raise CallRefused(400, "invalid_prompt", found, param="prompt")

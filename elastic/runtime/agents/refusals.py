@@ -3,7 +3,7 @@
 from elastic.core.turn_manager import NO_CAPACITY, NO_PROGRESS
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """What a front asks for is not done: the status, the code and the words for its client."""
 
     def __init__(
@@ -21,8 +21,8 @@ class Refused(Exception):
         self.retry, self.retry_after_s = retry, retry_after_s
 
 
-def refused_turn(cause: str) -> Refused:
+def refused_turn(cause: str) -> CallRefused:
     """What a client is told of a turn that was given up."""
     if cause.startswith((NO_CAPACITY, NO_PROGRESS)):
-        return Refused(503, "no_capacity", cause, retry_after_s=1.0)
-    return Refused(500, "turn_failed", cause)
+        return CallRefused(503, "no_capacity", cause, retry_after_s=1.0)
+    return CallRefused(500, "turn_failed", cause)

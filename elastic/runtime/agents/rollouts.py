@@ -28,10 +28,10 @@ from elastic.protocol.front_messages import (
 )
 from elastic.protocol.sampled import TOKEN_BYTES
 from elastic.runtime.agents import notes
-from elastic.runtime.agents.claims import AgentGroup, Claims, gone
+from elastic.runtime.agents.claims import AgentClaims, AgentGroup, gone
 from elastic.runtime.agents.joining import OtherBody
 from elastic.runtime.agents.limits import AgentLimits
-from elastic.runtime.agents.refusals import Refused
+from elastic.runtime.agents.refusals import CallRefused
 from elastic.runtime.agents.trajectory import AgentTrajectory, AgentTurn, behind
 from elastic.runtime.episodes import FinishedEpisodes, OpenTurn, RolloutTrajectory, ScoringSettings, stable_hash
 from elastic.runtime.journal import TrajectoryRow
@@ -77,7 +77,7 @@ class AgentRollouts:
         self._scored_by_function = scoring is not None
         self._finished = FinishedEpisodes(seed, scoring, stored)
         self._prompted = prompted
-        self._claims = Claims()
+        self._claims = AgentClaims()
         self._turns: dict[TurnId, AgentTurn] = {}
         """Those that are not settled."""
 
@@ -87,10 +87,10 @@ class AgentRollouts:
         """Give out a member of the group of this name. Returns it, and whether it was given before for this call."""
         driver = ask.caller.driver
         if not driver:
-            raise Refused(403, "driver_key_required", "trajectories are opened with a driver's key")
+            raise CallRefused(403, "driver_key_required", "trajectories are opened with a driver's key")
         if ask.key and (former := self._claims.begun.get((driver, ask.key))) is not None:
             if (former.name, former.task) != (ask.group, ask.task):
-                raise Refused(422, "idempotency_key_reused", f"the key {ask.key!r} was another call's")
+                raise CallRefused(422, "idempotency_key_reused", f"the key {ask.key!r} was another call's")
             return former.trajectory, True
         group, now_ns = self._claims.group(driver, ask.group), self._clock_ns()
         for session in ask.sessions:
@@ -108,16 +108,18 @@ class AgentRollouts:
         return self._standing(trajectory)
 
     def reward(self, caller: AgentCaller, reward: float) -> TrajectoryStanding:
-        """Raises `Refused` for what is no finite number, and for another reward than the one that it has."""
+        """Raises `CallRefused` for what is no finite number, and for another reward than the one that it has."""
         if not math.isfinite(reward):
-            raise Refused(400, "invalid_reward", f"the reward is {reward}; allowed: a finite number", param="reward")
+            raise CallRefused(
+                400, "invalid_reward", f"the reward is {reward}; allowed: a finite number", param="reward"
+            )
         if (ended := self._claims.over(caller)) is not None:
             if ended.reward == reward:
                 return ended.standing
             raise gone(ended)
         trajectory = self._claims.open(caller)
         if trajectory.reward not in (None, reward):
-            raise Refused(409, "reward_given", f"the trajectory has the reward {trajectory.reward}", retry=False)
+            raise CallRefused(409, "reward_given", f"the trajectory has the reward {trajectory.reward}", retry=False)
         if trajectory.reward is None:
             self._note(notes.Rewarded(trajectory.trajectory, reward))
         return self._standing(trajectory)
@@ -151,16 +153,16 @@ class AgentRollouts:
         )
 
     def open(self, ask: OpenTurns) -> tuple[list[AgentTurn], bool]:
-        """The call's turns, and whether it has joined them. Raises `Refused`."""
+        """The call's turns, and whether it has joined them. Raises `CallRefused`."""
         trajectory, limits = self._heard(ask.caller), self._limits
         if ask.first_choice == 0 and (joined := self._joined(trajectory, ask.call)):
             return joined, True
         if trajectory.truncated or trajectory.asked + ask.choices > limits.max_turns:
             if not trajectory.truncated:
                 self._note(notes.Truncated(trajectory.trajectory))
-            raise Refused(410, "max_turns", f"the trajectory has had its {limits.max_turns} turns", retry=False)
+            raise CallRefused(410, "max_turns", f"the trajectory has had its {limits.max_turns} turns", retry=False)
         if len(self._turns) + ask.choices > limits.open_turns_max:
-            raise Refused(429, "too_many_turns", f"{len(self._turns)} turns are open already", retry_after_s=1.0)
+            raise CallRefused(429, "too_many_turns", f"{len(self._turns)} turns are open already", retry_after_s=1.0)
         branch, tokens, ids = ask.branch, ask.tokens, ask.ids
         if branch is None:
             limits.check_ids(ids)
@@ -188,7 +190,7 @@ class AgentRollouts:
         try:
             opened = self._open(trajectory, turn, asked, max_new_tokens)
         except ValueError as error:
-            raise Refused(409, "branch_gone", str(error)) from error
+            raise CallRefused(409, "branch_gone", str(error)) from error
         self._feed(
             e.TurnRequested(
                 turn=turn,
@@ -216,7 +218,7 @@ class AgentRollouts:
         try:
             joined = trajectory.calls.joined(call)
         except OtherBody as key:
-            raise Refused(422, "idempotency_key_reused", f"the key {key} was another call's", retry=False) from key
+            raise CallRefused(422, "idempotency_key_reused", f"the key {key} was another call's", retry=False) from key
         turns = [] if joined is None else [trajectory.turns[turn] for turn in joined.turns if turn in trajectory.turns]
         for turn in turns:
             turn.alone_ns = None
@@ -238,11 +240,11 @@ class AgentRollouts:
             self.watcher.over(turn)
 
     def settle(self, turn: AgentTurn, kept: int, answer: bytes) -> None:
-        """Said once more it changes nothing. Raises `Refused` for a turn that was given up, or is not over."""
+        """Said once more it changes nothing. Raises `CallRefused` for a turn that was given up, or is not over."""
         if turn.kept is not None:
             return
         if not turn.over or not turn.finish:
-            raise Refused(409, "turn_not_over", f"turn {turn.id} has no answer")
+            raise CallRefused(409, "turn_not_over", f"turn {turn.id} has no answer")
         if kept < turn.tokens:
             self._cut(turn, kept)
         self._note(notes.AnswerSettled(turn.id, kept, answer))
