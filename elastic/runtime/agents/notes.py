@@ -1,6 +1,6 @@
 """What a run's journal keeps of agents and their drivers, so that another process knows all that was said.
 
-Notes travel in the core's events and are opaque there: `Asked` in `TurnRequested`, the others in `AgentNoted`.
+Notes travel in the core's events and are opaque there: `TurnAsked` in `TurnRequested`, the others in `AgentNoted`.
 """
 
 from typing import TypeAlias
@@ -15,7 +15,7 @@ class _Note(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
-class Asked(_Note, frozen=True):
+class TurnAsked(_Note, frozen=True):
     """A call asks for a turn: as in `OpenTurns`, with the settings that its sampling has besides the run's."""
 
     call: AgentCall
@@ -75,7 +75,7 @@ class Truncated(_Note, frozen=True):
     trajectory: TrajectoryId
 
 
-AgentNote: TypeAlias = Asked | Begun | Bound | AnswerSettled | AnswerGiven | Abandoned | Rewarded | Truncated
+AgentNote: TypeAlias = TurnAsked | Begun | Bound | AnswerSettled | AnswerGiven | Abandoned | Rewarded | Truncated
 
 encode_note = msgspec.msgpack.Encoder().encode
 decode_note = msgspec.msgpack.Decoder(AgentNote).decode

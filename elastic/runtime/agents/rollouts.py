@@ -172,7 +172,7 @@ class AgentRollouts:
         sampling = limits.granted(ask.sampling, prompt_tokens)
         turns: list[AgentTurn] = []
         for choice in range(ask.first_choice, ask.first_choice + ask.choices):
-            asked = notes.Asked(
+            asked = notes.TurnAsked(
                 ask.call,
                 choice,
                 branch,
@@ -185,7 +185,7 @@ class AgentRollouts:
             turns.append(self._ask(trajectory, asked, sampling.max_new_tokens))
         return turns, False
 
-    def _ask(self, trajectory: AgentTrajectory, asked: notes.Asked, max_new_tokens: int) -> AgentTurn:
+    def _ask(self, trajectory: AgentTrajectory, asked: notes.TurnAsked, max_new_tokens: int) -> AgentTurn:
         turn = turn_id(trajectory.trajectory, trajectory.asked)
         try:
             opened = self._open(trajectory, turn, asked, max_new_tokens)
@@ -203,7 +203,9 @@ class AgentRollouts:
         )
         return opened
 
-    def _open(self, trajectory: AgentTrajectory, turn: TurnId, asked: notes.Asked, max_new_tokens: int) -> AgentTurn:
+    def _open(
+        self, trajectory: AgentTrajectory, turn: TurnId, asked: notes.TurnAsked, max_new_tokens: int
+    ) -> AgentTurn:
         step, group, member = parse_trajectory(trajectory.trajectory)
         sampling = SamplingParameters(
             max_new_tokens=max_new_tokens,
@@ -421,7 +423,7 @@ class AgentRollouts:
             case e.TurnRequested():
                 asked = notes.decode_note(event.note)
                 trajectory = self._claims.trajectories.get(event.trajectory)
-                if trajectory is not None and isinstance(asked, notes.Asked):
+                if trajectory is not None and isinstance(asked, notes.TurnAsked):
                     self._open(trajectory, event.turn, asked, event.max_new_tokens)
             case e.TurnCut():
                 if (turn := self._turns.get(event.turn)) is not None:
@@ -487,7 +489,7 @@ class AgentRollouts:
                 trajectories[note.trajectory].reward = note.reward
             case notes.Truncated():
                 trajectories[note.trajectory].truncated = True
-            case notes.Asked():
+            case notes.TurnAsked():
                 raise AssertionError("calls come with the turns that they ask for")
 
     def _drop(self, trajectory: TrajectoryId, cause: str) -> None:

@@ -7,7 +7,7 @@ from elastic.protocol.front_messages import AgentCall
 from elastic.protocol.sampled import TOKEN_BYTES, SampledBranch, SampledRun
 from elastic.runtime.agents.branches import Branches, Opening
 from elastic.runtime.agents.joining import Calls
-from elastic.runtime.agents.notes import Asked
+from elastic.runtime.agents.notes import TurnAsked
 from elastic.runtime.episodes import OpenTurn, RolloutTrajectory
 
 GIVEN_KEPT = 16
@@ -22,7 +22,7 @@ class AgentTurn:
     them are the answer, None until it is settled. `alone_ns` is since when no client waits for it.
     """
 
-    asked: Asked
+    asked: TurnAsked
     at: Opening
     generated: OpenTurn
     kept: int | None = None
@@ -78,7 +78,7 @@ class AgentTrajectory:
     reward: float | None = None
     truncated: bool = False
 
-    def ask(self, turn: TurnId, asked: Asked, sampling: SamplingParameters | None) -> AgentTurn:
+    def ask(self, turn: TurnId, asked: TurnAsked, sampling: SamplingParameters | None) -> AgentTurn:
         """Open a turn. Raises `ValueError` where its branch has no such place."""
         at = self.branches.begin(asked.branch, asked.tokens, asked.ids)
         generated = OpenTurn(turn, at.prompt_tokens, prompt=self.branches.branches[at.branch].token_ids)
