@@ -1,8 +1,9 @@
 """A checkpoint's tokenizer, by the `tokenizers` library alone: neither transformers nor torch is imported.
 
+- Control tokens are the special ones, and added tokens that the chat template itself writes, such as `<tool_response>`.
 - Text never becomes a control token: whatever an agent writes, `encode` gives ordinary tokens for it.
-- The special tokens that a chat template writes do become control tokens. The template's output is *coded* for that:
-  each of them stands there as a word that nobody outside this process can know (`coded`, `encode_coded`).
+- Those that a chat template writes do become control tokens. The template's output is *coded* for that: each of them
+  stands there as a word that nobody outside this process can know (`coded`, `encode_coded`).
 - What an incremental `TextDecoder` gives joins to exactly what `decode` gives for the whole.
 """
 
@@ -39,6 +40,7 @@ class Tokenizer:
     vocab_size: token ids are below it.
     template: the chat template's source; None if the checkpoint has none. `templates` has all by name.
     named: special tokens by the names that templates know, such as `eos_token`.
+    special, control: special and control tokens by their ids.
     hub_name: under which the checkpoint was published, as far as it says; else empty.
     """
 
@@ -49,41 +51,22 @@ class Tokenizer:
         config = _read_json(directory / "tokenizer_config.json")
         self.named = {name: token for name in NAMED_TOKENS if (token := _token_text(config.get(name)))}
         _take_over(given, config, self.named)
-        try:
-            self._tokens = tokenizers.Tokenizer.from_str(json.dumps(given))
-        except Exception as error:  # the library raises bare exceptions for files that it cannot read
-            raise TokenizerError(f"{directory / 'tokenizer.json'}: no tokenizer ({error})") from error
-        self._tokens.no_padding()
-        self._tokens.no_truncation()
-        self._tokens.encode_special_tokens = True
         self.templates = _templates(directory, config)
         self.template = self.templates.get("default")
         self.hub_name = _hub_name(directory, config)
-
+        self.special = {token["id"]: token["content"] for token in given["added_tokens"] if token.get("special")}
+        _make_control_tokens_special(given, "\0".join(self.templates.values()))
+        self._tokens = _library_tokenizer(directory / "tokenizer.json", given)
         added = self._tokens.get_added_tokens_decoder()
         self.vocab_size = max(self._tokens.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
-        self.control_ids = {number: token.content for number, token in added.items() if token.special}
-        self.added_tokens = frozenset(token.content for token in added.values())
+        self.control = {number: token.content for number, token in added.items() if token.special}
+        self.eos_token_ids = self._ends()
         unknown = self.named.get("unk_token")
-        self._refused = {n for n, content in self.control_ids.items() if content != unknown}
-        self.eos_token_ids = self._ends(config)
-
-        nonce = "".join(chr(0xE000 + byte) for byte in secrets.token_bytes(16))
-        self._word = {content: f"{nonce}{chr(0xE100 + place // 256)}{chr(0xE100 + place % 256)}"
-                      for place, content in enumerate(sorted(self.control_ids.values()))}  # fmt: skip
-        flags = {token.content: token for token in added.values()}
-        words = [
-            tokenizers.AddedToken(
-                word, lstrip=flags[content].lstrip, rstrip=flags[content].rstrip, normalized=flags[content].normalized
-            )
-            for content, word in self._word.items()
-        ]
-        if words:
-            self._tokens.add_tokens(words)
-        ids = {content: number for number, content in self.control_ids.items()}
-        self._coded_ids = {self._tokens.token_to_id(word): ids[content] for content, word in self._word.items()}
-        longest_first = sorted((text for text in self.added_tokens if text), key=len, reverse=True)
+        self._refused = {number for number, content in self.control.items() if content != unknown}
+        longest_first = sorted((token.content for token in added.values() if token.content), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._words = _words_for(self.control)
+        self._coded_ids = self._learn_words({number: added[number] for number in self.control})
         self._byte_level = _is_byte_level(given.get("decoder"))
         self._bytes: dict[int, bytes] = {}
 
@@ -97,19 +80,33 @@ class Tokenizer:
         """
         return self._encode(self.coded(text) if special else text, around=special)
 
-    def coded(self, text: str) -> str:
-        """The text with its special tokens as words for `encode_coded`."""
-        return self._added.sub(lambda found: self._word.get(found[0], found[0]), text)
+    def coded(self, text: str, broken_by: str = "") -> str:
+        """The text with its control tokens as words for `encode_coded`, but those that have `broken_by` in them, which
+        is taken out: they are text."""
+        text = self._added.sub(lambda found: self._words.get(found[0], found[0]), text)
+        return text.replace(broken_by, "") if broken_by else text
 
     def encode_coded(self, text: str) -> list[int]:
+        """Raises `ControlTextError`."""
         return self._encode(text, around=False)
 
     def coded_start(self, text: str) -> int | None:
         """The control token with which a coded text begins."""
-        return next((self.token_id(content) for content, word in self._word.items() if text.startswith(word)), None)
+        return next((number for number, content in self.control.items() if text.startswith(self._words[content])), None)
 
     def token_id(self, token: str) -> int | None:
         return self._tokens.token_to_id(token)
+
+    def _learn_words(self, tokens: Mapping[int, tokenizers.AddedToken]) -> dict[int | None, int]:
+        """The tokens' own ids by those of their words, which are found in a text as the tokens would be."""
+        words = [
+            tokenizers.AddedToken(
+                self._words[token.content], lstrip=token.lstrip, rstrip=token.rstrip, normalized=token.normalized
+            )
+            for token in tokens.values()
+        ]
+        self._tokens.add_tokens(words)
+        return {self._tokens.token_to_id(word.content): number for word, number in zip(words, tokens, strict=True)}
 
     def _encode(self, text: str, around: bool) -> list[int]:
         try:
@@ -118,7 +115,7 @@ class Tokenizer:
             encoding = self._tokens.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=around)
         ids = encoding.ids
         if not around and (wrong := self._refused.intersection(ids)):
-            raise ControlTextError(f"text would become the control token {self.control_ids[min(wrong)]!r}")
+            raise ControlTextError(f"text would become the control token {self.control[min(wrong)]!r}")
         return [self._coded_ids.get(number, number) for number in ids]
 
     # Tokens to text.
@@ -131,7 +128,9 @@ class Tokenizer:
         """The text of tokens, with the special ones or without. Numbers beyond the vocabulary are no text."""
         if self._byte_level:
             return b"".join(self._bytes_of(number, special) for number in ids).decode("utf-8", "replace")
-        return self._tokens.decode([n for n in ids if n < self.vocab_size], skip_special_tokens=not special)
+        left_out = () if special else self.special
+        shown = [number for number in ids if number < self.vocab_size and number not in left_out]
+        return self._tokens.decode(shown, skip_special_tokens=False)
 
     def decoder(self, special: bool = False) -> "TextDecoder":
         return _ByteDecoder(self, special) if self._byte_level else TextDecoder(self, special)
@@ -140,9 +139,9 @@ class Tokenizer:
         found = self._bytes.get(number)
         if found is None:
             found = self._bytes[number] = _bytes_of_token(self.token(number))
-        return b"" if number in self.control_ids and not special else found
+        return b"" if number in self.special and not special else found
 
-    def _ends(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+    def _ends(self) -> tuple[int, ...]:
         generation = _read_json(self.directory / "generation_config.json").get("eos_token_id")
         if generation is None:
             generation = _read_json(self.directory / "config.json").get("eos_token_id")
@@ -244,6 +243,33 @@ def _take_over(given: dict[str, Any], config: Mapping[str, Any], named: Mapping[
     for token in (*named.values(), *map(_token_text, more.values() if isinstance(more, dict) else more)):
         if token in known:
             known[token]["special"] = True
+
+
+def _library_tokenizer(path: Path, given: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    try:
+        tokens = tokenizers.Tokenizer.from_str(json.dumps(given))
+    except Exception as error:  # the library raises bare exceptions for files that it cannot read
+        raise TokenizerError(f"{path}: no tokenizer ({error})") from error
+    tokens.no_padding()
+    tokens.no_truncation()
+    tokens.encode_special_tokens = True
+    return tokens
+
+
+def _words_for(control: Mapping[int, str]) -> dict[str, str]:
+    """A word of private characters for each token, which cannot be guessed."""
+    nonce = "".join(chr(0xE000 + byte) for byte in secrets.token_bytes(16))
+    return {
+        content: f"{nonce}{chr(0xE100 + place // 4096)}{chr(0xE800 + place % 4096)}"
+        for place, content in enumerate(control.values())
+    }
+
+
+def _make_control_tokens_special(given: dict[str, Any], templates: str) -> None:
+    """Of the added tokens, call special what the templates write, so that the library finds none of them in texts."""
+    for token in given["added_tokens"]:
+        if token["content"] in templates and not token["content"].isspace():
+            token["special"] = True
 
 
 def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,307 @@
+"""What an answer's text says: reasoning, content and calls of tools, as it comes or at once. Pure.
+
+Parsers are named as vLLM's flags name them. Whatever they cannot read stays content, so no text is lost: a block that
+is no call, or that a limit cut off. Blank space around calls and around reasoning is no part of anything.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
+
+THINK, THOUGHT = "<think>", "</think>"
+CALL, CALLED = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+
+
+class AnsweredCall(NamedTuple):
+    """A call of a tool. `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+    id: str
+
+
+class ParsedAnswer(NamedTuple):
+    """An answer, or what a piece of one adds to it."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[AnsweredCall, ...] = ()
+
+    def plus(self, more: "ParsedAnswer") -> "ParsedAnswer":
+        return ParsedAnswer(
+            self.content + more.content, self.reasoning + more.reasoning, self.tool_calls + more.tool_calls
+        )
+
+    def message(self) -> dict[str, Any]:
+        """The answer as the message that its client gets, and sends back as history."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        return message
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: str
+
+
+class ReasoningParser(Protocol):
+    """Splits text as it comes. Both methods return (reasoning, content)."""
+
+    def feed(self, text: str) -> tuple[str, str]: ...
+
+    def finish(self) -> tuple[str, str]: ...
+
+
+class ToolParser(Protocol):
+    """Finds calls in content as it comes. Both methods return (content, calls)."""
+
+    def feed(self, text: str) -> tuple[str, list[Call]]: ...
+
+    def finish(self) -> tuple[str, list[Call]]: ...
+
+
+class AnswerParser:
+    """Parses one answer. `seed` makes the ids of its calls, which are the same whenever the answer is parsed."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, seed: bytes) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._seed = seed
+        self._calls = 0
+
+    def feed(self, text: str) -> ParsedAnswer:
+        """What this text completes."""
+        reasoning, content = ("", text) if self._reasoning is None else self._reasoning.feed(text)
+        return self._answered(reasoning, *((content, []) if self._tools is None else self._tools.feed(content)))
+
+    def finish(self) -> ParsedAnswer:
+        """What was held back; no more text comes."""
+        reasoning, content = ("", "") if self._reasoning is None else self._reasoning.finish()
+        if self._tools is None:
+            return self._answered(reasoning, content, [])
+        more, calls = self._tools.feed(content)
+        rest, last = self._tools.finish()
+        return self._answered(reasoning, more + rest, [*calls, *last])
+
+    def whole(self, text: str) -> ParsedAnswer:
+        return self.feed(text).plus(self.finish())
+
+    def _answered(self, reasoning: str, content: str, calls: Sequence[Call]) -> ParsedAnswer:
+        named = []
+        for call in calls:
+            named.append(AnsweredCall(*call, call_id(self._seed, self._calls, call)))
+            self._calls += 1
+        return ParsedAnswer(content, reasoning, tuple(named))
+
+
+def call_id(seed: bytes, place: int, call: Call) -> str:
+    """The id of an answer's call at this place, by the `seed` of the answer."""
+    said = json.dumps([seed.hex(), place, *call]).encode()
+    return f"call_{blake2b(said, digest_size=12).hexdigest()}"
+
+
+class ThinkParser:
+    """Reasoning up to `</think>`, which may begin with `<think>`.
+
+    opened: whether the prompt ends within reasoning; None if that is not known. Then an answer that does not begin with
+    `<think>` is held back until `</think>` shows that it began with reasoning.
+    """
+
+    def __init__(self, opened: bool | None) -> None:
+        self._inside: bool | None = opened
+        self._begun = False
+        """Whether it is known if `<think>` begins the answer."""
+        self._held = ""
+        self._trimmed = True
+        """Whether blank space that comes next is left out."""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        self._held += text
+        if not self._begun:
+            start = self._held.lstrip()
+            if len(start) < len(THINK) and THINK.startswith(start):
+                return "", ""
+            self._begun = True
+            if start.startswith(THINK):
+                self._inside, self._held = True, start.removeprefix(THINK)
+            elif self._inside is not True:
+                self._trimmed = False
+        reasoning = ""
+        if self._inside is not False:
+            before, found, after = self._held.partition(THOUGHT)
+            if found:
+                reasoning = before.strip() if self._inside is None else self._shown(before).rstrip()
+                self._held = after
+                self._inside, self._trimmed = False, True
+            elif self._inside:
+                return self._safe(), ""
+            else:
+                return "", ""
+        content, self._held = self._shown(self._held), ""
+        return reasoning, content
+
+    def finish(self) -> tuple[str, str]:
+        rest, self._held = self._shown(self._held), ""
+        return (rest.rstrip(), "") if self._inside else ("", rest)
+
+    def _safe(self) -> str:
+        """Reasoning but for its end, which may be the beginning of `</think>` or blank space before it."""
+        size = next((n for n in range(len(THOUGHT) - 1, 0, -1) if self._held.endswith(THOUGHT[:n])), 0)
+        kept = len(self._held[: len(self._held) - size].rstrip())
+        shown, self._held = self._held[:kept], self._held[kept:]
+        return self._shown(shown)
+
+    def _shown(self, text: str) -> str:
+        if self._trimmed:
+            text = text.lstrip()
+            self._trimmed = not text
+        return text
+
+
+class HermesParser:
+    """Calls as JSON between `<tool_call>` and `</tool_call>`: Qwen's and Hermes's."""
+
+    def __init__(self, _tools: Sequence[Mapping[str, Any]]) -> None:
+        self._held = ""
+        self._space = ""
+        """Blank space that is content if content follows it, or the end."""
+        self._after_call = False
+
+    def feed(self, text: str) -> tuple[str, list[Call]]:
+        self._held += text
+        content, calls = "", []
+        while True:
+            before, found, after = self._held.partition(CALL)
+            if not found:
+                size = next((n for n in range(len(CALL) - 1, 0, -1) if self._held.endswith(CALL[:n])), 0)
+                kept = len(self._held) - size
+                content += self._shown(self._held[:kept])
+                self._held = self._held[kept:]
+                return content, calls
+            content += self._shown(before)
+            body, closed, rest = after.partition(CALLED)
+            if not closed:
+                self._held = found + after
+                return content, calls
+            self._held = rest
+            if call := call_of(body):
+                self._space, self._after_call = "", True
+                calls.append(call)
+            else:
+                content += self._shown(found + body + closed)
+
+    def finish(self) -> tuple[str, list[Call]]:
+        held, self._held = self._held, ""
+        if held.startswith(CALL) and (call := call_of(held.removeprefix(CALL))):
+            return "", [call]
+        content = self._shown(held)
+        return content if self._after_call else content + self._space, []
+
+    def _shown(self, text: str) -> str:
+        if self._after_call:
+            text = text.lstrip()
+        if not text.strip():
+            self._space += text
+            return ""
+        self._after_call = False
+        shown = self._space + text.rstrip()
+        self._space = text[len(text.rstrip()) :]
+        return shown
+
+
+class LlamaJsonParser:
+    """An answer that is JSON of calls, one after the other, with `;` or a comma between them: Llama 3's and 4's."""
+
+    def __init__(self, _tools: Sequence[Mapping[str, Any]]) -> None:
+        self._held = ""
+        self._content = False
+
+    def feed(self, text: str) -> tuple[str, list[Call]]:
+        if self._content:
+            return text, []
+        self._held += text
+        start = self._held.lstrip()
+        if not start or start[0] == "{" or start.startswith(PYTHON_TAG) or PYTHON_TAG.startswith(start):
+            return "", []
+        self._content = True
+        content, self._held = self._held, ""
+        return content, []
+
+    def finish(self) -> tuple[str, list[Call]]:
+        held, self._held = self._held, ""
+        calls = _calls_in_a_row(held.strip().removeprefix(PYTHON_TAG))
+        return ("", calls) if calls else (held, [])
+
+
+def call_of(text: str) -> Call | None:
+    """The call that a text is, as JSON with a name and arguments; None if it is none."""
+    try:
+        return _call(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _calls_in_a_row(text: str) -> list[Call]:
+    """The calls that a text consists of; none at all if anything else is in it."""
+    calls: list[Call] = []
+    decoder = json.JSONDecoder()
+    rest = text.strip()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return []
+        call = _call(value)
+        if call is None:
+            return []
+        calls.append(call)
+        rest = rest[end:].lstrip(";, \n\t")
+    return calls
+
+
+def _call(value: Any) -> Call | None:
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    return Call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+TOOL_PARSERS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": LlamaJsonParser,
+    "llama4_json": LlamaJsonParser,
+}
+"""By vLLM's names. Made for the tools of one call."""
+
+MARKERS = (THINK, THOUGHT, CALL, CALLED, PYTHON_TAG)
+"""Tokens that parsers read, even where a tokenizer calls them special."""
+
+
+def _qwen3(opened: bool | None) -> ReasoningParser:
+    return ThinkParser(opened)
+
+
+def _deepseek_r1(opened: bool | None) -> ReasoningParser:
+    """An answer of R1's begins with reasoning, unless the prompt has closed it."""
+    return ThinkParser(opened is not False)
+
+
+REASONING_PARSERS: Mapping[str, Callable[[bool | None], ReasoningParser]] = {
+    "qwen3": _qwen3,
+    "deepseek_r1": _deepseek_r1,
+}
+"""By vLLM's names. Made for a prompt that ends within reasoning, or does not; None if that is not known."""
+
+
+def ends_in_reasoning(prompt: str) -> bool:
+    """Whether a prompt whose end is this text leaves off within reasoning."""
+    return prompt.rfind(THINK) > prompt.rfind(THOUGHT) and not prompt[prompt.rfind(THINK) + len(THINK) :].strip()

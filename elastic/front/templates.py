@@ -1,0 +1,266 @@
+"""A checkpoint's chat template: messages to text, in a sandbox, as transformers render it.
+
+What comes out is coded (`elastic.front.tokenizer`): control tokens that the template wrote are told from those that
+somebody put into a message. For that, control tokens in texts of messages are broken by a private mark before they are
+rendered, and so is what could become one with its neighbours; the mark is taken out behind the template.
+
+In texts of users and tools no control token counts. The operator (`system`), tools' descriptions and the model itself
+(`assistant`) may name added tokens that are not special: `<think>` in a system prompt is the token, as for vLLM.
+"""
+
+import json
+import random
+import re
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from elastic.config import ConfigError
+from elastic.front.messages import AnyMessage, MessageError, as_rendered
+from elastic.front.tokenizer import Tokenizer
+from elastic.system.host import here
+
+RENDERED_CHARS_MAX = 64 * 1024 * 1024
+TRUSTED_ROLES = ("system", "assistant")
+PRIVATE_CHARACTERS = range(0xF0000, 0xFFFFE)
+_ROLE = re.compile("[A-Za-z_]+")
+
+
+class RendererError(ConfigError):
+    """There is no such renderer or parser, or the checkpoint cannot be rendered; the message names what there is."""
+
+
+class RenderingError(ValueError):
+    """The template does not take these messages."""
+
+
+class ChatTemplate:
+    """Renders messages that `elastic.front.messages.as_rendered` has made plain."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises `RendererError` for a template that is none."""
+        self._tokenizer = tokenizer
+        environment = _environment()
+        self._compiled: dict[str, jinja2.Template] = {}
+        for name, source in tokenizer.templates.items():
+            try:
+                self._compiled[name] = environment.from_string(source)
+            except (jinja2.TemplateError, RecursionError) as error:
+                raise RendererError(f"{tokenizer.directory}: chat template {name!r}: {error}") from error
+        self._guards = Guards(tokenizer)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+        *,
+        generation: bool,
+        now: datetime | None = None,
+    ) -> str:
+        """The coded text; with `generation`, it ends where an answer begins. `now` is what the template says for today.
+
+        Raises `RenderingError`.
+        """
+        template = self._compiled.get("tool_use" if tools and "tool_use" in self._compiled else "default")
+        if template is None:
+            raise RenderingError("this model has no chat template: it takes prompts, but no messages")
+        mark, guarded = self._guards.guarded(messages, tools, kwargs)
+        now = now or now_here()
+        given = {
+            **self._tokenizer.named,
+            **guarded.kwargs,
+            "messages": guarded.messages,
+            "tools": guarded.tools,
+            "documents": None,
+            "add_generation_prompt": generation,
+            "strftime_now": now.strftime,
+        }
+        return self._tokenizer.coded(_rendered(template, given, mark), broken_by=mark)
+
+
+class Guarded(NamedTuple):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    kwargs: dict[str, Any]
+
+
+class Guards:
+    """Break control tokens in what agents send."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._untrusted = _Tokens(tokenizer.control.values())
+        self._trusted = _Tokens(tokenizer.special.values())
+        self._draw = random.Random()
+
+    def guarded(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> tuple[str, Guarded]:
+        """A mark that stands in none of the texts, and the same with control tokens broken by it.
+
+        Raises `RenderingError`.
+        """
+        for message in messages:
+            if not _ROLE.fullmatch(str(message.get("role"))):
+                raise RenderingError(f"role {message.get('role')!r}: a name in letters is allowed")
+        for _ in range(16):
+            mark = chr(self._draw.choice(PRIVATE_CHARACTERS))
+            trusted, untrusted = _Guard(self._trusted, mark), _Guard(self._untrusted, mark)
+            try:
+                return mark, Guarded(
+                    [
+                        (trusted if message["role"] in TRUSTED_ROLES else untrusted).message(message)
+                        for message in messages
+                    ],
+                    trusted.value(list(tools)) if tools else None,
+                    trusted.value(dict(kwargs)),
+                )
+            except _MarkFound:
+                continue
+        raise RenderingError("the messages use up all private characters of Unicode")
+
+
+def plain_messages(messages: Sequence[AnyMessage]) -> list[dict[str, Any]]:
+    """Messages as templates take them. Raises `RenderingError`."""
+    if not messages:
+        raise RenderingError("messages are empty: there must be one at least")
+    try:
+        return [as_rendered(message) for message in messages]
+    except MessageError as error:
+        raise RenderingError(str(error)) from error
+
+
+def now_here() -> datetime:
+    return datetime.fromtimestamp(here().unix_ns() / 1e9)
+
+
+class _MarkFound(Exception):
+    """A text has the mark in it."""
+
+
+class _Tokens:
+    """Control tokens, and how texts are searched for them and for their parts."""
+
+    def __init__(self, tokens: Collection[str]) -> None:
+        tokens = [token for token in tokens if token]
+        self.begun = re.compile(f"(?={'|'.join(map(re.escape, tokens))})(.)" if tokens else "(?!)", re.DOTALL)
+        self.heads = {token[:size] for token in tokens for size in range(1, len(token))}
+        self.tails = {token[size:] for token in tokens for size in range(1, len(token))}
+        self.longest = max(map(len, tokens), default=1) - 1
+
+
+class _Guard:
+    """Puts a mark into the control tokens of texts, and at ends that may be part of one."""
+
+    def __init__(self, tokens: _Tokens, mark: str) -> None:
+        self._tokens = tokens
+        self._mark = mark
+
+    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value if key == "role" else self.value(value) for key, value in message.items()}
+
+    def value(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {self.text(key) if isinstance(key, str) else key: self.value(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.value(one) for one in value]
+        return value
+
+    def text(self, text: str) -> str:
+        tokens, mark = self._tokens, self._mark
+        if mark in text:
+            raise _MarkFound
+        sizes = range(1, min(tokens.longest, len(text)) + 1)
+        if any(text[:size] in tokens.tails for size in sizes):
+            return mark + self._closed(text, sizes)
+        return self._closed(text, sizes)
+
+    def _closed(self, text: str, sizes: range) -> str:
+        broken = self._tokens.begun.sub(lambda found: found[1] + self._mark, text)
+        return broken + self._mark if any(text[-size:] in self._tokens.heads for size in sizes) else broken
+
+
+def _rendered(template: jinja2.Template, given: Mapping[str, Any], mark: str) -> str:
+    pieces: list[str] = []
+    size = 0
+    try:
+        for piece in template.generate(**given):
+            size += len(piece)
+            if size > RENDERED_CHARS_MAX:
+                raise RenderingError(f"the chat template makes more than {RENDERED_CHARS_MAX} characters")
+            pieces.append(piece)
+    except RenderingError:
+        raise
+    except Exception as error:  # a template is a program of its own, which may fail in any way
+        said = str(error).replace(mark, "") or type(error).__name__
+        raise RenderingError(f"the chat template does not take these messages: {said}") from error
+    escaped = json.dumps(mark)[1:-1]  # as a template writes it that asks for ASCII
+    return "".join(pieces).replace(escaped, mark)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` … `{% endgeneration %}`, by which templates say what of them is an answer: its body alone."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own interface
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's, without the underscored attributes that lead out of the sandbox."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *given = args
+        attributes = dict(*given, **kwargs)
+        for name in attributes:
+            _no_underscore(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _no_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _no_underscore(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name!r}")
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """`dict` itself has attributes that lead out of the sandbox."""
+    return dict(*args, **kwargs)
+
+
+def _raise_exception(message: Any) -> Any:
+    raise jinja2.TemplateError(str(message))
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON without the escapes for HTML that Jinja's own filter makes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["namespace"] = _Namespace
+    environment.globals["dict"] = _dict
+    return environment
