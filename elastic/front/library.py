@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic.front.messages import AnyMessage
-from elastic.front.parsing import AnsweredCall, Call, ParsedAnswer, call_id
+from elastic.front.parsing import AnsweredCall, NamedCall, ParsedAnswer, call_id
 from elastic.front.reading import AnswerParsers, AnswerReader, call_seed
 from elastic.front.templates import Guards, RendererError, RenderingError, plain_messages
 from elastic.front.tokenizer import ControlTextError, Tokenizer
@@ -50,6 +50,10 @@ class LibraryRenderer:
         except Exception as error:  # whatever a renderer of the library's misses in a tokenizer
             raise RendererError(f"front.renderer: {name!r} does not go with {tokenizer.directory}: {error}") from error
         self.stop_token_ids = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *self._plain.get_stop_token_ids())))
+
+    @property
+    def reads_calls(self) -> bool:
+        return self._parsers.reads_calls or not self._parsers.named
 
     def prompt(
         self,
@@ -211,7 +215,7 @@ def _answered(parsed: Any, tools: Any, seed: bytes) -> ParsedAnswer:
     content, calls = [parsed.content or ""], []
     for attempt in parsed.tool_calls:
         if tools and str(attempt.status) == "ok" and attempt.name:
-            call = Call(attempt.name, _arguments(attempt.arguments))
+            call = NamedCall(attempt.name, _arguments(attempt.arguments))
             calls.append(AnsweredCall(*call, attempt.id or call_id(seed, len(calls), call)))
         else:
             content.append(attempt.raw)

@@ -48,7 +48,7 @@ class ParsedAnswer(NamedTuple):
         return message
 
 
-class Call(NamedTuple):
+class NamedCall(NamedTuple):
     name: str
     arguments: str
 
@@ -64,9 +64,9 @@ class ReasoningParser(Protocol):
 class ToolParser(Protocol):
     """Finds calls in content as it comes. Both methods return (content, calls)."""
 
-    def feed(self, text: str) -> tuple[str, list[Call]]: ...
+    def feed(self, text: str) -> tuple[str, list[NamedCall]]: ...
 
-    def finish(self) -> tuple[str, list[Call]]: ...
+    def finish(self) -> tuple[str, list[NamedCall]]: ...
 
 
 class AnswerParser:
@@ -95,7 +95,7 @@ class AnswerParser:
     def whole(self, text: str) -> ParsedAnswer:
         return self.feed(text).plus(self.finish())
 
-    def _answered(self, reasoning: str, content: str, calls: Sequence[Call]) -> ParsedAnswer:
+    def _answered(self, reasoning: str, content: str, calls: Sequence[NamedCall]) -> ParsedAnswer:
         named = []
         for call in calls:
             named.append(AnsweredCall(*call, call_id(self._seed, self._calls, call)))
@@ -103,7 +103,7 @@ class AnswerParser:
         return ParsedAnswer(content, reasoning, tuple(named))
 
 
-def call_id(seed: bytes, place: int, call: Call) -> str:
+def call_id(seed: bytes, place: int, call: NamedCall) -> str:
     """The id of an answer's call at this place, by the `seed` of the answer."""
     said = json.dumps([seed.hex(), place, *call]).encode()
     return f"call_{blake2b(said, digest_size=12).hexdigest()}"
@@ -176,7 +176,7 @@ class HermesParser:
         """Blank space that is content if content follows it, or the end."""
         self._after_call = False
 
-    def feed(self, text: str) -> tuple[str, list[Call]]:
+    def feed(self, text: str) -> tuple[str, list[NamedCall]]:
         self._held += text
         content, calls = "", []
         while True:
@@ -199,7 +199,7 @@ class HermesParser:
             else:
                 content += self._shown(found + body + closed)
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> tuple[str, list[NamedCall]]:
         held, self._held = self._held, ""
         if held.startswith(CALL) and (call := call_of(held.removeprefix(CALL))):
             return "", [call]
@@ -225,7 +225,7 @@ class LlamaJsonParser:
         self._held = ""
         self._content = False
 
-    def feed(self, text: str) -> tuple[str, list[Call]]:
+    def feed(self, text: str) -> tuple[str, list[NamedCall]]:
         if self._content:
             return text, []
         self._held += text
@@ -236,13 +236,13 @@ class LlamaJsonParser:
         content, self._held = self._held, ""
         return content, []
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> tuple[str, list[NamedCall]]:
         held, self._held = self._held, ""
         calls = _calls_in_a_row(held.strip().removeprefix(PYTHON_TAG))
         return ("", calls) if calls else (held, [])
 
 
-def call_of(text: str) -> Call | None:
+def call_of(text: str) -> NamedCall | None:
     """The call that a text is, as JSON with a name and arguments; None if it is none."""
     try:
         return _call(json.loads(text))
@@ -250,9 +250,9 @@ def call_of(text: str) -> Call | None:
         return None
 
 
-def _calls_in_a_row(text: str) -> list[Call]:
+def _calls_in_a_row(text: str) -> list[NamedCall]:
     """The calls that a text consists of; none at all if anything else is in it."""
-    calls: list[Call] = []
+    calls: list[NamedCall] = []
     decoder = json.JSONDecoder()
     rest = text.strip()
     while rest:
@@ -268,11 +268,11 @@ def _calls_in_a_row(text: str) -> list[Call]:
     return calls
 
 
-def _call(value: Any) -> Call | None:
+def _call(value: Any) -> NamedCall | None:
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    return Call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    return NamedCall(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
 TOOL_PARSERS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], ToolParser]] = {

@@ -42,6 +42,10 @@ class AnswerParsers:
     def named(self) -> bool:
         return self._tools is not None or self._reasoning is not None
 
+    @property
+    def reads_calls(self) -> bool:
+        return self._tools is not None
+
     def plain(self, calls_tools: bool) -> bool:
         return self._reasoning is None and not (calls_tools and self._tools is not None)
 

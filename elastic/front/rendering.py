@@ -46,6 +46,11 @@ class ChatRenderer(Protocol):
     stop_token_ids: tuple[int, ...]
     needs_ids: bool
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools are read out of answers."""
+        ...
+
     def prompt(self, messages: Sequence[AnyMessage], tools: Tools, template_kwargs: Mapping[str, Any]) -> list[int]:
         """The whole conversation, up to where an answer begins. Raises `RenderingError`."""
         ...
@@ -118,6 +123,10 @@ class TemplateRenderer:
         closing = None if (habits := self._habits(None, {})) is None else habits.closing_id
         ends = tokenizer.eos_token_ids if closing is None else (*tokenizer.eos_token_ids, closing)
         self.stop_token_ids = tuple(dict.fromkeys(ends))
+
+    @property
+    def reads_calls(self) -> bool:
+        return self._answers.reads_calls
 
     @property
     def habits(self) -> dict[str, Any]:

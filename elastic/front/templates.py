@@ -113,7 +113,7 @@ class Guards:
                 raise RenderingError(f"role {message.get('role')!r}: a name in letters is allowed")
         for _ in range(16):
             mark = chr(self._draw.choice(PRIVATE_CHARACTERS))
-            trusted, untrusted = _Guard(self._trusted, mark), _Guard(self._untrusted, mark)
+            trusted, untrusted = _Breaker(self._trusted, mark), _Breaker(self._untrusted, mark)
             try:
                 return mark, Guarded(
                     [
@@ -157,7 +157,7 @@ class _Tokens:
         self.longest = max(map(len, tokens), default=1) - 1
 
 
-class _Guard:
+class _Breaker:
     """Puts a mark into the control tokens of texts, and at ends that may be part of one."""
 
     def __init__(self, tokens: _Tokens, mark: str) -> None:
