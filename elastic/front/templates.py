@@ -29,6 +29,14 @@ RENDERED_CHARS_MAX = 64 * 1024 * 1024
 TRUSTED_ROLES = ("system", "assistant")
 PRIVATE_CHARACTERS = range(0xF0000, 0xFFFFE)
 _ROLE = re.compile("[A-Za-z_]+")
+_PROBE = "elastic-probe"
+_QUESTION = {"role": "user", "content": _PROBE}
+_CALL = {"name": "elastic", "arguments": {"value": _PROBE}}
+_CALLING = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "call00000", "type": "function", "function": _CALL}],
+}
 
 
 class RendererError(ConfigError):
@@ -40,7 +48,11 @@ class RenderingError(ValueError):
 
 
 class ChatTemplate:
-    """Renders messages that `elastic.front.messages.as_rendered` has made plain."""
+    """Renders messages that `elastic.front.messages.as_rendered` has made plain.
+
+    Templates differ in what they take: most want content as a text and arguments of calls as values; some want parts,
+    or arguments as the text of JSON. Probes show which.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises `RendererError` for a template that is none."""
@@ -53,6 +65,11 @@ class ChatTemplate:
             except (jinja2.TemplateError, RecursionError) as error:
                 raise RendererError(f"{tokenizer.directory}: chat template {name!r}: {error}") from error
         self._guards = Guards(tokenizer)
+        self._wants = _Wants()
+        if "default" in self._compiled:
+            self._wants = self._better([_QUESTION], self._wants._replace(parts=True))
+            calling = [{"role": "user", "content": "x"}, _CALLING]
+            self._wants = self._better(calling, self._wants._replace(text_arguments=True))
 
     def render(
         self,
@@ -62,6 +79,7 @@ class ChatTemplate:
         *,
         generation: bool,
         now: datetime | None = None,
+        wants: "_Wants | None" = None,
     ) -> str:
         """The coded text; with `generation`, it ends where an answer begins. `now` is what the template says for today.
 
@@ -71,6 +89,8 @@ class ChatTemplate:
         if template is None:
             raise RenderingError("this model has no chat template: it takes prompts, but no messages")
         mark, guarded = self._guards.guarded(messages, tools, kwargs)
+        for message in guarded.messages:
+            (wants or self._wants).shape(message)
         now = now or now_here()
         given = {
             **self._tokenizer.named,
@@ -82,6 +102,31 @@ class ChatTemplate:
             "strftime_now": now.strftime,
         }
         return self._tokenizer.coded(_rendered(template, given, mark), broken_by=mark)
+
+    def _better(self, messages: list[dict[str, Any]], wants: "_Wants") -> "_Wants":
+        """These, if the probe's text comes out with them and not without; else those from before."""
+        return wants if not self._shows(messages, self._wants) and self._shows(messages, wants) else self._wants
+
+    def _shows(self, messages: list[dict[str, Any]], wants: "_Wants") -> bool:
+        try:
+            return _PROBE in self.render(messages, None, {}, generation=False, wants=wants)
+        except RenderingError:
+            return False
+
+
+class _Wants(NamedTuple):
+    """How a template wants messages: content in parts, arguments of calls as text."""
+
+    parts: bool = False
+    text_arguments: bool = False
+
+    def shape(self, message: dict[str, Any]) -> None:
+        if self.parts:
+            message["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+        if self.text_arguments:
+            for call in message.get("tool_calls", ()):
+                if not isinstance(arguments := call["function"]["arguments"], str):
+                    call["function"]["arguments"] = _to_json(arguments)
 
 
 class Guarded(NamedTuple):

@@ -11,46 +11,8 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-DROPS_THOUGHTS = """\
-{%- set ns = namespace(last=messages|length - 1, searching=true) %}
-{%- for message in messages[::-1] %}
-    {%- if ns.searching and message.role == 'user' and not message.content.startswith('<tool_response>') %}
-        {%- set ns.last = messages|length - 1 - loop.index0 %}{%- set ns.searching = false %}
-    {%- endif %}
-{%- endfor %}
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- set content = message.content %}
-    {%- if message.role == 'assistant' %}
-        {%- set thought = message.reasoning_content or '' %}
-        {%- if not thought and '</think>' in content %}
-            {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- if loop.index0 > ns.last and (loop.last or thought) %}
-            {{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}
-        {%- endif %}
-        {{- content }}
-        {%- for call in message.tool_calls %}
-            {{- '\\n<tool_call>\\n' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) }}
-            {{- '\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
-{%- endif %}
-"""
-"""As Qwen3's: reasoning is shown of the answers behind the last question."""
+QWEN3 = (Path(__file__).parent / "templates/qwen3.jinja").read_text()
+"""Qwen's own (Apache-2.0). It shows the reasoning of answers behind the last question alone."""
 
 NEVER_SHOWS_THOUGHTS = (
     "{% for message in messages %}{% if message.role == 'assistant' %}"

@@ -21,7 +21,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "é <b>",
 TEMPLATES = {
     "tiny": TEMPLATE,
     "chatml": chats.CHATML,
-    "drops thoughts": chats.DROPS_THOUGHTS,
+    "qwen3": chats.QWEN3,
     "dated": chats.DATED,
     "of parts": chats.OF_PARTS,
 }
@@ -221,7 +221,7 @@ class Agent:
             self.messages += [{"role": "assistant", "content": self.said()}, {"role": "user", "content": self.said()}]
 
 
-@pytest.mark.parametrize("name", ["tiny", "chatml", "drops thoughts", "dated"])
+@pytest.mark.parametrize("name", ["tiny", "chatml", "qwen3", "dated"])
 @given(draw=st.randoms(use_true_random=False))
 def test_more_is_what_the_whole_has_behind_the_answer_and_sampled_tokens_stay(
     tokenizers: dict[str, Tokenizer], renderers: dict[str, TemplateRenderer], name: str, draw: random.Random
@@ -237,7 +237,7 @@ def test_more_is_what_the_whole_has_behind_the_answer_and_sampled_tokens_stay(
         more = renderer.more(agent.messages, matched, agent.tools, {}, so_far, answer_tokens)
         whole = renderer.prompt(agent.messages, agent.tools, {})
         if more is None:
-            assert name == "drops thoughts"
+            assert name == "qwen3"
             agent.ids, agent.answers = whole, []
             continue
         assert whole[-len(more) :] == more
@@ -246,7 +246,7 @@ def test_more_is_what_the_whole_has_behind_the_answer_and_sampled_tokens_stay(
         ends = sum(1 for message in agent.messages[matched:] if message["role"] != "tool")
         tools = [m["role"] for m in agent.messages[matched:]]
         runs = sum(role == "tool" and (at == 0 or tools[at - 1] != "tool") for at, role in enumerate(tools))
-        runs = runs if name == "tiny" else tools.count("tool")
+        runs = runs if name in ("tiny", "qwen3") else tools.count("tool")
         assert more.count(closing) == ends + runs + (not closed)
         assert renderer.more(agent.messages, matched, agent.tools, {}, so_far[-1:], min(answer_tokens, 1)) == more
         agent.ids = so_far + more
@@ -269,7 +269,7 @@ QUESTION = {"role": "user", "content": "why"}
 def test_a_template_that_drops_old_reasoning_goes_on_behind_tools_and_not_behind_questions(
     tokenizers: dict[str, Tokenizer], renderers: dict[str, TemplateRenderer]
 ) -> None:
-    renderer, tokenizer = renderers["drops thoughts"], tokenizers["drops thoughts"]
+    renderer, tokenizer = renderers["qwen3"], tokenizers["qwen3"]
     assert renderer.habits == {
         "continues": False,
         "continues_behind_tools": True,
@@ -336,6 +336,21 @@ def test_a_message_that_ends_an_answer_stops_it(tmp_path: Path) -> None:
     tokenizer = chats.checkpoint(tmp_path / "model", chats.CHATML.replace("<|im_end|>", "<tool_response>"))
     stops = [tokenizer.token(number) for number in TemplateRenderer(tokenizer).stop_token_ids]
     assert stops == ["<|im_end|>", "<|endoftext|>", "<tool_response>"]
+
+
+def test_templates_get_content_and_arguments_as_they_want_them(tmp_path: Path) -> None:
+    of_parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    of_text = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ '!' + call.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": "hi "},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"a":[1]}'}}]},
+    ]
+    for place, (template, said) in enumerate(((of_parts, "hi "), (of_text, 'hi !{"a": [1]}'))):
+        tokenizer = chats.checkpoint(tmp_path / str(place), template)
+        assert tokenizer.decode(TemplateRenderer(tokenizer).prompt(messages, None, {})) == said
 
 
 # Errors.

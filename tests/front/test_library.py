@@ -1,0 +1,120 @@
+"""Renderers of the `renderers` library over our tokenizer. Without that optional extra there is nothing to test."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.front import library
+from elastic.front.library import LibraryRenderer
+from elastic.front.reading import AnswerParsers
+from elastic.front.rendering import TemplateRenderer, make_renderer
+from elastic.front.templates import RendererError, RenderingError
+from elastic.front.tokenizer import Tokenizer
+from tests.front import chats
+
+pytest.importorskip("renderers")
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+QUESTION = {"role": "user", "content": "why"}
+RESULT = {"role": "tool", "tool_call_id": "x", "content": "2"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return chats.checkpoint(tmp_path_factory.mktemp("model"), None)
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer: Tokenizer) -> LibraryRenderer:
+    return LibraryRenderer(tokenizer, "qwen3", AnswerParsers(tokenizer, "", ""))
+
+
+def test_names(tokenizer: Tokenizer) -> None:
+    assert {"qwen3", "llama-3", "glm-4.5"} < set(library.names())
+    assert library.name_for("Qwen/Qwen3-0.6B") == "qwen3"
+    assert library.name_for("") == library.name_for("/models/Qwen3-0.6B") == ""
+    with pytest.raises(RendererError, match=r"front.renderer: found 'default'; allowed: 'auto', 'template', 'deepseek"):
+        make_renderer(tokenizer, renderer="default")
+    with pytest.raises(RendererError, match=r"front.renderer: 'glm-4.5' does not go with"):
+        make_renderer(tokenizer, renderer="glm-4.5")
+
+
+@given(st.text(max_size=20) | st.sampled_from(["<|im_end|>", "<tool_response>", "</think>"]))
+def test_no_text_becomes_a_control_token(tokenizer: Tokenizer, renderer: LibraryRenderer, text: str) -> None:
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}, QUESTION]
+    ids = renderer.prompt(messages, None, {})
+    control = [tokenizer.control[number] for number in ids if number in tokenizer.control]
+    assert control == ["<|im_start|>", "<|im_end|>"] * 3 + ["<|im_start|>"]
+    assert text in tokenizer.decode(ids, special=True)
+
+
+@given(draw=st.randoms(use_true_random=False), enable_thinking=st.booleans())
+def test_a_bridge_keeps_what_was_sampled(
+    tokenizer: Tokenizer, renderer: LibraryRenderer, draw: random.Random, enable_thinking: bool
+) -> None:
+    kwargs = {} if enable_thinking else {"enable_thinking": False}
+    messages: list[dict[str, Any]] = [QUESTION]
+    ids = renderer.prompt(messages, [TOOL], kwargs)
+    for _ in range(3):
+        sampled = tokenizer.encode(draw.choice(["", "<think>\nHm.\n</think>\n\n"]) + CALL, special=True)
+        sampled = sampled[: draw.randrange(1, len(sampled))] if draw.random() < 0.3 else sampled
+        sampled += tokenizer.eos_token_ids[:1] * draw.randrange(2)
+        answer = renderer.parse(sampled, ids, [TOOL])
+        messages.append(answer.message())
+        matched = len(messages)
+        messages.append(RESULT)
+        so_far = ids + sampled
+        more = renderer.more(messages, matched, [TOOL], kwargs, so_far, len(sampled))
+        if more is None:
+            return
+        ids = so_far + more
+        assert (
+            renderer.prompt(messages, [TOOL], kwargs)[-len(more) :] == more
+            or sampled[-1] not in tokenizer.eos_token_ids
+        )
+
+
+def test_a_bridge_declines_where_old_reasoning_is_dropped(tokenizer: Tokenizer, renderer: LibraryRenderer) -> None:
+    ids = renderer.prompt([QUESTION], None, {})
+    sampled = tokenizer.encode("<think>\nHm.\n</think>\n\nYes.<|im_end|>", special=True)
+    messages = [QUESTION, renderer.parse(sampled, ids, None).message()]
+    assert messages[1]["content"] == "Yes."
+    assert renderer.more([*messages, QUESTION], 2, None, {}, ids + sampled, len(sampled)) is None
+    off = {"enable_thinking": False}
+    plain = tokenizer.encode("Yes.<|im_end|>", special=True)
+    ids = renderer.prompt([QUESTION], None, off)
+    assert renderer.more([*messages, QUESTION], 2, None, off, ids + plain, len(plain)) is not None
+
+
+def test_answers_are_parsed_by_the_library(tokenizer: Tokenizer, renderer: LibraryRenderer) -> None:
+    ids = tokenizer.encode(
+        f"<think>\nHm.\n</think>\n\nSo.\n{CALL}\n<tool_call>\n{{</tool_call><|im_end|>", special=True
+    )
+    answer = renderer.parse(ids, None, [TOOL], turn="t")
+    assert (answer.content, answer.reasoning) == ("So.\n{", "Hm.")
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [("add", '{"a": 1}')]
+    reader = renderer.reader(None, [TOOL], turn="t")
+    assert reader.feed(ids).plus(reader.finish()) == answer
+    assert renderer.reads_calls
+    assert not renderer.plain(False)
+
+
+def test_settings_that_the_renderer_lacks_are_an_error_of_the_call(renderer: LibraryRenderer) -> None:
+    with pytest.raises(RenderingError, match="no_such_setting"):
+        renderer.prompt([QUESTION], None, {"no_such_setting": 1})
+
+
+@pytest.mark.parametrize(
+    ("template", "chosen"), [(chats.QWEN3, LibraryRenderer), (chats.CHATML + "!", TemplateRenderer)]
+)
+def test_a_published_model_is_known_by_its_name_and_by_its_template(
+    tmp_path: Path, template: str, chosen: type
+) -> None:
+    chats.checkpoint(tmp_path / "model", template)
+    (tmp_path / "model" / "config.json").write_text('{"_name_or_path": "Qwen/Qwen3-0.6B"}')
+    assert isinstance(make_renderer(Tokenizer(tmp_path / "model")), chosen)
