@@ -86,6 +86,7 @@ class ModelledRun:
         self.standing: dict[str, TrajectoryStanding] = {}
         self.fds = 0
         self.settles = True
+        self.mute = False
         self.stirred = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._wires: set[Wire] = set()
@@ -185,6 +186,8 @@ class ModelledRun:
     def _hear(self, wire: Wire, message: FromFront) -> None:
         self.heard.append(message)
         self.stirred.set()
+        if self.mute:
+            return
         request = getattr(message, "request", None)
         if request is not None and (refusal := self.decline(message)) is not None:
             wire.send(Declined(request, *[getattr(refusal, name) for name in refusal.__struct_fields__[1:]]))
