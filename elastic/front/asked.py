@@ -5,12 +5,13 @@ Values from outside are checked here, against the model: names, token ids, tools
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.datastructures import Headers
 
-from elastic.front.choices import AnswerDecoder, PieceReader
+from elastic.front.rendering import ChatRenderer
+from elastic.front.tokenizer import Tokenizer
 from elastic.protocol.front_messages import NAME_MAX, AgentCall, WantedSampling
 from elastic.protocol.openai import answers, bodies
 from elastic.protocol.openai.answers import AnswerSettings
@@ -23,49 +24,14 @@ TURNS_MAX = 4096
 """Most choices of all prompts of one call."""
 
 
-class MessageRenderer(Protocol):
-    """What makes tokens of a chat's messages, and the other way round (`elastic.front.rendering`)."""
-
-    stop_token_ids: tuple[int, ...]
-    needs_ids: bool
-
-    @property
-    def reads_calls(self) -> bool:
-        """Whether calls of tools are read out of answers."""
-        ...
-
-    def plain(self, calls_tools: bool) -> bool:
-        """Whether an answer is its text, with nothing to be parsed in it."""
-        ...
-
-    def prompt(self, messages: Any, tools: Any, template_kwargs: Any) -> list[int]: ...
-
-    def more(
-        self, messages: Any, matched: int, tools: Any, template_kwargs: Any, so_far: Any, answer_tokens: int
-    ) -> list[int] | None: ...
-
-    def reader(self, prompt_ids: Any, tools: Any, turn: str = "") -> PieceReader: ...
-
-
-class Vocabulary(Protocol):
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
-
-    def encode(self, text: str, special: bool = False) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], special: bool = False) -> str: ...
-
-    def decoder(self) -> AnswerDecoder: ...
-
-
 class ServedModel(NamedTuple):
     """The policy as agents see it."""
 
     name: str
     context_tokens: int
     vocab_size: int
-    tokenizer: Vocabulary
-    renderer: MessageRenderer
+    tokenizer: Tokenizer
+    renderer: ChatRenderer
     created_s: int
 
     def token_text(self, token: int) -> str:

@@ -49,7 +49,7 @@ from elastic.protocol.front_messages import (
 )
 from elastic.protocol.http_server import CONNECTION, ServedConnection
 from elastic.protocol.openai import answers
-from elastic.protocol.openai.answers import AnswerWriter, ChoiceEnd, Said, Sample
+from elastic.protocol.openai.answers import AnswerWriter, ChoiceEnd, ParsedAnswer, Sample
 from elastic.protocol.openai.errors import JSON_TYPE, FrontError, too_long
 from elastic.protocol.sampled import ids_of, logprobs_of, pack_ids
 
@@ -160,7 +160,7 @@ class _Progress:
         self.cut = False
         self.settled = False
         self.finish = ""
-        self.said = Said()
+        self.said = ParsedAnswer()
         self.ended = False
         """Whether its end was sent."""
 
@@ -182,7 +182,7 @@ class _Progress:
             return ChoiceEnd("stop", stop)
         if self.finish == "length":
             return ChoiceEnd("length")
-        return ChoiceEnd("tool_calls" if self.said.calls else "stop")
+        return ChoiceEnd("tool_calls" if self.said.tool_calls else "stop")
 
     def fresh(self) -> Sample:
         """The tokens that were not sent yet, which count as sent now."""
@@ -419,7 +419,7 @@ class LiveCall:
                     progress.ended = True
                     yield self._piece(number, progress, progress.choice.rest(), progress.end())
 
-    def _taken(self, progress: _Progress, ids: list[int], logprobs: list[float]) -> tuple[Said | str, int]:
+    def _taken(self, progress: _Progress, ids: list[int], logprobs: list[float]) -> tuple[ParsedAnswer | str, int]:
         """What tokens add to a choice, and how many of them are new."""
         try:
             said, new = progress.choice.take(ids, logprobs)
@@ -443,10 +443,10 @@ class LiveCall:
         progress.said = progress.choice.said
         answer = b""
         if self._asked.chat is not None:
-            answer = chained(self._chain[-1], answers.message_of(progress.said))
+            answer = chained(self._chain[-1], progress.said.message())
         self._link.say(SettleTurn(progress.turn.stream, len(progress.choice.ids), answer))
 
-    def _piece(self, number: int, progress: _Progress, said: str | Said, end: ChoiceEnd | None = None) -> bytes:
+    def _piece(self, number: int, progress: _Progress, said: str | ParsedAnswer, end: ChoiceEnd | None = None) -> bytes:
         first = not progress.shown
         progress.shown = True
         asked = self._asked
@@ -487,7 +487,7 @@ def declined(answer: Declined) -> FrontError:
     )
 
 
-def _empty(said: Said | str) -> bool:
+def _empty(said: ParsedAnswer | str) -> bool:
     return not said if isinstance(said, str) else said.empty
 
 

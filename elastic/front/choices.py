@@ -5,51 +5,10 @@
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from elastic.protocol.openai.answers import FunctionCalled, Said
-
-
-class AnswerDecoder(Protocol):
-    """Makes text of tokens as they come. Characters that are not whole yet are held back."""
-
-    def feed(self, ids: Sequence[int], /) -> str: ...
-
-    def finish(self) -> str:
-        """What is held back, at the end."""
-        ...
-
-
-class CallRead(Protocol):
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def arguments(self) -> str: ...
-
-
-class PieceRead(Protocol):
-    """What tokens add to an answer."""
-
-    @property
-    def content(self) -> str: ...
-
-    @property
-    def reasoning(self) -> str: ...
-
-    @property
-    def tool_calls(self) -> Sequence[CallRead]: ...
-
-
-class PieceReader(Protocol):
-    """Reads more than text out of an answer's tokens as they come."""
-
-    def feed(self, token_ids: Sequence[int], /) -> PieceRead: ...
-
-    def finish(self) -> PieceRead: ...
+from elastic.front.reading import AnswerReader
+from elastic.front.tokenizer import TextDecoder
+from elastic.protocol.openai.answers import AnsweredCall, ParsedAnswer
 
 
 class TokensDiffer(Exception):
@@ -104,8 +63,8 @@ class Choice:
 
     def __init__(
         self,
-        decoder: AnswerDecoder,
-        reader: PieceReader | None = None,
+        decoder: TextDecoder,
+        reader: AnswerReader | None = None,
         stops: Sequence[str] = (),
         silent: frozenset[int] = frozenset(),
         calls_max: int | None = None,
@@ -120,8 +79,8 @@ class Choice:
         self._calls_max = calls_max
         self._text: list[str] = []
         self._thought: list[str] = []
-        self._calls: list[FunctionCalled] = []
-        self._tail: Said | str | None = None
+        self._calls: list[AnsweredCall] = []
+        self._tail: ParsedAnswer | str | None = None
         """What was held back, once the turn is over."""
         self._known = 0
         """Of the tokens, how many have come since the turn was last joined."""
@@ -132,9 +91,9 @@ class Choice:
         return None if self._finder is None else self._finder.found
 
     @property
-    def said(self) -> Said:
+    def said(self) -> ParsedAnswer:
         """All that can be shown so far."""
-        return Said("".join(self._text), "".join(self._thought), tuple(self._calls))
+        return ParsedAnswer("".join(self._text), "".join(self._thought), tuple(self._calls))
 
     def join(self) -> None:
         """All tokens come once more."""
@@ -144,7 +103,7 @@ class Choice:
         """The tokens that have come since the turn was last joined."""
         return self.ids[: self._known], self.logprobs[: self._known]
 
-    def take(self, ids: Sequence[int], logprobs: Sequence[float]) -> tuple[Said | str, int]:
+    def take(self, ids: Sequence[int], logprobs: Sequence[float]) -> tuple[ParsedAnswer | str, int]:
         """What these tokens add, and how many of them are new. Raises `TokensDiffer`."""
         if again := min(len(self.ids) - self._known, len(ids)):
             if list(ids[:again]) != self.ids[self._known : self._known + again]:
@@ -162,7 +121,7 @@ class Choice:
         self._known = len(self.ids)
         return said, taken
 
-    def rest(self) -> Said | str:
+    def rest(self) -> ParsedAnswer | str:
         """What was held back up to the end. Raises `TokensDiffer` if tokens from before are missing."""
         if self._known < len(self.ids) and self.stop is None:
             raise TokensDiffer(f"of {len(self.ids)} tokens {self._known} came again")
@@ -170,35 +129,35 @@ class Choice:
             self._tail = self._held()
         return self._tail
 
-    def _read(self, ids: Sequence[int]) -> tuple[Said | str, int]:
+    def _read(self, ids: Sequence[int]) -> tuple[ParsedAnswer | str, int]:
         """What these say, and how many of them the answer keeps."""
         finder, reader = self._finder, self._reader
         if finder is None:
-            if reader is not None:
-                return self._noted(reader.feed(ids)), len(ids)
             said = ids[:-1] if ids[-1] in self._silent else ids
+            if reader is not None:
+                return self._noted(reader.feed(said)), len(ids)
             text = self._decoder.feed(said)
             self._text.append(text)
             return text, len(ids)
-        text, pieces = "", []
+        text, read = "", ParsedAnswer()
         taken = len(ids)
         for number, token in enumerate(ids, 1):
             if token not in self._silent:
                 text += finder.feed(self._decoder.feed((token,)))
-            if reader is not None:
-                pieces.append(self._noted(reader.feed((token,))))
+                if reader is not None:
+                    read = read.plus(self._noted(reader.feed((token,))))
             if finder.found is not None:
                 taken = number
                 break
         if reader is not None:
-            return _joined(pieces), taken
+            return read, taken
         self._text.append(text)
         return text, taken
 
-    def _held(self) -> Said | str:
+    def _held(self) -> ParsedAnswer | str:
         if self._reader is not None:
             rest = self._noted(self._reader.finish())
-            return _joined([rest, self._note(Said(self._content.rest(), self._reasoning.rest()))])
+            return rest.plus(self._note(ParsedAnswer(self._content.rest(), self._reasoning.rest())))
         text = ""
         if self.stop is None:
             text = self._decoder.finish()
@@ -208,25 +167,17 @@ class Choice:
         self._text.append(text)
         return text
 
-    def _noted(self, piece: PieceRead) -> Said:
-        content, reasoning = piece.content, piece.reasoning
+    def _noted(self, read: ParsedAnswer) -> ParsedAnswer:
+        """What can be shown of what was read."""
+        content, reasoning, calls = read
         if self._finder is not None:
             content, reasoning = self._content.feed(content), self._reasoning.feed(reasoning)
-        calls = [FunctionCalled(call.id, call.name, call.arguments) for call in piece.tool_calls]
         if self._calls_max is not None:
             calls = calls[: self._calls_max - len(self._calls)]
-        return self._note(Said(content, reasoning, calls))
+        return self._note(ParsedAnswer(content, reasoning, calls))
 
-    def _note(self, said: Said) -> Said:
-        self._text.append(said.text)
+    def _note(self, said: ParsedAnswer) -> ParsedAnswer:
+        self._text.append(said.content)
         self._thought.append(said.reasoning)
-        self._calls += said.calls
+        self._calls += said.tool_calls
         return said
-
-
-def _joined(pieces: Sequence[Said]) -> Said:
-    return Said(
-        "".join(piece.text for piece in pieces),
-        "".join(piece.reasoning for piece in pieces),
-        [call for piece in pieces for call in piece.calls],
-    )

@@ -9,43 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
+from elastic.protocol.openai.answers import AnsweredCall, ParsedAnswer
+
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-
-
-class AnsweredCall(NamedTuple):
-    """A call of a tool. `arguments` is the text of a JSON object."""
-
-    name: str
-    arguments: str
-    id: str
-
-
-class ParsedAnswer(NamedTuple):
-    """An answer, or what a piece of one adds to it."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[AnsweredCall, ...] = ()
-
-    def plus(self, more: "ParsedAnswer") -> "ParsedAnswer":
-        return ParsedAnswer(
-            self.content + more.content, self.reasoning + more.reasoning, self.tool_calls + more.tool_calls
-        )
-
-    def message(self) -> dict[str, Any]:
-        """The answer as the message that its client gets, and sends back as history."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.tool_calls:
-            message["content"] = self.content or None
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
-            ]
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        return message
 
 
 class NamedCall(NamedTuple):

@@ -13,6 +13,7 @@ from elastic.front.app import AgentFront
 from elastic.front.asked import ServedModel
 from elastic.front.calls import CallTimes
 from elastic.front.link import RunLink
+from elastic.front.rendering import make_renderer
 from elastic.front.tokenizer import Tokenizer
 from elastic.protocol.connection import SessionRefused
 from elastic.protocol.endpoint import Address, is_loopback, is_wildcard
@@ -104,8 +105,6 @@ def front_certificate(config: Config, run_dir: Path) -> Certificate | None:
 
 
 def _model(config: Config, front: FrontConfig) -> ServedModel:
-    from elastic.front.rendering import make_renderer
-
     tokenizer = Tokenizer(config.model.checkpoint)
     renderer = make_renderer(
         tokenizer,

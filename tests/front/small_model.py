@@ -4,24 +4,12 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from elastic.front.asked import ServedModel
+from elastic.protocol.openai.answers import AnsweredCall, ParsedAnswer
 
 EOS = 256
 VOCABULARY = 300
-
-
-class CalledInText(NamedTuple):
-    name: str
-    arguments: str
-    id: str
-
-
-class Parsed(NamedTuple):
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[CalledInText, ...] = ()
 
 
 class BytesDecoder:
@@ -95,7 +83,7 @@ class BracketReader:
         self._held = ""
         self._calls = 0
 
-    def feed(self, token_ids: Sequence[int]) -> Parsed:
+    def feed(self, token_ids: Sequence[int]) -> ParsedAnswer:
         content, reasoning, calls = "", "", []
         for char in self._decoder.feed(token_ids):
             if self._thinking:
@@ -106,16 +94,16 @@ class BracketReader:
                 if found := re.fullmatch(r"<(\w+) (.*?)>", self._held):
                     self._held = ""
                     calls.append(
-                        CalledInText(found[1], json.dumps(json.loads(found[2])), f"{self._turn}:{self._calls}")
+                        AnsweredCall(found[1], json.dumps(json.loads(found[2])), f"{self._turn}:{self._calls}")
                     )
                     self._calls += 1
             else:
                 content += char
-        return Parsed(content, reasoning, tuple(calls))
+        return ParsedAnswer(content, reasoning, tuple(calls))
 
-    def finish(self) -> Parsed:
+    def finish(self) -> ParsedAnswer:
         rest, self._held = self._held, ""
-        return Parsed(rest + self._decoder.finish())
+        return ParsedAnswer(rest + self._decoder.finish())
 
 
 def small_model(context_tokens: int = 4096, reasons: bool = False, reads_calls: bool = True) -> ServedModel:

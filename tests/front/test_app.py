@@ -46,9 +46,8 @@ async def test_health_asks_for_no_key(served):
     assert (answer.status_code, answer.content) == (200, b"")
 
 
-@pytest.mark.parametrize(
-    "path", [CHAT, f"{CHAT}/", f"/t/2-5-0{CHAT}", f"/sessions/any/thing{CHAT}", f"/t/{AGENT}{CHAT}/"]
-)
+@pytest.mark.parametrize("prefix", ["", "/t/2-5-0", "/sessions/any/thing", f"/t/{AGENT}"])
+@pytest.mark.parametrize("end", ["", "/"])
 async def test_agents_routes_have_prefixes_and_slashes(served, prefix, end):
     answer = await served.post(f"{prefix}{CHAT}{end}", messages=HELLO)
     assert answer.status_code == 200

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.front.choices import Choice, StopFinder, TokensDiffer
-from elastic.protocol.openai.answers import Said
+from elastic.protocol.openai.answers import ParsedAnswer
 from tests.front.small_model import EOS, BracketReader, BytesDecoder
 
 texts = st.text(alphabet="ab|<f {}>é", max_size=30)
@@ -21,17 +21,17 @@ def pieces(ids: list[int], sizes: list[int]) -> list[list[int]]:
     return [piece for piece in [*found, ids] if piece]
 
 
-def played(ids: list[int], sizes: list[int], stops: list[str], reads: bool) -> tuple[Said, Choice]:
+def played(ids: list[int], sizes: list[int], stops: list[str], reads: bool) -> tuple[ParsedAnswer, Choice]:
     """The choice that these tokens make in these pieces, and what its pieces add up to."""
     reader = BracketReader(reasons=True, reads_calls=True, turn="t") if reads else None
     choice = Choice(BytesDecoder(), reader, stops, frozenset({EOS}))
     said = [choice.take(piece, [0.0] * len(piece))[0] for piece in pieces(ids, sizes)]
     said.append(choice.rest())
-    said = [Said(one) if isinstance(one, str) else one for one in said]
-    whole = Said(
-        "".join(one.text for one in said),
+    said = [ParsedAnswer(one) if isinstance(one, str) else one for one in said]
+    whole = ParsedAnswer(
+        "".join(one.content for one in said),
         "".join(one.reasoning for one in said),
-        tuple(call for one in said for call in one.calls),
+        tuple(call for one in said for call in one.tool_calls),
     )
     return whole, choice
 
@@ -50,10 +50,10 @@ def test_an_answer_ends_where_a_stop_string_begins(text, stops, sizes):
     said, choice = played([*text.encode()], sizes, stops, reads=False)
     ends = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
     if not ends:
-        assert (said.text, choice.stop, len(choice.ids)) == (text, None, len(text.encode()))
+        assert (said.content, choice.stop, len(choice.ids)) == (text, None, len(text.encode()))
         return
     end, start, _ = min(ends)
-    assert said.text == text[:start]
+    assert said.content == text[:start]
     assert len(choice.ids) == len(text[:end].encode())
 
 
@@ -98,7 +98,7 @@ def test_a_choice_keeps_so_many_calls():
     choice = Choice(BytesDecoder(), BracketReader(False, True, "t"), calls_max=1)
     choice.take([*b"<f {}><g {}>"], [0.0] * 12)
     choice.take([*b"<h {}>"], [0.0] * 6)
-    assert [call.name for call in choice.said.calls] == ["f"]
+    assert [call.name for call in choice.said.tool_calls] == ["f"]
 
 
 def test_what_may_begin_a_stop_string_is_held_back():

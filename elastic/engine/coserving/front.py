@@ -25,7 +25,7 @@ from elastic.core.types import FinishReason, SamplingParameters
 from elastic.engine.base import GenerateRequest, TokenChunk
 from elastic.protocol.http_server import BodyLimits, HostCheck
 from elastic.protocol.openai import answers, bodies
-from elastic.protocol.openai.answers import AnswerSettings, AnswerWriter, ChoiceEnd, Said, Sample
+from elastic.protocol.openai.answers import AnswerSettings, AnswerWriter, ChoiceEnd, ParsedAnswer, Sample
 from elastic.protocol.openai.bodies import AnswerFields, ChatRequest, CompletionRequest
 from elastic.protocol.openai.errors import ERROR_HANDLERS, JSON_TYPE, FrontError, no_such_model, openai_error, too_long
 
@@ -284,7 +284,7 @@ class _Answer:
         assert last is not None
         if last.finish is None or last.finish not in REASONS:
             raise _failure(last)
-        choice = self._writer.choice(0, Said(text), Sample(token_ids), REASONS[last.finish])
+        choice = self._writer.choice(0, ParsedAnswer(text), Sample(token_ids), REASONS[last.finish])
         return self._writer.whole([choice], self._prompt_tokens, len(token_ids))
 
     def _event(self, chunk: TokenChunk) -> bytes:

@@ -44,24 +44,42 @@ class Sample(NamedTuple):
     logprobs: Sequence[float] = _NO_LOGPROBS
 
 
-class FunctionCalled(NamedTuple):
-    """A call of a tool that the model made: `arguments` is a text of JSON."""
+class AnsweredCall(NamedTuple):
+    """A call of a tool. `arguments` is the text of a JSON object."""
 
-    id: str
     name: str
     arguments: str
+    id: str
+
+    def as_told(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-class Said(NamedTuple):
-    """What the model said in a choice, or in a piece of one."""
+class ParsedAnswer(NamedTuple):
+    """An answer, or what a piece of one adds to it."""
 
-    text: str = ""
+    content: str = ""
     reasoning: str = ""
-    calls: Sequence[FunctionCalled] = ()
+    tool_calls: tuple[AnsweredCall, ...] = ()
 
     @property
     def empty(self) -> bool:
-        return not (self.text or self.reasoning or self.calls)
+        return not (self.content or self.reasoning or self.tool_calls)
+
+    def plus(self, more: "ParsedAnswer") -> "ParsedAnswer":
+        return ParsedAnswer(
+            self.content + more.content, self.reasoning + more.reasoning, self.tool_calls + more.tool_calls
+        )
+
+    def message(self) -> dict[str, Any]:
+        """The answer as the message that its client gets, and sends back as history."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [call.as_told() for call in self.tool_calls]
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        return message
 
 
 class ChoiceEnd(NamedTuple):
@@ -114,7 +132,7 @@ class AnswerWriter:
     def piece(
         self,
         index: int,
-        said: str | Said,
+        said: str | ParsedAnswer,
         sample: Sample = Sample(),  # noqa: B008  # immutable
         ending: ChoiceEnd | None = None,
         usage: tuple[int, int] | None = None,
@@ -151,7 +169,7 @@ class AnswerWriter:
     def choice(
         self,
         index: int,
-        said: Said,
+        said: ParsedAnswer,
         sample: Sample,
         ending: ChoiceEnd,
         prompt_ids: Sequence[int] | None = None,
@@ -159,10 +177,10 @@ class AnswerWriter:
         """A choice of a whole answer."""
         choice: dict[str, Any] = {"index": index}
         if self._form is CHAT:
-            choice["message"] = message_of(said)
+            choice["message"] = said.message()
         elif self._form is COMPLETION:
-            choice["text"] = said.text
-        choice["logprobs"] = msgspec.Raw(self._logprobs(index, said.text, sample))
+            choice["text"] = said.content
+        choice["logprobs"] = msgspec.Raw(self._logprobs(index, said.content, sample))
         choice |= {"finish_reason": ending.finish, "stop_reason": ending.stop_reason}
         if self._settings.token_ids or self._form is TOKENS:
             choice["token_ids"] = sample.ids
@@ -184,7 +202,7 @@ class AnswerWriter:
             answer["prompt_token_ids"] = prompt_ids
         return _json(answer)
 
-    def _first(self, index: int, said: str | Said) -> bytes:
+    def _first(self, index: int, said: str | ParsedAnswer) -> bytes:
         """The beginning of a choice's first chunk, or of one with more than text, up to the end of what was said."""
         first = index not in self._heads
         head = self._start + b',"choices":[{"index":%d' % index
@@ -193,23 +211,25 @@ class AnswerWriter:
             return head
         if self._form is COMPLETION:
             self._heads[index] = head + b',"text":'
-            return self._heads[index] + _json(said if isinstance(said, str) else said.text)
+            return self._heads[index] + _json(said if isinstance(said, str) else said.content)
         self._heads[index] = head + b',"delta":{"content":'
         if isinstance(said, str):
             return head + b',"delta":{"role":"assistant","content":' + _json(said)
         delta = self._delta(index, said, first)
         return head + b',"delta":' + _json(delta)[:-1]
 
-    def _delta(self, index: int, said: Said, first: bool) -> dict[str, Any]:
+    def _delta(self, index: int, said: ParsedAnswer, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         if said.reasoning:
             delta["reasoning_content"] = said.reasoning
-        if said.text or not (said.calls or said.reasoning):
-            delta["content"] = said.text
-        if said.calls:
+        if said.content or not (said.tool_calls or said.reasoning):
+            delta["content"] = said.content
+        if said.tool_calls:
             start = self._calls.get(index, 0)
-            self._calls[index] = start + len(said.calls)
-            delta["tool_calls"] = [{"index": number, **_call(call)} for number, call in enumerate(said.calls, start)]
+            self._calls[index] = start + len(said.tool_calls)
+            delta["tool_calls"] = [
+                {"index": number, **call.as_told()} for number, call in enumerate(said.tool_calls, start)
+            ]
         return delta
 
     def _shown(self, text: str) -> bytes:
@@ -290,16 +310,3 @@ def models(name: str, context_tokens: int, created_s: int) -> bytes:
         "permission": [],
     }
     return _json({"object": "list", "data": [card]})
-
-
-def message_of(said: Said) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": said.text or (None if said.calls else "")}
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.calls:
-        message["tool_calls"] = [_call(call) for call in said.calls]
-    return message
-
-
-def _call(call: FunctionCalled) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
