@@ -111,7 +111,7 @@ def run_front(run_dir: Path, descriptor: int) -> None:
     """Be a front of the run in this directory, on an inherited socket, until the run is over or a signal."""
     from elastic.front.process import serve_front
 
-    run_loop(serve_front(run_dir, descriptor, load_run_config(run_dir)))
+    run_loop(serve_front(run_dir, descriptor))
 
 
 def _load_resident() -> None:

@@ -1,0 +1,347 @@
+"""Trajectories that agents play: whatever they call, repeat, edit and leave, each sampled token is trained once."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.types import Chunk, Chunks, SamplingParameters
+from elastic.protocol import wire
+from elastic.protocol.front_messages import (
+    AgentCall,
+    AgentCaller,
+    BeginTrajectory,
+    BranchFound,
+    LookUp,
+    OpenTurns,
+    WantedSampling,
+)
+from elastic.protocol.sampled import ids_of, pack_ids, pack_logprobs
+from elastic.runtime.agents import AgentLimits, AgentRollouts
+from elastic.runtime.agents.refusals import CallRefused
+from elastic.runtime.agents.rollouts import ALONE_S
+from elastic.runtime.agents.trajectory import AgentTurn
+from elastic.runtime.episodes import RolloutTrajectory
+
+LIMITS = AgentLimits(
+    sampling=SamplingParameters(max_new_tokens=8, noise_seed=0, stop_token_ids=(1,)),
+    pinned=frozenset({"temperature", "top_p", "top_k"}),
+    max_turns=1000,
+    max_context_tokens=4096,
+    vocab_size=1 << 30,
+    open_turns_max=100,
+    deadline_s=1000.0,
+    idle_s=100.0,
+)
+DRIVER = AgentCaller(driver="main")
+MEMBERS = ("0/0/0", "0/0/1")
+AGENT = AgentCaller(trajectory=MEMBERS[0])
+
+
+class Bench:
+    """Rollouts with a core that starts every turn, and remembers all that it was told."""
+
+    def __init__(self, limits: AgentLimits = LIMITS) -> None:
+        self.now_ns = 0
+        self.told: list[tuple[e.Event, list[c.Command], Any]] = []
+        self.ended: dict[str, tuple[e.Event, RolloutTrajectory]] = {}
+        self.running: dict[str, AgentTurn] = {}
+        self.requests = 0
+        self.fresh = 100
+        """The next token that nobody has seen."""
+        self.rollouts = AgentRollouts(7, limits, self.feed, lambda: self.now_ns)
+        start = c.StartGroup(step=0, group="0/0", index=0, trajectories=MEMBERS)
+        self.told.append((e.Tick(), [start], None))
+        self.rollouts.start(start)
+
+    def feed(self, event: e.Event, payload: Any = None) -> None:
+        commands: list[c.Command] = []
+        if isinstance(event, e.TurnCut) and event.turn in self.running:
+            del self.running[event.turn]
+            commands.append(c.FinishTurn(turn=event.turn))
+        self.told.append((event, commands, None))
+        if isinstance(event, e.TrajectoryFinished | e.TrajectoryFailed):
+            self.ended[event.trajectory] = event, payload
+        for command in commands:
+            assert isinstance(command, c.FinishTurn)
+            self.rollouts.finish_turn(command.turn)
+
+    def begin(self, group: str = "g", key: str = "", **more: Any) -> str:
+        self.requests += 1
+        return self.rollouts.begin(BeginTrajectory(self.requests, DRIVER, b"{}", group, key, **more))[0]
+
+    def ask(
+        self,
+        call: AgentCall,
+        branch: int | None,
+        tokens: int,
+        ids: list[int],
+        choices: int = 1,
+        sampling: WantedSampling = WantedSampling(),
+        caller: AgentCaller = AGENT,
+    ) -> tuple[list[AgentTurn], bool]:
+        self.requests += 1
+        turns, joined = self.rollouts.open(
+            OpenTurns(self.requests, caller, call, branch, tokens, pack_ids(ids), 0, choices, sampling)
+        )
+        if not joined:
+            self.running |= {turn.id: turn for turn in turns}
+        return turns, joined
+
+    def unsettled(self) -> set[str]:
+        """The turns that wait for their answer to be settled."""
+        memory, _ = self.rollouts.saved()  # type: ignore[misc]
+        return {t.id for one in memory.trajectories.values() for t in one.turns.values() if t.kept is None}
+
+    def unseen(self, count: int) -> list[int]:
+        self.fresh += count
+        return list(range(self.fresh - count, self.fresh))
+
+    def generate(self, turn: AgentTurn, count: int, *, worker: str = "spot-1") -> None:
+        count = min(count, turn.generated.sampling.max_new_tokens - turn.tokens) if turn.generated.sampling else count
+        ids = self.unseen(count)
+        chunks = Chunks.of([Chunk(0, turn.tokens, count, 3)])
+        event = e.TokensReceived(worker=worker, epoch=1, chunks=chunks)
+        accepted = c.AcceptTokens(chunks=(0,), turns=(turn.id,))
+        frame = wire.Tokens(chunks, pack_ids(ids), pack_logprobs([-i / 1024 for i in ids]))
+        commands: list[c.Command] = [accepted]
+        self.rollouts.accept(event, accepted, frame)
+        if turn.generated.sampling is not None and turn.tokens == turn.generated.sampling.max_new_tokens:
+            commands.append(c.FinishTurn(turn=turn.id))
+            self.running.pop(turn.id, None)
+            self.rollouts.finish_turn(turn.id)
+        self.told.append((event, commands, frame))
+
+    def finish(self, turn: AgentTurn) -> None:
+        if self.running.pop(turn.id, None) is not None:
+            self.told.append((e.Tick(), [c.FinishTurn(turn=turn.id)], None))
+            self.rollouts.finish_turn(turn.id)
+
+    def fail(self, turn: AgentTurn) -> None:
+        if self.running.pop(turn.id, None) is not None:
+            self.told.append((e.Tick(), [c.FailTurn(turn=turn.id, cause="no capacity: none")], None))
+            self.rollouts.fail_turn(turn.id, "no capacity: none")
+
+    def recalled(self) -> "Bench":
+        """Another process that has read the journal."""
+        other = Bench.__new__(Bench)
+        other.now_ns, other.requests, other.fresh = self.now_ns, self.requests, self.fresh
+        other.told, other.ended, other.running = list(self.told), {}, {}
+        other.rollouts = AgentRollouts(7, LIMITS, other.feed, lambda: other.now_ns)
+        for event, commands, payload in self.told:
+            other.rollouts.recalled(event, None)
+            for command in commands:
+                if isinstance(command, c.AcceptTokens):
+                    assert isinstance(event, e.TokensReceived)
+                    other.rollouts.accept(event, command, payload)
+                else:
+                    other.rollouts.recalled(event, command)
+        return other
+
+
+def trained(episode: RolloutTrajectory) -> Counter[int]:
+    """How often each token is trained, having checked that its log-probability is its own."""
+    found: Counter[int] = Counter()
+    for row in episode.data():
+        ids = ids_of(row.token_ids)
+        at = row.sampled.trained(len(ids))
+        mine = [token for token, own in zip(ids, at, strict=True) if own]
+        assert row.sampled.token_logprobs().tolist() == [-token / 1024 for token in mine]
+        ends = 0
+        for start, count in row.sampled.spans:
+            assert ends <= start, "spans overlap"
+            ends = start + count
+        assert ends <= len(ids)
+        found.update(mine)
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_each_token_of_an_answer_is_trained_once_whatever_agents_do(data: st.DataObject) -> None:
+    bench = Bench()
+    bench.begin()
+    calls = 0
+    waiting: list[tuple[AgentCall, AgentTurn]] = []
+    answers: set[int] = set()
+    marks: list[bytes] = []
+
+    for _ in range(data.draw(st.integers(1, 30))):
+        match data.draw(st.sampled_from(("ask", "again", "generate", "finish", "settle", "deliver", "leave", "fail"))):
+            case "ask":
+                calls += 1
+                call = AgentCall("chat", bytes([calls]))
+                chain = data.draw(st.lists(st.sampled_from(marks), max_size=3)) if marks else []
+                found = bench.rollouts.look_up(LookUp(0, AGENT, call, chain, True))
+                assert isinstance(found, BranchFound)
+                prompt = bench.unseen(data.draw(st.integers(1, 4)))
+                if found.branch is None and data.draw(st.booleans()):
+                    known = bench.rollouts.show(AGENT)
+                    assert known.state == "open"
+                choices = data.draw(st.integers(1, 3))
+                turns, joined = bench.ask(call, found.branch, found.tokens, prompt, choices)
+                assert not joined
+                assert len(turns) == choices
+                waiting += [(call, turn) for turn in turns]
+            case "again" if waiting:
+                call, turn = data.draw(st.sampled_from(waiting))
+                if turn.id in bench.unsettled():
+                    again = bench.rollouts.look_up(LookUp(0, AGENT, AgentCall("chat", call.digest, retry=True)))
+                    if not isinstance(again, BranchFound):
+                        assert turn in again
+            case "generate" if waiting:
+                _, turn = data.draw(st.sampled_from(waiting))
+                if turn.id in bench.running:
+                    bench.generate(turn, data.draw(st.integers(1, 5)))
+            case "finish" if waiting:
+                bench.finish(data.draw(st.sampled_from(waiting))[1])
+            case "fail" if waiting:
+                bench.fail(data.draw(st.sampled_from(waiting))[1])
+            case "settle" if waiting:
+                _, turn = data.draw(st.sampled_from(waiting))
+                if turn.over and turn.finish and turn.kept is None and turn.id in bench.unsettled():
+                    kept = data.draw(st.integers(0, turn.tokens))
+                    ids = ids_of(turn.generated.token_ids)[:kept]
+                    mark = f"mark {turn.id}".encode()
+                    bench.rollouts.settle(turn, kept, mark)
+                    answers |= set(ids)
+                    marks.append(mark)
+            case "deliver" if waiting:
+                bench.rollouts.deliver(data.draw(st.sampled_from(waiting))[1])
+            case "leave" if waiting:
+                _, turn = data.draw(st.sampled_from(waiting))
+                bench.rollouts.alone(turn)
+                if data.draw(st.booleans()):
+                    bench.now_ns += int((ALONE_S + 1) * 1e9)
+                    bench.rollouts.look_after()
+            case _:
+                pass
+    other = bench.recalled()
+    for one in (bench, other):
+        one.rollouts.reward(AGENT, 1.0)
+        one.rollouts.end(AGENT, "")
+    event, episode = bench.ended[MEMBERS[0]]
+    again, same = other.ended[MEMBERS[0]]
+    assert trained(episode) == Counter(answers)
+    assert event == again
+    assert same.data() == episode.data(), "another process has it otherwise"
+
+
+def test_an_agent_that_only_appends_has_one_branch() -> None:
+    bench = Bench()
+    bench.begin()
+    for number in range(3):
+        call = AgentCall("chat", bytes([number]))
+        found = bench.rollouts.look_up(LookUp(0, AGENT, call, [b"mark %d" % n for n in range(number)]))
+        assert isinstance(found, BranchFound)
+        (turn,), _ = bench.ask(call, found.branch, found.tokens, bench.unseen(2))
+        bench.generate(turn, 8)
+        bench.rollouts.settle(turn, turn.tokens, b"mark %d" % number)
+        bench.rollouts.deliver(turn)
+    bench.rollouts.reward(AGENT, 0.5)
+    standing = bench.rollouts.end(AGENT, "")
+    _, episode = bench.ended[MEMBERS[0]]
+    assert (standing.branches, standing.state, len(episode.data())) == (1, "finished", 1)
+    assert episode.sampled.spans == [(2, 8), (12, 8), (22, 8)]
+    assert episode.sampled.reward == 0.5
+
+
+def test_a_call_joins_until_it_is_delivered_and_when_it_says_so() -> None:
+    bench = Bench()
+    bench.begin()
+    call = AgentCall("chat", b"body")
+    (turn,), _ = bench.ask(call, None, 0, [200, 201])
+    assert bench.ask(call, None, 0, [200, 201]) == ([turn], True)
+    bench.generate(turn, 8)
+    bench.rollouts.settle(turn, 8, b"")
+    assert bench.ask(call, None, 0, [200, 201]) == ([turn], True)
+    bench.rollouts.deliver(turn)
+    marked = AgentCall("chat", b"body", retry=True)
+    assert bench.ask(marked, None, 0, [200, 201]) == ([turn], True), "its answer may not have arrived"
+    (another,), joined = bench.ask(call, None, 0, [200, 201])
+    assert not joined
+    assert another.id != turn.id
+    keyed = AgentCall("chat", b"third", key="once")
+    (first,), _ = bench.ask(keyed, None, 0, [200])
+    bench.generate(first, 8)
+    bench.rollouts.settle(first, 8, b"")
+    bench.rollouts.deliver(first)
+    assert bench.ask(keyed, None, 0, [200]) == ([first], True)
+    with pytest.raises(CallRefused) as refused:
+        bench.ask(AgentCall("chat", b"fourth", key="once"), None, 0, [200])
+    assert refused.value.status == 422
+
+
+def test_token_ids_go_on_from_the_branch_that_has_most_of_them() -> None:
+    bench = Bench()
+    bench.begin()
+    (turn,), _ = bench.ask(AgentCall("completions", b"1"), None, 0, [200, 201])
+    bench.generate(turn, 8)
+    bench.rollouts.settle(turn, 8, b"")
+    context = [200, 201, *ids_of(turn.generated.token_ids)]
+    (on,), _ = bench.ask(AgentCall("completions", b"2"), None, 0, [*context, 300])
+    (edited,), _ = bench.ask(AgentCall("completions", b"3"), None, 0, [*context[:5], 301])
+    assert (on.at.branch, on.at.prompt_tokens) == (0, 11)
+    assert (edited.at.branch, edited.at.prompt_tokens) == (1, 6)
+
+
+def test_groups_are_given_out_by_name_and_have_an_end() -> None:
+    bench = Bench()
+    assert (bench.begin("one"), bench.begin("one", key="k")) == MEMBERS
+    assert bench.begin("one", key="k") == MEMBERS[1], "a lost answer takes no second place"
+    with pytest.raises(CallRefused) as full:
+        bench.begin("one")
+    assert full.value.status == 409
+    with pytest.raises(CallRefused) as none:
+        bench.begin("two")
+    assert none.value.status == 429
+    with pytest.raises(CallRefused) as another:
+        bench.rollouts.show(AgentCaller(driver="other", named="0-0-0"))
+    assert another.value.status == 404
+
+
+def test_a_reward_comes_once_and_a_trajectory_without_one_has_failed() -> None:
+    bench = Bench()
+    bench.begin(sessions=["s-1"])
+    bench.begin()
+    by_session = AgentCaller(driver="main", named="s-1")
+    (turn,), _ = bench.ask(AgentCall("chat", b"1"), None, 0, [200])
+    bench.generate(turn, 8)
+    bench.rollouts.settle(turn, 8, b"")
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(CallRefused) as odd:
+            bench.rollouts.reward(by_session, value)
+        assert odd.value.status == 400
+    assert bench.rollouts.reward(by_session, 1.0) == bench.rollouts.reward(AGENT, 1.0)
+    with pytest.raises(CallRefused) as other:
+        bench.rollouts.reward(AGENT, 0.5)
+    assert other.value.status == 409
+    ended = bench.rollouts.end(by_session, "")
+    assert bench.rollouts.end(by_session, "") == ended
+    assert (ended.state, ended.reward) == ("finished", 1.0)
+    with pytest.raises(CallRefused) as over:
+        bench.ask(AgentCall("chat", b"2"), None, 0, [200])
+    assert (over.value.status, over.value.retry) == (410, False)
+    assert bench.rollouts.end(AgentCaller(driver="main", named="0-0-1"), "").state == "failed"
+    assert isinstance(bench.ended[MEMBERS[1]][0], e.TrajectoryFailed)
+
+
+def test_what_is_idle_ends_with_the_reward_that_it_has() -> None:
+    bench = Bench()
+    bench.begin()
+    bench.begin()
+    (turn,), _ = bench.ask(AgentCall("chat", b"1"), None, 0, [200])
+    bench.generate(turn, 8)
+    bench.rollouts.settle(turn, 8, b"")
+    bench.rollouts.deliver(turn)
+    bench.rollouts.reward(AGENT, 1.0)
+    bench.now_ns = int((LIMITS.idle_s + 1) * 1e9)
+    bench.rollouts.look_after()
+    finished, failed = (bench.ended[member][0] for member in MEMBERS)
+    assert isinstance(finished, e.TrajectoryFinished)
+    assert isinstance(failed, e.TrajectoryFailed)
+    assert "idle for 100 s" in failed.cause
