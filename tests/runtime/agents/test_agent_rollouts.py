@@ -283,10 +283,15 @@ def test_token_ids_go_on_from_the_branch_that_has_most_of_them() -> None:
     bench.generate(turn, 8)
     bench.rollouts.settle(turn, 8, b"")
     context = [200, 201, *ids_of(turn.generated.token_ids)]
-    (on,), _ = bench.ask(AgentCall("completions", b"2"), None, 0, [*context, 300])
+    (as_is,), _ = bench.ask(AgentCall("completions", b"0"), None, 0, context)
+    (beside,), _ = bench.ask(AgentCall("completions", b"2"), None, 0, context)
+    assert (as_is.at.branch, beside.at.branch) == (0, 1), "each goes on in a branch of its own"
+    bench.fail(as_is)
+    bench.fail(beside)
+    (on,), _ = bench.ask(AgentCall("completions", b"4"), None, 0, [*context, 300])
     (edited,), _ = bench.ask(AgentCall("completions", b"3"), None, 0, [*context[:5], 301])
     assert (on.at.branch, on.at.prompt_tokens) == (0, 11)
-    assert (edited.at.branch, edited.at.prompt_tokens) == (1, 6)
+    assert (edited.at.branch, edited.at.prompt_tokens) == (2, 6)
 
 
 def test_groups_are_given_out_by_name_and_have_an_end() -> None:
