@@ -38,6 +38,7 @@ LIMITS = AgentLimits(
     idle_s=100.0,
 )
 DRIVER = AgentCaller(driver="main")
+ANYTHING = WantedSampling()
 MEMBERS = ("0/0/0", "0/0/1")
 AGENT = AgentCaller(trajectory=MEMBERS[0])
 
@@ -81,7 +82,7 @@ class Bench:
         tokens: int,
         ids: list[int],
         choices: int = 1,
-        sampling: WantedSampling = WantedSampling(),
+        sampling: WantedSampling = ANYTHING,
         caller: AgentCaller = AGENT,
     ) -> tuple[list[AgentTurn], bool]:
         self.requests += 1
