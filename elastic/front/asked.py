@@ -60,6 +60,8 @@ class Asked(NamedTuple):
     stops: tuple[str, ...]
     silent: frozenset[int]
     """Token ids that end an answer, and are no text of it."""
+    stop_ids: frozenset[int]
+    """Those of them that the client has named."""
     settings: AnswerSettings
     stream: bool
     include_usage: bool
@@ -160,6 +162,7 @@ def _asked(
         ),
         body.stops,
         frozenset(ends),
+        frozenset(body.stop_token_ids),
         AnswerSettings(),
         body.stream,
         body.include_usage,

@@ -27,7 +27,6 @@ from elastic.front.asked import Asked, Chat, ServedModel
 from elastic.front.choices import Choice, TokensDiffer
 from elastic.front.link import (
     ChoiceOver,
-    ChoiceSettled,
     LinkLost,
     News,
     RunLink,
@@ -92,7 +91,10 @@ class ClientReply:
 
     async def write(self, data: bytes) -> None:
         self._wrote_s = asyncio.get_running_loop().time()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        if self._connection.chunked:
+            await self._connection.write_chunk(data)
+        else:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes) -> None:
         """Write the last of it. Raises `ClientLeft` if nobody is there to take it."""
@@ -149,8 +151,9 @@ class ClientReply:
 class _Progress:
     """One choice on its way to the client."""
 
-    def __init__(self, turn: OpenedTurn, new_choice: Callable[[OpenedTurn], Choice]) -> None:
+    def __init__(self, turn: OpenedTurn, new_choice: Callable[[OpenedTurn], Choice], stop_ids: frozenset[int]) -> None:
         self.turn = turn
+        self._stop_ids = stop_ids
         self.choice = new_choice(turn)
         self._new_choice = new_choice
         self.shown = False
@@ -182,7 +185,8 @@ class _Progress:
             return ChoiceEnd("stop", stop)
         if self.finish == "length":
             return ChoiceEnd("length")
-        return ChoiceEnd("tool_calls" if self.said.tool_calls else "stop")
+        last = self.choice.ids[-1] if self.choice.ids else -1
+        return ChoiceEnd("tool_calls" if self.said.tool_calls else "stop", last if last in self._stop_ids else None)
 
     def fresh(self) -> Sample:
         """The tokens that were not sent yet, which count as sent now."""
@@ -241,8 +245,9 @@ class LiveCall:
                 await self._take_turns()
                 while not all(progress.settled for progress in self._progress.values()):
                     news = await self._inbox.take()
-                    holding.reschedule(None)
-                    if pieces := [piece for one in news for piece in self._heard(one)]:
+                    if holding.when() is not None:
+                        holding.reschedule(None)
+                    if pieces := self._pieces(news):
                         if not reply.started:
                             await reply.start(answers.EVENT_STREAM, answers.STREAM_HEADERS)
                         await reply.write(b"".join(pieces))
@@ -372,7 +377,7 @@ class LiveCall:
             if (progress := self._progress.get(turn.choice)) is not None:
                 progress.join(turn)
             else:
-                self._progress[turn.choice] = _Progress(turn, self._new_choice)
+                self._progress[turn.choice] = _Progress(turn, self._new_choice, self._asked.stop_ids)
             self._prompt_tokens[turn.choice // self._asked.n] = turn.prompt_tokens
 
     def _new_choice(self, turn: OpenedTurn) -> Choice:
@@ -400,26 +405,29 @@ class LiveCall:
 
     # Tokens.
 
-    def _heard(self, news: News) -> Iterator[bytes]:
+    def _pieces(self, news: Sequence[News]) -> list[bytes]:
         """What of a stream is to be sent now."""
-        number = news.choice
-        progress = self._progress[number]
-        match news:
-            case TokensCame(_, ids, logprobs):
-                said, new = self._taken(progress, ids_of(ids), logprobs_of(logprobs))
+        pieces: list[bytes] = []
+        for one in news:
+            number = one.choice
+            progress = self._progress[number]
+            if type(one) is TokensCame:
+                logprobs = logprobs_of(one.logprobs) if self._asked.settings.logprobs else NO_SAMPLE.logprobs
+                said, new = self._taken(progress, ids_of(one.ids), logprobs)
                 if self._asked.stream and new and (self._shows_tokens or not _empty(said)):
-                    yield self._piece(number, progress, said)
-            case ChoiceOver(_, finish, cause):
-                if not finish:
-                    raise FrontError(500, f"the turn has failed: {cause}", code="turn_failed")
-                self._settle(progress, finish)
-            case ChoiceSettled():
+                    pieces.append(self._piece(number, progress, said))
+            elif type(one) is ChoiceOver:
+                if not one.finish:
+                    raise FrontError(500, f"the turn has failed: {one.cause}", code="turn_failed")
+                self._settle(progress, one.finish)
+            else:
                 progress.settled = True
                 if self._asked.stream and not progress.ended:
                     progress.ended = True
-                    yield self._piece(number, progress, progress.choice.rest(), progress.end())
+                    pieces.append(self._piece(number, progress, progress.choice.rest(), progress.end()))
+        return pieces
 
-    def _taken(self, progress: _Progress, ids: list[int], logprobs: list[float]) -> tuple[ParsedAnswer | str, int]:
+    def _taken(self, progress: _Progress, ids: list[int], logprobs: Sequence[float]) -> tuple[ParsedAnswer | str, int]:
         """What tokens add to a choice, and how many of them are new."""
         try:
             said, new = progress.choice.take(ids, logprobs)
@@ -429,7 +437,7 @@ class LiveCall:
         if progress.choice.stop is not None and not progress.cut:
             progress.cut = True
             self._link.say(CutTurn(progress.turn.stream, len(progress.choice.ids)))
-        if self._asked.settings.logprobs and not all(map(math.isfinite, logprobs)):
+        if logprobs and not all(map(math.isfinite, logprobs)):
             raise FrontError(500, "the turn has failed: a log-probability is no number", code="turn_failed")
         return said, new
 

@@ -55,7 +55,7 @@ class StopFinder:
 
 
 class Choice:
-    """One choice of an answer.
+    """One choice of an answer. Where nobody wants log-probabilities there are none.
 
     What it says is the text that `decoder` makes of its tokens, or what a `reader` reads out of them, with at most
     `calls_max` calls of tools. `silent` are token ids that end a turn and are no text.

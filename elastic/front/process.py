@@ -71,6 +71,7 @@ async def serve_front(run_dir: Path, fd: int) -> None:
                 PeerLimits(connections_max=front.connections),
                 certificate=certificate,
                 drained=lambda: serves.drained(DRAIN_S),
+                accepted_at_once=1,
                 timeout_keep_alive=KEEP_ALIVE_S,
             ) as url:
                 log.info("front ready", run=run_dir.name, url=url)

@@ -267,12 +267,14 @@ async def serving(
     close_timeout_s: float = 5.0,
     certificate: Certificate | None = None,
     drained: Callable[[], Awaitable[object]] | None = None,
+    accepted_at_once: int = ACCEPTED_AT_ONCE,
     **options: Any,
 ) -> AsyncIterator[str]:
     """Serve `app` on `listener` for a while, on the running loop; yields its URL. Signals are left to the caller.
 
     With a `certificate` by HTTPS. At the end nothing more is accepted, and `drained` is waited for before requests in
     work are ended. `options` are uvicorn's.
+    Where several processes accept on one socket, few connections `accepted_at_once` are shared out evenly.
     """
     limits = limits or PeerLimits()
     server = EmbeddedServer(server_config(app, limits, **options))
@@ -285,7 +287,7 @@ async def serving(
             most, timeout_s = limits.connections_max, limits.head_timeout_s
             door = TlsServer(listener, certificate, server.protocol, most, timeout_s)
         else:
-            door = DialLimit(listener, server.protocol, limits)
+            door = DialLimit(listener, server.protocol, limits, accepted_at_once)
         yield f"{'http' if certificate is None else 'https'}://{address}"
     finally:
         if door is not None:
@@ -330,8 +332,13 @@ class DialLimit:
     """
 
     def __init__(
-        self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol], limits: PeerLimits
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        limits: PeerLimits,
+        accepted_at_once: int = ACCEPTED_AT_ONCE,
     ) -> None:
+        self._at_once = accepted_at_once
         self._listener = listener
         self._make_protocol = make_protocol
         self._limits = limits
@@ -351,7 +358,7 @@ class DialLimit:
         self._listener.close()
 
     def _accept(self) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
+        for _ in range(self._at_once):
             try:
                 connection, peer = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -430,6 +437,16 @@ class ServedConnection(Protocol):
         """Close it in the middle of an answer, which the client takes for a failure."""
         ...
 
+    @property
+    def chunked(self) -> bool:
+        """Whether a body without a length comes in chunks."""
+        ...
+
+    async def write_chunk(self, data: bytes) -> None:
+        """Write a chunk of an answer that was begun without a length, past what is between the application and the
+        socket: of what a stream costs that would be a large part."""
+        ...
+
 
 class _BoundedProtocol(H11Protocol):
     """One connection. `peers` has the server's connections that have no request in work, the oldest first, each with
@@ -471,6 +488,16 @@ class _BoundedProtocol(H11Protocol):
 
     def cut(self) -> None:
         self.transport.close()
+
+    @property
+    def chunked(self) -> bool:
+        return self.scope is not None and self.scope["http_version"] == "1.1" and self.scope["method"] != "HEAD"
+
+    async def write_chunk(self, data: bytes) -> None:
+        if self.flow.write_paused:
+            await self.flow.drain()
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def handle_events(self) -> None:
         super().handle_events()

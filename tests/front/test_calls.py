@@ -183,6 +183,24 @@ async def test_an_answer_ends_at_a_stop_string_and_its_turn_with_the_token_that_
         assert cut.kept == settled.kept == 11
 
 
+async def test_a_stop_token_is_no_text_and_is_named(tmp_path):
+    async def ends(run, turn) -> None:
+        run.tokens(turn, [*b"one."])
+        run.over(turn, "stop")
+
+    async with fronted(tmp_path, answer=ends) as served:
+        (choice,) = (await served.chat(stop_token_ids=[ord(".")], return_token_ids=True)).json()["choices"]
+        assert (choice["message"]["content"], choice["stop_reason"]) == ("one", ord("."))
+        assert bytes(choice["token_ids"]) == b"one."
+        assert served.run.of(OpenTurns)[0].sampling.stop_token_ids == (EOS, ord("."))
+
+
+async def test_the_end_token_is_passed_over_where_the_client_wants_that(served):
+    await served.chat(ignore_eos=True)
+    (opened,) = served.run.of(OpenTurns)
+    assert (opened.sampling.ignore_eos, opened.sampling.stop_token_ids) == (True, ())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_calls_of_tools(tmp_path, stream):
     model = small_model(reasons=True)
