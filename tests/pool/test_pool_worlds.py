@@ -5,12 +5,12 @@ from collections import Counter
 import pytest
 
 from elastic.testing.faults.kinds import FaultKind
-from elastic.testing.faults.pool.pool_worlds import FAULTS, STRIKES, PoolFaults, PoolWorld, draw_pool
+from elastic.testing.faults.pool.pool_worlds import STRIKES, PoolFaults, PoolWorld, draw_pool
 
 CALM = PoolFaults(until_ns=0)
 
 
-def lived(seeds: range, faults: PoolFaults = FAULTS) -> tuple[int, Counter[FaultKind]]:
+def lived(seeds: range, faults: PoolFaults | None = None) -> tuple[int, Counter[FaultKind]]:
     events, seen = 0, Counter[FaultKind]()
     for seed in seeds:
         world = PoolWorld(draw_pool(seed, faults))

@@ -108,6 +108,7 @@ class ModelKeeper:
                 self.wire.open = False
             for one in self.residents.values():
                 one.alive = False
+                self.world.jobs[one.job].bereft_ns = self.world.loop.now_ns
                 if one.script:
                     self.world.jobs[one.job].end()
 
@@ -237,6 +238,7 @@ class ModelKeeper:
     def gone(self, job: JobId, cause: str, code: int | None) -> None:
         """The processes of a resident have ended."""
         self.residents.pop(job).alive = False
+        self.world.jobs[job].bereft_ns = self.world.loop.now_ns
         self.hear(ResidentEnded(job, cause, code))
 
 
@@ -277,6 +279,8 @@ class ModelJob:
         self.older = (0, 0)
         """That of processes that have died, and the pool's incarnation then."""
         self.deaths = 0
+        self.bereft_ns = 0
+        """When a resident of it has last ended."""
         self.hangs = False
         self.workers = 0
         self.told = 0
@@ -343,9 +347,17 @@ class ModelJob:
             else:
                 self.later(2 * S, self.dial)
             return
+        self._see_permits(shell, answer)
         self.wire = ModelWire(self.world)
         self.wire.carry(False, lambda: self._welcomed(answer))
         self.world.within(shell.settle)
+
+    def _see_permits(self, shell: PoolShell, welcome: w.JobWelcome) -> None:
+        """Who works by a permit is let in with it, unless the pool has just taken it back from residents that died."""
+        told = {found.permit for found in welcome.permits}
+        lost = self.granted in shell.cluster.permits and self.granted not in told
+        if lost and not self.shape.script and self.world.loop.now_ns - self.bereft_ns > _ENDED_NS:
+            self.world.fail(f"{self.request.id} works by permit {self.granted}, and is let in without it")
 
     def cut(self) -> None:
         if self.wire is not None:

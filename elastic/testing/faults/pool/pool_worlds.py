@@ -86,7 +86,8 @@ class PoolFaults(msgspec.Struct, frozen=True, kw_only=True):
     until_ns: Nanoseconds = 3600 * S
 
 
-FAULTS = PoolFaults()
+FAULTS = PoolFaults(), PoolFaults(strike=0.1)
+"""What worlds draw from: in half of them faults follow closely upon each other."""
 
 
 class PoisonedPlacement:
@@ -114,16 +115,19 @@ class PoolSetting(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     spec: PoolSpec
     jobs: tuple[JobDraw, ...]
-    faults: PoolFaults = FAULTS
+    faults: PoolFaults = PoolFaults()
     spot: SpotSettings | None = None
     unplaceable: JobId = ""
     unstartable: JobId = ""
     unstartable_ns: Nanoseconds = NEVER_NS
 
 
-def draw_pool(seed: int, faults: PoolFaults = FAULTS) -> PoolSetting:
-    """Draw a small pool. Every fourth one has a job that code fails at, every fifth one is of spot instances."""
+def draw_pool(seed: int, faults: PoolFaults | None = None) -> PoolSetting:
+    """Draw a small pool, and its faults where they are not given. Every fourth one has a job that code fails at, every
+    fifth one is of spot instances."""
     rng = Random(seed)
+    if faults is None:
+        faults = Random(f"{seed}/strikes").choice(FAULTS)
     kind = NodeKind(gpus=8, memory_bytes=rng.randrange(2, 5), nano_usd_per_hour=rng.randrange(1, 20) * 10**9)
     spec = PoolSpec(rollout=kind, train=kind, rollout_nodes=rng.randrange(1, 5), train_nodes=rng.randrange(1, 4))
     jobs = tuple(_draw_job(rng, number, spec) for number in range(rng.randrange(1, 6)))
@@ -366,7 +370,7 @@ class PoolWorld:
             self._watch(event)
 
     def fail(self, what: str) -> None:
-        other = "" if self.faults == FAULTS else f" (with {self.faults})"
+        other = "" if self.faults in FAULTS else f" (with {self.faults})"
         found = f"after {self.events} events at {self.loop.now_ns / S:.3f} s{other}: {what}"
         raise WorldFailed("pool-shell", self.plan.seed, found)
 
