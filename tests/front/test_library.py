@@ -16,7 +16,7 @@ from elastic.front.templates import RendererError, RenderingError
 from elastic.front.tokenizer import Tokenizer
 from tests.front import chats
 
-pytest.importorskip("renderers")
+pytestmark = pytest.mark.clients
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
