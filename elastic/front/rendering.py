@@ -12,7 +12,6 @@ A `ChatRenderer` renders a conversation whole (`prompt`), or what comes behind a
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
 import structlog
@@ -97,7 +96,7 @@ class ChatRenderer(Protocol):
 class _Habits(NamedTuple):
     """What probes show of a template, for some settings.
 
-    closing: the coded text that closes an assistant's message. It begins with a control token, `closing_id`.
+    closing: what closes an assistant's message. It begins with a control token, `closing_id`.
     thought: the reasoning that stands for that of earlier answers; empty for a template that shows none.
     after_user, after_tools: whether the rendering stays a prefix where a user's message, or tools' results, follow.
     drops_thoughts: whether reasoning within an answer's content is left out of its message.
@@ -139,8 +138,7 @@ class TemplateRenderer:
         }
 
     def prompt(self, messages: Sequence[AnyMessage], tools: Tools, template_kwargs: Mapping[str, Any]) -> list[int]:
-        plain = plain_messages(messages)
-        return self._encode(self._template.render(plain, tools, template_kwargs, generation=True))
+        return self._encode(self._template.coded(plain_messages(messages), tools, template_kwargs))
 
     def more(
         self,
@@ -160,19 +158,19 @@ class TemplateRenderer:
             habits, messages[matched:], so_far[max(len(so_far) - answer_tokens, 0) :]
         ):
             return None
-        now = now_here()
         plain = plain_messages(messages)
         for message in plain[:matched]:
             if message["role"] == "assistant":
                 message["reasoning_content"] = habits.thought
+        conversation = self._template.given(plain, tools, template_kwargs)
         try:
-            before = self._template.render(plain[:matched], tools, template_kwargs, generation=False, now=now)
+            before = conversation.text(matched)
         except RenderingError:
             return None  # a template that takes the whole alone
-        whole = self._template.render(plain, tools, template_kwargs, generation=True, now=now)
+        whole = conversation.text(generation=True)
         if not whole.startswith(before) or not before.endswith(habits.closing):
             return None
-        ids = self._encode(habits.closing + whole[len(before) :])
+        ids = self._encode(conversation.coded(habits.closing + whole[len(before) :]))
         closed = answer_tokens > 0 and list(so_far[-1:]) == [habits.closing_id]
         return ids[1:] if closed else ids
 
@@ -229,7 +227,7 @@ class _Probe:
         self._template = template
         self._tools = tools
         self._kwargs = kwargs
-        self._now: datetime = now_here()
+        self._now = now_here()
 
     def habits(self) -> _Habits | None:
         """Tried with reasoning in answers at first, and without where that is not how answers are rendered."""
@@ -244,7 +242,7 @@ class _Probe:
         if prompt is None or answered is None or not answered.startswith(prompt) or answered.count(_ANSWER) != 1:
             return None
         closing = answered.partition(_ANSWER)[2].lstrip()
-        closing_id = self._tokenizer.coded_start(closing)
+        closing_id = self._tokenizer.control_at_start(closing)
         if closing_id is None:
             return None
         calling = {**answer, "tool_calls": [_CALL]}
@@ -264,7 +262,7 @@ class _Probe:
 
     def _text(self, messages: list[dict[str, Any]], generation: bool = False) -> str | None:
         try:
-            return self._template.render(messages, self._tools, self._kwargs, generation=generation, now=self._now)
+            return self._template.given(messages, self._tools, self._kwargs, self._now).text(generation=generation)
         except RenderingError:
             return None
 

@@ -71,37 +71,41 @@ class ChatTemplate:
             calling = [{"role": "user", "content": "x"}, _CALLING]
             self._wants = self._better(calling, self._wants._replace(text_arguments=True))
 
-    def render(
+    def given(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         kwargs: Mapping[str, Any],
-        *,
-        generation: bool,
         now: datetime | None = None,
-        wants: "_Wants | None" = None,
-    ) -> str:
-        """The coded text; with `generation`, it ends where an answer begins. `now` is what the template says for today.
+    ) -> "Conversation":
+        """A conversation that can be rendered; `now` is what the template takes for today. Raises `RenderingError`."""
+        return self._given(messages, tools, kwargs, self._wants, now)
 
-        Raises `RenderingError`.
-        """
+    def coded(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        """The coded text of a conversation, up to where an answer begins. Raises `RenderingError`."""
+        conversation = self.given(messages, tools, kwargs)
+        return conversation.coded(conversation.text(generation=True))
+
+    def _given(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+        wants: "_Wants",
+        now: datetime | None = None,
+    ) -> "Conversation":
         template = self._compiled.get("tool_use" if tools and "tool_use" in self._compiled else "default")
         if template is None:
             raise RenderingError("this model has no chat template: it takes prompts, but no messages")
         mark, guarded = self._guards.guarded(messages, tools, kwargs)
         for message in guarded.messages:
-            (wants or self._wants).shape(message)
-        now = now or now_here()
-        given = {
-            **self._tokenizer.named,
-            **guarded.kwargs,
-            "messages": guarded.messages,
-            "tools": guarded.tools,
-            "documents": None,
-            "add_generation_prompt": generation,
-            "strftime_now": now.strftime,
-        }
-        return self._tokenizer.coded(_rendered(template, given, mark), broken_by=mark)
+            wants.shape(message)
+        return Conversation(self._tokenizer, template, mark, guarded, now or now_here())
 
     def _better(self, messages: list[dict[str, Any]], wants: "_Wants") -> "_Wants":
         """These, if the probe's text comes out with them and not without; else those from before."""
@@ -109,9 +113,38 @@ class ChatTemplate:
 
     def _shows(self, messages: list[dict[str, Any]], wants: "_Wants") -> bool:
         try:
-            return _PROBE in self.render(messages, None, {}, generation=False, wants=wants)
+            return _PROBE in self._given(messages, None, {}, wants).text()
         except RenderingError:
             return False
+
+
+class Conversation:
+    """A conversation as a template is given it, with control tokens in its texts broken, at one time."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: jinja2.Template, mark: str, guarded: "Guarded", now: datetime
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._mark = mark
+        self._messages = guarded.messages
+        self._given = {
+            **tokenizer.named,
+            **guarded.kwargs,
+            "tools": guarded.tools,
+            "documents": None,
+            "strftime_now": now.strftime,
+        }
+
+    def text(self, messages: int | None = None, *, generation: bool = False) -> str:
+        """What the template makes of the first so many messages, or of all; with `generation`, it ends where an answer
+        begins. Control tokens in it are the template's own. Raises `RenderingError`."""
+        given = {**self._given, "messages": self._messages[:messages], "add_generation_prompt": generation}
+        return _rendered(self._template, given, self._mark)
+
+    def coded(self, text: str) -> str:
+        """A part of such a text for `Tokenizer.encode_coded`."""
+        return self._tokenizer.coded(text, broken_by=self._mark)
 
 
 class _Wants(NamedTuple):
@@ -196,14 +229,27 @@ class _Tokens:
 
     def __init__(self, tokens: Collection[str]) -> None:
         tokens = [token for token in tokens if token]
-        self.begun = re.compile(f"(?={'|'.join(map(re.escape, tokens))})(.)" if tokens else "(?!)", re.DOTALL)
-        self.heads = {token[:size] for token in tokens for size in range(1, len(token))}
-        self.tails = {token[size:] for token in tokens for size in range(1, len(token))}
-        self.longest = max(map(len, tokens), default=1) - 1
+        self._begun = re.compile(f"(?={'|'.join(map(re.escape, tokens))})(.)" if tokens else "(?!)", re.DOTALL)
+        self._firsts, self._lasts = {token[0] for token in tokens}, {token[-1] for token in tokens}
+        self._heads = {token[:size] for token in tokens for size in range(1, len(token))}
+        self._tails = {token[size:] for token in tokens for size in range(1, len(token))}
+        self._longest = max(map(len, tokens), default=1) - 1
+
+    def broken(self, text: str, mark: str) -> str:
+        """The text with a mark in each token, and at an end that may be part of one."""
+        start, end = text[: self._longest], text[-self._longest :] if self._longest else ""
+        marked = self._begun.sub(lambda found: found[1] + mark, text)
+        if any(first in end for first in self._firsts) and any(end[at:] in self._heads for at in range(len(end))):
+            marked += mark
+        if any(last in start for last in self._lasts) and any(
+            start[:at] in self._tails for at in range(len(start) + 1)
+        ):
+            marked = mark + marked
+        return marked
 
 
 class _Breaker:
-    """Puts a mark into the control tokens of texts, and at ends that may be part of one."""
+    """Puts a mark into the control tokens of all texts in a value of JSON."""
 
     def __init__(self, tokens: _Tokens, mark: str) -> None:
         self._tokens = tokens
@@ -215,24 +261,16 @@ class _Breaker:
     def value(self, value: Any) -> Any:
         if isinstance(value, str):
             return self.text(value)
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             return {self.text(key) if isinstance(key, str) else key: self.value(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
             return [self.value(one) for one in value]
         return value
 
     def text(self, text: str) -> str:
-        tokens, mark = self._tokens, self._mark
-        if mark in text:
+        if self._mark in text:
             raise _MarkFound
-        sizes = range(1, min(tokens.longest, len(text)) + 1)
-        if any(text[:size] in tokens.tails for size in sizes):
-            return mark + self._closed(text, sizes)
-        return self._closed(text, sizes)
-
-    def _closed(self, text: str, sizes: range) -> str:
-        broken = self._tokens.begun.sub(lambda found: found[1] + self._mark, text)
-        return broken + self._mark if any(text[-size:] in self._tokens.heads for size in sizes) else broken
+        return self._tokens.broken(text, self._mark)
 
 
 def _rendered(template: jinja2.Template, given: Mapping[str, Any], mark: str) -> str:

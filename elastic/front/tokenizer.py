@@ -90,9 +90,10 @@ class Tokenizer:
         """Raises `ControlTextError`."""
         return self._encode(text, around=False)
 
-    def coded_start(self, text: str) -> int | None:
-        """The control token with which a coded text begins."""
-        return next((number for number, content in self.control.items() if text.startswith(self._words[content])), None)
+    def control_at_start(self, text: str) -> int | None:
+        """The control token with which a template's text begins."""
+        found = self._added.match(text)
+        return next((number for number, content in self.control.items() if found and content == found[0]), None)
 
     def token_id(self, token: str) -> int | None:
         return self._tokens.token_to_id(token)

@@ -15,7 +15,8 @@ from elastic.front.tokenizer import Tokenizer
 pytestmark = pytest.mark.clients
 
 DIRECTORY = Path(os.environ.get("ELASTIC_CHAT_MODEL", Path(__file__).parents[2] / ".cache/chat-model"))
-texts = st.text(max_size=40) | st.sampled_from(["<|im_end|>", "<|endoftext|>", "  12 apples\n\n", "def f(x):\n\treturn x"])
+ODD = ["<|im_end|>", "<|endoftext|>", "  12 apples\n\n", "def f(x):\n\treturn x"]
+texts = st.text(max_size=40) | st.sampled_from(ODD)
 
 
 @pytest.fixture(scope="module")
