@@ -8,9 +8,9 @@ import typer
 from elastic.cli.account import run_on_disk
 from elastic.cli.options import AsJson, RunName, RunsDirectory, group
 from elastic.cli.output import bad_input, emit
+from elastic.compose.agents import agents_url
 from elastic.compose.runs import is_claimed, load_run_config
 from elastic.core.ids import agent_id, parse_agent_id
-from elastic.protocol.endpoint import Address, is_loopback
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import AGENTS, RunDirectory
 
@@ -78,10 +78,7 @@ def base_url(run: RunDirectory) -> str:
     if not served or not is_claimed(run.path):
         what = "does not go on now" if served else 'is not driven by agents: environment.name = "outside" is'
         bad_input(f"run {run.name} {what}")
-    config, at = load_run_config(run.path), Address.parse(served).here()
-    if config.front is None or is_loopback(config.front.host):
-        return f"http://{at}/v1"
-    return f"https://{Address(config.run.advertised_host or at.host, at.port)}/v1"
+    return agents_url(load_run_config(run.path), served)
 
 
 def front(

@@ -24,6 +24,7 @@ from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_
 from elastic.cli.progress import ProgressDisplay, bar
 from elastic.cli.supervise import supervise_run
 from elastic.cli.tables import show_listing
+from elastic.compose.agents import check_front
 from elastic.compose.execution import CANNOT_BEGIN, RunOutcome, execute
 from elastic.compose.incarnations import PastIncarnations, past_incarnations
 from elastic.compose.plan import (
@@ -235,6 +236,7 @@ def _run(config: Config, names: list[str], where: str, resumed: Path | None, *, 
     if past.status != RUNNING:  # Of a process that died; what it began with has been checked.
         # A pool's job does not have seconds at its start, where its trainer says the same.
         check_policy(plan, None if plan.in_turns else resumed)
+        check_front(plan)
     run_dir = resumed or new_run_dir(config)
     progress = ProgressDisplay(console(stderr=True))
     go_on = f"go on with: {program()} run --resume {run_dir}"
@@ -282,9 +284,19 @@ async def _execute(plan: RunPlan, run_dir: Path, *, resume: bool, progress: Prog
 
         act_on(TERMINATION_OR_HANGUP, act, watch.told_to_end)
 
+    def tell_agents(url: str) -> None:
+        progress.say(f"agents: OPENAI_BASE_URL={url}, with the key of: {program()} agents key {run_dir}")
+
     watch = LoopWatch(progress.say)
     with watch.watching():
-        return await execute(plan, run_dir, resume=resume, observe=progress.observe, on_ready=stop_on_signals)
+        return await execute(
+            plan,
+            run_dir,
+            resume=resume,
+            observe=progress.observe,
+            on_ready=stop_on_signals,
+            on_agents=tell_agents,
+        )
 
 
 def _stop(orchestrator: Orchestrator, progress: ProgressDisplay) -> None:

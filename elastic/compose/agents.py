@@ -2,14 +2,15 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic.compose.plan import read_model_config
-from elastic.config import OUTSIDE, Config, ConfigError, validate
+from elastic.compose.plan import RunPlan, read_model_config
+from elastic.config import OUTSIDE, Config, ConfigError, ConfigProblem, validate
 from elastic.core.types import INTEGER_MAX, SamplingParameters
 from elastic.environments.outside import OutsideSettings
+from elastic.protocol.endpoint import Address, is_loopback
 from elastic.runtime.agents import AgentLimits, AgentsWiring
 from elastic.runtime.journal import AGENTS
 from elastic.system.given import read_text
@@ -41,18 +42,55 @@ def agent_limits(config: Config) -> AgentLimits | None:
     )
 
 
-def agents_wiring(config: Config, run_dir: Path, notes: Mapping[str, str]) -> AgentsWiring | None:
-    """How agents are served; `notes` are those of the run's former journals."""
+def agents_wiring(
+    config: Config, run_dir: Path, notes: Mapping[str, str], ready: Callable[[str], None]
+) -> AgentsWiring | None:
+    """How agents are served; `notes` are those of the run's former journals. Raises `TlsError`."""
     limits = agent_limits(config)
     if limits is None or config.front is None:
         return None
+    from elastic.front.process import front_certificate
+
+    front_certificate(config, run_dir)
     return AgentsWiring(
         limits=limits,
         front=config.front,
         command=(sys.executable, "-m", "elastic.cli", "front", str(run_dir.resolve())),
         environment=inherited(),
         former=notes.get(AGENTS, ""),
+        ready=lambda served: ready(agents_url(config, served)),
     )
+
+
+def check_front(plan: RunPlan) -> None:
+    """Raises `ConfigError` where agents could not be served: without a tokenizer, a template or such a renderer."""
+    config, front = plan.config, plan.config.front
+    if not plan.driven_outside:
+        if front is not None:
+            problem = (
+                f"environment {config.environment.name!r} plays its trajectories itself, so that agents would have "
+                f"none; allowed with fronts: environment.name = {OUTSIDE!r}"
+            )
+            raise ConfigError(ConfigProblem(problem, ("front",)))
+        return
+    assert front is not None
+    from elastic.front.rendering import make_renderer
+    from elastic.front.tokenizer import Tokenizer
+
+    make_renderer(
+        Tokenizer(config.model.checkpoint),
+        renderer=front.renderer,
+        tool_parser=front.tool_parser,
+        reasoning_parser=front.reasoning_parser,
+    )
+
+
+def agents_url(config: Config, served: str) -> str:
+    """The base URL that agents take of fronts at this address."""
+    at = Address.parse(served).here()
+    if config.front is None or is_loopback(config.front.host):
+        return f"http://{at}/v1"
+    return f"https://{Address(config.run.advertised_host or at.host, at.port)}/v1"
 
 
 def _ends(model: Mapping[str, Any], checkpoint: Path) -> tuple[int, ...]:

@@ -71,8 +71,10 @@ async def execute(
     resume: bool = False,
     observe: Callable[[RunStatus], None] = lambda _: None,
     on_ready: Callable[[Orchestrator], None] = lambda _: None,
+    on_agents: Callable[[str], None] = lambda _: None,
 ) -> RunOutcome:
-    """Carry out a run in `run_dir`. `on_ready` gets the orchestrator, to stop it from outside.
+    """Carry out a run in `run_dir`. `on_ready` gets the orchestrator, to stop it from outside, `on_agents` the base URL
+    of agents, if they drive the run.
 
     Raises what the orchestrator raises when the run cannot begin; every process is gone by then.
     """
@@ -124,7 +126,7 @@ async def execute(
                     certificate=certificate,
                     waiting_room=waiting_room,
                     pool=pool,
-                    agents=agents_wiring(config, run_dir, former.notes),
+                    agents=agents_wiring(config, run_dir, former.notes, on_agents),
                 )
                 orchestrator = Orchestrator(
                     config, scheduler, journal, wiring, former.taken_up(), told=former.told, observe=observe

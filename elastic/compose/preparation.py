@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 
 from elastic.compose.plan import RunPlan
-from elastic.config import ConfigError
+from elastic.config import OUTSIDE, ConfigError
 
 RECIPE_FILE = "recipe"
 """Beside a base policy that was made here: the name of what it was made from."""
@@ -13,6 +13,8 @@ RECIPE_FILE = "recipe"
 
 WARMED_UP = "frozenlake"
 """The environment whose demonstrations a base policy can be made from."""
+CHAT_RECIPE = "a small chat model with random weights, 1"
+"""What is made for agents: it has a tokenizer and a chat template, and has learned nothing."""
 
 
 class Prepared(Enum):
@@ -24,39 +26,68 @@ class Prepared(Enum):
 
 
 def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force: bool = False) -> Prepared:
-    """Make the base policy of the examples by a short supervised warm-up, unless it is there.
+    """Make the base policy of the examples, unless it is there: by a short supervised warm-up, or for agents a small
+    chat model that has learned nothing.
 
     Raises `ConfigError` where it cannot be made or written, or the directory holds something else.
     """
     checkpoint, environment = plan.config.model.checkpoint, plan.config.environment.name
     keep = _holds_policy(checkpoint) and not force
-    if environment != WARMED_UP:
+    if environment not in (WARMED_UP, OUTSIDE):
         if keep:
             return Prepared.THERE
         raise ConfigError(
             f"environment.name: found {environment!r}, for which no base policy can be made; allowed: {WARMED_UP!r}, "
-            f"which has a warm-up, or a checkpoint of your own in model.checkpoint = {str(checkpoint)!r}"
+            f"which has a warm-up, {OUTSIDE!r}, for which a small chat model is made, or a checkpoint of your own in "
+            f"model.checkpoint = {str(checkpoint)!r}"
         )
 
     from elastic.engine.model.checkpoint import CheckpointError
-    from elastic.engine.model.config import Qwen3Config
-    from elastic.worker.trainer.warmup import WarmupSettings, cache_key, warm_up
 
-    model = Qwen3Config()
-    settings = WarmupSettings.model_validate({"lake": plan.environment_settings.model_dump()})
-    recipe, key = checkpoint / RECIPE_FILE, cache_key(settings, model)
+    key, make = _chat_model() if environment == OUTSIDE else _warmed_up(plan, progress)
+    recipe = checkpoint / RECIPE_FILE
     try:
         if keep:
             same = not recipe.exists() or recipe.read_text() == key
             return Prepared.THERE if same else Prepared.OF_OTHER_SETTINGS
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        warm_up(settings, model, checkpoint, progress)
+        make(checkpoint)
         recipe.write_text(key)
     except CheckpointError as error:
         raise ConfigError(f"model.checkpoint: {error}") from error
     except OSError as error:
         raise ConfigError(f"model.checkpoint: {checkpoint} cannot be made ({error.strerror})") from error
     return Prepared.MADE
+
+
+def _warmed_up(plan: RunPlan, progress: Callable[[int, int, float], None]) -> tuple[str, Callable[[Path], None]]:
+    """The recipe of a policy that has seen demonstrations, and what makes it in a directory."""
+    from elastic.engine.model.config import Qwen3Config
+    from elastic.worker.trainer.warmup import WarmupSettings, cache_key, warm_up
+
+    model = Qwen3Config()
+    settings = WarmupSettings.model_validate({"lake": plan.environment_settings.model_dump()})
+    return cache_key(settings, model), lambda checkpoint: warm_up(settings, model, checkpoint, progress)
+
+
+def _chat_model() -> tuple[str, Callable[[Path], None]]:
+    """The recipe of a chat model that has learned nothing, and what makes it in a directory."""
+
+    def make(checkpoint: Path) -> None:
+        import torch
+
+        from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
+        from elastic.engine.model.config import Qwen3Config
+        from elastic.engine.model.qwen3 import Qwen3
+        from elastic.front.tiny import VOCABULARY, write_tokenizer
+
+        model = Qwen3Config(vocab_size=VOCABULARY)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            write_checkpoint(checkpoint, model, model_tensors(Qwen3(model)))
+        write_tokenizer(checkpoint)
+
+    return CHAT_RECIPE, make
 
 
 def _holds_policy(directory: Path) -> bool:

@@ -18,13 +18,17 @@ LOOK_AFTER_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentsWiring:
-    """What agents may ask for, and how the fronts are started that serve them; `former` is where they were served."""
+    """What agents may ask for, and how the fronts are started that serve them; `former` is where they were served.
+
+    `ready` is told where they are served.
+    """
 
     limits: AgentLimits
     front: FrontConfig
     command: Sequence[str]
     environment: Mapping[str, str]
     former: str = ""
+    ready: Callable[[str], None] = lambda _: None
 
 
 class AgentService:
@@ -45,11 +49,14 @@ class AgentService:
         front, former = self._wiring.front, self._wiring.former
         try:
             await self.hub.start()
-            return await self._fronts.start(front.host, front.port, Address.parse(former).port if former else 0)
+            served = await self._fronts.start(front.host, front.port, Address.parse(former).port if former else 0)
         except OSError as error:
             raise GatewayError(
                 f"front: cannot serve on {front.host}:{front.port}: {error.strerror or error}"
             ) from error
+
+        self._wiring.ready(served)
+        return served
 
     async def look_after(self) -> None:
         """End what has waited for too long, until cancelled."""
