@@ -12,6 +12,7 @@ from pathlib import Path
 
 from elastic.core.ids import parse_agent_id
 from elastic.protocol.connection import Connection, ConnectionLost, over_socket
+from elastic.protocol.frames import RefusedFrame
 from elastic.protocol.front_messages import (
     FRONT_VERSION,
     RUN_SIDE,
@@ -87,6 +88,7 @@ class ModelledRun:
         self.fds = 0
         self.settles = True
         self.mute = False
+        self.refusal = ""
         self.stirred = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._wires: set[Wire] = set()
@@ -176,8 +178,12 @@ class ModelledRun:
         wire = await over_socket(end, RUN_SIDE, "a front")
         hello = await wire.receive()
         assert isinstance(hello, FrontHello)
+        if self.refusal:
+            wire.close(RefusedFrame(self.refusal, False))
+            return
         wire.send(FrontWelcome(FRONT_VERSION, "run"))
         self._wires.add(wire)
+        self.stirred.set()
         with contextlib.suppress(ConnectionLost):
             await wire.listen(lambda messages: [self._hear(wire, message) for message in messages])
         self._wires.discard(wire)
