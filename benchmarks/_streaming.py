@@ -58,13 +58,14 @@ class PausingEnvironment:
     stop_token_ids: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, settings: BaseModel | None = None) -> None:
-        self._drawn = random.Random()
+        self._drawn: random.Random | None = None
 
     async def reset(self, seed: int) -> list[int]:
         self._drawn = random.Random(seed)
         return [1] * PROMPT_TOKENS
 
     async def step(self, token_ids: list[int]) -> StepResult:
+        assert self._drawn is not None
         if self._drawn.random() < TOOL_SHARE:
             await asyncio.sleep(self._drawn.expovariate(1 / TOOL_S))
         return StepResult([1] * ANSWER_TOKENS, done=False)

@@ -13,7 +13,8 @@ loop, also by `SystemExit` or a `CancelledError` of its own, the core hears of i
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from itertools import islice
 from types import TracebackType
 
 import msgspec
@@ -48,6 +49,9 @@ _ENDS = (asyncio.CancelledError, GeneratorExit)
 """How a loop ends that is told to."""
 STUBBORN_S = 2.0
 """How long an environment may take to end once it is told to. It may catch what tells it."""
+BEGUN_AT_ONCE = 64
+"""Trajectories that begin before the event loop comes to others: a step's may be tens of thousands, and each costs the
+time of its environment's making and of a decision."""
 _TOLD_TIMES = 5
 """How often the loops that are left at the end are told so, `STUBBORN_S` apart, before they are left behind."""
 
@@ -145,13 +149,15 @@ class Rollouts:
         self._prompted = prompted
         self._raised = raised
         self._tasks: dict[TrajectoryId, asyncio.Task[None]] = {}
+        self._to_begin: dict[TrajectoryId, None] = {}
+        """Those that are about to begin, in order."""
         self._told_to_end: set[TrajectoryId] = set()
         self._ending = False
 
     def start(self, group: c.StartGroup) -> None:
         for trajectory in group.trajectories:
             self._running[trajectory] = []
-            self._begin(trajectory)
+        self._begin_all(group.trajectories)
 
     def recalled(self, event: e.Event, command: c.Command | None) -> None:
         match command:
@@ -210,10 +216,23 @@ class Rollouts:
         self._finished.restore(finished)
 
     def resume(self) -> None:
-        for trajectory in self._running:
-            self._begin(trajectory)
+        self._begin_all(self._running)
+
+    def _begin_all(self, trajectories: Iterable[TrajectoryId]) -> None:
+        begins = not self._to_begin
+        self._to_begin |= dict.fromkeys(trajectories)
+        if begins and self._to_begin:
+            self._spawn(self._begin_in_order(), "beginning trajectories")
+
+    async def _begin_in_order(self) -> None:
+        """Begin what is about to, not too many at once."""
+        while self._to_begin:
+            for trajectory in list(islice(self._to_begin, BEGUN_AT_ONCE)):
+                self._begin(trajectory)
+            await asyncio.sleep(0)
 
     def _begin(self, trajectory: TrajectoryId) -> None:
+        del self._to_begin[trajectory]
         task = self._tasks[trajectory] = self._spawn(self._run(trajectory), f"trajectory {trajectory}")
         task.add_done_callback(lambda _: self._forget(trajectory))
 
@@ -222,6 +241,9 @@ class Rollouts:
         self._told_to_end.discard(trajectory)
 
     def cancel(self, trajectory: TrajectoryId) -> None:
+        if trajectory in self._to_begin:
+            del self._to_begin[trajectory]
+            self._leave(trajectory)
         task = self._tasks.get(trajectory)
         if task is not None:
             self._told_to_end.add(trajectory)
@@ -229,6 +251,7 @@ class Rollouts:
 
     def cancel_all(self) -> None:
         self._ending = True
+        self._to_begin.clear()
         for task in list(self._tasks.values()):
             task.cancel()
 

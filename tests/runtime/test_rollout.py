@@ -19,7 +19,7 @@ from elastic.environments.base import StepResult
 from elastic.protocol.sampled import ids_of
 from elastic.runtime.episodes import RolloutLimits, RolloutTrajectory
 from elastic.runtime.journal import TrajectoryRow
-from elastic.runtime.rollout import Rollouts
+from elastic.runtime.rollout import BEGUN_AT_ONCE, Rollouts
 from tests.standing_clock import StandingClock
 
 LIMITS = RolloutLimits(
@@ -309,6 +309,32 @@ async def test_who_is_told_to_end_says_nothing() -> None:
             else:
                 rollouts.cancel("0/0/0")
     assert heard == []
+
+
+async def test_of_many_trajectories_few_begin_before_the_loop_comes_to_others() -> None:
+    """One that is cancelled before its turn never begins, and nothing is known of it any more."""
+    made: list[OneTurn] = []
+
+    def make_environment() -> Any:
+        made.append(OneTurn(1.0))
+        return made[-1]
+
+    names = tuple(f"0/0/{member}" for member in range(4 * BEGUN_AT_ONCE))
+    async with asyncio.TaskGroup() as tasks:
+        rollouts = Rollouts(
+            *(1, LIMITS, make_environment, lambda event, payload=None: None, lambda: 0),
+            lambda work, name: tasks.create_task(work, name=name),
+        )
+        rollouts.start(c.StartGroup(step=0, group="0/0", index=0, trajectories=names))
+        rollouts.cancel(names[-1])
+        while len(made) < len(names) - 1:
+            before = len(made)
+            await asyncio.sleep(0)
+            assert len(made) - before <= BEGUN_AT_ONCE
+        await asyncio.sleep(0)
+        rollouts.cancel_all()
+    assert len(made) == len(names) - 1
+    assert rollouts.saved() == ({}, [])
 
 
 class Unspeakable(Exception):
