@@ -1,6 +1,6 @@
 """Routing of turns. Source: ROSE §4.3 (turns, prefixes, own devices first); RollArt, mechanism 1 (hardware)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -57,19 +57,23 @@ class AffinityRouting(msgspec.Struct, frozen=True):
         if affine is not None and (affine.has_place or not candidates[0].has_place):
             candidates = [affine, *candidates]
         if self.hardware and all(_declared(worker.kind) for worker in candidates):
-            return min(candidates, key=lambda worker: cost(turn, worker)).id
+            return min(candidates, key=_cost_of(turn)).id
         return candidates[0].id
 
 
-def cost(turn: TurnView, worker: WorkerView) -> float:
-    """Return the work that the turn adds to the worker, in relative seconds; more if the worker has lately given
-    turns back."""
-    cached = turn.affine_tokens if worker.id == turn.affine_worker else 0
-    context, decode_tokens = turn.prompt_tokens + turn.accepted, turn.expected_tokens
-    # Turns that are done sooner are not in the batch all the time.
-    batch = min(float(worker.outstanding), worker.due_tokens / decode_tokens)
-    added_s = added_work_s(worker.kind, batch, max(1, context - cached), decode_tokens, context)
-    return (added_s or 0.0) / worker.standing
+def _cost_of(turn: TurnView) -> Callable[[WorkerView], float]:
+    """Return what tells the work that the turn adds to a worker, in relative seconds; more if the worker has lately
+    given turns back."""
+    context, decode_tokens, holder = turn.prompt_tokens + turn.accepted, turn.expected_tokens, turn.affine_worker
+
+    def cost(worker: WorkerView) -> float:
+        cached = turn.affine_tokens if worker.id == holder else 0
+        # Turns that are done sooner are not in the batch all the time.
+        batch = min(float(worker.outstanding), worker.due_tokens / decode_tokens)
+        added_s = added_work_s(worker.kind, batch, max(1, context - cached), decode_tokens, context)
+        return (added_s or 0.0) / worker.standing
+
+    return cost
 
 
 def added_work_s(

@@ -119,7 +119,10 @@ class Patience:
         if len(self._usual) > COMPARED_WORKERS:
             del self._usual[next(iter(self._usual))]
         pace = _Pace(worker, duration_ns // max(1, tokens), now_ns)
-        known = [p for p in self._paces if p.at_ns > now_ns - REMEMBERED_NS]
+        since_ns, paces = now_ns - REMEMBERED_NS, self._paces
+        if len(paces) == 2 and pace.token_ns < paces[1].token_ns and min(p.at_ns for p in paces) > since_ns:
+            return
+        known = [p for p in paces if p.at_ns > since_ns]
         if any(p.worker == worker and p.token_ns >= pace.token_ns for p in known):
             self._paces = known
         else:
@@ -142,11 +145,13 @@ class Patience:
 
         No turn is `FAR` too late that has taken less than a single token may: devices pause, for weights or neighbours.
         """
+        if times >= FAR and took_ns <= self._least_ns["token"]:
+            return False
         others = [usual for other, usual in self._usual.items() if other != worker]
         if sum(usual.turns for usual in others) < COMPARED_TURNS:
             return False
         duration_ns = sum(usual.duration_ns for usual in others) / len(others)
-        if took_ns <= max(times * duration_ns, self._least_ns["token"] if times >= FAR else 0):
+        if took_ns <= times * duration_ns:
             return False
         mean_tokens = sum(usual.tokens for usual in others) / len(others)
         return took_ns > times * duration_ns * tokens / max(1.0, mean_tokens)

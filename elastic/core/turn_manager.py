@@ -216,6 +216,7 @@ class TurnManager:
             run.ledger.lose(event.worker, sum(chunks.counts))
             return Changed.PROGRESS
         live, slots, now_ns, told = run.turns.live, worker.slots, run.now_ns, chunks.told
+        worker_id, running, unsettled = worker.id, TurnState.RUNNING, worker.standing < 1 or not worker.brought
         places, turns = list[int](), list[TurnId]()
         tokens = lost = longer = 0
         longest_ns, limit_ns, watched_ns = -1, 0, run.timers.until_ns("token", worker.id)
@@ -224,8 +225,8 @@ class TurnManager:
             if (
                 turn is not None
                 and turn.slot == slot
-                and turn.worker == worker.id
-                and turn.state is TurnState.RUNNING
+                and turn.worker == worker_id
+                and turn.state is running
                 and turn.start < turn.accepted == start
                 and turn.oldest_version <= version == turn.version
                 and 0 < count < turn.max_new_tokens - start
@@ -233,8 +234,9 @@ class TurnManager:
                 and place not in told
             ):
                 turn.accepted = start + count
-                if worker.standing < 1 or not worker.brought:
+                if unsettled:
                     run.fleet.progressed(worker, count)
+                    unsettled = worker.standing < 1
                 if (took_ns := now_ns - turn.heard_ns) > longest_ns:
                     run.patience.note("token", took_ns, now_ns)
                     longest_ns, limit_ns = took_ns, run.patience.limit_ns("token", now_ns)
@@ -248,7 +250,8 @@ class TurnManager:
             else:
                 longer += 1
                 turn, refused = self._take(worker, told.get(place) or Chunk(slot, start, count, version))
-                watched_ns = run.timers.until_ns("token", worker.id)
+                watched_ns = run.timers.until_ns("token", worker_id)
+                unsettled = worker.standing < 1 or not worker.brought
                 if turn is None:
                     lost += refused
                     continue

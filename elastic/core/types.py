@@ -314,12 +314,12 @@ class Chunks(msgspec.Struct, frozen=True, array_like=True, gc=False):
             return {}
         ends, prompts = {end.place: end for end in self.ends}, {prompt.place: prompt for prompt in self.prompts}
         found: dict[int, Chunk] = {}
-        for place, plain in enumerate(self.plain):
+        plain = list(self.plain)
+        for place in sorted(place for place in ends.keys() | prompts.keys() if place < len(plain)):
             end, prompt = ends.get(place), prompts.get(place)
-            if end is not None or prompt is not None:
-                finish, detail = (None, "") if end is None else (end.finish, end.detail)
-                prefilled, cached = (0, 0) if prompt is None else (prompt.prefilled, prompt.cached)
-                found[place] = Chunk(*plain, finish, detail, prefilled, cached)
+            finish, detail = (None, "") if end is None else (end.finish, end.detail)
+            prefilled, cached = (0, 0) if prompt is None else (prompt.prefilled, prompt.cached)
+            found[place] = Chunk(*plain[place], finish, detail, prefilled, cached)
         return found
 
     def __iter__(self) -> Iterator[Chunk]:

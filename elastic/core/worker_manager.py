@@ -191,9 +191,10 @@ class WorkerManager:
         if min(tokens, iterations, decode_ns, worker.outstanding) <= 0:
             return
         batch = min(max(1, round(tokens / iterations)), worker.capacity)
-        contexts = [run.turns.live[turn].context_tokens for turn in worker.turns]
         if batch:
-            profile.note(batch, tokens, decode_ns, sum(contexts) / len(contexts))
+            turns = [run.turns.live[turn] for turn in worker.turns]
+            context_tokens = sum([turn.prompt_tokens + turn.accepted for turn in turns])
+            profile.note(batch, tokens, decode_ns, context_tokens / len(turns))
 
     # Going
 

@@ -49,9 +49,9 @@ _ENDS = (asyncio.CancelledError, GeneratorExit)
 """How a loop ends that is told to."""
 STUBBORN_S = 2.0
 """How long an environment may take to end once it is told to. It may catch what tells it."""
-BEGUN_AT_ONCE = 64
-"""Trajectories that begin before the event loop comes to others: a step's may be tens of thousands, and each costs the
-time of its environment's making and of a decision."""
+BEGUN_AT_ONCE = 1_024
+"""Trajectories that begin before the event loop comes to others: a step's may be tens of thousands, each costs the time
+of its environment's making and of a decision, and a busy loop comes to the next ones some ten times a second only."""
 _TOLD_TIMES = 5
 """How often the loops that are left at the end are told so, `STUBBORN_S` apart, before they are left behind."""
 
