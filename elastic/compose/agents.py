@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from elastic.config import OUTSIDE, Config, ConfigError, ConfigProblem, validate
 from elastic.core.types import INTEGER_MAX, SamplingParameters
 from elastic.environments.outside import OutsideSettings
 from elastic.protocol.endpoint import Address, is_loopback
-from elastic.runtime.agents import AgentLimits, AgentsWiring
+from elastic.runtime.agents import AgentLimits, AgentsWiring, ServingFronts
 from elastic.runtime.journal import AGENTS
 from elastic.system.given import read_text
 from elastic.system.processes import inherited
@@ -54,10 +55,14 @@ def agents_wiring(
     front_certificate(config, run_dir)
     return AgentsWiring(
         limits=limits,
-        front=config.front,
-        command=(sys.executable, "-m", "elastic.cli", "front", str(run_dir.resolve())),
-        environment=inherited(),
-        former=notes.get(AGENTS, ""),
+        make_fronts=partial(
+            ServingFronts,
+            run_dir,
+            config.front,
+            (sys.executable, "-m", "elastic.cli", "front", str(run_dir.resolve())),
+            inherited(),
+            notes.get(AGENTS, ""),
+        ),
         ready=lambda served: ready(agents_url(config, served)),
     )
 

@@ -8,7 +8,7 @@ has it, too.
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeAlias
 
@@ -112,17 +112,36 @@ class TurnInbox:
             self._waiting.set_result(None)
 
 
+Connect: TypeAlias = Callable[[], Awaitable[Connection[FromFront, FromRun]]]
+
+
+async def connected(run_dir: Path, listener: socket.socket | None = None) -> Connection[FromFront, FromRun]:
+    """Connect to the run in this directory, and hand it the socket at which the fronts listen, if any. Raises
+    `OSError`."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        with socket_address(run_dir, SOCKET) as address:
+            end.connect(address)
+        if listener is not None:
+            socket.send_fds(end, [b"\0"], [listener.fileno()])
+        else:
+            end.send(b"\0")
+        return await over_socket(end, FRONT_SIDE, "the run")
+    except BaseException:
+        end.close()
+        raise
+
+
 class _Stream(NamedTuple):
     inbox: TurnInbox
     choice: int
 
 
 class RunLink:
-    """Keeps the connection while `run` is awaited. `listener` is the socket at which the fronts listen, if any."""
+    """Keeps the connection while `run` is awaited. `connect` makes one; it may raise `OSError` and `ConnectionLost`."""
 
-    def __init__(self, run_dir: Path, listener: socket.socket | None = None) -> None:
-        self._run_dir = run_dir
-        self._listener = listener
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
         self._connection: Connection[FromFront, FromRun] | None = None
         self._stands = asyncio.Event()
         self._requests = 0
@@ -200,18 +219,7 @@ class RunLink:
         inbox.streams.clear()
 
     async def _dial(self) -> Connection[FromFront, FromRun]:
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            with socket_address(self._run_dir, SOCKET) as address:
-                end.connect(address)
-            if self._listener is not None:
-                socket.send_fds(end, [b"\0"], [self._listener.fileno()])
-            else:
-                end.send(b"\0")
-            connection = await over_socket(end, FRONT_SIDE, "the run")
-        except BaseException:
-            end.close()
-            raise
+        connection = await self._connect()
         try:
             connection.send(FrontHello(FRONT_VERSION, here().pid()))
             async with asyncio.timeout(WELCOME_TIMEOUT_S):

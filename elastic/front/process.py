@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -12,7 +13,7 @@ from elastic.config import Config, FrontConfig, load_config
 from elastic.front.app import AgentFront
 from elastic.front.asked import ServedModel
 from elastic.front.calls import CallTimes
-from elastic.front.link import RunLink
+from elastic.front.link import RunLink, connected
 from elastic.front.rendering import make_renderer
 from elastic.front.tokenizer import Tokenizer
 from elastic.protocol.connection import SessionRefused
@@ -51,7 +52,7 @@ async def serve_front(run_dir: Path, fd: int) -> None:
     certificate = front_certificate(config, run_dir)
     raise_descriptor_limit()
     with here().executor(1, "render") as renders, listener.dup() as shared:
-        link = RunLink(run_dir, shared)
+        link = RunLink(partial(connected, run_dir, shared))
         serves = AgentFront(
             link=link,
             model=_model(config, front),

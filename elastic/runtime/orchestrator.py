@@ -199,7 +199,7 @@ class Orchestrator:
         rollouts, agents = self._make_rollouts(run, scoring), wiring.agents
         self._rollouts = rollouts
         self._agents = (
-            AgentService(wiring.kept.path, rollouts, self._scribe.durable, agents)
+            AgentService(wiring.kept.path.name, rollouts, self._scribe.durable, agents)
             if isinstance(rollouts, AgentRollouts) and agents is not None
             else None
         )

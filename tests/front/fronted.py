@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import httpx
 from elastic.front.app import AgentFront
 from elastic.front.asked import ServedModel
 from elastic.front.calls import CallTimes
-from elastic.front.link import RunLink
+from elastic.front.link import RunLink, connected
 from elastic.protocol.http_server import PeerLimits, serving
 from elastic.protocol.run_secrets import RunSecrets
 from tests.front.modelled_run import TRAJECTORY, ModelledRun, Turn
@@ -110,7 +111,7 @@ async def fronted(
     run = ModelledRun(directory, answer)
     await run.start()
     listener = socket.create_server(("127.0.0.1", 0))
-    link = RunLink(directory, listener)
+    link = RunLink(partial(connected, directory, listener))
     linking = asyncio.create_task(link.run())
     with ThreadPoolExecutor(1) as renders:
         front = AgentFront(

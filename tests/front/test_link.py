@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import os
 import socket
+from functools import partial
 
 import pytest
 
-from elastic.front.link import ChoiceOver, ChoiceSettled, LinkLost, RunLink, TokensCame, TurnInbox
+from elastic.front.link import ChoiceOver, ChoiceSettled, LinkLost, RunLink, TokensCame, TurnInbox, connected
 from elastic.protocol.connection import SessionRefused, over_socket
 from elastic.protocol.frames import RefusedFrame
 from elastic.protocol.front_messages import (
@@ -42,7 +43,7 @@ async def linked(directory):
     run = ModelledRun(directory)
     await run.start()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        link = RunLink(directory, listener)
+        link = RunLink(partial(connected, directory, listener))
         linking = asyncio.create_task(link.run())
         try:
             async with asyncio.timeout(20):
@@ -137,7 +138,7 @@ async def test_a_run_that_wants_no_front_is_left_unless_it_says_to_come_again(tm
     listener.bind(str(tmp_path / SOCKET))
     listener.listen()
     listener.setblocking(False)
-    link = RunLink(tmp_path)
+    link = RunLink(partial(connected, tmp_path))
     linking = asyncio.create_task(link.run())
     loop = asyncio.get_running_loop()
     for _ in range(2 if retry else 1):

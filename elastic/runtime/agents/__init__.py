@@ -2,4 +2,5 @@
 
 from elastic.runtime.agents.limits import AgentLimits
 from elastic.runtime.agents.rollouts import AgentRollouts
-from elastic.runtime.agents.service import AgentService, AgentsWiring
+from elastic.runtime.agents.service import AgentService, AgentsWiring, Fronts, ServingFronts
+from elastic.runtime.agents.streams import FrontStreams

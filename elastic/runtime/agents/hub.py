@@ -8,60 +8,34 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
 
-from elastic.core.ids import parse_turn
-from elastic.core.types import TrajectoryId, TurnId
 from elastic.protocol import front_messages as m
-from elastic.protocol.connection import Connection, SessionRefused, over_socket
-from elastic.protocol.frames import RefusedFrame, WireError
+from elastic.protocol.connection import ConnectionLost, over_socket
 from elastic.protocol.run_control import socket_address
-from elastic.protocol.sampled import TOKEN_BYTES
-from elastic.runtime.agents.refusals import CallRefused, refused_turn
-from elastic.runtime.agents.rollouts import AgentRollouts
-from elastic.runtime.agents.trajectory import AgentTurn
+from elastic.runtime.agents.streams import FrontStreams
 
 log = structlog.get_logger(__name__)
 
 FRONTS_MAX = 256
-HELLO_S = 5.0
-"""For a front to hand over its socket and to say hello."""
-
-
-class _Front:
-    """A connected front, and the turns that its clients wait for."""
-
-    def __init__(self, connection: "Connection[m.FromRun, m.FromFront]") -> None:
-        self.connection = connection
-        self.streams: dict[int, AgentTurn] = {}
-        self._number = 0
-
-    def attach(self, turn: AgentTurn) -> int:
-        self._number += 1
-        self.streams[self._number] = turn
-        return self._number
+HAND_OVER_S = 5.0
+"""For a front that has connected to hand over its socket."""
 
 
 class FrontHub:
-    """Serves fronts while it is open. `durable` is the journal's: what is answered by it survives this process."""
+    """Takes fronts' connections to `streams` while it is open."""
 
-    def __init__(self, run_dir: Path, rollouts: AgentRollouts, durable: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, run_dir: Path, streams: FrontStreams) -> None:
         self.listening: socket.socket | None = None
         """On which fronts serve agents."""
         self.handed_over = asyncio.Event()
         """Set once a front has handed over that socket."""
         self._run_dir = run_dir
-        self._rollouts = rollouts
-        self._durable = durable
-        self._fronts: set[_Front] = set()
-        self._waiting: dict[TurnId, list[tuple[_Front, int]]] = {}
-        """Who waits for a turn, and under which stream."""
+        self._streams = streams
         self._tasks: set[asyncio.Task[None]] = set()
         self._door: socket.socket | None = None
-        rollouts.watcher = self
 
     async def start(self) -> None:
         """Raises `OSError`. A socket that a former process has left is replaced."""
@@ -83,43 +57,35 @@ class FrontHub:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for front in list(self._fronts):
-            front.connection.close()
+        self._streams.close()
         for held in (self._door, self.listening):
             if held is not None:
                 held.close()
         self._door = self.listening = None
         (self._run_dir / m.SOCKET).unlink(missing_ok=True)
 
-    @property
-    def fronts(self) -> int:
-        return len(self._fronts)
-
     async def _accept(self, door: socket.socket) -> None:
         while True:
             end, _ = await asyncio.get_running_loop().sock_accept(door)
-            if len(self._fronts) >= FRONTS_MAX:
+            if self._streams.fronts >= FRONTS_MAX:
                 end.close()
                 continue
             self._spawn(self._welcome(end), "front")
 
     async def _welcome(self, end: socket.socket) -> None:
         try:
-            async with asyncio.timeout(HELLO_S):
+            async with asyncio.timeout(HAND_OVER_S):
                 self._take_listening(await _descriptor(end))
                 connection = await over_socket(end, m.RUN_SIDE, "a front")
-                hello = await connection.receive()
-        except (OSError, TimeoutError, WireError, SessionRefused, ConnectionError) as error:
-            log.warning("a front did not say hello", error=str(error))
+        except (OSError, TimeoutError) as error:
+            log.warning("a front has handed nothing over", error=str(error))
             end.close()
             return
-        if not isinstance(hello, m.FrontHello) or hello.version != m.FRONT_VERSION:
-            connection.close(RefusedFrame(f"the run speaks version {m.FRONT_VERSION} with its fronts", retry=False))
-            return
-        front = _Front(connection)
-        self._fronts.add(front)
-        connection.send(m.FrontWelcome(m.FRONT_VERSION, self._run_dir.name))
-        connection.take_over(f"front {hello.pid}", lambda said: self._hear(front, said), lambda _: self._lost(front))
+        try:
+            await self._streams.welcome(connection)
+        except (TimeoutError, ConnectionLost) as error:
+            log.warning("a front did not say hello", error=str(error))
+            connection.abort()
 
     def _take_listening(self, descriptor: int | None) -> None:
         if descriptor is None:
@@ -130,172 +96,10 @@ class FrontHub:
         else:
             os.close(descriptor)
 
-    def _lost(self, front: _Front) -> None:
-        self._fronts.discard(front)
-        for stream in list(front.streams):
-            self._detach(front, stream, gone=True)
-
-    # What fronts say
-
-    def _hear(self, front: _Front, messages: Sequence[m.FromFront]) -> None:
-        for message in messages:
-            try:
-                self._answer(front, message)
-            except CallRefused as refused:
-                request = getattr(message, "request", None)
-                if request is not None:
-                    front.connection.send(declined(request, refused))
-
-    def _answer(self, front: _Front, message: m.FromFront) -> None:
-        rollouts = self._rollouts
-        match message:
-            case m.LookUp():
-                found = rollouts.look_up(message)
-                if isinstance(found, m.BranchFound):
-                    front.connection.send(found)
-                else:
-                    self._take(front, message.request, found, joined=True)
-            case m.OpenTurns():
-                turns, joined = rollouts.open(message)
-                self._take(front, message.request, turns, joined=joined)
-            case m.CutTurn():
-                if (turn := front.streams.get(message.stream)) is not None:
-                    rollouts.cut(turn, message.kept)
-            case m.SettleTurn():
-                self._settle(front, message)
-            case m.AnswerDelivered():
-                if (turn := self._detach(front, message.stream, gone=False)) is not None:
-                    rollouts.deliver(turn)
-            case m.ClientGone():
-                self._detach(front, message.stream, gone=True)
-            case m.BeginTrajectory():
-                trajectory, again = rollouts.begin(message)
-                self._reply(front, m.TrajectoryBegun(message.request, trajectory, again=again))
-            case m.BindSession():
-                self._reply(front, m.TrajectoryShown(message.request, rollouts.bind(message.caller, message.session)))
-            case m.GiveReward():
-                self._reply(front, m.TrajectoryShown(message.request, rollouts.reward(message.caller, message.reward)))
-            case m.EndTrajectory():
-                self._reply(front, m.TrajectoryShown(message.request, rollouts.end(message.caller, message.cause)))
-            case m.ShowTrajectory():
-                front.connection.send(m.TrajectoryShown(message.request, rollouts.show(message.caller)))
-            case m.FrontHello():
-                raise WireError("a second hello")
-
-    def _reply(self, front: _Front, answer: m.FromRun) -> None:
-        """Answer once all that was said so far is durable."""
-        self._durable(lambda: front.connection.send(answer))
-
-    def _settle(self, front: _Front, message: m.SettleTurn) -> None:
-        turn = front.streams.get(message.stream)
-        if turn is None:
-            return
-        try:
-            self._rollouts.settle(turn, message.kept, message.answer)
-        except CallRefused as refused:
-            front.connection.send(failed(message.stream, refused))
-            return
-        self._reply(front, m.TurnSettled(message.stream))
-
-    def _take(self, front: _Front, request: int, turns: Sequence[AgentTurn], *, joined: bool) -> None:
-        opened: list[m.OpenedTurn] = []
-        for turn in turns:
-            stream = front.attach(turn)
-            self._waiting.setdefault(turn.id, []).append((front, stream))
-            limit = turn.generated.sampling
-            opened.append(
-                m.OpenedTurn(
-                    stream,
-                    turn.id,
-                    turn.asked.choice,
-                    turn.at.prompt_tokens,
-                    0 if limit is None else limit.max_new_tokens,
-                )
-            )
-        trajectory, _ = parse_turn(turns[0].id)
-        front.connection.send(m.TurnsTaken(request, trajectory, opened, joined))
-        for turn, one in zip(turns, opened, strict=True):
-            self._repeat(front, one.stream, turn)
-
-    def _repeat(self, front: _Front, stream: int, turn: AgentTurn) -> None:
-        """Say what the turn has come to so far."""
-        runs, generated = turn.generated.runs, turn.generated
-        if turn.tokens:
-            front.connection.send(
-                m.StreamTokens(
-                    [stream] * len(runs),
-                    [run.tokens for run in runs],
-                    [run.version for run in runs],
-                    bytes(generated.token_ids),
-                    bytes(generated.logprobs),
-                )
-            )
-        if turn.over:
-            front.connection.send(_over(stream, turn))
-
-    def _detach(self, front: _Front, stream: int, *, gone: bool) -> AgentTurn | None:
-        turn = front.streams.pop(stream, None)
-        if turn is None:
-            return None
-        waiting = [one for one in self._waiting.pop(turn.id, []) if one != (front, stream)]
-        if waiting:
-            self._waiting[turn.id] = waiting
-        elif gone:
-            self._rollouts.alone(turn)
-        return turn
-
-    # What fronts are told of turns
-
-    def accepted(self, columns: Sequence[tuple[AgentTurn, int, int]], token_ids: bytes, logprobs: bytes) -> None:
-        by_front: dict[_Front, tuple[list[int], list[int], list[int], list[slice]]] = {}
-        begin = 0
-        for turn, version, count in columns:
-            end = begin + TOKEN_BYTES * count
-            for front, stream in self._waiting.get(turn.id, ()):
-                streams, counts, versions, parts = by_front.setdefault(front, ([], [], [], []))
-                streams.append(stream)
-                counts.append(count)
-                versions.append(version)
-                parts.append(slice(begin, end))
-            begin = end
-        for front, (streams, counts, versions, parts) in by_front.items():
-            whole = len(by_front) == 1 and len(parts) == len(columns)
-            ids, probs = (
-                column if whole else b"".join([column[part] for part in parts]) for column in (token_ids, logprobs)
-            )
-            front.connection.send(m.StreamTokens(streams, counts, versions, ids, probs))
-
-    def over(self, turn: AgentTurn) -> None:
-        for front, stream in self._waiting.get(turn.id, ()):
-            front.connection.send(_over(stream, turn))
-
-    def left(self, trajectory: TrajectoryId) -> None:
-        gone = CallRefused(410, "trajectory_over", "the trajectory is over", retry=False)
-        for turn in [turn for turn in self._waiting if parse_turn(turn)[0] == trajectory]:
-            for front, stream in self._waiting.pop(turn):
-                front.streams.pop(stream, None)
-                front.connection.send(failed(stream, gone))
-
     def _spawn(self, work: "asyncio._CoroutineLike[None]", name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _over(stream: int, turn: AgentTurn) -> m.TurnOver:
-    if turn.generated.ended:
-        return failed(stream, refused_turn(turn.generated.ended))
-    return m.TurnOver(stream, turn.finish)
-
-
-def failed(stream: int, refused: CallRefused) -> m.TurnOver:
-    return m.TurnOver(stream, "", str(refused), refused.status, refused.code, refused.retry, refused.retry_after_s)
-
-
-def declined(request: int, refused: CallRefused) -> m.Declined:
-    return m.Declined(
-        request, refused.status, refused.code, str(refused), refused.param, refused.retry, refused.retry_after_s
-    )
 
 
 async def _descriptor(end: socket.socket) -> int | None:

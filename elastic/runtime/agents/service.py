@@ -1,9 +1,10 @@
-"""What a live run has for agents: the socket for its fronts, their processes, and the clock of what is waited for."""
+"""What a run has for agents: the streams of its fronts, the fronts themselves, and the clock of what is waited for."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from elastic.config import FrontConfig
 from elastic.protocol.endpoint import Address
@@ -11,51 +12,47 @@ from elastic.runtime.agents.hub import FrontHub
 from elastic.runtime.agents.limits import AgentLimits
 from elastic.runtime.agents.processes import FrontProcesses
 from elastic.runtime.agents.rollouts import AgentRollouts
+from elastic.runtime.agents.streams import FrontStreams
 from elastic.runtime.gateway import GatewayError
 
 LOOK_AFTER_S = 0.5
 
 
+class Fronts(Protocol):
+    """The fronts that serve agents, and the way in which they reach the run."""
+
+    async def start(self) -> str:
+        """Returns where they serve agents. Raises `GatewayError`, if that is not to be had."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentsWiring:
-    """What agents may ask for, and how the fronts are started that serve them; `former` is where they were served.
-
-    `ready` is told where they are served.
-    """
+    """What agents may ask for, and who serves them. `ready` is told where."""
 
     limits: AgentLimits
-    front: FrontConfig
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    former: str = ""
+    make_fronts: Callable[[FrontStreams], Fronts]
     ready: Callable[[str], None] = lambda _: None
 
 
 class AgentService:
     def __init__(
         self,
-        run_dir: Path,
+        run_name: str,
         rollouts: AgentRollouts,
         durable: Callable[[Callable[[], None]], None],
         wiring: AgentsWiring,
     ) -> None:
         self._rollouts = rollouts
-        self._wiring = wiring
-        self.hub = FrontHub(run_dir, rollouts, durable)
-        self._fronts = FrontProcesses(self.hub, run_dir, wiring.command, wiring.environment, wiring.front.processes)
+        self._ready = wiring.ready
+        self._fronts = wiring.make_fronts(FrontStreams(run_name, rollouts, durable))
 
     async def start(self) -> str:
         """Start the fronts; returns where they serve agents. Raises `GatewayError`, if that is not to be had."""
-        front, former = self._wiring.front, self._wiring.former
-        try:
-            await self.hub.start()
-            served = await self._fronts.start(front.host, front.port, Address.parse(former).port if former else 0)
-        except OSError as error:
-            raise GatewayError(
-                f"front: cannot serve on {front.host}:{front.port}: {error.strerror or error}"
-            ) from error
-
-        self._wiring.ready(served)
+        served = await self._fronts.start()
+        self._ready(served)
         return served
 
     async def look_after(self) -> None:
@@ -66,4 +63,39 @@ class AgentService:
 
     async def aclose(self) -> None:
         await self._fronts.aclose()
-        await self.hub.aclose()
+
+
+class ServingFronts:
+    """Fronts as processes, which reach the run by the socket in its directory.
+
+    `command` starts one; `former` is where agents were served by the run's last process.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: FrontConfig,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        former: str,
+        streams: FrontStreams,
+    ) -> None:
+        self._config = config
+        self._former = former
+        self._hub = FrontHub(run_dir, streams)
+        self._processes = FrontProcesses(self._hub, run_dir, command, environment, config.processes)
+
+    async def start(self) -> str:
+        config, former = self._config, self._former
+        try:
+            await self._hub.start()
+            former_port = Address.parse(former).port if former else 0
+            return await self._processes.start(config.host, config.port, former_port)
+        except OSError as error:
+            raise GatewayError(
+                f"front: cannot serve on {config.host}:{config.port}: {error.strerror or error}"
+            ) from error
+
+    async def aclose(self) -> None:
+        await self._processes.aclose()
+        await self._hub.aclose()
