@@ -5,20 +5,19 @@ too: the library gets texts in which they are broken by a mark, and its tokenize
 """
 
 import importlib
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic.front.messages import AnyMessage
-from elastic.front.parsing import AnsweredCall, NamedCall, ParsedAnswer, call_id
+from elastic.front.messages import AnyMessage, arguments_of, head_digest
+from elastic.front.parsing import AnsweredCall, ParsedAnswer, call_id, named_call
 from elastic.front.reading import AnswerParsers, AnswerReader, call_seed
 from elastic.front.templates import Guards, RendererError, RenderingError, plain_messages
 from elastic.front.tokenizer import ControlTextError, Tokenizer
 
 OF_NO_MODEL = ("auto", "default", "custom")
-SETTINGS_MAX = 256
-"""Most template settings whose renderers are kept."""
+SETTINGS_MAX = 16
+"""Most template settings whose renderers are kept; a renderer keeps what a client has set."""
 
 
 def names() -> list[str]:
@@ -44,7 +43,7 @@ class LibraryRenderer:
         self._name = name
         self._guards = Guards(tokenizer)
         self._tokens = _LibraryTokenizer(tokenizer)
-        self._made: dict[str, Any] = {}
+        self._made: dict[bytes, Any] = {}
         try:
             self._plain = self._renderer({})
         except Exception as error:  # whatever a renderer of the library's misses in a tokenizer
@@ -125,7 +124,7 @@ class LibraryRenderer:
         return self._parsers.named and self._parsers.plain(calls_tools)
 
     def _renderer(self, kwargs: Mapping[str, Any]) -> Any:
-        key = repr(sorted(kwargs.items()))
+        key = head_digest(None, kwargs)
         if key not in self._made:
             if len(self._made) >= SETTINGS_MAX:
                 self._made.clear()
@@ -214,16 +213,15 @@ def _answered(parsed: Any, tools: Any, seed: bytes) -> ParsedAnswer:
     """Attempts at calls that went wrong stay content, and so do all where there are no tools."""
     content, calls = [parsed.content or ""], []
     for attempt in parsed.tool_calls:
-        if tools and str(attempt.status) == "ok" and attempt.name:
-            call = NamedCall(attempt.name, _arguments(attempt.arguments))
-            calls.append(AnsweredCall(*call, attempt.id or call_id(seed, len(calls), call)))
-        else:
+        call = None
+        if tools and str(attempt.status) == "ok":
+            given = attempt.arguments
+            call = named_call(attempt.name, arguments_of(given) if isinstance(given, str) else given or {})
+        if call is None:
             content.append(attempt.raw)
+        else:
+            calls.append(AnsweredCall(*call, attempt.id or call_id(seed, len(calls), call)))
     return ParsedAnswer("\n".join(filter(None, content)), parsed.reasoning_content or "", tuple(calls))
-
-
-def _arguments(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
 
 
 def _library(module: str) -> Any:

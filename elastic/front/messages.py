@@ -92,11 +92,21 @@ def arguments_of(arguments: Any) -> Any:
     if not arguments.strip():
         return {}
     try:
-        value = _arguments.decode(arguments)
+        value = read_json(arguments)
         _even(value)
     except (ValueError, RecursionError):
         return arguments
     return value
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text, without the numbers that Python adds to JSON. Raises `ValueError`, `RecursionError`."""
+    return _strict.decode(text)
+
+
+def read_json_at_start(text: str) -> tuple[Any, int]:
+    """The same of the value with which a text begins, and where it ends."""
+    return _strict.raw_decode(text)
 
 
 def as_rendered(message: AnyMessage) -> dict[str, Any]:
@@ -195,5 +205,5 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-_arguments = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+_strict = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"))

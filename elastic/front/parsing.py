@@ -5,15 +5,20 @@ is no call, or that a limit cut off. Blank space around calls and around reasoni
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
+from elastic.front.messages import read_json, read_json_at_start
 from elastic.protocol.openai.answers import AnsweredCall, ParsedAnswer
 
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+_FUNCTION = re.compile(r"<function=(?P<name>[^>\n]+)>(?P<body>.*?)(</function>)?", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=(?P<name>[^>\n]+)>(?P<value>.*?)</parameter>", re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class NamedCall(NamedTuple):
@@ -135,10 +140,11 @@ class ThinkParser:
         return text
 
 
-class HermesParser:
-    """Calls as JSON between `<tool_call>` and `</tool_call>`: Qwen's and Hermes's."""
+class BlocksParser:
+    """Calls between `<tool_call>` and `</tool_call>`; `read` makes a call of what is in between, or nothing."""
 
-    def __init__(self, _tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, read: Callable[[str], NamedCall | None]) -> None:
+        self._read = read
         self._held = ""
         self._space = ""
         """Blank space that is content if content follows it, or the end."""
@@ -161,7 +167,7 @@ class HermesParser:
                 self._held = found + after
                 return content, calls
             self._held = rest
-            if call := call_of(body):
+            if call := self._read(body):
                 self._space, self._after_call = "", True
                 calls.append(call)
             else:
@@ -169,7 +175,7 @@ class HermesParser:
 
     def finish(self) -> tuple[str, list[NamedCall]]:
         held, self._held = self._held, ""
-        if held.startswith(CALL) and (call := call_of(held.removeprefix(CALL))):
+        if held.startswith(CALL) and (call := self._read(held.removeprefix(CALL))):
             return "", [call]
         content = self._shown(held)
         return content if self._after_call else content + self._space, []
@@ -186,10 +192,10 @@ class HermesParser:
         return shown
 
 
-class LlamaJsonParser:
+class RowParser:
     """An answer that is JSON of calls, one after the other, with `;` or a comma between them: Llama 3's and 4's."""
 
-    def __init__(self, _tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self) -> None:
         self._held = ""
         self._content = False
 
@@ -210,22 +216,68 @@ class LlamaJsonParser:
         return ("", calls) if calls else (held, [])
 
 
-def call_of(text: str) -> NamedCall | None:
+def named_call(name: Any, arguments: Any) -> NamedCall | None:
+    """A call with a name and an object of arguments; None if that is not what these are."""
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict) or _SURROGATE.search(name):
+        return None
+    said = json.dumps(arguments, ensure_ascii=False)
+    return NamedCall(name, json.dumps(arguments) if _SURROGATE.search(said) else said)
+
+
+def call_of_json(text: str) -> NamedCall | None:
     """The call that a text is, as JSON with a name and arguments; None if it is none."""
     try:
-        return _call(json.loads(text))
+        return _call(read_json(text.strip()))
     except (ValueError, RecursionError):
         return None
+
+
+def call_of_tags(text: str, tools: Sequence[Mapping[str, Any]]) -> NamedCall | None:
+    """The call that `<function=NAME>` and its `<parameter=NAME>` are, with values as the tool's schema types them."""
+    function = _FUNCTION.fullmatch(text.strip())
+    if function is None:
+        return None
+    types = _types_of(function["name"], tools)
+    arguments: dict[str, Any] = {}
+    rest = function["body"].strip()
+    while rest:
+        parameter = _PARAMETER.match(rest)
+        if parameter is None:
+            return None
+        value = parameter["value"].removeprefix("\n").removesuffix("\n")
+        arguments[parameter["name"]] = _typed(value, types.get(parameter["name"]))
+        rest = rest[parameter.end() :].strip()
+    return named_call(function["name"], arguments)
+
+
+def _types_of(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The types of a tool's parameters, as far as its schema says them."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            properties = (function.get("parameters") or {}).get("properties")
+            properties = properties if isinstance(properties, dict) else {}
+            return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, dict)}
+    return {}
+
+
+def _typed(value: str, of: Any) -> Any:
+    """The value, as JSON where its type is no string; a text where it is none of its type."""
+    if of in (None, "string"):
+        return value
+    try:
+        return read_json(value.strip().lower() if of == "boolean" else value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _calls_in_a_row(text: str) -> list[NamedCall]:
     """The calls that a text consists of; none at all if anything else is in it."""
     calls: list[NamedCall] = []
-    decoder = json.JSONDecoder()
     rest = text.strip()
     while rest:
         try:
-            value, end = decoder.raw_decode(rest)
+            value, end = read_json_at_start(rest)
         except (ValueError, RecursionError):
             return []
         call = _call(value)
@@ -237,18 +289,31 @@ def _calls_in_a_row(text: str) -> list[NamedCall]:
 
 
 def _call(value: Any) -> NamedCall | None:
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
+    if not isinstance(value, dict):
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return NamedCall(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    return named_call(value.get("name"), value.get("arguments", value.get("parameters", {})))
+
+
+def _hermes(_tools: Sequence[Mapping[str, Any]]) -> ToolParser:
+    return BlocksParser(call_of_json)
+
+
+def _qwen3_coder(tools: Sequence[Mapping[str, Any]]) -> ToolParser:
+    return BlocksParser(lambda text: call_of_tags(text, tools))
+
+
+def _llama_json(_tools: Sequence[Mapping[str, Any]]) -> ToolParser:
+    return RowParser()
 
 
 TOOL_PARSERS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], ToolParser]] = {
-    "hermes": HermesParser,
-    "llama3_json": LlamaJsonParser,
-    "llama4_json": LlamaJsonParser,
+    "hermes": _hermes,
+    "llama3_json": _llama_json,
+    "llama4_json": _llama_json,
+    "qwen3_coder": _qwen3_coder,
+    "qwen3_xml": _qwen3_coder,
 }
-"""By vLLM's names. Made for the tools of one call."""
+"""By vLLM's names: JSON in blocks, JSON in a row, tags in blocks. Made for the tools of one call."""
 
 MARKERS = (THINK, THOUGHT, CALL, CALLED, PYTHON_TAG)
 """Tokens that parsers read, even where a tokenizer calls them special."""

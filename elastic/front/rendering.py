@@ -10,14 +10,13 @@ A `ChatRenderer` renders a conversation whole (`prompt`), or what comes behind a
 `make_renderer` chooses one, and logs which.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import structlog
 
 from elastic.front import library
-from elastic.front.messages import AnyMessage
+from elastic.front.messages import AnyMessage, head_digest
 from elastic.front.parsing import THOUGHT, ParsedAnswer
 from elastic.front.reading import AnswerParsers, AnswerReader
 from elastic.front.templates import ChatTemplate, RendererError, RenderingError, now_here, plain_messages
@@ -118,7 +117,7 @@ class TemplateRenderer:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
         self._answers = AnswerParsers(tokenizer, tool_parser, reasoning_parser)
-        self._known: dict[tuple[bool, str], _Habits | None] = {}
+        self._known: dict[tuple[bool, bytes], _Habits | None] = {}
         closing = None if (habits := self._habits(None, {})) is None else habits.closing_id
         ends = tokenizer.eos_token_ids if closing is None else (*tokenizer.eos_token_ids, closing)
         self.stop_token_ids = tuple(dict.fromkeys(ends))
@@ -210,7 +209,7 @@ class TemplateRenderer:
 
     def _habits(self, tools: Tools, template_kwargs: Mapping[str, Any]) -> _Habits | None:
         """None where an answer cannot be gone on from."""
-        key = bool(tools), json.dumps(template_kwargs, sort_keys=True, default=str)
+        key = bool(tools), head_digest(None, template_kwargs)
         if key not in self._known:
             if len(self._known) >= SETTINGS_MAX:
                 self._known.clear()

@@ -109,6 +109,10 @@ def test_without_parsers_an_answer_is_its_text() -> None:
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", None),
         ('<tool_call>{"name": "f"}</tool_call>', ("", "", [("f", "{}")])),
         ("<tool", ("<tool", "", [])),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', None),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>', None),
+        ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', None),
+        ('<tool_call>{"name": "f", "arguments": {"\\ud800": 1}}</tool_call>', ("", "", [("f", '{"\\ud800": 1}')])),
     ],
 )
 def test_hermes(text: str, found: Any) -> None:
@@ -129,6 +133,47 @@ def test_hermes(text: str, found: Any) -> None:
 )
 def test_llama3_json(text: str, found: Any) -> None:
     assert parsed(text, "llama3_json", "") == found
+
+
+SEARCH = {
+    "name": "search",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "most": {"type": "integer"},
+            "exact": {"type": "boolean"},
+            "of": {"type": ["array", "null"]},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ("<function=search>\n<parameter=text>\n12\n</parameter>\n</function>", {"text": "12"}),
+        (
+            "<function=search><parameter=most>12</parameter>\n<parameter=exact>\nTrue\n</parameter></function>",
+            {"most": 12, "exact": True},
+        ),
+        ('<function=search><parameter=of>[1, "a"]</parameter></function>', {"of": [1, "a"]}),
+        ("<function=search><parameter=of>null</parameter></function>", {"of": None}),
+        ("<function=search><parameter=most>many</parameter></function>", {"most": "many"}),
+        ("<function=search><parameter=text>a\n\n<b></parameter></function>", {"text": "a\n\n<b>"}),
+        ("<function=search><parameter=new>7</parameter></function>", {"new": "7"}),
+        ("<function=search>\n</function>", {}),
+        ("<function=search><parameter=text>cut", None),
+        ("<function=search>and more</function>", None),
+        ("search", None),
+        ("<function=>", None),
+    ],
+)
+def test_qwen3_coder(body: str, arguments: Any) -> None:
+    text = f"So.\n<tool_call>\n{body}\n</tool_call>"
+    found = AnswerParser(None, TOOL_PARSERS["qwen3_coder"]([{"type": "function", "function": SEARCH}]), b"").whole(text)
+    assert found.content == ("So." if arguments is not None else text)
+    assert [json.loads(call.arguments) for call in found.tool_calls] == ([] if arguments is None else [arguments])
 
 
 @pytest.mark.parametrize(
