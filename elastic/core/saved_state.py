@@ -80,7 +80,8 @@ def restore(scheduler: Scheduler, saved: bytes) -> tuple[Any, ...]:
 
 def _is_data(kind: type[Any]) -> bool:
     own = kind.__module__.startswith("elastic.core.")
-    return own or issubclass(kind, (Enum, msgspec.Struct)) or dataclasses.is_dataclass(kind)
+    named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return own or named_tuple or issubclass(kind, (Enum, msgspec.Struct)) or dataclasses.is_dataclass(kind)
 
 
 def _rebuild(kind: type, fields: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core import saved_state
 from elastic.core.types import Chunk, Chunks, SamplingParameters
 from elastic.protocol import wire
 from elastic.protocol.front_messages import (
@@ -26,6 +27,8 @@ from elastic.runtime.agents.refusals import CallRefused
 from elastic.runtime.agents.rollouts import ALONE_S
 from elastic.runtime.agents.trajectory import AgentTurn
 from elastic.runtime.episodes import RolloutTrajectory
+from elastic.testing.faults.core.incarnation import fresh_core
+from elastic.testing.faults.core.world import simulate
 
 LIMITS = AgentLimits(
     sampling=SamplingParameters(max_new_tokens=8, noise_seed=0, stop_token_ids=(1,)),
@@ -275,6 +278,34 @@ def test_a_call_joins_until_it_is_delivered_and_when_it_says_so() -> None:
     with pytest.raises(CallRefused) as refused:
         bench.ask(AgentCall("chat", b"fourth", key="once"), None, 0, [200])
     assert refused.value.status == 422
+
+
+def test_another_process_goes_on_from_what_was_saved() -> None:
+    bench = Bench()
+    bench.begin()
+    (first,), _ = bench.ask(AgentCall("chat", b"1"), None, 0, [200, 201])
+    bench.generate(first, 8)
+    bench.rollouts.settle(first, 8, b"mark")
+    bench.rollouts.deliver(first)
+    asked = AgentCall("chat", b"2")
+    (second,), _ = bench.ask(asked, first.at.branch, 10, [300])
+    bench.generate(second, 3)
+    core = fresh_core(simulate(1).settings)
+    saved = saved_state.save(core, bench.rollouts.saved())
+
+    other = Bench()
+    other.rollouts.restore(*saved_state.restore(fresh_core(simulate(1).settings), saved))
+    found = other.rollouts.look_up(LookUp(0, AGENT, AgentCall("chat", b"3"), [b"mark"]))
+    assert isinstance(found, BranchFound)
+    assert (found.matched, found.tokens, found.answer_tokens) == (1, 10, 8)
+    (again,), joined = other.ask(asked, first.at.branch, 10, [300])
+    assert joined
+    other.generate(again, 8)
+    assert ids_of(again.generated.token_ids)[:3] == ids_of(second.generated.token_ids)
+    other.rollouts.settle(again, 8, b"")
+    other.rollouts.reward(AGENT, 1.0)
+    other.rollouts.end(AGENT, "")
+    assert other.ended[MEMBERS[0]][1].sampled.spans == [(2, 8), (11, 8)]
 
 
 def test_token_ids_go_on_from_the_branch_that_has_most_of_them() -> None:
