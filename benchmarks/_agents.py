@@ -1,0 +1,218 @@
+"""A run that agents drive, whose processes may be killed; and what its journals prove of the answers to agents."""
+
+import contextlib
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import psutil
+from _crashes import CrashingRun
+from _proof import trajectories
+from _runs import sets
+
+from elastic.core import events as e
+from elastic.core.ids import parse_turn
+from elastic.core.types import TrajectoryId, TurnId
+from elastic.protocol.run_secrets import RunSecrets
+from elastic.protocol.sampled import TOKEN_BYTES, Sampled, SampledBranch, ids_of
+from elastic.runtime.agents import notes
+from elastic.runtime.journal import AGENTS, JournalError, RunDirectory, TrajectoryRow
+
+MODEL = "tiny"
+CONFIG = """
+[run]
+name = "agents"
+[model]
+checkpoint = "{checkpoint}"
+[environment]
+name = "outside"
+[rollout]
+max_tokens_per_turn = 24
+[trainer]
+updates_per_step = 1
+checkpoint_every_steps = 1
+max_restarts = 1000
+[engine]
+max_batch = 16
+max_context_tokens = 2048
+kv_blocks = 2048
+[engine.pacing]
+prefill_tokens_per_s = 8000
+decode_step_s = {{ 1 = 0.04 }}
+[front]
+processes = 2
+[providers.reserved]
+max_workers = 1
+"""
+
+
+def write_policy(directory: Path) -> Path:
+    """A policy as small as can be that can be chatted with, untrained."""
+    import torch
+
+    from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
+    from elastic.engine.model.config import Qwen3Config
+    from elastic.engine.model.qwen3 import Qwen3
+    from elastic.front.tiny import VOCABULARY, write_tokenizer
+
+    torch.manual_seed(0)
+    tiny = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    write_checkpoint(directory, tiny, model_tensors(Qwen3(tiny)))
+    write_tokenizer(directory)
+    return directory
+
+
+class AgentsRun(CrashingRun):
+    """A run below `directory` with these settings besides `CONFIG`: dedicated workers, and the trainer's device."""
+
+    def __init__(self, directory: Path, *settings: str) -> None:
+        config = directory / "agents.toml"
+        config.write_text(CONFIG.format(checkpoint=write_policy(directory / MODEL)))
+        super().__init__(directory / "runs", [str(config), "--providers", "reserved", *sets(settings)])
+
+    def url(self) -> str:
+        """Where agents reach its fronts; waits until that is known."""
+        return f"http://{self.until('the address of its fronts', self._served)}"
+
+    def _served(self) -> str:
+        with contextlib.suppress(JournalError), RunDirectory(self.run_dir).newest_journal() as journal:
+            return journal.meta().get(AGENTS, "")
+        return ""
+
+    def driver_key(self, driver: str = "main") -> str:
+        return RunSecrets.of(self.run_dir).driver_key(driver)
+
+    def accepted(self) -> set[TurnId]:
+        """The turns that have a token by now which will outlive the orchestrator."""
+        with contextlib.suppress(JournalError), RunDirectory(self.run_dir).journals() as journals:
+            return {turn for journal in journals for frame in journal.frames() for turn in frame.turns if turn}
+        return set()
+
+    def fronts(self) -> list[int]:
+        """The ids of its fronts' processes."""
+        return self._recorded("front-*.json")
+
+    def front_of(self, port: int) -> int | None:
+        """The front that serves the client's connection from this port."""
+        for pid in self.fronts():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for connection in psutil.Process(pid).net_connections("tcp"):
+                    if connection.raddr and connection.raddr.port == port:
+                        return pid
+        return None
+
+    def workers(self) -> list[int]:
+        """The ids of its dedicated workers' processes."""
+        return self._recorded("reserved-*.json")
+
+    def strike(self, what: str, pids: Iterable[int]) -> None:
+        """Kill these processes of it."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.kills[what] += 1
+
+    def _recorded(self, pattern: str) -> list[int]:
+        found: list[int] = []
+        for path in sorted((self.run_dir / "leases").glob(pattern)):
+            with contextlib.suppress(OSError, ValueError):
+                found += (process["pid"] for process in json.loads(path.read_bytes()).get("processes", {}).values())
+        return [pid for pid in found if psutil.pid_exists(pid)]
+
+
+class Sampling(NamedTuple):
+    """Tokens that were sampled in one go, with their log-probabilities."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    def head(self, tokens: int) -> "Sampling":
+        return Sampling(self.ids[:tokens], self.logprobs[:tokens])
+
+
+class Played(NamedTuple):
+    """What the journals have of a run's agents.
+
+    `asked` are the turns that were asked for, in whichever incarnation, `answers` what became an agent's answer, and
+    `generated` counts turns of which any token was accepted. `twice` counts positions that were accepted again.
+    """
+
+    asked: set[TurnId]
+    answers: dict[TurnId, Sampling]
+    generated: int
+    twice: int
+
+
+def played(run: RunDirectory) -> Played:
+    accepted: dict[TurnId, dict[int, tuple[int, float]]] = {}
+    asked: set[TurnId] = set()
+    kept: dict[TurnId, int] = {}
+    twice = 0
+    with run.journals() as journals:
+        for journal in journals:
+            for frame in journal.frames():
+                for turn, (chunk, ids, logprobs) in zip(frame.turns, frame.tokens.said(), strict=True):
+                    if turn:
+                        tokens = accepted.setdefault(turn, {})
+                        positions = range(chunk.start, chunk.start + chunk.count)
+                        twice += sum(position in tokens for position in positions)
+                        tokens.update(zip(positions, zip(ids, logprobs, strict=True), strict=True))
+            for _, event in journal.events_of(e.TurnRequested.__name__, e.AgentNoted.__name__):
+                if isinstance(event, e.TurnRequested):
+                    asked.add(event.turn)
+                elif isinstance(event, e.AgentNoted):
+                    note = notes.decode_note(event.note)
+                    if isinstance(note, notes.AnswerSettled):
+                        kept[note.turn] = note.kept
+    answers = {turn: _gapless(accepted.get(turn, {})).head(tokens) for turn, tokens in kept.items()}
+    return Played(asked, answers, len(accepted), twice)
+
+
+def trained(row: TrajectoryRow) -> list[Sampling]:
+    """What of a trajectory is trained on: each stretch that was sampled in one go, over all of its branches."""
+    found: list[Sampling] = []
+    contexts = [(row.token_ids, msgspec.msgpack.decode(row.sampled, type=Sampled))]
+    if row.branches:
+        branches = msgspec.msgpack.decode(row.branches, type=list[SampledBranch])
+        contexts += ((bytes(branch.token_ids), branch.sampled) for branch in branches)
+    for packed, sampled in contexts:
+        at, logprobs = 0, sampled.token_logprobs().tolist()
+        for start, count in sampled.spans:
+            ids = ids_of(packed[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES])
+            found.append(Sampling(tuple(ids), tuple(logprobs[at : at + count])))
+            at += count
+    return found
+
+
+def wrongly_trained(run: RunDirectory, answers: dict[TurnId, Sampling]) -> int:
+    """Counts sampled tokens of trajectories that have not failed that are not trained exactly once."""
+    by_trajectory: dict[TrajectoryId, Counter[Sampling]] = {}
+    for turn, answer in answers.items():
+        by_trajectory.setdefault(parse_turn(turn)[0], Counter())[answer] += bool(answer.ids)
+    wrong = 0
+    for name, row in trajectories(run).items():
+        if not row.cause:
+            wanted, found = by_trajectory.get(name, Counter()), Counter(trained(row))
+            wrong += sum(len(one.ids) * count for one, count in ((wanted - found) + (found - wanted)).items())
+    return wrong
+
+
+def _gapless(tokens: dict[int, tuple[int, float]]) -> Sampling:
+    """Raises `RuntimeError` where a token is missing between others."""
+    if sorted(tokens) != list(range(len(tokens))):
+        raise RuntimeError(f"positions {sorted(tokens)} were accepted, and none between them")
+    said: Sequence[tuple[int, float]] = [token for _, token in sorted(tokens.items())]
+    return Sampling(tuple(token for token, _ in said), tuple(logprob for _, logprob in said))

@@ -1,0 +1,125 @@
+"""Agents of a live run whose processes are killed with SIGKILL in the middle of a streamed and of a whole call.
+
+- What a client was given whole is what the journal has as that turn's tokens, and is trained, each token once.
+- A call that is made again joins its turn: nothing is asked of the run twice.
+- A stream that cannot go on is torn; it never ends cleanly before its answer does.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from elastic.runtime.journal import RunDirectory
+from tests.front.live import Agent, Answer, agents_run, benchmark
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
+SETTINGS = (
+    "run.steps=1",
+    "rollout.groups=1",
+    "rollout.group_size=2",
+    "seeding.policy=fixed",
+    "seeding.window_s=0",
+)
+WAIT_S = 120
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    """A run of one step with one group of two, a dedicated worker, and the trainer's device while there is no other."""
+    with agents_run(tmp_path, *SETTINGS) as under_way:
+        yield under_way
+
+
+@asynccontextmanager
+async def playing(run: Any) -> AsyncIterator[list[Agent]]:
+    url = await asyncio.to_thread(run.url)
+    async with httpx.AsyncClient(base_url=url, timeout=WAIT_S, trust_env=False) as client:
+        yield [await Agent.begin(client, run.driver_key(), "one") for _ in range(2)]
+
+
+class Calls:
+    """A streamed call of the first agent and a whole one of the second, which are both generated now."""
+
+    def __init__(self, run: Any, agents: list[Agent]) -> None:
+        self.run, self.streaming = run, agents[0]
+        self.turns = {f"{agent.id.replace('-', '/')}/{len(agent.messages) // 2}" for agent in agents}
+        self._asked = [
+            asyncio.create_task(agent.say(f"What is {len(agent.messages)}?", stream=agent is self.streaming))
+            for agent in agents
+        ]
+
+    async def under_way(self) -> None:
+        while self.streaming.port is None or not self.turns <= await asyncio.to_thread(self.run.accepted):
+            assert not any(asked.done() for asked in self._asked)
+            await asyncio.sleep(0.02)
+
+    async def answers(self) -> list[Answer]:
+        async with asyncio.timeout(WAIT_S):
+            return await asyncio.gather(*self._asked)
+
+
+def proven(run: Any, answers: list[Answer], turns: int) -> None:
+    """The run has asked for so many turns, and each is one of these answers, which are trained as they are."""
+    kept = RunDirectory(run.run_dir)
+    with benchmark("_agents") as module, benchmark("_proof") as proof:
+        found = module.played(kept)
+        assert len(answers) == turns
+        assert {answer.turn for answer in answers} == found.asked == found.answers.keys()
+        assert found.generated == turns
+        assert found.twice == 0
+        for answer in answers:
+            assert answer.ids == list(found.answers[answer.turn].ids)
+            assert answer.logprobs == pytest.approx(found.answers[answer.turn].logprobs)
+        assert module.wrongly_trained(kept, found.answers) == 0
+        verdict = proof.judge(kept)
+    assert verdict.tokens_lost == verdict.tokens_duplicated == verdict.groups_twice == 0
+    assert verdict.turns_repeated == verdict.ledger_imbalance_ns == 0
+
+
+async def ended(run: Any, agents: list[Agent]) -> None:
+    """The trajectories get rewards, and the run comes to its end."""
+    for reward, agent in enumerate(agents):
+        await agent.told("reward", reward=reward)
+        standing = await agent.told("end")
+        assert (standing["state"], standing["reward"]) == ("finished", reward)
+    await asyncio.to_thread(run.wait)
+    assert run.leftovers() == []
+
+
+async def test_fronts_a_worker_and_the_orchestrator_are_killed(run: Any) -> None:
+    answers: list[Answer] = []
+    async with playing(run) as agents:
+        calls = Calls(run, agents)
+        await calls.under_way()
+        fronts = run.fronts()
+        run.strike("front", fronts)
+        told = await calls.answers()
+        assert all(isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) for a in told for error in a.torn[:1])
+        assert all(answer.torn for answer in told)
+        assert set(run.fronts()).isdisjoint(fronts)
+        answers += told
+
+        calls = Calls(run, agents)
+        await calls.under_way()
+        run.strike("worker", run.workers())
+        told = await calls.answers()
+        assert [answer.torn for answer in told] == [[], []]
+        answers += told
+
+        calls = Calls(run, agents)
+        await calls.under_way()
+        fronts = run.fronts()
+        await asyncio.to_thread(run.kill, "orchestrator")
+        await asyncio.to_thread(run.resume)
+        answers += await calls.answers()
+        assert run.fronts() == fronts
+
+        await ended(run, agents)
+    assert run.kills == {"front": 2, "worker": 1, "orchestrator": 1}
+    proven(run, answers, turns=6)
