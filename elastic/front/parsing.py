@@ -123,6 +123,7 @@ class ThinkParser:
         return reasoning, content
 
     def finish(self) -> tuple[str, str]:
+        self._trimmed = self._trimmed and (self._begun or self._inside is True)
         rest, self._held = self._shown(self._held), ""
         return (rest.rstrip(), "") if self._inside else ("", rest)
 

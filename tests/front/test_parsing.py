@@ -186,6 +186,8 @@ def test_qwen3_coder(body: str, arguments: Any) -> None:
         ("Yes.", False, ("Yes.", "", [])),
         ("Yes.", None, ("Yes.", "", [])),
         ("Hm. Hm", True, ("", "Hm. Hm", [])),
+        ("\n \n", False, ("\n \n", "", [])),
+        ("<thi", None, ("<thi", "", [])),
         ("<think>Hm. </thi", False, ("", "Hm. </thi", [])),
         ("Yes </think> no", False, ("Yes </think> no", "", [])),
         ("<think>\n\n</think>\n\nYes.", False, ("Yes.", "", [])),

@@ -1,0 +1,69 @@
+"""A chat with a checkpoint's own tokenizer and template, over HTTP: what was sampled stays, what is new follows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.front.asked import ServedModel
+from elastic.front.rendering import make_renderer
+from elastic.front.tokenizer import Tokenizer
+from tests.front.fronted import fronted, merged
+from tests.front.modelled_run import ModelledRun, Turn
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+SAID = [
+    "<think>\nTwo and two.\n</think>\n\nLet me see.\n"
+    '<tool_call>\n{"name":"add",  "arguments":{"a":2.0}}\n</tool_call><|im_end|>',
+    "It is 4",
+    "<think>\nAgain.\n</think>\n\nYes: é🎉<|im_end|>",
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_grows_token_for_token(tmp_path: Path, tiny: Tokenizer, stream: bool) -> None:
+    renderer = make_renderer(tiny, tool_parser="hermes", reasoning_parser="qwen3")
+    model = ServedModel("tiny", 4096, tiny.vocab_size, tiny, renderer, 1)
+    sampled = [tiny.encode(text, special=True) for text in SAID]
+
+    async def answer(run: ModelledRun, turn: Turn) -> None:
+        ids = sampled[len(run.turns) - 1]
+        for start in range(0, len(ids), 2):
+            run.tokens(turn, ids[start : start + 2])
+        run.over(turn, "stop" if ids[-1] in renderer.stop_token_ids else "length")
+
+    async with fronted(tmp_path, model, answer=answer) as served:
+
+        async def said(messages: list[dict[str, Any]]) -> dict[str, Any]:
+            """The answer's message, as agents keep it: without its reasoning."""
+            body = {"messages": messages, "tools": TOOLS}
+            if stream:
+                async with served.streamed(**body) as events:
+                    chunks = [event async for event in events if not isinstance(event, str)]
+                message = merged(chunks)[0]["message"]
+            else:
+                message = (await served.chat(**body)).json()["choices"][0]["message"]
+            message.pop("reasoning_content", None)
+            return message
+
+        messages: list[dict[str, Any]] = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2?"}]
+        first = await said(messages)
+        assert first["content"] == "Let me see."
+        (call,) = first["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 2})
+        call["function"]["arguments"] = '{"a": 2}'  # an agent that has read them, and spells them its own way
+        messages += [first, {"role": "tool", "tool_call_id": call["id"], "content": "4<|im_end|>"}]
+        second = await said(messages)
+        assert second["content"] == "It is 4"
+        messages += [second, {"role": "user", "content": [{"type": "text", "text": "Sure?"}]}]
+        assert (await said(messages))["content"] == "Yes: é🎉"
+        prompts = [turn.prompt for turn in served.run.turns]
+
+    assert prompts[1][: len(prompts[0]) + len(sampled[0])] == prompts[0] + sampled[0]
+    assert prompts[2][: len(prompts[1]) + len(sampled[1])] == prompts[1] + sampled[1]
+    assert tiny.decode(prompts[2], special=True).endswith(
+        f"{SAID[0]}\n<|im_start|>user\n<tool_response>\n4<|im_end|>\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        "It is 4<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompts[2].count(tiny.eos_token_ids[0]) == 6
