@@ -171,10 +171,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     late_share: float | None
     """The share of the engines' paced iterations that took longer than modelled, as the engines measured."""
     cpu_saturated_share: float | None
-    core_share_max: float
-    """Of one core: the most that the orchestrator took at a sample."""
-    flush_interval_s_max: float
-    kill_loses_tokens_max: int
+    core_share_max: float | None
+    """Of one core: the most that the orchestrator took at a sample. This and the next two are None in a simulation."""
+    flush_interval_s_max: float | None
+    kill_loses_tokens_max: int | None
     """The most tokens that lay in workers, and would have been lost with them."""
     timeline: Timeline
     batches: Batches
@@ -221,6 +221,7 @@ def _summary(history: History) -> Summary:
     workers = lanes(history, books, ends, end_ns, _drain_ns(config))
     replacing = replacements(workers)
     status = samples[-1][1] if samples else None
+    loaded = [status for _, status in samples if status.flush_interval_s]
     tokens = {name: p.tokens for name, p in status.providers.items()} if status else {}
     shown = timeline(samples, [step.at_s for step in steps])
     strays_usd = strays_usd_of(history)
@@ -300,10 +301,10 @@ def _summary(history: History) -> Summary:
         budget=status.budget if status else None,
         late_share=status.late_share if status else None,
         cpu_saturated_share=_share(status.cpu_share > CPU_SATURATED_SHARE for _, status in samples),
-        core_share_max=max((status.core_share for _, status in samples), default=0.0),
-        flush_interval_s_max=max((status.flush_interval_s for _, status in samples), default=0.0),
+        core_share_max=max((status.core_share for status in loaded), default=None),
+        flush_interval_s_max=max((status.flush_interval_s for status in loaded), default=None),
         kill_loses_tokens_max=max(
-            (tokens_at_risk(status.tokens_per_s, status.flush_interval_s) for _, status in samples), default=0
+            (tokens_at_risk(status.tokens_per_s, status.flush_interval_s) for status in loaded), default=None
         ),
         timeline=shown,
         batches=batches,

@@ -698,8 +698,8 @@ def _integrity(summary: Summary) -> Table:
                 units.share(summary.cpu_saturated_share),
             ],
             ["the orchestrator's share of its core, at the most", units.share(summary.core_share_max)],
-            ["tokens stayed in workers for, at the most", f"{1000 * summary.flush_interval_s_max:.0f} ms"],
-            ["tokens that a kill of all workers would have lost, at the most", f"{summary.kill_loses_tokens_max:,}"],
+            ["tokens stayed in workers for, at the most", units.duration(summary.flush_interval_s_max)],
+            ["tokens lost if all workers had been killed, at the most", units.count(summary.kill_loses_tokens_max)],
         ],
     )
 

@@ -342,6 +342,11 @@ def test_the_report_says_how_full_the_core_was_and_what_a_kill_would_have_lost(s
     assert (summary.core_share_max, summary.flush_interval_s_max, summary.kill_loses_tokens_max) == (0.9, 0.25, 50)
 
 
+def test_a_simulation_says_nothing_of_an_orchestrators_core(summary_of):
+    summary = summary_of(lambda run: run.sample(1.0, {}, tokens_per_s=1000.0))
+    assert (summary.core_share_max, summary.flush_interval_s_max, summary.kill_loses_tokens_max) == (None, None, None)
+
+
 def test_throughput_is_that_of_whole_steps(summary_of):
     def fill(run):
         for second in range(1, 11):
