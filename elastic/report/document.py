@@ -15,8 +15,10 @@ from markupsafe import Markup
 from elastic.report.svg import Picture, text_width
 from elastic.system.plain_values import printable
 
-WIDE_COLUMNS, WIDE_CHARACTERS = 6, 60
-"""A table with more columns, or a longer cell behind the first column, takes the page's whole width."""
+HALF_CHARACTERS = 60
+"""What half of the page's width holds in a table's type."""
+FIRST_CHARACTERS, GAP_CHARACTERS = 16, 1.5
+"""What of that a table's first column takes at the least, whose words wrap, and the space before each other one."""
 
 
 class Figure(NamedTuple):
@@ -47,8 +49,9 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wide(self) -> bool:
         """Whether it takes the page's whole width."""
-        longest = max((len(cell) for row in self.rows for cell in row[1:]), default=0)
-        return len(self.header) > WIDE_COLUMNS or longest > WIDE_CHARACTERS
+        _, *others = zip(self.header, *self.rows, strict=True)
+        taken = sum(max(map(len, column)) + GAP_CHARACTERS for column in others)
+        return FIRST_CHARACTERS + taken > HALF_CHARACTERS
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from elastic.report import write_html
+from elastic.report.document import Table
 from elastic.report.html import as_html
 
 
@@ -72,3 +73,15 @@ def test_writing(realistic, tmp_path):
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == as_html(realistic)
     with pytest.raises(OSError, match="missing"):
         write_html(realistic, tmp_path / "missing" / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("header", "wide"),
+    [
+        (["who", "count", "why"], False),
+        (["who", "count", "others would have ended its turn long ago"], True),
+        (["provider", *(["tokens/s"] * 6)], True),
+    ],
+)
+def test_a_table_takes_the_whole_width_where_half_of_it_cannot_hold_its_columns(header: list[str], wide: bool) -> None:
+    assert Table(title="t", header=header, rows=[["a", *["1"] * (len(header) - 1)]]).wide == wide
