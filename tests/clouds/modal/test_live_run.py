@@ -110,12 +110,13 @@ class OnModal:
                     at.setdefault(("ready", event.worker), number)
                 case LeaseEnded() if event.cause in (EndCause.RELEASED, EndCause.EXPIRED):
                     at["ended", event.lease] = number
-                case TokensReceived():
-                    for chunk in event.chunks:
-                        workers = went.setdefault(chunk.turn, [])
-                        workers += [event.worker] if event.worker not in workers[-1:] else []
                 case _:
                     pass
+        with RunDirectory(self.run.run_dir).journals() as journals:
+            for frame in (frame for journal in journals for frame in journal.frames()):
+                for turn in filter(None, frame.turns):
+                    workers = went.setdefault(turn, [])
+                    workers += [frame.worker] if frame.worker not in workers[-1:] else []
 
         def warm(before: str, after: str) -> bool:
             ended = at.get(("ended", lease_of(before)), 0)
