@@ -170,6 +170,9 @@ class RolloutConfig(_Section):
     )
 
 
+_PLAIN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$|^$"
+
+
 class FrontConfig(_Section):
     """Where agents outside of the run reach it, and how their messages become tokens."""
 
@@ -180,12 +183,19 @@ class FrontConfig(_Section):
     processes: int = Field(2, ge=1, le=64, description="processes that serve agents")
     hold_s: float = Field(60.0, gt=0, description="longest that a call waits for its first token; then it is a 503")
     model_name: str = Field(
-        "", max_length=256, description="the model's name for agents; empty: that of the checkpoint's directory"
+        "",
+        max_length=256,
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._:-]*(/[A-Za-z0-9][A-Za-z0-9._:-]*)?)?$",
+        description="the model's name for agents; empty: that of the checkpoint's directory",
     )
     renderer: str = Field(
-        "auto", description="what makes tokens of messages: `template`, or a renderer of the package `renderers`"
+        "auto",
+        pattern=_PLAIN_NAME,
+        description="what makes tokens of messages: `template`, or a renderer of the package `renderers`",
     )
-    tool_parser: str = Field("", description="how tool calls are read, as vLLM's --tool-call-parser; empty: none are")
+    tool_parser: str = Field(
+        "", pattern=_PLAIN_NAME, description="how tool calls are read, as vLLM's --tool-call-parser; empty: none are"
+    )
     reasoning_parser: str = Field(
         "", description="how reasoning is read, as vLLM's --reasoning-parser; empty: it is not"
     )

@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from elastic.cli.account import run_on_disk
-from elastic.cli.options import AsJson, RunName, RunsDirectory, group
+from elastic.cli.options import AnyRunName, AsJson, Remote, RunsDirectory, group
 from elastic.cli.output import bad_input, emit
+from elastic.cli.remote import is_hosted, latest, server
 from elastic.compose.agents import agents_url
 from elastic.compose.runs import is_claimed, load_run_config
 from elastic.core.ids import agent_id, parse_agent_id
@@ -21,28 +22,36 @@ MAIN = "main"
 
 
 @agents.command("url")
-def show_url(name: RunName = "latest", as_json: AsJson = False, directory: RunsDirectory = Path("runs")) -> None:
+def show_url(
+    name: AnyRunName = "latest",
+    remote: Remote = False,
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> None:
     """Print the base URL that agents of a run take: OPENAI_BASE_URL.
 
     Example: OPENAI_BASE_URL=$(elastic agents url latest)
     """
+    if remote or is_hosted(name):
+        with server() as client:
+            hosted = client.agents(latest(client, name))
+        _print(hosted.base_url, hosted.model_dump(mode="json"), as_json=as_json)
+        return
     run = run_on_disk(directory, name)
     url = base_url(run)
-    if as_json:
-        emit({"run": run.name, "base_url": url})
-    else:
-        typer.echo(url)
+    _print(url, {"run": run.name, "base_url": url}, as_json=as_json)
 
 
 @agents.command("key")
 def show_key(
-    name: RunName = "latest",
+    name: AnyRunName = "latest",
     driver: Annotated[
         str, typer.Option(metavar="NAME", help="Of the program that opens trajectories; each sees its own alone.")
     ] = MAIN,
     trajectory: Annotated[
         str, typer.Option(metavar="ID", help="The key of one trajectory's agent, instead of a driver's.")
     ] = "",
+    remote: Remote = False,
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> None:
@@ -50,6 +59,15 @@ def show_key(
 
     Example: OPENAI_API_KEY=$(elastic agents key latest)
     """
+    if not driver.replace("_", "").isalnum() or not driver.isascii():
+        bad_input(f"--driver: found {driver!r}; allowed: letters, digits and _")
+    if remote or is_hosted(name):
+        if trajectory:
+            bad_input("--trajectory is for runs on disk; a server's run gives a trajectory's key as it is opened")
+        with server() as client:
+            hosted = client.agents(latest(client, name), driver)
+        _print(hosted.key, hosted.model_dump(mode="json"), as_json=as_json)
+        return
     run = run_on_disk(directory, name)
     base_url(run)
     secrets = RunSecrets.of(run.path)
@@ -62,13 +80,15 @@ def show_key(
             )
         key, of = secrets.agent_key(named, 0), {"trajectory": agent_id(named)}
     else:
-        if not driver.replace("_", "").isalnum() or not driver.isascii():
-            bad_input(f"--driver: found {driver!r}; allowed: letters, digits and _")
         key, of = secrets.driver_key(driver), {"driver": driver}
+    _print(key, {"run": run.name, **of, "key": key}, as_json=as_json)
+
+
+def _print(text: str, told: dict[str, object], *, as_json: bool) -> None:
     if as_json:
-        emit({"run": run.name, **of, "key": key})
+        emit(told)
     else:
-        typer.echo(key)
+        typer.echo(text)
 
 
 def base_url(run: RunDirectory) -> str:

@@ -324,6 +324,16 @@ class Metrics(_Resource):
     samples: list[RunFigures]
 
 
+class HostedAgents(_Resource):
+    """Where agents reach a run that they drive, and the key with which a driver opens its trajectories."""
+
+    object: Literal["agents"] = "agents"
+    run: str
+    base_url: str = Field(description="OPENAI_BASE_URL")
+    driver: str
+    key: str = Field(description="OPENAI_API_KEY of this driver")
+
+
 class HostedTrajectory(_Resource):
     """A trajectory that is over: its reward, or the cause of its failure."""
 

@@ -32,6 +32,7 @@ from elastic.protocol.api import (
     CreatedKey,
     CreatedWebhook,
     DryRun,
+    HostedAgents,
     HostedJob,
     HostedLease,
     HostedPool,
@@ -268,6 +269,9 @@ class Client:
 
     def trajectory(self, run: str, trajectory: str) -> HostedTrajectoryDetail:
         return self._get(f"/v1/runs/{run}/trajectories/{trajectory}", HostedTrajectoryDetail)
+
+    def agents(self, run: str, driver: str = "main") -> HostedAgents:
+        return self._get(f"/v1/runs/{run}/agents?driver={driver}", HostedAgents)
 
     def workers(self, run: str) -> Iterator[HostedWorker]:
         return self._pages(f"/v1/runs/{run}/workers", HostedWorker, {})

@@ -106,9 +106,10 @@ class ServerSettings:
         return {"host": self.runs_listen or "127.0.0.1", "advertise": self.runs_advertise}
 
     def placed(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """A run's configuration with the place where it listens here, as far as it is well-formed."""
-        own = config.get("run", {})
-        return {**config, "run": {**own, **self.runs_place}} if isinstance(own, dict) else dict(config)
+        """A run's configuration with the place where it listens here, its fronts too, as far as it is well-formed."""
+        own, front = config.get("run", {}), config.get("front")
+        placed = {**config, "run": {**own, **self.runs_place}} if isinstance(own, dict) else dict(config)
+        return {**placed, "front": {**front, "host": self.runs_place["host"]}} if isinstance(front, dict) else placed
 
     @property
     def database_url(self) -> str:

@@ -36,7 +36,7 @@ BODIES = {
     "/v1/pools/{pool}/jobs/dry-run": {"config": {}},
 }
 OPEN = {"/healthz", "/readyz", "/v1"}
-MISSING = ("{trajectory}", "{checkpoint}", "{vendor}", "report")
+MISSING = ("{trajectory}", "{checkpoint}", "{vendor}", "report", "agents")
 """What these name is not there."""
 SIGN_IN = {"/v1/session/oidc", "/v1/session/oidc/callback"}
 """Open as well, where there is an identity provider."""

@@ -12,7 +12,8 @@ import msgspec
 
 from elastic import report
 from elastic.compose import incarnations
-from elastic.config import ConfigError
+from elastic.compose.agents import agents_url
+from elastic.config import Config, ConfigError, validate
 from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook
 from elastic.core.types import NS_PER_S
 from elastic.protocol.api import (
@@ -23,9 +24,11 @@ from elastic.protocol.api import (
     RunFigures,
     StepMetrics,
 )
+from elastic.protocol.run_secrets import FILE, ROOT_BYTES, RunSecrets
 from elastic.report.history import History, history_of
 from elastic.report.usage import lease_ends
 from elastic.runtime.journal import (
+    AGENTS,
     CONTINUES,
     JournalError,
     JournalReader,
@@ -36,7 +39,7 @@ from elastic.runtime.journal import (
 from elastic.runtime.status import RunStatus
 from elastic.server.clock import rfc3339
 from elastic.server.history.apart import apart
-from elastic.system.tenant_files import NotAFile, as_owner, files
+from elastic.system.tenant_files import NotAFile, as_owner, files, opened
 
 CHECKPOINTS, SAFETENSORS = "checkpoints", ".safetensors"
 CHECKPOINT_ID = "[0-9]{1,12}"
@@ -226,6 +229,25 @@ def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
             created_at = rfc3339(stat.st_mtime_ns // 1_000) or ""
             found.append(Checkpoint(id=id_, version=int(id_), bytes=stat.st_size, created_at=created_at))
     return found
+
+
+@apart()
+def agents_of(run_dir: Path, driver: str) -> tuple[str, str] | None:
+    """Return where the run serves agents, and the key that this driver shows there; None where it serves none.
+
+    Raises `JournalError`, and `OSError`.
+    """
+    with contextlib.suppress(NotAFile), as_owner(run_dir):
+        served, config, path = "", "", run_dir
+        for path in _journal_paths(run_dir):
+            with contextlib.suppress(JournalError, OSError), JournalReader(path) as journal:
+                meta = journal.meta()
+                served, config = meta.get(AGENTS, served), meta["config"]
+        if served:
+            with opened(run_dir, FILE) as file:
+                secrets = RunSecrets(file.read(ROOT_BYTES))
+            return agents_url(validate(Config, json.loads(config), path.name), served), secrets.driver_key(driver)
+    return None
 
 
 def environment_of(config: str) -> str:

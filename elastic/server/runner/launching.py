@@ -72,7 +72,8 @@ def prepare(settings: ServerSettings, run: HostedRunRow, user: str | None, passe
             tenant_files.hand_over(directory, account.pw_uid, account.pw_gid)
     config, limits = json.loads(run.config), run.limits or NO_LIMITS
     own = {"caps": limits.caps, "budget_usd": limits.budget_usd, "pass_env": list(passed_on)}
-    config["run"] |= {**own, **settings.runs_place}
+    config["run"] |= own
+    config = settings.placed(config)
     with tenant_files.as_owner(path):
         write_whole(path / CONFIG, json.dumps(config, indent=2).encode())
 

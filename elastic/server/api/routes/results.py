@@ -10,6 +10,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 
 from elastic.protocol.api import (
     Checkpoint,
+    HostedAgents,
     HostedLease,
     HostedTrajectory,
     HostedTrajectoryDetail,
@@ -190,6 +191,25 @@ async def _entries(
     state: ServerState, run: HostedRunRow, what: str, read: Callable[[FilePath], Sequence[R]]
 ) -> Entries:
     return await _kept(state, run, what, lambda: _as_entries(read(state.settings.run_dir(run.id))))
+
+
+@router.get("/{run}/agents", **rules(Action.RUNS_WRITE, "not-found"))
+async def agents(
+    run: RunId,
+    found: RunDep,
+    state: StateDep,
+    driver: Annotated[
+        str, Query(pattern="^[A-Za-z0-9_]{1,64}$", description="which program opens trajectories")
+    ] = "main",
+) -> HostedAgents:
+    """Show where agents reach a run that they drive, and the key of one of its drivers."""
+    served = None
+    if not found.ended:
+        served = await _read(state, found, lambda: journals.agents_of(state.settings.run_dir(run), driver))
+    if served is None:
+        raise not_found("agents of run", run)
+    base_url, key = served
+    return HostedAgents(run=run, base_url=base_url, driver=driver, key=key)
 
 
 async def _kept(state: ServerState, run: HostedRunRow, what: str, make: Callable[[], Entries]) -> Entries:
