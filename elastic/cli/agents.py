@@ -12,6 +12,7 @@ from elastic.cli.remote import is_hosted, latest, server
 from elastic.compose.agents import agents_url
 from elastic.compose.runs import is_claimed, load_run_config
 from elastic.core.ids import agent_id, parse_agent_id
+from elastic.protocol.endpoint import Address
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import AGENTS, RunDirectory
 
@@ -98,7 +99,7 @@ def base_url(run: RunDirectory) -> str:
     if not served or not is_claimed(run.path):
         what = "does not go on now" if served else 'is not driven by agents: environment.name = "outside" is'
         bad_input(f"run {run.name} {what}")
-    return agents_url(load_run_config(run.path), served)
+    return agents_url(load_run_config(run.path), Address.parse(served))
 
 
 def front(

@@ -11,7 +11,8 @@ from elastic.compose.plan import RunPlan, read_model_config
 from elastic.config import OUTSIDE, Config, ConfigError, ConfigProblem, validate
 from elastic.core.types import INTEGER_MAX, SamplingParameters
 from elastic.environments.outside import OutsideSettings
-from elastic.protocol.endpoint import Address, is_loopback
+from elastic.front.addresses import agents_url
+from elastic.protocol.endpoint import Address
 from elastic.runtime.agents import AgentLimits, AgentsWiring, ServingFronts
 from elastic.runtime.journal import AGENTS
 from elastic.system.given import read_text
@@ -63,7 +64,7 @@ def agents_wiring(
             inherited(),
             notes.get(AGENTS, ""),
         ),
-        ready=lambda served: ready(agents_url(config, served)),
+        ready=lambda served: ready(agents_url(config, Address.parse(served))),
     )
 
 
@@ -88,14 +89,6 @@ def check_front(plan: RunPlan) -> None:
         tool_parser=front.tool_parser,
         reasoning_parser=front.reasoning_parser,
     )
-
-
-def agents_url(config: Config, served: str) -> str:
-    """The base URL that agents take of fronts at this address."""
-    at = Address.parse(served).here()
-    if config.front is None or is_loopback(config.front.host):
-        return f"http://{at}/v1"
-    return f"https://{Address(config.run.advertised_host or at.host, at.port)}/v1"
 
 
 def _ends(model: Mapping[str, Any], checkpoint: Path) -> tuple[int, ...]:

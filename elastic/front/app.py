@@ -53,7 +53,7 @@ RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 class AgentFront:
     """What one front process serves: the run at the other end of `link`, as `model`, to those who have its keys.
 
-    `base_url` is where agents reach the fronts.
+    `base_url` is what agents take of it.
     """
 
     link: RunLink
@@ -144,7 +144,7 @@ class AgentFront:
         answer = {
             "id": agent_id(begun.trajectory),
             "key": self.secrets.agent_key(begun.trajectory, begun.restart),
-            "base_url": f"{self.base_url}/v1",
+            "base_url": self.base_url,
         }
         return _json(answer, {"idempotent-replayed": "true"} if begun.again else {})
 

@@ -13,7 +13,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from types import MappingProxyType
@@ -44,6 +44,7 @@ from elastic.protocol.front_messages import (
     OpenedTurn,
     OpenTurns,
     SettleTurn,
+    TurnOver,
     TurnsTaken,
 )
 from elastic.protocol.http_server import CONNECTION, ServedConnection
@@ -55,6 +56,9 @@ from elastic.protocol.sampled import ids_of, logprobs_of, pack_ids
 RENDERED_HERE_CHARS = 20_000
 """Messages with more text are rendered on a thread, while streams go on."""
 NO_SAMPLE = Sample()
+LOOKS_MAX = 3
+"""How often a call looks for its branch, which other calls may change meanwhile."""
+BRANCH_GONE = "branch_gone"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -304,20 +308,31 @@ class LiveCall:
             with_ids = self._model.renderer.needs_ids or asked.settings.token_ids
             if not self._chain:
                 self._chain = await self._rendering(chat.messages, _chain_of, chat)
-        found = await self._ask(lambda number: LookUp(number, self._caller, self._call, self._chain, with_ids))
-        taken: set[int] = set()
-        if isinstance(found, TurnsTaken):
-            self._take(found)
-            taken = {turn.choice for turn in found.turns}
-        prompts = range(1 if chat is not None else len(asked.prompts))
-        missing = [(prompt, [c for c in self._choices_of(prompt) if c not in taken]) for prompt in prompts]
-        if chat is not None and missing[0][1]:
-            branch = found if isinstance(found, BranchFound) else BranchFound(0, "")
-            await self._open(*await self._behind(chat, branch), missing[0][1])
+        for left in reversed(range(LOOKS_MAX)):
+            found = await self._ask(lambda number: LookUp(number, self._caller, self._call, self._chain, with_ids))
+            if isinstance(found, TurnsTaken):
+                self._take(found)
+            try:
+                await self._open_missing(found if isinstance(found, BranchFound) else BranchFound(0, ""))
+                return
+            except FrontError as error:
+                # Another call has changed what this one was to go on from.
+                if error.code != BRANCH_GONE or not left:
+                    raise
+
+    async def _open_missing(self, found: BranchFound) -> None:
+        asked, chat = self._asked, self._asked.chat
+        if chat is not None:
+            if self._missing(0):
+                await self._open(0, *await self._behind(chat, found))
             return
-        for prompt, choices in missing:
-            if choices:
-                await self._open(None, 0, asked.prompts[prompt], choices)
+        for prompt, ids in enumerate(asked.prompts):
+            if self._missing(prompt):
+                await self._open(prompt, None, 0, ids)
+
+    def _missing(self, prompt: int) -> list[int]:
+        """The choices of a prompt that nothing is heard of."""
+        return [choice for choice in self._choices_of(prompt) if choice not in self._inbox.streams]
 
     def _choices_of(self, prompt: int) -> range:
         n = self._asked.n
@@ -347,13 +362,14 @@ class LiveCall:
         self._prompt_ids = ids
         return None, 0, ids
 
-    async def _open(self, branch: int | None, tokens: int, ids: Sequence[int], choices: Sequence[int]) -> None:
+    async def _open(self, prompt: int, branch: int | None, tokens: int, ids: Sequence[int]) -> None:
         if tokens + len(ids) >= self._model.context_tokens:
             raise too_long(self._model.context_tokens, tokens + len(ids))
         packed = pack_ids(ids)
         # From here on the run may have turns of this call, whether it can say so or not.
         self._retry = msgspec.structs.replace(self._call, retry=True)
-        for first, count in _stretches(choices):
+        while missing := self._missing(prompt):
+            first, count = _first_stretch(missing)
             answer = await self._ask(
                 lambda number, first=first, count=count: OpenTurns(
                     number, self._caller, self._call, branch, tokens, packed, first, count, self._asked.sampling
@@ -361,6 +377,8 @@ class LiveCall:
             )
             assert isinstance(answer, TurnsTaken)
             self._take(answer)
+            if first in self._missing(prompt):
+                raise FrontError(500, f"the run has opened no turn for choice {first}")
 
     async def _ask(self, request: Callable[[int], LookUp | OpenTurns]) -> BranchFound | TurnsTaken:
         answer = await self._link.ask(request, self._inbox)
@@ -371,8 +389,8 @@ class LiveCall:
 
     def _take(self, taken: TurnsTaken) -> None:
         self._retry = msgspec.structs.replace(self._call, retry=True)
-        if taken.ids:
-            self._prompt_ids = ids_of(taken.ids)
+        if taken.ids and len(ids := ids_of(taken.ids)) == taken.turns[0].prompt_tokens:
+            self._prompt_ids = ids
         for turn in taken.turns:
             if (progress := self._progress.get(turn.choice)) is not None:
                 progress.join(turn)
@@ -417,9 +435,9 @@ class LiveCall:
                 if self._asked.stream and new and (self._shows_tokens or not _empty(said)):
                     pieces.append(self._piece(number, progress, said))
             elif type(one) is ChoiceOver:
-                if not one.finish:
-                    raise FrontError(500, f"the turn has failed: {one.cause}", code="turn_failed")
-                self._settle(progress, one.finish)
+                if not one.over.finish:
+                    raise _failed(one.over)
+                self._settle(progress, one.over.finish)
             else:
                 progress.settled = True
                 if self._asked.stream and not progress.ended:
@@ -495,6 +513,16 @@ def declined(answer: Declined) -> FrontError:
     )
 
 
+def _failed(over: TurnOver) -> FrontError:
+    return FrontError(
+        over.status or 500,
+        f"the turn has failed: {over.cause}",
+        code=over.code or "turn_failed",
+        retry=over.retry,
+        retry_after_s=over.retry_after_s,
+    )
+
+
 def _empty(said: ParsedAnswer | str) -> bool:
     return not said if isinstance(said, str) else said.empty
 
@@ -503,10 +531,10 @@ def _chain_of(chat: Chat) -> list[bytes]:
     return chain(head_digest(chat.tools, chat.template_kwargs), chat.messages)
 
 
-def _stretches(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first and the length of each stretch of numbers without a gap, no longer than one message asks for."""
-    start = 0
-    for at in range(1, len(numbers) + 1):
-        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1 or at - start == CHOICES_MAX:
-            yield numbers[start], at - start
-            start = at
+def _first_stretch(numbers: Sequence[int]) -> tuple[int, int]:
+    """The first of these, and how many follow it without a gap, as far as one message asks for."""
+    first = numbers[0]
+    count = 1
+    while count < min(len(numbers), CHOICES_MAX) and numbers[count] == first + count:
+        count += 1
+    return first, count

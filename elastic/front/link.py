@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeAlias
 
+import msgspec
 import structlog
 
 from elastic.protocol.connection import Connection, ConnectionLost, SessionRefused, over_socket
@@ -28,6 +29,7 @@ from elastic.protocol.front_messages import (
     FromRun,
     FrontHello,
     FrontWelcome,
+    OpenedTurn,
     StreamTokens,
     TrajectoryBegun,
     TrajectoryShown,
@@ -61,11 +63,10 @@ class TokensCame(NamedTuple):
 
 
 class ChoiceOver(NamedTuple):
-    """All tokens of a choice have come; it has failed for the `cause` if `finish` is empty."""
+    """All tokens of a choice have come, or it has failed."""
 
     choice: int
-    finish: str
-    cause: str
+    over: TurnOver
 
 
 class ChoiceSettled(NamedTuple):
@@ -79,8 +80,8 @@ class TurnInbox:
     """What a call hears of its turns, in the order in which it comes."""
 
     def __init__(self) -> None:
-        self.streams: set[int] = set()
-        """Those of the turns that it hears of."""
+        self.streams: dict[int, int] = {}
+        """Those of the turns that it hears of, by their choices."""
         self._news: deque[News] = deque()
         self._waiting: asyncio.Future[None] | None = None
         self._lost = False
@@ -213,7 +214,7 @@ class RunLink:
         self._finish(inbox, ClientGone)
 
     def _finish(self, inbox: TurnInbox, say: type[AnswerDelivered | ClientGone]) -> None:
-        for stream in sorted(inbox.streams):
+        for stream in inbox.streams.values():
             if self._streams.pop(stream, None) is not None:
                 self.say(say(stream))
         inbox.streams.clear()
@@ -248,9 +249,9 @@ class RunLink:
             match message:
                 case StreamTokens():
                     self._deliver(message)
-                case TurnOver(stream, finish, cause):
+                case TurnOver(stream):
                     if (to := self._streams.get(stream)) is not None:
-                        to.inbox.put(ChoiceOver(to.choice, finish, cause))
+                        to.inbox.put(ChoiceOver(to.choice, message))
                 case TurnSettled(stream):
                     if (to := self._streams.get(stream)) is not None:
                         to.inbox.put(ChoiceSettled(to.choice))
@@ -273,16 +274,24 @@ class RunLink:
 
     def _answer(self, message: Answer) -> None:
         answer, inbox = self._asked.get(message.request, (None, None))
-        gone = answer is None or answer.done()
+        if answer is None or answer.done():
+            answer = None
         if isinstance(message, TurnsTaken):
-            if gone or inbox is None:
-                for turn in message.turns:
-                    self.say(ClientGone(turn.stream))
-            else:
-                self._streams.update({turn.stream: _Stream(inbox, turn.choice) for turn in message.turns})
-                inbox.streams.update(turn.stream for turn in message.turns)
-        if answer is not None and not gone:
+            message = self._attach(message, None if answer is None else inbox)
+        if answer is not None:
             answer.set_result(message)
+
+    def _attach(self, taken: TurnsTaken, inbox: TurnInbox | None) -> TurnsTaken:
+        """Have the inbox hear of the turns, of one for each choice; the others are given back."""
+        heard: list[OpenedTurn] = []
+        for turn in taken.turns:
+            if inbox is None or turn.choice in inbox.streams:
+                self.say(ClientGone(turn.stream))
+                continue
+            inbox.streams[turn.choice] = turn.stream
+            self._streams[turn.stream] = _Stream(inbox, turn.choice)
+            heard.append(turn)
+        return msgspec.structs.replace(taken, turns=heard)
 
     def _lose(self) -> None:
         self._connection, self.lost_s = None, here().monotonic()

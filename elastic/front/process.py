@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 
 from elastic.config import Config, FrontConfig, load_config
+from elastic.front.addresses import agents_url
 from elastic.front.app import AgentFront
 from elastic.front.asked import ServedModel
 from elastic.front.calls import CallTimes
@@ -17,7 +18,7 @@ from elastic.front.link import RunLink, connected
 from elastic.front.rendering import make_renderer
 from elastic.front.tokenizer import Tokenizer
 from elastic.protocol.connection import SessionRefused
-from elastic.protocol.endpoint import Address, is_loopback, is_wildcard
+from elastic.protocol.endpoint import is_loopback, is_wildcard
 from elastic.protocol.http_server import PeerLimits, serving
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sockets import address_of
@@ -57,7 +58,7 @@ async def serve_front(run_dir: Path, fd: int) -> None:
             link=link,
             model=_model(config, front),
             secrets=RunSecrets.of(run_dir),
-            base_url=agents_url(config, listener),
+            base_url=agents_url(config, address_of(listener)),
             times=CallTimes(front.hold_s),
             body_bytes_max=int(front.body_mb * MIB),
             renders=renders,
@@ -81,15 +82,6 @@ async def serve_front(run_dir: Path, fd: int) -> None:
             heed_no_more()
             linking.cancel()
             await asyncio.wait({linking})
-
-
-def agents_url(config: Config, listener: socket.socket) -> str:
-    """Where agents reach the fronts that listen on this socket."""
-    front = config.front or FrontConfig()  # type: ignore[call-arg]
-    at = address_of(listener)
-    host = config.run.advertised_host if is_wildcard(front.host) else front.host
-    scheme = "http" if is_loopback(front.host) else "https"
-    return f"{scheme}://{Address(host or at.host, at.port)}"
 
 
 def front_certificate(config: Config, run_dir: Path) -> Certificate | None:

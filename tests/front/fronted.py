@@ -118,7 +118,7 @@ async def fronted(
             link=link,
             model=model or small_model(),
             secrets=SECRETS,
-            base_url="http://agents.example",
+            base_url="http://agents.example/v1",
             times=times or CallTimes(),
             body_bytes_max=more.get("body_bytes_max", 1 << 20),
             renders=renders,

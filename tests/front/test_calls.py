@@ -13,9 +13,11 @@ from elastic.protocol.front_messages import (
     AnswerDelivered,
     ClientGone,
     CutTurn,
+    Declined,
     LookUp,
     OpenTurns,
     SettleTurn,
+    TurnOver,
     TurnSettled,
 )
 from elastic.protocol.sampled import ids_of
@@ -406,6 +408,26 @@ def begins(text: str):
         run.tokens(turn, [*text.encode()])
 
     return answer
+
+
+async def test_what_the_run_says_of_a_failed_turn_is_what_its_client_is_told(tmp_path):
+    async def leaves(run, turn) -> None:
+        turn.cause = "the trajectory is over"
+        run.say(turn, TurnOver(turn.stream, "", turn.cause, 410, "trajectory_over", False))
+
+    async with fronted(tmp_path, answer=leaves) as served:
+        answer = await served.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (410, "trajectory_over")
+        assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_a_branch_that_another_call_has_changed_is_looked_for_again(served):
+    refusals = [Declined(0, 409, "branch_gone", "it goes on otherwise")]
+    served.run.decline = lambda message: refusals.pop() if isinstance(message, OpenTurns) and refusals else None
+    assert (await served.chat()).status_code == 200
+    assert len(served.run.of(LookUp)) == 2
+    refusals = [Declined(0, 409, "branch_gone", "it goes on otherwise")] * 3
+    assert (await served.chat([{"role": "user", "content": "other"}])).status_code == 409
 
 
 async def test_a_stream_that_fails_ends_with_an_error_and_no_finish_reason(tmp_path):

@@ -81,8 +81,20 @@ async def test_news_of_turns_come_to_their_call_in_order(tmp_path):
         while len(news) < 4:
             news += await inbox.take()
         assert [(one.choice, ids_of(one.ids)) for one in news if isinstance(one, TokensCame)] == [(0, [1, 2]), (1, [3])]
-        assert ChoiceOver(0, "length", "") in news
+        assert [(one.choice, one.over.finish) for one in news if isinstance(one, ChoiceOver)] == [(0, "length")]
         assert ChoiceSettled(0) in news
+
+
+async def test_of_two_turns_of_one_choice_one_is_heard(tmp_path):
+    async with linked(tmp_path) as (run, link):
+        inbox = TurnInbox()
+        await link.ask(opens(), inbox)
+        taken = await link.ask(opens(), inbox)
+        assert isinstance(taken, TurnsTaken)
+        assert taken.turns == []
+        await run.until(lambda: run.of(ClientGone))
+        assert run.turns[1].gone
+        assert not run.turns[0].gone
 
 
 async def test_turns_that_nobody_waits_for_any_more_are_given_back(tmp_path):

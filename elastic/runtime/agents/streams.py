@@ -91,7 +91,7 @@ class FrontStreams:
                 if isinstance(found, m.BranchFound):
                     front.connection.send(found)
                 else:
-                    self._take(front, message.request, found, joined=True)
+                    self._take(front, message.request, found, joined=True, with_ids=message.with_ids)
             case m.OpenTurns():
                 turns, joined = rollouts.open(message)
                 self._take(front, message.request, turns, joined=joined)
@@ -134,7 +134,9 @@ class FrontStreams:
             return
         self._reply(front, m.TurnSettled(message.stream))
 
-    def _take(self, front: _Front, request: int, turns: Sequence[AgentTurn], *, joined: bool) -> None:
+    def _take(
+        self, front: _Front, request: int, turns: Sequence[AgentTurn], *, joined: bool, with_ids: bool = False
+    ) -> None:
         opened: list[m.OpenedTurn] = []
         for turn in turns:
             stream = front.attach(turn)
@@ -150,7 +152,9 @@ class FrontStreams:
                 )
             )
         trajectory, _ = parse_turn(turns[0].id)
-        front.connection.send(m.TurnsTaken(request, trajectory, opened, joined))
+        first = turns[0]
+        prompt = bytes(first.generated.prompt[: first.at.prompt_tokens * TOKEN_BYTES]) if with_ids else b""
+        front.connection.send(m.TurnsTaken(request, trajectory, opened, joined, prompt))
         for turn, one in zip(turns, opened, strict=True):
             self._repeat(front, one.stream, turn)
 
