@@ -28,7 +28,7 @@ def names() -> list[str]:
 
 def name_for(hub_name: str) -> str:
     """The renderer of a published model; empty if there is none, or the library is not installed."""
-    base = _library("renderers.base")
+    base = _library("renderers.base") if hub_name else None  # its import is not cheap
     return "" if base is None else base.MODEL_RENDERER_MAP.get(hub_name, "")
 
 

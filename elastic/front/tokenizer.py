@@ -37,7 +37,7 @@ class Tokenizer:
     """Turns text into token ids and back.
 
     eos_token_ids: end an answer, by the tokenizer's and the generation's configuration.
-    vocab_size: token ids are below it.
+    vocab_size: token ids are below it. A model may have more than its tokenizer; those above are no text.
     template: the chat template's source; None if the checkpoint has none. `templates` has all by name.
     named: special tokens by the names that templates know, such as `eos_token`.
     special, control: special and control tokens by their ids.
@@ -54,12 +54,14 @@ class Tokenizer:
         self.templates = _templates(directory, config)
         self.template = self.templates.get("default")
         self.hub_name = _hub_name(directory, config)
-        self.special = {token["id"]: token["content"] for token in given["added_tokens"] if token.get("special")}
+        special = {token["content"] for token in given["added_tokens"] if token.get("special")}
         _make_control_tokens_special(given, "\0".join(self.templates.values()))
         self._tokens = _library_tokenizer(directory / "tokenizer.json", given)
         added = self._tokens.get_added_tokens_decoder()
-        self.vocab_size = max(self._tokens.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self._known = max(self._tokens.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self.vocab_size = max(self._known, _model_vocabulary(directory))
         self.control = {number: token.content for number, token in added.items() if token.special}
+        self.special = {number: content for number, content in self.control.items() if content in special}
         self.eos_token_ids = self._ends()
         unknown = self.named.get("unk_token")
         self._refused = {number for number, content in self.control.items() if content != unknown}
@@ -123,14 +125,14 @@ class Tokenizer:
 
     def token(self, number: int) -> str:
         """How the vocabulary spells a token; empty for a number beyond it."""
-        return (self._tokens.id_to_token(number) or "") if number < self.vocab_size else ""
+        return (self._tokens.id_to_token(number) or "") if number < self._known else ""
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of tokens, with the special ones or without. Numbers beyond the vocabulary are no text."""
         if self._byte_level:
             return b"".join(self._bytes_of(number, special) for number in ids).decode("utf-8", "replace")
         left_out = () if special else self.special
-        shown = [number for number in ids if number < self.vocab_size and number not in left_out]
+        shown = [number for number in ids if number < self._known and number not in left_out]
         return self._tokens.decode(shown, skip_special_tokens=False)
 
     def decoder(self, special: bool = False) -> "TextDecoder":
@@ -244,6 +246,13 @@ def _take_over(given: dict[str, Any], config: Mapping[str, Any], named: Mapping[
     for token in (*named.values(), *map(_token_text, more.values() if isinstance(more, dict) else more)):
         if token in known:
             known[token]["special"] = True
+
+
+def _model_vocabulary(directory: Path) -> int:
+    """How many token ids the model has, as far as its configuration says."""
+    config = _read_json(directory / "config.json")
+    said = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return said if isinstance(said, int) else 0
 
 
 def _library_tokenizer(path: Path, given: Mapping[str, Any]) -> tokenizers.Tokenizer:

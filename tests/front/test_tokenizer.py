@@ -209,6 +209,15 @@ def test_a_hub_name_is_what_the_checkpoint_says_and_no_directory(
     assert Tokenizer(directory).hub_name == name
 
 
+def test_a_model_may_have_more_tokens_than_its_tokenizer(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY + 88}))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.vocab_size == VOCABULARY + 88
+    assert {tokenizer.token(number) for number in range(VOCABULARY, VOCABULARY + 88)} == {""}
+    assert tokenizer.decode(range(VOCABULARY, VOCABULARY + 88), special=True) == ""
+
+
 def test_templates_of_a_checkpoint(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
