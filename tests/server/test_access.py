@@ -95,9 +95,7 @@ def test_roles_and_owners(shared_site: Site, submission: Submission, role: Acces
                 assert answer.status_code < 500, where
                 # It has no pool; tests/server/test_pools.py has one.
                 if "{" in path and "{provider}" not in path and "{pool}" not in path:
-                    assert answer.status_code != 404 or path.endswith(
-                        ("{trajectory}", "{checkpoint}", "{vendor}", "report")
-                    ), where
+                    assert answer.status_code != 404 or path.endswith(MISSING), where
 
 
 def test_lists_have_only_ones_own(shared_site: Site, submission: Submission) -> None:
