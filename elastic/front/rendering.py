@@ -276,22 +276,23 @@ def make_renderer(
     """
     by_template = TemplateRenderer(tokenizer, tool_parser, reasoning_parser)
     parsers = AnswerParsers(tokenizer, tool_parser, reasoning_parser)
-    if renderer == "auto":
-        name = library.name_for(tokenizer.hub_name)
-        if name:
-            chosen = library.LibraryRenderer(tokenizer, name, parsers)
-            if tokenizer.template is None or _alike(chosen, by_template):
-                log.info("renderer", renderer=name, model=tokenizer.hub_name)
-                return chosen
-            log.warning("the checkpoint's template is not the published one", model=tokenizer.hub_name, unlike=name)
-    elif renderer != "template":
-        names = library.names()
-        if renderer not in names:
-            lacks = "" if names else "; others need the `renderers` library: pip install 'elastic-rl[fronts]'"
-            allowed = ", ".join(map(repr, ["auto", "template", *names]))
-            raise RendererError(f"front.renderer: found {renderer!r}; allowed: {allowed}{lacks}")
+    names = library.names() if renderer not in ("auto", "template") else []
+    if renderer in names:
         log.info("renderer", renderer=renderer)
         return library.LibraryRenderer(tokenizer, renderer, parsers)
+    if renderer not in ("auto", "template"):
+        lacks = "" if names else "; others need the `renderers` library: pip install 'elastic-rl[fronts]'"
+        allowed = ", ".join(map(repr, ["auto", "template", *names]))
+        raise RendererError(f"front.renderer: found {renderer!r}; allowed: {allowed}{lacks}")
+    if renderer == "auto" and (published := library.name_for(tokenizer.hub_name)):
+        try:
+            chosen = library.LibraryRenderer(tokenizer, published, parsers)
+            if tokenizer.template is None or _alike(chosen, by_template):
+                log.info("renderer", renderer=published, model=tokenizer.hub_name)
+                return chosen
+            log.warning("the checkpoint's template is not the published one", model=tokenizer.hub_name)
+        except RendererError as error:
+            log.warning("the checkpoint's tokenizer is not the published one", reason=str(error))
     log.info("renderer", renderer="template", **by_template.habits)
     return by_template
 

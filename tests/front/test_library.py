@@ -1,5 +1,6 @@
 """Renderers of the `renderers` library over our tokenizer. Without that optional extra there is nothing to test."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,18 @@ def test_settings_that_the_renderer_lacks_are_an_error_of_the_call(renderer: Lib
 
 
 @pytest.mark.parametrize(
-    ("template", "chosen"), [(chats.QWEN3, LibraryRenderer), (chats.CHATML + "!", TemplateRenderer)]
+    ("name", "template", "chosen"),
+    [
+        ("Qwen/Qwen3-0.6B", chats.QWEN3, LibraryRenderer),
+        ("Qwen/Qwen3-0.6B", None, LibraryRenderer),
+        ("Qwen/Qwen3-0.6B", chats.CHATML + "!", TemplateRenderer),
+        ("zai-org/GLM-4.5-Air", chats.QWEN3, TemplateRenderer),
+        ("someone/Qwen3-0.6B", chats.QWEN3, TemplateRenderer),
+    ],
 )
 def test_a_published_model_is_known_by_its_name_and_by_its_template(
-    tmp_path: Path, template: str, chosen: type
+    tmp_path: Path, name: str, template: str | None, chosen: type
 ) -> None:
     chats.checkpoint(tmp_path / "model", template)
-    (tmp_path / "model" / "config.json").write_text('{"_name_or_path": "Qwen/Qwen3-0.6B"}')
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"_name_or_path": name}))
     assert isinstance(make_renderer(Tokenizer(tmp_path / "model")), chosen)
