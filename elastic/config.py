@@ -197,7 +197,7 @@ class FrontConfig(_Section):
         "", pattern=_PLAIN_NAME, description="how tool calls are read, as vLLM's --tool-call-parser; empty: none are"
     )
     reasoning_parser: str = Field(
-        "", description="how reasoning is read, as vLLM's --reasoning-parser; empty: it is not"
+        "", pattern=_PLAIN_NAME, description="how reasoning is read, as vLLM's --reasoning-parser; empty: it is not"
     )
     trajectory_turns_max: int = Field(4096, ge=1, description="most turns of a trajectory, limits of rollout aside")
     open_turns_max: int = Field(4096, ge=1, description="most turns that agents wait for at once; beyond it is a 429")
