@@ -14,12 +14,25 @@ from elastic.core.leaving import Leaving
 from elastic.core.patience import MARGIN
 from elastic.core.run_state import Changed, RunState
 from elastic.core.turns import Turn
-from elastic.core.types import Chunk, FinishReason, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId, WorkerRole
+from elastic.core.types import (
+    NS_PER_S,
+    Chunk,
+    FinishReason,
+    Nanoseconds,
+    TrajectoryId,
+    TurnId,
+    TurnState,
+    WorkerId,
+    WorkerRole,
+)
 
 QUEUE_WAITS = ("capacity", "place")
 """Waits of the queue: for a worker that could ever take a turn (capacity), and for room on one (place)."""
 NO_CAPACITY, NO_PROGRESS = "no capacity", "no progress"
 """How the cause begins for which a turn, or a run, is given up that waited for a worker."""
+STRUCK_LOOK_NS = NS_PER_S // 20
+"""Pause after a look at the turns of workers with strikes that has led to nothing: these may be many, and events come
+by thousands a second."""
 LATE = "others would have ended its turn long ago"
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -27,6 +40,8 @@ _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 class TurnManager:
     def __init__(self, run: RunState) -> None:
         self._run = run
+        self._looked_ns: Nanoseconds = -STRUCK_LOOK_NS
+        """When the turns of workers with strikes were looked at last, to no avail."""
         self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.TokensReceived: self._on_tokens,
             e.TurnCut: self._on_cut,
@@ -71,7 +86,7 @@ class TurnManager:
         """Route a turn again, as soon as another worker has a place, of which one with strikes has brought nothing, or
         that others would have finished long ago."""
         run = self._run
-        if run.turns.head() is not None:
+        if run.turns.queue or run.now_ns < self._looked_ns + STRUCK_LOOK_NS:
             return
         for worker in list(run.fleet.struck.values()):
             for turn in self._of(worker):
@@ -85,6 +100,7 @@ class TurnManager:
                     continue
                 self._take_to(other, turn, worker, overdue=overdue)
                 return
+        self._looked_ns = run.now_ns
 
     def _expect_place(self) -> None:
         """Bound the queue's wait: for a place by the longest that a place may take to come, for capacity by a short

@@ -5,7 +5,8 @@ import pytest
 from elastic.core import commands as c
 from elastic.core.digest import digest
 from elastic.core.policy import FleetView, TurnView
-from elastic.core.types import FinishReason
+from elastic.core.turn_manager import STRUCK_LOOK_NS
+from elastic.core.types import NS_PER_S, FinishReason
 from elastic.testing.faults.core.incarnation import fresh_core
 from elastic.testing.faults.core.world import simulate
 from policies.routing import TurnWiseRouting
@@ -51,3 +52,31 @@ def test_an_event_that_frees_nothing_asks_for_no_route(make_core) -> None:
     core.tokens(starts[1], 1, finish=FinishReason.STOP)
     assert core.one(c.StartTurn).turn == "0/0/2#0"
     assert routing.asked == asked + 2
+
+
+def test_turns_of_workers_with_strikes_are_not_looked_at_with_every_event(make_core) -> None:
+    """The one that is left there goes on where others have a place, as soon as one has."""
+    routing = CountedRouting()
+    core = make_core(group_size=4, routing=routing)
+    core.trainer(capacity=0)
+    liar = core.worker("spot", capacity=2)
+    starts: list[c.StartTurn] = []
+    for member in range(2):
+        core.request(f"0/0/{member}")
+        starts += core.sent(c.StartTurn)
+    assert [start.worker for start in starts] == [liar, liar]
+    honest = core.worker("serving", capacity=1)
+    core.tokens(starts[0], 1, start=5)
+    moved = core.one(c.StartTurn)
+    assert moved.worker == honest
+    core.tokens(moved, 1)
+    asked = routing.asked
+    for start in range(1, 20):
+        core.tokens(moved, 1, start=start)
+    assert routing.asked == asked
+    core.now_s += STRUCK_LOOK_NS / NS_PER_S
+    core.tokens(moved, 1, start=20)
+    assert routing.asked == asked + 1
+    core.now_s += STRUCK_LOOK_NS / NS_PER_S
+    core.tokens(moved, 1, start=21, finish=FinishReason.STOP)
+    assert (core.one(c.StartTurn).turn, core.one(c.StartTurn).worker) == (starts[1].turn, honest)
