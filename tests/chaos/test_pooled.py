@@ -12,7 +12,7 @@ from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.shell.pooled.plan import draw_pooled
 from elastic.testing.faults.shell.pooled.world import live_pooled, simulate_pooled
 
-FIXED = 1, 3
+FIXED = pytest.param(1, marks=pytest.mark.nightly), 3
 PLANTED = "parked_is_said_too_early", "resident_parks_no_engine", "trainer_computes_while_parked"
 
 
