@@ -389,7 +389,7 @@ class LiveCall:
 
     def _take(self, taken: TurnsTaken) -> None:
         self._retry = msgspec.structs.replace(self._call, retry=True)
-        if taken.ids and len(ids := ids_of(taken.ids)) == taken.turns[0].prompt_tokens:
+        if taken.ids and taken.turns and len(ids := ids_of(taken.ids)) == taken.turns[0].prompt_tokens:
             self._prompt_ids = ids
         for turn in taken.turns:
             if (progress := self._progress.get(turn.choice)) is not None:

@@ -177,3 +177,13 @@ async def test_a_checkpoint_without_a_tokenizer_is_named(front):
     _, err = await process.communicate()
     assert process.returncode == 1
     assert "tokenizer.json" in err.decode()
+
+
+async def test_a_front_imports_no_engine():
+    heavy = "torch", "vllm", "transformers", "sqlalchemy"
+    program = f"import sys, elastic.front.process; print([name for name in {heavy} if name in sys.modules])"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    out, _ = await process.communicate()
+    assert out.decode().strip() == "[]"
