@@ -80,7 +80,7 @@ def restore(scheduler: Scheduler, saved: bytes) -> tuple[Any, ...]:
 
 def _is_data(kind: type[Any]) -> bool:
     own = kind.__module__.startswith("elastic.core.")
-    named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    named_tuple = tuple in kind.__mro__ and hasattr(kind, "_fields")
     return own or named_tuple or issubclass(kind, (Enum, msgspec.Struct)) or dataclasses.is_dataclass(kind)
 
 
