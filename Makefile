@@ -99,11 +99,23 @@ test-trl: setup .cache/trl/installed
 		echo $(CURDIR)/.venv/$${site#.cache/trl/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
 	touch $@
 
-# What agents bring, in an environment of its own, which borrows everything else; and the real chat model.
+# What agents bring, in environments of their own, which borrow everything else: renderers with the real chat model, and
+# OpenAI's client, of both majors in use, against a live run.
 CLIENTS := .cache/clients/bin
+OPENAI_2 := openai==2.54.0 distro==1.9.0 jiter==0.19.0 sniffio==1.3.1
+OPENAI_3 := openai==3.57.0 jiter==0.19.0 sniffio==1.3.1
 
-test-clients: chat-model .cache/clients/installed
+test-clients: chat-model .cache/clients/installed .cache/clients-openai2/installed .cache/clients-openai3/installed
 	$(CLIENTS)/python -m pytest -m clients tests/front
+	.cache/clients-openai2/bin/python -m pytest -m clients tests/clients
+	.cache/clients-openai3/bin/python -m pytest -m clients tests/clients
+
+.cache/clients-openai%/installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(OPENAI_$*)
+	for site in $(@D)/lib/python3*/site-packages; do \
+		echo $(CURDIR)/.venv/$${site#$(@D)/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	touch $@
 
 .cache/clients/installed: pyproject.toml
 	$(PYTHON) -m venv .cache/clients
