@@ -3,9 +3,9 @@
     python benchmarks/_harness.py '{"client": "openai", "url": …}'
 
 Runs under any interpreter that has httpx, and openai where that is the client; the last line of its standard output is
-a JSON list of the `Call`s that it made. Each second call is streamed. A stream that breaks is asked for again, with the
-idempotency key of the first time; a whole answer is asked for again by the client, as it does by itself, and by the
-harness where the client gives up.
+a JSON list of the calls that it made (`MadeCall`). Each second call is streamed. A stream that breaks is asked for
+again, with the idempotency key of the first time. A whole answer is asked for again by the client, as it does by
+itself, and by the harness where the client gives up.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ CLIENT_RETRIES = 2
 
 
 @dataclass
-class Settings:
+class HarnessSettings:
     """`groups` trajectories of `members` each are played, `at_once` groups at a time, with `turns` calls each.
 
     `equal` of these have the body of the call before them, whose answer has been delivered.
@@ -48,7 +48,7 @@ class Settings:
 
 
 @dataclass
-class Call:
+class MadeCall:
     """A call that came to a whole answer: the turn's name, its tokens, and how many streams were torn before it."""
 
     turn: str
@@ -75,7 +75,7 @@ class Torn(Broken):
     """Its stream broke."""
 
 
-class Client(Protocol):
+class AgentClient(Protocol):
     async def whole(self, key: str, body: dict[str, Any]) -> Said: ...
 
     async def streamed(self, key: str, body: dict[str, Any], once: str) -> Said: ...
@@ -172,7 +172,7 @@ class HttpxClient:
         return finished(said, finish)
 
 
-CLIENTS: dict[str, Callable[[str], Client]] = {"openai": OpenAIClient, "httpx": HttpxClient}
+CLIENTS: dict[str, Callable[[str], AgentClient]] = {"openai": OpenAIClient, "httpx": HttpxClient}
 OWN = ("return_token_ids", "ignore_eos")
 """Fields of a body that are no parameters of OpenAI's client."""
 
@@ -200,15 +200,15 @@ def finished(said: Said, finish: str | None) -> Said:
 
 
 class Harness:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: HarnessSettings) -> None:
         self.settings = settings
-        self.calls: list[Call] = []
+        self.calls: list[MadeCall] = []
         self._client = CLIENTS[settings.client](settings.url)
         self._control = httpx.AsyncClient(base_url=settings.url, timeout=TIMEOUT_S, trust_env=False)
         self._at_once = asyncio.Semaphore(settings.at_once)
         self._rng = random.Random(settings.seed)
 
-    async def play(self) -> list[Call]:
+    async def play(self) -> list[MadeCall]:
         async with asyncio.TaskGroup() as playing:
             for group in self.settings.groups:
                 playing.create_task(self._group(group))
@@ -249,7 +249,7 @@ class Harness:
                 pass
             await asyncio.sleep(PAUSE_S)
         turn = said.id.removeprefix("chatcmpl-").replace("-", "/")
-        self.calls.append(Call(turn, said.ids, streamed, torn, equal))
+        self.calls.append(MadeCall(turn, said.ids, streamed, torn, equal))
         return said
 
     async def _told(self, path: str, key: str, body: dict[str, Any], once: str = "") -> dict[str, Any]:
@@ -277,5 +277,5 @@ async def again(call: Callable[[], Awaitable[T]]) -> T:
 
 
 if __name__ == "__main__":
-    calls = asyncio.run(Harness(Settings(**json.loads(sys.argv[1]))).play())
+    calls = asyncio.run(Harness(HarnessSettings(**json.loads(sys.argv[1]))).play())
     print(json.dumps([asdict(call) for call in calls]))

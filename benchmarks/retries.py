@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from _agents import MODEL, AgentsRun, Sampling, played, trained, wrongly_trained
 from _common import HERE, ROOT, Arguments, emit, parse_arguments
-from _harness import Call, Settings
+from _harness import HarnessSettings, MadeCall
 from _proof import trajectories
 
 from elastic.core.ids import parse_turn
@@ -44,7 +44,7 @@ KINDS: Mapping[str, int] = {"connections": 4, "front": 3, "worker": 2, "orchestr
 HARNESS_TIMEOUT_S = 1200.0
 
 
-class Plan(NamedTuple):
+class Storm(NamedTuple):
     """`groups` of conversations, of so many turns each, while something is struck every so often; then one group whose
     members make one call and so many equal ones."""
 
@@ -56,8 +56,8 @@ class Plan(NamedTuple):
     """What is struck in order; seeded choices where it is empty."""
 
 
-FULL = Plan(groups=24, turns=10, equal=25, every_s=(1.0, 5.0), kinds=())
-QUICK = Plan(groups=2, turns=6, equal=2, every_s=(0.8, 1.2), kinds=("connections", "front", "worker", "orchestrator"))
+FULL = Storm(groups=24, turns=10, equal=25, every_s=(1.0, 5.0), kinds=())
+QUICK = Storm(groups=2, turns=6, equal=2, every_s=(0.8, 1.2), kinds=("connections", "front", "worker", "orchestrator"))
 
 
 class Cuttable:
@@ -125,7 +125,7 @@ class Harnesses:
 
     def __init__(self, run: AgentsRun, url: str, clients: Mapping[str, str]) -> None:
         self.run, self.url, self.clients = run, url, clients
-        self.calls: list[Call] = []
+        self.calls: list[MadeCall] = []
         self.by: Counter[str] = Counter()
 
     @contextmanager
@@ -135,7 +135,7 @@ class Harnesses:
         started: dict[str, subprocess.Popen[str]] = {}
         try:
             for place, (client, python) in enumerate(self.clients.items()):
-                mine = Settings(
+                mine = HarnessSettings(
                     client=client.rstrip("23"),
                     url=self.url,
                     key=self.run.driver_key(client),
@@ -156,7 +156,7 @@ class Harnesses:
                 out, err = process.communicate(timeout=HARNESS_TIMEOUT_S)
                 if process.returncode:
                     raise RuntimeError(f"the harness with {client} has failed:\n{err[-3000:]}")
-                made = [Call(**call) for call in json.loads(out.splitlines()[-1])]
+                made = [MadeCall(**call) for call in json.loads(out.splitlines()[-1])]
                 self.calls += made
                 self.by[client] += len(made)
         finally:
@@ -193,27 +193,27 @@ def strike(run: AgentsRun, connections: Cuttable, what: str, rng: random.Random)
             run.resume()
 
 
-def play(directory: Path, plan: Plan) -> dict[str, Any]:
+def play(directory: Path, storm: Storm) -> dict[str, Any]:
     rng = random.Random(SEED)
     clients, missing = installed_clients()
-    groups = plan.groups + 1
+    groups = storm.groups + 1
     steps = -(-groups // 5)
     run = AgentsRun(directory, f"run.steps={steps}", f"rollout.groups={groups // steps}", *RUN)
     try:
         with Cuttable(int(run.url().rpartition(":")[2])) as connections:
             harnesses = Harnesses(run, connections.url, clients)
-            with harnesses.playing(plan.groups, turns=plan.turns) as playing:
+            with harnesses.playing(storm.groups, turns=storm.turns) as playing:
                 run.until("turns under way", lambda: harnesses_over(playing) or len(run.accepted()) >= MEMBERS)
-                kinds = iter(plan.kinds)
+                kinds = iter(storm.kinds)
                 while not harnesses_over(playing):
-                    time.sleep(rng.uniform(*plan.every_s))
-                    what = next(kinds, "") if plan.kinds else rng.choices(list(KINDS), list(KINDS.values()))[0]
+                    time.sleep(rng.uniform(*storm.every_s))
+                    what = next(kinds, "") if storm.kinds else rng.choices(list(KINDS), list(KINDS.values()))[0]
                     if what and not harnesses_over(playing):
                         strike(run, connections, what, rng)
-            with harnesses.playing(1, turns=plan.equal + 1, equal=plan.equal) as playing:
+            with harnesses.playing(1, turns=storm.equal + 1, equal=storm.equal) as playing:
                 while not harnesses_over(playing):
-                    time.sleep(rng.uniform(*plan.every_s))
-                    if not plan.kinds:
+                    time.sleep(rng.uniform(*storm.every_s))
+                    if not storm.kinds:
                         strike(run, connections, "worker", rng)
         run.wait()
         leftovers = run.leftovers()
@@ -229,7 +229,7 @@ def play(directory: Path, plan: Plan) -> dict[str, Any]:
     }
 
 
-def judged(run: RunDirectory, calls: Sequence[Call]) -> dict[str, int]:
+def judged(run: RunDirectory, calls: Sequence[MadeCall]) -> dict[str, int]:
     found = played(run)
     rows = trajectories(run)
     stretches = {name: {one.ids for one in trained(row)} for name, row in rows.items() if not row.cause}
