@@ -6,6 +6,7 @@ without a slash at the end.
 
 import asyncio
 import contextlib
+import functools
 import math
 import secrets
 from concurrent.futures import Executor
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -45,6 +47,10 @@ from elastic.protocol.run_secrets import RunSecrets
 
 REQUEST_ID = "x-request-id"
 REQUEST_ID_CHARS_MAX = 128
+READ_HERE_BYTES = 256 * 1024
+"""Larger bodies are read on a thread, while streams go on."""
+TASK_BYTES_MAX = 1024 * 1024
+"""Of a driver's task, which the run journals."""
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
@@ -107,7 +113,12 @@ class AgentFront:
     async def asked(self, route: str, request: Request) -> tuple[AgentCaller, Asked]:
         """Who asks for what. Whoever has no key is told so before anything of the body is read."""
         caller = self.caller(request)
-        asked = READERS[route](self.model, request.headers, bodies.parsed(await request.body()))
+        body = await request.body()
+        if len(body) <= READ_HERE_BYTES:
+            asked = self._read(route, request.headers, body)
+        else:
+            reading = functools.partial(self._read, route, request.headers, body)
+            asked = await asyncio.get_running_loop().run_in_executor(self.renders, reading)
         if caller.driver and not caller.named:
             if not asked.session:
                 raise FrontError(
@@ -119,6 +130,9 @@ class AgentFront:
                 )
             caller = msgspec.structs.replace(caller, named=asked.session)
         return caller, asked
+
+    def _read(self, route: str, headers: Headers, body: bytes) -> Asked:
+        return READERS[route](self.model, headers, bodies.parsed(body))
 
     async def _models(self, request: Request) -> Response:
         self.caller(request)
@@ -137,9 +151,10 @@ class AgentFront:
         body = await self._body(request, TrajectoryRequest)
         # A key of the client's, or of our own: the run may be asked more than once.
         key = idempotency_key(request.headers) or secrets.token_hex(16)
-        begin = BeginTrajectory(
-            0, caller, msgspec.json.encode(body.task), body.group, key, list(dict.fromkeys(body.session_ids))
-        )
+        task = msgspec.json.encode(body.task)
+        if len(task) > TASK_BYTES_MAX:
+            raise FrontError(413, f"task: has {len(task)} bytes; at most {TASK_BYTES_MAX} are kept", "task")
+        begin = BeginTrajectory(0, caller, task, body.group, key, list(dict.fromkeys(body.session_ids)))
         begun = await self._told(begin, TrajectoryBegun)
         answer = {
             "id": agent_id(begun.trajectory),

@@ -16,10 +16,12 @@ from elastic.protocol.front_messages import NAME_MAX, AgentCall, WantedSampling
 from elastic.protocol.openai import answers, bodies
 from elastic.protocol.openai.answers import AnswerSettings
 from elastic.protocol.openai.bodies import AnswerFields, ChatRequest, CompletionRequest
-from elastic.protocol.openai.errors import FrontError, no_such_model
+from elastic.protocol.openai.errors import FrontError, no_such_model, too_long
 
 IDEMPOTENCY_HEADERS = ("idempotency-key", "x-idempotency-key", "x-irid")
 RETRY_HEADER = "x-stainless-retry-count"
+CHARS_PER_TOKEN_MAX = 256
+"""No vocabulary has a longer token. Text of more characters than the context holds is refused before it is encoded."""
 TURNS_MAX = 4096
 """Most choices of all prompts of one call."""
 
@@ -74,6 +76,7 @@ class Asked(NamedTuple):
 
 def read_chat(model: ServedModel, headers: Headers, fields: dict[str, Any]) -> Asked:
     body = bodies.read(ChatRequest, fields, bodies.CHAT)
+    _check_chars(model, sum(len(message.text) for message in body.messages))
     kwargs = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
@@ -98,7 +101,7 @@ def read_chat(model: ServedModel, headers: Headers, fields: dict[str, Any]) -> A
 def read_completion(model: ServedModel, headers: Headers, fields: dict[str, Any]) -> Asked:
     body = bodies.read(CompletionRequest, fields, bodies.COMPLETION)
     asked = _asked(model, "/v1/completions", answers.COMPLETION, headers, fields, body, model.tokenizer.eos_token_ids)
-    prompts = [model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts()]
+    prompts = [_encoded(model, prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts()]
     settings = AnswerSettings(
         body.return_token_ids, body.logprobs is not None, body.return_tokens_as_token_ids, model.token_text
     )
@@ -169,6 +172,17 @@ def _asked(
         body.usage_always,
         body.session_id or "",
     )
+
+
+def _encoded(model: ServedModel, prompt: str) -> list[int]:
+    """The tokens of a prompt that no template has made: special tokens in it count as such, as in vLLM."""
+    _check_chars(model, len(prompt))
+    return model.tokenizer.encode(prompt, special=True)
+
+
+def _check_chars(model: ServedModel, chars: int) -> None:
+    if chars > model.context_tokens * CHARS_PER_TOKEN_MAX:
+        raise too_long(model.context_tokens, chars // CHARS_PER_TOKEN_MAX)
 
 
 def _checked(model: ServedModel, prompts: Sequence[Sequence[int]], n: int, param: str) -> Sequence[Sequence[int]]:

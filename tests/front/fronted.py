@@ -36,7 +36,7 @@ class Served:
 
     def __init__(self, run: ModelledRun, link: RunLink, front: AgentFront, url: str) -> None:
         self.run, self.link, self.front, self.url = run, link, front, url
-        self.client = httpx.AsyncClient(base_url=url, headers=bearer(AGENT), timeout=30, trust_env=False)
+        self.client = httpx.AsyncClient(base_url=url, headers=bearer(AGENT), timeout=30, trust_env=False, verify=False)
 
     async def chat(self, messages: Any = HELLO, **body: Any) -> httpx.Response:
         return await self.client.post("/v1/chat/completions", json={"messages": messages, **body})

@@ -104,6 +104,8 @@ async def test_what_is_no_route(served, method, path, status, code):
         ("/v1/completions", {"prompt": []}, 400, None, "prompt"),
         ("/v1/completions", {"prompt": [1, 300]}, 400, None, "prompt"),
         ("/v1/completions", {"prompt": [1] * 4096}, 400, "context_length_exceeded", None),
+        ("/v1/completions", {"prompt": "x" * 1_000_000}, 400, "context_length_exceeded", None),
+        ("/v1/completions", {"prompt": "é" * 500_000}, 400, "context_length_exceeded", None),
         ("/v1/completions", {"prompt": [[1]] * 4000, "n": 2}, 400, None, "prompt"),
         ("/inference/v1/generate", {"token_ids": [300]}, 400, None, "token_ids"),
     ],
@@ -245,6 +247,14 @@ async def test_an_unknown_session_is_a_404(served):
 async def test_bad_words_of_a_driver(served, path, body, param):
     error = assert_error(await served.client.post(path, json=body, headers=bearer(DRIVER)), 400, "invalid_value")
     assert error["param"] == param
+
+
+async def test_a_task_that_nobody_could_keep(tmp_path):
+    async with fronted(tmp_path, body_bytes_max=1 << 23) as served:
+        body = {"group": "g", "task": "x" * (1 << 20)}
+        answer = await served.client.post("/trajectories", json=body, headers=bearer(DRIVER))
+        assert_error(answer, 413, "request_too_large", "task")
+        assert not served.run.of(BeginTrajectory)
 
 
 async def test_a_reward_is_asked_again_where_the_run_was_killed(tmp_path):

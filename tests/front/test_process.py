@@ -34,7 +34,7 @@ class FrontProcess:
         self.processes: list[asyncio.subprocess.Process] = []
         key = RunSecrets.of(run.directory).agent_key(TRAJECTORY, 1)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.client = httpx.AsyncClient(base_url=url, headers=bearer(key), timeout=30, trust_env=False)
+        self.client = httpx.AsyncClient(base_url=url, headers=bearer(key), timeout=30, trust_env=False, verify=False)
 
     async def start(self, **options) -> asyncio.subprocess.Process:
         fd = self.listener.fileno()
