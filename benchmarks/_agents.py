@@ -78,10 +78,10 @@ def write_policy(directory: Path) -> Path:
 class AgentsRun(CrashingRun):
     """A run below `directory` with these settings besides `CONFIG`: dedicated workers, and the trainer's device."""
 
-    def __init__(self, directory: Path, *settings: str) -> None:
+    def __init__(self, directory: Path, *settings: str, options: Sequence[str] = ()) -> None:
         config = directory / "agents.toml"
         config.write_text(CONFIG.format(checkpoint=write_policy(directory / MODEL)))
-        super().__init__(directory / "runs", [str(config), "--providers", "reserved", *sets(settings)])
+        super().__init__(directory / "runs", [str(config), "--providers", "reserved", *options, *sets(settings)])
 
     def url(self) -> str:
         """Where agents reach its fronts; waits until that is known."""

@@ -5,7 +5,7 @@ import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +27,10 @@ def benchmark(name: str) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def agents_run(directory: Path, *settings: str) -> Iterator[Any]:
+def agents_run(directory: Path, *settings: str, options: Sequence[str] = ()) -> Iterator[Any]:
     """A run under way (`benchmarks/_agents.py`); whatever is left of it is ended afterwards."""
     with benchmark("_agents") as module:
-        run = module.AgentsRun(directory, *settings)
+        run = module.AgentsRun(directory, *settings, options=options)
         try:
             yield run
         finally:

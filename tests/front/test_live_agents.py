@@ -6,12 +6,13 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from elastic.runtime.journal import RunDirectory
@@ -92,34 +93,65 @@ async def ended(run: Any, agents: list[Agent]) -> None:
     assert run.leftovers() == []
 
 
+async def asked(run: Any, agents: list[Agent], strike: Callable[[], object]) -> list[Answer]:
+    """The answers to two calls, under which something is struck."""
+    calls = Calls(run, agents)
+    await calls.under_way()
+    await asyncio.to_thread(strike)
+    return await calls.answers()
+
+
 async def test_fronts_a_worker_and_the_orchestrator_are_killed(run: Any) -> None:
-    answers: list[Answer] = []
+    def orchestrator() -> None:
+        run.kill("orchestrator")
+        run.resume()
+
     async with playing(run) as agents:
-        calls = Calls(run, agents)
-        await calls.under_way()
         fronts = run.fronts()
-        run.strike("front", fronts)
-        told = await calls.answers()
-        assert all(isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) for a in told for error in a.torn[:1])
-        assert all(answer.torn for answer in told)
+        answers = told = await asked(run, agents, lambda: run.strike("front", fronts))
+        assert all(isinstance(answer.torn[0], httpx.RemoteProtocolError | httpx.ReadError) for answer in told)
         assert set(run.fronts()).isdisjoint(fronts)
-        answers += told
 
-        calls = Calls(run, agents)
-        await calls.under_way()
-        run.strike("worker", run.workers())
-        told = await calls.answers()
-        assert [answer.torn for answer in told] == [[], []]
-        answers += told
+        answers += await asked(run, agents, lambda: run.strike("worker", run.workers()))
+        assert [answer.torn for answer in answers[2:]] == [[], []]
 
-        calls = Calls(run, agents)
-        await calls.under_way()
         fronts = run.fronts()
-        await asyncio.to_thread(run.kill, "orchestrator")
-        await asyncio.to_thread(run.resume)
-        answers += await calls.answers()
+        answers += await asked(run, agents, orchestrator)
         assert run.fronts() == fronts
 
         await ended(run, agents)
     assert run.kills == {"front": 2, "worker": 1, "orchestrator": 1}
     proven(run, answers, turns=6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", ["trainer", "both"])
+async def test_the_trainers_process_is_killed(run: Any, victim: str) -> None:
+    """By itself, and together with the orchestrator."""
+
+    def strike() -> None:
+        run.kill(victim)
+        if victim == "both":
+            run.resume()
+
+    async with playing(run) as agents:
+        answers = await asked(run, agents, strike)
+        answers += await asked(run, agents, lambda: run.strike("front", run.fronts()))
+        await ended(run, agents)
+    proven(run, answers, turns=4)
+
+
+@pytest.mark.nightly
+async def test_a_supervised_run_goes_on_by_itself(tmp_path: Path) -> None:
+    with agents_run(tmp_path, *SETTINGS, options=["--supervise"]) as run:
+
+        def strike() -> None:
+            run.strike("orchestrator", [child.pid for child in psutil.Process(run.process.pid).children()])
+
+        async with playing(run) as agents:
+            answers = await asked(run, agents, strike)
+            answers += await asked(run, agents, strike)
+            await ended(run, agents)
+        assert run.kills == {"orchestrator": 2}
+        assert len(RunDirectory(run.run_dir).journal_paths()) == 3
+        proven(run, answers, turns=4)
