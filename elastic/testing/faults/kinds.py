@@ -77,6 +77,8 @@ class FaultKind(StrEnum):
     """An engine generates with other weights than those that it has put in force: the former ones, zeros, or noise."""
     STILLBORN = "stillborn"
     """Someone of the cloud, or the trainer, is replaced, and for a while all end before their first word, all alike."""
+    KILL_FRONT = "kill_front"
+    """A front is gone with all its streams. Its clients come again through another one."""
 
     KILL_POOL = "kill_pool"
     KILL_KEEPER = "kill_keeper"

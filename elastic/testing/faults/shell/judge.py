@@ -4,6 +4,7 @@ If a disk has lost synced data, or a user has resumed a run that had failed, the
 moment. Then the weights that the trainer has in the end count.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from elastic.compose.incarnations import replay
@@ -19,6 +20,7 @@ from elastic.report.refusals import refused_of
 from elastic.runtime.episodes import stable_hash
 from elastic.runtime.journal import GroupRow, StepRow, TrajectoryRow
 from elastic.testing.faults.kinds import LASTING, FaultKind
+from elastic.testing.faults.shell.agents.judge import check_agents, contexts_of
 from elastic.testing.faults.shell.models import SKIPPED, ModelEnvironment, NoSettings, drawn, scored, turn_tokens
 from elastic.testing.faults.shell.world import World
 
@@ -62,19 +64,32 @@ def judge(world: World) -> None:
     if earlier:
         return
     for row in rows.values():
-        if not row.cause and row.trajectory not in touched:
+        if not row.cause and row.trajectory not in touched and world.agents is None:
             _check_trajectory(world, row)
+    if world.agents is not None:
+        check_agents(world.agents.record, world.run, world.config, [*rows.values()], touched, by_functions=plan.scored)
     trained = {name for name, row in groups.items() if not row.dropped}
     require({group for _, group in learnt} == trained, "what was trained is not what was to be trained")
     for group in trained:
         for trajectory, taken in world.seen[group].origins.items():
             truth = origins[trajectory]
+            if world.agents is not None:
+                # Branches are in another order than their tokens came, and not all that came is an answer.
+                require(_totals(taken) <= _totals(truth), f"{trajectory} is of {truth}, not of {taken}")
+                continue
             require(taken == truth, f"{trajectory} is of {truth}, and the trainer was told that it is of {taken}")
     for _, group, what in world.weights.learnt:
         members = sorted((r for r in rows.values() if r.group == group), key=lambda r: r.trajectory)
         of_use = [row for row in members if row.reward is not None]
-        parts = [p for row in of_use for p in (row.trajectory, *ids_of(row.token_ids), row.reward)]
+        parts = [p for row in of_use for ids in contexts_of(row) for p in (row.trajectory, *ids, row.reward)]
         require(drawn(*parts) == what, f"{group} was trained on something else")
+
+
+def _totals(origins: list[tuple[WorkerId, int]]) -> Counter[WorkerId]:
+    totals: Counter[WorkerId] = Counter()
+    for worker, tokens in origins:
+        totals[worker] += tokens
+    return totals
 
 
 def require(holds: bool, found: str) -> None:

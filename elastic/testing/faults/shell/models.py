@@ -36,6 +36,7 @@ from elastic.system.host import here
 from elastic.weights.client import WeightsClient
 from elastic.weights.errors import VersionSuperseded
 from elastic.weights.source import PullReport, RelaySource, WeightsSource
+from elastic.worker.trainer.batches import by_member
 from functions.base import Call, CallOutcome, FunctionRaised, FunctionTimedOut, Meter
 
 STOP = 0
@@ -73,11 +74,12 @@ SKIPPED = "skipped"
 
 class TrainedGroup(NamedTuple):
     """What a trainer has made of a group: what it found of each worker's tokens, the workers of whose tokens it has
-    trained on some, and whose tokens it took each trajectory's to be."""
+    trained on some, whose tokens it took each trajectory's to be, and its members with their rewards."""
 
     checks: Mapping[WorkerId, LogprobCheck]
     trained_on: frozenset[WorkerId] = frozenset()
     origins: Mapping[TrajectoryId, list[tuple[WorkerId, int]]] = {}
+    members: Mapping[TrajectoryId, float] = {}
 
 
 class Impostor(Enum):
@@ -430,13 +432,16 @@ class ModelTrainer:
         self._weights.learnt.append((group.step, group.group, what))
         found = self._compare(group.trajectories)
         self._checks += found.values()
-        origins = {data.trajectory: data.sampled.origins for data in group.trajectories}
+        origins: dict[TrajectoryId, list[tuple[WorkerId, int]]] = {}
+        for data in group.trajectories:
+            origins[data.trajectory] = origins.get(data.trajectory, []) + data.sampled.origins
         used: set[WorkerId] = set()
         for worker in {worker for parts in origins.values() for worker, _ in parts}:
             bound = group.bounds.get(worker, self._mismatch_max)
             if bound is not None and (worker not in found or found[worker].mean <= bound):
                 used.add(worker)
-        self._seen(group.group, TrainedGroup(found, frozenset(used), origins))
+        members = by_member(group.trajectories)
+        self._seen(group.group, TrainedGroup(found, frozenset(used), origins, members))
 
     def skip_group(self, index: int, tokens: int, trajectories: Sequence[wire.TrajectoryData]) -> None:
         self._skipped += trajectories

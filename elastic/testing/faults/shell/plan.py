@@ -16,7 +16,8 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     `drift` is the most by which a machine's clock runs faster than the world's. With `lying_disk` the disk loses synced
     data with its power. With `scored` functions compute the rewards. `machines` machines join with tickets. With `far`
-    workers may be on other machines. With `life_s` the cloud's leases expire after that.
+    workers may be on other machines. With `life_s` the cloud's leases expire after that. With
+    `agents` these drive its trajectories, which end after `deadline_s`, or `idle_s` without a call.
     """
 
     seed: int
@@ -40,18 +41,23 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     keyframe_every: int = 16
     merge_every: int = 4
     life_s: float | None = None
+    agents: bool = False
+    deadline_s: float = 60.0
+    idle_s: float = 8.0
     faults: tuple[Fault, ...] = ()
     end_s: float = 0.0
     only: tuple[FaultKind, ...] = ()
     """The kinds from which the faults were drawn; empty for all kinds."""
 
 
-SELDOM = (FaultKind.STILLBORN, FaultKind.SUSPEND, *LASTING)
+SELDOM = (FaultKind.STILLBORN, FaultKind.SUSPEND, FaultKind.KILL_FRONT, *LASTING)
 OFTEN = tuple(kind for kind in KINDS_OF_RUNS if kind not in SELDOM)
 STILLBORN_SHARE = 1 / 8
 """Share of worlds with workers that cannot start, besides their other faults."""
 SUSPENDED_SHARE = 1 / 8
 """Share of worlds of all kinds of faults whose machine is suspended, too. Leases expire in those."""
+AGENTS_SHARE = 1 / 6
+"""Share of worlds of all kinds of faults whose trajectories agents drive. Fronts are killed in those, too."""
 LIFE_S = 4.0, 20.0
 SPAN_S = 30.0
 LONG_SHARE = 1 / 50
@@ -77,6 +83,10 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
     if not only and not long and suspensions.random() < SUSPENDED_SHARE:
         faults += [draw_fault(suspensions, FaultKind.SUSPEND, span_s) for _ in range(2)]
     life_s = suspensions.uniform(*LIFE_S) if any(fault.kind is FaultKind.SUSPEND for fault in faults) else None
+    driven = Random(f"{seed}/agents")
+    agents = FaultKind.KILL_FRONT in only or (not only and not long and driven.random() < AGENTS_SHARE)
+    if agents and not only:
+        faults += [draw_fault(driven, FaultKind.KILL_FRONT, span_s) for _ in range(driven.choice((0, 2, 6)))]
     faults.sort(key=lambda fault: fault.at_s)
     calm = Fault(kind=FaultKind.WEATHER, at_s=span_s)
     one_slot = rng.random() < 1 / 10
@@ -100,6 +110,9 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
         far=rng.random() < 1 / 2,
         max_turns=rng.choice((2, 4)),
         life_s=life_s,
+        agents=agents,
+        deadline_s=driven.choice((20.0, 60.0)),
+        idle_s=driven.choice((6.0, 6.0, 45.0)),
         faults=(*faults, calm),
         end_s=span_s,
         only=tuple(only),

@@ -317,6 +317,8 @@ def _strike_all(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
             world.disk.slow_until_ns, world.disk.slow_s = until_ns, fault.chance * SLOW_COMMIT_S
         case FaultKind.FULL_DISK:
             world.disk.full_until_ns = until_ns
+        case FaultKind.KILL_FRONT:
+            return world.agents is not None and world.agents.kill_front(fault.target, fault.duration_s)
         case FaultKind.ENVIRONMENT | FaultKind.FUNCTIONS:
             world.down_until_ns[fault.kind] = until_ns
         case _:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from elastic.compose.agents import agent_limits
 from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
 from elastic.compose.plan import TRAINER_PROVIDER, resolve
 from elastic.compose.scheduling import limits, policies, run_plan
-from elastic.config import Config, validate
+from elastic.config import OUTSIDE, Config, validate
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds, WorkerId, WorkerRole
 from elastic.pool.client import PoolClient
@@ -22,16 +24,20 @@ from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.run_control import Acknowledged, CapProvider, SetBudget, StopRun
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.ticket_store import TicketBook
+from elastic.runtime.agents import AgentsWiring
 from elastic.runtime.journal import RUNNING, JournalError, RunDirectory, SqliteJournal
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.system.host import here
 from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.outcome import Lived
+from elastic.testing.faults.shell.agents.agents import Agents
+from elastic.testing.faults.shell.agents.fronts import WorldFronts
 from elastic.testing.faults.shell.answers import intervals
 from elastic.testing.faults.shell.cloud import Cloud, CloudProvider
 from elastic.testing.faults.shell.disk import Disk
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import (
+    STOP,
     VOCABULARY,
     LoadWatch,
     Mishap,
@@ -80,6 +86,8 @@ PULL_TIMEOUT_S = 10.0
 LIVENESS_S = 240.0
 """Time for the run to end after the last fault, if turns are short."""
 TURNS_MAX = 4
+AGENT_TURNS = 3
+"""How many times as many turns agents may ask for: they fork, and call in parallel."""
 STOPPED = "somebody had it stop"
 """The reason of a stop after which a user resumes the run."""
 OUT_OF_STEP = "out of step with the journal"
@@ -105,8 +113,9 @@ def busy_now_and_then() -> float:
     return turns * BUSY_S + min(BUSY_S, rest_s)
 
 
-def config_of(plan: WorldPlan) -> Config:
+def config_of(plan: WorldPlan, checkpoint: str = "none") -> Config:
     long = plan.token_s > 1
+    outside = {"name": OUTSIDE, "settings": {"deadline_s": plan.deadline_s, "idle_s": plan.idle_s}}
     return validate(
         Config,
         {
@@ -117,11 +126,11 @@ def config_of(plan: WorldPlan) -> Config:
                 "orchestrator_timeout_s": ORCHESTRATOR_TIMEOUT_S,
                 "host": ADDRESS if plan.far else "127.0.0.1",
             },
-            "model": {"checkpoint": "none"},
+            "model": {"checkpoint": checkpoint},
             "rollout": {
                 "groups": plan.groups,
                 "group_size": 2,
-                "max_turns": 1 if long else plan.max_turns,
+                "max_turns": 1 if long else AGENT_TURNS * plan.max_turns if plan.agents else plan.max_turns,
                 "max_tokens_per_turn": plan.max_tokens,
                 "staleness_bound": plan.staleness_bound,
                 # Environments may be down for as long as a short run takes.
@@ -148,7 +157,7 @@ def config_of(plan: WorldPlan) -> Config:
             # Of turns that take hours, a second tells nothing.
             **({"balancing": {"interval_s": 10}} if long else {}),
             "rewards": {"timeout_s": 2, "max_retries": 8},
-            "environment": {"step_timeout_s": 3},
+            "environment": {"step_timeout_s": 3, **(outside if plan.agents else {})},
             "weights": {
                 "mode": "keep",
                 "pull_timeout_s": PULL_TIMEOUT_S,
@@ -227,13 +236,23 @@ class World:
         make = lambda name, role, places, life_s=None: Cloud(  # noqa: E731
             name, role, places, Random(f"{plan.seed}/{name}"), self.after, self._boot, self._end_worker, life_s
         )
+        self.agents: Agents | None = None
+        if plan.agents:
+            found = lambda what: stage.found.append(AssertionError(what))  # noqa: E731
+            self.agents = Agents(Random(f"{plan.seed}/agents"), plan.groups, plan.scored, found)
+        self._agents: Process | None = None
         self.clouds = {
             TRAINER_PROVIDER: make(TRAINER_PROVIDER, WorkerRole.TRAINER, 1),
             ELASTIC: make(ELASTIC, WorkerRole.ELASTIC, plan.places, plan.life_s),
         }
 
     def _configured(self) -> Config:
-        return config_of(self.plan)
+        if not self.plan.agents:
+            return config_of(self.plan)
+        checkpoint = self.stage.directory / "model"
+        checkpoint.mkdir()
+        (checkpoint / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "eos_token_id": STOP}))
+        return config_of(self.plan, str(checkpoint))
 
     def _pool(self) -> contextlib.AbstractAsyncContextManager[PoolClient | None]:
         """A context: the connection to the pool of which the run is a job."""
@@ -245,12 +264,15 @@ class World:
         self.begin_orchestrator()
         for _ in range(self.plan.machines):
             self.after(self.chance.uniform(0, 5), self._join)
+        if self.agents is not None:
+            self._agents = self.begin_process("agents", Machine(self.clock), self.agents.live)
 
     @property
     def limit_s(self) -> float:
         plan = self.plan
         turns = plan.steps * plan.groups * TURNS_MAX
-        return plan.end_s + LIVENESS_S + 4 * turns * plan.max_tokens * plan.token_s
+        waits_s = 2 * plan.steps * (plan.deadline_s + plan.idle_s) if plan.agents else 0.0
+        return plan.end_s + LIVENESS_S + waits_s + 4 * turns * plan.max_tokens * plan.token_s
 
     def is_over(self) -> bool:
         return self.result is not None
@@ -357,6 +379,7 @@ class World:
                     resident=resolved.in_turns.keys(),
                     waiting_room=waiting_room if plan.machines else None,
                     pool=pool,
+                    agents=self._agents_wiring(config),
                     control_socket=False,
                     sample_interval_s=max(0.5, self.rare_s),
                 )
@@ -378,6 +401,10 @@ class World:
                 failed = await orchestrator.run()
                 ending.conclude(failed, scheduler.stopped)
         return failed or scheduler.stopped
+
+    def _agents_wiring(self, config: Config) -> AgentsWiring | None:
+        limits = agent_limits(config)
+        return None if limits is None else AgentsWiring(limits=limits, make_fronts=WorldFronts)
 
     def _serve_relay(self, rights: RelayRights) -> None:
         """Serve the relay at its last port, unless that port is taken."""
@@ -548,6 +575,8 @@ class World:
                 self.witness.found.append(AssertionError(f"{process.name} has left: {end.reason}"))
             if not end.code and process.name in self._hosts:
                 self._kept(process.name, self._hosts[process.name])
+        if process is self._agents:
+            process.main.result()
         if process is not self.orchestrator:
             return
         error = process.main.exception()
@@ -561,6 +590,8 @@ class World:
             self._begin_again(BEGIN_AGAIN_S)
         else:
             self.result = process.main.result()
+            if self._agents is not None and self._agents.alive:
+                self.stage.kill(self._agents, noticed=False)
 
     def _kept(self, trainer: WorkerId, host: TrainerHost) -> None:
         """Check that a trainer that leaves in good order between two steps has kept what it has trained."""
