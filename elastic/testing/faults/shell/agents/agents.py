@@ -23,12 +23,14 @@ T = TypeVar("T")
 FRONTS = 2
 DRIVER, STRANGER = "main", "stranger"
 GROUP_SIZE = 2
+TRY_AGAIN = 429, 500, 503
+OUT_OF_DATE = "branch_gone", "turn_not_over"
 AGAIN_S = 0.05, 1.0
 VANISH_S = 0.01, 0.6
 PAUSES_S = 0.05, 0.5, 2.0
 LONG_PAUSE_S = 33.0
 """Longer than a turn goes on whose client has vanished."""
-LEFT_ALONE, UNFINISHED, FAILED = 1 / 12, 1 / 8, 1 / 16
+LEFT_ALONE, UNFINISHED, FAILED = 1 / 24, 1 / 12, 1 / 24
 """Shares of groups of which a member is never asked for, and of trajectories that are never ended, or end as failed."""
 
 
@@ -51,9 +53,7 @@ class Agents:
     async def live(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._fronts = [self._new_front() for _ in range(FRONTS)]
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(self._groups):
-                tasks.create_task(self._drive(), name=f"driver {number}")
+        await asyncio.gather(*(self._drive() for _ in range(self._groups)))
 
     def _new_front(self) -> ModelFront:
         return ModelFront(self.record, self._found)
@@ -113,7 +113,7 @@ class Agents:
                 if refused.status == 404 and owned:
                     self.record.unknown.append(str(refused))
                     raise Over from None
-                if refused.status not in (429, 503):
+                if refused.status not in TRY_AGAIN and refused.code not in OUT_OF_DATE:
                     raise
             await asyncio.sleep(self._chance.uniform(*AGAIN_S))
 
@@ -186,13 +186,7 @@ class Agents:
             serving, asked = asked, _marked(asked, self._chance)
             return await front.serve(serving)
 
-        while True:
-            try:
-                return await self._surely(serve)
-            except Refusal as refused:
-                if (refused.status, refused.code) != (409, "branch_gone"):
-                    raise
-                await asyncio.sleep(AGAIN_S[0])
+        return await self._surely(serve)
 
 
 def _marked(asked: Asked, chance: Random) -> Asked:

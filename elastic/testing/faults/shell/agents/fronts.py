@@ -298,9 +298,9 @@ class _Call:
         match news:
             case TokensCame(_, ids, _):
                 self._came(choice, ids_of(ids))
-            case ChoiceOver(_, finish, cause):
-                if not finish:
-                    raise Refusal(503, "turn_failed", cause)
+            case ChoiceOver(_, over):
+                if not over.finish:
+                    raise Refusal(over.status, over.code, over.cause)
                 if len(choice.token_ids) < len(choice.shown):
                     raise Torn
                 choice.kept = len(choice.token_ids) if choice.kept is None else choice.kept
