@@ -79,6 +79,8 @@ def judge(world: World) -> None:
                 continue
             require(taken == truth, f"{trajectory} is of {truth}, and the trainer was told that it is of {taken}")
     for _, group, what in world.weights.learnt:
+        rewards = {row.trajectory: row.reward for row in rows.values() if row.group == group and row.reward is not None}
+        require(world.seen[group].members == rewards, f"{group} has {rewards}, taken as {world.seen[group].members}")
         members = sorted((r for r in rows.values() if r.group == group), key=lambda r: r.trajectory)
         of_use = [row for row in members if row.reward is not None]
         parts = [p for row in of_use for ids in contexts_of(row) for p in (row.trajectory, *ids, row.reward)]
