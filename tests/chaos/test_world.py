@@ -37,6 +37,12 @@ def test_fresh_seeds_do_too() -> None:
         simulate(seed)
 
 
+@pytest.mark.parametrize("seed", [2, 10])
+def test_what_agents_were_given_whole_is_trained_whatever_is_killed(seed: int) -> None:
+    kills = [FaultKind.KILL_FRONT, FaultKind.KILL_ORCHESTRATOR, FaultKind.KILL_WORKER]
+    assert simulate(seed, draw_plan(seed, kills)).faults
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_nobody_is_fenced_for_the_orchestrators_own_silence(seed: int) -> None:
     simulate(seed, draw_plan(seed, [FaultKind.HOLD_UP]))

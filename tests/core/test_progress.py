@@ -1,6 +1,8 @@
 """Limits count from the last progress: nobody is given up for waiting for others."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -8,6 +10,7 @@ from elastic.core.scheduler import Phase
 from elastic.core.types import EndCause, FinishReason, LoadPhase, WorkerState
 from elastic.testing.faults.core.settings import SMALL_LIMITS
 from policies.seeding import FixedWindow
+from tests.core.conftest import CoreHarness
 
 A, B = "3/0/0", "3/0/1"
 LOAD_S = SMALL_LIMITS.load_timeout_ns / 1e9
@@ -194,3 +197,35 @@ class TestSaturation:
             busy.beat("trainer", capacity=0)
         assert "no capacity" in busy.scheduler.failed
         assert QUEUE_S <= busy.now_s - gone_s <= QUEUE_S + 2
+
+    @given(asked=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(("0/0/0", "0/0/1"))), min_size=1, max_size=6))
+    @settings(max_examples=20, deadline=None)
+    def test_where_agents_wait_their_turns_are_given_up_and_the_run_goes_on(self, asked) -> None:
+        """Each of them in time; who asks again later, with a worker there, has a turn."""
+        core = CoreHarness(seeding=FixedWindow(10**15), driven_outside=True)
+        core.trainer(capacity=0)
+        core.offer("spot", available=0)
+        asked_s, given_up_s = dict[str, float](), dict[str, float]()
+        for number, (pause_s, trajectory) in enumerate(asked):
+            wait_until_given_up(core, pause_s, given_up_s)
+            turn = f"{trajectory}#{number}"
+            core.request(trajectory, turn)
+            asked_s[turn] = core.now_s
+        wait_until_given_up(core, 2 * QUEUE_S, given_up_s)
+        assert core.scheduler.phase is Phase.RUNNING
+        assert given_up_s.keys() == asked_s.keys()
+        assert all(given_up_s[turn] - asked_s[turn] <= QUEUE_S + 2 for turn in asked_s)
+        assert not any(wait.key == "queue" for wait in core.scheduler.timers.waits())
+        core.worker()
+        core.request("0/0/0", "0/0/0#again")
+        assert core.one(c.StartTurn).turn == "0/0/0#again"
+
+
+def wait_until_given_up(core: CoreHarness, seconds: float, given_up_s: dict[str, float]) -> None:
+    for _ in range(round(seconds)):
+        told = core.wait(1)
+        core.beat("trainer", capacity=0)
+        for order in told:
+            if isinstance(order, c.FailTurn):
+                assert order.cause.startswith("no capacity")
+                given_up_s.setdefault(order.turn, core.now_s)

@@ -10,6 +10,7 @@ from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.invariants import check
 from elastic.core.scheduler import Phase, Scheduler
+from elastic.core.turn_manager import NO_CAPACITY, NO_PROGRESS
 from elastic.core.types import (
     Account,
     Capabilities,
@@ -232,6 +233,60 @@ class Twin(Monkey):
             self.went_on += sum(turn.accepted > turn.start for turn in turns)
             if chunks:
                 self.tell(e.TokensReceived(worker=worker.id, epoch=worker.epoch, chunks=Chunks.of(chunks)))
+
+
+class Outside(Monkey):
+    """Agents drive the trajectories: answers end where these say, and now and then nobody can take a turn for long."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        run, _ = self.scheduler.pieces
+        plan = msgspec.structs.replace(run.plan, driven_outside=True)
+        self.scheduler = Scheduler(plan, run.limits, run.policies, 0)
+        self.cut_turns: set[str] = set()
+
+    def tell(self, event: e.Event) -> None:
+        known = len(self.orders)
+        super().tell(event)
+        told = self.orders[known:]
+        waited = [o for o in told if isinstance(o, c.FailTurn) and o.cause.startswith((NO_CAPACITY, NO_PROGRESS))]
+        assert not self.scheduler.failed.startswith((NO_CAPACITY, NO_PROGRESS))
+        assert not any(order.turn in self.scheduler.turns.live for order in waited)
+        assert not any(isinstance(order, c.StartTurn) and order.turn in self.cut_turns for order in told)
+
+    def everyday(self) -> None:
+        super().everyday()
+        live = list(self.scheduler.turns.live.values())
+        if live and self.rng.random() < 0.6:
+            turn = self.rng.choice(live)
+            self.cut(turn.id, turn.accepted, self.rng.randint(0, turn.accepted + 1))
+        if self.cut_turns and self.rng.random() < 0.1:
+            self.cut(self.rng.choice(sorted(self.cut_turns)), 0, 0)
+        if self.rng.random() < 0.02:
+            self.now_ns += SMALL_LIMITS.queue_timeout_ns
+            self.tell(e.Tick())
+
+    def cut(self, turn: str, accepted: int, kept: int) -> None:
+        """End the turn there; it finishes once, if it is live and has so many tokens, and its room is free again."""
+        live, known = turn in self.scheduler.turns.live, len(self.orders)
+        lost = (("spot-1/0", accepted - kept),) if kept < accepted else ()
+        self.tell(e.TurnCut(turn=turn, kept=kept, lost=lost))
+        ends = live and kept <= accepted
+        finished = [order for order in self.orders[known:] if isinstance(order, c.FinishTurn) and order.turn == turn]
+        assert len(finished) == ends
+        if ends:
+            self.cut_turns.add(turn)
+            assert turn not in self.scheduler.turns.live
+            assert not any(turn in worker.turns for worker in self.scheduler.fleet.workers.values())
+
+
+def test_agents_cut_turns_and_no_wait_for_capacity_ends_their_run() -> None:
+    cut = 0
+    for seed in range(12):
+        outside = Outside(seed)
+        outside.run()
+        cut += len(outside.cut_turns)
+    assert cut > 40
 
 
 def test_the_short_way_of_a_chunk_leads_where_the_long_one_does() -> None:

@@ -58,6 +58,8 @@ SUSPENDED_SHARE = 1 / 8
 """Share of worlds of all kinds of faults whose machine is suspended, too. Leases expire in those."""
 AGENTS_SHARE = 1 / 6
 """Share of worlds of all kinds of faults whose trajectories agents drive. Fronts are killed in those, too."""
+LONG_IDLE_SHARE = 1 / 8
+"""Share of those in which a trajectory is idle for longer than a turn goes on without a client."""
 LIFE_S = 4.0, 20.0
 SPAN_S = 30.0
 LONG_SHARE = 1 / 50
@@ -112,7 +114,7 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
         life_s=life_s,
         agents=agents,
         deadline_s=driven.choice((15.0, 15.0, 45.0)),
-        idle_s=driven.choice((4.0, 4.0, 4.0, 40.0)),
+        idle_s=40.0 if driven.random() < LONG_IDLE_SHARE else 4.0,
         faults=(*faults, calm),
         end_s=span_s,
         only=tuple(only),

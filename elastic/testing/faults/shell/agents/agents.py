@@ -211,7 +211,10 @@ class Agent:
 
     async def play(self) -> None:
         for _ in range(self._chance.choice((1, 1, 2, 3, 4))):
-            await self._chance.choice((self._append, self._append, self._edit, self._choose, self._both, self._same))()
+            act = self._chance.choice(
+                (self._append, self._append, self._edit, self._choose, self._both, self._same, self._abandon)
+            )
+            await act()
             if self._chance.random() < 1 / 8:
                 await asyncio.sleep(self._chance.choice(PAUSES_S))
 
@@ -235,18 +238,26 @@ class Agent:
     async def _call(self, asked: Asked) -> list[Message]:
         """Make the call, perhaps vanish in the middle of it, and make it again."""
         if self._chance.random() < 1 / 5:
-            calling = asyncio.create_task(self._agents.ask(asked), name="agent")
-            _, waits = await asyncio.wait([calling], timeout=self._chance.uniform(*VANISH_S))
-            if not waits:
-                return calling.result()
-            calling.cancel()
-            await asyncio.wait([calling])
-            if not calling.cancelled() and (error := calling.exception()) is not None:
-                raise error
+            answers = await self._for_a_while(asked)
+            if answers is not None:
+                return answers
             long = self._chance.random() < 1 / 16
             await asyncio.sleep(LONG_PAUSE_S if long else self._chance.choice(PAUSES_S))
             asked = _marked(asked, self._chance)
         return await self._agents.ask(asked)
+
+    async def _for_a_while(self, asked: Asked) -> list[Message] | None:
+        """Make the call, and leave before it is answered, or not."""
+        calling = asyncio.create_task(self._agents.ask(asked), name="agent")
+        await asyncio.wait([calling], timeout=self._chance.uniform(*VANISH_S))
+        calling.cancel()
+        await asyncio.wait([calling])
+        return None if calling.cancelled() else calling.result()
+
+    async def _abandon(self) -> None:
+        """Make a call, and leave for good; sometimes say something else."""
+        if await self._for_a_while(self._asked(self._history)) is None and self._chance.random() < 1 / 2:
+            self._history += (self._said(2),)
 
     async def _append(self) -> None:
         (answer,) = await self._call(self._asked(self._history))
