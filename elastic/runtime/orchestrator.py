@@ -199,7 +199,7 @@ class Orchestrator:
         rollouts, agents = self._make_rollouts(run, scoring), wiring.agents
         self._rollouts = rollouts
         self._agents = (
-            AgentService(wiring.kept.path.name, rollouts, self._scribe.durable, agents)
+            AgentService(wiring.kept.path.name, rollouts, self._scribe.durable, self._is_stopped, agents)
             if isinstance(rollouts, AgentRollouts) and agents is not None
             else None
         )
@@ -261,6 +261,9 @@ class Orchestrator:
             run.prompted,
             self._raised,
         )
+
+    def _is_stopped(self) -> bool:
+        return bool(self.scheduler.failed or self.scheduler.stopped)
 
     def _command(self, event: e.Event) -> None:
         """Carry out a command. With a new budget, the core must also know the cost of functions."""

@@ -43,11 +43,12 @@ class AgentService:
         run_name: str,
         rollouts: AgentRollouts,
         durable: Callable[[Callable[[], None]], None],
+        stopped: Callable[[], bool],
         wiring: AgentsWiring,
     ) -> None:
         self._rollouts = rollouts
         self._ready = wiring.ready
-        self._fronts = wiring.make_fronts(FrontStreams(run_name, rollouts, durable))
+        self._fronts = wiring.make_fronts(FrontStreams(run_name, rollouts, durable, stopped))
 
     async def start(self) -> str:
         """Start the fronts; returns where they serve agents. Raises `GatewayError`, if that is not to be had."""

@@ -19,6 +19,7 @@ from elastic.runtime.agents.trajectory import AgentTurn
 
 HELLO_S = 5.0
 """For a front to say hello."""
+STOPPING = RefusedFrame("the run is stopping", retry=True)
 
 
 class _Front:
@@ -36,10 +37,20 @@ class _Front:
 
 
 class FrontStreams:
-    """`durable` is the journal's; `run_name` is said to fronts."""
+    """`durable` is the journal's; `run_name` is said to fronts.
 
-    def __init__(self, run_name: str, rollouts: AgentRollouts, durable: Callable[[Callable[[], None]], None]) -> None:
+    Once the run is `stopped` nothing is heard any more: whoever resumes it takes up from before the stop.
+    """
+
+    def __init__(
+        self,
+        run_name: str,
+        rollouts: AgentRollouts,
+        durable: Callable[[Callable[[], None]], None],
+        stopped: Callable[[], bool],
+    ) -> None:
         self._run_name = run_name
+        self._stopped = stopped
         self._rollouts = rollouts
         self._durable = durable
         self._fronts: set[_Front] = set()
@@ -57,6 +68,9 @@ class FrontStreams:
             hello = await connection.receive()
         if not isinstance(hello, m.FrontHello) or hello.version != m.FRONT_VERSION:
             connection.close(RefusedFrame(f"the run speaks version {m.FRONT_VERSION} with its fronts", retry=False))
+            return
+        if self._stopped():
+            connection.close(STOPPING)
             return
         front = _Front(connection)
         self._fronts.add(front)
@@ -76,6 +90,9 @@ class FrontStreams:
 
     def _hear(self, front: _Front, messages: Sequence[m.FromFront]) -> None:
         for message in messages:
+            if self._stopped():
+                front.connection.close(STOPPING)
+                return
             try:
                 self._answer(front, message)
             except CallRefused as refused:
