@@ -14,7 +14,7 @@ import msgspec
 
 from elastic.core.types import TrajectoryId
 from elastic.protocol import front_messages as m
-from elastic.testing.faults.shell.agents.fronts import Asked, FrontGone, Message, ModelFront, Refusal, Torn
+from elastic.testing.faults.shell.agents.fronts import AgentAsk, FrontGone, FrontRefusal, Message, ModelFront, Torn
 from elastic.testing.faults.shell.agents.record import AgentRecord
 from elastic.testing.faults.shell.models import VOCABULARY
 
@@ -99,7 +99,7 @@ class Agents:
         return self.record.begun[key]
 
     async def _surely(self, ask: Callable[[ModelFront], Coroutine[Any, Any, T]], *, owned: bool = True) -> T:
-        """Ask until there is an answer. Raises `Over`, and `Refusal` for what cannot be. What is asked for is `owned`
+        """Ask until there is an answer. Raises `Over`, and `FrontRefusal` for what cannot be. What is asked for is `owned`
         by who asks."""
         while True:
             front = self._chance.choice(self._fronts)
@@ -107,7 +107,7 @@ class Agents:
                 return await ask(front)
             except (FrontGone, Torn):
                 pass
-            except Refusal as refused:
+            except FrontRefusal as refused:
                 if refused.status == 410:
                     raise Over from None
                 if refused.status == 404 and owned:
@@ -145,7 +145,7 @@ class Agents:
             await self._surely(
                 lambda front: front.request(lambda request: m.ShowTrajectory(request, stranger)), owned=False
             )
-        except Refusal as refused:
+        except FrontRefusal as refused:
             if refused.status == 404:
                 return
         except Over:
@@ -169,7 +169,7 @@ class Agents:
         if self._chance.random() < 1 / 8:
             try:
                 await self._give(caller, reward + 1)
-            except Refusal as refused:
+            except FrontRefusal as refused:
                 if refused.status == 409:
                     return
                 raise
@@ -178,7 +178,7 @@ class Agents:
     async def _give(self, caller: m.AgentCaller, reward: float) -> None:
         await self._surely(lambda front: front.request(lambda request: m.GiveReward(request, caller, reward)))
 
-    async def ask(self, asked: Asked) -> list[Message]:
+    async def ask(self, asked: AgentAsk) -> list[Message]:
         """A call of an agent, which is made again until it has its answer. Raises `Over`."""
 
         async def serve(front: ModelFront) -> list[Message]:
@@ -189,7 +189,7 @@ class Agents:
         return await self._surely(serve)
 
 
-def _marked(asked: Asked, chance: Random) -> Asked:
+def _marked(asked: AgentAsk, chance: Random) -> AgentAsk:
     """The call as a client makes it again: with or without a mark that says so."""
     retry = asked.call.retry or chance.random() < 1 / 2
     return asked._replace(call=msgspec.structs.replace(asked.call, retry=retry))
@@ -218,13 +218,13 @@ class Agent:
             if self._chance.random() < 1 / 8:
                 await asyncio.sleep(self._chance.choice(PAUSES_S))
 
-    def _asked(self, messages: tuple[Message, ...], choices: int = 1) -> Asked:
+    def _asked(self, messages: tuple[Message, ...], choices: int = 1) -> AgentAsk:
         chance, chat = self._chance, self._chance.random() < 3 / 4
         stop = chance.randrange(1, VOCABULARY) if chance.random() < 1 / 6 else None
         seed = chance.randrange(9) if chance.random() < 1 / 8 else None
         digest = blake2b(repr((messages, choices, stop, seed)).encode(), digest_size=m.DIGEST_BYTES).digest()
         key = f"{self._trajectory} {next(self._calls)}" if chance.random() < 1 / 6 else ""
-        return Asked(
+        return AgentAsk(
             self.caller,
             m.AgentCall("chat" if chat else "completions", digest, key),
             messages,
@@ -235,7 +235,7 @@ class Agent:
             sampling=m.WantedSampling(seed=seed),
         )
 
-    async def _call(self, asked: Asked) -> list[Message]:
+    async def _call(self, asked: AgentAsk) -> list[Message]:
         """Make the call, perhaps vanish in the middle of it, and make it again."""
         if self._chance.random() < 1 / 5:
             answers = await self._for_a_while(asked)
@@ -246,7 +246,7 @@ class Agent:
             asked = _marked(asked, self._chance)
         return await self._agents.ask(asked)
 
-    async def _for_a_while(self, asked: Asked) -> list[Message] | None:
+    async def _for_a_while(self, asked: AgentAsk) -> list[Message] | None:
         """Make the call, and leave before it is answered, or not."""
         calling = asyncio.create_task(self._agents.ask(asked), name="agent")
         await asyncio.wait([calling], timeout=self._chance.uniform(*VANISH_S))

@@ -15,7 +15,7 @@ from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection, ConnectionLost
 from elastic.protocol.sampled import ids_of, pack_ids
 from elastic.runtime.agents import FrontStreams
-from elastic.testing.faults.shell.agents.record import AgentRecord, Answer, Attempt
+from elastic.testing.faults.shell.agents.record import AgentAnswer, AgentRecord, CallAttempt
 from elastic.testing.faults.shell.network import WorldTransport
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Torn(Exception):
     """The stream was cut: other tokens have come than the client had been shown."""
 
 
-class Refusal(Exception):
+class FrontRefusal(Exception):
     """The front answers with an error."""
 
     def __init__(self, status: int, code: str, message: str = "") -> None:
@@ -74,7 +74,7 @@ class Refusal(Exception):
         self.status, self.code = status, code
 
 
-class Asked(NamedTuple):
+class AgentAsk(NamedTuple):
     """A call as a front reads it. Those that are no chat are looked for by their tokens alone. An answer ends behind
     the token `stop`, if it has one."""
 
@@ -162,7 +162,7 @@ class ModelFront:
         return call.result()
 
     async def request(self, make: Callable[[int], m.FromFront]) -> Any:
-        """The answer to a request that asks for no turns. Raises `FrontGone` and `Refusal`."""
+        """The answer to a request that asks for no turns. Raises `FrontGone` and `FrontRefusal`."""
         return await self._attended(self._requested(make))
 
     async def _requested(self, make: Callable[[int], m.FromFront]) -> Any:
@@ -171,20 +171,20 @@ class ModelFront:
                 await self.link.stands()
                 answer = await self.link.ask(make)
         except (LinkLost, TimeoutError):
-            raise Refusal(503, "run_gone") from None
+            raise FrontRefusal(503, "run_gone") from None
         if isinstance(answer, m.Declined):
-            raise Refusal(answer.status, answer.code, answer.message)
+            raise FrontRefusal(answer.status, answer.code, answer.message)
         return answer
 
-    async def serve(self, asked: Asked) -> list[Message]:
-        """The answers of all choices. Raises `FrontGone`, `Torn` and `Refusal`."""
+    async def serve(self, asked: AgentAsk) -> list[Message]:
+        """The answers of all choices. Raises `FrontGone`, `Torn` and `FrontRefusal`."""
         return await self._attended(_Call(self, asked).answer())
 
 
 class _Call:
     """A call from its body to its last byte, as `elastic.front.calls` has it."""
 
-    def __init__(self, front: ModelFront, asked: Asked) -> None:
+    def __init__(self, front: ModelFront, asked: AgentAsk) -> None:
         self._front = front
         self._link = front.link
         self._asked = asked
@@ -193,7 +193,7 @@ class _Call:
         self._chain = chain_of(asked.messages) if asked.chat else []
         self._prompt = tuple(token for message in asked.messages for token in message)
         self._choices: dict[int, _Choice] = {}
-        self._attempts: list[Attempt] = []
+        self._attempts: list[CallAttempt] = []
         self._trajectory = ""
         self._body = asked.caller.trajectory or asked.caller.named, asked.call.route, asked.call.digest
         self._repeated = False
@@ -205,7 +205,7 @@ class _Call:
                 await self._live(holding)
             return self._deliver()
         except TimeoutError:
-            raise Refusal(503, "nothing_came") from None
+            raise FrontRefusal(503, "nothing_came") from None
         finally:
             self._link.leave(self._inbox)
 
@@ -233,9 +233,9 @@ class _Call:
             attempt.delivered = True
         return [self._answer(number).token_ids for number in sorted(self._choices)]
 
-    def _answer(self, number: int) -> Answer:
+    def _answer(self, number: int) -> AgentAnswer:
         choice = self._choices[number]
-        return Answer(choice.turn.turn, self._prompt, tuple(choice.token_ids[: choice.kept]))
+        return AgentAnswer(choice.turn.turn, self._prompt, tuple(choice.token_ids[: choice.kept]))
 
     # Turns
 
@@ -272,14 +272,14 @@ class _Call:
     async def _ask(self, make: Callable[[int], m.LookUp | m.OpenTurns]) -> Any:
         answer = await self._link.ask(make, self._inbox)
         if isinstance(answer, m.Declined):
-            raise Refusal(answer.status, answer.code, answer.message)
+            raise FrontRefusal(answer.status, answer.code, answer.message)
         return answer
 
     def _take(self, taken: m.TurnsTaken) -> None:
         front = self._front
         self._trajectory = taken.trajectory
         turns = {turn.choice: turn.turn for turn in taken.turns}
-        self._attempts.append(Attempt(taken.trajectory, self._call, turns, self._repeated))
+        self._attempts.append(CallAttempt(taken.trajectory, self._call, turns, self._repeated))
         front.record.attempts.append(self._attempts[-1])
         for turn in taken.turns:
             if turn.choice in self._choices:
@@ -300,7 +300,7 @@ class _Call:
                 self._came(choice, ids_of(ids))
             case ChoiceOver(_, over):
                 if not over.finish:
-                    raise Refusal(over.status, over.code, over.cause)
+                    raise FrontRefusal(over.status, over.code, over.cause)
                 if len(choice.token_ids) < len(choice.shown):
                     raise Torn
                 choice.kept = len(choice.token_ids) if choice.kept is None else choice.kept

@@ -25,7 +25,7 @@ from elastic.protocol.sampled import Sampled, SampledBranch, ids_of
 from elastic.runtime.agents import notes
 from elastic.runtime.episodes import stable_hash
 from elastic.runtime.journal import TrajectoryRow
-from elastic.testing.faults.shell.agents.record import AgentRecord, Answer, Attempt
+from elastic.testing.faults.shell.agents.record import AgentAnswer, AgentRecord, CallAttempt
 from elastic.testing.faults.shell.models import scored, turn_tokens
 
 Context: TypeAlias = tuple[int, ...]
@@ -111,7 +111,7 @@ def _sampled(row: TrajectoryRow) -> list[Sampled]:
     return [msgspec.msgpack.decode(row.sampled, type=Sampled), *(branch.sampled for branch in branches)]
 
 
-def _counted(answers: Iterable[Answer]) -> Counter[tuple[Context, Context]]:
+def _counted(answers: Iterable[AgentAnswer]) -> Counter[tuple[Context, Context]]:
     return Counter((answer.context, answer.token_ids) for answer in answers if answer.token_ids)
 
 
@@ -119,7 +119,7 @@ def _told(answers: Counter[tuple[Context, Context]]) -> str:
     return ", ".join(f"{times} x {list(ids)} behind {list(before)}" for (before, ids), times in answers.items())
 
 
-def _check_answer(record: AgentRecord, config: Config, answer: Answer) -> None:
+def _check_answer(record: AgentRecord, config: Config, answer: AgentAnswer) -> None:
     """Check that an answer is what the seed gives for its turn."""
     trajectory, number = parse_turn(answer.turn)
     seed = record.seeds.get(answer.turn, config.run.seed)
@@ -129,8 +129,8 @@ def _check_answer(record: AgentRecord, config: Config, answer: Answer) -> None:
     _require(found == tokens[: len(found)], f"{answer.turn}: {found} instead of {tokens}")
 
 
-def _check_attempts(attempts: Sequence[Attempt], journaled: Journaled) -> None:
-    last: defaultdict[tuple[str, str, bytes], list[Attempt]] = defaultdict(list)
+def _check_attempts(attempts: Sequence[CallAttempt], journaled: Journaled) -> None:
+    last: defaultdict[tuple[str, str, bytes], list[CallAttempt]] = defaultdict(list)
     for attempt in attempts:
         call = attempt.call
         before = last[attempt.trajectory, call.route, call.digest]
@@ -139,7 +139,7 @@ def _check_attempts(attempts: Sequence[Attempt], journaled: Journaled) -> None:
         before.append(attempt)
 
 
-def _check_attempt(former: Attempt, attempt: Attempt, journaled: Journaled) -> None:
+def _check_attempt(former: CallAttempt, attempt: CallAttempt, journaled: Journaled) -> None:
     was, now = set(former.turns.values()), set(attempt.turns.values())
     if attempt.repeated:
         _require(not was & now, f"an equal call after delivery has {was & now} once more")

@@ -7,7 +7,7 @@ from elastic.core.types import TrajectoryId, TurnId
 from elastic.protocol.front_messages import AgentCall
 
 
-class Answer(NamedTuple):
+class AgentAnswer(NamedTuple):
     """What was sampled in a turn behind its context."""
 
     turn: TurnId
@@ -16,7 +16,7 @@ class Answer(NamedTuple):
 
 
 @dataclass(slots=True)
-class Attempt:
+class CallAttempt:
     """A call that was given turns, by choice. It is `repeated` if it equals a call that was delivered whole before, as
     the run had heard, and does not say that it is the same. It may be `delivered` whole itself later."""
 
@@ -32,10 +32,10 @@ class AgentRecord:
     """By trajectory: answers that fronts have asked to be settled, those that agents were given whole, and rewards that
     were confirmed."""
 
-    settled: dict[TrajectoryId, set[Answer]] = field(default_factory=dict[TrajectoryId, set[Answer]])
-    given: dict[TrajectoryId, set[Answer]] = field(default_factory=dict[TrajectoryId, set[Answer]])
+    settled: dict[TrajectoryId, set[AgentAnswer]] = field(default_factory=dict[TrajectoryId, set[AgentAnswer]])
+    given: dict[TrajectoryId, set[AgentAnswer]] = field(default_factory=dict[TrajectoryId, set[AgentAnswer]])
     rewards: dict[TrajectoryId, float] = field(default_factory=dict[TrajectoryId, float])
-    attempts: list[Attempt] = field(default_factory=list[Attempt])
+    attempts: list[CallAttempt] = field(default_factory=list[CallAttempt])
     begun: dict[str, TrajectoryId] = field(default_factory=dict[str, TrajectoryId])
     """By idempotency key."""
     unknown: list[str] = field(default_factory=list[str])
