@@ -99,8 +99,10 @@ class Agents:
         return self.record.begun[key]
 
     async def _surely(self, ask: Callable[[ModelFront], Coroutine[Any, Any, T]], *, owned: bool = True) -> T:
-        """Ask until there is an answer. Raises `Over`, and `FrontRefusal` for what cannot be. What is asked for is `owned`
-        by who asks."""
+        """Ask until there is an answer. What is asked for is `owned` by who asks.
+
+        Raises `Over`, and `FrontRefusal` for what cannot be.
+        """
         while True:
             front = self._chance.choice(self._fronts)
             try:
