@@ -14,7 +14,14 @@ import msgspec
 
 from elastic.core.types import TrajectoryId
 from elastic.protocol import front_messages as m
-from elastic.testing.faults.shell.agents.fronts import AgentAsk, FrontGone, FrontRefusal, Message, ModelFront, Torn
+from elastic.testing.faults.shell.agents.fronts import (
+    AgentAsk,
+    FrontGone,
+    FrontRefusal,
+    Message,
+    ModelFront,
+    StreamTorn,
+)
 from elastic.testing.faults.shell.agents.record import AgentRecord
 from elastic.testing.faults.shell.models import VOCABULARY
 
@@ -107,7 +114,7 @@ class Agents:
             front = self._chance.choice(self._fronts)
             try:
                 return await ask(front)
-            except (FrontGone, Torn):
+            except (FrontGone, StreamTorn):
                 pass
             except FrontRefusal as refused:
                 if refused.status == 410:

@@ -62,7 +62,7 @@ class FrontGone(Exception):
     """The front was killed. Another one may do it."""
 
 
-class Torn(Exception):
+class StreamTorn(Exception):
     """The stream was cut: other tokens have come than the client had been shown."""
 
 
@@ -177,7 +177,7 @@ class ModelFront:
         return answer
 
     async def serve(self, asked: AgentAsk) -> list[Message]:
-        """The answers of all choices. Raises `FrontGone`, `Torn` and `FrontRefusal`."""
+        """The answers of all choices. Raises `FrontGone`, `StreamTorn` and `FrontRefusal`."""
         return await self._attended(_Call(self, asked).answer())
 
 
@@ -302,7 +302,7 @@ class _Call:
                 if not over.finish:
                     raise FrontRefusal(over.status, over.code, over.cause)
                 if len(choice.token_ids) < len(choice.shown):
-                    raise Torn
+                    raise StreamTorn
                 choice.kept = len(choice.token_ids) if choice.kept is None else choice.kept
                 answer = self._answer(news.choice)
                 self._front.record.settled.setdefault(self._trajectory, set()).add(answer)
@@ -321,5 +321,5 @@ class _Call:
             said = choice.token_ids[: choice.kept]
             common = min(len(said), len(choice.shown))
             if said[:common] != choice.shown[:common]:
-                raise Torn
+                raise StreamTorn
             choice.shown = max(said, choice.shown, key=len)
