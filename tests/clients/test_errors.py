@@ -3,14 +3,18 @@
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from elastic.protocol.front_messages import Declined, LookUp
+from elastic.protocol.run_secrets import RunSecrets
 from tests.clients.conftest import CONTEXT_TOKENS, LiveRun, Trajectory
-from tests.front.fronted import AGENT, HELLO, Served, says
+from tests.front.fronted import AGENT, HELLO, Served, fronted, says
+from tests.front.live import bearer
+from tests.front.small_model import small_model
 
 pytestmark = pytest.mark.clients
 
@@ -20,9 +24,10 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "look", "parameter
 # Of a live run.
 
 
-def test_a_key_of_nobody_is_no_key(openai: Any, live: LiveRun) -> None:
+@pytest.mark.parametrize("key", ["nobody's", RunSecrets(b"x" * 32).driver_key("main")], ids=["none", "another run's"])
+def test_a_key_that_is_none_of_the_runs(openai: Any, live: LiveRun, key: str) -> None:
     with pytest.raises(openai.AuthenticationError) as refused:
-        live.client("nobody's").models.list()
+        live.client(key).models.list()
     assert (refused.value.status_code, refused.value.code) == (401, "invalid_api_key")
     assert "the key is missing or none of this run's" in str(refused.value)
 
@@ -83,7 +88,36 @@ def test_a_trajectory_that_is_over_is_gone_and_not_asked_again(openai: Any, traj
     assert refused.value.request_id
 
 
+@pytest.mark.parametrize("reward", ["NaN", "1e999", '"much"'])
+def test_a_reward_is_a_finite_number_and_comes_once(trajectory: Trajectory, reward: str) -> None:
+    path, headers = f"{trajectory.run.url}/trajectories/{trajectory.id}/reward", bearer(trajectory.key)
+    assert httpx.post(path, content=f'{{"reward": {reward}}}', headers=headers).status_code == 400
+    assert [trajectory.told("reward", reward=value).status_code for value in (0.5, 0.5, 0.25)] == [200, 200, 409]
+
+
 # Of a front whose run is modelled, so that it can be told to fail.
+
+
+async def test_a_body_that_is_too_large_is_refused(openai: Any, tmp_path: Path) -> None:
+    async with (
+        fronted(tmp_path, body_bytes_max=100_000) as served,
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=AGENT, timeout=30) as client,
+    ):
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.chat.completions.create(model="small", messages=[{"role": "user", "content": "x" * 200_000}])
+        assert (refused.value.status_code, refused.value.code) == (413, "request_too_large")
+        assert not served.run.of(LookUp)
+
+
+async def test_tools_need_what_reads_their_calls(openai: Any, tmp_path: Path) -> None:
+    async with (
+        fronted(tmp_path, small_model(reads_calls=False)) as served,
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=AGENT, timeout=30) as client,
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(model="small", messages=HELLO, tools=TOOLS)
+        assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools")
+        assert "front.tool_parser" in str(refused.value)
 
 
 @pytest.fixture
