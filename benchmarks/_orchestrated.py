@@ -20,6 +20,7 @@ from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.tls import Certificate
+from elastic.runtime.agents import AgentsWiring
 from elastic.runtime.journal import RunDirectory, SqliteJournal
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.run import Decided
@@ -102,8 +103,12 @@ def orchestrator(
     *,
     decided: Decided = lambda event, commands: None,
     make_scheduler: Callable[..., Scheduler] = Scheduler,
+    agents: AgentsWiring | None = None,
 ) -> Orchestrator:
-    """That of a run which has not begun; one of the `providers` is the trainer's. `decided` as of `Orchestrator`."""
+    """That of a run which has not begun; one of the `providers` is the trainer's. `decided` as of `Orchestrator`.
+
+    With `agents` these drive it, and not the environment.
+    """
 
     def make_providers(endpoint: Endpoint, _: object) -> Mapping[str, Provider]:
         for provider in providers:
@@ -123,13 +128,14 @@ def orchestrator(
             flush_interval_s=limits.flush_interval_s,
             silence_timeout_s=limits.heartbeat_timeout_s,
             engine=config.engine.model_dump(mode="json"),
-            model={"vocab_size": VOCABULARY},
+            model={"vocab_size": VOCABULARY if agents is None else agents.limits.vocab_size},
             relay=relay,
             run=RUN,
         ),
         secrets=RunSecrets.of(run.path),
         kept=run,
         certificate=certificate,
+        agents=agents,
     )
     scheduler = make_scheduler(plan, scheduling.limits(config), policies(config), 0)
     return Orchestrator(config, scheduler, journal, wiring, decided=decided)

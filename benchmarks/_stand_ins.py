@@ -1,9 +1,9 @@
 """Stand-ins for workers: they speak the workers' protocol as the agent does, over real connections; no engine is there.
 
 A stand-in dials, announces its credit, beats, takes orders, and streams drawn tokens (ids and log-probabilities) for
-each of its turns at 50 a second. What it says leaves as an agent's does: every flush interval what all turns have
-produced, at once a turn's first token, its last one, and what is called back. When each token was produced follows from
-its position, which `Schedule` tells; so the time until it is accepted can be measured.
+each of its turns, 50 a second if no other `Pace` is given. What it says leaves as an agent's does: every flush interval
+what all turns have produced, at once a turn's first token, its last one, and what is called back. When each token was
+produced follows from its position, which `Schedule` tells; so the time until it is accepted can be measured.
 
 Turns are as long as real ones: log-normal, with a median of 2,000 tokens. A trajectory's first turn has what would be
 left of one that began before, so that turns end and begin from the first second on as they will after an hour.
@@ -51,6 +51,25 @@ def turn_tokens(turn: str) -> int:
     return max(1, round(running * drawn.random()))
 
 
+class Pace(NamedTuple):
+    """How fast turns are. Without `own_lengths` a turn is as long as its order lets it be. Token ids are drawn from
+    `ids`, or else from the whole vocabulary."""
+
+    tokens_per_s: float = TOKENS_PER_S
+    own_lengths: bool = True
+    ids: range | None = None
+
+
+@dataclass(slots=True)
+class TurnTimes:
+    """When token `n` of a turn was produced: `begun_s + (n + 1) / tokens_per_s`; and when its first and its last token
+    were sent. All by the machine's monotonic clock."""
+
+    begun_s: float
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+
 class Schedule(NamedTuple):
     """When an attempt's tokens were produced: `start + n` at `begun_s + (n + 1) / TOKENS_PER_S`, by the machine's
     monotonic clock."""
@@ -84,6 +103,10 @@ class Tell(NamedTuple):
     """Asks for all schedules."""
 
 
+class TellTimes(NamedTuple):
+    """Asks for the `TurnTimes` of all turns by their names."""
+
+
 class Fill(NamedTuple):
     """Bring `turns` turns of each of so many workers to `tokens` tokens, as fast as they are taken; answered by
     `Looked`."""
@@ -94,21 +117,21 @@ class Fill(NamedTuple):
     chunk_tokens: int
 
 
-Question: TypeAlias = Look | Rest | Tell | Fill
+Question: TypeAlias = Look | Rest | Tell | TellTimes | Fill
 
 
-def stand_ins(pipe: Pipe, credit: int, seed: int, produces: bool) -> None:
+def stand_ins(pipe: Pipe, credit: int, seed: int, produces: bool, pace: Pace) -> None:
     """A process of them: one for each ticket that comes, until the pipe's other end is closed."""
     raise_descriptor_limit()
-    uvloop.run(_StandInHost(pipe, credit, random.Random(seed), produces).live())
+    uvloop.run(_StandInHost(pipe, credit, random.Random(seed), produces, pace).live())
 
 
 class _Drawn:
     """Ids and log-probabilities, drawn and packed once."""
 
-    def __init__(self, seed: int, vocab_size: int) -> None:
+    def __init__(self, seed: int, ids: range) -> None:
         drawn = np.random.default_rng(seed)
-        self._ids = memoryview(drawn.integers(0, vocab_size, DRAWN_TOKENS, np.int32).tobytes())
+        self._ids = memoryview(drawn.integers(ids.start, ids.stop, DRAWN_TOKENS, np.int32).tobytes())
         logprobs = -drawn.exponential(0.5, DRAWN_TOKENS).astype(np.float32)
         self._logprobs = memoryview(np.maximum(logprobs, np.float32(wire.LOGPROB_MIN)).tobytes())
         self._at = 0
@@ -123,9 +146,10 @@ class _Drawn:
 
 
 class _StandInHost:
-    def __init__(self, pipe: Pipe, credit: int, rng: random.Random, produces: bool) -> None:
-        self.credit, self.rng, self.produces = credit, rng, produces
+    def __init__(self, pipe: Pipe, credit: int, rng: random.Random, produces: bool, pace: Pace) -> None:
+        self.credit, self.rng, self.produces, self.pace = credit, rng, produces, pace
         self.schedules: list[Schedule] = []
+        self.times: dict[str, TurnTimes] = {}
         self.produced = self.turns_ended = self.lost = 0
         self._pipe = pipe
         self._workers: list[StandIn] = []
@@ -138,7 +162,7 @@ class _StandInHost:
         await self._ended.wait()
 
     def drawn(self, vocab_size: int) -> _Drawn:
-        self._drawn = self._drawn or _Drawn(self.rng.getrandbits(32), vocab_size)
+        self._drawn = self._drawn or _Drawn(self.rng.getrandbits(32), self.pace.ids or range(vocab_size))
         return self._drawn
 
     def _hear(self) -> None:
@@ -160,6 +184,8 @@ class _StandInHost:
                 self._pipe.send(self._looked())
             case Tell():
                 self._pipe.send(self.schedules)
+            case TellTimes():
+                self._pipe.send(self.times)
             case Fill():
                 self._begin(self._fill(said))
 
@@ -190,6 +216,7 @@ class _StandInTurn:
     ends: int
     sent: int
     finish: FinishReason
+    times: TurnTimes
 
 
 class StandIn:
@@ -199,7 +226,8 @@ class StandIn:
         self.flush_interval_s = 0.0
         self._process, self._ticket = process, ticket
         self._turns: dict[tuple[str, int], _StandInTurn] = {}
-        self._phase_s = process.rng.random() / TOKENS_PER_S
+        self._rate = process.pace.tokens_per_s
+        self._phase_s = process.rng.random() / self._rate
         self._spread = process.rng.random()
         self._version = self._decoded = 0
         self._born_s = time.monotonic()
@@ -280,13 +308,14 @@ class StandIn:
 
     def _generate(self, order: wire.Generate) -> None:
         now, room = self._iteration(), order.sampling.max_new_tokens - order.start
-        left = max(1, turn_tokens(order.turn) - order.start)
+        left = max(1, turn_tokens(order.turn) - order.start) if self._process.pace.own_lengths else room
         finish = FinishReason.STOP if left < room else FinishReason.LENGTH
+        begun_s = self._phase_s + now / self._rate
+        times = self._process.times[order.turn] = TurnTimes(begun_s)
         self._turns[order.turn, order.attempt] = _StandInTurn(
-            order.slot, order.start, len(order.token_ids) // TOKEN_BYTES, now, now + min(left, room), now, finish
+            order.slot, order.start, len(order.token_ids) // TOKEN_BYTES, now, now + min(left, room), now, finish, times
         )
         if self._process.produces:
-            begun_s = self._phase_s + now / TOKENS_PER_S
             self._process.schedules.append(Schedule(self._ticket.worker, order.slot, begun_s, order.start))
             self._urgent = now + 1 if self._urgent is None else min(self._urgent, now + 1)
             self._arm()
@@ -311,7 +340,7 @@ class StandIn:
         return (math.floor(time.monotonic() / interval_s - self._spread) + 1 + self._spread) * interval_s
 
     def _iteration(self) -> int:
-        return int((time.monotonic() - self._phase_s) * TOKENS_PER_S)
+        return int((time.monotonic() - self._phase_s) * self._rate)
 
     def _wake(self) -> None:
         self._timer = None
@@ -327,7 +356,7 @@ class StandIn:
         """Wake up for the next flush, or before it for what leaves at once."""
         due_s = self._flush_s
         if self._urgent is not None:
-            due_s = min(due_s, self._phase_s + self._urgent / TOKENS_PER_S)
+            due_s = min(due_s, self._phase_s + self._urgent / self._rate)
         if self._rests or (self._timer is not None and self._due_s <= due_s):
             return
         self._still()
@@ -350,7 +379,9 @@ class StandIn:
                 continue
             if turn.sent == turn.begun:
                 prompts.append(ChunkPrompt(len(slots), turn.prompt_tokens, 0))
+                turn.times.first_s = time.monotonic()
             if over:
+                turn.times.last_s = time.monotonic()
                 ends.append(ChunkEnd(len(slots), turn.finish))
             slots.append(turn.slot)
             starts.append(turn.start + turn.sent - turn.begun)

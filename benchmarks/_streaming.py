@@ -20,7 +20,7 @@ import _common  # noqa: F401  (the path)
 import numpy as np
 import numpy.typing as npt
 from _orchestrated import OwnWorkers, orchestrator
-from _stand_ins import PATIENCE_S, TOKENS_PER_S, TURN_TOKENS_MAX, Looked, Question, Schedule, stand_ins
+from _stand_ins import PATIENCE_S, TOKENS_PER_S, TURN_TOKENS_MAX, Looked, Pace, Question, Schedule, stand_ins
 from pydantic import BaseModel
 
 from elastic.compose.plan import TRAINER_PROVIDER
@@ -31,6 +31,7 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import Chunks
 from elastic.environments.base import Environment, StepResult
 from elastic.protocol.tls import run_certificate
+from elastic.runtime.agents import AgentsWiring
 from elastic.runtime.journal import RunDirectory, SqliteJournal
 from elastic.runtime.orchestrator import Orchestrator
 from elastic.runtime.status import total_tokens
@@ -80,10 +81,10 @@ class PausingEnvironment:
 class StandInProcess:
     """A process of stand-ins, which lives until it is killed."""
 
-    def __init__(self, credit: int, seed: int, *, produces: bool = True) -> None:
+    def __init__(self, credit: int, seed: int, *, produces: bool = True, pace: Pace = Pace()) -> None:  # noqa: B008
         self.workers: set[str] = set()
         self._pipe, far = multiprocessing.Pipe()
-        self._process = multiprocessing.Process(target=stand_ins, args=(far, credit, seed, produces), daemon=True)
+        self._process = multiprocessing.Process(target=stand_ins, args=(far, credit, seed, produces, pace), daemon=True)
         self._process.start()
         far.close()
         self._dead = asyncio.Event()
@@ -128,15 +129,16 @@ class Use:
 class StandInFleet:
     """Processes of stand-ins, over which workers are spread evenly."""
 
-    def __init__(self, processes: int, credit: int, *, produces: bool = True) -> None:
-        self._credit, self._produces = credit, produces
+    def __init__(self, processes: int, credit: int, *, produces: bool = True, pace: Pace = Pace()) -> None:  # noqa: B008
+        self._credit, self._produces, self._pace = credit, produces, pace
         self.processes: list[StandInProcess] = []
         self.add(processes)
 
     def add(self, processes: int) -> None:
         known = len(self.processes)
         self.processes += [
-            StandInProcess(self._credit, known + number, produces=self._produces) for number in range(processes)
+            StandInProcess(self._credit, known + number, produces=self._produces, pace=self._pace)
+            for number in range(processes)
         ]
 
     async def work(self, ticket: Ticket) -> None:
@@ -237,8 +239,12 @@ async def live_run(
     make_environment: Callable[[], object] = PausingEnvironment,
     decided: Callable[[e.Event, Sequence[c.Command]], None] = lambda event, commands: None,
     make_scheduler: Callable[..., Scheduler] = Scheduler,
+    agents: Callable[[RunDirectory], AgentsWiring | None] = lambda kept: None,
 ) -> AsyncIterator[StreamedRun]:
-    """A run from before its begin to its end, with a journal on the disk; over TLS if `encrypted`."""
+    """A run from before its begin to its end, with a journal on the disk; over TLS if `encrypted`.
+
+    `agents` says how agents drive it, if they do.
+    """
     raise_descriptor_limit()
     providers = [OwnWorkers(TRAINER_PROVIDER, 1, fleet.work), OwnWorkers("spot", workers - 1, fleet.work)]
     with tempfile.TemporaryDirectory() as directory:
@@ -255,6 +261,7 @@ async def live_run(
             certificate,
             decided=decided,
             make_scheduler=make_scheduler,
+            agents=agents(kept),
         )
         run = asyncio.create_task(ours.run())
         try:

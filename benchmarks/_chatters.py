@@ -1,0 +1,436 @@
+"""Agents that cost little of what they share with a front: they stream chats over kept connections, read by hand.
+
+A *runner* has one turn that is as long as it can be. A *talker* has short ones, each behind the last: it sends its
+messages, reads the answer, and sends both with another message, at an even pace. Whoever is a *probe* is told with each
+event how many tokens there were, so that the delay of each of them can be had.
+
+They live in a process of their own (`ChatterProcess`), which is asked over a pipe.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection as Pipe
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import _common  # noqa: F401  (the path)
+import uvloop
+
+from elastic.system.machine import raise_descriptor_limit
+
+CHAT = "/v1/chat/completions"
+SYSTEM = "You are a helpful assistant. You may call functions."
+QUESTION = "What is the sum of these numbers? Let me think about it once more, step by step."
+PATIENCE_S = 240.0
+OPENING_AT_ONCE = 64
+BUSY_S = 0.2
+BUSY = 429
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+class Begin(NamedTuple):
+    """Open so many trajectories with a driver's key; answered by `Done`. Of anything else than a run there are none to
+    open: `key` is then everybody's."""
+
+    host: str
+    port: int
+    key: str
+    trajectories: int
+    group_size: int = 0
+
+
+class Stream(NamedTuple):
+    """Have the next so many be runners, every `probe_every`-th a probe; answered by `Done` at once."""
+
+    runners: int
+    max_tokens: int
+    probe_every: int
+
+
+class Talk(NamedTuple):
+    """Have the next so many talk, from now on; answered by `Done` at once."""
+
+    talkers: int
+    max_tokens: int
+    period_s: float
+
+
+class Play(NamedTuple):
+    """Have all have so many turns of so many tokens, some at once; answered by `Done` after the last one."""
+
+    turns: int
+    max_tokens: int
+    at_once: int
+
+
+class Look(NamedTuple):
+    """Asks for `Looked`."""
+
+
+class Tell(NamedTuple):
+    """Asks for `Told`."""
+
+
+class Done(NamedTuple):
+    pass
+
+
+class Looked(NamedTuple):
+    """What there has been so far. `events` have content."""
+
+    at_s: float
+    cpu_s: float
+    events: int
+    begun: int
+    ended: int
+
+
+class TurnHeard(NamedTuple):
+    turn: str
+    talked: bool
+    first_s: float
+    last_s: float
+
+
+class Probed(NamedTuple):
+    """Then, so many tokens of a turn had come."""
+
+    turn: str
+    at_s: float
+    tokens: int
+
+
+class Told(NamedTuple):
+    turns: list[TurnHeard]
+    probed: list[Probed]
+
+
+Question: TypeAlias = Begin | Stream | Talk | Play | Look | Tell
+
+
+class ServerFailed(Exception):
+    """The answer is an error, or was cut."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    probe: bool
+    done: asyncio.Future[bytes]
+    begun: bool = False
+    parts: list[bytes] = field(default_factory=list[bytes])
+    turn: str = ""
+    events: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+
+class _Connection(asyncio.Protocol):
+    """A connection for one request at a time."""
+
+    def __init__(self, probed: list[Probed]) -> None:
+        self._probed = probed
+        self._transport: asyncio.Transport | None = None
+        self._head = b""
+        self._left = -1
+        """Bytes of a body that has a length."""
+        self.answer: _Answer | None = None
+        self.events = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    async def post(self, request: bytes, *, probe: bool = False) -> _Answer:
+        """Raises `ServerFailed` for an error and for an answer that is cut."""
+        assert self._transport is not None
+        self.answer = answer = _Answer(probe, asyncio.get_running_loop().create_future())
+        self._transport.write(request)
+        await answer.done
+        return answer
+
+    def data_received(self, data: bytes) -> None:
+        answer = self.answer
+        assert answer is not None
+        if not answer.begun:
+            self._head += data
+            end = self._head.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            head, data = self._head[:end].lower(), self._head[end + 4 :]
+            self._head = b""
+            answer.begun = True
+            self._left = _length(head)
+            if not head.startswith(b"http/1.1 200"):
+                said = head.partition(b"\r\n")[0] + b": " + data
+                answer.done.set_exception(ServerFailed(said.decode(errors="replace")))
+                self.close()
+                return
+        if not data:
+            return
+        answer.parts.append(data)
+        if self._left >= 0:
+            self._left -= len(data)
+            if not self._left:
+                answer.done.set_result(b"".join(answer.parts))
+            return
+        events = data.count(b'"content":')
+        if events:
+            self.events += events
+            answer.events += events
+            if not answer.first_s:
+                answer.first_s = time.monotonic()
+                answer.turn = _turn_of(data)
+            if answer.probe and (at := data.rfind(b'"completion_tokens":')) >= 0:
+                self._probed.append(Probed(answer.turn, time.monotonic(), _number(data, at + 20)))
+        if data.endswith(LAST_CHUNK):
+            answer.last_s = time.monotonic()
+            answer.done.set_result(b"")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.answer is not None and not self.answer.done.done():
+            self.answer.done.set_exception(ServerFailed("the connection was cut"))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class ChatterProcess:
+    """The process of agents, as it is asked."""
+
+    def __init__(self) -> None:
+        self._pipe, far = multiprocessing.Pipe()
+        self._process = multiprocessing.Process(target=chatters, args=(far,), daemon=True)
+        self._process.start()
+        far.close()
+
+    async def ask(self, question: Question, patience_s: float = PATIENCE_S) -> Any:
+        """Raises `ServerFailed` for what agents came upon meanwhile."""
+        self._pipe.send(question)
+        if not await asyncio.to_thread(self._pipe.poll, patience_s):
+            raise TimeoutError(f"the agents' process said nothing for {patience_s:g} s")
+        answer = self._pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def chatters(pipe: Pipe) -> None:
+    raise_descriptor_limit()
+    uvloop.run(_Chatters(pipe).live())
+
+
+class _Chatters:
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._begin: Begin | None = None
+        self._keys: list[str] = []
+        self._taken = 0
+        """Of the keys, how many are given to runners and talkers."""
+        self._connections: list[_Connection] = []
+        self._told = Told([], [])
+        self._begun = self._ended = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failed: Exception | None = None
+
+    async def live(self) -> None:
+        loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._pipe.fileno(), self._hear)
+        await self._over.wait()
+
+    def _hear(self) -> None:
+        try:
+            asked: Question = self._pipe.recv()
+        except (EOFError, OSError):
+            self._over.set()
+            return
+        if self._failed is not None:
+            self._pipe.send(self._failed)
+            return
+        match asked:
+            case Begin():
+                self._begin = asked
+                self._spawn(self._answered(self._open(asked)))
+            case Play():
+                self._spawn(self._answered(self._play(asked)))
+            case Stream():
+                for place, key in enumerate(self._next(asked.runners)):
+                    self._spawn(self._run(key, asked.max_tokens, place % asked.probe_every == 0))
+                self._pipe.send(Done())
+            case Talk():
+                for place, key in enumerate(self._next(asked.talkers)):
+                    self._spawn(self._talk(key, asked, place / asked.talkers))
+                self._pipe.send(Done())
+            case Look():
+                events = sum(connection.events for connection in self._connections)
+                self._pipe.send(Looked(time.monotonic(), time.process_time(), events, self._begun, self._ended))
+            case Tell():
+                self._pipe.send(self._told)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed = self._failed or ServerFailed(f"{type(error).__name__}: {error}")
+
+    async def _answered(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self._pipe.send(ServerFailed(f"{type(error).__name__}: {error}"))
+            raise
+        self._pipe.send(Done())
+
+    def _next(self, count: int) -> list[str]:
+        self._taken += count
+        return self._keys[self._taken - count : self._taken]
+
+    async def _connected(self) -> _Connection:
+        assert self._begin is not None
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: _Connection(self._told.probed), self._begin.host, self._begin.port
+        )
+        self._connections.append(connection)
+        return connection
+
+    async def _open(self, begin: Begin) -> None:
+        if not begin.group_size:
+            self._keys = [begin.key] * begin.trajectories
+            return
+        places = iter(range(begin.trajectories))
+
+        async def open_some() -> None:
+            connection = await self._connected()
+            for place in places:
+                body = json.dumps({"task": {}, "group": f"group-{place // begin.group_size}"}).encode()
+                while True:
+                    try:
+                        answer = await connection.post(_request("/trajectories", begin.key, body))
+                        break
+                    except ServerFailed as error:
+                        if f" {BUSY} " not in str(error):
+                            raise
+                        await asyncio.sleep(BUSY_S)
+                        connection = await self._connected()
+                self._keys.append(json.loads(answer.done.result())["key"])
+            connection.close()
+
+        async with asyncio.TaskGroup() as opening:
+            for _ in range(min(OPENING_AT_ONCE, begin.trajectories)):
+                opening.create_task(open_some())
+
+    async def _run(self, key: str, max_tokens: int, probe: bool) -> None:
+        await _Agent(self, await self._connected(), key).say(max_tokens, talks=False, probe=probe)
+
+    async def _talk(self, key: str, asked: Talk, share: float) -> None:
+        agent, loop = _Agent(self, await self._connected(), key), asyncio.get_running_loop()
+        due_s = loop.time() + share * asked.period_s
+        while True:
+            await asyncio.sleep(due_s - loop.time())
+            due_s += asked.period_s
+            await agent.say(asked.max_tokens, talks=True)
+
+    async def _play(self, asked: Play) -> None:
+        keys = iter(self._next(len(self._keys)))
+        self._taken = 0
+
+        async def play_some() -> None:
+            connection = await self._connected()
+            for key in keys:
+                agent = _Agent(self, connection, key)
+                for _ in range(asked.turns):
+                    await agent.say(asked.max_tokens, talks=True)
+            connection.close()
+
+        async with asyncio.TaskGroup() as playing:
+            for _ in range(asked.at_once):
+                playing.create_task(play_some())
+
+    async def turn(self, connection: _Connection, request: bytes, *, talks: bool, probe: bool) -> _Answer:
+        self._begun += 1
+        answer = await connection.post(request, probe=probe)
+        self._ended += 1
+        self._told.turns.append(TurnHeard(answer.turn, talks, answer.first_s, answer.last_s))
+        return answer
+
+
+class _Agent:
+    """Plays a trajectory: its messages are a conversation, to which each answer is added."""
+
+    def __init__(self, chatters: _Chatters, connection: _Connection, key: str) -> None:
+        self._chatters, self._connection, self._key = chatters, connection, key
+        self._messages = [{"role": "system", "content": SYSTEM}]
+
+    async def say(self, max_tokens: int, *, talks: bool, probe: bool = False) -> None:
+        self._messages.append({"role": "user", "content": QUESTION})
+        body: dict[str, Any] = {"model": "tiny", "messages": self._messages, "stream": True, "max_tokens": max_tokens}
+        if probe:
+            body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        request = _request(CHAT, self._key, json.dumps(body).encode())
+        answer = await self._chatters.turn(self._connection, request, talks=talks, probe=probe)
+        if not (text := _text(b"".join(answer.parts))):
+            raise ServerFailed("the answer has no text, or did not end as it should")
+        self._messages.append({"role": "assistant", "content": text})
+
+
+def _request(path: str, key: str, body: bytes) -> bytes:
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: agents\r\nauthorization: Bearer {key}\r\naccept: */*\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def _length(head: bytes) -> int:
+    """That of the body; -1 where it comes in chunks."""
+    at = head.find(b"content-length:")
+    return -1 if at < 0 else int(head[at + 15 :].split(b"\r\n", 1)[0])
+
+
+def _turn_of(data: bytes) -> str:
+    """The turn whose first event this is; what others than a run call it tells nothing."""
+    at = data.find(b'"id":"chatcmpl-')
+    return data[at + 15 : data.find(b'"', at + 15)].decode().replace("-", "/") if at >= 0 else ""
+
+
+def _number(data: bytes, at: int) -> int:
+    end = at
+    while data[end : end + 1].isdigit():
+        end += 1
+    return int(data[at:end])
+
+
+def _text(chunked: bytes) -> str:
+    """What a stream says; empty unless it ended as it should."""
+    pieces: list[bytes] = []
+    at = 0
+    while True:
+        end = chunked.index(b"\r\n", at)
+        size = int(chunked[at:end], 16)
+        if not size:
+            break
+        pieces.append(chunked[end + 2 : end + 2 + size])
+        at = end + 2 + size + 2
+    *events, rest = b"".join(pieces).split(b"\n\n")
+    if rest or events[-1] != b"data: [DONE]":
+        return ""
+    said: list[str] = []
+    finish = None
+    for event in events[:-1]:
+        if event.startswith(b"data: "):
+            for choice in json.loads(event[6:])["choices"]:
+                said.append(choice["delta"].get("content") or "")
+                finish = choice.get("finish_reason") or finish
+    return "".join(said) if finish else ""

@@ -1,0 +1,169 @@
+"""LiteLLM's proxy over a stub of an upstream: what agents would put between themselves and a server of tokens.
+
+The proxy lives in an environment of its own, `.cache/litellm`, which `install` makes out of the index. Its upstream
+streams one event a token to each of its clients, at an even pace and for ever, and costs little.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import psutil
+import uvloop
+from _common import ROOT
+
+from elastic.system.machine import raise_descriptor_limit
+from elastic.system.processes import inherited
+
+LITELLM = "litellm[proxy]==1.106.2"
+ENVIRONMENT = ROOT / ".cache" / "litellm"
+INSTALLED = ENVIRONMENT / "installed"
+KEY = "sk-1234"
+UP_S = 120.0
+LOOK_S = 0.2
+CONFIG = """
+model_list:
+  - model_name: tiny
+    litellm_params: {{model: openai/tiny, api_base: "http://127.0.0.1:{port}/v1", api_key: none}}
+litellm_settings: {{telemetry: false, drop_params: true, request_timeout: 600}}
+"""
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = (
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"tiny",'
+    b'"choices":[{"index":0,"delta":{"role":"assistant","content":" the"},"logprobs":null,"finish_reason":null}]}\n\n'
+)
+CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+
+
+def skipped_without_litellm() -> str:
+    """Why LiteLLM is not measured; empty where it is installed."""
+    if INSTALLED.exists():
+        return ""
+    return "LiteLLM's proxy is not installed in .cache/litellm: --with-litellm makes that environment"
+
+
+def install() -> str:
+    """Make the environment, unless it is there. Returns why there is none, if it does not install."""
+    if INSTALLED.exists():
+        return ""
+    pip = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for command in ([sys.executable, "-m", "venv", str(ENVIRONMENT)], [*pip, LITELLM]):
+        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        if ended.returncode:
+            lines = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")] or ended.stderr.splitlines()
+            return f"{LITELLM} does not install: {lines[-1] if lines else f'pip ended with {ended.returncode}'}"
+    INSTALLED.write_text(LITELLM + "\n")
+    return ""
+
+
+class Relay(NamedTuple):
+    """A proxy that is up."""
+
+    port: int
+    process: psutil.Process
+
+    def cpu_s(self) -> float:
+        """What it and its children have computed."""
+        return sum(cpu_s(process) for process in (self.process, *self.process.children(recursive=True)))
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+@contextlib.asynccontextmanager
+async def litellm(tokens_per_s: float) -> AsyncIterator[Relay]:
+    """The proxy, with an upstream of its own. Raises `TimeoutError` if it does not come up."""
+    near, far = multiprocessing.Pipe()
+    stub = multiprocessing.Process(target=upstream, args=(far, tokens_per_s), daemon=True)
+    stub.start()
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            config = Path(directory) / "config.yaml"
+            config.write_text(CONFIG.format(port=await asyncio.to_thread(near.recv)))
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            program = [str(ENVIRONMENT / "bin" / "litellm"), "--config", str(config)]
+            alone = {"NO_PROXY": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PATH": os.environ["PATH"]}
+            process = subprocess.Popen(
+                [*program, "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"],
+                env={**inherited(), **alone},
+                cwd=directory,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            try:
+                await _up(process, port)
+                yield Relay(port, psutil.Process(process.pid))
+            finally:
+                process.kill()
+                process.wait()
+    finally:
+        stub.kill()
+        stub.join()
+
+
+async def _up(process: "subprocess.Popen[bytes]", port: int) -> None:
+    ends_s = time.monotonic() + UP_S
+    while time.monotonic() < ends_s:
+        if process.poll() is not None:
+            raise ConnectionError(f"LiteLLM's proxy has ended with {process.returncode}")
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /health/liveliness HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            line = await reader.readline()
+            writer.close()
+            if b" 200 " in line:
+                return
+        await asyncio.sleep(LOOK_S)
+    raise TimeoutError(f"LiteLLM's proxy was not up within {UP_S:g} s")
+
+
+def upstream(port: Pipe, tokens_per_s: float) -> None:
+    """A streaming server of chats: one event a token."""
+    raise_descriptor_limit()
+    uvloop.run(_upstream(port, tokens_per_s))
+
+
+async def _upstream(port: Pipe, tokens_per_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    server = await loop.create_server(lambda: _Streaming(1 / tokens_per_s), sock=listener)
+    port.send(listener.getsockname()[1])
+    await server.serve_forever()
+
+
+class _Streaming(asyncio.Protocol):
+    """Whatever is asked, tokens are the answer."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._loop = asyncio.get_running_loop()
+        self._due_s = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._due_s:
+            self._transport.write(HEAD)
+            self._due_s = self._loop.time()
+            self._produce()
+
+    def _produce(self) -> None:
+        if self._transport.is_closing():
+            return
+        self._transport.write(CHUNK)
+        self._due_s += self._every_s
+        self._loop.call_at(self._due_s, self._produce)
