@@ -240,6 +240,8 @@ class LiveCall:
         finally:
             breathing.cancel()
             self._link.leave(self._inbox)
+            # They refer to this call: the answers of all calls would be kept until the next full garbage collection.
+            self._progress.clear()
 
     async def _live(self, reply: ClientReply, holding: asyncio.Timeout) -> None:
         """Up to the end of the last choice; what is streamed is sent. `holding` runs while nothing comes."""

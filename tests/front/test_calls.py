@@ -1,13 +1,15 @@
 """The life of a call: what the client reads, and what the run hears of it."""
 
 import asyncio
+import gc
 import json
 import socket
 
 import httpx
 import pytest
 
-from elastic.front.calls import CallTimes
+from elastic.front.calls import CallTimes, LiveCall
+from elastic.front.choices import Choice
 from elastic.front.messages import chain, head_digest
 from elastic.protocol.front_messages import (
     AnswerDelivered,
@@ -50,6 +52,19 @@ async def test_a_whole_chat(served):
     assert (opened.sampling.max_tokens, opened.sampling.seed, opened.sampling.stop_token_ids) == (20, 4, (EOS,))
     await served.until(lambda: served.run.of(AnswerDelivered))
     assert [type(message) for message in served.run.heard][-3:] == [OpenTurns, SettleTurn, AnswerDelivered]
+
+
+async def test_a_call_that_is_over_leaves_nothing_for_the_garbage_collector(served):
+    gc.collect()
+    gc.disable()
+    try:
+        await served.chat()
+        async with served.streamed() as events:
+            assert [event async for event in events][-1] == "[DONE]"
+        await served.until(lambda: len(served.run.of(AnswerDelivered)) == 2 and not served.front.calls)
+        assert not [kept for kept in gc.get_objects() if isinstance(kept, LiveCall | Choice)]
+    finally:
+        gc.enable()
 
 
 async def test_a_streamed_chat_says_the_same_as_a_whole_one(served):
