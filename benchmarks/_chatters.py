@@ -26,6 +26,8 @@ SYSTEM = "You are a helpful assistant. You may call functions."
 QUESTION = "What is the sum of these numbers? Let me think about it once more, step by step."
 PATIENCE_S = 240.0
 OPENING_AT_ONCE = 64
+STARTS_PER_S = 200
+"""Runners that begin, so that their prompts are no burst."""
 BUSY_S = 0.2
 BUSY = 429
 LAST_CHUNK = b"0\r\n\r\n"
@@ -43,7 +45,7 @@ class Begin(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """Have the next so many be runners, every `probe_every`-th a probe; answered by `Done` at once."""
+    """Have the next so many be runners, every `probe_every`-th a probe; answered by `Done` as the first begins."""
 
     runners: int
     max_tokens: int
@@ -79,13 +81,14 @@ class Done(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """What there has been so far. `events` have content."""
+    """What there has been so far. `events` have content; `streaming` turns have had one, and are not over."""
 
     at_s: float
     cpu_s: float
     events: int
     begun: int
     ended: int
+    streaming: int
 
 
 class TurnHeard(NamedTuple):
@@ -262,17 +265,22 @@ class _Chatters:
                 self._spawn(self._answered(self._play(asked)))
             case Stream():
                 for place, key in enumerate(self._next(asked.runners)):
-                    self._spawn(self._run(key, asked.max_tokens, place % asked.probe_every == 0))
+                    self._spawn(self._run(key, asked.max_tokens, place, place % asked.probe_every == 0))
                 self._pipe.send(Done())
             case Talk():
                 for place, key in enumerate(self._next(asked.talkers)):
                     self._spawn(self._talk(key, asked, place / asked.talkers))
                 self._pipe.send(Done())
             case Look():
-                events = sum(connection.events for connection in self._connections)
-                self._pipe.send(Looked(time.monotonic(), time.process_time(), events, self._begun, self._ended))
+                self._pipe.send(self._looked())
             case Tell():
                 self._pipe.send(self._told)
+
+    def _looked(self) -> Looked:
+        events = sum(connection.events for connection in self._connections)
+        answers = [connection.answer for connection in self._connections]
+        streaming = sum(answer is not None and answer.first_s > 0 and not answer.last_s for answer in answers)
+        return Looked(time.monotonic(), time.process_time(), events, self._begun, self._ended, streaming)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -331,7 +339,8 @@ class _Chatters:
             for _ in range(min(OPENING_AT_ONCE, begin.trajectories)):
                 opening.create_task(open_some())
 
-    async def _run(self, key: str, max_tokens: int, probe: bool) -> None:
+    async def _run(self, key: str, max_tokens: int, place: int, probe: bool) -> None:
+        await asyncio.sleep(place / STARTS_PER_S)
         await _Agent(self, await self._connected(), key).say(max_tokens, talks=False, probe=probe)
 
     async def _talk(self, key: str, asked: Talk, share: float) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -28,7 +29,6 @@ from elastic.system.processes import inherited
 LITELLM = "litellm[proxy]==1.106.2"
 ENVIRONMENT = ROOT / ".cache" / "litellm"
 INSTALLED = ENVIRONMENT / "installed"
-KEY = "sk-1234"
 UP_S = 120.0
 LOOK_S = 0.2
 CONFIG = """
@@ -60,7 +60,9 @@ def install() -> str:
     for command in ([sys.executable, "-m", "venv", str(ENVIRONMENT)], [*pip, LITELLM]):
         ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
         if ended.returncode:
-            lines = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")] or ended.stderr.splitlines()
+            lines = [
+                line for line in ended.stderr.splitlines() if line.startswith("ERROR")
+            ] or ended.stderr.splitlines()
             return f"{LITELLM} does not install: {lines[-1] if lines else f'pip ended with {ended.returncode}'}"
     INSTALLED.write_text(LITELLM + "\n")
     return ""
@@ -70,6 +72,7 @@ class Relay(NamedTuple):
     """A proxy that is up."""
 
     port: int
+    key: str
     process: psutil.Process
 
     def cpu_s(self) -> float:
@@ -95,17 +98,18 @@ async def litellm(tokens_per_s: float) -> AsyncIterator[Relay]:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
             program = [str(ENVIRONMENT / "bin" / "litellm"), "--config", str(config)]
-            alone = {"NO_PROXY": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PATH": os.environ["PATH"]}
+            key = f"sk-{secrets.token_hex(32)}"
+            alone = {"NO_PROXY": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
             process = subprocess.Popen(
                 [*program, "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"],
-                env={**inherited(), **alone},
+                env={**inherited(), **alone, "PATH": os.environ["PATH"]},
                 cwd=directory,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
             try:
                 await _up(process, port)
-                yield Relay(port, psutil.Process(process.pid))
+                yield Relay(port, key, psutil.Process(process.pid))
             finally:
                 process.kill()
                 process.wait()

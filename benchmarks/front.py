@@ -37,11 +37,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 from _chatters import Begin, ChatterProcess, Looked, Play, ServerFailed, Stream, Talk, Tell, Told
 from _chatters import Look as LookAtAgents
-from _common import ROOT, emit, parser
-from _relays import KEY, cpu_s, install, litellm, skipped_without_litellm
+from _common import emit, parser
+from _relays import cpu_s, install, litellm, skipped_without_litellm
 from _stand_ins import Look, Pace, TellTimes, TurnTimes
 from _streaming import (
     GROUP_SIZE,
@@ -75,7 +76,9 @@ TALK_TOKENS, TALK_TURNS_PER_S, TALK_SHARE = 10, 40, 0.5
 SETTLE_S = 3.0
 """Until the flush interval suits the load."""
 TALK_SETTLE_S = 1.0
-START_S, FILL_S = 240.0, 1_200.0
+START_S, FILL_S = 240.0, 1_800.0
+RIVAL_START_S = 30.0
+LOOK_S = 0.2
 """Longest times, for machines that are busy with other things."""
 FILLED, FILLED_TOKENS = 1_000, 32_000
 FILLED_TURNS, FILLED_AT_ONCE = 8, 32
@@ -196,8 +199,7 @@ async def measure_load(load: Load, seconds: float) -> dict[str, Any]:
         (looked,) = await run.streamed.fleet.ask(Look())
         (times,) = await run.streamed.fleet.ask(TellTimes())
         told = await run.agents.ask(Tell())
-    us_per_token = long.cpu_s / long.tokens * 1e6
-    turns = (talk.begun + talk.ended) / 2
+    us_per_token, turns = long.cpu_s / long.tokens * 1e6, (talk.begun + talk.ended) / 2
     delays = Delays.of(told, times, load.tokens_per_s, began_s)
     return {
         "us_per_token": us_per_token,
@@ -249,15 +251,15 @@ async def _window(run: FrontedRun, seconds: float) -> tuple[Use, AgentsUse]:
 class Delays(NamedTuple):
     """In seconds: of first tokens and of ends of short turns, and of all tokens of long ones."""
 
-    firsts_s: np.ndarray
-    ends_s: np.ndarray
-    tokens_s: np.ndarray
+    firsts_s: npt.NDArray[np.float64]
+    ends_s: npt.NDArray[np.float64]
+    tokens_s: npt.NDArray[np.float64]
 
     @classmethod
     def of(cls, told: Told, times: dict[str, TurnTimes], tokens_per_s: float, since_s: float) -> "Delays":
         """Of what came after `since_s`; of long turns all but their first tokens."""
         turns = [(turn, times[turn.turn]) for turn in told.turns if turn.talked and turn.first_s > since_s]
-        delays: list[np.ndarray] = []
+        delays: list[npt.NDArray[np.float64]] = []
         reached: dict[str, int] = {}
         for turn, at_s, tokens in told.probed:
             if turn in reached:
@@ -267,7 +269,7 @@ class Delays(NamedTuple):
         return cls(
             np.array([turn.first_s - sent.first_s for turn, sent in turns]),
             np.array([turn.last_s - sent.last_s for turn, sent in turns]),
-            np.concatenate(delays),
+            np.concatenate(delays) if delays else np.array([]),
         )
 
 
@@ -295,8 +297,11 @@ async def measure_litellm(load: Load, seconds: float) -> dict[str, Any]:
     agents = ChatterProcess()
     try:
         async with litellm(load.tokens_per_s) as relay:
-            await agents.ask(Begin("127.0.0.1", relay.port, KEY, load.streams))
+            await agents.ask(Begin("127.0.0.1", relay.port, relay.key, load.streams))
             await agents.ask(Stream(load.streams, LONG_TOKENS, load.streams + 1))
+            ends_s = time.monotonic() + RIVAL_START_S
+            while (await agents.ask(LookAtAgents())).streaming < load.streams and time.monotonic() < ends_s:
+                await asyncio.sleep(LOOK_S)
             await asyncio.sleep(SETTLE_S)
             before, began_s = await agents.ask(LookAtAgents()), relay.cpu_s()
             await asyncio.sleep(seconds)
@@ -367,7 +372,7 @@ def main(*, quick: bool, with_litellm: bool) -> dict[str, Any]:
         **streams[str(LOADS[0].streams)],
         **measured(None, FILLED // share),
         "streams": streams,
-        **rivals(LOADS, seconds, streams, skipped),
+        **rivals(LOADS[:1] if quick else LOADS, seconds, streams, skipped),
     }
 
 
