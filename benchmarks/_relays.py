@@ -100,28 +100,29 @@ async def litellm(tokens_per_s: float) -> AsyncIterator[Relay]:
             program = [str(ENVIRONMENT / "bin" / "litellm"), "--config", str(config)]
             key = f"sk-{secrets.token_hex(32)}"
             alone = {"NO_PROXY": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
-            process = subprocess.Popen(
-                [*program, "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"],
+            process = await asyncio.create_subprocess_exec(
+                *(*program, "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"),
                 env={**inherited(), **alone, "PATH": os.environ["PATH"]},
                 cwd=directory,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
             )
             try:
                 await _up(process, port)
                 yield Relay(port, key, psutil.Process(process.pid))
             finally:
-                process.kill()
-                process.wait()
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
     finally:
         stub.kill()
         stub.join()
 
 
-async def _up(process: "subprocess.Popen[bytes]", port: int) -> None:
+async def _up(process: asyncio.subprocess.Process, port: int) -> None:
     ends_s = time.monotonic() + UP_S
     while time.monotonic() < ends_s:
-        if process.poll() is not None:
+        if process.returncode is not None:
             raise ConnectionError(f"LiteLLM's proxy has ended with {process.returncode}")
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -1,4 +1,4 @@
-"""What a token and a turn cost on the way from workers through a run and its fronts to agents, and what it adds to them.
+"""What tokens and turns cost on their way from workers to agents, through a run and its fronts, and what it adds.
 
 The run is live and whole (`_streaming.py`), its fronts are processes, and agents drive it (`environment.name =
 "outside"`). Stand-ins for workers stream to it (`_stand_ins.py`). Agents stream chats from its fronts, read by hand in
@@ -20,8 +20,8 @@ Of 64 streams, and under `streams` of both loads:
 bytes_per_token is what a token of an open trajectory takes of the memory of run and fronts: of so many `trajectories`
 with 32k tokens each, in turns that agents had from the fronts.
 
-Beside it, with the same agents and loads: LiteLLM's proxy over a stub that streams one event a token, at what it carries
-(`litellm.us_per_token`, `ratio` is how many times ours that is), and vLLM's server and router.
+Beside it, with the same agents and loads, are LiteLLM's proxy over a stub that streams one event a token, at what it
+carries (`litellm.us_per_token`, `ratio` is how many times ours that is), and vLLM's server and router.
 """
 
 import asyncio
@@ -77,8 +77,8 @@ SETTLE_S = 3.0
 """Until the flush interval suits the load."""
 TALK_SETTLE_S = 1.0
 START_S, FILL_S = 240.0, 1_800.0
-RIVAL_START_S = 30.0
-LOOK_S = 0.2
+RIVAL_LOOKS = 12
+"""Each after `SETTLE_S`, until all streams have begun."""
 """Longest times, for machines that are busy with other things."""
 FILLED, FILLED_TOKENS = 1_000, 32_000
 FILLED_TURNS, FILLED_AT_ONCE = 8, 32
@@ -143,7 +143,12 @@ class Use(NamedTuple):
     tokens: int
 
     def since(self, before: "Use") -> "Use":
-        return Use(*(now - then for now, then in zip(self, before, strict=True)))
+        return Use(
+            self.at_s - before.at_s,
+            self.run_s - before.run_s,
+            self.fronts_s - before.fronts_s,
+            self.tokens - before.tokens,
+        )
 
     @property
     def cpu_s(self) -> float:
@@ -299,10 +304,10 @@ async def measure_litellm(load: Load, seconds: float) -> dict[str, Any]:
         async with litellm(load.tokens_per_s) as relay:
             await agents.ask(Begin("127.0.0.1", relay.port, relay.key, load.streams))
             await agents.ask(Stream(load.streams, LONG_TOKENS, load.streams + 1))
-            ends_s = time.monotonic() + RIVAL_START_S
-            while (await agents.ask(LookAtAgents())).streaming < load.streams and time.monotonic() < ends_s:
-                await asyncio.sleep(LOOK_S)
-            await asyncio.sleep(SETTLE_S)
+            for _ in range(RIVAL_LOOKS):
+                await asyncio.sleep(SETTLE_S)
+                if (await agents.ask(LookAtAgents())).streaming == load.streams:
+                    break
             before, began_s = await agents.ask(LookAtAgents()), relay.cpu_s()
             await asyncio.sleep(seconds)
             took_s, after = relay.cpu_s() - began_s, await agents.ask(LookAtAgents())
