@@ -33,9 +33,11 @@ BUSY = 429
 LAST_CHUNK = b"0\r\n\r\n"
 
 
-class Begin(NamedTuple):
-    """Open so many trajectories with a driver's key; answered by `Done`. Of anything else than a run there are none to
-    open: `key` is then everybody's."""
+class BeginChats(NamedTuple):
+    """Open so many trajectories with a driver's key; answered by `ChatsDone`.
+
+    Without a `group_size` there are none to open: `key` is then everybody's.
+    """
 
     host: str
     port: int
@@ -44,43 +46,43 @@ class Begin(NamedTuple):
     group_size: int = 0
 
 
-class Stream(NamedTuple):
-    """Have the next so many be runners, every `probe_every`-th a probe; answered by `Done` as the first begins."""
+class StreamChats(NamedTuple):
+    """Have the next so many be runners, every `probe_every`-th a probe; answered by `ChatsDone` as the first begins."""
 
     runners: int
     max_tokens: int
     probe_every: int
 
 
-class Talk(NamedTuple):
-    """Have the next so many talk, from now on; answered by `Done` at once."""
+class TalkShortly(NamedTuple):
+    """Have the next so many talk, from now on; answered by `ChatsDone` at once."""
 
     talkers: int
     max_tokens: int
     period_s: float
 
 
-class Play(NamedTuple):
-    """Have all have so many turns of so many tokens, some at once; answered by `Done` after the last one."""
+class PlayTurns(NamedTuple):
+    """Have all have so many turns of so many tokens, some at once; answered by `ChatsDone` after the last one."""
 
     turns: int
     max_tokens: int
     at_once: int
 
 
-class Look(NamedTuple):
-    """Asks for `Looked`."""
+class LookAtChats(NamedTuple):
+    """Asks for `LookedAtChats`."""
 
 
-class Tell(NamedTuple):
-    """Asks for `Told`."""
+class TellOfChats(NamedTuple):
+    """Asks for `ToldOfChats`."""
 
 
-class Done(NamedTuple):
+class ChatsDone(NamedTuple):
     pass
 
 
-class Looked(NamedTuple):
+class LookedAtChats(NamedTuple):
     """What there has been so far. `events` have content; `streaming` turns have had one, and are not over."""
 
     at_s: float
@@ -98,7 +100,7 @@ class TurnHeard(NamedTuple):
     last_s: float
 
 
-class Probed(NamedTuple):
+class ProbedTokens(NamedTuple):
     """Then, so many tokens of a turn had come."""
 
     turn: str
@@ -106,12 +108,12 @@ class Probed(NamedTuple):
     tokens: int
 
 
-class Told(NamedTuple):
+class ToldOfChats(NamedTuple):
     turns: list[TurnHeard]
-    probed: list[Probed]
+    probed: list[ProbedTokens]
 
 
-Question: TypeAlias = Begin | Stream | Talk | Play | Look | Tell
+Question: TypeAlias = BeginChats | StreamChats | TalkShortly | PlayTurns | LookAtChats | TellOfChats
 
 
 class ServerFailed(Exception):
@@ -119,7 +121,7 @@ class ServerFailed(Exception):
 
 
 @dataclass(slots=True)
-class _Answer:
+class _ChatAnswer:
     probe: bool
     done: asyncio.Future[bytes]
     begun: bool = False
@@ -130,25 +132,25 @@ class _Answer:
     last_s: float = 0.0
 
 
-class _Connection(asyncio.Protocol):
+class _ChatConnection(asyncio.Protocol):
     """A connection for one request at a time."""
 
-    def __init__(self, probed: list[Probed]) -> None:
+    def __init__(self, probed: list[ProbedTokens]) -> None:
         self._probed = probed
         self._transport: asyncio.Transport | None = None
         self._head = b""
         self._left = -1
         """Bytes of a body that has a length."""
-        self.answer: _Answer | None = None
+        self.answer: _ChatAnswer | None = None
         self.events = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    async def post(self, request: bytes, *, probe: bool = False) -> _Answer:
+    async def post(self, request: bytes, *, probe: bool = False) -> _ChatAnswer:
         """Raises `ServerFailed` for an error and for an answer that is cut."""
         assert self._transport is not None
-        self.answer = answer = _Answer(probe, asyncio.get_running_loop().create_future())
+        self.answer = answer = _ChatAnswer(probe, asyncio.get_running_loop().create_future())
         self._transport.write(request)
         await answer.done
         return answer
@@ -186,7 +188,7 @@ class _Connection(asyncio.Protocol):
                 answer.first_s = time.monotonic()
                 answer.turn = _turn_of(data)
             if answer.probe and (at := data.rfind(b'"completion_tokens":')) >= 0:
-                self._probed.append(Probed(answer.turn, time.monotonic(), _number(data, at + 20)))
+                self._probed.append(ProbedTokens(answer.turn, time.monotonic(), _number(data, at + 20)))
         if data.endswith(LAST_CHUNK):
             answer.last_s = time.monotonic()
             answer.done.set_result(b"")
@@ -233,12 +235,12 @@ def chatters(pipe: Pipe) -> None:
 class _Chatters:
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self._begin: Begin | None = None
+        self._begin: BeginChats | None = None
         self._keys: list[str] = []
         self._taken = 0
         """Of the keys, how many are given to runners and talkers."""
-        self._connections: list[_Connection] = []
-        self._told = Told([], [])
+        self._connections: list[_ChatConnection] = []
+        self._told = ToldOfChats([], [])
         self._begun = self._ended = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: Exception | None = None
@@ -258,29 +260,29 @@ class _Chatters:
             self._pipe.send(self._failed)
             return
         match asked:
-            case Begin():
+            case BeginChats():
                 self._begin = asked
                 self._spawn(self._answered(self._open(asked)))
-            case Play():
+            case PlayTurns():
                 self._spawn(self._answered(self._play(asked)))
-            case Stream():
+            case StreamChats():
                 for place, key in enumerate(self._next(asked.runners)):
                     self._spawn(self._run(key, asked.max_tokens, place, place % asked.probe_every == 0))
-                self._pipe.send(Done())
-            case Talk():
+                self._pipe.send(ChatsDone())
+            case TalkShortly():
                 for place, key in enumerate(self._next(asked.talkers)):
                     self._spawn(self._talk(key, asked, place / asked.talkers))
-                self._pipe.send(Done())
-            case Look():
+                self._pipe.send(ChatsDone())
+            case LookAtChats():
                 self._pipe.send(self._looked())
-            case Tell():
+            case TellOfChats():
                 self._pipe.send(self._told)
 
-    def _looked(self) -> Looked:
+    def _looked(self) -> LookedAtChats:
         events = sum(connection.events for connection in self._connections)
         answers = [connection.answer for connection in self._connections]
         streaming = sum(answer is not None and answer.first_s > 0 and not answer.last_s for answer in answers)
-        return Looked(time.monotonic(), time.process_time(), events, self._begun, self._ended, streaming)
+        return LookedAtChats(time.monotonic(), time.process_time(), events, self._begun, self._ended, streaming)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -298,22 +300,22 @@ class _Chatters:
         except Exception as error:
             self._pipe.send(ServerFailed(f"{type(error).__name__}: {error}"))
             raise
-        self._pipe.send(Done())
+        self._pipe.send(ChatsDone())
 
     def _next(self, count: int) -> list[str]:
         self._taken += count
         return self._keys[self._taken - count : self._taken]
 
-    async def _connected(self) -> _Connection:
+    async def _connected(self) -> _ChatConnection:
         assert self._begin is not None
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
-            lambda: _Connection(self._told.probed), self._begin.host, self._begin.port
+            lambda: _ChatConnection(self._told.probed), self._begin.host, self._begin.port
         )
         self._connections.append(connection)
         return connection
 
-    async def _open(self, begin: Begin) -> None:
+    async def _open(self, begin: BeginChats) -> None:
         if not begin.group_size:
             self._keys = [begin.key] * begin.trajectories
             return
@@ -341,24 +343,24 @@ class _Chatters:
 
     async def _run(self, key: str, max_tokens: int, place: int, probe: bool) -> None:
         await asyncio.sleep(place / STARTS_PER_S)
-        await _Agent(self, await self._connected(), key).say(max_tokens, talks=False, probe=probe)
+        await _ChatAgent(self, await self._connected(), key).say(max_tokens, talks=False, probe=probe)
 
-    async def _talk(self, key: str, asked: Talk, share: float) -> None:
-        agent, loop = _Agent(self, await self._connected(), key), asyncio.get_running_loop()
+    async def _talk(self, key: str, asked: TalkShortly, share: float) -> None:
+        agent, loop = _ChatAgent(self, await self._connected(), key), asyncio.get_running_loop()
         due_s = loop.time() + share * asked.period_s
         while True:
             await asyncio.sleep(due_s - loop.time())
             due_s += asked.period_s
             await agent.say(asked.max_tokens, talks=True)
 
-    async def _play(self, asked: Play) -> None:
+    async def _play(self, asked: PlayTurns) -> None:
         keys = iter(self._next(len(self._keys)))
         self._taken = 0
 
         async def play_some() -> None:
             connection = await self._connected()
             for key in keys:
-                agent = _Agent(self, connection, key)
+                agent = _ChatAgent(self, connection, key)
                 for _ in range(asked.turns):
                     await agent.say(asked.max_tokens, talks=True)
             connection.close()
@@ -367,7 +369,7 @@ class _Chatters:
             for _ in range(asked.at_once):
                 playing.create_task(play_some())
 
-    async def turn(self, connection: _Connection, request: bytes, *, talks: bool, probe: bool) -> _Answer:
+    async def turn(self, connection: _ChatConnection, request: bytes, *, talks: bool, probe: bool) -> _ChatAnswer:
         self._begun += 1
         answer = await connection.post(request, probe=probe)
         self._ended += 1
@@ -375,10 +377,10 @@ class _Chatters:
         return answer
 
 
-class _Agent:
+class _ChatAgent:
     """Plays a trajectory: its messages are a conversation, to which each answer is added."""
 
-    def __init__(self, chatters: _Chatters, connection: _Connection, key: str) -> None:
+    def __init__(self, chatters: _Chatters, connection: _ChatConnection, key: str) -> None:
         self._chatters, self._connection, self._key = chatters, connection, key
         self._messages = [{"role": "system", "content": SYSTEM}]
 

@@ -68,7 +68,7 @@ def install() -> str:
     return ""
 
 
-class Relay(NamedTuple):
+class LiteLLMProxy(NamedTuple):
     """A proxy that is up."""
 
     port: int
@@ -86,7 +86,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 @contextlib.asynccontextmanager
-async def litellm(tokens_per_s: float) -> AsyncIterator[Relay]:
+async def litellm(tokens_per_s: float) -> AsyncIterator[LiteLLMProxy]:
     """The proxy, with an upstream of its own. Raises `TimeoutError` if it does not come up."""
     near, far = multiprocessing.Pipe()
     stub = multiprocessing.Process(target=upstream, args=(far, tokens_per_s), daemon=True)
@@ -109,7 +109,7 @@ async def litellm(tokens_per_s: float) -> AsyncIterator[Relay]:
             )
             try:
                 await _up(process, port)
-                yield Relay(port, key, psutil.Process(process.pid))
+                yield LiteLLMProxy(port, key, psutil.Process(process.pid))
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
@@ -144,12 +144,12 @@ def upstream(port: Pipe, tokens_per_s: float) -> None:
 async def _upstream(port: Pipe, tokens_per_s: float) -> None:
     loop = asyncio.get_running_loop()
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    server = await loop.create_server(lambda: _Streaming(1 / tokens_per_s), sock=listener)
+    server = await loop.create_server(lambda: _StreamingStub(1 / tokens_per_s), sock=listener)
     port.send(listener.getsockname()[1])
     await server.serve_forever()
 
 
-class _Streaming(asyncio.Protocol):
+class _StreamingStub(asyncio.Protocol):
     """Whatever is asked, tokens are the answer."""
 
     def __init__(self, every_s: float) -> None:

@@ -1,7 +1,7 @@
 """Stand-ins for workers: they speak the workers' protocol as the agent does, over real connections; no engine is there.
 
 A stand-in dials, announces its credit, beats, takes orders, and streams drawn tokens (ids and log-probabilities) for
-each of its turns, 50 a second if no other `Pace` is given. What it says leaves as an agent's does: every flush interval
+each of its turns, 50 a second if no other `StandInPace` is given. What it says leaves as an agent's does: every flush interval
 what all turns have produced, at once a turn's first token, its last one, and what is called back. When each token was
 produced follows from its position, which `Schedule` tells; so the time until it is accepted can be measured.
 
@@ -51,7 +51,7 @@ def turn_tokens(turn: str) -> int:
     return max(1, round(running * drawn.random()))
 
 
-class Pace(NamedTuple):
+class StandInPace(NamedTuple):
     """How fast turns are. Without `own_lengths` a turn is as long as its order lets it be. Token ids are drawn from
     `ids`, or else from the whole vocabulary."""
 
@@ -120,7 +120,7 @@ class Fill(NamedTuple):
 Question: TypeAlias = Look | Rest | Tell | TellTimes | Fill
 
 
-def stand_ins(pipe: Pipe, credit: int, seed: int, produces: bool, pace: Pace) -> None:
+def stand_ins(pipe: Pipe, credit: int, seed: int, produces: bool, pace: StandInPace) -> None:
     """A process of them: one for each ticket that comes, until the pipe's other end is closed."""
     raise_descriptor_limit()
     uvloop.run(_StandInHost(pipe, credit, random.Random(seed), produces, pace).live())
@@ -146,7 +146,7 @@ class _Drawn:
 
 
 class _StandInHost:
-    def __init__(self, pipe: Pipe, credit: int, rng: random.Random, produces: bool, pace: Pace) -> None:
+    def __init__(self, pipe: Pipe, credit: int, rng: random.Random, produces: bool, pace: StandInPace) -> None:
         self.credit, self.rng, self.produces, self.pace = credit, rng, produces, pace
         self.schedules: list[Schedule] = []
         self.times: dict[str, TurnTimes] = {}

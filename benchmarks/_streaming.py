@@ -20,7 +20,7 @@ import _common  # noqa: F401  (the path)
 import numpy as np
 import numpy.typing as npt
 from _orchestrated import OwnWorkers, orchestrator
-from _stand_ins import PATIENCE_S, TOKENS_PER_S, TURN_TOKENS_MAX, Looked, Pace, Question, Schedule, stand_ins
+from _stand_ins import PATIENCE_S, TOKENS_PER_S, TURN_TOKENS_MAX, Looked, Question, Schedule, StandInPace, stand_ins
 from pydantic import BaseModel
 
 from elastic.compose.plan import TRAINER_PROVIDER
@@ -81,7 +81,7 @@ class PausingEnvironment:
 class StandInProcess:
     """A process of stand-ins, which lives until it is killed."""
 
-    def __init__(self, credit: int, seed: int, *, produces: bool = True, pace: Pace = Pace()) -> None:  # noqa: B008
+    def __init__(self, credit: int, seed: int, *, produces: bool = True, pace: StandInPace = StandInPace()) -> None:  # noqa: B008
         self.workers: set[str] = set()
         self._pipe, far = multiprocessing.Pipe()
         self._process = multiprocessing.Process(target=stand_ins, args=(far, credit, seed, produces, pace), daemon=True)
@@ -129,7 +129,9 @@ class Use:
 class StandInFleet:
     """Processes of stand-ins, over which workers are spread evenly."""
 
-    def __init__(self, processes: int, credit: int, *, produces: bool = True, pace: Pace = Pace()) -> None:  # noqa: B008
+    def __init__(
+        self, processes: int, credit: int, *, produces: bool = True, pace: StandInPace = StandInPace()
+    ) -> None:
         self._credit, self._produces, self._pace = credit, produces, pace
         self.processes: list[StandInProcess] = []
         self.add(processes)

@@ -39,11 +39,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import psutil
-from _chatters import Begin, ChatterProcess, Looked, Play, ServerFailed, Stream, Talk, Tell, Told
-from _chatters import Look as LookAtAgents
+from _chatters import (
+    BeginChats,
+    ChatterProcess,
+    LookAtChats,
+    LookedAtChats,
+    PlayTurns,
+    ServerFailed,
+    StreamChats,
+    TalkShortly,
+    TellOfChats,
+    ToldOfChats,
+)
 from _common import emit, parser
 from _relays import cpu_s, install, litellm, skipped_without_litellm
-from _stand_ins import Look, Pace, TellTimes, TurnTimes
+from _stand_ins import Look, StandInPace, TellTimes, TurnTimes
 from _streaming import (
     GROUP_SIZE,
     STREAMS_PER_WORKER,
@@ -89,7 +99,7 @@ NEVER_S = 1e6
 WITHOUT_VLLM = "vLLM is not installed in .cache/vllm, and this machine has no figures of its own for it"
 
 
-class Load(NamedTuple):
+class ChatLoad(NamedTuple):
     streams: int
     tokens_per_s: int
 
@@ -102,7 +112,7 @@ class Load(NamedTuple):
         return TALK_TOKENS / self.tokens_per_s / TALK_SHARE
 
 
-LOADS = Load(64, 50), Load(1_000, 10)
+LOADS = ChatLoad(64, 50), ChatLoad(1_000, 10)
 
 
 def fronted_config(checkpoint: Path, workers: int, trajectories: int) -> Config:
@@ -127,14 +137,14 @@ class FrontedRun(NamedTuple):
     agents: ChatterProcess
     fronts: Sequence[psutil.Process]
 
-    def use(self) -> "Use":
-        return Use(time.monotonic(), time.process_time(), sum(map(cpu_s, self.fronts)), self.streamed.accepted)
+    def use(self) -> "FrontedUse":
+        return FrontedUse(time.monotonic(), time.process_time(), sum(map(cpu_s, self.fronts)), self.streamed.accepted)
 
     def resident_bytes(self) -> int:
         return sum(process.memory_info().rss for process in (psutil.Process(), *self.fronts))
 
 
-class Use(NamedTuple):
+class FrontedUse(NamedTuple):
     """What run and fronts had computed then, and the tokens that the run had accepted."""
 
     at_s: float
@@ -142,8 +152,8 @@ class Use(NamedTuple):
     fronts_s: float
     tokens: int
 
-    def since(self, before: "Use") -> "Use":
-        return Use(
+    def since(self, before: "FrontedUse") -> "FrontedUse":
+        return FrontedUse(
             self.at_s - before.at_s,
             self.run_s - before.run_s,
             self.fronts_s - before.fronts_s,
@@ -156,7 +166,7 @@ class Use(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def fronted_run(trajectories: int, pace: Pace, streams: int) -> AsyncIterator[FrontedRun]:
+async def fronted_run(trajectories: int, pace: StandInPace, streams: int) -> AsyncIterator[FrontedRun]:
     """With so many trajectories open, of which so many have turns at once."""
     workers = -(-streams // STREAMS_PER_WORKER)
     served: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -175,7 +185,7 @@ async def fronted_run(trajectories: int, pace: Pace, streams: int) -> AsyncItera
             url = await asyncio.wait_for(served, START_S)
             at = Address.parse(url.removeprefix("http://").removesuffix("/v1"))
             key = RunSecrets.of(run.kept.path).driver_key("main")
-            await chatters.ask(Begin(at.host, at.port, key, trajectories, GROUP_SIZE))
+            await chatters.ask(BeginChats(at.host, at.port, key, trajectories, GROUP_SIZE))
             known = run.scheduler.fleet.workers
             await until("workers", lambda: sum(worker.connected for worker in known.values()) == workers, START_S)
             yield FrontedRun(run, chatters, [psutil.Process(pid) for pid in _front_pids(run.kept.path)])
@@ -188,24 +198,24 @@ def _front_pids(run_dir: Path) -> list[int]:
     return found
 
 
-async def measure_load(load: Load, seconds: float) -> dict[str, Any]:
-    pace = Pace(load.tokens_per_s, own_lengths=False, ids=WORDS)
+async def measure_load(load: ChatLoad, seconds: float) -> dict[str, Any]:
+    pace = StandInPace(load.tokens_per_s, own_lengths=False, ids=WORDS)
     streams = load.streams + load.talkers
     async with fronted_run(streams, pace, streams) as run:
-        await run.agents.ask(Stream(load.streams, LONG_TOKENS, PROBE_EVERY))
+        await run.agents.ask(StreamChats(load.streams, LONG_TOKENS, PROBE_EVERY))
         if not await comes_true(lambda: run.streamed.streaming() == load.streams, START_S):
             raise TimeoutError(f"of {load.streams} streams {run.streamed.streaming()} have begun")
         await asyncio.sleep(SETTLE_S)
         long, lasted = await _window(run, seconds)
-        await run.agents.ask(Talk(load.talkers, TALK_TOKENS, load.talk_period_s))
+        await run.agents.ask(TalkShortly(load.talkers, TALK_TOKENS, load.talk_period_s))
         await asyncio.sleep(TALK_SETTLE_S)
         began_s = time.monotonic()
         talked, talk = await _window(run, seconds)
         (looked,) = await run.streamed.fleet.ask(Look())
         (times,) = await run.streamed.fleet.ask(TellTimes())
-        told = await run.agents.ask(Tell())
+        told = await run.agents.ask(TellOfChats())
     us_per_token, turns = long.cpu_s / long.tokens * 1e6, (talk.begun + talk.ended) / 2
-    delays = Delays.of(told, times, load.tokens_per_s, began_s)
+    delays = ChatDelays.of(told, times, load.tokens_per_s, began_s)
     return {
         "us_per_token": us_per_token,
         "us_per_turn": (talked.cpu_s * 1e6 - us_per_token * talked.tokens) / turns,
@@ -225,7 +235,7 @@ async def measure_load(load: Load, seconds: float) -> dict[str, Any]:
     }
 
 
-class AgentsUse(NamedTuple):
+class ChattersUse(NamedTuple):
     """What the agents had and took between two looks, and what the stand-ins took."""
 
     events: int
@@ -235,15 +245,15 @@ class AgentsUse(NamedTuple):
     generator_core_share: float
 
 
-async def _window(run: FrontedRun, seconds: float) -> tuple[Use, AgentsUse]:
+async def _window(run: FrontedRun, seconds: float) -> tuple[FrontedUse, ChattersUse]:
     generated = await run.streamed.fleet.ask(Look())
-    looked: Looked = await run.agents.ask(LookAtAgents())
+    looked: LookedAtChats = await run.agents.ask(LookAtChats())
     before = run.use()
     await asyncio.sleep(seconds)
     after = run.use()
-    now: Looked = await run.agents.ask(LookAtAgents())
+    now: LookedAtChats = await run.agents.ask(LookAtChats())
     generating = used(generated, await run.streamed.fleet.ask(Look()))
-    agents = AgentsUse(
+    agents = ChattersUse(
         now.events - looked.events,
         now.begun - looked.begun,
         now.ended - looked.ended,
@@ -253,7 +263,7 @@ async def _window(run: FrontedRun, seconds: float) -> tuple[Use, AgentsUse]:
     return after.since(before), agents
 
 
-class Delays(NamedTuple):
+class ChatDelays(NamedTuple):
     """In seconds: of first tokens and of ends of short turns, and of all tokens of long ones."""
 
     firsts_s: npt.NDArray[np.float64]
@@ -261,7 +271,7 @@ class Delays(NamedTuple):
     tokens_s: npt.NDArray[np.float64]
 
     @classmethod
-    def of(cls, told: Told, times: dict[str, TurnTimes], tokens_per_s: float, since_s: float) -> "Delays":
+    def of(cls, told: ToldOfChats, times: dict[str, TurnTimes], tokens_per_s: float, since_s: float) -> "ChatDelays":
         """Of what came after `since_s`; of long turns all but their first tokens."""
         turns = [(turn, times[turn.turn]) for turn in told.turns if turn.talked and turn.first_s > since_s]
         delays: list[npt.NDArray[np.float64]] = []
@@ -280,11 +290,11 @@ class Delays(NamedTuple):
 
 async def weigh(trajectories: int) -> dict[str, Any]:
     """The memory of tokens. What processes take for their first turns, they take before."""
-    pace = Pace(FILL_TOKENS_PER_S, own_lengths=False, ids=WORDS)
+    pace = StandInPace(FILL_TOKENS_PER_S, own_lengths=False, ids=WORDS)
     async with fronted_run(trajectories, pace, FILLED_AT_ONCE) as run:
-        await run.agents.ask(Play(1, TALK_TOKENS, FILLED_AT_ONCE))
+        await run.agents.ask(PlayTurns(1, TALK_TOKENS, FILLED_AT_ONCE))
         before, tokens = await _settled_bytes(run), run.streamed.accepted
-        filled = Play(FILLED_TURNS, FILLED_TOKENS // FILLED_TURNS, FILLED_AT_ONCE)
+        filled = PlayTurns(FILLED_TURNS, FILLED_TOKENS // FILLED_TURNS, FILLED_AT_ONCE)
         await run.agents.ask(filled, FILL_S)
         after, tokens = await _settled_bytes(run), run.streamed.accepted - tokens
     return {"bytes_per_token": (after - before) / tokens, "trajectories": trajectories, "tokens": tokens}
@@ -297,20 +307,20 @@ async def _settled_bytes(run: FrontedRun) -> int:
     return run.resident_bytes()
 
 
-async def measure_litellm(load: Load, seconds: float) -> dict[str, Any]:
+async def measure_litellm(load: ChatLoad, seconds: float) -> dict[str, Any]:
     """At what it carries of the load."""
     agents = ChatterProcess()
     try:
         async with litellm(load.tokens_per_s) as relay:
-            await agents.ask(Begin("127.0.0.1", relay.port, relay.key, load.streams))
-            await agents.ask(Stream(load.streams, LONG_TOKENS, load.streams + 1))
+            await agents.ask(BeginChats("127.0.0.1", relay.port, relay.key, load.streams))
+            await agents.ask(StreamChats(load.streams, LONG_TOKENS, load.streams + 1))
             for _ in range(RIVAL_LOOKS):
                 await asyncio.sleep(SETTLE_S)
-                if (await agents.ask(LookAtAgents())).streaming == load.streams:
+                if (await agents.ask(LookAtChats())).streaming == load.streams:
                     break
-            before, began_s = await agents.ask(LookAtAgents()), relay.cpu_s()
+            before, began_s = await agents.ask(LookAtChats()), relay.cpu_s()
             await asyncio.sleep(seconds)
-            took_s, after = relay.cpu_s() - began_s, await agents.ask(LookAtAgents())
+            took_s, after = relay.cpu_s() - began_s, await agents.ask(LookAtChats())
     finally:
         agents.close()
     tokens = after.events - before.events
@@ -321,7 +331,7 @@ async def measure_litellm(load: Load, seconds: float) -> dict[str, Any]:
     }
 
 
-def rivals(loads: Sequence[Load], seconds: float, ours: dict[str, Any], skipped: str) -> dict[str, Any]:
+def rivals(loads: Sequence[ChatLoad], seconds: float, ours: dict[str, Any], skipped: str) -> dict[str, Any]:
     vllm: dict[str, Any] = {"us_per_token": None, "skipped_because": WITHOUT_VLLM}
     found: dict[str, Any] = {"us_per_token": None, "skipped_because": skipped}
     if not skipped:
@@ -336,7 +346,7 @@ def rivals(loads: Sequence[Load], seconds: float, ours: dict[str, Any], skipped:
     return {"litellm": found, "vllm_server": vllm, "vllm_router": dict(vllm)}
 
 
-def in_process(results: Any, load: Load | None, amount: float) -> None:
+def in_process(results: Any, load: ChatLoad | None, amount: float) -> None:
     """A run in a process of its own: a load for so many seconds, or so many trajectories to be filled."""
     try:
         results.send(run_loop(measure_load(load, amount) if load else weigh(round(amount))))
@@ -345,7 +355,7 @@ def in_process(results: Any, load: Load | None, amount: float) -> None:
         raise
 
 
-def measured(load: Load | None, amount: float) -> dict[str, Any]:
+def measured(load: ChatLoad | None, amount: float) -> dict[str, Any]:
     near, far = multiprocessing.Pipe()
     process = multiprocessing.Process(target=in_process, args=(far, load, amount))
     process.start()
