@@ -1,9 +1,9 @@
 """Stand-ins for workers: they speak the workers' protocol as the agent does, over real connections; no engine is there.
 
 A stand-in dials, announces its credit, beats, takes orders, and streams drawn tokens (ids and log-probabilities) for
-each of its turns, 50 a second if no other `StandInPace` is given. What it says leaves as an agent's does: every flush interval
-what all turns have produced, at once a turn's first token, its last one, and what is called back. When each token was
-produced follows from its position, which `Schedule` tells; so the time until it is accepted can be measured.
+each of its turns, 50 a second if no other `StandInPace` is given. What it says leaves as an agent's does: every flush
+interval what all turns have produced, at once a turn's first token, its last one, and what is called back. When each
+token was produced follows from its position, which `Schedule` tells; so the time until it is accepted can be measured.
 
 Turns are as long as real ones: log-normal, with a median of 2,000 tokens. A trajectory's first turn has what would be
 left of one that began before, so that turns end and begin from the first second on as they will after an hour.
@@ -58,6 +58,9 @@ class StandInPace(NamedTuple):
     tokens_per_s: float = TOKENS_PER_S
     own_lengths: bool = True
     ids: range | None = None
+
+
+USUAL_PACE = StandInPace()
 
 
 @dataclass(slots=True)

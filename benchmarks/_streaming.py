@@ -81,7 +81,7 @@ class PausingEnvironment:
 class StandInProcess:
     """A process of stand-ins, which lives until it is killed."""
 
-    def __init__(self, credit: int, seed: int, *, produces: bool = True, pace: StandInPace = StandInPace()) -> None:  # noqa: B008
+    def __init__(self, credit: int, seed: int, *, produces: bool = True, pace: StandInPace = USUAL_PACE) -> None:
         self.workers: set[str] = set()
         self._pipe, far = multiprocessing.Pipe()
         self._process = multiprocessing.Process(target=stand_ins, args=(far, credit, seed, produces, pace), daemon=True)
@@ -129,9 +129,7 @@ class Use:
 class StandInFleet:
     """Processes of stand-ins, over which workers are spread evenly."""
 
-    def __init__(
-        self, processes: int, credit: int, *, produces: bool = True, pace: StandInPace = StandInPace()
-    ) -> None:
+    def __init__(self, processes: int, credit: int, *, produces: bool = True, pace: StandInPace = USUAL_PACE) -> None:
         self._credit, self._produces, self._pace = credit, produces, pace
         self.processes: list[StandInProcess] = []
         self.add(processes)
