@@ -20,7 +20,17 @@ import _common  # noqa: F401  (the path)
 import numpy as np
 import numpy.typing as npt
 from _orchestrated import OwnWorkers, orchestrator
-from _stand_ins import PATIENCE_S, TOKENS_PER_S, TURN_TOKENS_MAX, Looked, Question, Schedule, StandInPace, stand_ins
+from _stand_ins import (
+    PATIENCE_S,
+    TOKENS_PER_S,
+    TURN_TOKENS_MAX,
+    USUAL_PACE,
+    Looked,
+    Question,
+    Schedule,
+    StandInPace,
+    stand_ins,
+)
 from pydantic import BaseModel
 
 from elastic.compose.plan import TRAINER_PROVIDER
