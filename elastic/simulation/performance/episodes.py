@@ -83,6 +83,10 @@ SPREAD = 0.9
 median."""
 
 
+DRAWN_TURNS_MAX = 64
+"""Most turns of a drawn episode: where agents drive a run it has no limit of turns."""
+
+
 class DrawnEpisodes:
     """Episodes from a long-tailed mixture within the run's limits, for configurations without known turns.
 
@@ -119,7 +123,7 @@ class DrawnEpisodes:
 
     def _drawn(self, chance: Random) -> tuple[EpisodeTurn, ...]:
         limits = self._limits
-        count = chance.randint(1, limits.max_turns)
+        count = chance.randint(1, min(limits.max_turns, DRAWN_TURNS_MAX))
         prompt = max(1, round(limits.max_context_tokens * PROMPT_SHARE))
         median = max(1.0, limits.max_tokens_per_turn * MEDIAN_TURN_SHARE)
         return tuple(
