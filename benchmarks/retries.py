@@ -123,8 +123,9 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 class Harnesses:
     """Processes that play groups of a run, and the calls that they have made."""
 
-    def __init__(self, run: AgentsRun, url: str, clients: Mapping[str, str]) -> None:
+    def __init__(self, run: AgentsRun, url: str, clients: Mapping[str, str], directory: Path) -> None:
         self.run, self.url, self.clients = run, url, clients
+        self._directory = directory
         self.calls: list[MadeCall] = []
         self.by: Counter[str] = Counter()
 
@@ -133,6 +134,7 @@ class Harnesses:
         """So many groups are played, shared out among the clients; waits for their end. Raises `RuntimeError`."""
         names = [f"{time.monotonic_ns()}-{number}" for number in range(groups)]
         started: dict[str, subprocess.Popen[str]] = {}
+        said = {client: self._directory / f"{client}.json" for client in self.clients}
         try:
             for place, (client, python) in enumerate(self.clients.items()):
                 mine = HarnessSettings(
@@ -145,18 +147,19 @@ class Harnesses:
                     seed=place,
                     **settings,
                 )
-                started[client] = subprocess.Popen(
-                    [python, str(HERE / "_harness.py"), json.dumps(asdict(mine))],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
+                with said[client].open("w") as out:
+                    started[client] = subprocess.Popen(
+                        [python, str(HERE / "_harness.py"), json.dumps(asdict(mine))],
+                        stdout=out,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                    )
             yield list(started.values())
             for client, process in started.items():
-                out, err = process.communicate(timeout=HARNESS_TIMEOUT_S)
+                _, err = process.communicate(timeout=HARNESS_TIMEOUT_S)
                 if process.returncode:
                     raise RuntimeError(f"the harness with {client} has failed:\n{err[-3000:]}")
-                made = [MadeCall(**call) for call in json.loads(out.splitlines()[-1])]
+                made = [MadeCall(**call) for call in json.loads(said[client].read_text().splitlines()[-1])]
                 self.calls += made
                 self.by[client] += len(made)
         finally:
@@ -201,7 +204,7 @@ def play(directory: Path, storm: Storm) -> dict[str, Any]:
     run = AgentsRun(directory, f"run.steps={steps}", f"rollout.groups={groups // steps}", *RUN)
     try:
         with Cuttable(int(run.url().rpartition(":")[2])) as connections:
-            harnesses = Harnesses(run, connections.url, clients)
+            harnesses = Harnesses(run, connections.url, clients, directory)
             with harnesses.playing(storm.groups, turns=storm.turns) as playing:
                 run.until("turns under way", lambda: harnesses_over(playing) or len(run.accepted()) >= MEMBERS)
                 kinds = iter(storm.kinds)
