@@ -30,6 +30,9 @@ from elastic.testing.faults.shell.models import scored, turn_tokens
 
 Context: TypeAlias = tuple[int, ...]
 
+UNREWARDED = "it was ended without a reward", "idle for ", "not ended in "
+"""How the cause begins of a trajectory that has failed for want of a reward."""
+
 
 @dataclass(slots=True)
 class Journaled:
@@ -75,6 +78,8 @@ def check_agents(
     for row in rows:
         if row.reward is not None and not row.cause:
             _check_row(record, config, row, true=row.trajectory not in touched, by_functions=by_functions)
+        unrewarded = row.cause.startswith(UNREWARDED)
+        _require(not unrewarded or row.trajectory not in record.rewards, f"{row.trajectory} had a reward: {row.cause}")
     _check_attempts(record.attempts, journaled)
 
 
