@@ -157,8 +157,13 @@ class RunLink:
         return self._connection is not None and self._connection.open
 
     async def stands(self) -> None:
-        """Wait until there is a connection."""
-        await self._stands.wait()
+        """Wait until there is a connection of which more can be said and heard.
+
+        One that has just ended may not be known as lost yet; whoever asks again at once would never let that be known.
+        """
+        while not self.up:
+            self._stands.clear()
+            await self._stands.wait()
 
     async def run(self) -> NoReturn:
         """Dial, and dial again whenever the connection is lost. Raises `SessionRefused` if the run wants no front."""

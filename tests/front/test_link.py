@@ -60,6 +60,18 @@ async def test_it_hands_over_the_listening_socket_and_says_hello(tmp_path):
         assert (run.fds, link.run_name, link.up, link.lost_s) == (1, "run", True, None)
 
 
+async def test_it_stands_only_while_more_can_be_said(tmp_path):
+    """Whoever asks again whenever the link is lost would ask for ever, and let nobody see that it is."""
+    async with linked(tmp_path) as (run, link), asyncio.timeout(20):
+        await run.stop()
+        while link.up:  # noqa: ASYNC110  # the very moment counts
+            await asyncio.sleep(0)
+        restarting = asyncio.create_task(run.start())
+        await link.stands()
+        assert link.up
+        await restarting
+
+
 async def test_a_directory_with_a_long_path(tmp_path):
     directory = tmp_path / ("d" * 100) / ("e" * 100)
     directory.mkdir(parents=True)
