@@ -6,6 +6,7 @@ streams one event a token to each of its clients, at an even pace and for ever, 
 
 import asyncio
 import contextlib
+import itertools
 import multiprocessing
 import os
 import secrets
@@ -40,9 +41,10 @@ litellm_settings: {{telemetry: false, drop_params: true, request_timeout: 600}}
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = (
     b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"tiny",'
-    b'"choices":[{"index":0,"delta":{"role":"assistant","content":" the"},"logprobs":null,"finish_reason":null}]}\n\n'
+    b'"choices":[{"index":0,"delta":{"role":"assistant","content":" %b"},"logprobs":null,"finish_reason":null}]}\n\n'
 )
-CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+CHUNKS = [b"%x\r\n%b\r\n" % (len(event), event) for word in (b"the", b"sum", b"is", b"42") for event in (EVENT % word,)]
+"""The proxy ends a stream that repeats one token."""
 
 
 def skipped_without_litellm() -> str:
@@ -156,6 +158,7 @@ class _StreamingStub(asyncio.Protocol):
         self._every_s = every_s
         self._loop = asyncio.get_running_loop()
         self._due_s = 0.0
+        self._chunks = itertools.cycle(CHUNKS)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -169,6 +172,6 @@ class _StreamingStub(asyncio.Protocol):
     def _produce(self) -> None:
         if self._transport.is_closing():
             return
-        self._transport.write(CHUNK)
+        self._transport.write(next(self._chunks))
         self._due_s += self._every_s
         self._loop.call_at(self._due_s, self._produce)
