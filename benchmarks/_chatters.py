@@ -26,7 +26,7 @@ SYSTEM = "You are a helpful assistant. You may call functions."
 QUESTION = "What is the sum of these numbers? Let me think about it once more, step by step."
 PATIENCE_S = 240.0
 OPENING_AT_ONCE = 64
-STARTS_PER_S = 200
+STARTS_PER_S = 400
 """Runners that begin, so that their prompts are no burst."""
 BUSY_S = 0.2
 BUSY = 429

@@ -87,7 +87,7 @@ SETTLE_S = 3.0
 """Until the flush interval suits the load."""
 TALK_SETTLE_S = 1.0
 START_S, FILL_S = 240.0, 1_800.0
-RIVAL_LOOKS = 12
+RIVAL_LOOKS, RIVAL_LOOKS_QUICK = 12, 1
 """Each after `SETTLE_S`, until all streams have begun."""
 """Longest times, for machines that are busy with other things."""
 FILLED, FILLED_TOKENS = 1_000, 32_000
@@ -307,14 +307,14 @@ async def _settled_bytes(run: FrontedRun) -> int:
     return run.resident_bytes()
 
 
-async def measure_litellm(load: ChatLoad, seconds: float) -> dict[str, Any]:
-    """At what it carries of the load."""
+async def measure_litellm(load: ChatLoad, seconds: float, looks: int = RIVAL_LOOKS) -> dict[str, Any]:
+    """At what it carries of the load, at the latest after so many looks."""
     agents = ChatterProcess()
     try:
         async with litellm(load.tokens_per_s) as relay:
             await agents.ask(BeginChats("127.0.0.1", relay.port, relay.key, load.streams))
             await agents.ask(StreamChats(load.streams, LONG_TOKENS, load.streams + 1))
-            for _ in range(RIVAL_LOOKS):
+            for _ in range(looks):
                 await asyncio.sleep(SETTLE_S)
                 if (await agents.ask(LookAtChats())).streaming == load.streams:
                     break
@@ -331,12 +331,12 @@ async def measure_litellm(load: ChatLoad, seconds: float) -> dict[str, Any]:
     }
 
 
-def rivals(loads: Sequence[ChatLoad], seconds: float, ours: dict[str, Any], skipped: str) -> dict[str, Any]:
+def rivals(loads: Sequence[ChatLoad], seconds: float, looks: int, ours: dict[str, Any], skipped: str) -> dict[str, Any]:
     vllm: dict[str, Any] = {"us_per_token": None, "skipped_because": WITHOUT_VLLM}
     found: dict[str, Any] = {"us_per_token": None, "skipped_because": skipped}
     if not skipped:
         try:
-            streams = {str(load.streams): run_loop(measure_litellm(load, seconds)) for load in loads}
+            streams = {str(load.streams): run_loop(measure_litellm(load, seconds, looks)) for load in loads}
         except (OSError, ServerFailed) as error:
             found["skipped_because"] = f"LiteLLM's proxy does not do it: {error}"
         else:
@@ -375,7 +375,7 @@ def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(*, quick: bool, with_litellm: bool) -> dict[str, Any]:
-    seconds, rounds = (3.0, 1) if quick else (10.0, 3)
+    seconds, rounds, looks = (2.0, 1, RIVAL_LOOKS_QUICK) if quick else (10.0, 3, RIVAL_LOOKS)
     skipped = install() if with_litellm else skipped_without_litellm()
     by_load = {load: list[dict[str, Any]]() for load in LOADS}
     for _ in range(rounds):
@@ -387,7 +387,7 @@ def main(*, quick: bool, with_litellm: bool) -> dict[str, Any]:
         **streams[str(LOADS[0].streams)],
         **measured(None, FILLED // share),
         "streams": streams,
-        **rivals(LOADS[:1] if quick else LOADS, seconds, streams, skipped),
+        **rivals(LOADS[:1] if quick else LOADS, seconds, looks, streams, skipped),
     }
 
 
