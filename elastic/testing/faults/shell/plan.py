@@ -56,7 +56,7 @@ STILLBORN_SHARE = 1 / 8
 """Share of worlds with workers that cannot start, besides their other faults."""
 SUSPENDED_SHARE = 1 / 8
 """Share of worlds of all kinds of faults whose machine is suspended, too. Leases expire in those."""
-AGENTS_SHARE = 1 / 6
+AGENTS_SHARE = 1 / 12
 """Share of worlds of all kinds of faults whose trajectories agents drive. Fronts are killed in those, too."""
 LONG_IDLE_SHARE = 1 / 8
 """Share of those in which a trajectory is idle for longer than a turn goes on without a client."""
@@ -88,7 +88,7 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
     driven = Random(f"{seed}/agents")
     agents = FaultKind.KILL_FRONT in only or (not only and not long and driven.random() < AGENTS_SHARE)
     if agents and not only:
-        faults += [draw_fault(driven, FaultKind.KILL_FRONT, span_s) for _ in range(driven.choice((0, 2, 6)))]
+        faults += [draw_fault(driven, FaultKind.KILL_FRONT, span_s) for _ in range(driven.choice((2, 8, 16)))]
     faults.sort(key=lambda fault: fault.at_s)
     calm = Fault(kind=FaultKind.WEATHER, at_s=span_s)
     one_slot = rng.random() < 1 / 10
