@@ -24,6 +24,7 @@ from elastic.protocol.api import (
     RunFigures,
     StepMetrics,
 )
+from elastic.protocol.endpoint import Address
 from elastic.protocol.run_secrets import FILE, ROOT_BYTES, RunSecrets
 from elastic.report.history import History, history_of
 from elastic.report.usage import lease_ends
@@ -246,7 +247,9 @@ def agents_of(run_dir: Path, driver: str) -> tuple[str, str] | None:
         if served:
             with opened(run_dir, FILE) as file:
                 secrets = RunSecrets(file.read(ROOT_BYTES))
-            return agents_url(validate(Config, json.loads(config), path.name), served), secrets.driver_key(driver)
+            return agents_url(
+                validate(Config, json.loads(config), path.name), Address.parse(served)
+            ), secrets.driver_key(driver)
     return None
 
 
