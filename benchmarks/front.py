@@ -206,6 +206,7 @@ async def measure_load(load: ChatLoad, seconds: float) -> dict[str, Any]:
         if not await comes_true(lambda: run.streamed.streaming() == load.streams, START_S):
             raise TimeoutError(f"of {load.streams} streams {run.streamed.streaming()} have begun")
         await asyncio.sleep(SETTLE_S)
+        settled_s = time.monotonic()
         long, lasted = await _window(run, seconds)
         await run.agents.ask(TalkShortly(load.talkers, TALK_TOKENS, load.talk_period_s))
         await asyncio.sleep(TALK_SETTLE_S)
@@ -215,7 +216,7 @@ async def measure_load(load: ChatLoad, seconds: float) -> dict[str, Any]:
         (times,) = await run.streamed.fleet.ask(TellTimes())
         told = await run.agents.ask(TellOfChats())
     us_per_token, turns = long.cpu_s / long.tokens * 1e6, (talk.begun + talk.ended) / 2
-    delays = ChatDelays.of(told, times, load.tokens_per_s, began_s)
+    delays = ChatDelays.of(told, times, load.tokens_per_s, settled_s, began_s)
     return {
         "us_per_token": us_per_token,
         "us_per_turn": (talked.cpu_s * 1e6 - us_per_token * talked.tokens) / turns,
@@ -271,13 +272,15 @@ class ChatDelays(NamedTuple):
     tokens_s: npt.NDArray[np.float64]
 
     @classmethod
-    def of(cls, told: ToldOfChats, times: dict[str, TurnTimes], tokens_per_s: float, since_s: float) -> "ChatDelays":
-        """Of what came after `since_s`; of long turns all but their first tokens."""
-        turns = [(turn, times[turn.turn]) for turn in told.turns if turn.talked and turn.first_s > since_s]
+    def of(
+        cls, told: ToldOfChats, times: dict[str, TurnTimes], tokens_per_s: float, settled_s: float, talking_s: float
+    ) -> "ChatDelays":
+        """Of tokens that came after `settled_s`, and of turns that began after `talking_s`."""
+        turns = [(turn, times[turn.turn]) for turn in told.turns if turn.talked and turn.first_s > talking_s]
         delays: list[npt.NDArray[np.float64]] = []
         reached: dict[str, int] = {}
         for turn, at_s, tokens in told.probed:
-            if turn in reached:
+            if turn in reached and at_s > settled_s:
                 numbers = np.arange(reached[turn], tokens)
                 delays.append(at_s - times[turn].begun_s - (numbers + 1) / tokens_per_s)
             reached[turn] = tokens
