@@ -20,6 +20,7 @@ from elastic.protocol.openai.errors import FrontError, no_such_model, too_long
 
 IDEMPOTENCY_HEADERS = ("idempotency-key", "x-idempotency-key", "x-irid")
 RETRY_HEADER = "x-stainless-retry-count"
+RETRIES_DIGITS = 9
 CHARS_PER_TOKEN_MAX = 256
 """No vocabulary has a longer token. Text of more characters than the context holds is refused before it is encoded."""
 TURNS_MAX = 4096
@@ -147,7 +148,7 @@ def _asked(
     _check_ids(model, body.stop_token_ids, "stop_token_ids")
     ends = () if body.ignore_eos else tuple(stop_token_ids)
     ends = tuple(dict.fromkeys((*ends, *body.stop_token_ids)))
-    retries = headers.get(RETRY_HEADER, "0")
+    retries = headers.get(RETRY_HEADER, "0")[:RETRIES_DIGITS]
     return Asked(
         AgentCall(
             route, bodies.digest(fields), idempotency_key(headers), retry=retries.isdecimal() and int(retries) > 0

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from elastic.core.ids import group_of
+from elastic.core.ids import group_of, parse_agent_id
 from elastic.core.types import Nanoseconds, TrajectoryId
 from elastic.protocol.front_messages import AgentCaller, TrajectoryStanding
 from elastic.runtime.agents import notes
@@ -69,7 +69,11 @@ class AgentClaims:
             self.begun[begun.driver, begun.key] = begun
 
     def is_free(self, driver: str, session: str, trajectory: TrajectoryId = "") -> bool:
-        """Whether the session is bound to no other trajectory. Raises `CallRefused` if it is."""
+        """Whether the session is bound to no other trajectory. Raises `CallRefused` if it is, or names a trajectory."""
+        if _trajectory(session):
+            raise CallRefused(
+                400, "invalid_session", f"session {session!r} is the id of a trajectory", param="session_id"
+            )
         bound = self.sessions.get((driver, session))
         if bound not in (None, trajectory):
             raise CallRefused(409, "session_bound", f"session {session!r} is bound to another trajectory", retry=False)
@@ -94,7 +98,7 @@ class AgentClaims:
     def _meant(self, caller: AgentCaller) -> TrajectoryId:
         if caller.trajectory:
             return caller.trajectory
-        return self.sessions.get((caller.driver, caller.named)) or caller.named.replace("-", "/")
+        return self.sessions.get((caller.driver, caller.named)) or _trajectory(caller.named)
 
     def leave(self, trajectory: TrajectoryId, standing: TrajectoryStanding) -> None:
         """An open trajectory is over."""
@@ -113,6 +117,14 @@ class AgentClaims:
         group = self.groups.get(group_of(trajectory))
         if group is not None and trajectory in group.members:
             group.members.remove(trajectory)
+
+
+def _trajectory(named: str) -> TrajectoryId:
+    """The trajectory with this id; empty for what is none."""
+    try:
+        return parse_agent_id(named) if "/" not in named else ""
+    except ValueError:
+        return ""
 
 
 def gone(ended: EndedTrajectory) -> CallRefused:

@@ -18,47 +18,62 @@ class OtherBody(Exception):
 
 @dataclass(slots=True)
 class AskedCall:
-    """A call that has turns: one for each choice, the first choice first."""
+    """A call that has turns, by choice; `key` is its idempotency header's."""
 
     key: str
-    turns: list[TurnId] = field(default_factory=list[TurnId])
+    turns: dict[int, TurnId] = field(default_factory=dict[int, TurnId])
     undelivered: set[TurnId] = field(default_factory=set[TurnId])
 
 
 @dataclass(slots=True)
 class Calls:
-    """The last call of each route and body of a trajectory."""
+    """The last call of each route and body of a trajectory, and those that had an idempotency key."""
 
     last: dict[tuple[str, bytes], AskedCall] = field(default_factory=dict[tuple[str, bytes], AskedCall])
-    bodies: dict[str, tuple[str, bytes]] = field(default_factory=dict[str, tuple[str, bytes]])
-    """By idempotency key."""
+    keyed: dict[str, tuple[tuple[str, bytes], AskedCall]] = field(
+        default_factory=dict[str, tuple[tuple[str, bytes], AskedCall]]
+    )
 
     def joined(self, call: AgentCall) -> AskedCall | None:
-        """The call that this one repeats, if it does. Raises `OtherBody`."""
+        """The call that this one repeats, if it does. Raises `OtherBody`.
+
+        One with another idempotency key is another call, whatever its body.
+        """
         body = (call.route, call.digest)
-        if call.key and self.bodies.setdefault(call.key, body) != body:
-            raise OtherBody(call.key)
+        if call.key:
+            known_body, keyed = self.keyed.get(call.key, (body, None))
+            if known_body != body:
+                raise OtherBody(call.key)
+            if keyed is not None and keyed.turns:
+                return keyed
         last = self.last.get(body)
-        if last is None or not last.turns:
+        if last is None or not last.turns or (call.key and last.key):
             return None
-        return last if call.retry or last.undelivered or (call.key and call.key == last.key) else None
+        return last if call.retry or last.undelivered else None
 
     def asked(self, call: AgentCall, turn: TurnId, choice: int) -> None:
-        """The call has asked for this turn; with choice 0 it is another call than the last one."""
+        """The call has asked for this turn; with a choice that the last one has, it is another call than that."""
         body = (call.route, call.digest)
-        if choice == 0 or body not in self.last:
-            self.last[body] = AskedCall(call.key)
+        last = self.last.get(body)
+        if last is None or choice in last.turns or (call.key and call.key != last.key):
+            last = self.last[body] = AskedCall(call.key)
         if call.key:
-            self.bodies[call.key] = body
-        self.last[body].turns.append(turn)
-        self.last[body].undelivered.add(turn)
+            self.keyed[call.key] = body, last
+        last.turns[choice] = turn
+        last.undelivered.add(turn)
 
     def delivered(self, call: AgentCall, turn: TurnId) -> None:
-        if (last := self.last.get((call.route, call.digest))) is not None:
-            last.undelivered.discard(turn)
+        for asked in self._of(call):
+            asked.undelivered.discard(turn)
 
     def forget(self, call: AgentCall, turn: TurnId) -> None:
         """The turn came to nothing: the next such call is a new one."""
-        body = (call.route, call.digest)
-        if (last := self.last.get(body)) is not None and turn in last.turns:
-            del self.last[body]
+        for asked in self._of(call):
+            if turn in asked.turns.values():
+                asked.turns.clear()
+                asked.undelivered.clear()
+
+    def _of(self, call: AgentCall) -> list[AskedCall]:
+        """Calls of the same body that a turn of it may be of."""
+        last, keyed = self.last.get((call.route, call.digest)), self.keyed.get(call.key)
+        return [one for one in (last, keyed and keyed[1]) if one is not None]

@@ -6,7 +6,6 @@ knows all of it: a trajectory is not played again after a restart, its agent goe
 """
 
 import contextlib
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
@@ -32,12 +31,13 @@ from elastic.runtime.agents.claims import AgentClaims, AgentGroup, gone
 from elastic.runtime.agents.joining import OtherBody
 from elastic.runtime.agents.limits import AgentLimits
 from elastic.runtime.agents.refusals import CallRefused
-from elastic.runtime.agents.trajectory import AgentTrajectory, AgentTurn, behind
+from elastic.runtime.agents.trajectory import AgentTrajectory, AgentTurn, behind, head
 from elastic.runtime.episodes import FinishedEpisodes, OpenTurn, RolloutTrajectory, ScoringSettings, stable_hash
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.ports import Feed
 from functions.rewards import FinishedTrajectory
 
+REWARD_MAX = 1e9
 ALONE_S = 30.0
 """How long a turn goes on whose client has vanished, so that it can ask again."""
 
@@ -108,11 +108,10 @@ class AgentRollouts:
         return self._standing(trajectory)
 
     def reward(self, caller: AgentCaller, reward: float) -> TrajectoryStanding:
-        """Raises `CallRefused` for what is no finite number, and for another reward than the one that it has."""
-        if not math.isfinite(reward):
-            raise CallRefused(
-                400, "invalid_reward", f"the reward is {reward}; allowed: a finite number", param="reward"
-            )
+        """Raises `CallRefused` for a number that no mean should have, and for another reward than it has."""
+        if not abs(reward) <= REWARD_MAX:  # Neither is NaN.
+            allowed = f"a number from {-REWARD_MAX:g} to {REWARD_MAX:g}"
+            raise CallRefused(400, "invalid_reward", f"the reward is {reward:g}; allowed: {allowed}", param="reward")
         if (ended := self._claims.over(caller)) is not None:
             if ended.reward == reward:
                 return ended.standing
@@ -155,12 +154,18 @@ class AgentRollouts:
     def open(self, ask: OpenTurns) -> tuple[list[AgentTurn], bool]:
         """The call's turns, and whether it has joined them. Raises `CallRefused`."""
         trajectory, limits = self._heard(ask.caller), self._limits
-        if ask.first_choice == 0 and (joined := self._joined(trajectory, ask.call)):
+        choices = range(ask.first_choice, ask.first_choice + ask.choices)
+        if joined := self._joined(trajectory, ask.call, choices):
             return joined, True
-        if trajectory.truncated or trajectory.asked + ask.choices > limits.max_turns:
+        left = limits.max_turns - trajectory.asked
+        if trajectory.truncated or left <= 0:
             if not trajectory.truncated:
                 self._note(notes.Truncated(trajectory.trajectory))
             raise CallRefused(410, "max_turns", f"the trajectory has had its {limits.max_turns} turns", retry=False)
+        if ask.choices > left:
+            raise CallRefused(
+                400, "max_turns", f"the trajectory has {left} turns left of {limits.max_turns}", param="n"
+            )
         if len(self._turns) + ask.choices > limits.open_turns_max:
             raise CallRefused(429, "too_many_turns", f"{len(self._turns)} turns are open already", retry_after_s=1.0)
         branch, tokens, ids = ask.branch, ask.tokens, ask.ids
@@ -171,7 +176,7 @@ class AgentRollouts:
         prompt_tokens = tokens + len(ids) // TOKEN_BYTES
         sampling = limits.granted(ask.sampling, prompt_tokens)
         turns: list[AgentTurn] = []
-        for choice in range(ask.first_choice, ask.first_choice + ask.choices):
+        for choice in choices:
             asked = notes.TurnAsked(
                 ask.call,
                 choice,
@@ -216,15 +221,29 @@ class AgentRollouts:
         opened = self._turns[turn] = trajectory.ask(turn, asked, sampling)
         return opened
 
-    def _joined(self, trajectory: AgentTrajectory, call: AgentCall) -> list[AgentTurn]:
+    def _joined(
+        self, trajectory: AgentTrajectory, call: AgentCall, choices: Sequence[int] | None = None
+    ) -> list[AgentTurn]:
+        """The turns of the call that this one repeats: of these choices, or all that it has."""
         try:
             joined = trajectory.calls.joined(call)
         except OtherBody as key:
             raise CallRefused(422, "idempotency_key_reused", f"the key {key} was another call's", retry=False) from key
-        turns = [] if joined is None else [trajectory.turns[turn] for turn in joined.turns if turn in trajectory.turns]
+        if joined is None:
+            return []
+        wanted = sorted(joined.turns) if choices is None else choices
+        found = [trajectory.turns.get(joined.turns.get(choice, "")) for choice in wanted]
+        turns = [turn for turn in found if turn is not None]
+        if len(turns) < len(found):
+            return []
         for turn in turns:
             turn.alone_ns = None
-        return turns if joined is not None and len(turns) == len(joined.turns) else []
+        return turns
+
+    def said(self, turn: AgentTurn) -> tuple[bytes, bytes]:
+        """The turn's ids and log-probabilities so far, packed."""
+        trajectory = self._claims.trajectories.get(_trajectory(turn.id))
+        return (b"", b"") if trajectory is None else trajectory.said(turn)
 
     def _heard(self, caller: AgentCaller) -> AgentTrajectory:
         trajectory = self._claims.open(caller)
@@ -270,6 +289,7 @@ class AgentRollouts:
         generated = turn.generated
         del generated.token_ids[kept * TOKEN_BYTES :]
         del generated.logprobs[kept * TOKEN_BYTES :]
+        generated.runs = head(generated.runs, kept)
         generated.ended = generated.ended or ""
 
     def look_after(self) -> None:

@@ -177,15 +177,15 @@ class FrontStreams:
 
     def _repeat(self, front: _Front, stream: int, turn: AgentTurn) -> None:
         """Say what the turn has come to so far."""
-        runs, generated = turn.generated.runs, turn.generated
-        if turn.tokens:
+        runs, (token_ids, logprobs) = turn.generated.runs, self._rollouts.said(turn)
+        if token_ids:
             front.connection.send(
                 m.StreamTokens(
                     [stream] * len(runs),
                     [run.tokens for run in runs],
                     [run.version for run in runs],
-                    bytes(generated.token_ids),
-                    bytes(generated.logprobs),
+                    token_ids,
+                    logprobs,
                 )
             )
         if turn.over:
@@ -228,6 +228,11 @@ class FrontStreams:
             front.connection.send(_over(stream, turn))
 
     def left(self, trajectory: TrajectoryId) -> None:
+        """Its clients are told that it is over; where the run is being stopped they are not, as it may go on later."""
+        if self._stopped():
+            for front in list(self._fronts):
+                front.connection.close(STOPPING)
+            return
         gone = CallRefused(410, "trajectory_over", "the trajectory is over", retry=False)
         for turn in [turn for turn in self._waiting if parse_turn(turn)[0] == trajectory]:
             for front, stream in self._waiting.pop(turn):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from elastic.core.types import Nanoseconds, SamplingParameters, TrajectoryId, TurnId
 from elastic.protocol.front_messages import AgentCall
 from elastic.protocol.sampled import TOKEN_BYTES, SampledBranch, SampledRun
@@ -10,22 +12,21 @@ from elastic.runtime.agents.joining import Calls
 from elastic.runtime.agents.notes import TurnAsked
 from elastic.runtime.episodes import OpenTurn, RolloutTrajectory
 
-GIVEN_KEPT = 16
-"""Answers that are kept after delivery, besides those of the last call."""
-
 
 @dataclass(slots=True)
 class AgentTurn:
     """A turn that a call has asked for.
 
-    Its tokens are in `generated` until the answer is settled, and in its branch from then on. `kept` is how many of
-    them are the answer, None until it is settled. `alone_ns` is since when no client waits for it.
+    Its tokens are in `generated` until a client has had the answer, and in its branch from when that is settled. `kept`
+    is how many of them are the answer, None until then; `sampled_before` of the branch's were sampled earlier.
+    `alone_ns` is since when no client waits for it.
     """
 
     asked: TurnAsked
     at: Opening
     generated: OpenTurn
     kept: int | None = None
+    sampled_before: int = 0
     answer: bytes = b""
     given: bool = False
     """Whether a client has had the whole answer."""
@@ -41,6 +42,8 @@ class AgentTurn:
 
     @property
     def tokens(self) -> int:
+        if self.given and self.kept is not None:
+            return self.kept
         return len(self.generated.token_ids) // TOKEN_BYTES
 
     @property
@@ -70,9 +73,7 @@ class AgentTrajectory:
     branches: Branches = field(default_factory=Branches)
     calls: Calls = field(default_factory=Calls)
     turns: dict[TurnId, AgentTurn] = field(default_factory=dict[TurnId, AgentTurn])
-    """Those that are not settled, or not delivered, and the latest of those that are: clients may ask again."""
-    given: list[TurnId] = field(default_factory=list[TurnId])
-    """Those of them that are delivered, in order."""
+    """Also those that are delivered: clients may ask again."""
     asked: int = 0
     """How many turns there have been."""
     reward: float | None = None
@@ -91,6 +92,7 @@ class AgentTrajectory:
     def settle(self, turn: AgentTurn, kept: int, answer: bytes, pinned_temperature: float) -> None:
         """The first `kept` tokens of a turn that is over are the answer, and enter its branch."""
         generated, size = turn.generated, kept * TOKEN_BYTES
+        turn.sampled_before = self.branches.branches[turn.at.branch].sampled.tokens
         self.branches.answer(
             turn.at,
             generated.token_ids[:size],
@@ -104,9 +106,16 @@ class AgentTrajectory:
     def deliver(self, turn: AgentTurn) -> None:
         self.calls.delivered(turn.call, turn.id)
         turn.given = True
-        self.given.append(turn.id)
-        while len(self.given) > GIVEN_KEPT and self.turns[self.given[0]].call != turn.call:
-            del self.turns[self.given.pop(0)]
+        turn.generated.token_ids, turn.generated.logprobs = bytearray(), bytearray()
+        turn.asked = msgspec.structs.replace(turn.asked, ids=b"")
+
+    def said(self, turn: AgentTurn) -> tuple[bytes, bytes]:
+        """The turn's ids and log-probabilities so far, packed."""
+        if not turn.given or not turn.kept:
+            return bytes(turn.generated.token_ids), bytes(turn.generated.logprobs)
+        branch, size = self.branches.branches[turn.at.branch], turn.kept * TOKEN_BYTES
+        at, drawn = turn.at.prompt_tokens * TOKEN_BYTES, turn.sampled_before * TOKEN_BYTES
+        return bytes(branch.token_ids[at : at + size]), bytes(branch.sampled.logprobs[drawn : drawn + size])
 
     def withdraw(self, turn: AgentTurn) -> None:
         """The turn has come to nothing."""

@@ -358,7 +358,7 @@ class GRPOTrainer:
             "groups": float(len(groups)),
             "groups_with_signal": float(sum(group.sums["tokens"] > 0 for group in groups)),
             "groups_unusable": float(len(self._unusable)),
-            "reward_mean": math.fsum(rewards) / max(1, len(rewards)),
+            "reward_mean": math.fsum(reward / max(1, len(rewards)) for reward in rewards),
             "learning_rate": self._rate if self._gradient_norms else 0.0,
             "updates": float(len(self._gradient_norms)),
         }

@@ -1,6 +1,7 @@
 """Trajectories that agents play: whatever they call, repeat, edit and leave, each sampled token is trained once."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,7 +168,7 @@ def trained(episode: RolloutTrajectory) -> Counter[int]:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_each_token_of_an_answer_is_trained_once_whatever_agents_do(data: st.DataObject) -> None:
-    bench = Bench()
+    bench = Bench(replace(LIMITS, idle_s=1e6, deadline_s=1e7))
     bench.begin()
     calls = 0
     waiting: list[tuple[AgentCall, AgentTurn]] = []
@@ -382,3 +383,86 @@ def test_what_is_idle_ends_with_the_reward_that_it_has() -> None:
     assert isinstance(finished, e.TrajectoryFinished)
     assert isinstance(failed, e.TrajectoryFailed)
     assert "idle for 100 s" in failed.cause
+
+
+def test_calls_with_several_prompts_join_choice_by_choice() -> None:
+    """Each of two clients opens the choices of one prompt after the other, and they overlap."""
+    bench = Bench()
+    bench.begin()
+    call = AgentCall("completions", b"batch")
+
+    def opened(first: int) -> list[str]:
+        bench.requests += 1
+        ask = OpenTurns(bench.requests, AGENT, call, None, 0, pack_ids([200 + first]), first, 2)
+        return [turn.id for turn in bench.rollouts.open(ask)[0]]
+
+    assert [opened(0), opened(0), opened(2), opened(4), opened(2), opened(4)] == [
+        *([f"0/0/0/{number}" for number in pair] for pair in ((0, 1), (0, 1), (2, 3), (4, 5), (2, 3), (4, 5)))
+    ]
+
+
+def test_an_answer_can_be_asked_for_again_long_after_it_was_delivered() -> None:
+    bench = Bench()
+    bench.begin()
+    said: list[tuple[AgentCall, AgentTurn, tuple[bytes, bytes]]] = []
+    for number in range(40):
+        call = AgentCall("chat", bytes([number]), key=f"call {number}")
+        (turn,), _ = bench.ask(call, 0 if number else None, 0 if not number else 2, [300 + number])
+        bench.generate(turn, 8)
+        kept = 5 if number % 2 else 8
+        if kept < 8:
+            bench.rollouts.settle(turn, kept, b"mark %d" % number)
+        else:
+            bench.rollouts.settle(turn, kept, b"")
+        said.append((call, turn, bench.rollouts.said(turn)))
+        bench.rollouts.deliver(turn)
+    for call, turn, words in said:
+        assert bench.ask(call, None, 0, [1]) == ([turn], True)
+        assert bench.rollouts.said(turn) == words
+        assert sum(run.tokens for run in turn.generated.runs) == turn.tokens == len(words[0]) // 4
+
+
+def test_other_idempotency_keys_are_other_calls() -> None:
+    bench = Bench()
+    bench.begin()
+    (one,), _ = bench.ask(AgentCall("chat", b"body", key="1"), None, 0, [200])
+    (two,), _ = bench.ask(AgentCall("chat", b"body", key="2"), None, 0, [200])
+    assert one.id != two.id
+    assert bench.ask(AgentCall("chat", b"body", key="1"), None, 0, [200]) == ([one], True)
+    assert bench.ask(AgentCall("chat", b"body", key="2"), None, 0, [200]) == ([two], True)
+
+
+def test_no_session_is_called_as_a_trajectory_is() -> None:
+    bench = Bench()
+    bench.begin()
+    for ask in (lambda: bench.rollouts.bind(AGENT, "0-0-1"), lambda: bench.begin(sessions=["0-0-1"])):
+        with pytest.raises(CallRefused) as refused:
+            ask()
+        assert refused.value.status == 400
+    with pytest.raises(CallRefused) as unknown:
+        bench.rollouts.show(AgentCaller(driver="main", named="0/0/0"))
+    assert unknown.value.status == 404
+
+
+def test_a_call_with_more_choices_than_turns_are_left_truncates_nothing() -> None:
+    bench = Bench(replace(LIMITS, max_turns=3))
+    bench.begin()
+    bench.ask(AgentCall("chat", b"1"), None, 0, [200])
+    with pytest.raises(CallRefused) as refused:
+        bench.ask(AgentCall("chat", b"2"), None, 0, [200], choices=3)
+    assert refused.value.status == 400
+    assert bench.rollouts.show(AGENT).state == "open"
+    bench.ask(AgentCall("chat", b"3"), None, 0, [200], choices=2)
+    with pytest.raises(CallRefused) as over:
+        bench.ask(AgentCall("chat", b"4"), None, 0, [200])
+    assert over.value.status == 410
+    assert bench.rollouts.show(AGENT).state == "truncated"
+
+
+@pytest.mark.parametrize("reward", [1.7e308, -1.7e308, 1e10])
+def test_a_reward_that_no_mean_can_have_is_refused(reward: float) -> None:
+    bench = Bench()
+    bench.begin()
+    with pytest.raises(CallRefused) as refused:
+        bench.rollouts.reward(AGENT, reward)
+    assert refused.value.status == 400
