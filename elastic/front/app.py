@@ -42,7 +42,7 @@ from elastic.protocol.front_messages import (
 from elastic.protocol.http_server import BodyLimits
 from elastic.protocol.openai import answers, bodies
 from elastic.protocol.openai.bodies import EndRequest, RewardRequest, SessionRequest, TrajectoryRequest
-from elastic.protocol.openai.errors import ERROR_HANDLERS, JSON_TYPE, FrontError, openai_error
+from elastic.protocol.openai.errors import ERROR_HANDLERS, JSON_TYPE, FrontError, no_such_model, openai_error
 from elastic.protocol.run_secrets import RunSecrets
 
 REQUEST_ID = "x-request-id"
@@ -86,6 +86,7 @@ class AgentFront:
             routes=[
                 *(Route(path, _Answers(self, path), methods=["POST"]) for path in READERS),
                 Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._one_model),
                 Route("/health", self._health),
                 *(Route(path, endpoint, methods=[method]) for (method, path), endpoint in control.items()),
             ],
@@ -138,6 +139,13 @@ class AgentFront:
         self.caller(request)
         model = self.model
         return Response(answers.models(model.name, model.context_tokens, model.created_s), media_type=JSON_TYPE)
+
+    async def _one_model(self, request: Request) -> Response:
+        if (name := request.path_params["name"]) != self.model.name:
+            self.caller(request)
+            raise no_such_model(name, self.model.name)
+        listed = await self._models(request)
+        return _json(msgspec.json.decode(listed.body)["data"][0])
 
     async def _health(self, _: Request) -> Response:
         return Response(status_code=200 if self.link.up else 503)

@@ -39,6 +39,8 @@ async def test_the_models_are_the_policy_alone(served):
         listed = (await served.client.get(path)).json()
         assert [(card["id"], card["max_model_len"]) for card in listed["data"]] == [("small", 4096)]
     assert_error(await served.client.get("/v1/models", headers=bearer("x")), 401, "invalid_api_key")
+    assert (await served.client.get("/v1/models/small")).json() == listed["data"][0]
+    assert_error(await served.client.get("/v1/models/org/other"), 404, "model_not_found")
 
 
 async def test_health_asks_for_no_key(served):

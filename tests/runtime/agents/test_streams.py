@@ -1,0 +1,74 @@
+"""What a front hears of its clients' turns, over a real socket."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from elastic.core import commands as c
+from elastic.core.types import SamplingParameters
+from elastic.protocol import front_messages as m
+from elastic.protocol.connection import Connection, over_socket
+from elastic.protocol.frames import RefusedFrame
+from elastic.protocol.sampled import pack_ids
+from elastic.runtime.agents import AgentLimits, AgentRollouts
+from elastic.runtime.agents.streams import FrontStreams
+
+LIMITS = AgentLimits(
+    sampling=SamplingParameters(max_new_tokens=8, noise_seed=0),
+    pinned=frozenset(),
+    max_turns=10,
+    max_context_tokens=64,
+    vocab_size=1000,
+    open_turns_max=10,
+    deadline_s=100.0,
+    idle_s=100.0,
+)
+AGENT = m.AgentCaller(trajectory="0/0/0")
+
+
+@asynccontextmanager
+async def front(
+    stopped: Callable[[], bool],
+) -> AsyncIterator[tuple[AgentRollouts, Connection[m.FromFront, m.FromRun]]]:
+    """A front that has an open turn."""
+    rollouts = AgentRollouts(7, LIMITS, lambda event, payload=None: None, lambda: 0)
+    rollouts.start(c.StartGroup(step=0, group="0/0", index=0, trajectories=("0/0/0", "0/0/1")))
+    streams = FrontStreams("run", rollouts, lambda then: then(), stopped)
+    ours, theirs = socket.socketpair()
+    near, far = await over_socket(ours, m.RUN_SIDE, "a front"), await over_socket(theirs, m.FRONT_SIDE, "the run")
+    far.send(m.FrontHello(m.FRONT_VERSION, 1))
+    await streams.welcome(near)
+    rollouts.begin(m.BeginTrajectory(1, m.AgentCaller(driver="main"), b"{}", "g"))
+    far.send(m.OpenTurns(2, AGENT, m.AgentCall("chat", b"1"), None, 0, pack_ids([1, 2])))
+    assert isinstance(await heard(far), m.FrontWelcome)
+    assert isinstance(await heard(far), m.TurnsTaken)
+    try:
+        yield rollouts, far
+    finally:
+        await far.aclose()
+        await near.aclose()
+
+
+async def heard(far: Connection[m.FromFront, m.FromRun]) -> m.FromRun:
+    async with asyncio.timeout(5):
+        return await far.receive()
+
+
+async def test_a_trajectory_that_the_run_drops_is_over_for_its_clients() -> None:
+    async with front(lambda: False) as (rollouts, far):
+        rollouts.cancel("0/0/0")
+        over = await heard(far)
+    assert isinstance(over, m.TurnOver)
+    assert (over.status, over.code, over.retry) == (410, "trajectory_over", False)
+
+
+async def test_of_a_run_that_is_being_stopped_no_trajectory_is_over() -> None:
+    """It goes on with them once it is resumed: clients may ask again."""
+    stopping: list[bool] = []
+    async with front(lambda: bool(stopping)) as (rollouts, far):
+        stopping.append(True)
+        rollouts.cancel("0/0/0")
+        said = await heard(far)
+    assert isinstance(said, RefusedFrame)
+    assert said.retry
