@@ -16,7 +16,10 @@ from elastic.protocol.endpoint import Address
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import AGENTS, RunDirectory
 
-agents = group("agents", "Where agents reach a run that they drive, and the keys that they show.")
+agents = group(
+    "agents",
+    "Where agents reach a run that they drive, and the keys that they show.\n\nExample: elastic agents url latest",
+)
 
 MAIN = "main"
 """The driver whose key is printed where no other is named."""

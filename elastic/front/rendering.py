@@ -281,7 +281,11 @@ def make_renderer(
         log.info("renderer", renderer=renderer)
         return library.LibraryRenderer(tokenizer, renderer, parsers)
     if renderer not in ("auto", "template"):
-        lacks = "" if names else "; others need the `renderers` library: pip install 'elastic-rl[fronts]'"
+        lacks = (
+            ""
+            if names
+            else "; others need the `renderers` library, which the extra `fronts` brings: pip install -e '.[fronts]'"
+        )
         allowed = ", ".join(map(repr, ["auto", "template", *names]))
         raise RendererError(f"front.renderer: found {renderer!r}; allowed: {allowed}{lacks}")
     if renderer == "auto" and (published := library.name_for(tokenizer.hub_name)):

@@ -171,7 +171,7 @@ class _SideProcess:
     def ask(self, order: object, within_s: float) -> Any:
         """Return the answer. Raises `EOFError`, `OSError`, of which `TimeoutError`; then the process is to be ended."""
         self._line.send_bytes(pickle.dumps(order))
-        if not self._line.poll(within_s):
+        if within_s <= 0 or not self._line.poll(within_s):
             raise TimeoutError
         return pickle.loads(self._line.recv_bytes(ANSWER_BYTES_MAX))
 

@@ -62,7 +62,7 @@ async def test_a_call_that_is_over_leaves_nothing_for_the_garbage_collector(serv
         async with served.streamed() as events:
             assert [event async for event in events][-1] == "[DONE]"
         await served.until(lambda: len(served.run.of(AnswerDelivered)) == 2 and not served.front.calls)
-        assert not [kept for kept in gc.get_objects() if isinstance(kept, LiveCall | Choice)]
+        assert not [kept for kept in gc.get_objects() if type(kept) in (LiveCall, Choice)]
     finally:
         gc.enable()
 

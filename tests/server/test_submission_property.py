@@ -21,6 +21,7 @@ from tests.server.conftest import CONFIG, Site
 Place = tuple[str, ...]
 OUR_UPLOAD, THEIR_UPLOAD = ids.new_id(ids.UPLOAD), ids.new_id(ids.UPLOAD)
 FREE_TEXT = {
+    ("front", "model_name"),
     ("run", "name"),
     *(("providers", "ec2", *place) for place in (("install", "[]"), ("queue",), ("secret_prefix",), ("profile",))),
     *(("providers", "ec2", *place) for place in (("instance_types", "[]"), ("zones", "[]"), ("subnets", "*"))),
