@@ -15,7 +15,7 @@ from elastic.protocol.api import AccessRole, RunPhase
 from elastic.server.runner import RunnerLoop
 from elastic.server.store.tables import secrets
 from elastic.server.store.vault import KEY_FILE, Vault, VaultError
-from elastic.server.vendors import WITHOUT_FILES, environment_of, may_name
+from elastic.server.vendors import WELL_KNOWN, WITHOUT_FILES, environment_of, may_name
 from tests.server.conftest import Site, Submission
 
 VALUE = "s3cr3t-of-ours"
@@ -145,7 +145,7 @@ def test_no_name_but_the_allowed_ones_becomes_a_variable(name: str) -> None:
     """Also one that an earlier version has kept."""
     environment, passed_on = environment_of({name: VALUE, "modal": json.dumps(MODAL)}, "somebody")
     assert (name in environment) == (name in passed_on) == may_name(name)
-    assert not may_name(name) or name.startswith("SECRET_")
+    assert not may_name(name) or name.startswith("SECRET_") or name in WELL_KNOWN
     assert environment["MODAL_TOKEN_SECRET"] == "as-def"
     assert "MODAL_TOKEN_SECRET" not in passed_on
 

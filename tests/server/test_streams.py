@@ -175,10 +175,15 @@ def test_a_journal_that_cannot_be_read_is_a_problem_and_no_cut_stream(site: Site
     *told, last = sse(site.client().get(place, params={"follow": follow}).text)
     assert [one["event"] for one in told] == ["stop.requested"] * 2
     assert (last["event"], json.loads(last["data"])["type"]) == ("error", "/problems/unavailable")
-    for suffix in ("-wal", "-shm"):  # A reader may have left them, and what they have is sound.
+
+
+@pytest.mark.parametrize("follow", ["true", "false"])
+def test_a_file_that_is_no_journal_is_a_problem(site: Site, ended_run: str, follow: str) -> None:
+    path = site.settings.run_dir(ended_run) / "journal.sqlite"
+    for suffix in ("", "-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     path.write_bytes(b"no journal")
-    answer = site.client().get(place, params={"follow": follow})
+    answer = site.client().get(f"/v1/runs/{ended_run}/events", params={"follow": follow})
     assert (answer.status_code, answer.headers["content-type"]) == (503, "application/problem+json")
 
 
