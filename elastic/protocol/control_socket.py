@@ -2,14 +2,13 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 import structlog
 
-from elastic.protocol.run_control import REQUEST_BYTES_MAX, SOCKET, socket_address
+from elastic.protocol.run_control import REQUEST_BYTES_MAX, SOCKET, private_socket
 
 log = structlog.get_logger(__name__)
 
@@ -43,12 +42,8 @@ class LineSocket:
     async def start(self) -> None:
         """Raises `OSError`. A socket that a former process has left is replaced: the directory is claimed by this
         one."""
-        (self._directory / SOCKET).unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener = private_socket(self._directory)
         try:
-            with socket_address(self._directory) as address:
-                listener.bind(address)
-            (self._directory / SOCKET).chmod(0o600)  # Before it listens nobody can connect.
             self._server = await asyncio.start_unix_server(self._accept, sock=listener, limit=self._bytes_max)
         except BaseException:
             listener.close()

@@ -248,6 +248,23 @@ def socket_address(run_dir: Path, name: str = SOCKET) -> Iterator[str]:
         os.close(directory)
 
 
+def private_socket(directory: Path, name: str = SOCKET) -> socket.socket:
+    """Bind a socket of this name that only its user can open, where a former process has left one in its place.
+
+    It does not listen yet. Raises `OSError`.
+    """
+    (directory / name).unlink(missing_ok=True)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        with socket_address(directory, name) as address:
+            bound.bind(address)
+        (directory / name).chmod(0o600)  # Before it listens nobody can connect.
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
 def _owner(run_dir: Path) -> str:
     try:
         uid = run_dir.stat().st_uid

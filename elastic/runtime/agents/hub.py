@@ -14,7 +14,7 @@ import structlog
 
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import ConnectionLost, over_socket
-from elastic.protocol.run_control import socket_address
+from elastic.protocol.run_control import private_socket
 from elastic.runtime.agents.streams import FrontStreams
 
 log = structlog.get_logger(__name__)
@@ -39,18 +39,9 @@ class FrontHub:
 
     async def start(self) -> None:
         """Raises `OSError`. A socket that a former process has left is replaced."""
-        (self._run_dir / m.SOCKET).unlink(missing_ok=True)
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            with socket_address(self._run_dir, m.SOCKET) as address:
-                door.bind(address)
-            (self._run_dir / m.SOCKET).chmod(0o600)  # Before it listens nobody can connect.
-            door.listen(FRONTS_MAX)
-            door.setblocking(False)
-        except BaseException:
-            door.close()
-            raise
-        self._door = door
+        door = self._door = private_socket(self._run_dir, m.SOCKET)
+        door.listen(FRONTS_MAX)
+        door.setblocking(False)
         self._spawn(self._accept(door), "fronts")
 
     async def aclose(self) -> None:

@@ -52,15 +52,16 @@ class Calls:
         return last if call.retry or last.undelivered else None
 
     def asked(self, call: AgentCall, turn: TurnId, choice: int) -> None:
-        """The call has asked for this turn; with a choice that the last one has, it is another call than that."""
+        """The call has asked for this turn; with a choice that it has had already, it is another call."""
         body = (call.route, call.digest)
-        last = self.last.get(body)
-        if last is None or choice in last.turns or (call.key and call.key != last.key):
-            last = self.last[body] = AskedCall(call.key)
+        asked = self.keyed[call.key][1] if call.key in self.keyed else self.last.get(body)
+        if asked is None or choice in asked.turns or (call.key and call.key != asked.key):
+            asked = AskedCall(call.key)
+        self.last[body] = asked
         if call.key:
-            self.keyed[call.key] = body, last
-        last.turns[choice] = turn
-        last.undelivered.add(turn)
+            self.keyed[call.key] = body, asked
+        asked.turns[choice] = turn
+        asked.undelivered.add(turn)
 
     def delivered(self, call: AgentCall, turn: TurnId) -> None:
         for asked in self._of(call):

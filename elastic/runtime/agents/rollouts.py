@@ -301,10 +301,9 @@ class AgentRollouts:
         for trajectory in list(self._claims.trajectories.values()):
             group = self._claims.groups.get(group_of(trajectory.trajectory))
             since_ns = now_ns if group is None or group.since_ns is None else group.since_ns
-            waits = any(turn.alone_ns is None and not turn.given for turn in trajectory.turns.values())
             if now_ns - since_ns > limits.deadline_s * NS_PER_S:
                 self._end(trajectory, "" if trajectory.reward is not None else f"not ended in {limits.deadline_s:g} s")
-            elif not waits and now_ns - trajectory.heard_ns > limits.idle_s * NS_PER_S:
+            elif now_ns - trajectory.heard_ns > limits.idle_s * NS_PER_S and not trajectory.awaited:
                 self._end(trajectory, "" if trajectory.reward is not None else f"idle for {limits.idle_s:g} s")
         self._give_back(now_ns)
 

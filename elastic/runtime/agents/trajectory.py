@@ -27,7 +27,6 @@ class AgentTurn:
     generated: OpenTurn
     kept: int | None = None
     sampled_before: int = 0
-    answer: bytes = b""
     given: bool = False
     """Whether a client has had the whole answer."""
     alone_ns: Nanoseconds | None = None
@@ -79,6 +78,11 @@ class AgentTrajectory:
     reward: float | None = None
     truncated: bool = False
 
+    @property
+    def awaited(self) -> bool:
+        """Whether a client waits for a turn of it."""
+        return any(turn.alone_ns is None and not turn.given for turn in self.turns.values())
+
     def ask(self, turn: TurnId, asked: TurnAsked, sampling: SamplingParameters | None) -> AgentTurn:
         """Open a turn. Raises `ValueError` where its branch has no such place."""
         at = self.branches.begin(asked.branch, asked.tokens, asked.ids)
@@ -101,7 +105,7 @@ class AgentTrajectory:
             answer,
             None if turn.asked.temperature == pinned_temperature else turn.asked.temperature,
         )
-        turn.kept, turn.answer = kept, answer
+        turn.kept = kept
 
     def deliver(self, turn: AgentTurn) -> None:
         self.calls.delivered(turn.call, turn.id)

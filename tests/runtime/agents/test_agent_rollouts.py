@@ -432,6 +432,26 @@ def test_other_idempotency_keys_are_other_calls() -> None:
     assert bench.ask(AgentCall("chat", b"body", key="2"), None, 0, [200]) == ([two], True)
 
 
+def test_calls_with_other_keys_and_several_prompts_keep_their_turns_apart() -> None:
+    """Their choices are opened in turn, and each call has all of its own again."""
+    bench = Bench()
+    bench.begin()
+    one, two = (AgentCall("completions", b"batch", key=key) for key in "12")
+
+    def opened(call: AgentCall, choice: int) -> str:
+        bench.requests += 1
+        ask = OpenTurns(bench.requests, AGENT, call, None, 0, pack_ids([200 + choice]), choice)
+        return bench.rollouts.open(ask)[0][0].id
+
+    first = [opened(call, choice) for choice in range(3) for call in (one, two)]
+    assert len({*first}) == 6
+    assert [opened(call, choice) for choice in range(3) for call in (one, two)] == first
+    for call, turns in ((one, first[::2]), (two, first[1::2])):
+        joined = bench.rollouts.look_up(LookUp(0, AGENT, call))
+        assert not isinstance(joined, BranchFound)
+        assert [turn.id for turn in joined] == turns
+
+
 def test_no_session_is_called_as_a_trajectory_is() -> None:
     bench = Bench()
     bench.begin()
