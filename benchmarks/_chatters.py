@@ -10,6 +10,7 @@ They live in a process of their own (`ChatterProcess`), which is asked over a pi
 import asyncio
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -276,6 +277,8 @@ class _Chatters:
             case LookAtChats():
                 self._pipe.send(self._looked())
             case TellOfChats():
+                # The loop has made it non-blocking, and what is told may be more than it holds.
+                os.set_blocking(self._pipe.fileno(), True)
                 self._pipe.send(self._told)
 
     def _looked(self) -> LookedAtChats:

@@ -18,7 +18,7 @@ Of 64 streams, and under `streams` of both loads:
   fronts took, and those of the agents' process and the stand-ins'.
 
 bytes_per_token is what a token of an open trajectory takes of the memory of run and fronts: of so many `trajectories`
-with 32k tokens each, in turns that agents had from the fronts.
+with 32k tokens each, in turns that agents had from the fronts. `--quick` leaves out the second load.
 
 Beside it, with the same agents and loads, are LiteLLM's proxy over a stub that streams one event a token, at what it
 carries (`litellm.us_per_token`, `ratio` is how many times ours that is), and vLLM's server and router.
@@ -94,7 +94,7 @@ FILLED, FILLED_TOKENS = 1_000, 32_000
 FILLED_TURNS, FILLED_AT_ONCE = 8, 32
 FILL_TOKENS_PER_S = 20_000
 """Of a stream, of which there are `FILLED_AT_ONCE`: as fast as it is taken."""
-QUICK_SHARE = 10
+QUICK_SHARE = 20
 NEVER_S = 1e6
 WITHOUT_VLLM = "vLLM is not installed in .cache/vllm, and this machine has no figures of its own for it"
 
@@ -380,7 +380,8 @@ def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main(*, quick: bool, with_litellm: bool) -> dict[str, Any]:
     seconds, rounds, looks = (2.0, 1, RIVAL_LOOKS_QUICK) if quick else (10.0, 3, RIVAL_LOOKS)
     skipped = install() if with_litellm else skipped_without_litellm()
-    by_load = {load: list[dict[str, Any]]() for load in LOADS}
+    loads = LOADS[:1] if quick else LOADS
+    by_load = {load: list[dict[str, Any]]() for load in loads}
     for _ in range(rounds):
         for load, figures in by_load.items():
             figures.append(measured(load, seconds))
@@ -390,7 +391,7 @@ def main(*, quick: bool, with_litellm: bool) -> dict[str, Any]:
         **streams[str(LOADS[0].streams)],
         **measured(None, FILLED // share),
         "streams": streams,
-        **rivals(LOADS[:1] if quick else LOADS, seconds, looks, streams, skipped),
+        **rivals(loads, seconds, looks, streams, skipped),
     }
 
 

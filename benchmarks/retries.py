@@ -57,7 +57,7 @@ class Storm(NamedTuple):
 
 
 FULL = Storm(groups=24, turns=10, equal=25, every_s=(1.0, 5.0), kinds=())
-QUICK = Storm(groups=2, turns=6, equal=2, every_s=(0.8, 1.2), kinds=("connections", "front", "worker", "orchestrator"))
+QUICK = Storm(groups=2, turns=5, equal=1, every_s=(0.8, 1.2), kinds=("connections", "front", "worker", "orchestrator"))
 
 
 class Cuttable:

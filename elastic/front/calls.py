@@ -35,6 +35,7 @@ from elastic.front.link import (
 )
 from elastic.front.messages import chain, chained, head_digest
 from elastic.protocol.front_messages import (
+    ALL_IDS,
     CHOICES_MAX,
     AgentCaller,
     BranchFound,
@@ -215,7 +216,7 @@ class LiveCall:
         self._inbox = TurnInbox()
         self._chain: list[bytes] = []
         self._prompt_ids: list[int] | None = None
-        """Of a chat, if they are wanted and known."""
+        """Of a chat; where nobody wants all of them, the last ones."""
         self._progress: dict[int, _Progress] = {}
         self._prompt_tokens: dict[int, int] = {}
         """By the number of the prompt."""
@@ -305,13 +306,13 @@ class LiveCall:
     async def _take_turns(self) -> None:
         """Join the call's turns, and open those that there are not."""
         asked, chat = self._asked, self._asked.chat
-        with_ids = False
+        ids_before = None
         if chat is not None:
-            with_ids = self._model.renderer.needs_ids or asked.settings.token_ids
+            ids_before = ALL_IDS if asked.settings.token_ids else self._model.renderer.ids_before
             if not self._chain:
                 self._chain = await self._rendering(chat.messages, _chain_of, chat)
         for left in reversed(range(LOOKS_MAX)):
-            found = await self._ask(lambda number: LookUp(number, self._caller, self._call, self._chain, with_ids))
+            found = await self._ask(lambda number: LookUp(number, self._caller, self._call, self._chain, ids_before))
             if isinstance(found, TurnsTaken):
                 self._take(found)
             try:
@@ -391,8 +392,8 @@ class LiveCall:
 
     def _take(self, taken: TurnsTaken) -> None:
         self._retry = msgspec.structs.replace(self._call, retry=True)
-        if taken.ids and taken.turns and len(ids := ids_of(taken.ids)) == taken.turns[0].prompt_tokens:
-            self._prompt_ids = ids
+        if taken.ids:
+            self._prompt_ids = ids_of(taken.ids)
         for turn in taken.turns:
             if (progress := self._progress.get(turn.choice)) is not None:
                 progress.join(turn)

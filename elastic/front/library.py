@@ -14,6 +14,7 @@ from elastic.front.parsing import AnsweredCall, ParsedAnswer, call_id, named_cal
 from elastic.front.reading import AnswerParsers, AnswerReader, call_seed
 from elastic.front.templates import Guards, RendererError, RenderingError, plain_messages
 from elastic.front.tokenizer import ControlTextError, Tokenizer
+from elastic.protocol.front_messages import ALL_IDS
 
 OF_NO_MODEL = ("auto", "default", "custom")
 SETTINGS_MAX = 16
@@ -33,7 +34,7 @@ def name_for(hub_name: str) -> str:
 
 
 class LibraryRenderer:
-    needs_ids = True
+    ids_before = ALL_IDS
 
     def __init__(self, tokenizer: Tokenizer, name: str, parsers: AnswerParsers) -> None:
         """Parsers that are named are used instead of the library's. Raises `RendererError` if the renderer does not go

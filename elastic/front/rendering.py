@@ -18,7 +18,7 @@ import structlog
 from elastic.front import library
 from elastic.front.messages import AnyMessage, head_digest
 from elastic.front.parsing import THOUGHT, ParsedAnswer
-from elastic.front.reading import AnswerParsers, AnswerReader
+from elastic.front.reading import TAIL_TOKENS, AnswerParsers, AnswerReader
 from elastic.front.templates import ChatTemplate, RendererError, RenderingError, now_here, plain_messages
 from elastic.front.tokenizer import ControlTextError, Tokenizer
 
@@ -38,11 +38,11 @@ class ChatRenderer(Protocol):
     """Makes tokens of messages, and messages of answers.
 
     stop_token_ids: end an answer.
-    needs_ids: whether `more` reads `so_far`. `TemplateRenderer` reads the answer alone, so its end is enough for it.
+    ids_before: how many tokens before the answer `more` and `parse` read, at most.
     """
 
     stop_token_ids: tuple[int, ...]
-    needs_ids: bool
+    ids_before: int
 
     @property
     def reads_calls(self) -> bool:
@@ -64,9 +64,11 @@ class ChatRenderer(Protocol):
     ) -> list[int] | None:
         """The tokens behind `so_far` for `messages[matched:]`, up to where an answer begins.
 
-        `so_far` is the prompt of the turn that answered with `messages[matched - 1]`, and then its sampled tokens, of
-        which there are `answer_tokens`. None where nobody can say that these tokens are right: the conversation has to
-        be rendered whole. Raises `RenderingError`.
+        `so_far` is the prompt of the turn that answered with `messages[matched - 1]`, or its last `ids_before` tokens,
+        and then its sampled tokens, of which there are `answer_tokens`.
+
+        None where nobody can say that these tokens are right: the conversation has to be rendered whole. Raises
+        `RenderingError`.
         """
         ...
 
@@ -110,7 +112,7 @@ class _Habits(NamedTuple):
 
 
 class TemplateRenderer:
-    needs_ids = True
+    ids_before = TAIL_TOKENS
 
     def __init__(self, tokenizer: Tokenizer, tool_parser: str = "", reasoning_parser: str = "") -> None:
         """Raises `RendererError` for names that nobody has, and for a template that is none."""

@@ -25,6 +25,8 @@ DIGEST_BYTES = 16
 CHAIN_MAX = 16_384
 """Most messages of a call."""
 CHOICES_MAX = 128
+ALL_IDS = 2**31 - 1
+"""`LookUp.ids_before` of a front that wants all of a context."""
 NAME_MAX = 512
 UNREAD_BYTES = 64 * 1024 * 1024
 
@@ -74,14 +76,14 @@ class LookUp(_FrontMessage, frozen=True):
     """What does this call join, or go on from? `TurnsTaken` answers if it joins turns, `BranchFound` if it does not.
 
     `chain` has one digest for each prefix of the call's messages (`elastic.front.messages`), the shortest first.
-    `with_ids` asks for the branch's tokens.
+    `ids_before` asks for the tokens of the answer at the branch's end, and for so many before them; None for none.
     """
 
     request: Count
     caller: AgentCaller
     call: AgentCall
     chain: Annotated[list[Digest], msgspec.Meta(max_length=CHAIN_MAX)] = []
-    with_ids: bool = False
+    ids_before: Count | None = None
 
 
 class WantedSampling(msgspec.Struct, frozen=True, array_like=True):
@@ -196,7 +198,8 @@ class FrontWelcome(_FrontMessage, frozen=True):
 class BranchFound(_FrontMessage, frozen=True):
     """The first `matched` of the call's messages are the first `tokens` tokens of `branch`; none, where `matched` is 0.
 
-    The last `answer_tokens` of these are an answer of the policy. `ids` (packed) are all of them, if they were wanted.
+    The last `answer_tokens` of these are an answer of the policy. `ids` (packed) are the last of them, as many as were
+    wanted.
     """
 
     request: Count
@@ -219,7 +222,7 @@ class OpenedTurn(msgspec.Struct, frozen=True, array_like=True):
 class TurnsTaken(_FrontMessage, frozen=True):
     """The call's turns, the first choice first. Where it has `joined` them, all of their tokens come once more.
 
-    `ids` (packed) are their prompt, where a chat looked for them that wanted ids.
+    `ids` (packed) are the last of their prompt, where a chat looked for them that wanted ids.
     """
 
     request: Count

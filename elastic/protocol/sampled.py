@@ -26,6 +26,11 @@ def pack_logprobs(logprobs: Iterable[float]) -> bytes:
     return array("f", logprobs).tobytes()
 
 
+def last_of(packed: Packed, end: int, tokens: int) -> bytes:
+    """The last `tokens` of the first `end` tokens; all of those, where they are fewer."""
+    return bytes(packed[max(end - tokens, 0) * TOKEN_BYTES : end * TOKEN_BYTES])
+
+
 def ids_of(packed: Packed) -> list[int]:
     return memoryview(packed).cast("i").tolist()
 

@@ -45,7 +45,7 @@ from elastic.protocol.front_messages import (
     TurnsTaken,
 )
 from elastic.protocol.run_control import socket_address
-from elastic.protocol.sampled import ids_of, pack_ids, pack_logprobs
+from elastic.protocol.sampled import ids_of, last_of, pack_ids, pack_logprobs
 
 Wire = Connection[FromRun, FromFront]
 TRAJECTORY = "2/5/0"
@@ -260,12 +260,14 @@ class ModelledRun:
         if alike and (call.retry or (call.key and alike[-1].call.call.key == call.key) or not alike[-1].delivered):
             newest = {turn.choice: turn for turn in alike}
             turns = [newest[choice] for choice in sorted(newest)]
-            prompt = pack_ids(turns[0].prompt) if message.with_ids else b""
+            before = message.ids_before
+            prompt = b"" if before is None else last_of(pack_ids(turns[0].prompt), len(turns[0].prompt), before)
             return self._taken(wire, message.request, turns, joined=True, ids=prompt)
         for matched in range(len(message.chain), 0, -1):
             if (found := self.branches.get(message.chain[matched - 1])) is not None:
                 ids, answer = found
-                packed = pack_ids(ids) if message.with_ids else b""
+                before = message.ids_before
+                packed = b"" if before is None else last_of(pack_ids(ids), len(ids), before + answer)
                 return BranchFound(message.request, TRAJECTORY, 0, len(ids), matched, answer, packed)
         return BranchFound(message.request, TRAJECTORY)
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from elastic.front.asked import ServedModel
+from elastic.protocol.front_messages import ALL_IDS
 from elastic.protocol.openai.answers import AnsweredCall, ParsedAnswer
 
 EOS = 256
@@ -44,7 +45,7 @@ class BracketRenderer:
     """
 
     stop_token_ids = (EOS,)
-    needs_ids = True
+    ids_before = ALL_IDS
 
     def __init__(self, reasons: bool = False, reads_calls: bool = True) -> None:
         self.reads_calls = reads_calls

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 CODES = {
+    400: "invalid_request",
     401: "invalid_api_key",
     403: "permission_denied",
     404: "not_found",

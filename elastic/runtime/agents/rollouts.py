@@ -6,7 +6,7 @@ knows all of it: a trajectory is not played again after a restart, its agent goe
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -25,7 +25,7 @@ from elastic.protocol.front_messages import (
     OpenTurns,
     TrajectoryStanding,
 )
-from elastic.protocol.sampled import TOKEN_BYTES
+from elastic.protocol.sampled import TOKEN_BYTES, last_of
 from elastic.runtime.agents import notes
 from elastic.runtime.agents.claims import AgentClaims, AgentGroup, gone
 from elastic.runtime.agents.joining import OtherBody
@@ -51,8 +51,8 @@ class Watcher(Protocol):
 
     def over(self, turn: AgentTurn) -> None: ...
 
-    def left(self, trajectory: TrajectoryId) -> None:
-        """The trajectory is over, and with it each of its turns."""
+    def left(self, turns: Iterable[TurnId]) -> None:
+        """The trajectory of these turns is over."""
         ...
 
 
@@ -146,9 +146,12 @@ class AgentRollouts:
         if longest is None:
             return BranchFound(ask.request, trajectory.trajectory)
         matched, mark = longest
-        ids = trajectory.branches.branches[mark.branch].token_ids[: mark.tokens * TOKEN_BYTES] if ask.with_ids else b""
+        ids = b""
+        if ask.ids_before is not None:
+            context = trajectory.branches.branches[mark.branch].token_ids
+            ids = last_of(context, mark.tokens, mark.answer_tokens + ask.ids_before)
         return BranchFound(
-            ask.request, trajectory.trajectory, mark.branch, mark.tokens, matched, mark.answer_tokens, bytes(ids)
+            ask.request, trajectory.trajectory, mark.branch, mark.tokens, matched, mark.answer_tokens, ids
         )
 
     def open(self, ask: OpenTurns) -> tuple[list[AgentTurn], bool]:
@@ -528,7 +531,7 @@ class AgentRollouts:
             self._turns.pop(turn, None)
         self._claims.leave(trajectory, msgspec.structs.replace(self._standing(left), state=state, cause=cause))
         if self.watcher is not None:
-            self.watcher.left(trajectory)
+            self.watcher.left(left.turns)
 
     def _forget_group(self, trajectories: Sequence[TrajectoryId]) -> None:
         """The group is trained or dropped: its name means nothing any more."""

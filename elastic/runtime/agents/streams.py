@@ -5,14 +5,14 @@ process. Whoever listens for fronts (`elastic.runtime.agents.hub`) hands their c
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from elastic.core.ids import parse_turn
-from elastic.core.types import TrajectoryId, TurnId
+from elastic.core.types import TurnId
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection
 from elastic.protocol.frames import RefusedFrame, WireError
-from elastic.protocol.sampled import TOKEN_BYTES
+from elastic.protocol.sampled import TOKEN_BYTES, last_of
 from elastic.runtime.agents.refusals import CallRefused, refused_turn
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.trajectory import AgentTurn
@@ -108,7 +108,7 @@ class FrontStreams:
                 if isinstance(found, m.BranchFound):
                     front.connection.send(found)
                 else:
-                    self._take(front, message.request, found, joined=True, with_ids=message.with_ids)
+                    self._take(front, message.request, found, joined=True, ids_before=message.ids_before)
             case m.OpenTurns():
                 turns, joined = rollouts.open(message)
                 self._take(front, message.request, turns, joined=joined)
@@ -152,7 +152,13 @@ class FrontStreams:
         self._reply(front, m.TurnSettled(message.stream))
 
     def _take(
-        self, front: _Front, request: int, turns: Sequence[AgentTurn], *, joined: bool, with_ids: bool = False
+        self,
+        front: _Front,
+        request: int,
+        turns: Sequence[AgentTurn],
+        *,
+        joined: bool,
+        ids_before: int | None = None,
     ) -> None:
         opened: list[m.OpenedTurn] = []
         for turn in turns:
@@ -170,7 +176,9 @@ class FrontStreams:
             )
         trajectory, _ = parse_turn(turns[0].id)
         first = turns[0]
-        prompt = bytes(first.generated.prompt[: first.at.prompt_tokens * TOKEN_BYTES]) if with_ids else b""
+        prompt = b""
+        if ids_before is not None:
+            prompt = last_of(first.generated.prompt, first.at.prompt_tokens, ids_before)
         front.connection.send(m.TurnsTaken(request, trajectory, opened, joined, prompt))
         for turn, one in zip(turns, opened, strict=True):
             self._repeat(front, one.stream, turn)
@@ -227,15 +235,16 @@ class FrontStreams:
         for front, stream in self._waiting.get(turn.id, ()):
             front.connection.send(_over(stream, turn))
 
-    def left(self, trajectory: TrajectoryId) -> None:
-        """Its clients are told that it is over; where the run is being stopped they are not, as it may go on later."""
+    def left(self, turns: Iterable[TurnId]) -> None:
+        """Their clients are told that the trajectory is over; where the run is being stopped they are not, as it may
+        go on later."""
         if self._stopped():
             for front in list(self._fronts):
                 front.connection.close(STOPPING)
             return
         gone = CallRefused(410, "trajectory_over", "the trajectory is over", retry=False)
-        for turn in [turn for turn in self._waiting if parse_turn(turn)[0] == trajectory]:
-            for front, stream in self._waiting.pop(turn):
+        for turn in turns:
+            for front, stream in self._waiting.pop(turn, ()):
                 front.streams.pop(stream, None)
                 front.connection.send(failed(stream, gone))
 
