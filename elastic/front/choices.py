@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from elastic.front.reading import AnswerReader
 from elastic.front.tokenizer import TextDecoder
-from elastic.protocol.openai.answers import AnsweredCall, ParsedAnswer
+from elastic.protocol.openai.answers import CallDelta, ParsedAnswer, joined_calls
 
 
 class TokensDiffer(Exception):
@@ -79,7 +79,7 @@ class Choice:
         self._calls_max = calls_max
         self._text: list[str] = []
         self._thought: list[str] = []
-        self._calls: list[AnsweredCall] = []
+        self._calls: list[CallDelta] = []
         self._tail: ParsedAnswer | str | None = None
         """What was held back, once the turn is over."""
         self._known = 0
@@ -93,7 +93,7 @@ class Choice:
     @property
     def said(self) -> ParsedAnswer:
         """All that can be shown so far."""
-        return ParsedAnswer("".join(self._text), "".join(self._thought), tuple(self._calls))
+        return ParsedAnswer("".join(self._text), "".join(self._thought), joined_calls(self._calls))
 
     def join(self) -> None:
         """All tokens come once more."""
@@ -173,7 +173,7 @@ class Choice:
         if self._finder is not None:
             content, reasoning = self._content.feed(content), self._reasoning.feed(reasoning)
         if self._calls_max is not None:
-            calls = calls[: self._calls_max - len(self._calls)]
+            calls = tuple(call for call in calls if call.index < self._calls_max)
         return self._note(ParsedAnswer(content, reasoning, calls))
 
     def _note(self, said: ParsedAnswer) -> ParsedAnswer:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic.front.messages import AnyMessage, arguments_of, head_digest
-from elastic.front.parsing import AnsweredCall, ParsedAnswer, call_id, named_call
+from elastic.front.parsing import CallDelta, ParsedAnswer, call_id, named_call
 from elastic.front.reading import AnswerParsers, AnswerReader, call_seed
 from elastic.front.templates import Guards, RendererError, RenderingError, plain_messages
 from elastic.front.tokenizer import ControlTextError, Tokenizer
@@ -221,7 +221,7 @@ def _answered(parsed: Any, tools: Any, seed: bytes) -> ParsedAnswer:
         if call is None:
             content.append(attempt.raw)
         else:
-            calls.append(AnsweredCall(*call, attempt.id or call_id(seed, len(calls), call)))
+            calls.append(CallDelta(len(calls), attempt.id or call_id(seed, len(calls)), *call))
     return ParsedAnswer("\n".join(filter(None, content)), parsed.reasoning_content or "", tuple(calls))
 
 

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 from elastic.front.messages import read_json, read_json_at_start
-from elastic.protocol.openai.answers import AnsweredCall, ParsedAnswer
+from elastic.protocol.openai.answers import CallDelta, ParsedAnswer
 
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"
@@ -71,15 +71,14 @@ class AnswerParser:
     def _answered(self, reasoning: str, content: str, calls: Sequence[NamedCall]) -> ParsedAnswer:
         named = []
         for call in calls:
-            named.append(AnsweredCall(*call, call_id(self._seed, self._calls, call)))
+            named.append(CallDelta(self._calls, call_id(self._seed, self._calls), *call))
             self._calls += 1
         return ParsedAnswer(content, reasoning, tuple(named))
 
 
-def call_id(seed: bytes, place: int, call: NamedCall) -> str:
-    """The id of an answer's call at this place, by the `seed` of the answer."""
-    said = json.dumps([seed.hex(), place, *call]).encode()
-    return f"call_{blake2b(said, digest_size=12).hexdigest()}"
+def call_id(seed: bytes, place: int) -> str:
+    """The id of an answer's call at this place, by the `seed` of the answer: it is known before the call is whole."""
+    return f"call_{blake2b(place.to_bytes(8), key=seed, digest_size=12).hexdigest()}"
 
 
 class ThinkParser:

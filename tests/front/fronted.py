@@ -84,8 +84,14 @@ def merged(chunks: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
             if name == "tool_calls":
                 calls = message.setdefault(name, [])
                 for call in value:
-                    assert call.pop("index") == len(calls)
-                    calls.append(call)
+                    if (number := call.pop("index")) == len(calls):
+                        assert call["id"]
+                        assert call["function"]["name"]
+                        calls.append(call)
+                    else:
+                        assert number == len(calls) - 1
+                        assert set(call) == {"function"}
+                        calls[number]["function"]["arguments"] += call["function"]["arguments"]
             else:
                 message[name] = message.get(name, "") + value
     return choices

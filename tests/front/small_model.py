@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from elastic.front.asked import ServedModel
 from elastic.protocol.front_messages import ALL_IDS
-from elastic.protocol.openai.answers import AnsweredCall, ParsedAnswer
+from elastic.protocol.openai.answers import CallDelta, ParsedAnswer
 
 EOS = 256
 VOCABULARY = 300
@@ -95,7 +95,9 @@ class BracketReader:
                 if found := re.fullmatch(r"<(\w+) (.*?)>", self._held):
                     self._held = ""
                     calls.append(
-                        AnsweredCall(found[1], json.dumps(json.loads(found[2])), f"{self._turn}:{self._calls}")
+                        CallDelta(
+                            self._calls, f"{self._turn}:{self._calls}", found[1], json.dumps(json.loads(found[2]))
+                        )
                     )
                     self._calls += 1
             else:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.front.choices import Choice, StopFinder, TokensDiffer
-from elastic.protocol.openai.answers import ParsedAnswer
+from elastic.protocol.openai.answers import ParsedAnswer, joined_calls
 from tests.front.small_model import EOS, BracketReader, BytesDecoder
 
 texts = st.text(alphabet="ab|<f {}>é", max_size=30)
@@ -31,7 +31,7 @@ def played(ids: list[int], sizes: list[int], stops: list[str], reads: bool) -> t
     whole = ParsedAnswer(
         "".join(one.content for one in said),
         "".join(one.reasoning for one in said),
-        tuple(call for one in said for call in one.tool_calls),
+        joined_calls([call for one in said for call in one.tool_calls]),
     )
     return whole, choice
 

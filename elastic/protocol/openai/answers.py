@@ -44,23 +44,45 @@ class Sample(NamedTuple):
     logprobs: Sequence[float] = _NO_LOGPROBS
 
 
-class AnsweredCall(NamedTuple):
-    """A call of a tool. `arguments` is the text of a JSON object."""
+class CallDelta(msgspec.Struct, frozen=True):
+    """A call of a tool, or what a piece of an answer adds to one.
 
-    name: str
-    arguments: str
-    id: str
+    `index` is the call's number in its answer. The first delta of a call has its `id` and its `name`; those that follow
+    have neither. Joined, `arguments` are the text of a JSON object as the model wrote it. Where the model was cut off,
+    or did not write JSON, they are what it wrote.
+    """
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+    @property
+    def begins(self) -> bool:
+        """Whether this is the first of its call."""
+        return bool(self.id)
 
     def as_told(self) -> dict[str, Any]:
+        """The call in a message."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+    def as_streamed(self) -> dict[str, Any]:
+        """The delta in a chunk."""
+        if self.begins:
+            return {"index": self.index, **self.as_told()}
+        return {"index": self.index, "function": {"arguments": self.arguments}}
 
 
 class ParsedAnswer(NamedTuple):
-    """An answer, or what a piece of one adds to it."""
+    """An answer, or what a piece of one adds to it.
+
+    A stream shows a piece in this order: what it adds to a call that has begun before, reasoning, content, and calls
+    that begin. What belongs to a call comes in one go: nothing else is between its first delta and its last.
+    """
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: tuple[AnsweredCall, ...] = ()
+    tool_calls: tuple[CallDelta, ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -68,7 +90,9 @@ class ParsedAnswer(NamedTuple):
 
     def plus(self, more: "ParsedAnswer") -> "ParsedAnswer":
         return ParsedAnswer(
-            self.content + more.content, self.reasoning + more.reasoning, self.tool_calls + more.tool_calls
+            self.content + more.content,
+            self.reasoning + more.reasoning,
+            joined_calls((*self.tool_calls, *more.tool_calls)) if more.tool_calls else self.tool_calls,
         )
 
     def message(self) -> dict[str, Any]:
@@ -80,6 +104,17 @@ class ParsedAnswer(NamedTuple):
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         return message
+
+
+def joined_calls(deltas: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
+    """The calls that these deltas make, one for each index."""
+    calls: dict[int, list[CallDelta]] = {}
+    for delta in deltas:
+        calls.setdefault(delta.index, []).append(delta)
+    return tuple(
+        CallDelta(index, found[0].id, found[0].name, "".join(delta.arguments for delta in found))
+        for index, found in calls.items()
+    )
 
 
 class ChoiceEnd(NamedTuple):
@@ -123,8 +158,6 @@ class AnswerWriter:
         self._start = b"data: " + _json(self._shell)[:-1]
         self._heads: dict[int, bytes] = {}
         self._text_offsets: dict[int, int] = {}
-        self._calls: dict[int, int] = {}
-        """The calls of tools that a choice had in earlier chunks."""
         self._end_of_text = {CHAT: b"}", COMPLETION: b"", TOKENS: b""}[form]
         self._plain = not (settings.token_ids or settings.logprobs or form is TOKENS)
         self._usual = self._end_of_text + b',"logprobs":null,"finish_reason":null}]}\n\n'
@@ -215,21 +248,17 @@ class AnswerWriter:
         self._heads[index] = head + b',"delta":{"content":'
         if isinstance(said, str):
             return head + b',"delta":{"role":"assistant","content":' + _json(said)
-        delta = self._delta(index, said, first)
+        delta = self._delta(said, first)
         return head + b',"delta":' + _json(delta)[:-1]
 
-    def _delta(self, index: int, said: ParsedAnswer, first: bool) -> dict[str, Any]:
+    def _delta(self, said: ParsedAnswer, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         if said.reasoning:
             delta["reasoning_content"] = said.reasoning
         if said.content or not (said.tool_calls or said.reasoning):
             delta["content"] = said.content
         if said.tool_calls:
-            start = self._calls.get(index, 0)
-            self._calls[index] = start + len(said.tool_calls)
-            delta["tool_calls"] = [
-                {"index": number, **call.as_told()} for number, call in enumerate(said.tool_calls, start)
-            ]
+            delta["tool_calls"] = [call.as_streamed() for call in said.tool_calls]
         return delta
 
     def _shown(self, text: str) -> bytes:
