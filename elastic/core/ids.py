@@ -87,6 +87,11 @@ def parse_turn(turn: TurnId) -> tuple[TrajectoryId, int]:
     return trajectory, int(number)
 
 
+def turn_of(name: str) -> TurnId:
+    """The turn whose `agent_id` this is, if it is one's."""
+    return name.replace("-", "/")
+
+
 def tagged(run: str, secret: str) -> str:
     """Return the run's name with a hash of a secret that no other run has."""
     return f"{run}-{hashlib.sha256(secret.encode()).hexdigest()[:8]}"

@@ -6,7 +6,6 @@ without a slash at the end.
 
 import asyncio
 import contextlib
-import functools
 import math
 import secrets
 from concurrent.futures import Executor
@@ -15,7 +14,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,10 +21,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elastic.core.ids import agent_id
-from elastic.front.asked import READERS, Asked, ServedModel, idempotency_key
+from elastic.front.asked import Asked, ServedModel
 from elastic.front.calls import CallTimes, ClientLeft, ClientReply, LiveCall, declined
+from elastic.front.errors import ERROR_SHAPES, REQUEST_ID
 from elastic.front.keys import TRAJECTORY, NamedInPath, NamesInPaths, find_caller, named_in_path
 from elastic.front.link import Answer, LinkLost, RunLink
+from elastic.front.readers import READERS, idempotency_key, read_body
+from elastic.front.token_routes import TokenRoutes
 from elastic.protocol.front_messages import (
     AgentCaller,
     BeginTrajectory,
@@ -42,13 +43,12 @@ from elastic.protocol.front_messages import (
 from elastic.protocol.http_server import BodyLimits
 from elastic.protocol.openai import answers, bodies
 from elastic.protocol.openai.bodies import EndRequest, RewardRequest, SessionRequest, TrajectoryRequest
-from elastic.protocol.openai.errors import ERROR_HANDLERS, JSON_TYPE, FrontError, no_such_model, openai_error
+from elastic.protocol.openai.errors import JSON_TYPE, FrontError, no_such_model
 from elastic.protocol.run_secrets import RunSecrets
 
-REQUEST_ID = "x-request-id"
+REQUEST_ID_HEADERS = ("x-request-id", "request-id")
+"""In which clients look for the id of a request: OpenAI's, and Anthropic's."""
 REQUEST_ID_CHARS_MAX = 128
-READ_HERE_BYTES = 256 * 1024
-"""Larger bodies are read on a thread, while streams go on."""
 TASK_BYTES_MAX = 1024 * 1024
 """Of a driver's task, which the run journals."""
 
@@ -85,6 +85,7 @@ class AgentFront:
         return Starlette(
             routes=[
                 *(Route(path, _Answers(self, path), methods=["POST"]) for path in READERS),
+                *TokenRoutes(self.model, self.renders, self.caller, self.told).routes(),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._one_model),
                 Route("/health", self._health),
@@ -95,7 +96,7 @@ class AgentFront:
                 Middleware(NamesInPaths),
                 Middleware(BodyLimits, self.body_bytes_max),
             ],
-            exception_handlers={**ERROR_HANDLERS, Exception: _broken},
+            exception_handlers=ERROR_SHAPES,
         )
 
     async def drained(self, timeout_s: float) -> None:
@@ -114,12 +115,7 @@ class AgentFront:
     async def asked(self, route: str, request: Request) -> tuple[AgentCaller, Asked]:
         """Who asks for what. Whoever has no key is told so before anything of the body is read."""
         caller = self.caller(request)
-        body = await request.body()
-        if len(body) <= READ_HERE_BYTES:
-            asked = self._read(route, request.headers, body)
-        else:
-            reading = functools.partial(self._read, route, request.headers, body)
-            asked = await asyncio.get_running_loop().run_in_executor(self.renders, reading)
+        asked = await read_body(READERS[route], self.model, request, self.renders)
         if caller.driver and not caller.named:
             if not asked.session:
                 raise FrontError(
@@ -131,9 +127,6 @@ class AgentFront:
                 )
             caller = msgspec.structs.replace(caller, named=asked.session)
         return caller, asked
-
-    def _read(self, route: str, headers: Headers, body: bytes) -> Asked:
-        return READERS[route](self.model, headers, bodies.parsed(body))
 
     async def _models(self, request: Request) -> Response:
         self.caller(request)
@@ -163,7 +156,7 @@ class AgentFront:
         if len(task) > TASK_BYTES_MAX:
             raise FrontError(413, f"task: has {len(task)} bytes; at most {TASK_BYTES_MAX} are kept", "task")
         begin = BeginTrajectory(0, caller, task, body.group, key, list(dict.fromkeys(body.session_ids)))
-        begun = await self._told(begin, TrajectoryBegun)
+        begun = await self.told(begin, TrajectoryBegun)
         answer = {
             "id": agent_id(begun.trajectory),
             "key": self.secrets.agent_key(begun.trajectory, begun.restart),
@@ -197,11 +190,11 @@ class AgentFront:
         return bodies.read(kind, bodies.parsed(body) if body else {}, bodies.CONTROL)
 
     async def _shown(self, message: FromFront) -> Response:
-        shown = (await self._told(message, TrajectoryShown)).standing
+        shown = (await self.told(message, TrajectoryShown)).standing
         fields = msgspec.to_builtins(shown)
         return _json({"id": agent_id(fields.pop("trajectory")), **fields})
 
-    async def _told(self, message: Any, kind: type[Any]) -> Any:
+    async def told(self, message: Any, kind: type[Any]) -> Any:
         """The run's answer to a message, which may be asked more than once while the run is started again."""
         try:
             async with asyncio.timeout(self.times.hold_s):
@@ -250,18 +243,20 @@ class _Answers:
 
 
 class RequestIds:
-    """ASGI middleware: each answer bears the request's `x-request-id`, or one of ours."""
+    """ASGI middleware: each answer bears the id that its request has in `x-request-id`, or one of ours."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = next((value for name, value in scope.get("headers", ()) if name == REQUEST_ID.encode()), b"")
+        given = next((value for name, value in scope.get("headers", ()) if name == b"x-request-id"), b"")
         identifier = given if 0 < len(given) <= REQUEST_ID_CHARS_MAX else secrets.token_hex(16).encode()
+        scope.setdefault("state", {})[REQUEST_ID] = identifier.decode("latin-1")
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (REQUEST_ID.encode(), identifier)]
+                marks = ((name.encode(), identifier) for name in REQUEST_ID_HEADERS)
+                message["headers"] = [*message.get("headers", ()), *marks]
             await send(message)
 
         await self._app(scope, receive, marked)
@@ -269,7 +264,3 @@ class RequestIds:
 
 def _json(answer: Any, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(answer), headers=headers, media_type=JSON_TYPE)
-
-
-async def _broken(_: Request, error: Exception) -> Response:
-    return openai_error(500, "the front has failed at this request; its log says how")

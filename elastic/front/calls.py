@@ -10,14 +10,13 @@
 """
 
 import asyncio
-import functools
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -25,7 +24,9 @@ from starlette.types import Receive, Scope, Send
 from elastic.core.ids import agent_id
 from elastic.front.asked import Asked, Chat, ServedModel
 from elastic.front.choices import Choice, TokensDiffer
+from elastic.front.history import packed, unpacked
 from elastic.front.link import (
+    Answer,
     ChoiceOver,
     LinkLost,
     News,
@@ -33,7 +34,8 @@ from elastic.front.link import (
     TokensCame,
     TurnInbox,
 )
-from elastic.front.messages import chain, chained, head_digest
+from elastic.front.messages import chained
+from elastic.front.prompts import ChatPrompts, TurnPrompt
 from elastic.protocol.front_messages import (
     ALL_IDS,
     CHOICES_MAX,
@@ -41,28 +43,25 @@ from elastic.protocol.front_messages import (
     BranchFound,
     CutTurn,
     Declined,
+    HistoryFound,
     LookUp,
     OpenedTurn,
     OpenTurns,
+    RecallHistory,
     SettleTurn,
     TurnOver,
     TurnsTaken,
 )
 from elastic.protocol.http_server import CONNECTION, ServedConnection
 from elastic.protocol.openai import answers
-from elastic.protocol.openai.answers import AnswerWriter, ChoiceEnd, ParsedAnswer, Sample
+from elastic.protocol.openai.answers import Answered, AnswerHead, AnswerWriter, ChoiceEnd, ParsedAnswer, Sample
 from elastic.protocol.openai.errors import JSON_TYPE, FrontError, too_long
 from elastic.protocol.sampled import ids_of, logprobs_of, pack_ids
 
-RENDERED_HERE_CHARS = 20_000
-"""Messages with more text are rendered on a thread, while streams go on."""
 NO_SAMPLE = Sample()
 LOOKS_MAX = 3
 """How often a call looks for its branch, which other calls may change meanwhile."""
 BRANCH_GONE = "branch_gone"
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class CallTimes(NamedTuple):
@@ -210,18 +209,19 @@ class LiveCall:
         self._caller = caller
         self._asked = asked
         self._times = times
-        self._renders = renders
+        self._prompts = ChatPrompts(model, renders)
         self._call = self._retry = asked.call
         """As it is said to the run, and as it will be said to the run's next process."""
         self._inbox = TurnInbox()
         self._chain: list[bytes] = []
-        self._prompt_ids: list[int] | None = None
+        self._known = 0
+        """Of the chat's messages, how many are in a history that the run has."""
+        self._prompt_ids: Sequence[int] | None = None
         """Of a chat; where nobody wants all of them, the last ones."""
         self._progress: dict[int, _Progress] = {}
         self._prompt_tokens: dict[int, int] = {}
         """By the number of the prompt."""
         self._writer: AnswerWriter | None = None
-        self._shows_tokens = asked.settings.token_ids or asked.settings.logprobs or asked.form is answers.TOKENS
 
     async def answer(self, reply: ClientReply) -> None:
         """Raises `FrontError` if nothing was sent by then, and `ClientLeft`."""
@@ -254,10 +254,10 @@ class LiveCall:
                     news = await self._inbox.take()
                     if holding.when() is not None:
                         holding.reschedule(None)
-                    if pieces := self._pieces(news):
+                    if pieces := b"".join(self._pieces(news)):
                         if not reply.started:
                             await reply.start(answers.EVENT_STREAM, answers.STREAM_HEADERS)
-                        await reply.write(b"".join(pieces))
+                        await reply.write(pieces)
                 return
             except LinkLost:
                 holding.reschedule(asyncio.get_running_loop().time() + self._times.hold_s)
@@ -266,38 +266,31 @@ class LiveCall:
     async def _breathe(self, reply: ClientReply) -> None:
         times = self._times
         if self._asked.stream:
-            await reply.breathe(times.breath_s, times.breath_s, answers.PING)
+            await reply.breathe(times.breath_s, times.breath_s, self._asked.dialect.ping)
         else:
             await reply.breathe(times.quiet_s, times.breath_s, b" ", JSON_TYPE)
 
     async def _finish(self, reply: ClientReply) -> None:
-        asked, writer = self._asked, self._writing()
+        choices = [self._answered(number, progress) for number, progress in sorted(self._progress.items())]
         prompt_tokens = sum(self._prompt_tokens.values())
-        tokens = sum(len(progress.choice.ids) for progress in self._progress.values())
-        if asked.stream:
-            usage = writer.usage(prompt_tokens, tokens) if asked.include_usage else b""
-            await reply.end(usage + answers.DONE)
+        tokens = sum(len(choice.sample.ids) for choice in choices)
+        if self._asked.stream:
+            await reply.end(self._writing().end(choices, prompt_tokens, tokens))
             return
-        choices = [
-            writer.choice(
-                number,
-                progress.said,
-                Sample(progress.choice.ids, progress.choice.logprobs),
-                progress.end(),
-                self._prompt_shown(number),
-            )
-            for number, progress in sorted(self._progress.items())
-        ]
-        whole = writer.whole(choices, prompt_tokens, tokens, self._prompt_shown(0))
+        whole = self._writing().whole(choices, prompt_tokens, tokens)
         if not reply.started:
             await reply.start(JSON_TYPE)
         await reply.end(whole)
+
+    def _answered(self, number: int, progress: _Progress) -> Answered:
+        choice = progress.choice
+        return Answered(progress.said, Sample(choice.ids, choice.logprobs), progress.end(), self._prompt_shown(number))
 
     async def _fail(self, reply: ClientReply, error: FrontError) -> None:
         if not reply.started:
             raise error
         if self._asked.stream:
-            await reply.end(answers.failed(error))
+            await reply.end(self._writing().failed(error))
         else:
             await reply.tear()
 
@@ -310,28 +303,46 @@ class LiveCall:
         if chat is not None:
             ids_before = ALL_IDS if asked.settings.token_ids else self._model.renderer.ids_before
             if not self._chain:
-                self._chain = await self._rendering(chat.messages, _chain_of, chat)
+                chat = await self._recall(chat)
+                self._chain = await self._prompts.chain(chat)
         for left in reversed(range(LOOKS_MAX)):
             found = await self._ask(lambda number: LookUp(number, self._caller, self._call, self._chain, ids_before))
             if isinstance(found, TurnsTaken):
                 self._take(found)
+                found = BranchFound(0, "")
+            assert isinstance(found, BranchFound)
+            self._known = found.known
             try:
-                await self._open_missing(found if isinstance(found, BranchFound) else BranchFound(0, ""))
+                await self._open_missing(found)
                 return
             except FrontError as error:
                 # Another call has changed what this one was to go on from.
                 if error.code != BRANCH_GONE or not left:
                     raise
 
+    async def _recall(self, chat: Chat) -> Chat:
+        """The chat with what was said before, where it names an earlier answer instead."""
+        thread = self._asked.thread
+        if thread is None or not thread.behind:
+            return chat
+        found = await self._ask(lambda number: RecallHistory(number, self._caller, thread.behind))
+        assert isinstance(found, HistoryFound)
+        before = unpacked(found.pieces)
+        chat = chat._replace(messages=[*chat.messages[: thread.own], *before, *chat.messages[thread.own :]])
+        self._asked = self._asked._replace(chat=chat)
+        return chat
+
     async def _open_missing(self, found: BranchFound) -> None:
         asked, chat = self._asked, self._asked.chat
         if chat is not None:
             if self._missing(0):
-                await self._open(0, *await self._behind(chat, found))
+                prompt = await self._prompts.behind(chat, found)
+                self._prompt_ids = prompt.ids
+                await self._open(0, prompt)
             return
-        for prompt, ids in enumerate(asked.prompts):
-            if self._missing(prompt):
-                await self._open(prompt, None, 0, ids)
+        for number, ids in enumerate(asked.prompts):
+            if self._missing(number):
+                await self._open(number, TurnPrompt(None, 0, ids, ids))
 
     def _missing(self, prompt: int) -> list[int]:
         """The choices of a prompt that nothing is heard of."""
@@ -341,53 +352,36 @@ class LiveCall:
         n = self._asked.n
         return range(prompt * n, (prompt + 1) * n)
 
-    async def _behind(self, chat: Chat, found: BranchFound) -> tuple[int | None, int, list[int]]:
-        """The branch that the chat goes on from, how many of its tokens, and the tokens behind these."""
-        renderer, context = self._model.renderer, self._model.context_tokens
-        so_far = ids_of(found.ids) if found.ids else []
-        if found.branch is not None and found.matched:
-            new = await self._rendering(
-                chat.messages[found.matched :],
-                renderer.more,
-                chat.messages,
-                found.matched,
-                chat.tools,
-                chat.template_kwargs,
-                so_far,
-                found.answer_tokens,
-            )
-            if new is not None:
-                if found.tokens + len(new) >= context:
-                    raise too_long(context, found.tokens + len(new))
-                self._prompt_ids = so_far + new
-                return found.branch, found.tokens, new
-        ids = await self._rendering(chat.messages, renderer.prompt, chat.messages, chat.tools, chat.template_kwargs)
-        self._prompt_ids = ids
-        return None, 0, ids
-
-    async def _open(self, prompt: int, branch: int | None, tokens: int, ids: Sequence[int]) -> None:
-        if tokens + len(ids) >= self._model.context_tokens:
-            raise too_long(self._model.context_tokens, tokens + len(ids))
-        packed = pack_ids(ids)
+    async def _open(self, number: int, prompt: TurnPrompt) -> None:
+        if prompt.size >= self._model.context_tokens:
+            raise too_long(self._model.context_tokens, prompt.size)
+        ids = pack_ids(prompt.new)
         # From here on the run may have turns of this call, whether it can say so or not.
         self._retry = msgspec.structs.replace(self._call, retry=True)
-        while missing := self._missing(prompt):
+        while missing := self._missing(number):
             first, count = _first_stretch(missing)
             answer = await self._ask(
-                lambda number, first=first, count=count: OpenTurns(
-                    number, self._caller, self._call, branch, tokens, packed, first, count, self._asked.sampling
+                lambda request, first=first, count=count: OpenTurns(
+                    request,
+                    self._caller,
+                    self._call,
+                    prompt.branch,
+                    prompt.tokens,
+                    ids,
+                    first,
+                    count,
+                    self._asked.sampling,
                 )
             )
             assert isinstance(answer, TurnsTaken)
             self._take(answer)
-            if first in self._missing(prompt):
+            if first in self._missing(number):
                 raise FrontError(500, f"the run has opened no turn for choice {first}")
 
-    async def _ask(self, request: Callable[[int], LookUp | OpenTurns]) -> BranchFound | TurnsTaken:
+    async def _ask(self, request: Callable[[int], LookUp | RecallHistory | OpenTurns]) -> Answer:
         answer = await self._link.ask(request, self._inbox)
         if isinstance(answer, Declined):
             raise declined(answer)
-        assert isinstance(answer, BranchFound | TurnsTaken)
         return answer
 
     def _take(self, taken: TurnsTaken) -> None:
@@ -411,19 +405,6 @@ class LiveCall:
         calls_max = 1 if chat is not None and chat.one_call else None
         return Choice(model.tokenizer.decoder(), reader, asked.stops, asked.silent, calls_max)
 
-    async def _rendering(
-        self, messages: Sequence[Mapping[str, Any]], render: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """What `render` makes, on a thread if that may take long."""
-        rendering = functools.partial(render, *args, **kwargs)
-        chars = sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
-        try:
-            if chars <= RENDERED_HERE_CHARS:
-                return rendering()
-            return await asyncio.get_running_loop().run_in_executor(self._renders, rendering)
-        except ValueError as error:
-            raise FrontError(400, f"messages: {error}", "messages", "invalid_messages") from error
-
     # Tokens.
 
     def _pieces(self, news: Sequence[News]) -> list[bytes]:
@@ -435,7 +416,7 @@ class LiveCall:
             if type(one) is TokensCame:
                 logprobs = logprobs_of(one.logprobs) if self._asked.settings.logprobs else NO_SAMPLE.logprobs
                 said, new = self._taken(progress, ids_of(one.ids), logprobs)
-                if self._asked.stream and new and (self._shows_tokens or not _empty(said)):
+                if self._asked.stream and new and (self._asked.dialect.shows_tokens or not _empty(said)):
                     pieces.append(self._piece(number, progress, said))
             elif type(one) is ChoiceOver:
                 if not one.over.finish:
@@ -470,10 +451,21 @@ class LiveCall:
             progress.choice.rest()
         progress.finish = finish
         progress.said = progress.choice.said
-        answer = b""
+        settled = SettleTurn(progress.turn.stream, len(progress.choice.ids))
         if self._asked.chat is not None:
-            answer = chained(self._chain[-1], progress.said.message())
-        self._link.say(SettleTurn(progress.turn.stream, len(progress.choice.ids), answer))
+            message = progress.said.message()
+            history, behind = self._history(self._asked.chat, message)
+            answer = chained(self._chain[-1], message)
+            settled = msgspec.structs.replace(settled, answer=answer, history=history, behind=behind)
+        self._link.say(settled)
+
+    def _history(self, chat: Chat, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
+        """The part of the history that the run does not have, and the digest of the one behind which it is; empty if it
+        is not to have it."""
+        thread, known = self._asked.thread, self._known
+        if thread is None or not thread.kept:
+            return b"", b""
+        return packed([*chat.messages[max(known, thread.own) :], answer]), self._chain[known - 1] if known else b""
 
     def _piece(self, number: int, progress: _Progress, said: str | ParsedAnswer, end: ChoiceEnd | None = None) -> bytes:
         first = not progress.shown
@@ -482,9 +474,9 @@ class LiveCall:
         return self._writing().piece(
             number,
             said,
-            progress.fresh() if self._shows_tokens else NO_SAMPLE,
+            progress.fresh() if self._asked.dialect.shows_tokens else NO_SAMPLE,
             end,
-            self._used(number) if asked.usage_always else None,
+            self._used(number) if asked.settings.usage_always else None,
             self._prompt_shown(number) if first else None,
         )
 
@@ -499,9 +491,11 @@ class LiveCall:
 
     def _writing(self) -> AnswerWriter:
         if self._writer is None:
-            asked = self._asked
-            identifier = asked.identifier or agent_id(self._progress[min(self._progress)].turn.turn)
-            self._writer = AnswerWriter(asked.form, identifier, self._model.name, int(time.time()), asked.settings)
+            first = self._progress[min(self._progress)].turn
+            head = AnswerHead(
+                agent_id(first.turn), self._model.name, int(time.time()), sum(self._prompt_tokens.values())
+            )
+            self._writer = self._asked.dialect.make_writer(head)
         return self._writer
 
 
@@ -528,10 +522,6 @@ def _failed(over: TurnOver) -> FrontError:
 
 def _empty(said: ParsedAnswer | str) -> bool:
     return not said if isinstance(said, str) else said.empty
-
-
-def _chain_of(chat: Chat) -> list[bytes]:
-    return chain(head_digest(chat.tools, chat.template_kwargs), chat.messages)
 
 
 def _first_stretch(numbers: Sequence[int]) -> tuple[int, int]:

@@ -20,7 +20,18 @@ from elastic.protocol.run_secrets import RunSecrets
 
 TRAJECTORY, SESSION = "/t/", "/sessions/"
 """What stands before a trajectory, or a session, in the path of a route for agents."""
-AGENT_ROUTES = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/models", "/health")
+AGENT_ROUTES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/inference/v1/generate",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+)
 SESSION_HEADER = "x-session-id"
 
 

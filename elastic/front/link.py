@@ -29,6 +29,7 @@ from elastic.protocol.front_messages import (
     FromRun,
     FrontHello,
     FrontWelcome,
+    HistoryFound,
     OpenedTurn,
     StreamTokens,
     TrajectoryBegun,
@@ -47,7 +48,7 @@ WELCOME_TIMEOUT_S = 5.0
 REDIAL_S = 0.1
 REDIAL_MAX_S = 1.0
 
-Answer: TypeAlias = BranchFound | TurnsTaken | TrajectoryBegun | TrajectoryShown | Declined
+Answer: TypeAlias = BranchFound | HistoryFound | TurnsTaken | TrajectoryBegun | TrajectoryShown | Declined
 
 
 class LinkLost(Exception):

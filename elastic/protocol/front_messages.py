@@ -5,7 +5,8 @@ and renders. It asks for a call's turns in two steps: `LookUp` finds the turns t
 branch that the call's messages go on from; `OpenTurns` opens turns behind that branch with the tokens that are new.
 Then tokens come by stream, a number that the run gives to a turn for this connection, up to `TurnOver`. The front says
 with `SettleTurn` what it makes of the answer, hears `TurnSettled` once all of it is durable, and says
-`AnswerDelivered` after its last write.
+`AnswerDelivered` after its last write. A call that names an earlier answer instead of sending all that was said before
+asks for that first (`RecallHistory`).
 
 Each message with a `request` is answered under the same number, or by `Declined`.
 """
@@ -125,11 +126,17 @@ class CutTurn(_FrontMessage, frozen=True):
 
 class SettleTurn(_FrontMessage, frozen=True):
     """The turn is over, and its first `kept` tokens are the answer, whose chain digest is `answer` (empty if it is no
-    message). `TurnSettled` answers once both are durable."""
+    message). `TurnSettled` answers once both are durable.
+
+    `history` are the messages up to the answer, where clients may go on from it by its turn's name: those behind the
+    ones whose chain digest is `behind` (empty if they are all), and which the run has already. It is opaque to the run.
+    """
 
     stream: Count
     kept: Count
     answer: Digest = b""
+    history: bytes = b""
+    behind: Digest = b""
 
 
 class AnswerDelivered(_FrontMessage, frozen=True):
@@ -142,6 +149,14 @@ class ClientGone(_FrontMessage, frozen=True):
     """The client has left, or was sent away, before it had the whole answer: the stream is forgotten."""
 
     stream: Count
+
+
+class RecallHistory(_FrontMessage, frozen=True):
+    """What was said up to the answer of this turn of the caller's trajectory? `HistoryFound` answers."""
+
+    request: Count
+    caller: AgentCaller
+    turn: Name
 
 
 class BeginTrajectory(_FrontMessage, frozen=True):
@@ -199,7 +214,7 @@ class BranchFound(_FrontMessage, frozen=True):
     """The first `matched` of the call's messages are the first `tokens` tokens of `branch`; none, where `matched` is 0.
 
     The last `answer_tokens` of these are an answer of the policy. `ids` (packed) are the last of them, as many as were
-    wanted.
+    wanted. The first `known` messages are in a history that the run has (`SettleTurn`).
     """
 
     request: Count
@@ -209,6 +224,14 @@ class BranchFound(_FrontMessage, frozen=True):
     matched: Count = 0
     answer_tokens: Count = 0
     ids: bytes = b""
+    known: Count = 0
+
+
+class HistoryFound(_FrontMessage, frozen=True):
+    """All that was said up to an answer, piece by piece as `SettleTurn` had it, the first first."""
+
+    request: Count
+    pieces: list[bytes]
 
 
 class OpenedTurn(msgspec.Struct, frozen=True, array_like=True):
@@ -310,6 +333,7 @@ FromFront: TypeAlias = (
     | SettleTurn
     | AnswerDelivered
     | ClientGone
+    | RecallHistory
     | BeginTrajectory
     | BindSession
     | GiveReward
@@ -320,6 +344,7 @@ FromRun: TypeAlias = (
     FrontWelcome
     | RefusedFrame
     | BranchFound
+    | HistoryFound
     | TurnsTaken
     | StreamTokens
     | TurnOver

@@ -25,7 +25,7 @@ from elastic.core.types import FinishReason, SamplingParameters
 from elastic.engine.base import GenerateRequest, TokenChunk
 from elastic.protocol.http_server import BodyLimits, HostCheck
 from elastic.protocol.openai import answers, bodies
-from elastic.protocol.openai.answers import AnswerSettings, AnswerWriter, ChoiceEnd, ParsedAnswer, Sample
+from elastic.protocol.openai.answers import Answered, AnswerSettings, ChoiceEnd, ChunkWriter, ParsedAnswer, Sample
 from elastic.protocol.openai.bodies import AnswerFields, ChatRequest, CompletionRequest
 from elastic.protocol.openai.errors import ERROR_HANDLERS, JSON_TYPE, FrontError, no_such_model, openai_error, too_long
 
@@ -225,10 +225,9 @@ class ServingFront:
                 noise_seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
             ),
         )
-        writer = AnswerWriter(
-            form, identifier, self._card.name, int(time.time()), AnswerSettings(token_ids=body.return_token_ids)
-        )
-        answer = _Answer(len(prompt), body.include_usage, writer, self._tokenizer.decoder())
+        settings = AnswerSettings(token_ids=body.return_token_ids, usage=body.include_usage)
+        writer = ChunkWriter(form, identifier, self._card.name, int(time.time()), settings)
+        answer = _Answer(len(prompt), writer, self._tokenizer.decoder())
         if body.stream:
             # The first chunk decides on the status: nothing has been sent by then.
             chunks = self.generate(wanted)
@@ -255,9 +254,8 @@ class ServingFront:
 class _Answer:
     """One request's chunks in the shape that its client knows."""
 
-    def __init__(self, prompt_tokens: int, tell_usage: bool, writer: AnswerWriter, decoder: Detokenizer) -> None:
+    def __init__(self, prompt_tokens: int, writer: ChunkWriter, decoder: Detokenizer) -> None:
         self._prompt_tokens = prompt_tokens
-        self._tell_usage = tell_usage
         self._writer = writer
         self._decode = decoder
         self._count = 0
@@ -269,9 +267,7 @@ class _Answer:
             if first.finish is None:
                 async for chunk in rest:
                     yield self._event(chunk)
-            if self._tell_usage:
-                yield self._writer.usage(self._prompt_tokens, self._count)
-            yield answers.DONE
+            yield self._writer.end((), self._prompt_tokens, self._count)
         finally:
             await rest.aclose()  # type: ignore[attr-defined]
 
@@ -284,7 +280,7 @@ class _Answer:
         assert last is not None
         if last.finish is None or last.finish not in REASONS:
             raise _failure(last)
-        choice = self._writer.choice(0, ParsedAnswer(text), Sample(token_ids), REASONS[last.finish])
+        choice = Answered(ParsedAnswer(text), Sample(token_ids), REASONS[last.finish])
         return self._writer.whole([choice], self._prompt_tokens, len(token_ids))
 
     def _event(self, chunk: TokenChunk) -> bytes:

@@ -1,13 +1,14 @@
 """Answers as OpenAI's clients read them, with vLLM's additions: whole, and in streamed chunks.
 
-A stream is server-sent events of `data:` lines alone. Its last chunk of a choice has a `finish_reason`, and `[DONE]`
-follows all of them. Whoever cannot go on sends `failed`, or cuts the connection.
+`AnswerWriter` is what writes them; other dialects have writers of their own. Here is that of OpenAI's chats and
+completions: a stream is server-sent events of `data:` lines alone. Its last chunk of a choice has a `finish_reason`,
+and `[DONE]` follows all of them. Whoever cannot go on sends `failed`, or cuts the connection.
 
 Most of a chunk is the same for all chunks of a choice, so it is made once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -124,17 +125,79 @@ class ChoiceEnd(NamedTuple):
     stop_reason: str | int | None = None
 
 
+class Answered(NamedTuple):
+    """A choice that is over. `prompt_ids` are given where the client wants to see them."""
+
+    said: ParsedAnswer
+    sample: Sample
+    ending: ChoiceEnd
+    prompt_ids: Sequence[int] | None = None
+
+
 class AnswerSettings(NamedTuple):
-    """What of its tokens a client wants to see. `token_text` names a token where it is shown as text."""
+    """What of its tokens a client wants to see. `token_text` names a token where it is shown as text.
+
+    usage: whether a stream ends with the usage; usage_always: whether each of its chunks has it.
+    """
 
     token_ids: bool = False
     logprobs: bool = False
     as_token_ids: bool = False
     token_text: Callable[[int], str] = str
+    usage: bool = False
+    usage_always: bool = False
 
 
-class AnswerWriter:
-    """Writes the answer to one request. `identifier` is what tells it from others, `prompts` their token ids."""
+class AnswerHead(NamedTuple):
+    """What is known of an answer before its first token. `identifier` tells it from others."""
+
+    identifier: str
+    model: str
+    created_s: int
+    prompt_tokens: int
+
+
+class AnswerWriter(Protocol):
+    """Writes the answer to one call in its client's dialect: whole, or as a stream of events."""
+
+    def piece(
+        self,
+        index: int,
+        said: str | ParsedAnswer,
+        sample: Sample = ...,
+        ending: ChoiceEnd | None = None,
+        usage: tuple[int, int] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> bytes:
+        """Events with what follows of a choice. `prompt_ids` are given with its first piece, if they are wanted."""
+        ...
+
+    def end(self, choices: Sequence[Answered], prompt_tokens: int, completion_tokens: int) -> bytes:
+        """The end of a stream, behind the last piece of each of these choices."""
+        ...
+
+    def whole(self, choices: Sequence[Answered], prompt_tokens: int, completion_tokens: int) -> bytes:
+        """The answer that is no stream."""
+        ...
+
+    def failed(self, error: FrontError) -> bytes:
+        """The last of a stream that cannot go on: clients raise an error for it."""
+        ...
+
+
+class Dialect(NamedTuple):
+    """How the answers to a call are written.
+
+    ping: keeps a quiet stream alive; shows_tokens: whether tokens are written that say nothing.
+    """
+
+    make_writer: Callable[[AnswerHead], AnswerWriter]
+    ping: bytes = PING
+    shows_tokens: bool = False
+
+
+class ChunkWriter:
+    """Writes what chats, completions and vLLM's generate answer with. `identifier` is what tells it from others."""
 
     def __init__(
         self,
@@ -194,20 +257,27 @@ class AnswerWriter:
         parts.append(b"}\n\n")
         return b"".join(parts)
 
-    def usage(self, prompt_tokens: int, completion_tokens: int) -> bytes:
-        """The chunk with the usage alone, which has no choices."""
+    def end(self, choices: Sequence[Answered], prompt_tokens: int, completion_tokens: int) -> bytes:
+        """A chunk with the usage alone, which has no choices, and the end mark."""
+        if not self._settings.usage:
+            return DONE
         used = _json(usage_of(prompt_tokens, completion_tokens))
-        return b"".join((self._start, b',"choices":[],"usage":', used, b"}\n\n"))
+        return b"".join((self._start, b',"choices":[],"usage":', used, b"}\n\n", DONE))
 
-    def choice(
-        self,
-        index: int,
-        said: ParsedAnswer,
-        sample: Sample,
-        ending: ChoiceEnd,
-        prompt_ids: Sequence[int] | None = None,
-    ) -> dict[str, Any]:
-        """A choice of a whole answer."""
+    def whole(self, choices: Sequence[Answered], prompt_tokens: int, completion_tokens: int) -> bytes:
+        told = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        answer = {**self._shell, "choices": told, "usage": usage_of(prompt_tokens, completion_tokens)}
+        if self._form is not TOKENS:
+            answer["object"] = self._form.whole
+        if choices and choices[0].prompt_ids is not None and self._form is not COMPLETION:
+            answer["prompt_token_ids"] = choices[0].prompt_ids
+        return _json(answer)
+
+    def failed(self, error: FrontError) -> bytes:
+        return b"data: %b\n\n" % error.body()
+
+    def _choice(self, index: int, answered: Answered) -> dict[str, Any]:
+        said, sample, ending, prompt_ids = answered
         choice: dict[str, Any] = {"index": index}
         if self._form is CHAT:
             choice["message"] = said.message()
@@ -220,20 +290,6 @@ class AnswerWriter:
         if prompt_ids is not None and self._form is COMPLETION:
             choice["prompt_token_ids"] = prompt_ids
         return choice
-
-    def whole(
-        self,
-        choices: Sequence[Mapping[str, Any]],
-        prompt_tokens: int,
-        completion_tokens: int,
-        prompt_ids: Sequence[int] | None = None,
-    ) -> bytes:
-        answer = {**self._shell, "choices": choices, "usage": usage_of(prompt_tokens, completion_tokens)}
-        if self._form is not TOKENS:
-            answer["object"] = self._form.whole
-        if prompt_ids is not None and self._form is not COMPLETION:
-            answer["prompt_token_ids"] = prompt_ids
-        return _json(answer)
 
     def _first(self, index: int, said: str | ParsedAnswer) -> bytes:
         """The beginning of a choice's first chunk, or of one with more than text, up to the end of what was said."""
@@ -319,11 +375,6 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
-
-
-def failed(error: FrontError) -> bytes:
-    """The last event of a stream that cannot go on: clients raise an error for it, and do not ask again."""
-    return b"data: %b\n\n" % error.body()
 
 
 def models(name: str, context_tokens: int, created_s: int) -> bytes:

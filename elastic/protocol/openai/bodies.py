@@ -78,6 +78,11 @@ class AnswerFields(SamplingFields, kw_only=True):
     session_id: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] | None = None
 
     @property
+    def most_tokens(self) -> int | None:
+        """Of an answer."""
+        return self.max_tokens
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options.include_usage)
 
@@ -100,10 +105,10 @@ class CompletionRequest(AnswerFields, kw_only=True):
         if isinstance(prompt, str):
             return [prompt]
         if prompt and isinstance(prompt[0], str):
-            return _converted(prompt, list[str], "prompt")
+            return converted(prompt, list[str], "prompt")
         if prompt and isinstance(prompt[0], list):
-            return _converted(prompt, list[TokenIds], "prompt")
-        return [_converted(prompt, TokenIds, "prompt")]
+            return converted(prompt, list[TokenIds], "prompt")
+        return [converted(prompt, TokenIds, "prompt")]
 
 
 class Called(msgspec.Struct):
@@ -163,18 +168,18 @@ class ChatRequest(AnswerFields, kw_only=True):
     logprobs: bool = False
     return_tokens_as_token_ids: bool = False
     tools: Annotated[list[Tool], msgspec.Meta(max_length=TOOLS_MAX)] = []
-    tool_choice: str = "auto"
+    tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
 
     def __post_init__(self) -> None:
+        check_tool_choice(self.tool_choice)
         for number, message in enumerate(self.messages):
             _check_message(message, f"messages.{number}")
         for number, tool in enumerate(self.tools):
             _check_tool(tool, f"tools.{number}")
-        if taken := sorted(_OWN_TEMPLATE_KWARGS & self.chat_template_kwargs.keys()):
-            raise _invalid(f"chat_template_kwargs.{taken[0]}", "is the server's own to say")
+        check_template_kwargs(self.chat_template_kwargs)
 
     @property
     def most_tokens(self) -> int | None:
@@ -187,6 +192,19 @@ class TokensRequest(AnswerFields, kw_only=True):
     token_ids: Annotated[TokenIds, msgspec.Meta(min_length=1)]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=1)] | None = None
     request_id: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """vLLM's `/tokenize`. Without a `prompt` it is a chat, whose fields are those of `ChatRequest`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: TokenIds
 
 
 class TrajectoryRequest(msgspec.Struct, kw_only=True):
@@ -213,7 +231,7 @@ class SessionRequest(msgspec.Struct, kw_only=True):
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
-_CONSTRAINED: Mapping[str, tuple[Any, ...]] = {
+CONSTRAINED: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
     "guided_json": (),
@@ -237,7 +255,7 @@ _CONSTRAINED: Mapping[str, tuple[Any, ...]] = {
 """Fields that change the distribution that is sampled from, with the values that do not."""
 
 _SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **_CONSTRAINED,
+    **CONSTRAINED,
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -347,21 +365,21 @@ def read(kind: type[RequestT], fields: Mapping[str, Any], terms: Terms) -> Reque
     if terms.strict and isinstance(options := fields.get("stream_options"), Mapping):
         told = _served(StreamOptions, options, terms._replace(served=("include_usage",)), "stream_options.")
         fields = {**fields, "stream_options": told}
-    return _converted(_served(kind, fields, terms), kind)
+    return converted(_served(kind, fields, terms), kind)
 
 
 def read_tokens(fields: Mapping[str, Any]) -> TokensRequest:
     """The request that a body of vLLM's generate is. Raises `FrontError`, as `read` does."""
-    sampling = _converted(fields.get(_SAMPLING, {}), dict[str, Any], _SAMPLING)
+    sampling = converted(fields.get(_SAMPLING, {}), dict[str, Any], _SAMPLING)
     beside = _served(TokensRequest, fields, TOKENS)
     wanted = _served(TokensRequest, sampling, Terms(_SAMPLING_NEUTRAL), f"{_SAMPLING}.")
     wanted = {name: value for name, value in wanted.items() if name not in _BESIDE_SAMPLING}
     try:
-        return _converted(beside | wanted, TokensRequest)
+        return converted(beside | wanted, TokensRequest)
     except FrontError as error:
         if error.param is None or error.param.partition(".")[0] not in wanted:
             raise
-        raise _invalid(f"{_SAMPLING}.{error.param}", str(error).partition(": ")[2]) from None
+        raise invalid(f"{_SAMPLING}.{error.param}", str(error).partition(": ")[2]) from None
 
 
 def _served(kind: type[msgspec.Struct], fields: Mapping[str, Any], terms: Terms, where: str = "") -> dict[str, Any]:
@@ -373,12 +391,10 @@ def _served(kind: type[msgspec.Struct], fields: Mapping[str, Any], terms: Terms,
         if value is None:
             continue
         if name in served:
-            if name == "tool_choice":
-                _check_tool_choice(value)
             told[name] = value
         elif name in terms.neutral:
             if value not in terms.neutral[name]:
-                raise _refusal(where + name, terms.neutral[name], name in _CONSTRAINED)
+                raise _refusal(where + name, terms.neutral[name], name in CONSTRAINED)
         elif terms.strict and name not in HARMLESS:
             raise _refusal(where + name, (), False)
     return told
@@ -391,11 +407,11 @@ def _refusal(param: str, neutral: tuple[Any, ...], constrained: bool) -> FrontEr
     return FrontError(400, f"{param}: {said}", param, "unsupported_parameter")
 
 
-def _check_tool_choice(value: Any) -> None:
+def check_tool_choice(value: Any) -> None:
     if value not in ("auto", "none"):
         raise FrontError(
             400,
-            f"tool_choice: found {_said(value)}; allowed: 'auto' or 'none', since a call that is forced is sampled "
+            f"tool_choice: found {quoted(value)}; allowed: 'auto' or 'none', since a call that is forced is sampled "
             "from another distribution than the policy's",
             "tool_choice",
             "unsupported_parameter",
@@ -404,48 +420,54 @@ def _check_tool_choice(value: Any) -> None:
 
 def _check_message(message: Message, where: str) -> None:
     if message.role not in ROLES:
-        raise _invalid(f"{where}.role", f"found {_said(message.role)}; allowed: {', '.join(ROLES)}")
+        raise invalid(f"{where}.role", f"found {quoted(message.role)}; allowed: {', '.join(ROLES)}")
     if not isinstance(message.content, list):
         return
     for number, part in enumerate(message.content):
         at = f"{where}.content.{number}"
         if part.type not in ("text", "refusal"):
-            raise _invalid(f"{at}.type", f"found {_said(part.type)}; this model reads parts of type 'text' alone")
+            raise invalid(f"{at}.type", f"found {quoted(part.type)}; this model reads parts of type 'text' alone")
         if (part.text if part.type == "text" else part.refusal) is None:
-            raise _invalid(f"{at}.{part.type}", "is missing")
+            raise invalid(f"{at}.{part.type}", "is missing")
 
 
 def _check_tool(tool: Tool, where: str) -> None:
     if tool.type != "function":
-        raise _invalid(f"{where}.type", f"found {_said(tool.type)}; allowed: 'function'")
+        raise invalid(f"{where}.type", f"found {quoted(tool.type)}; allowed: 'function'")
     if tool.function.parameters is not None:
-        _check_schema(tool.function.parameters, f"{where}.function.parameters")
+        check_schema(tool.function.parameters, f"{where}.function.parameters")
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    if taken := sorted(_OWN_TEMPLATE_KWARGS & kwargs.keys()):
+        raise invalid(f"chat_template_kwargs.{taken[0]}", "is the server's own to say")
 
 
 _SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
 
-def _check_schema(schema: Mapping[str, Any], where: str) -> None:
+def check_schema(schema: Mapping[str, Any], where: str) -> None:
     """Refuse what cannot be a JSON schema of a function's parameters."""
     if schema and schema.get("type", "object") != "object":
-        raise _invalid(f"{where}.type", f"found {_said(schema['type'])}; a function's parameters are of type 'object'")
+        raise invalid(f"{where}.type", f"found {quoted(schema['type'])}; a function's parameters are of type 'object'")
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping):
-        raise _invalid(f"{where}.properties", f"found {_kind(properties)}; allowed: an object")
+        raise invalid(f"{where}.properties", f"found {_kind(properties)}; allowed: an object")
     for name, inner in properties.items():
         at = f"{where}.properties.{name}"
         if not isinstance(inner, Mapping | bool):
-            raise _invalid(at, f"found {_kind(inner)}; allowed: a JSON schema")
+            raise invalid(at, f"found {_kind(inner)}; allowed: a JSON schema")
         types = inner.get("type", []) if isinstance(inner, Mapping) else []
         for one in types if isinstance(types, list) else [types]:
             if one not in _SCHEMA_TYPES:
-                raise _invalid(f"{at}.type", f"found {_said(one)}; allowed: {', '.join(_SCHEMA_TYPES)}")
+                raise invalid(f"{at}.type", f"found {quoted(one)}; allowed: {', '.join(_SCHEMA_TYPES)}")
     required = schema.get("required") or []
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise _invalid(f"{where}.required", "must be a list of names")
+        raise invalid(f"{where}.required", "must be a list of names")
 
 
-def _invalid(param: str, said: str) -> FrontError:
+def invalid(param: str, said: str) -> FrontError:
+    """The refusal of a field's value."""
     return FrontError(400, f"{param}: {said}", param, "invalid_value")
 
 
@@ -453,7 +475,8 @@ _AT = re.compile(r"^(?P<said>.*?)(?: - at `\$?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$")
 
 
-def _converted(value: Any, kind: Any, at: str = "") -> Any:
+def converted(value: Any, kind: Any, at: str = "") -> Any:
+    """The value as of a kind. Raises `FrontError`, which names the field; `at` is that of the value."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -463,7 +486,7 @@ def _converted(value: Any, kind: Any, at: str = "") -> Any:
         path = ".".join(part for part in (at, _dotted(found["path"] or "")) if part)
         if missing := _MISSING.match(said):
             path, said = ".".join(part for part in (path, missing["name"]) if part), "is missing"
-        raise _invalid(path or "body", said[0].lower() + said[1:]) from None
+        raise invalid(path or "body", said[0].lower() + said[1:]) from None
     except RecursionError:
         raise FrontError(400, "the body nests too deeply") from None
 
@@ -473,7 +496,8 @@ def _dotted(path: str) -> str:
     return path.replace("[", ".").replace("]", "").strip(".")
 
 
-def _said(value: Any) -> str:
+def quoted(value: Any) -> str:
+    """What was found, short enough for an error."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"
 

@@ -58,12 +58,18 @@ class FrontError(Exception):
         self.closes = closes
         self.retry_after_s = RETRY_AFTER_S.get(status) if retry_after_s is None else retry_after_s
 
-    def body(self) -> bytes:
+    @property
+    def said(self) -> str:
+        """The message. An unpaired surrogate, which a client can have named a field by, is no UTF-8."""
+        return str(self).encode(errors="replace").decode()
+
+    def told(self) -> dict[str, Any]:
+        """What is in the answer's `error`."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        # An unpaired surrogate, which a client can have named a field by, is no UTF-8.
-        message = str(self).encode(errors="replace").decode()
-        error = {"message": message, "type": kind, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return {"message": self.said, "type": kind, "param": self.param, "code": self.code}
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"error": self.told()})
 
     def headers(self) -> dict[str, str]:
         headers: dict[str, str] = {}

@@ -45,11 +45,13 @@ class Bound(_Note, frozen=True):
 
 
 class AnswerSettled(_Note, frozen=True):
-    """The turn's first `kept` tokens are its answer."""
+    """The turn's first `kept` tokens are its answer; `history` and `behind` as in `SettleTurn`."""
 
     turn: TurnId
     kept: int
     answer: bytes
+    history: bytes = b""
+    behind: bytes = b""
 
 
 class AnswerGiven(_Note, frozen=True):

@@ -13,7 +13,7 @@ import msgspec
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.ids import group_of, parse_trajectory, turn_id
+from elastic.core.ids import agent_id, group_of, parse_trajectory, turn_id
 from elastic.core.types import NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId, TurnId
 from elastic.protocol import wire
 from elastic.protocol.front_messages import (
@@ -23,6 +23,7 @@ from elastic.protocol.front_messages import (
     BranchFound,
     LookUp,
     OpenTurns,
+    RecallHistory,
     TrajectoryStanding,
 )
 from elastic.protocol.sampled import TOKEN_BYTES, last_of
@@ -142,16 +143,28 @@ class AgentRollouts:
         trajectory = self._heard(ask.caller)
         if joined := self._joined(trajectory, ask.call):
             return joined
-        longest = trajectory.branches.longest(ask.chain)
+        longest, known = trajectory.branches.longest(ask.chain), trajectory.known(ask.chain)
         if longest is None:
-            return BranchFound(ask.request, trajectory.trajectory)
+            return BranchFound(ask.request, trajectory.trajectory, known=known)
         matched, mark = longest
         ids = b""
         if ask.ids_before is not None:
             context = trajectory.branches.branches[mark.branch].token_ids
             ids = last_of(context, mark.tokens, mark.answer_tokens + ask.ids_before)
         return BranchFound(
-            ask.request, trajectory.trajectory, mark.branch, mark.tokens, matched, mark.answer_tokens, ids
+            ask.request, trajectory.trajectory, mark.branch, mark.tokens, matched, mark.answer_tokens, ids, known
+        )
+
+    def recall(self, ask: RecallHistory) -> list[bytes]:
+        """All that was said up to a turn's answer, piece by piece. Raises `CallRefused`."""
+        if pieces := self._heard(ask.caller).recall(ask.turn):
+            return pieces
+        named = f"resp_{agent_id(ask.turn)}"
+        raise CallRefused(
+            400,
+            "previous_response_not_found",
+            f"Previous response with id {named!r} not found: no response of this trajectory that was stored has it.",
+            param="previous_response_id",
         )
 
     def open(self, ask: OpenTurns) -> tuple[list[AgentTurn], bool]:
@@ -263,15 +276,16 @@ class AgentRollouts:
         if self.watcher is not None:
             self.watcher.over(turn)
 
-    def settle(self, turn: AgentTurn, kept: int, answer: bytes) -> None:
-        """Said once more it changes nothing. Raises `CallRefused` for a turn that was given up, or is not over."""
+    def settle(self, turn: AgentTurn, kept: int, answer: bytes, history: bytes = b"", behind: bytes = b"") -> None:
+        """As in `SettleTurn`; said once more it changes nothing. Raises `CallRefused` for a turn that was given up, or
+        is not over."""
         if turn.kept is not None:
             return
         if not turn.over or not turn.finish:
             raise CallRefused(409, "turn_not_over", f"turn {turn.id} has no answer")
         if kept < turn.tokens:
             self._cut(turn, kept)
-        self._note(notes.AnswerSettled(turn.id, kept, answer))
+        self._note(notes.AnswerSettled(turn.id, kept, answer, history, behind))
 
     def deliver(self, turn: AgentTurn) -> None:
         trajectory = self._claims.trajectories.get(_trajectory(turn.id))
@@ -500,6 +514,7 @@ class AgentRollouts:
                 trajectory = trajectories[_trajectory(note.turn)]
                 turn = self._turns.pop(note.turn)
                 trajectory.settle(turn, note.kept, note.answer, self._limits.sampling.temperature)
+                trajectory.keep(note.answer, note.history, note.behind)
             case notes.AnswerGiven():
                 trajectory = trajectories[_trajectory(note.turn)]
                 if (given := trajectory.turns.get(note.turn)) is not None:

@@ -109,6 +109,8 @@ class FrontStreams:
                     front.connection.send(found)
                 else:
                     self._take(front, message.request, found, joined=True, ids_before=message.ids_before)
+            case m.RecallHistory():
+                front.connection.send(m.HistoryFound(message.request, rollouts.recall(message)))
             case m.OpenTurns():
                 turns, joined = rollouts.open(message)
                 self._take(front, message.request, turns, joined=joined)
@@ -145,7 +147,7 @@ class FrontStreams:
         if turn is None:
             return
         try:
-            self._rollouts.settle(turn, message.kept, message.answer)
+            self._rollouts.settle(turn, message.kept, message.answer, message.history, message.behind)
         except CallRefused as refused:
             front.connection.send(failed(message.stream, refused))
             return

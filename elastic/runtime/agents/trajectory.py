@@ -1,6 +1,7 @@
 """One trajectory that an agent plays: its branches, its calls and its turns, and what its driver says of it. Pure."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,6 +12,13 @@ from elastic.runtime.agents.branches import Branches, Opening
 from elastic.runtime.agents.joining import Calls
 from elastic.runtime.agents.notes import TurnAsked
 from elastic.runtime.episodes import OpenTurn, RolloutTrajectory
+
+
+class HistoryPiece(NamedTuple):
+    """What was said up to an answer, behind an earlier one (of this digest; empty for none)."""
+
+    behind: bytes
+    piece: bytes
 
 
 @dataclass(slots=True)
@@ -26,6 +34,8 @@ class AgentTurn:
     at: Opening
     generated: OpenTurn
     kept: int | None = None
+    answer: bytes = b""
+    """The digest of all that was said up to its answer."""
     sampled_before: int = 0
     given: bool = False
     """Whether a client has had the whole answer."""
@@ -73,6 +83,8 @@ class AgentTrajectory:
     calls: Calls = field(default_factory=Calls)
     turns: dict[TurnId, AgentTurn] = field(default_factory=dict[TurnId, AgentTurn])
     """Also those that are delivered: clients may ask again."""
+    histories: dict[bytes, HistoryPiece] = field(default_factory=dict[bytes, HistoryPiece])
+    """By the digest of the messages up to an answer, of answers that clients may go on from by their names."""
     asked: int = 0
     """How many turns there have been."""
     reward: float | None = None
@@ -106,6 +118,27 @@ class AgentTrajectory:
             None if turn.asked.temperature == pinned_temperature else turn.asked.temperature,
         )
         turn.kept = kept
+        turn.answer = answer
+
+    def keep(self, answer: bytes, history: bytes, behind: bytes) -> None:
+        """Keep what was said up to an answer, if all of it is known then."""
+        if history and answer and (not behind or behind in self.histories):
+            self.histories.setdefault(answer, HistoryPiece(behind, history))
+
+    def known(self, chain: list[bytes]) -> int:
+        """How many of a call's messages are in a history."""
+        if not self.histories:
+            return 0
+        return next((number for number in range(len(chain), 0, -1) if chain[number - 1] in self.histories), 0)
+
+    def recall(self, turn: TurnId) -> list[bytes]:
+        """All that was said up to the turn's answer, piece by piece; empty where that is not known."""
+        pieces: list[bytes] = []
+        answer = self.turns[turn].answer if turn in self.turns else b""
+        while answer and (found := self.histories.get(answer)) is not None:
+            pieces.append(found.piece)
+            answer = found.behind
+        return pieces[::-1]
 
     def deliver(self, turn: AgentTurn) -> None:
         self.calls.delivered(turn.call, turn.id)
