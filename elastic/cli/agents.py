@@ -14,6 +14,7 @@ from elastic.compose.runs import is_claimed, load_run_config
 from elastic.core.ids import agent_id, parse_agent_id
 from elastic.protocol.endpoint import Address
 from elastic.protocol.run_secrets import RunSecrets
+from elastic.protocol.tls import own_authority
 from elastic.runtime.journal import AGENTS, RunDirectory
 
 agents = group(
@@ -32,7 +33,8 @@ def show_url(
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> None:
-    """Print the base URL that agents of a run take: OPENAI_BASE_URL.
+    """Print the base URL that agents of a run take: OPENAI_BASE_URL. Where the run has made its own certificate, --json
+    names the file to trust.
 
     Example: OPENAI_BASE_URL=$(elastic agents url latest)
     """
@@ -43,7 +45,9 @@ def show_url(
         return
     run = run_on_disk(directory, name)
     url = base_url(run)
-    _print(url, {"run": run.name, "base_url": url}, as_json=as_json)
+    authority = own_authority(run.path) if url.startswith("https:") else None
+    told = {"run": run.name, "base_url": url, "certificate": None if authority is None else str(authority.resolve())}
+    _print(url, told, as_json=as_json)
 
 
 @agents.command("key")

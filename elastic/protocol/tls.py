@@ -81,6 +81,12 @@ def run_certificate(run_dir: Path, names: Sequence[str]) -> Certificate:
     return msgspec.structs.replace(made, anchor=(directory / "ca.pem").read_text())
 
 
+def own_authority(run_dir: Path) -> Path | None:
+    """The file with the authority of the run's own certificate, which clients trust; None if it has made none."""
+    authority = run_dir / DIRECTORY / "ca.pem"
+    return authority if authority.exists() else None
+
+
 def _make(directory: Path, names: Sequence[str]) -> None:
     import ipaddress
 
