@@ -201,6 +201,13 @@ class FrontConfig(_Section):
     )
     trajectory_turns_max: int = Field(4096, ge=1, description="most turns of a trajectory, limits of rollout aside")
     open_turns_max: int = Field(4096, ge=1, description="most turns that agents wait for at once; beyond it is a 429")
+    chats_max: int = Field(
+        8,
+        ge=0,
+        le=1024,
+        description="most chats that spare credit answers at once, for `elastic chat` and viewers' keys; 0 for none",
+    )
+    chat_tokens_max: int = Field(2048, ge=1, description="most tokens of a chat's answer")
     body_mb: float = Field(64.0, gt=0, le=1024, description="largest body of a call, in MiB")
     connections: int = Field(4096, ge=1, description="connections of agents that a process serves at once")
 

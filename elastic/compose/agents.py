@@ -13,11 +13,13 @@ from elastic.core.types import INTEGER_MAX, SamplingParameters
 from elastic.environments.outside import OutsideSettings
 from elastic.front.addresses import agents_url
 from elastic.protocol.endpoint import Address
-from elastic.runtime.agents import AgentLimits, AgentsWiring, ServingFronts
+from elastic.runtime.agents import AgentLimits, AgentsWiring, ChatLimits, ServingFronts
 from elastic.runtime.journal import AGENTS
 from elastic.system.given import read_text
 from elastic.system.processes import inherited
 
+SOONER = 0.9
+"""Of the time for which fronts hold calls: who chats is told by the run why nothing came."""
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -49,17 +51,20 @@ def agents_wiring(
 ) -> AgentsWiring | None:
     """How agents are served; `notes` are those of the run's former journals. Raises `TlsError`."""
     limits = agent_limits(config)
-    if limits is None or config.front is None:
+    front = config.front
+    if limits is None or front is None:
         return None
     from elastic.front.process import front_certificate
 
     front_certificate(config, run_dir)
     return AgentsWiring(
         limits=limits,
+        chats=ChatLimits(front.chats_max, front.chat_tokens_max) if front.chats_max else None,
+        chat_wait_s=SOONER * front.hold_s,
         make_fronts=partial(
             ServingFronts,
             run_dir,
-            config.front,
+            front,
             (sys.executable, "-m", "elastic.cli", "front", str(run_dir.resolve())),
             inherited(),
             notes.get(AGENTS, ""),

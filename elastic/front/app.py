@@ -22,25 +22,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elastic.core.ids import agent_id
 from elastic.front.asked import Asked, ServedModel
-from elastic.front.calls import CallTimes, ClientLeft, ClientReply, LiveCall, declined
+from elastic.front.calls import NO_HEADERS, CallTimes, ClientLeft, ClientReply, LiveCall, declined
 from elastic.front.errors import ERROR_SHAPES, REQUEST_ID
 from elastic.front.keys import TRAJECTORY, NamedInPath, NamesInPaths, find_caller, named_in_path
 from elastic.front.link import Answer, LinkLost, RunLink
+from elastic.front.metrics import exposition
 from elastic.front.readers import READERS, idempotency_key, read_body
 from elastic.front.token_routes import TokenRoutes
 from elastic.protocol.front_messages import (
     AgentCaller,
+    AskMetrics,
     BeginTrajectory,
     BindSession,
     Declined,
     EndTrajectory,
     FromFront,
     GiveReward,
+    MetricsTold,
     ShowTrajectory,
     TrajectoryBegun,
     TrajectoryShown,
 )
 from elastic.protocol.http_server import BodyLimits
+from elastic.protocol.metrics import CONTENT_TYPE
 from elastic.protocol.openai import answers, bodies
 from elastic.protocol.openai.bodies import EndRequest, RewardRequest, SessionRequest, TrajectoryRequest
 from elastic.protocol.openai.errors import JSON_TYPE, FrontError, no_such_model
@@ -49,6 +53,10 @@ from elastic.protocol.run_secrets import RunSecrets
 REQUEST_ID_HEADERS = ("x-request-id", "request-id")
 """In which clients look for the id of a request: OpenAI's, and Anthropic's."""
 REQUEST_ID_CHARS_MAX = 128
+UNTRAINED = {"x-elastic-trained": "false"}
+"""Of answers to viewers."""
+METRICS_WAIT_S = 5.0
+"""For the run to tell its metrics: whoever scrapes them comes again soon."""
 TASK_BYTES_MAX = 1024 * 1024
 """Of a driver's task, which the run journals."""
 
@@ -69,6 +77,8 @@ class AgentFront:
     times: CallTimes
     body_bytes_max: int
     renders: Executor
+    cache: dict[str, str] = field(default_factory=dict[str, str])
+    """What metrics say of each engine's KV cache."""
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     """The calls that are in work."""
     draining: bool = False
@@ -89,6 +99,7 @@ class AgentFront:
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._one_model),
                 Route("/health", self._health),
+                Route("/metrics", self._metrics),
                 *(Route(path, endpoint, methods=[method]) for (method, path), endpoint in control.items()),
             ],
             middleware=[
@@ -143,6 +154,15 @@ class AgentFront:
     async def _health(self, _: Request) -> Response:
         return Response(status_code=200 if self.link.up else 503)
 
+    async def _metrics(self, request: Request) -> Response:
+        if self.caller(request).trajectory:
+            raise FrontError(403, "a trajectory's key reads no metrics, which are of all; use a driver's or a viewer's")
+        told = await self.told(AskMetrics(0), MetricsTold, METRICS_WAIT_S)
+        text = await asyncio.get_running_loop().run_in_executor(
+            self.renders, exposition, told, self.link.run_name, self.model.name, self.cache
+        )
+        return Response(text, media_type=CONTENT_TYPE)
+
     # Trajectories.
 
     async def _begin(self, request: Request) -> Response:
@@ -194,13 +214,14 @@ class AgentFront:
         fields = msgspec.to_builtins(shown)
         return _json({"id": agent_id(fields.pop("trajectory")), **fields})
 
-    async def told(self, message: Any, kind: type[Any]) -> Any:
+    async def told(self, message: Any, kind: type[Any], within_s: float = math.inf) -> Any:
         """The run's answer to a message, which may be asked more than once while the run is started again."""
+        hold_s = min(within_s, self.times.hold_s)
         try:
-            async with asyncio.timeout(self.times.hold_s):
+            async with asyncio.timeout(hold_s):
                 answer = await self._until_answered(message)
         except TimeoutError:
-            raise FrontError(503, f"nothing came from the run for {self.times.hold_s:g} s") from None
+            raise FrontError(503, f"nothing came from the run for {hold_s:g} s") from None
         if isinstance(answer, Declined):
             raise declined(answer)
         assert isinstance(answer, kind)
@@ -229,7 +250,7 @@ class _Answers:
         task = asyncio.current_task()
         assert task is not None
         front.calls.add(task)
-        reply = ClientReply(scope, receive, send)
+        reply = ClientReply(scope, receive, send, UNTRAINED if caller.viewer else NO_HEADERS)
         try:
             async with reply.attended():
                 await call.answer(reply)

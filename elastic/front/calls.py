@@ -61,6 +61,7 @@ from elastic.protocol.sampled import ids_of, logprobs_of, pack_ids
 NO_SAMPLE = Sample()
 LOOKS_MAX = 3
 """How often a call looks for its branch, which other calls may change meanwhile."""
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 BRANCH_GONE = "branch_gone"
 
 
@@ -80,7 +81,8 @@ class ClientLeft(Exception):
 class ClientReply:
     """What goes to the client."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, headers: Mapping[str, str] = NO_HEADERS) -> None:
+        self._headers = headers
         self._connection: ServedConnection = scope["extensions"][CONNECTION]
         self._receive = receive
         self._send = send
@@ -88,9 +90,10 @@ class ClientReply:
         self.started = False
         self._done = False
 
-    async def start(self, content_type: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+    async def start(self, content_type: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
         self.started = True
-        raw = [(name.encode(), value.encode()) for name, value in {"content-type": content_type, **headers}.items()]
+        named = {"content-type": content_type, **self._headers, **headers}
+        raw = [(name.encode(), value.encode()) for name, value in named.items()]
         await self._send({"type": "http.response.start", "status": 200, "headers": raw})
 
     async def write(self, data: bytes) -> None:
@@ -260,6 +263,9 @@ class LiveCall:
                         await reply.write(pieces)
                 return
             except LinkLost:
+                if self._caller.viewer and self._progress:
+                    said = "the run's process has ended, and with it this chat, which is not kept: ask again"
+                    raise FrontError(503, said, code="chat_lost") from None
                 holding.reschedule(asyncio.get_running_loop().time() + self._times.hold_s)
                 self._inbox, self._call = TurnInbox(), self._retry
 

@@ -2,7 +2,8 @@
 
 A key is shown as a bearer token, as `x-api-key`, as a part of a URL's userinfo, or in the path (`/t/KEY/…`). A
 trajectory's key names the trajectory, whatever else a request says. A driver's key names none: the path does
-(`/t/ID/…`, `/sessions/ID/…`), else the header `X-Session-ID`, else the body's `session_id`.
+(`/t/ID/…`, `/sessions/ID/…`), else the header `X-Session-ID`, else the body's `session_id`. A viewer's key names none:
+its calls are chats, outside of trajectories.
 """
 
 import base64
@@ -91,6 +92,8 @@ def find_caller(secrets: RunSecrets, headers: Headers, path: NamedInPath = NOWHE
     of_trajectory = next((caller for caller in callers if caller.trajectory), None)
     if of_trajectory is not None:
         return _checked(of_trajectory, secrets, path)
+    if not callers[0].driver:
+        return callers[0]
     named = path.name or headers.get(SESSION_HEADER, "") or session
     if len(named) > NAME_MAX:
         raise FrontError(404, f"no trajectory or session has a name of {len(named)} characters")

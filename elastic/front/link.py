@@ -30,6 +30,7 @@ from elastic.protocol.front_messages import (
     FrontHello,
     FrontWelcome,
     HistoryFound,
+    MetricsTold,
     OpenedTurn,
     StreamTokens,
     TrajectoryBegun,
@@ -48,7 +49,7 @@ WELCOME_TIMEOUT_S = 5.0
 REDIAL_S = 0.1
 REDIAL_MAX_S = 1.0
 
-Answer: TypeAlias = BranchFound | HistoryFound | TurnsTaken | TrajectoryBegun | TrajectoryShown | Declined
+Answer: TypeAlias = BranchFound | HistoryFound | TurnsTaken | TrajectoryBegun | TrajectoryShown | MetricsTold | Declined
 
 
 class LinkLost(Exception):

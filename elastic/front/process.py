@@ -62,6 +62,10 @@ async def serve_front(run_dir: Path, fd: int) -> None:
             times=CallTimes(front.hold_s),
             body_bytes_max=int(front.body_mb * MIB),
             renders=renders,
+            cache={
+                "block_size": str(config.engine.kv_block_tokens),
+                "num_gpu_blocks": str(config.engine.kv_blocks),
+            },
         )
         told = asyncio.Event()
         heed_no_more = act_on(TERMINATION, told.set)

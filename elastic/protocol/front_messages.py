@@ -18,6 +18,7 @@ import msgspec
 from elastic.core.types import Count, TurnId
 from elastic.protocol.connection import MessageCodec
 from elastic.protocol.frames import MAX_FRAME_BYTES, RefusedFrame, WireError, framed
+from elastic.protocol.metrics import Buckets
 
 FRONT_VERSION = 1
 SOCKET = "front.sock"
@@ -44,13 +45,15 @@ class AgentCaller(msgspec.Struct, frozen=True, array_like=True):
     """In whose name a front asks.
 
     A trajectory's key names the `trajectory` and its `restart`. A driver's key names the `driver`; `named` is then the
-    trajectory, or a session that is bound to it: the path's, else the header's, else the body's.
+    trajectory, or a session that is bound to it: the path's, else the header's, else the body's. A `viewer`'s key names
+    none: its calls are chats, of which nothing is trained.
     """
 
     trajectory: Name = ""
     restart: Count = 0
     driver: Name = ""
     named: Name = ""
+    viewer: Name = ""
 
 
 class AgentCall(msgspec.Struct, frozen=True, array_like=True):
@@ -202,6 +205,12 @@ class ShowTrajectory(_FrontMessage, frozen=True):
     caller: AgentCaller
 
 
+class AskMetrics(_FrontMessage, frozen=True):
+    """What have the run, its providers and its workers come to? `MetricsTold` answers."""
+
+    request: Count
+
+
 # From the run.
 
 
@@ -310,6 +319,35 @@ class TrajectoryShown(_FrontMessage, frozen=True):
     standing: TrajectoryStanding
 
 
+class EngineFigures(msgspec.Struct, array_like=True):
+    """A worker's engine: the turns that it has now, and what it has come to. Tokens are its own counts; `finished` are
+    turns by the reason of their end, `histograms` those of `elastic.protocol.metrics.HISTOGRAMS`."""
+
+    engine: Name
+    running: int = 0
+    waiting: int = 0
+    kv_used_share: float = 0.0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    finished: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    histograms: list[Buckets] = msgspec.field(default_factory=list[Buckets])
+
+
+class MetricsTold(_FrontMessage, frozen=True):
+    """`run`, each of `providers` and `chats` have those fields of `RUN`, `PROVIDER` and `CHATS` in
+    `elastic.protocol.metrics` that have a value. `rejections` are calls that were refused since too many turns are
+    open."""
+
+    request: Count
+    run: dict[str, float]
+    providers: dict[str, dict[str, float]]
+    engines: list[EngineFigures]
+    chats: dict[str, float] = {}
+    rejections: Count = 0
+
+
 class Declined(_FrontMessage, frozen=True):
     """The request is not carried out: the status and the code of the error that its client gets.
 
@@ -339,6 +377,7 @@ FromFront: TypeAlias = (
     | GiveReward
     | EndTrajectory
     | ShowTrajectory
+    | AskMetrics
 )
 FromRun: TypeAlias = (
     FrontWelcome
@@ -351,6 +390,7 @@ FromRun: TypeAlias = (
     | TurnSettled
     | TrajectoryBegun
     | TrajectoryShown
+    | MetricsTold
     | Declined
 )
 

@@ -16,8 +16,8 @@ from elastic.system.files import write_whole
 
 FILE = "secret"
 ROOT_BYTES = 32
-AGENT, DRIVER = "agent", "driver"
-"""How the keys begin that agents and drivers show to a run's fronts."""
+AGENT, DRIVER, VIEWER = "agent", "driver", "viewer"
+"""How the keys begin that agents, drivers and viewers show to a run's fronts."""
 
 
 class RunSecrets:
@@ -68,6 +68,10 @@ class RunSecrets:
         """Return the key of a program that opens trajectories and gives rewards; its name is letters, digits, `_`."""
         return self._naming(DRIVER, driver)
 
+    def viewer_key(self, viewer: str = "main") -> str:
+        """Return the key of who may chat with the run's policy, and no more; its name as a driver's."""
+        return self._naming(VIEWER, viewer)
+
     def caller_of(self, key: str) -> AgentCaller | None:
         """Return in whose name a caller with this key asks; None if it is no key of the run."""
         kind, *named = key.split(".")[:-1] or ("",)
@@ -78,6 +82,8 @@ class RunSecrets:
                 return AgentCaller(trajectory=parse_agent_id(name), restart=int(restart))
             case [_, name] if kind == DRIVER:
                 return AgentCaller(driver=name)
+            case [_, name] if kind == VIEWER:
+                return AgentCaller(viewer=name)
             case _:
                 return None
 

@@ -7,6 +7,7 @@ from elastic.core import events as e
 from elastic.core.ids import lease_of, provider_of
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId
 from elastic.protocol import wire
+from elastic.runtime.agents import Chats
 from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.trainer import GatewayTrainer
@@ -19,6 +20,8 @@ class Listener:
     """
 
     trainer: GatewayTrainer
+    chats: Chats | None = None
+    """Of what workers say, what is of chats goes to them, and the run hears the rest."""
 
     def __init__(
         self,
@@ -34,7 +37,7 @@ class Listener:
         self._trust = trust
         self._stepped = stepped
         self._hear: dict[type[Any], Callable[[WorkerId, int, Any], None]] = {
-            wire.Tokens: lambda w, n, m: run.feed(e.TokensReceived(worker=w, epoch=n, chunks=m.chunks), m),
+            wire.Tokens: self._on_tokens,
             wire.Heartbeat: self._on_heartbeat,
             wire.WeightsReport: self._on_weights,
             wire.Slept: lambda w, n, _: run.feed(e.WorkerSlept(worker=w, epoch=n)),
@@ -70,14 +73,24 @@ class Listener:
     def on_barred(self, worker: WorkerId, epoch: int, cause: str) -> None:
         self._run.feed(e.WorkerBarred(worker=worker, epoch=epoch, cause=cause))
 
+    def _on_tokens(self, worker: WorkerId, epoch: int, tokens: wire.Tokens) -> None:
+        if self.chats is not None and (rest := self.chats.own(worker, epoch, tokens)) is not tokens:
+            if rest is None:
+                return
+            tokens = rest
+        self._run.feed(e.TokensReceived(worker=worker, epoch=epoch, chunks=tokens.chunks), tokens)
+
     def _on_heartbeat(self, worker: WorkerId, epoch: int, beat: wire.Heartbeat) -> None:
+        pending, executing = beat.pending, beat.executing
+        if self.chats is not None:
+            pending, executing = self.chats.beside(worker, pending, executing)
         self._run.feed(
             e.WorkerReported(
                 worker=worker,
                 epoch=epoch,
                 capacity_turns=beat.capacity_turns,
-                pending=beat.pending,
-                executing=beat.executing,
+                pending=pending,
+                executing=executing,
                 progress=beat.progress,
                 accounts_ns=beat.accounts_ns,
                 decoded_tokens=beat.decoded_tokens,

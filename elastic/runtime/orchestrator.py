@@ -17,6 +17,7 @@ from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler
+from elastic.core.spare import SpareCredit
 from elastic.core.types import INTEGER_MAX, NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId
 from elastic.environments.base import Environment
 from elastic.pool.client import PoolClient
@@ -25,8 +26,18 @@ from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.tls import Certificate
 from elastic.runtime import states
-from elastic.runtime.agents import AgentRollouts, AgentService, AgentsWiring
+from elastic.runtime.agents import (
+    CHATS_NOTE,
+    AgentRollouts,
+    AgentService,
+    AgentsWiring,
+    Chats,
+    ChatTotals,
+    LendingWorkers,
+    RunMetrics,
+)
 from elastic.runtime.control import CommandManager, ControlSocket
+from elastic.runtime.engine_meters import EngineMeters
 from elastic.runtime.episodes import RolloutLimits, ScoringSettings
 from elastic.runtime.flushing import SATURATED_SHARE, CoreLoad, FlushControl, follow_load, thread_busy_s
 from elastic.runtime.gateway import Gateway, GatewayError
@@ -144,6 +155,8 @@ class Orchestrator:
         self._told = told
         self._warned = self._traced = self._saturated = False
         self._stopped = dict[str, str]()
+        self._chatted = ChatTotals()
+        """What chats had come to as that was journaled last."""
         self._clock = LoopClock(clock_ns, suspended_ns, former.now_ns if former else 0)
         self._ended = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
@@ -198,15 +211,23 @@ class Orchestrator:
         )
         rollouts, agents = self._make_rollouts(run, scoring), wiring.agents
         self._rollouts = rollouts
-        self._agents = (
-            AgentService(wiring.kept.path.name, rollouts, self._scribe.durable, self._is_stopped, agents)
-            if isinstance(rollouts, AgentRollouts) and agents is not None
-            else None
-        )
+        self._workers = GatewayWorkers(self._door, config, wiring.relay_rights)
+        self._agents = self._chats = None
+        if isinstance(rollouts, AgentRollouts) and agents is not None:
+            self._chats = listener.chats = self._make_chats(agents)
+            meters = self._scribe.meters = EngineMeters(self.scheduler)
+            self._agents = AgentService(
+                wiring.kept.path.name,
+                rollouts,
+                self._scribe.durable,
+                self._is_stopped,
+                agents,
+                RunMetrics(lambda: self._sampler.status(self.now_ns()), meters, self._chats),
+                self._chats,
+            )
         self._permits = None if wiring.pool is None else PoolPermits(wiring.pool, run.feed, self.now_ns)
         pool = self._pool = make_pool(self._called) if make_pool else None
         self._rewards = RewardDispatch(pool, config.rewards.timeout_s, run.feed, self._spawn)
-        self._workers = GatewayWorkers(self._door, config, wiring.relay_rights)
         self._leases = ProviderLeases(
             self._door,
             config,
@@ -222,7 +243,7 @@ class Orchestrator:
         return Ports(
             clock=self._clock,
             journal=self._scribe,
-            workers=self._workers,
+            workers=self._workers if self._chats is None else LendingWorkers(self._workers, self._chats),
             leases=self._leases,
             trajectories=self._rollouts,
             rewards=self._rewards,
@@ -230,6 +251,12 @@ class Orchestrator:
             owner=self,
             pool=self._permits or UnsharedDevice(),
         )
+
+    def _make_chats(self, agents: AgentsWiring) -> Chats | None:
+        if agents.chats is None:
+            return None
+        credit = SpareCredit(self.scheduler, round(agents.chat_wait_s * NS_PER_S))
+        return Chats(agents.limits, agents.chats, credit, self._workers, self.now_ns)
 
     def _make_rollouts(self, run: Run, scoring: ScoringSettings | None) -> Rollouts | AgentRollouts:
         config, wiring = self._config, self._wiring
@@ -482,6 +509,9 @@ class Orchestrator:
     def _sample(self) -> None:
         if refused := self._door.refusals():
             self._journal.meta(REFUSED_NOTE, msgspec.json.encode(refused).decode())
+        if self._chats is not None and self._chats.totals != self._chatted:
+            self._chatted = msgspec.structs.replace(self._chats.totals)
+            self._journal.meta(CHATS_NOTE, msgspec.json.encode(self._chatted).decode())
         self._sampler.sample(self.now_ns())
         self._warn()
 

@@ -14,6 +14,7 @@ from elastic.core.ids import group_of, lease_of, parse_trajectory, provider_of
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import DEATHS, EndCause, LeaseId, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
 from elastic.protocol.sampled import Packed, Sampled, SampledBranch
+from elastic.runtime.engine_meters import EngineMeters
 from elastic.runtime.journal import (
     BookRow,
     CallRow,
@@ -91,6 +92,9 @@ class _TurnProgress:
     attempts: int = 0
     cached_tokens: int = 0
     worker: WorkerId = ""
+    max_tokens: int = 0
+    sent_ns: Nanoseconds | None = None
+    """When it was first sent to a worker."""
 
     def count(self, until: int) -> None:
         if self.version is not None and until > self.counted:
@@ -128,6 +132,8 @@ class Scribe:
         self.function_usd = 0.0
         self.events = 0
         """That the core has been told."""
+        self.meters: EngineMeters | None = None
+        """Told of turns and workers, where somebody asks for their metrics."""
         self._scheduler = scheduler
         self._journal = journal
         self._keeps = journal.keeps
@@ -254,9 +260,13 @@ class Scribe:
             count.leases_ended += 1
             count.preemptions += event.cause is EndCause.PREEMPTED
             count.deaths += event.cause in DEATHS
+        if self.meters is not None:
+            self.meters.forget(event.lease)
         self._paced = {worker: paced for worker, paced in self._paced.items() if lease_of(worker) != event.lease}
 
     def _worker_reported(self, _: Nanoseconds, event: e.WorkerReported, __: Any) -> None:
+        if self.meters is not None:
+            self.meters.reported(event)
         if not event.paced_iterations:
             return
         paced, late = self._paced.get(event.worker, (0, 0))
@@ -270,7 +280,12 @@ class Scribe:
         if trajectory is not None:
             trajectory.turn = event.turn
             self._turns[event.turn] = _TurnProgress(
-                event.turn, event.trajectory, trajectory.accepted, now_ns, event.prompt_tokens
+                event.turn,
+                event.trajectory,
+                trajectory.accepted,
+                now_ns,
+                event.prompt_tokens,
+                max_tokens=event.max_new_tokens,
             )
 
     def _weights_reported(self, now_ns: Nanoseconds, event: e.WeightsApplied | e.WeightsFailed, report: Any) -> None:
@@ -343,6 +358,10 @@ class Scribe:
                     accepted_tokens=command.start,
                 )
             )
+            if self.meters is not None:
+                self.meters.moved(turn.worker)
+        if turn.sent_ns is None:
+            turn.sent_ns = now_ns
         turn.attempts, turn.worker = command.attempt, command.worker
 
     def _left_ns(self, turn: TurnId) -> Nanoseconds | None:
@@ -375,20 +394,21 @@ class Scribe:
     def _finish_turn(self, now_ns: Nanoseconds, command: c.FinishTurn) -> None:
         turn = self._forget_turn(command.turn)
         if turn is not None:
-            self._rows.append(
-                TurnRow(
-                    turn=turn.id,
-                    trajectory=turn.trajectory,
-                    requested_ns=turn.requested_ns,
-                    first_token_ns=turn.first_token_ns,
-                    finished_ns=now_ns,
-                    prompt_tokens=turn.prompt_tokens,
-                    tokens=turn.tokens,
-                    attempts=turn.attempts,
-                    cached_tokens=turn.cached_tokens,
-                    worker=turn.worker,
-                )
+            row = TurnRow(
+                turn=turn.id,
+                trajectory=turn.trajectory,
+                requested_ns=turn.requested_ns,
+                first_token_ns=turn.first_token_ns,
+                finished_ns=now_ns,
+                prompt_tokens=turn.prompt_tokens,
+                tokens=turn.tokens,
+                attempts=turn.attempts,
+                cached_tokens=turn.cached_tokens,
+                worker=turn.worker,
             )
+            self._rows.append(row)
+            if self.meters is not None and not self._recalling:
+                self.meters.finished(row, turn.sent_ns, turn.max_tokens)
 
     def _forget_turn(self, name: TurnId) -> _TurnProgress | None:
         turn = self._turns.pop(name, None)

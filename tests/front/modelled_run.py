@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from elastic.core.ids import parse_agent_id
 from elastic.protocol.connection import Connection, ConnectionLost, over_socket
 from elastic.protocol.frames import RefusedFrame
@@ -19,6 +21,7 @@ from elastic.protocol.front_messages import (
     SOCKET,
     AgentCaller,
     AnswerDelivered,
+    AskMetrics,
     BeginTrajectory,
     BindSession,
     BranchFound,
@@ -32,6 +35,7 @@ from elastic.protocol.front_messages import (
     FrontWelcome,
     GiveReward,
     LookUp,
+    MetricsTold,
     OpenedTurn,
     OpenTurns,
     SettleTurn,
@@ -85,6 +89,7 @@ class ModelledRun:
         self.turns: list[Turn] = []
         self.heard: list[FromFront] = []
         self.standing: dict[str, TrajectoryStanding] = {}
+        self.told = MetricsTold(0, {}, {}, [])
         self.fds = 0
         self.settles = True
         self.mute = False
@@ -226,6 +231,8 @@ class ModelledRun:
                 again = any(m.key == message.key for m in self.of(BeginTrajectory)[:-1])
                 self._stand(TRAJECTORY, group=message.group)
                 wire.send(TrajectoryBegun(message.request, TRAJECTORY, 1, again))
+            case AskMetrics():
+                wire.send(msgspec.structs.replace(self.told, request=message.request))
             case ShowTrajectory() | GiveReward() | EndTrajectory() | BindSession():
                 wire.send(self._shown(message))
 

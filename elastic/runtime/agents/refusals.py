@@ -2,6 +2,9 @@
 
 from elastic.core.turn_manager import NO_CAPACITY, NO_PROGRESS
 
+TOO_MANY_TURNS = "too_many_turns"
+"""The code of calls that are refused since too many turns are open."""
+
 
 class CallRefused(Exception):
     """What a front asks for is not done: the status, the code and the words for its client."""

@@ -31,8 +31,8 @@ from elastic.runtime.agents import notes
 from elastic.runtime.agents.claims import AgentClaims, AgentGroup, gone
 from elastic.runtime.agents.joining import OtherBody
 from elastic.runtime.agents.limits import AgentLimits
-from elastic.runtime.agents.refusals import CallRefused
-from elastic.runtime.agents.trajectory import AgentTrajectory, AgentTurn, behind, head
+from elastic.runtime.agents.refusals import TOO_MANY_TURNS, CallRefused
+from elastic.runtime.agents.trajectory import AgentTrajectory, AgentTurn, behind
 from elastic.runtime.episodes import FinishedEpisodes, OpenTurn, RolloutTrajectory, ScoringSettings, stable_hash
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.ports import Feed
@@ -183,7 +183,7 @@ class AgentRollouts:
                 400, "max_turns", f"the trajectory has {left} turns left of {limits.max_turns}", param="n"
             )
         if len(self._turns) + ask.choices > limits.open_turns_max:
-            raise CallRefused(429, "too_many_turns", f"{len(self._turns)} turns are open already", retry_after_s=1.0)
+            raise CallRefused(429, TOO_MANY_TURNS, f"{len(self._turns)} turns are open already", retry_after_s=1.0)
         branch, tokens, ids = ask.branch, ask.tokens, ask.ids
         if branch is None:
             limits.check_ids(ids)
@@ -299,15 +299,8 @@ class AgentRollouts:
 
     def _cut(self, turn: AgentTurn, kept: int) -> None:
         lost = behind(turn.generated.runs, kept)
-        self._shorten(turn, kept)
+        turn.shorten(kept)
         self._feed(e.TurnCut(turn=turn.id, kept=kept, lost=lost))
-
-    def _shorten(self, turn: AgentTurn, kept: int) -> None:
-        generated = turn.generated
-        del generated.token_ids[kept * TOKEN_BYTES :]
-        del generated.logprobs[kept * TOKEN_BYTES :]
-        generated.runs = head(generated.runs, kept)
-        generated.ended = generated.ended or ""
 
     def look_after(self) -> None:
         """End what has waited for too long: turns without a client, idle trajectories, groups beyond their deadline."""
@@ -463,7 +456,7 @@ class AgentRollouts:
                     self._open(trajectory, event.turn, asked, event.max_new_tokens)
             case e.TurnCut():
                 if (turn := self._turns.get(event.turn)) is not None:
-                    self._shorten(turn, event.kept)
+                    turn.shorten(event.kept)
             case e.RewardRequested() | e.TrajectoryFinished():
                 if event.trajectory in self._claims.trajectories:
                     self._finished.add(event.trajectory, None)

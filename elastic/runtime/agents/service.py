@@ -8,8 +8,10 @@ from typing import Protocol
 
 from elastic.config import FrontConfig
 from elastic.protocol.endpoint import Address
+from elastic.runtime.agents.chats import ChatLimits, Chats
 from elastic.runtime.agents.hub import FrontHub
 from elastic.runtime.agents.limits import AgentLimits
+from elastic.runtime.agents.metrics import RunMetrics
 from elastic.runtime.agents.processes import FrontProcesses
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.streams import FrontStreams
@@ -30,10 +32,13 @@ class Fronts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentsWiring:
-    """What agents may ask for, and who serves them. `ready` is told where."""
+    """What agents may ask for, and who serves them. `ready` is told where. Chats, if there are any, wait for spare
+    credit for `chat_wait_s`."""
 
     limits: AgentLimits
     make_fronts: Callable[[FrontStreams], Fronts]
+    chats: ChatLimits | None = None
+    chat_wait_s: float = 60.0
     ready: Callable[[str], None] = lambda _: None
 
 
@@ -45,10 +50,13 @@ class AgentService:
         durable: Callable[[Callable[[], None]], None],
         stopped: Callable[[], bool],
         wiring: AgentsWiring,
+        metrics: RunMetrics | None = None,
+        chats: Chats | None = None,
     ) -> None:
         self._rollouts = rollouts
+        self._chats = chats
         self._ready = wiring.ready
-        self._fronts = wiring.make_fronts(FrontStreams(run_name, rollouts, durable, stopped))
+        self._fronts = wiring.make_fronts(FrontStreams(run_name, rollouts, durable, stopped, metrics, chats))
 
     async def start(self) -> str:
         """Start the fronts; returns where they serve agents. Raises `GatewayError`, if that is not to be had."""
@@ -57,10 +65,13 @@ class AgentService:
         return served
 
     async def look_after(self) -> None:
-        """End what has waited for too long, until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_AFTER_S)
-            self._rollouts.look_after()
+        """End what has waited for too long, and place what can be, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            if self._chats is not None:
+                tasks.create_task(self._chats.look_after(), name="chats")
+            while True:
+                await asyncio.sleep(LOOK_AFTER_S)
+                self._rollouts.look_after()
 
     async def aclose(self) -> None:
         await self._fronts.aclose()

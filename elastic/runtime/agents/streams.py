@@ -13,7 +13,9 @@ from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection
 from elastic.protocol.frames import RefusedFrame, WireError
 from elastic.protocol.sampled import TOKEN_BYTES, last_of
-from elastic.runtime.agents.refusals import CallRefused, refused_turn
+from elastic.runtime.agents.chats import CHATS, Chats
+from elastic.runtime.agents.metrics import RunMetrics
+from elastic.runtime.agents.refusals import TOO_MANY_TURNS, CallRefused, refused_turn
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.trajectory import AgentTurn
 
@@ -48,8 +50,12 @@ class FrontStreams:
         rollouts: AgentRollouts,
         durable: Callable[[Callable[[], None]], None],
         stopped: Callable[[], bool],
+        metrics: RunMetrics | None = None,
+        chats: Chats | None = None,
     ) -> None:
         self._run_name = run_name
+        self._metrics = metrics
+        self._rejections = 0
         self._stopped = stopped
         self._rollouts = rollouts
         self._durable = durable
@@ -57,6 +63,9 @@ class FrontStreams:
         self._waiting: dict[TurnId, list[tuple[_Front, int]]] = {}
         """Who waits for a turn, and under which stream."""
         rollouts.watcher = self
+        self._chats = chats
+        if chats is not None:
+            chats.watcher = self
 
     @property
     def fronts(self) -> int:
@@ -96,6 +105,7 @@ class FrontStreams:
             try:
                 self._answer(front, message)
             except CallRefused as refused:
+                self._rejections += refused.code == TOO_MANY_TURNS
                 request = getattr(message, "request", None)
                 if request is not None:
                     front.connection.send(declined(request, refused))
@@ -104,7 +114,7 @@ class FrontStreams:
         rollouts = self._rollouts
         match message:
             case m.LookUp():
-                found = rollouts.look_up(message)
+                found = self._asked(message.caller).look_up(message)
                 if isinstance(found, m.BranchFound):
                     front.connection.send(found)
                 else:
@@ -112,16 +122,16 @@ class FrontStreams:
             case m.RecallHistory():
                 front.connection.send(m.HistoryFound(message.request, rollouts.recall(message)))
             case m.OpenTurns():
-                turns, joined = rollouts.open(message)
+                turns, joined = self._asked(message.caller).open(message)
                 self._take(front, message.request, turns, joined=joined)
             case m.CutTurn():
                 if (turn := front.streams.get(message.stream)) is not None:
-                    rollouts.cut(turn, message.kept)
+                    self._keeper(turn).cut(turn, message.kept)
             case m.SettleTurn():
                 self._settle(front, message)
             case m.AnswerDelivered():
                 if (turn := self._detach(front, message.stream, gone=False)) is not None:
-                    rollouts.deliver(turn)
+                    self._keeper(turn).deliver(turn)
             case m.ClientGone():
                 self._detach(front, message.stream, gone=True)
             case m.BeginTrajectory():
@@ -135,6 +145,10 @@ class FrontStreams:
                 self._reply(front, m.TrajectoryShown(message.request, rollouts.end(message.caller, message.cause)))
             case m.ShowTrajectory():
                 front.connection.send(m.TrajectoryShown(message.request, rollouts.show(message.caller)))
+            case m.AskMetrics():
+                if self._metrics is None:
+                    raise CallRefused(404, "no_metrics", "the run counts nothing")
+                front.connection.send(self._metrics.told(message.request, self._rejections))
             case m.FrontHello():
                 raise WireError("a second hello")
 
@@ -147,7 +161,7 @@ class FrontStreams:
         if turn is None:
             return
         try:
-            self._rollouts.settle(turn, message.kept, message.answer, message.history, message.behind)
+            self._keeper(turn).settle(turn, message.kept, message.answer, message.history, message.behind)
         except CallRefused as refused:
             front.connection.send(failed(message.stream, refused))
             return
@@ -187,7 +201,7 @@ class FrontStreams:
 
     def _repeat(self, front: _Front, stream: int, turn: AgentTurn) -> None:
         """Say what the turn has come to so far."""
-        runs, (token_ids, logprobs) = turn.generated.runs, self._rollouts.said(turn)
+        runs, (token_ids, logprobs) = turn.generated.runs, self._keeper(turn).said(turn)
         if token_ids:
             front.connection.send(
                 m.StreamTokens(
@@ -209,8 +223,22 @@ class FrontStreams:
         if waiting:
             self._waiting[turn.id] = waiting
         elif gone:
-            self._rollouts.alone(turn)
+            self._keeper(turn).alone(turn)
         return turn
+
+    def _asked(self, caller: m.AgentCaller) -> AgentRollouts | Chats:
+        """Who opens the caller's turns. Raises `CallRefused`."""
+        if not caller.viewer:
+            return self._rollouts
+        if self._chats is None:
+            raise CallRefused(403, "no_chats", "the run answers no chats: front.chats_max is 0", retry=False)
+        return self._chats
+
+    def _keeper(self, turn: AgentTurn) -> AgentRollouts | Chats:
+        """Who has opened the turn."""
+        if self._chats is not None and parse_turn(turn.id)[0] == CHATS:
+            return self._chats
+        return self._rollouts
 
     # What fronts are told of turns
 

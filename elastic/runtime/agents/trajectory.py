@@ -68,6 +68,14 @@ class AgentTurn:
         sampling = self.generated.sampling
         return "length" if sampling is not None and self.tokens >= sampling.max_new_tokens else "stop"
 
+    def shorten(self, kept: int) -> None:
+        """It ends behind its first `kept` tokens."""
+        generated = self.generated
+        del generated.token_ids[kept * TOKEN_BYTES :]
+        del generated.logprobs[kept * TOKEN_BYTES :]
+        generated.runs = head(generated.runs, kept)
+        generated.ended = generated.ended or ""
+
 
 @dataclass(slots=True)
 class AgentTrajectory:

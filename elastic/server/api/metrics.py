@@ -5,34 +5,31 @@ a run's workers of one provider are one engine, and the run's name is the model'
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import sqlalchemy as sa
 
 from elastic.protocol.api import ENDED, RunFigures
+from elastic.protocol.metrics import (
+    COUNTER,
+    GENERATION_TOKENS,
+    PROVIDER,
+    RUN,
+    RUNNING,
+    WAITING,
+    Family,
+    escaped,
+    family,
+    labelled,
+)
 from elastic.server.store import Store
 from elastic.server.store.tables import projects, runs
 from elastic.system.isolation import LoopFaults
 
-_RUN_GAUGES: Mapping[str, tuple[str, str]] = {
-    "elastic_run_step": ("step", "training step that the run is at"),
-    "elastic_run_success_ratio": ("last_success_rate", "share of the last step's trajectories with a reward above 0"),
-    "elastic_run_mean_reward": ("last_mean_reward", "mean reward of the last step's trajectories"),
-    "elastic_run_tokens_per_second": ("tokens_per_s", "accepted tokens a second"),
-    "elastic_run_cost_dollars": ("usd", "what the run has cost"),
-    "elastic_run_queued_turns": ("queued_turns", "turns that wait for a worker"),
-    "elastic_run_trajectories_running": ("trajectories_running", "trajectories that are under way"),
-}
-_PROVIDER_GAUGES: Mapping[str, tuple[str, str]] = {
-    "elastic_provider_workers_ready": ("ready", "workers that take turns"),
-    "elastic_provider_workers_booting": ("booting", "workers on their way"),
-    "elastic_provider_cost_dollars": ("usd", "what its leases have cost"),
-    "elastic_provider_dollars_per_hour": ("usd_per_hour", "price of what is held now"),
-}
-_VLLM: Mapping[str, tuple[str, str, str]] = {
-    "vllm:num_requests_running": ("gauge", "running_turns", "turns in execution"),
-    "vllm:generation_tokens_total": ("counter", "tokens", "accepted tokens"),
-}
+_RUNS = Family("elastic_runs", "runs by phase")
+_FAULTS = Family("elastic_loop_faults_total", "unexpected exceptions of a loop of the server, which went on", COUNTER)
+_VLLM: Mapping[str, Family] = {"running_turns": RUNNING, "tokens": GENERATION_TOKENS}
+"""By the figure of a provider."""
 
 
 def exposition(store: Store, project: str | None) -> str:
@@ -52,56 +49,36 @@ def exposition(store: Store, project: str | None) -> str:
         )  # fmt: skip
         ended = [phase.value for phase in ENDED]
         living = list(connection.execute(named.where(*where, runs.c.phase.not_in(ended))).mappings())
-    lines = list(
-        _family(
-            "elastic_runs",
-            "runs by phase",
-            ((f'project="{_escaped(n)}",phase="{p}"', c) for (n, p), c in counts.items()),
-        )
-    )
+    lines = list(family(_RUNS, ((labelled(project=n, phase=p), count) for (n, p), count in counts.items())))
     read = [(row, RunFigures.model_validate(row["figures"])) for row in living]
-    for name, (field, words) in _RUN_GAUGES.items():
-        values = ((_labels(row), getattr(figures, field)) for row, figures in read)
-        lines += _family(name, words, values)
-    for name, (field, words) in _PROVIDER_GAUGES.items():
+    for field, told in RUN.items():
+        lines += family(told, ((_labels(row), getattr(figures, field)) for row, figures in read))
+    for field, told in PROVIDER.items():
         by_provider = (
-            (f'{_labels(row)},provider="{_escaped(provider)}"', getattr(one, field))
+            (f'{_labels(row)},provider="{escaped(provider)}"', getattr(one, field))
             for row, figures in read
             for provider, one in figures.providers.items()
         )
-        lines += _family(name, words, by_provider)
-    for name, (kind, field, words) in _VLLM.items():
+        lines += family(told, by_provider)
+    for field, told in _VLLM.items():
         by_engine = (
             (_engine(row, provider), getattr(one, field))
             for row, figures in read
             for provider, one in figures.providers.items()
         )
-        lines += _family(name, words, by_engine, kind)
-    waiting = ((_engine(row, "queue"), figures.queued_turns) for row, figures in read)
-    lines += _family("vllm:num_requests_waiting", "turns that wait for a worker", waiting)
+        lines += family(told, by_engine)
+    lines += family(WAITING, ((_engine(row, "queue"), figures.queued_turns) for row, figures in read))
     return "".join(f"{line}\n" for line in lines)
 
 
 def loop_faults(faults: LoopFaults) -> list[str]:
     """The unexpected exceptions of the server's loops, of which each went on."""
-    words = "unexpected exceptions of a loop of the server, which went on"
-    counted = ((f'loop="{_escaped(loop)}"', count) for loop, count in sorted(faults.counts().items()))
-    return list(_family("elastic_loop_faults_total", words, counted, "counter"))
+    return list(family(_FAULTS, ((labelled(loop=loop), count) for loop, count in sorted(faults.counts().items()))))
 
 
 def _labels(row: sa.RowMapping) -> str:
-    return f'project="{_escaped(row["project"])}",run="{row["id"]}",name="{_escaped(row["name"])}"'
+    return labelled(project=row["project"], run=row["id"], name=row["name"])
 
 
 def _engine(row: sa.RowMapping, engine: str) -> str:
-    model, run = _escaped(row["name"]), row["id"]
-    return f'model_name="{model}",engine="{_escaped(engine)}",run="{run}"'
-
-
-def _family(name: str, words: str, values: Iterable[tuple[str, float | None]], kind: str = "gauge") -> Iterable[str]:
-    told = [f"{name}{{{labels}}} {value:.15g}" for labels, value in values if value is not None]
-    return [f"# HELP {name} {words}", f"# TYPE {name} {kind}", *told] if told else []
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return labelled(model_name=row["name"], engine=engine, run=row["id"])
