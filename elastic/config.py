@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
+from elastic.protocol.proxies import without_password
 from elastic.system.given import expanded, read_text
 
 T = TypeVar("T", bound=BaseModel)
@@ -171,6 +173,26 @@ class RolloutConfig(_Section):
 
 
 _PLAIN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$|^$"
+_POLICY_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+
+def _upstream(url: str) -> str:
+    """A base URL without what stands at its end in some clients: slashes, and `/v1`."""
+    if not url:
+        return ""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"must be a URL ({error})") from None
+    host = parts.hostname or ""
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("must have no credentials in it; front.upstream_key_env names the variable that has the key")
+    allowed = parts.scheme == "https" or (parts.scheme == "http" and is_loopback(host))
+    plain = url.isascii() and url.isprintable() and " " not in url and "\\" not in url
+    if not (allowed and plain and host) or port == 0 or parts.query or parts.fragment or url.endswith(("?", "#")):
+        raise ValueError("must be https://HOST[:PORT][/PATH], or http:// to this machine, without a query")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 class FrontConfig(_Section):
@@ -188,6 +210,38 @@ class FrontConfig(_Section):
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._:-]*(/[A-Za-z0-9][A-Za-z0-9._:-]*)?)?$",
         description="the model's name for agents; empty: that of the checkpoint's directory",
     )
+    policies: tuple[Annotated[str, Field(pattern=_POLICY_NAME)], ...] = Field(
+        (), max_length=64, description="further names of the model, each for a policy with rewards of its own"
+    )
+    upstream: Annotated[str, AfterValidator(_upstream)] = Field(
+        "", description="base URL of an API to which calls of other models' names go, such as OpenAI's; empty: none do"
+    )
+    upstream_key_env: str = Field(
+        "",
+        pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$",
+        description="variable of the orchestrator's environment that has the upstream's key; empty: it needs none",
+    )
+    upstream_calls_max: int = Field(100_000, ge=0, description="most calls of the upstream in the whole run")
+    upstream_usd_max: float | None = Field(
+        None, ge=0, le=1e9, description="most that they may cost in the whole run, by the two prices below"
+    )
+    upstream_usd_per_million_in: float = Field(
+        0.0, ge=0, le=1e6, description="price of a million prompt tokens there, of the dearest model that is called"
+    )
+    upstream_usd_per_million_out: float = Field(
+        0.0, ge=0, le=1e6, description="price of a million tokens of answers there, of the dearest model"
+    )
+    upstream_context_tokens: int = Field(
+        131_072,
+        ge=1,
+        le=100_000_000,
+        description="most tokens of a prompt there, and of an answer whose call says no max_tokens",
+    )
+    upstream_timeout_s: float = Field(600.0, gt=0, le=86_400, description="longest that a call of the upstream takes")
+    upstream_concurrency: int = Field(
+        64, ge=1, le=4096, description="calls of the upstream at once; further ones wait, up to hold_s"
+    )
+    upstream_answer_mb: float = Field(64.0, gt=0, le=1024, description="largest answer of the upstream, in MiB")
     renderer: str = Field(
         "auto",
         pattern=_PLAIN_NAME,
@@ -210,6 +264,24 @@ class FrontConfig(_Section):
     chat_tokens_max: int = Field(2048, ge=1, description="most tokens of a chat's answer")
     body_mb: float = Field(64.0, gt=0, le=1024, description="largest body of a call, in MiB")
     connections: int = Field(4096, ge=1, description="connections of agents that a process serves at once")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "FrontConfig":
+        twice = [name for name in dict.fromkeys(self.policies) if self.policies.count(name) > 1]
+        if twice:
+            raise ValueError(f"policies must be different names (found {twice[0]!r} twice)")
+        if self.upstream_key_env and not self.upstream:
+            raise ValueError(
+                f"upstream_key_env needs upstream, to which the key goes (found {self.upstream_key_env!r})"
+            )
+        if self.upstream_usd_max is not None and not (
+            self.upstream_usd_per_million_in or self.upstream_usd_per_million_out
+        ):
+            raise ValueError(
+                "upstream_usd_max needs upstream_usd_per_million_in and upstream_usd_per_million_out, or nothing costs "
+                f"anything (found {self.upstream_usd_max})"
+            )
+        return self
 
 
 class TrainerPacingConfig(_Section):
@@ -594,6 +666,12 @@ class Config(_Section):
     )
 
     @property
+    def served_name(self) -> str:
+        """What the model is called for agents."""
+        own = "" if self.front is None else self.front.model_name
+        return own or self.model.checkpoint.name
+
+    @property
     def resume_timeout_s(self) -> float:
         """How long a disconnected worker may come back."""
         least_s = FAR_RESUME_TIMEOUT_S if self.run.beyond_loopback else 0.0
@@ -617,6 +695,11 @@ class Config(_Section):
             raise ValueError(
                 f"rollout.pin must name {' and '.join(unpinned)}: the trainer learns on the whole softmax, which they "
                 f"would cut (found {list(self.rollout.pin)})"
+            )
+        if self.front is not None and (name := self.served_name) in self.front.policies:
+            raise ValueError(
+                f"front.policies must be other names than the model's own, which stands for the trajectory as a whole "
+                f"(found {name!r}, as front.model_name says it, or the checkpoint's directory)"
             )
         if self.trainer.updates_per_step > self.rollout.groups:
             raise ValueError(
@@ -734,9 +817,14 @@ def _complaint(kind: type[BaseModel], problem: Any, found: Any) -> str:
         case "value_error" if isinstance(found, Mapping):
             return str(problem["ctx"]["error"])
         case "value_error":
-            return f"{problem['ctx']['error']} (found {found!r})"
+            return f"{problem['ctx']['error']} (found {_shown(found)})"
         case _:
-            return f"{problem['msg'][0].lower()}{problem['msg'][1:]} (found {found!r})"
+            return f"{problem['msg'][0].lower()}{problem['msg'][1:]} (found {_shown(found)})"
+
+
+def _shown(found: object) -> str:
+    """A value as an error shows it: a URL without the credentials in it."""
+    return repr(without_password(found) if isinstance(found, str) else found)
 
 
 def _is_unknown(kind: type[BaseModel], problem: Any) -> bool:

@@ -1,6 +1,7 @@
 """How a run that agents drive is wired: what they may ask for, and the fronts that serve them."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -8,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from elastic.compose.plan import RunPlan, read_model_config
-from elastic.config import OUTSIDE, Config, ConfigError, ConfigProblem, validate
+from elastic.config import OUTSIDE, Config, ConfigError, ConfigProblem, FrontConfig, validate
 from elastic.core.types import INTEGER_MAX, SamplingParameters
 from elastic.environments.outside import OutsideSettings
 from elastic.front.addresses import agents_url
 from elastic.protocol.endpoint import Address
-from elastic.runtime.agents import AgentLimits, AgentsWiring, ChatLimits, ServingFronts
+from elastic.protocol.proxies import VARIABLES as PROXIES
+from elastic.protocol.proxies import HttpSettingsError, proxy_for
+from elastic.runtime.agents import AgentLimits, AgentsWiring, ChatLimits, ServingFronts, UpstreamBounds
 from elastic.runtime.journal import AGENTS
 from elastic.system.given import read_text
 from elastic.system.processes import inherited
@@ -43,6 +46,22 @@ def agent_limits(config: Config) -> AgentLimits | None:
         open_turns_max=config.front.open_turns_max,
         deadline_s=settings.deadline_s,
         idle_s=settings.idle_s,
+        policies=config.front.policies,
+        upstream=_upstream_bounds(config.front),
+    )
+
+
+def _upstream_bounds(front: FrontConfig) -> UpstreamBounds | None:
+    if not front.upstream:
+        return None
+    return UpstreamBounds(
+        calls_max=front.upstream_calls_max,
+        usd_max=front.upstream_usd_max,
+        concurrency=front.upstream_concurrency,
+        timeout_s=front.upstream_timeout_s,
+        context_tokens=front.upstream_context_tokens,
+        usd_per_million_in=front.upstream_usd_per_million_in,
+        usd_per_million_out=front.upstream_usd_per_million_out,
     )
 
 
@@ -66,15 +85,36 @@ def agents_wiring(
             run_dir,
             front,
             (sys.executable, "-m", "elastic.cli", "front", str(run_dir.resolve())),
-            inherited(),
+            _environment(config.front),
             notes.get(AGENTS, ""),
         ),
         ready=lambda served: ready(agents_url(config, Address.parse(served))),
     )
 
 
+def _environment(front: FrontConfig) -> dict[str, str]:
+    """What a front's process inherits: with an upstream also its key, and the way there. No other process gets them."""
+    return inherited(*((front.upstream_key_env, *PROXIES) if front.upstream else ()))
+
+
+def _check_upstream(front: FrontConfig) -> None:
+    key = front.upstream_key_env
+    if key and not os.environ.get(key, "").strip():
+        problem = f"the environment has no {key}, or an empty one"
+        raise ConfigError(ConfigProblem(problem, ("front", "upstream_key_env")))
+    if key and not all(char.isascii() and char.isprintable() for char in os.environ[key]):
+        problem = f"{key} has characters that no header may have"
+        raise ConfigError(ConfigProblem(problem, ("front", "upstream_key_env")))
+    if front.upstream:
+        try:
+            proxy_for(front.upstream)
+        except HttpSettingsError as error:
+            raise ConfigError(ConfigProblem(str(error), ("front", "upstream"))) from error
+
+
 def check_front(plan: RunPlan) -> None:
-    """Raises `ConfigError` where agents could not be served: without a tokenizer, a template or such a renderer."""
+    """Raises `ConfigError` where agents could not be served: without a tokenizer, a template or such a renderer, or
+    without the upstream's key."""
     config, front = plan.config, plan.config.front
     if not plan.driven_outside:
         if front is not None:
@@ -85,6 +125,7 @@ def check_front(plan: RunPlan) -> None:
             raise ConfigError(ConfigProblem(problem, ("front",)))
         return
     assert front is not None
+    _check_upstream(front)
     from elastic.front.rendering import make_renderer
     from elastic.front.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -27,6 +27,8 @@ from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds
 from elastic.protocol import wire
 from elastic.runtime import orchestrator, states
+from elastic.runtime.agents import notes
+from elastic.runtime.agents.upstream import UpstreamAccount
 from elastic.runtime.journal import (
     CONTINUES,
     JOIN,
@@ -256,6 +258,9 @@ def what_holds(journals: Sequence[JournalReader], config: Config) -> tuple[e.Eve
     if config.run.budget_usd != configured:
         budget_usd = config.run.budget_usd
     costs = _costs_nano_usd(journals, config)
+    upstream = upstream_account(journals)
+    if upstream.granted:
+        told.append(e.AgentNoted(note=notes.encode_note(upstream.carried())))
     if not told and budget_usd is None and not any(costs.values()):
         return ()
     of_providers = {name: nano_usd for name, nano_usd in costs.items() if name != OF_FUNCTIONS}
@@ -272,6 +277,18 @@ def cost_nano_usd(run: RunDirectory) -> int:
         return 0
     with run.journals() as journals:
         return sum(_costs_nano_usd(journals, None).values())
+
+
+def upstream_account(journals: Iterable[JournalReader]) -> UpstreamAccount:
+    """All calls of models elsewhere that these journals tell of, by whichever incarnation."""
+    account = UpstreamAccount()
+    for journal in journals:
+        for _, event in journal.events_of(e.AgentNoted.__name__):
+            assert isinstance(event, e.AgentNoted)
+            note = notes.decode_note(event.note)
+            if isinstance(note, notes.UpstreamAsked | notes.UpstreamTold):
+                account.apply(note)
+    return account
 
 
 OF_FUNCTIONS = ""

@@ -218,12 +218,16 @@ class AgentNoted(_Event, frozen=True):
     note: bytes
 
 
-class TrajectoryFinished(_Event, frozen=True):
-    """An episode is over and scored. `tokens` counts the policy's own."""
+class TrajectoryFinished(_Event, frozen=True, omit_defaults=True):
+    """An episode is over and scored. `tokens` counts the policy's own.
+
+    `by_policy` says what each of the policies is trained by that agents name in it, where they may name several.
+    """
 
     trajectory: TrajectoryId
     reward: float
     tokens: int
+    by_policy: dict[str, float] = {}
 
 
 class TrajectoryFailed(_Event, frozen=True):

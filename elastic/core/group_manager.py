@@ -56,7 +56,9 @@ class GroupManager:
         return Changed.ROOM
 
     def _on_trajectory_finished(self, event: e.TrajectoryFinished) -> None:
-        reward = float(event.reward)
+        reward, member = float(event.reward), self._member(event.trajectory)
+        if member is not None and event.by_policy:
+            member[1].by_policy[event.trajectory] = event.by_policy
         self._end_trajectory(event.trajectory, reward if math.isfinite(reward) else f"reward was {reward}")
 
     def _on_trajectory_failed(self, event: e.TrajectoryFailed) -> None:
@@ -136,10 +138,10 @@ class GroupManager:
         self.launch(step)
 
     def _why_of_no_use(self, group: Group) -> str | None:
-        rewards = list(group.finished.values())
-        if len(rewards) < MIN_GROUP_SIZE:
+        if len(group.finished) < MIN_GROUP_SIZE:
             return f"{INFRASTRUCTURE}: {'; '.join(group.failures)}"
-        return self._run.policies.selection.drop_reason(rewards)
+        reasons = [self._run.policies.selection.drop_reason(rewards) for rewards in group.compared]
+        return None if None in reasons else reasons[0]
 
     def drop_stale(self, step: Step) -> None:
         """Drop what can no longer be trained on within the bound, whatever version it began with (invariant 4)."""

@@ -44,6 +44,8 @@ class Group:
     state: GroupState = GroupState.RUNNING
     drop_reason: str = ""
     story: Story = field(default_factory=Story)
+    by_policy: dict[TrajectoryId, dict[str, float]] = field(default_factory=dict[TrajectoryId, dict[str, float]])
+    """The rewards of members whose agents name several policies, by policy."""
 
     @property
     def unfinished(self) -> list[TrajectoryId]:
@@ -53,6 +55,18 @@ class Group:
     def finished(self) -> dict[TrajectoryId, float]:
         """Members that ended with a reward."""
         return {t: outcome for t, outcome in self.members.items() if isinstance(outcome, float)}
+
+    @property
+    def compared(self) -> list[list[float]]:
+        """The rewards that are compared with each other: those of all members, or of each policy's members."""
+        finished = self.finished
+        if not self.by_policy:
+            return [list(finished.values())]
+        rewards: dict[str, list[float]] = {}
+        for member, reward in finished.items():
+            for policy, own in self.by_policy.get(member, {"": reward}).items():
+                rewards.setdefault(policy, []).append(own)
+        return list(rewards.values())
 
     @property
     def failures(self) -> list[str]:

@@ -27,8 +27,9 @@ from elastic.front.errors import ERROR_SHAPES, REQUEST_ID
 from elastic.front.keys import TRAJECTORY, NamedInPath, NamesInPaths, find_caller, named_in_path
 from elastic.front.link import Answer, LinkLost, RunLink
 from elastic.front.metrics import exposition
-from elastic.front.readers import READERS, idempotency_key, read_body
+from elastic.front.readers import READERS, idempotency_key, read_body, reader_of
 from elastic.front.token_routes import TokenRoutes
+from elastic.front.upstream import EMBEDDINGS, Upstream, UpstreamCall
 from elastic.protocol.front_messages import (
     AgentCaller,
     AskMetrics,
@@ -79,6 +80,8 @@ class AgentFront:
     renders: Executor
     cache: dict[str, str] = field(default_factory=dict[str, str])
     """What metrics say of each engine's KV cache."""
+    upstream: Upstream | None = None
+    """Set where the model's names say that there is one."""
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     """The calls that are in work."""
     draining: bool = False
@@ -94,7 +97,7 @@ class AgentFront:
         }
         return Starlette(
             routes=[
-                *(Route(path, _Answers(self, path), methods=["POST"]) for path in READERS),
+                *(Route(path, _Answers(self, path), methods=["POST"]) for path in (*READERS, EMBEDDINGS)),
                 *TokenRoutes(self.model, self.renders, self.caller, self.told).routes(),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._one_model),
@@ -123,12 +126,17 @@ class AgentFront:
     def caller(self, request: Request, named: NamedInPath | None = None) -> AgentCaller:
         return find_caller(self.secrets, request.headers, named or named_in_path(request.scope))
 
-    async def asked(self, route: str, request: Request) -> tuple[AgentCaller, Asked]:
+    async def asked(self, route: str, request: Request) -> tuple[AgentCaller, Asked | UpstreamCall]:
         """Who asks for what. Whoever has no key is told so before anything of the body is read."""
         caller = self.caller(request)
-        asked = await read_body(READERS[route], self.model, request, self.renders)
+        asked = await read_body(reader_of(route), self.model, request, self.renders)
+        if isinstance(asked, UpstreamCall):
+            if caller.viewer:  # What models elsewhere cost is for the run's own agents.
+                raise no_such_model(asked.model, *self.model.names.served)
+            asked = asked._replace(body=await request.body())
         if caller.driver and not caller.named:
-            if not asked.session:
+            # A driver may ask a model elsewhere for itself, a judge for instance.
+            if not asked.session and isinstance(asked, Asked):
                 raise FrontError(
                     400,
                     "the call names no trajectory: use the key of one, or say which in the path (/t/ID/v1), in the "
@@ -139,17 +147,25 @@ class AgentFront:
             caller = msgspec.structs.replace(caller, named=asked.session)
         return caller, asked
 
+    async def answer(self, caller: AgentCaller, asked: Asked | UpstreamCall, reply: ClientReply) -> None:
+        """Raises `FrontError` if nothing was sent by then, and `ClientLeft`."""
+        if isinstance(asked, UpstreamCall):
+            assert self.upstream is not None
+            await self.upstream.forward(caller, asked, reply)
+        else:
+            await LiveCall(self.link, self.model, caller, asked, self.times, self.renders).answer(reply)
+
     async def _models(self, request: Request) -> Response:
         self.caller(request)
         model = self.model
-        return Response(answers.models(model.name, model.context_tokens, model.created_s), media_type=JSON_TYPE)
+        return Response(answers.models(model.names.served, model.context_tokens, model.created_s), media_type=JSON_TYPE)
 
     async def _one_model(self, request: Request) -> Response:
-        if (name := request.path_params["name"]) != self.model.name:
-            self.caller(request)
-            raise no_such_model(name, self.model.name)
-        listed = await self._models(request)
-        return _json(msgspec.json.decode(listed.body)["data"][0])
+        listed, name = await self._models(request), request.path_params["name"]
+        cards = {card["id"]: card for card in msgspec.json.decode(listed.body)["data"]}
+        if name not in cards:
+            raise no_such_model(name, *cards)
+        return _json(cards[name])
 
     async def _health(self, _: Request) -> Response:
         return Response(status_code=200 if self.link.up else 503)
@@ -189,10 +205,10 @@ class AgentFront:
 
     async def _reward(self, request: Request) -> Response:
         caller = self._of(request)
-        reward = (await self._body(request, RewardRequest)).reward
-        if not math.isfinite(reward):
-            raise FrontError(400, f"reward: found {reward}; allowed: a finite number", "reward", "invalid_value")
-        return await self._shown(GiveReward(0, caller, reward))
+        body = await self._body(request, RewardRequest)
+        if not math.isfinite(body.reward):
+            raise FrontError(400, f"reward: found {body.reward}; allowed: a finite number", "reward", "invalid_value")
+        return await self._shown(GiveReward(0, caller, body.reward, body.policy or ""))
 
     async def _end(self, request: Request) -> Response:
         caller = self._of(request)
@@ -246,14 +262,13 @@ class _Answers:
         if front.draining:
             raise FrontError(503, "this front is ending; another one takes the call", closes=True)
         caller, asked = await front.asked(self._route, Request(scope, receive))
-        call = LiveCall(front.link, front.model, caller, asked, front.times, front.renders)
         task = asyncio.current_task()
         assert task is not None
         front.calls.add(task)
         reply = ClientReply(scope, receive, send, UNTRAINED if caller.viewer else NO_HEADERS)
         try:
             async with reply.attended():
-                await call.answer(reply)
+                await front.answer(caller, asked, reply)
         except ClientLeft:
             pass
         except asyncio.CancelledError:

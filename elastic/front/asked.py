@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from elastic.core.types import TurnId
+from elastic.front.destinations import ModelNames
 from elastic.front.rendering import ChatRenderer
 from elastic.front.tokenizer import Tokenizer
 from elastic.protocol.front_messages import AgentCall, WantedSampling
@@ -19,6 +20,12 @@ class ServedModel(NamedTuple):
     tokenizer: Tokenizer
     renderer: ChatRenderer
     created_s: int
+    policies: tuple[str, ...] = ()
+    upstream: bool = False
+
+    @property
+    def names(self) -> ModelNames:
+        return ModelNames(self.name, self.policies, self.upstream)
 
     def token_text(self, token: int) -> str:
         return self.tokenizer.decode([token], special=True)

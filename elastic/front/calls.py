@@ -90,11 +90,11 @@ class ClientReply:
         self.started = False
         self._done = False
 
-    async def start(self, content_type: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
+    async def start(self, content_type: str, headers: Mapping[str, str] = NO_HEADERS, status: int = 200) -> None:
         self.started = True
         named = {"content-type": content_type, **self._headers, **headers}
         raw = [(name.encode(), value.encode()) for name, value in named.items()]
-        await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def write(self, data: bytes) -> None:
         self._wrote_s = asyncio.get_running_loop().time()
@@ -498,9 +498,8 @@ class LiveCall:
     def _writing(self) -> AnswerWriter:
         if self._writer is None:
             first = self._progress[min(self._progress)].turn
-            head = AnswerHead(
-                agent_id(first.turn), self._model.name, int(time.time()), sum(self._prompt_tokens.values())
-            )
+            name = self._asked.call.policy or self._model.name
+            head = AnswerHead(agent_id(first.turn), name, int(time.time()), sum(self._prompt_tokens.values()))
             self._writer = self._asked.dialect.make_writer(head)
         return self._writer
 

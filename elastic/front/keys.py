@@ -24,6 +24,7 @@ TRAJECTORY, SESSION = "/t/", "/sessions/"
 AGENT_ROUTES = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/embeddings",
     "/inference/v1/generate",
     "/v1/responses",
     "/v1/messages",

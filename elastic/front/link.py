@@ -38,6 +38,8 @@ from elastic.protocol.front_messages import (
     TurnOver,
     TurnSettled,
     TurnsTaken,
+    UpstreamAllowed,
+    UpstreamOver,
 )
 from elastic.protocol.run_control import socket_address
 from elastic.protocol.sampled import TOKEN_BYTES
@@ -46,10 +48,21 @@ from elastic.system.host import here
 log = structlog.get_logger(__name__)
 
 WELCOME_TIMEOUT_S = 5.0
+NOT_MADE = 0
+"""The status of a call of a model elsewhere for which nobody waits once it may be made."""
 REDIAL_S = 0.1
 REDIAL_MAX_S = 1.0
 
-Answer: TypeAlias = BranchFound | HistoryFound | TurnsTaken | TrajectoryBegun | TrajectoryShown | MetricsTold | Declined
+Answer: TypeAlias = (
+    BranchFound
+    | HistoryFound
+    | TurnsTaken
+    | TrajectoryBegun
+    | TrajectoryShown
+    | MetricsTold
+    | UpstreamAllowed
+    | Declined
+)
 
 
 class LinkLost(Exception):
@@ -285,6 +298,8 @@ class RunLink:
             answer = None
         if isinstance(message, TurnsTaken):
             message = self._attach(message, None if answer is None else inbox)
+        if isinstance(message, UpstreamAllowed) and answer is None:
+            self.say(UpstreamOver(message.call, NOT_MADE))
         if answer is not None:
             answer.set_result(message)
 

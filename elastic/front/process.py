@@ -17,6 +17,7 @@ from elastic.front.calls import CallTimes
 from elastic.front.link import RunLink, connected
 from elastic.front.rendering import make_renderer
 from elastic.front.tokenizer import Tokenizer
+from elastic.front.upstream import Upstream, UpstreamSettings
 from elastic.protocol.connection import SessionRefused
 from elastic.protocol.endpoint import is_loopback, is_wildcard
 from elastic.protocol.http_server import PeerLimits, serving
@@ -66,6 +67,7 @@ async def serve_front(run_dir: Path, fd: int) -> None:
                 "block_size": str(config.engine.kv_block_tokens),
                 "num_gpu_blocks": str(config.engine.kv_blocks),
             },
+            upstream=_upstream(front, link),
         )
         told = asyncio.Event()
         heed_no_more = act_on(TERMINATION, told.set)
@@ -83,6 +85,8 @@ async def serve_front(run_dir: Path, fd: int) -> None:
                 log.info("front ready", run=run_dir.name, url=url)
                 await _over(link, linking, told, run_dir, config.run.orchestrator_timeout_s)
         finally:
+            if serves.upstream is not None:
+                await serves.upstream.aclose()
             heed_no_more()
             linking.cancel()
             await asyncio.wait({linking})
@@ -102,6 +106,21 @@ def front_certificate(config: Config, run_dir: Path) -> Certificate | None:
     return run_certificate(run_dir, [name for name in names if name and not is_wildcard(name)])
 
 
+def _upstream(front: FrontConfig, link: RunLink) -> Upstream | None:
+    """Raises `HttpSettingsError`."""
+    if not front.upstream:
+        return None
+    settings = UpstreamSettings(
+        url=front.upstream,
+        key=os.environ.get(front.upstream_key_env, "").strip() if front.upstream_key_env else "",
+        timeout_s=front.upstream_timeout_s,
+        hold_s=front.hold_s,
+        concurrency=front.upstream_concurrency,
+        answer_bytes_max=int(front.upstream_answer_mb * MIB),
+    )
+    return Upstream(settings, link)
+
+
 def _model(config: Config, front: FrontConfig) -> ServedModel:
     tokenizer = Tokenizer(config.model.checkpoint)
     renderer = make_renderer(
@@ -111,12 +130,14 @@ def _model(config: Config, front: FrontConfig) -> ServedModel:
         reasoning_parser=front.reasoning_parser,
     )
     return ServedModel(
-        front.model_name or config.model.checkpoint.name,
+        config.served_name,
         config.engine.max_context_tokens,
         tokenizer.vocab_size,
         tokenizer,
         renderer,
         int(time.time()),
+        front.policies,
+        bool(front.upstream),
     )
 
 

@@ -10,18 +10,21 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from elastic.core.ids import turn_of
 from elastic.front.asked import Asked, Chat, ChatThread, ServedModel
+from elastic.front.destinations import ToUpstream, destination
+from elastic.front.upstream import UpstreamCall
 from elastic.protocol.anthropic.answers import PING, MessageWriter
 from elastic.protocol.anthropic.bodies import MESSAGES, MessagesRequest
 from elastic.protocol.front_messages import NAME_MAX, AgentCall, WantedSampling
 from elastic.protocol.openai import answers, bodies, responses
 from elastic.protocol.openai.answers import AnswerSettings, ChunkWriter, Dialect
 from elastic.protocol.openai.bodies import AnswerFields, ChatRequest, CompletionRequest
-from elastic.protocol.openai.errors import FrontError, no_such_model, too_long
+from elastic.protocol.openai.errors import FrontError, too_long
 from elastic.protocol.openai.response_answers import ResponseWriter, told_again
 from elastic.protocol.openai.responses import ResponseRequest
 
@@ -118,6 +121,23 @@ READERS: Mapping[str, Callable[[ServedModel, Headers, dict[str, Any]], Asked]] =
     "/v1/responses": read_response,
     "/v1/messages": read_messages,
 }
+
+
+def reader_of(
+    route: str,
+) -> Callable[[ServedModel, Headers, dict[str, Any]], Asked | UpstreamCall]:
+    """What reads calls of a route: those of the run's model, under the policy that they name, and of others."""
+
+    def read(model: ServedModel, headers: Headers, fields: dict[str, Any]) -> Asked | UpstreamCall:
+        going = destination(model.names, route, fields.get("model"))
+        if isinstance(going, ToUpstream):
+            return UpstreamCall(route, going.model, headers, fields)
+        if route not in READERS:
+            raise FrontError(404, f"model {model.name!r} makes no answers by {route}", code="not_found")
+        asked = READERS[route](model, headers, fields)
+        return asked._replace(call=msgspec.structs.replace(asked.call, policy=going.policy))
+
+    return read
 
 
 async def read_body(
@@ -221,8 +241,8 @@ def _settings(model: ServedModel, body: AnswerFields, *, logprobs: bool, as_toke
 
 
 def check_model(model: ServedModel, name: str | None) -> None:
-    if name and name != model.name:
-        raise no_such_model(name, model.name)
+    """Raise what is said of a model that the run does not serve."""
+    destination(model.names._replace(upstream=False), "", name)
 
 
 def encoded(model: ServedModel, prompt: str) -> list[int]:

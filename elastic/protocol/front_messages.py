@@ -8,6 +8,9 @@ with `SettleTurn` what it makes of the answer, hears `TurnSettled` once all of i
 `AnswerDelivered` after its last write. A call that names an earlier answer instead of sending all that was said before
 asks for that first (`RecallHistory`).
 
+Calls of models elsewhere are the front's alone. It asks leave for each (`AskUpstream`), and says what it came to
+(`UpstreamOver`).
+
 Each message with a `request` is answered under the same number, or by `Declined`.
 """
 
@@ -59,13 +62,15 @@ class AgentCaller(msgspec.Struct, frozen=True, array_like=True):
 class AgentCall(msgspec.Struct, frozen=True, array_like=True):
     """What makes two calls of one trajectory the same: their `route` and the `digest` of their bodies.
 
-    `key` is an idempotency header's, and `retry` is set where the client says that it asks again.
+    `key` is an idempotency header's, and `retry` is set where the client says that it asks again. `policy` is the name
+    by which the call asks for the model, of those in `[front] policies`; empty for the model's own.
     """
 
     route: Name
     digest: Digest
     key: Name = ""
     retry: bool = False
+    policy: Name = ""
 
 
 # From a front.
@@ -183,11 +188,12 @@ class BindSession(_FrontMessage, frozen=True):
 
 
 class GiveReward(_FrontMessage, frozen=True):
-    """The trajectory is worth so much. `TrajectoryShown` answers."""
+    """The trajectory is worth so much, or its branches of one `policy` are. `TrajectoryShown` answers."""
 
     request: Count
     caller: AgentCaller
     reward: float
+    policy: Name = ""
 
 
 class EndTrajectory(_FrontMessage, frozen=True):
@@ -196,6 +202,35 @@ class EndTrajectory(_FrontMessage, frozen=True):
     request: Count
     caller: AgentCaller
     cause: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+
+class AskUpstream(_FrontMessage, frozen=True):
+    """May a call of a model elsewhere be made? `UpstreamAllowed` answers once it may, and that is durable.
+
+    `prompt_tokens` and `answer_tokens`, of each of `choices`, are the most that the call can come to by what its body
+    says; None where that says nothing.
+    """
+
+    request: Count
+    caller: AgentCaller
+    route: Name
+    model: Name
+    prompt_tokens: Count | None = None
+    answer_tokens: Count | None = None
+    choices: Count = 1
+
+
+class UpstreamOver(_FrontMessage, frozen=True):
+    """The call is over. `status` is what its client was answered with, 0 if the call was not made.
+
+    Tokens are those that the upstream has told, None where it has told none and may have taken some.
+    """
+
+    call: Count
+    status: Count
+    prompt_tokens: Count | None = None
+    answer_tokens: Count | None = None
+    duration_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class ShowTrajectory(_FrontMessage, frozen=True):
@@ -300,6 +335,14 @@ class TrajectoryBegun(_FrontMessage, frozen=True):
     again: bool = False
 
 
+class PolicyStanding(msgspec.Struct, frozen=True, kw_only=True):
+    """What one policy has done in a trajectory. Its `reward` is its own, None where it has the trajectory's."""
+
+    turns: int = 0
+    tokens: int = 0
+    reward: float | None = None
+
+
 class TrajectoryStanding(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory that is driven from outside, as its driver sees it."""
 
@@ -312,6 +355,8 @@ class TrajectoryStanding(msgspec.Struct, frozen=True, kw_only=True):
     branches: int
     reward: float | None = None
     cause: str = ""
+    policies: dict[str, PolicyStanding] = {}
+    """Those of `[front] policies` that were called or rewarded."""
 
 
 class TrajectoryShown(_FrontMessage, frozen=True):
@@ -348,6 +393,13 @@ class MetricsTold(_FrontMessage, frozen=True):
     rejections: Count = 0
 
 
+class UpstreamAllowed(_FrontMessage, frozen=True):
+    """The call may be made, and is told of by this number once it is over."""
+
+    request: Count
+    call: Count
+
+
 class Declined(_FrontMessage, frozen=True):
     """The request is not carried out: the status and the code of the error that its client gets.
 
@@ -378,6 +430,8 @@ FromFront: TypeAlias = (
     | EndTrajectory
     | ShowTrajectory
     | AskMetrics
+    | AskUpstream
+    | UpstreamOver
 )
 FromRun: TypeAlias = (
     FrontWelcome
@@ -391,6 +445,7 @@ FromRun: TypeAlias = (
     | TrajectoryBegun
     | TrajectoryShown
     | MetricsTold
+    | UpstreamAllowed
     | Declined
 )
 

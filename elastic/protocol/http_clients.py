@@ -27,6 +27,15 @@ def sync_client(
         raise HttpSettingsError(f"{without_password(url)}: {error}") from error
 
 
+def far_client(url: str, **options: Any) -> httpx.AsyncClient:
+    """A client of the server at `url`: through the environment's proxy, if it names one for it, and trusting whom the
+    environment trusts. Raises `HttpSettingsError`."""
+    found = proxy_for(url)
+    if url.startswith("https:"):
+        options.setdefault("verify", _trust())
+    return httpx.AsyncClient(trust_env=False, proxy=found.url if found else None, **options)
+
+
 def async_client(**options: Any) -> httpx.AsyncClient:
     """A client that goes through no proxy."""
     return httpx.AsyncClient(trust_env=False, **options)

@@ -17,6 +17,12 @@ SCHEMES = ("http", "https")
 PROXY_SCHEMES = (*SCHEMES, "socks5", "socks5h")
 
 
+VARIABLES = tuple(
+    spelling for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy") for spelling in (name, name.upper())
+)
+"""Those of the environment that are read here."""
+
+
 class HttpSettingsError(ValueError):
     """A server's URL, or what the environment says of the way there, cannot be used; the message says what and why."""
 

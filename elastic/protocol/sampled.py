@@ -54,7 +54,8 @@ class Sampled(msgspec.Struct, array_like=True):
     `spans` are the stretches (start, tokens) of the episode that it sampled, and `logprobs` (packed) those of their
     tokens. `versions` are runs (weights version, tokens) of these, and `origins` runs (worker, tokens); there are no
     `origins` where it is not known who sampled them. `temperatures` are runs (temperature, tokens), where tokens were
-    sampled at others than the run's.
+    sampled at others than the run's. `policy` is the name by which an agent asked for them, empty for the model's own;
+    `policy_reward` is that of this policy in the trajectory, None where it has the trajectory's.
     """
 
     spans: list[tuple[int, int]] = msgspec.field(default_factory=list[tuple[int, int]])
@@ -63,6 +64,13 @@ class Sampled(msgspec.Struct, array_like=True):
     origins: list[tuple[str, int]] = msgspec.field(default_factory=list[tuple[str, int]])
     reward: float = 0.0
     temperatures: list[tuple[float, int]] = msgspec.field(default_factory=list[tuple[float, int]])
+    policy: str = ""
+    policy_reward: float | None = None
+
+    @property
+    def worth(self) -> float:
+        """The reward that these tokens are trained by."""
+        return self.reward if self.policy_reward is None else self.policy_reward
 
     @property
     def tokens(self) -> int:

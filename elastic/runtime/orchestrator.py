@@ -54,7 +54,7 @@ from elastic.runtime.run import Decided, Run
 from elastic.runtime.sampler import Sampler
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.snapshot import saturated
-from elastic.runtime.status import RunStatus
+from elastic.runtime.status import RunStatus, UpstreamStatus
 from elastic.runtime.trainer import GatewayTrainer, kept_steps
 from elastic.system.boot_clock import boottime_ns, suspended_ns
 from elastic.system.machine import CpuSampler
@@ -164,7 +164,14 @@ class Orchestrator:
         least_s, stall_s = config.scheduler.flush_interval_s, config.scheduler.turn_stall_timeout_s
         self._flushes = FlushControl(least_s, min(config.scheduler.flush_interval_max_s, STALL_SHARE * stall_s))
         self._sampler = Sampler(
-            config.run.name, scheduler, self._scribe, journal, observe, CpuSampler().share, self._load
+            config.run.name,
+            scheduler,
+            self._scribe,
+            journal,
+            observe,
+            CpuSampler().share,
+            self._load,
+            upstream=self._upstream,
         )
         self._run = Run(scheduler, self._connect, decided)
         self.command_manager = CommandManager(
@@ -183,6 +190,9 @@ class Orchestrator:
 
     def _load(self) -> CoreLoad:
         return CoreLoad(self._flushes.share, self._flushes.interval_s)
+
+    def _upstream(self) -> UpstreamStatus | None:
+        return self._rollouts.upstream_status() if isinstance(self._rollouts, AgentRollouts) else None
 
     def now_ns(self) -> int:
         """Nanoseconds since the run began: the core's time."""
@@ -263,7 +273,14 @@ class Orchestrator:
         environment = config.environment
         if wiring.agents is not None:
             return AgentRollouts(
-                config.run.seed, wiring.agents.limits, run.feed, self.now_ns, scoring, self._stored, run.prompted
+                config.run.seed,
+                wiring.agents.limits,
+                run.feed,
+                self.now_ns,
+                scoring,
+                self._stored,
+                run.prompted,
+                self._called,
             )
         return Rollouts(
             config.run.seed,
@@ -302,10 +319,10 @@ class Orchestrator:
         self._bill_functions()
 
     def _bill_functions(self) -> None:
-        if self.scheduler.controls.budget_usd is None or self._pool is None or self._run.closed:
+        if self.scheduler.controls.budget_usd is None or self._run.closed:
             return
-        call_usd = self._pool.most_usd(self.scheduler.limits.score_timeout_ns / NS_PER_S)
-        if call_usd:
+        call_usd = self._pool.most_usd(self.scheduler.limits.score_timeout_ns / NS_PER_S) if self._pool else 0.0
+        if call_usd or self._scribe.function_usd:
             self._run.feed(
                 e.FunctionsBilled(
                     nano_usd=math.ceil(self._scribe.function_usd * NANO_USD_PER_USD),
@@ -409,6 +426,7 @@ class Orchestrator:
                 elif self._permits is not None:
                     self._permits.take_up(None, asked=False, last=0)
                 for event in self._told if self._former is None else ():
+                    self._rollouts.recalled(event, None)
                     self._run.feed(event)
                 self._bill_functions()
                 listening = await self._listen()

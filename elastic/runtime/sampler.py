@@ -11,7 +11,7 @@ from elastic.runtime.flushing import CoreLoad
 from elastic.runtime.journal import SampleRow, SqliteJournal
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.snapshot import run_status
-from elastic.runtime.status import RunStatus, tokens_per_s, total_tokens
+from elastic.runtime.status import RunStatus, UpstreamStatus, tokens_per_s, total_tokens
 
 log = structlog.get_logger(__name__)
 
@@ -21,7 +21,7 @@ THROUGHPUT_WINDOW = 10
 
 class Sampler:
     """`cpu_share` says how busy the machine is on which the run's workers are, in [0, 1], `load` how busy the
-    orchestrator is."""
+    orchestrator is, `upstream` what calls of models elsewhere have come to."""
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class Sampler:
         cpu_share: Callable[[], float] = lambda: 0.0,
         load: Callable[[], CoreLoad] = CoreLoad,
         window: int = THROUGHPUT_WINDOW,
+        upstream: Callable[[], UpstreamStatus | None] = lambda: None,
     ) -> None:
         self._run = run
         self._scheduler = scheduler
@@ -41,6 +42,7 @@ class Sampler:
         self._observe = observe
         self._cpu_share = cpu_share
         self._load = load
+        self._upstream = upstream
         self._token_marks = deque[tuple[Nanoseconds, int]](maxlen=window)
         self.warned = 0
         """How many of the run's warnings have been in a sample."""
@@ -70,4 +72,5 @@ class Sampler:
             function_usd=scribe.function_usd,
             cpu_share=self._cpu_share(),
             load=self._load(),
+            upstream=self._upstream(),
         )

@@ -16,6 +16,7 @@ from elastic.runtime.status import (
     ProviderStatus,
     RunCondition,
     RunStatus,
+    UpstreamStatus,
     late_share,
     mean_reward,
     success_rate,
@@ -35,6 +36,7 @@ def run_status(
     function_usd: float,
     cpu_share: float = 0.0,
     load: CoreLoad = UNKNOWN_LOAD,
+    upstream: UpstreamStatus | None = None,
 ) -> RunStatus:
     """The state of a run's core, with what its shell has counted. `rewards` are those of this step so far."""
     providers = _provider_statuses(scheduler, now_ns, counts)
@@ -66,6 +68,7 @@ def run_status(
         budget=budget_forecast(scheduler.pieces[0], now_ns),
         conditions=conditions(scheduler, now_ns, load),
         mismatches=list(scheduler.agreement.mismatches),
+        upstream=upstream,
     )
 
 

@@ -42,6 +42,31 @@ class RunCondition(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
+class UpstreamModelStatus(msgspec.Struct, kw_only=True):
+    """Calls of one model elsewhere that are over. Tokens are those that the upstream has told; `bounded` calls, of
+    which nobody knows what they came to, are counted as the dearest that they could be."""
+
+    calls: int
+    failed: int
+    bounded: int
+    prompt_tokens: int
+    answer_tokens: int
+    duration_s: float
+    usd: float
+
+
+class UpstreamStatus(msgspec.Struct, kw_only=True):
+    """Calls of models elsewhere since the run began. Those that are `open` may cost `held_usd` at the most."""
+
+    calls: int
+    calls_max: int
+    open: int
+    usd: float
+    held_usd: float
+    usd_max: float | None
+    models: dict[str, UpstreamModelStatus]
+
+
 class RunStatus(msgspec.Struct, kw_only=True):
     """The run at one moment. Success rates are shares of scored trajectories with a reward above 0; mean rewards are of
     the same trajectories.
@@ -80,6 +105,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     mismatches: list[Mismatch] = []
     warnings: list[RunWarning] = []
     """Those since the sample before."""
+    upstream: UpstreamStatus | None = None
+    """None where agents can call no models elsewhere."""
 
 
 def tokens_at_risk(tokens_per_s: float, flush_interval_s: float) -> int:

@@ -189,7 +189,7 @@ class ServingFront:
 
     async def _models(self, request: Request) -> Response:
         self._check_key(request)
-        listed = answers.models(self._card.name, self._card.max_context_tokens, self._started_s)
+        listed = answers.models([self._card.name], self._card.max_context_tokens, self._started_s)
         return Response(listed, media_type=JSON_TYPE)
 
     async def _health(self, _: Request) -> Response:

@@ -377,16 +377,19 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     }
 
 
-def models(name: str, context_tokens: int, created_s: int) -> bytes:
-    """The list of models: the policy alone."""
-    card = {
-        "id": name,
-        "object": "model",
-        "created": created_s,
-        "owned_by": "elastic",
-        "root": name,
-        "parent": None,
-        "max_model_len": context_tokens,
-        "permission": [],
-    }
-    return _json({"object": "list", "data": [card]})
+def models(names: Sequence[str], context_tokens: int, created_s: int) -> bytes:
+    """The list of models: the one that is served, by its own name first, of which the others are further names."""
+    cards = [
+        {
+            "id": name,
+            "object": "model",
+            "created": created_s,
+            "owned_by": "elastic",
+            "root": names[0],
+            "parent": None if name == names[0] else names[0],
+            "max_model_len": context_tokens,
+            "permission": [],
+        }
+        for name in names
+    ]
+    return _json({"object": "list", "data": cards})

@@ -218,7 +218,10 @@ class TrajectoryRequest(msgspec.Struct, kw_only=True):
 
 
 class RewardRequest(msgspec.Struct, kw_only=True):
+    """What a trajectory is worth, or its branches of one `policy` are."""
+
     reward: float
+    policy: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)] | None = None
 
 
 class EndRequest(msgspec.Struct, kw_only=True):

@@ -96,8 +96,9 @@ def too_long(context_tokens: int, prompt_tokens: int, output_tokens: int = 0) ->
     return FrontError(400, said, "max_tokens" if output_tokens else None, "context_length_exceeded")
 
 
-def no_such_model(asked: str, served: str) -> FrontError:
-    return FrontError(404, f"no model {asked!r}; there is {served!r}", "model", "model_not_found")
+def no_such_model(asked: str, *served: str) -> FrontError:
+    there = f"there is {served[0]!r}" if len(served) == 1 else f"there are {', '.join(map(repr, served))}"
+    return FrontError(404, f"no model {asked!r:.300}; {there}", "model", "model_not_found")
 
 
 def openai_error(status: int, message: str) -> Response:

@@ -6,3 +6,4 @@ from elastic.runtime.agents.metrics import RunMetrics
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.service import AgentService, AgentsWiring, Fronts, ServingFronts
 from elastic.runtime.agents.streams import FrontStreams
+from elastic.runtime.agents.upstream import UpstreamBounds

@@ -3,7 +3,7 @@
 An agent that only appends makes one branch. One that edits its history, asks for several choices, or runs others beside
 itself makes more: a turn goes on from the end of a branch, or from within it, which forks. A branch holds the whole
 context, and of it the spans that were sampled in this branch; what it shares with an earlier one is trained there.
-This module is pure.
+A branch is one policy's: a call by another policy's name forks as well, since rewards may differ. This module is pure.
 """
 
 from dataclasses import dataclass, field
@@ -22,11 +22,12 @@ class AnswerMark(NamedTuple):
 
 @dataclass(slots=True)
 class Branch:
-    """A context (packed) and what was sampled in it. `busy` while a turn is open at its end."""
+    """A context (packed) and what `policy` has sampled in it. `busy` while a turn is open at its end."""
 
     token_ids: bytearray = field(default_factory=bytearray)
     sampled: Sampled = field(default_factory=Sampled)
     busy: bool = False
+    policy: str = ""
 
     @property
     def tokens(self) -> int:
@@ -45,41 +46,51 @@ class Opening:
 @dataclass(slots=True)
 class Branches:
     branches: list[Branch] = field(default_factory=list[Branch])
-    marks: dict[bytes, AnswerMark] = field(default_factory=dict[bytes, AnswerMark])
-    """By the digest of the messages up to an answer."""
+    marks: dict[bytes, dict[str, AnswerMark]] = field(default_factory=dict[bytes, dict[str, AnswerMark]])
+    """By the digest of the messages up to an answer, and the policy whose answer it is."""
 
-    def longest(self, chain: list[bytes]) -> tuple[int, AnswerMark] | None:
-        """Return how many of a call's messages end at a mark, and that mark; the most there are."""
+    def longest(self, chain: list[bytes], policy: str = "") -> tuple[int, AnswerMark] | None:
+        """Return how many of a call's messages end at a mark, and that mark; the most there are.
+
+        Of several such marks that of `policy` is taken, else the first one: the model is the same, and so are tokens.
+        """
         for matched in range(len(chain), 0, -1):
-            if (mark := self.marks.get(chain[matched - 1])) is not None:
-                return matched, mark
+            if marks := self.marks.get(chain[matched - 1]):
+                return matched, marks.get(policy) or next(iter(marks.values()))
         return None
 
-    def nearest(self, ids: Packed) -> tuple[int | None, int]:
-        """Return the branch that has the most of these tokens at its beginning, and how many; the first of equals."""
+    def nearest(self, ids: Packed, policy: str = "") -> tuple[int | None, int]:
+        """Return the branch that has the most of these tokens at its beginning, and how many; the first of equals, and
+        of `policy` before others."""
         best: int | None = None
-        most = 0
+        most = 0, False
         for number, branch in enumerate(self.branches):
-            if (tokens := _common(branch.token_ids, ids)) > most:
-                best, most = number, tokens
-        return best, most
+            tokens = _common(branch.token_ids, ids)
+            if tokens and (found := (tokens, branch.policy == policy)) > most:
+                best, most = number, found
+        return best, most[0]
 
-    def begin(self, branch: int | None, tokens: int, ids: Packed) -> Opening:
-        """Open a turn behind the first `tokens` of `branch` and then `ids`. Raises `ValueError` where these are not."""
+    def begin(self, branch: int | None, tokens: int, ids: Packed, policy: str = "") -> Opening:
+        """Open a turn of `policy` behind the first `tokens` of `branch` and then `ids`. Raises `ValueError` where these
+        are not."""
         if branch is None:
             branch, tokens = None, 0
         elif branch >= len(self.branches) or tokens > self.branches[branch].tokens:
             raise ValueError(f"there is no token {tokens} of branch {branch}")
-        if branch is None or self.branches[branch].busy or tokens < self.branches[branch].tokens:
+        if branch is None or not self._goes_on(self.branches[branch], tokens, policy):
             shared = bytearray() if branch is None else self.branches[branch].token_ids[: tokens * TOKEN_BYTES]
             branch, before = len(self.branches), 0
-            self.branches.append(Branch(shared))
+            self.branches.append(Branch(shared, policy=policy))
         else:
             before = tokens
         open_at = self.branches[branch]
         open_at.token_ids += ids
         open_at.busy = True
         return Opening(branch, open_at.tokens, before)
+
+    def _goes_on(self, branch: Branch, tokens: int, policy: str) -> bool:
+        """Whether a turn of `policy` behind the branch's first `tokens` is at its end, and may be of it."""
+        return not branch.busy and tokens == branch.tokens and policy == branch.policy
 
     def answer(
         self,
@@ -100,7 +111,8 @@ class Branches:
         branch.token_ids += token_ids
         branch.busy = False
         if digest:
-            self.marks.setdefault(digest, AnswerMark(at.branch, branch.tokens, len(token_ids) // TOKEN_BYTES))
+            mark = AnswerMark(at.branch, branch.tokens, len(token_ids) // TOKEN_BYTES)
+            self.marks.setdefault(digest, {}).setdefault(branch.policy, mark)
 
     def withdraw(self, at: Opening) -> None:
         """The turn has come to nothing: its branch is as it was."""

@@ -1,5 +1,6 @@
 """Who has which trajectory: groups that drivers have named, sessions, and what is over. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic.core.ids import group_of, parse_agent_id
@@ -29,7 +30,8 @@ class EndedTrajectory:
 
     standing: TrajectoryStanding
     driver: str
-    reward: float | None
+    rewards: Mapping[str, float]
+    """Those that it was given, by policy; empty is the name of the trajectory's own."""
 
 
 @dataclass(slots=True)
@@ -103,7 +105,8 @@ class AgentClaims:
     def leave(self, trajectory: TrajectoryId, standing: TrajectoryStanding) -> None:
         """An open trajectory is over."""
         left = self.trajectories.pop(trajectory)
-        self.ended[trajectory] = EndedTrajectory(standing, left.driver, left.reward)
+        rewards = left.policy_rewards if left.reward is None else {**left.policy_rewards, "": left.reward}
+        self.ended[trajectory] = EndedTrajectory(standing, left.driver, rewards)
         if len(self.ended) > ENDED_KEPT:
             del self.ended[next(iter(self.ended))]
             self.sessions = {key: of for key, of in self.sessions.items() if self._known(of)}

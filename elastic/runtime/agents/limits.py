@@ -6,6 +6,7 @@ from elastic.core.types import SamplingParameters
 from elastic.protocol.front_messages import WantedSampling
 from elastic.protocol.sampled import TOKEN_BYTES
 from elastic.runtime.agents.refusals import CallRefused
+from elastic.runtime.agents.upstream import UpstreamBounds
 
 TEMPERATURE_MAX = 2.0
 
@@ -22,6 +23,18 @@ class AgentLimits:
     open_turns_max: int
     deadline_s: float
     idle_s: float
+    policies: tuple[str, ...] = ()
+    """Further names of the model, each of which stands for a policy of its own."""
+    upstream: UpstreamBounds | None = None
+    """Of calls of models elsewhere; None where there are none."""
+
+    def check_policy(self, policy: str, status: int) -> None:
+        """Raises `CallRefused` for a name that no policy has."""
+        if policy and policy not in self.policies:
+            known = ", ".join(map(repr, self.policies)) or "none has a name of its own (front.policies)"
+            raise CallRefused(
+                status, "unknown_policy", f"no policy {policy!r}; allowed: {known}", param="policy", retry=False
+            )
 
     def granted(self, wanted: WantedSampling, prompt_tokens: int) -> SamplingParameters:
         """What a call gets of what it wants. Raises `CallRefused` where the context has no room."""

@@ -67,8 +67,11 @@ class Abandoned(_Note, frozen=True):
 
 
 class Rewarded(_Note, frozen=True):
+    """The trajectory is worth so much, or its branches of `policy` are."""
+
     trajectory: TrajectoryId
     reward: float
+    policy: str = ""
 
 
 class Truncated(_Note, frozen=True):
@@ -77,7 +80,58 @@ class Truncated(_Note, frozen=True):
     trajectory: TrajectoryId
 
 
-AgentNote: TypeAlias = TurnAsked | Begun | Bound | AnswerSettled | AnswerGiven | Abandoned | Rewarded | Truncated
+class UpstreamAsked(_Note, frozen=True):
+    """A front may make a call of a model elsewhere, which is open from now on.
+
+    Tokens and money are the most that it can come to. `trajectory` is empty for a driver's own call.
+    """
+
+    call: int
+    model: str
+    route: str
+    trajectory: TrajectoryId
+    driver: str
+    prompt_tokens: int
+    answer_tokens: int
+    nano_usd: int
+    at_ns: Nanoseconds
+
+
+class UpstreamTold(_Note, frozen=True):
+    """The call is over. Its client was answered with `status`, 0 if the call was never made.
+
+    Tokens are None where nobody knows them: then the call has cost the most that it could.
+    """
+
+    call: int
+    status: int
+    prompt_tokens: int | None
+    answer_tokens: int | None
+    nano_usd: int
+    duration_s: float
+
+
+class UpstreamCarried(_Note, frozen=True):
+    """What calls of models elsewhere have come to in incarnations of the run that this one does not go on from."""
+
+    granted: int
+    returned: int
+    nano_usd: int
+
+
+AgentNote: TypeAlias = (
+    TurnAsked
+    | Begun
+    | Bound
+    | AnswerSettled
+    | AnswerGiven
+    | Abandoned
+    | Rewarded
+    | Truncated
+    | UpstreamAsked
+    | UpstreamTold
+    | UpstreamCarried
+)
 
 encode_note = msgspec.msgpack.Encoder().encode
 decode_note = msgspec.msgpack.Decoder(AgentNote).decode

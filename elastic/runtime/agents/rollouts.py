@@ -6,6 +6,7 @@ knows all of it: a trajectory is not played again after a restart, its agent goe
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -19,12 +20,15 @@ from elastic.protocol import wire
 from elastic.protocol.front_messages import (
     AgentCall,
     AgentCaller,
+    AskUpstream,
     BeginTrajectory,
     BranchFound,
     LookUp,
     OpenTurns,
+    PolicyStanding,
     RecallHistory,
     TrajectoryStanding,
+    UpstreamOver,
 )
 from elastic.protocol.sampled import TOKEN_BYTES, last_of
 from elastic.runtime.agents import notes
@@ -33,9 +37,12 @@ from elastic.runtime.agents.joining import OtherBody
 from elastic.runtime.agents.limits import AgentLimits
 from elastic.runtime.agents.refusals import TOO_MANY_TURNS, CallRefused
 from elastic.runtime.agents.trajectory import AgentTrajectory, AgentTurn, behind
+from elastic.runtime.agents.upstream import UpstreamAccount, call_of
 from elastic.runtime.episodes import FinishedEpisodes, OpenTurn, RolloutTrajectory, ScoringSettings, stable_hash
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.ports import Feed
+from elastic.runtime.status import UpstreamStatus
+from functions.base import Call
 from functions.rewards import FinishedTrajectory
 
 REWARD_MAX = 1e9
@@ -56,9 +63,14 @@ class Watcher(Protocol):
         """The trajectory of these turns is over."""
         ...
 
+    def freed(self) -> None:
+        """A call of a model elsewhere is over: another one may have leave now."""
+        ...
+
 
 class AgentRollouts:
-    """`feed` takes events to the core, `clock_ns` is the run's time; `stored` and `scoring` as in `Rollouts`."""
+    """`feed` takes events to the core, `clock_ns` is the run's time; `stored` and `scoring` as in `Rollouts`. `billed`
+    is told what each call of a model elsewhere has cost."""
 
     def __init__(
         self,
@@ -69,6 +81,7 @@ class AgentRollouts:
         scoring: ScoringSettings | None = None,
         stored: Callable[[TrajectoryId], TrajectoryRow] | None = None,
         prompted: Callable[[TurnId], None] = lambda _: None,
+        billed: Callable[[Call], None] = lambda _: None,
     ) -> None:
         self.watcher: Watcher | None = None
         self._seed = seed
@@ -78,7 +91,9 @@ class AgentRollouts:
         self._scored_by_function = scoring is not None
         self._finished = FinishedEpisodes(seed, scoring, stored)
         self._prompted = prompted
+        self._billed = billed
         self._claims = AgentClaims()
+        self._upstream = UpstreamAccount()
         self._turns: dict[TurnId, AgentTurn] = {}
         """Those that are not settled."""
 
@@ -108,20 +123,26 @@ class AgentRollouts:
             self._note(notes.Bound(trajectory.trajectory, session))
         return self._standing(trajectory)
 
-    def reward(self, caller: AgentCaller, reward: float) -> TrajectoryStanding:
-        """Raises `CallRefused` for a number that no mean should have, and for another reward than it has."""
+    def reward(self, caller: AgentCaller, reward: float, policy: str = "") -> TrajectoryStanding:
+        """Take the trajectory's reward, or that of the branches of one policy.
+
+        Raises `CallRefused` for a number that no mean should have, an unknown policy, and another reward than it has.
+        """
         if not abs(reward) <= REWARD_MAX:  # Neither is NaN.
             allowed = f"a number from {-REWARD_MAX:g} to {REWARD_MAX:g}"
             raise CallRefused(400, "invalid_reward", f"the reward is {reward:g}; allowed: {allowed}", param="reward")
+        self._limits.check_policy(policy, 400)
         if (ended := self._claims.over(caller)) is not None:
-            if ended.reward == reward:
+            if ended.rewards.get(policy) == reward:
                 return ended.standing
             raise gone(ended)
         trajectory = self._claims.open(caller)
-        if trajectory.reward not in (None, reward):
-            raise CallRefused(409, "reward_given", f"the trajectory has the reward {trajectory.reward}", retry=False)
-        if trajectory.reward is None:
-            self._note(notes.Rewarded(trajectory.trajectory, reward))
+        given = trajectory.given_reward(policy)
+        if given not in (None, reward):
+            whose = f"policy {policy!r} of the trajectory" if policy else "the trajectory"
+            raise CallRefused(409, "reward_given", f"{whose} has the reward {given}", retry=False)
+        if given is None:
+            self._note(notes.Rewarded(trajectory.trajectory, reward, policy))
         return self._standing(trajectory)
 
     def end(self, caller: AgentCaller, cause: str) -> TrajectoryStanding:
@@ -141,9 +162,10 @@ class AgentRollouts:
     def look_up(self, ask: LookUp) -> list[AgentTurn] | BranchFound:
         """The turns that the call joins, or the longest branch that its messages go on from."""
         trajectory = self._heard(ask.caller)
+        self._limits.check_policy(ask.call.policy, 404)
         if joined := self._joined(trajectory, ask.call):
             return joined
-        longest, known = trajectory.branches.longest(ask.chain), trajectory.known(ask.chain)
+        longest, known = trajectory.branches.longest(ask.chain, ask.call.policy), trajectory.known(ask.chain)
         if longest is None:
             return BranchFound(ask.request, trajectory.trajectory, known=known)
         matched, mark = longest
@@ -170,6 +192,7 @@ class AgentRollouts:
     def open(self, ask: OpenTurns) -> tuple[list[AgentTurn], bool]:
         """The call's turns, and whether it has joined them. Raises `CallRefused`."""
         trajectory, limits = self._heard(ask.caller), self._limits
+        limits.check_policy(ask.call.policy, 404)
         choices = range(ask.first_choice, ask.first_choice + ask.choices)
         if joined := self._joined(trajectory, ask.call, choices):
             return joined, True
@@ -187,7 +210,7 @@ class AgentRollouts:
         branch, tokens, ids = ask.branch, ask.tokens, ask.ids
         if branch is None:
             limits.check_ids(ids)
-            branch, tokens = trajectory.branches.nearest(ids)
+            branch, tokens = trajectory.branches.nearest(ids, ask.call.policy)
             ids = ids[tokens * TOKEN_BYTES :]
         prompt_tokens = tokens + len(ids) // TOKEN_BYTES
         sampling = limits.granted(ask.sampling, prompt_tokens)
@@ -266,6 +289,50 @@ class AgentRollouts:
         trajectory.heard_ns = self._clock_ns()
         return trajectory
 
+    # Models elsewhere
+
+    def upstream_status(self) -> UpstreamStatus | None:
+        """What calls of models elsewhere have come to; None where there can be none."""
+        bounds = self._limits.upstream
+        return None if bounds is None else self._upstream.status(bounds)
+
+    def leave(self, ask: AskUpstream) -> int | None:
+        """The number of a call that may be made now; None where it has to wait. Raises `CallRefused`.
+
+        A driver's key may name no trajectory.
+        """
+        bounds, caller = self._limits.upstream, ask.caller
+        if bounds is None or caller.viewer:
+            raise CallRefused(404, "model_not_found", f"no model {ask.model!r} here", param="model", retry=False)
+        trajectory = self._heard(caller).trajectory if caller.trajectory or caller.named else ""
+        leave = self._upstream.leave(ask, trajectory, bounds, self._clock_ns())
+        if leave is None:
+            return None
+        self._note(leave)
+        return leave.call
+
+    def called(self, over: UpstreamOver) -> None:
+        """A call of a model elsewhere is over."""
+        if (bounds := self._limits.upstream) is not None:
+            self._bill(self._upstream.told(over, bounds))
+
+    def lost_call(self, call: int) -> None:
+        """Nobody will say what the call has come to."""
+        self._bill(self._upstream.given_up(call, self._clock_ns()))
+
+    def _bill(self, told: notes.UpstreamTold | None) -> None:
+        if told is None:
+            return
+        asked = self._upstream.open[told.call]
+        if told.status:
+            # Before the account knows of it: what a crash leaves in between is billed twice rather than never.
+            self._billed(call_of(asked, told))
+        self._note(told)
+        if (trajectory := self._claims.trajectories.get(asked.trajectory)) is not None:
+            trajectory.heard_ns = self._clock_ns()
+        if self.watcher is not None:
+            self.watcher.freed()
+
     # What fronts say of turns
 
     def cut(self, turn: AgentTurn, kept: int) -> None:
@@ -305,6 +372,10 @@ class AgentRollouts:
     def look_after(self) -> None:
         """End what has waited for too long: turns without a client, idle trajectories, groups beyond their deadline."""
         now_ns, limits = self._clock_ns(), self._limits
+        if limits.upstream is not None:
+            for call in self._upstream.overdue(limits.upstream, now_ns):
+                self.lost_call(call)
+        calling = self._upstream.trajectories
         for turn in list(self._turns.values()):
             if turn.alone_ns is not None and now_ns - turn.alone_ns > ALONE_S * NS_PER_S:
                 self._give_up(turn)
@@ -312,9 +383,13 @@ class AgentRollouts:
             group = self._claims.groups.get(group_of(trajectory.trajectory))
             since_ns = now_ns if group is None or group.since_ns is None else group.since_ns
             if now_ns - since_ns > limits.deadline_s * NS_PER_S:
-                self._end(trajectory, "" if trajectory.reward is not None else f"not ended in {limits.deadline_s:g} s")
-            elif now_ns - trajectory.heard_ns > limits.idle_s * NS_PER_S and not trajectory.awaited:
-                self._end(trajectory, "" if trajectory.reward is not None else f"idle for {limits.idle_s:g} s")
+                self._end(trajectory, "" if trajectory.worth is not None else f"not ended in {limits.deadline_s:g} s")
+            elif (
+                now_ns - trajectory.heard_ns > limits.idle_s * NS_PER_S
+                and not trajectory.awaited
+                and trajectory.trajectory not in calling
+            ):
+                self._end(trajectory, "" if trajectory.worth is not None else f"idle for {limits.idle_s:g} s")
         self._give_back(now_ns)
 
     def _give_back(self, now_ns: Nanoseconds) -> None:
@@ -340,8 +415,9 @@ class AgentRollouts:
         episode = trajectory.episode()
         if not cause and not episode.policy_tokens:
             cause = "its agent has asked for no turn"
-        if not cause and trajectory.reward is None and not self._scored_by_function:
-            cause = "it was ended without a reward"
+        reward = trajectory.worth
+        if not cause and reward is None and not self._scored_by_function:
+            cause = "it was ended without a reward" + _for_policies(trajectory)
         state = "failed" if cause else "truncated" if trajectory.truncated else "finished"
         self._leave(name, state, cause)
         if cause:
@@ -349,10 +425,11 @@ class AgentRollouts:
             return
         self._finished.add(name, episode)
         tokens = episode.policy_tokens
-        if trajectory.reward is None:
+        if reward is None:
             self._feed(e.RewardRequested(trajectory=name, tokens=tokens), episode)
-        else:
-            self._feed(e.TrajectoryFinished(trajectory=name, reward=trajectory.reward, tokens=tokens), episode)
+            return
+        by_policy = trajectory.by_policy(reward) if self._limits.policies else {}
+        self._feed(e.TrajectoryFinished(trajectory=name, reward=reward, tokens=tokens, by_policy=by_policy), episode)
 
     # What the run asks
 
@@ -468,10 +545,10 @@ class AgentRollouts:
                 pass
 
     def saved(self) -> object:
-        return self._claims, self._finished.saved()
+        return self._claims, self._finished.saved(), self._upstream
 
-    def restore(self, saved: tuple[Any, list[TrajectoryId]]) -> None:
-        self._claims, finished = saved
+    def restore(self, saved: tuple[Any, list[TrajectoryId], Any]) -> None:
+        self._claims, finished, self._upstream = saved
         self._finished.restore(finished)
         self._turns = {
             turn.id: turn
@@ -516,9 +593,11 @@ class AgentRollouts:
                 if (turn := self._turns.pop(note.turn, None)) is not None:
                     trajectories[_trajectory(note.turn)].withdraw(turn)
             case notes.Rewarded():
-                trajectories[note.trajectory].reward = note.reward
+                trajectories[note.trajectory].take_reward(note.policy, note.reward)
             case notes.Truncated():
                 trajectories[note.trajectory].truncated = True
+            case notes.UpstreamAsked() | notes.UpstreamTold() | notes.UpstreamCarried():
+                self._upstream.apply(note)
             case notes.TurnAsked():
                 raise AssertionError("calls come with the turns that they ask for")
 
@@ -554,8 +633,31 @@ class AgentRollouts:
             turns=trajectory.asked,
             tokens=trajectory.branches.tokens,
             branches=len(trajectory.branches.trained()),
-            reward=trajectory.reward,
+            reward=trajectory.worth,
+            policies=self._standings(trajectory),
         )
+
+    def _standings(self, trajectory: AgentTrajectory) -> dict[str, PolicyStanding]:
+        """Of the policies that have names of their own, and were called or rewarded."""
+        if not self._limits.policies:
+            return {}
+        turns = Counter(turn.call.policy for turn in trajectory.turns.values())
+        tokens = Counter[str]()
+        for branch in trajectory.branches.branches:
+            tokens[branch.policy] += branch.sampled.tokens
+        return {
+            policy: PolicyStanding(
+                turns=turns[policy], tokens=tokens[policy], reward=trajectory.policy_rewards.get(policy)
+            )
+            for policy in self._limits.policies
+            if turns[policy] or policy in trajectory.policy_rewards
+        }
+
+
+def _for_policies(trajectory: AgentTrajectory) -> str:
+    """Which policies have none, where others have rewards of their own."""
+    named = [repr(policy) if policy else "the model's own name" for policy in trajectory.unrewarded]
+    return f" for {' and '.join(named)}" if trajectory.policy_rewards and named else ""
 
 
 def _trajectory(turn: TurnId) -> TrajectoryId:

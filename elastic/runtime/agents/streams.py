@@ -5,6 +5,7 @@ process. Whoever listens for fronts (`elastic.runtime.agents.hub`) hands their c
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from elastic.core.ids import parse_turn
@@ -30,6 +31,8 @@ class _Front:
     def __init__(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
         self.connection = connection
         self.streams: dict[int, AgentTurn] = {}
+        self.calls: set[int] = set()
+        """Its calls of models elsewhere."""
         self._number = 0
 
     def attach(self, turn: AgentTurn) -> int:
@@ -62,6 +65,8 @@ class FrontStreams:
         self._fronts: set[_Front] = set()
         self._waiting: dict[TurnId, list[tuple[_Front, int]]] = {}
         """Who waits for a turn, and under which stream."""
+        self._leaves: deque[tuple[_Front, m.AskUpstream]] = deque()
+        """Who waits for leave to call a model elsewhere, the first to have leave first."""
         rollouts.watcher = self
         self._chats = chats
         if chats is not None:
@@ -94,6 +99,10 @@ class FrontStreams:
         self._fronts.discard(front)
         for stream in list(front.streams):
             self._detach(front, stream, gone=True)
+        self._leaves = deque(waiting for waiting in self._leaves if waiting[0] is not front)
+        if not self._stopped():
+            for call in front.calls:
+                self._rollouts.lost_call(call)
 
     # What fronts say
 
@@ -140,7 +149,8 @@ class FrontStreams:
             case m.BindSession():
                 self._reply(front, m.TrajectoryShown(message.request, rollouts.bind(message.caller, message.session)))
             case m.GiveReward():
-                self._reply(front, m.TrajectoryShown(message.request, rollouts.reward(message.caller, message.reward)))
+                standing = rollouts.reward(message.caller, message.reward, message.policy)
+                self._reply(front, m.TrajectoryShown(message.request, standing))
             case m.EndTrajectory():
                 self._reply(front, m.TrajectoryShown(message.request, rollouts.end(message.caller, message.cause)))
             case m.ShowTrajectory():
@@ -149,6 +159,12 @@ class FrontStreams:
                 if self._metrics is None:
                     raise CallRefused(404, "no_metrics", "the run counts nothing")
                 front.connection.send(self._metrics.told(message.request, self._rejections))
+            case m.AskUpstream():
+                self._leaves.append((front, message))
+                self.freed()
+            case m.UpstreamOver():
+                front.calls.discard(message.call)
+                rollouts.called(message)
             case m.FrontHello():
                 raise WireError("a second hello")
 
@@ -239,6 +255,21 @@ class FrontStreams:
         if self._chats is not None and parse_turn(turn.id)[0] == CHATS:
             return self._chats
         return self._rollouts
+
+    def freed(self) -> None:
+        """Give leave to those who wait for it, in their order, until one has to wait on."""
+        while self._leaves:
+            front, ask = self._leaves[0]
+            try:
+                call = self._rollouts.leave(ask)
+            except CallRefused as refused:
+                front.connection.send(declined(ask.request, refused))
+            else:
+                if call is None:
+                    return
+                front.calls.add(call)
+                self._reply(front, m.UpstreamAllowed(ask.request, call))
+            self._leaves.popleft()
 
     # What fronts are told of turns
 

@@ -1,5 +1,6 @@
 """One trajectory that an agent plays: its branches, its calls and its turns, and what its driver says of it. Pure."""
 
+import statistics
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -96,6 +97,8 @@ class AgentTrajectory:
     asked: int = 0
     """How many turns there have been."""
     reward: float | None = None
+    policy_rewards: dict[str, float] = field(default_factory=dict[str, float])
+    """Of policies that have rewards of their own."""
     truncated: bool = False
 
     @property
@@ -103,9 +106,40 @@ class AgentTrajectory:
         """Whether a client waits for a turn of it."""
         return any(turn.alone_ns is None and not turn.given for turn in self.turns.values())
 
+    @property
+    def policies(self) -> list[str]:
+        """Those that have sampled anything, in the order of their first branches."""
+        return list(dict.fromkeys(branch.policy for _, branch in self.branches.trained()))
+
+    @property
+    def unrewarded(self) -> list[str]:
+        """Those of the policies that have neither a reward of their own nor the trajectory's."""
+        return [] if self.reward is not None else [one for one in self.policies if one not in self.policy_rewards]
+
+    @property
+    def worth(self) -> float | None:
+        """Its reward: the one that it was given, else the mean of its policies' own, if they all have one."""
+        if self.reward is not None or self.unrewarded or not self.policies:
+            return self.reward
+        return statistics.fmean(self.policy_rewards[policy] for policy in self.policies)
+
+    def by_policy(self, reward: float) -> dict[str, float]:
+        """What each of its policies is trained by, if the trajectory is worth `reward`."""
+        return {policy: self.policy_rewards.get(policy, reward) for policy in self.policies}
+
+    def given_reward(self, policy: str) -> float | None:
+        """What it was given for this policy; the trajectory's reward for none."""
+        return self.policy_rewards.get(policy) if policy else self.reward
+
+    def take_reward(self, policy: str, reward: float) -> None:
+        if policy:
+            self.policy_rewards[policy] = reward
+        else:
+            self.reward = reward
+
     def ask(self, turn: TurnId, asked: TurnAsked, sampling: SamplingParameters | None) -> AgentTurn:
         """Open a turn. Raises `ValueError` where its branch has no such place."""
-        at = self.branches.begin(asked.branch, asked.tokens, asked.ids)
+        at = self.branches.begin(asked.branch, asked.tokens, asked.ids, asked.call.policy)
         generated = OpenTurn(turn, at.prompt_tokens, prompt=self.branches.branches[at.branch].token_ids)
         generated.sampling = sampling
         opened = self.turns[turn] = AgentTurn(asked, at, generated)
@@ -173,11 +207,13 @@ class AgentTrajectory:
         episode = RolloutTrajectory(self.trajectory, self.started_ns, 0)
         episode.turns, episode.truncated = self.asked, self.truncated
         for place, (_, branch) in enumerate(self.branches.trained()):
+            branch.sampled.policy = branch.policy
+            branch.sampled.policy_reward = self.policy_rewards.get(branch.policy)
             if place:
                 episode.branches.append(SampledBranch(place, branch.token_ids, branch.sampled))
             else:
                 episode.token_ids, episode.sampled = branch.token_ids, branch.sampled
-        episode.sampled.reward = self.reward or 0.0
+        episode.sampled.reward = self.worth or 0.0
         return episode
 
 

@@ -26,6 +26,7 @@ _WHERE = "config"
 _SERVERS_OWN = (
     *("run.directory", "run.host", "run.port", "run.advertise", "run.certificate", "run.certificate_key"),
     *("run.pass_env", "weights.port", "weights.relay", "front.host", "front.port"),
+    *("front.upstream", "front.upstream_key_env"),
 )
 """Keys that the server sets itself: where a run listens, what it inherits, where it is kept."""
 _RUNNERS_OWN = ("budget_usd", "caps", "host", "advertise")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from elastic.protocol.sampled import TOKEN_BYTES
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
+from elastic.worker.trainer.grpo import group_advantages
 
 
 class Batch(NamedTuple):
@@ -53,6 +54,32 @@ def micro_batches(
 def by_member(trajectories: Sequence[TrajectoryData]) -> dict[str, float]:
     """The reward of each member of a group, however many branches it has."""
     return {trajectory.trajectory: trajectory.sampled.reward for trajectory in trajectories}
+
+
+def by_policy(trajectories: Sequence[TrajectoryData]) -> dict[str, dict[str, float]]:
+    """Of each policy that agents name, the rewards of the group's members in which it has sampled, however many of its
+    branches they have."""
+    rewards: dict[str, dict[str, float]] = {}
+    for trajectory in trajectories:
+        sampled = trajectory.sampled
+        rewards.setdefault(sampled.policy, {})[trajectory.trajectory] = sampled.worth
+    return rewards
+
+
+def advantages_of(trajectories: Sequence[TrajectoryData], epsilon: float) -> list[float]:
+    """The advantage of each row: its member's among the members in which the same policy has sampled.
+
+    Raises `UnusableGroup` where their rewards lie too far apart for floats.
+    """
+    advantages: dict[tuple[str, str], float] = {}
+    for policy, members in by_policy(trajectories).items():
+        rewards = list(members.values())
+        try:
+            relative = group_advantages(rewards, epsilon)
+        except OverflowError as error:
+            raise UnusableGroup(f"rewards from {min(rewards):g} to {max(rewards):g}: {error}") from error
+        advantages |= {(policy, member): one for member, one in zip(members, relative, strict=True)}
+    return [advantages[one.sampled.policy, one.trajectory] for one in trajectories]
 
 
 def workers_of(trajectories: Sequence[TrajectoryData]) -> list[str]:
@@ -126,8 +153,8 @@ def check_trajectories(trajectories: Iterable[TrajectoryData], vocabulary: int) 
             raise UnusableGroup(f"{where}: temperatures are not those of its policy's tokens")
         if not sampled.tokens or not sampled.spans[0][0]:
             raise UnusableGroup(f"{where}: needs a prompt and at least one token of the policy")
-        if not math.isfinite(sampled.reward):
-            raise UnusableGroup(f"{where}: its reward is {sampled.reward}")
+        if not math.isfinite(sampled.reward) or not math.isfinite(sampled.worth):
+            raise UnusableGroup(f"{where}: its reward is {sampled.worth}")
         odd = ids[ids.view(np.uint32) >= vocabulary]
         if len(odd):
             raise UnusableGroup(f"{where}: token {odd[0]} is not in the vocabulary of {vocabulary}")

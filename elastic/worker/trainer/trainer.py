@@ -36,6 +36,7 @@ from elastic.worker.trainer.agreement import StepAgreement
 from elastic.worker.trainer.batches import (
     Batch,
     UnusableGroup,
+    advantages_of,
     by_member,
     check_group,
     check_trajectories,
@@ -47,7 +48,6 @@ from elastic.worker.trainer.grpo import (
     ClipSettings,
     TokenDistribution,
     clipped_policy_loss,
-    group_advantages,
     sampled_distribution,
 )
 
@@ -230,14 +230,8 @@ class GRPOTrainer:
 
     def _accumulate(self, group: TrainGroupFrame) -> None:
         """All of the group's gradient or, where that raises `UnusableGroup` or `GradientOverflow`, nothing of it."""
-        members = by_member(group.trajectories)
-        rewards = list(members.values())
-        statistics = _GroupStatistics(rewards)
-        try:
-            of_member = dict(zip(members, group_advantages(rewards, self._settings.advantage_epsilon), strict=True))
-        except OverflowError as error:
-            raise UnusableGroup(f"rewards from {min(rewards):g} to {max(rewards):g}: {error}") from error
-        advantages = [of_member[trajectory.trajectory] for trajectory in group.trajectories]
+        statistics = _GroupStatistics(list(by_member(group.trajectories).values()))
+        advantages = advantages_of(group.trajectories, self._settings.advantage_epsilon)
         if any(advantages):
             if gradient := self._gradient(group, advantages, statistics):
                 self.accumulator.add(gradient)

@@ -40,6 +40,7 @@ LIMITS = AgentLimits(
     open_turns_max=100,
     deadline_s=1000.0,
     idle_s=100.0,
+    policies=("solver", "critic"),
 )
 DRIVER = AgentCaller(driver="main")
 ANYTHING = WantedSampling()
@@ -99,7 +100,7 @@ class Bench:
 
     def unsettled(self) -> set[str]:
         """The turns that wait for their answer to be settled."""
-        memory, _ = self.rollouts.saved()  # type: ignore[misc]
+        memory, *_ = self.rollouts.saved()  # type: ignore[misc]
         return {t.id for one in memory.trajectories.values() for t in one.turns.values() if t.kept is None}
 
     def unseen(self, count: int) -> list[int]:
@@ -148,9 +149,9 @@ class Bench:
         return other
 
 
-def trained(episode: RolloutTrajectory) -> Counter[int]:
-    """How often each token is trained, having checked that its log-probability is its own."""
-    found: Counter[int] = Counter()
+def trained(episode: RolloutTrajectory) -> Counter[tuple[int, str]]:
+    """How often each token is trained, as which policy's, having checked that its log-probability is its own."""
+    found: Counter[tuple[int, str]] = Counter()
     for row in episode.data():
         ids = ids_of(row.token_ids)
         at = row.sampled.trained(len(ids))
@@ -161,7 +162,7 @@ def trained(episode: RolloutTrajectory) -> Counter[int]:
             assert ends <= start, "spans overlap"
             ends = start + count
         assert ends <= len(ids)
-        found.update(mine)
+        found.update((token, row.sampled.policy) for token in mine)
     return found
 
 
@@ -172,14 +173,15 @@ def test_each_token_of_an_answer_is_trained_once_whatever_agents_do(data: st.Dat
     bench.begin()
     calls = 0
     waiting: list[tuple[AgentCall, AgentTurn]] = []
-    answers: set[int] = set()
+    answers: set[tuple[int, str]] = set()
     marks: list[bytes] = []
+    policies = st.sampled_from(data.draw(st.sampled_from((("",), ("solver", "critic"), ("", "solver", "critic")))))
 
     for _ in range(data.draw(st.integers(1, 30))):
         match data.draw(st.sampled_from(("ask", "again", "generate", "finish", "settle", "deliver", "leave", "fail"))):
             case "ask":
                 calls += 1
-                call = AgentCall("chat", bytes([calls]))
+                call = AgentCall("chat", bytes([calls]), policy=data.draw(policies))
                 chain = data.draw(st.lists(st.sampled_from(marks), max_size=3)) if marks else []
                 found = bench.rollouts.look_up(LookUp(0, AGENT, call, chain, True))
                 assert isinstance(found, BranchFound)
@@ -213,7 +215,7 @@ def test_each_token_of_an_answer_is_trained_once_whatever_agents_do(data: st.Dat
                     ids = ids_of(turn.generated.token_ids)[:kept]
                     mark = f"mark {turn.id}".encode()
                     bench.rollouts.settle(turn, kept, mark)
-                    answers |= set(ids)
+                    answers |= {(token, turn.call.policy) for token in ids}
                     marks.append(mark)
             case "deliver" if waiting:
                 bench.rollouts.deliver(data.draw(st.sampled_from(waiting))[1])
@@ -225,6 +227,9 @@ def test_each_token_of_an_answer_is_trained_once_whatever_agents_do(data: st.Dat
                     bench.rollouts.look_after()
             case _:
                 pass
+    rewards = data.draw(st.dictionaries(st.sampled_from(("solver", "critic")), st.floats(-1, 1)))
+    for policy, reward in rewards.items():
+        bench.rollouts.reward(AGENT, reward, policy)
     other = bench.recalled()
     for one in (bench, other):
         one.rollouts.reward(AGENT, 1.0)
@@ -232,6 +237,9 @@ def test_each_token_of_an_answer_is_trained_once_whatever_agents_do(data: st.Dat
     event, episode = bench.ended[MEMBERS[0]]
     again, same = other.ended[MEMBERS[0]]
     assert trained(episode) == Counter(answers)
+    worth = {row.sampled.policy: row.sampled.worth for row in episode.data() if row.sampled.spans}
+    assert worth == {policy: rewards.get(policy, 1.0) for _, policy in answers}
+    assert not isinstance(event, e.TrajectoryFinished) or event.by_policy == worth
     assert event == again
     assert same.data() == episode.data(), "another process has it otherwise"
 
@@ -486,3 +494,86 @@ def test_a_reward_that_no_mean_can_have_is_refused(reward: float) -> None:
     with pytest.raises(CallRefused) as refused:
         bench.rollouts.reward(AGENT, reward)
     assert refused.value.status == 400
+
+
+def answered(bench: Bench, policy: str, body: bytes, chain: list[bytes], mark: bytes) -> AgentTurn:
+    call = AgentCall("chat", body, policy=policy)
+    found = bench.rollouts.look_up(LookUp(0, AGENT, call, chain))
+    assert isinstance(found, BranchFound)
+    (turn,), _ = bench.ask(call, found.branch, found.tokens, bench.unseen(2))
+    bench.generate(turn, 8)
+    bench.rollouts.settle(turn, 8, mark)
+    bench.rollouts.deliver(turn)
+    return turn
+
+
+def test_a_branch_is_one_policys() -> None:
+    """What another policy has said is its context; each goes on in a branch of its own."""
+    bench = Bench()
+    bench.begin()
+    turns = [
+        answered(bench, "solver", b"1", [], b"solved"),
+        answered(bench, "critic", b"2", [b"solved"], b"judged"),
+        answered(bench, "solver", b"3", [b"solved"], b"solved again"),
+        answered(bench, "critic", b"4", [b"solved", b"judged"], b"judged again"),
+        answered(bench, "", b"5", [b"judged again"], b"said"),
+    ]
+    assert [(turn.at.branch, turn.at.prompt_tokens) for turn in turns] == [(0, 2), (1, 12), (0, 12), (1, 22), (2, 32)]
+    bench.rollouts.reward(AGENT, 1.0, "solver")
+    standing = bench.rollouts.reward(AGENT, -1.0, "critic")
+    assert standing.reward is None, "the model's own name has none"
+    assert {name: (one.turns, one.tokens, one.reward) for name, one in standing.policies.items()} == {
+        "solver": (2, 16, 1.0),
+        "critic": (2, 16, -1.0),
+    }
+    bench.rollouts.reward(AGENT, 0.25)
+    bench.rollouts.end(AGENT, "")
+    event, episode = bench.ended[MEMBERS[0]]
+    assert isinstance(event, e.TrajectoryFinished)
+    assert (event.reward, event.by_policy) == (0.25, {"solver": 1.0, "critic": -1.0, "": 0.25})
+    assert [(row.sampled.policy, row.sampled.worth) for row in episode.data()] == [
+        ("solver", 1.0),
+        ("critic", -1.0),
+        ("", 0.25),
+    ]
+    assert sum(trained(episode).values()) == 40
+
+
+def test_policies_have_rewards_of_their_own() -> None:
+    bench = Bench()
+    bench.begin()
+    bench.begin()
+    answered(bench, "solver", b"1", [], b"solved")
+    answered(bench, "critic", b"2", [b"solved"], b"judged")
+    bench.rollouts.reward(AGENT, 1.0, "solver")
+    with pytest.raises(CallRefused) as unknown:
+        bench.rollouts.reward(AGENT, 1.0, "jury")
+    assert (unknown.value.status, unknown.value.param) == (400, "policy")
+    assert "'solver', 'critic'" in str(unknown.value)
+    with pytest.raises(CallRefused) as other:
+        bench.rollouts.reward(AGENT, 0.5, "solver")
+    assert (other.value.status, other.value.code) == (409, "reward_given")
+    assert bench.rollouts.reward(AGENT, 1.0, "solver") == bench.rollouts.reward(AGENT, 1.0, "solver")
+    assert bench.rollouts.reward(AGENT, 0.0, "critic").reward == 0.5, "their mean, as nobody gave the trajectory's"
+    bench.rollouts.end(AGENT, "")
+    assert bench.rollouts.reward(AGENT, 0.0, "critic").state == "finished"
+    for policy in ("", "critic"):
+        with pytest.raises(CallRefused) as over:
+            bench.rollouts.reward(AGENT, 2.0, policy)
+        assert over.value.status == 410
+    event, _ = bench.ended[MEMBERS[0]]
+    assert isinstance(event, e.TrajectoryFinished)
+    assert (event.reward, event.by_policy) == (0.5, {"solver": 1.0, "critic": 0.0})
+
+
+def test_a_policy_without_any_reward_is_no_zero() -> None:
+    bench = Bench()
+    bench.begin()
+    answered(bench, "solver", b"1", [], b"solved")
+    answered(bench, "critic", b"2", [b"solved"], b"judged")
+    bench.rollouts.reward(AGENT, 1.0, "solver")
+    standing = bench.rollouts.end(AGENT, "")
+    assert (standing.state, standing.cause) == ("failed", "it was ended without a reward for 'critic'")
+    for ask in (LookUp(0, AGENT, AgentCall("chat", b"3", policy="jury")),):
+        with pytest.raises(CallRefused):
+            bench.rollouts.look_up(ask)
