@@ -83,18 +83,18 @@ class UpstreamCall(NamedTuple):
         return named if isinstance(named, str) and len(named) <= NAME_MAX else ""
 
 
-class Usage(NamedTuple):
+class UsedTokens(NamedTuple):
     """Tokens that an upstream has told; None where it has not."""
 
     prompt_tokens: int | None = None
     answer_tokens: int | None = None
 
-    def then(self, later: "Usage") -> "Usage":
+    def then(self, later: "UsedTokens") -> "UsedTokens":
         """What both have told; the later one counts."""
-        return Usage(*(old if new is None else new for old, new in zip(self, later, strict=True)))
+        return UsedTokens(*(old if new is None else new for old, new in zip(self, later, strict=True)))
 
 
-NOTHING = Usage(0, 0)
+NOTHING = UsedTokens(0, 0)
 
 
 class Upstream:
@@ -258,7 +258,7 @@ class _Metered:
 
     def __init__(self) -> None:
         self.status = CLIENT_LEFT
-        self.usage = Usage()
+        self.usage = UsedTokens()
 
 
 async def _bounded(pieces: AsyncIterator[bytes], bytes_max: int, call: UpstreamCall) -> AsyncIterator[bytes]:
@@ -318,15 +318,15 @@ def most_tokens(route: str, fields: Mapping[str, Any], body: bytes) -> tuple[int
     return prompt, answer, choices
 
 
-def usage_of(body: bytes) -> Usage:
+def usage_of(body: bytes) -> UsedTokens:
     """What a whole answer tells of its tokens."""
     try:
         return _told(_usage_in(body))
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return Usage()
+        return UsedTokens()
 
 
-class _UsedTokens(msgspec.Struct):
+class _ToldTokens(msgspec.Struct):
     """`usage` as OpenAI's chat, its Responses, and Anthropic's Messages have it."""
 
     prompt_tokens: int | None = None
@@ -337,25 +337,25 @@ class _UsedTokens(msgspec.Struct):
     cache_read_input_tokens: int | None = None
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> UsedTokens:
         if self.input_tokens is None and self.output_tokens is None:
             answer = self.completion_tokens
             # Embeddings have no answer.
-            return Usage(self.prompt_tokens, 0 if answer is None and self.prompt_tokens is not None else answer)
+            return UsedTokens(self.prompt_tokens, 0 if answer is None and self.prompt_tokens is not None else answer)
         prompt = self.input_tokens
         if prompt is not None:
             prompt += (self.cache_creation_input_tokens or 0) + (self.cache_read_input_tokens or 0)
-        return Usage(prompt, self.output_tokens)
+        return UsedTokens(prompt, self.output_tokens)
 
 
 class _UsageWithin(msgspec.Struct):
-    usage: _UsedTokens | None = None
+    usage: _ToldTokens | None = None
 
 
 class _MeteredAnswer(msgspec.Struct):
     """An answer or an event of a stream; that of Responses and Messages may have it within."""
 
-    usage: _UsedTokens | None = None
+    usage: _ToldTokens | None = None
     response: _UsageWithin | None = None
     message: _UsageWithin | None = None
 
@@ -363,20 +363,20 @@ class _MeteredAnswer(msgspec.Struct):
 _usage_in = msgspec.json.Decoder(_MeteredAnswer).decode
 
 
-def _told(answer: _MeteredAnswer) -> Usage:
+def _told(answer: _MeteredAnswer) -> UsedTokens:
     """All that an answer or an event tells."""
-    usage = Usage()
+    usage = UsedTokens()
     for one in (answer.message, answer.response, answer):
         if one is not None and one.usage is not None:
             usage = usage.then(one.usage.usage)
-    return usage if all(tokens is None or tokens >= 0 for tokens in usage) else Usage()
+    return usage if all(tokens is None or tokens >= 0 for tokens in usage) else UsedTokens()
 
 
 class StreamedUsage:
     """What the events of a stream tell of its tokens: the last that is said counts."""
 
     def __init__(self) -> None:
-        self.told = Usage()
+        self.told = UsedTokens()
         self._line = bytearray()
         self._passed_over = False
 
