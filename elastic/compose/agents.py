@@ -85,7 +85,7 @@ def agents_wiring(
             run_dir,
             front,
             (sys.executable, "-m", "elastic.cli", "front", str(run_dir.resolve())),
-            _environment(config.front),
+            _environment(front),
             notes.get(AGENTS, ""),
         ),
         ready=lambda served: ready(agents_url(config, Address.parse(served))),
