@@ -34,10 +34,12 @@ from elastic.protocol.front_messages import (
     FrontHello,
     FrontWelcome,
     GiveReward,
+    HistoryFound,
     LookUp,
     MetricsTold,
     OpenedTurn,
     OpenTurns,
+    RecallHistory,
     SettleTurn,
     ShowTrajectory,
     StreamTokens,
@@ -86,6 +88,8 @@ class ModelledRun:
         self.decline: Callable[[FromFront], Declined | None] = lambda message: None
         self.branches: dict[bytes, tuple[list[int], int]] = {}
         """By the digest of a conversation that ends with an answer: its tokens, and how many of them are the answer."""
+        self.histories: dict[bytes, tuple[bytes, bytes]] = {}
+        """By the same, of those that may be named: what it is behind, and the piece."""
         self.turns: list[Turn] = []
         self.heard: list[FromFront] = []
         self.standing: dict[str, TrajectoryStanding] = {}
@@ -209,17 +213,22 @@ class ModelledRun:
                 wire.send(found)
                 if isinstance(found, TurnsTaken):
                     self._again([self._of_stream[id(wire), turn.stream] for turn in found.turns])
+            case RecallHistory(request, _, turn):
+                wire.send(self._recalled(request, turn))
             case OpenTurns():
                 self._open(wire, message)
             case CutTurn(stream, kept):
                 turn = self._of_stream[id(wire), stream]
                 turn.kept = kept
                 self.over(turn)
-            case SettleTurn(stream, kept, answer):
+            case SettleTurn(stream, kept, answer, history, behind):
                 turn = self._of_stream[id(wire), stream]
                 turn.kept, turn.answer = kept, answer
                 if answer:
                     self.branches[answer] = (turn.prompt + turn.ids[:kept], kept)
+                if history:
+                    assert not behind or behind in self.histories
+                    self.histories.setdefault(answer, (behind, history))
                 if self.settles:
                     wire.send(TurnSettled(stream))
             case AnswerDelivered(stream):
@@ -270,13 +279,26 @@ class ModelledRun:
             before = message.ids_before
             prompt = b"" if before is None else last_of(pack_ids(turns[0].prompt), len(turns[0].prompt), before)
             return self._taken(wire, message.request, turns, joined=True, ids=prompt)
+        known = max((n for n, digest in enumerate(message.chain, 1) if digest in self.histories), default=0)
         for matched in range(len(message.chain), 0, -1):
             if (found := self.branches.get(message.chain[matched - 1])) is not None:
                 ids, answer = found
                 before = message.ids_before
                 packed = b"" if before is None else last_of(pack_ids(ids), len(ids), before + answer)
-                return BranchFound(message.request, TRAJECTORY, 0, len(ids), matched, answer, packed)
-        return BranchFound(message.request, TRAJECTORY)
+                return BranchFound(message.request, TRAJECTORY, 0, len(ids), matched, answer, packed, known)
+        return BranchFound(message.request, TRAJECTORY, known=known)
+
+    def _recalled(self, request: int, name: str) -> FromRun:
+        answer = next((turn.answer for turn in self.turns if turn.name == name), None)
+        pieces: list[bytes] = []
+        while answer:
+            if answer not in self.histories:
+                break
+            answer, piece = self.histories[answer]
+            pieces.append(piece)
+        if not pieces:
+            return Declined(request, 400, "previous_response_not_found", f"no {name}", "previous_response_id")
+        return HistoryFound(request, pieces[::-1])
 
     def _open(self, wire: Wire, message: OpenTurns) -> None:
         before = [] if message.branch is None else self._branch(message.tokens)

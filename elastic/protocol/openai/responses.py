@@ -122,10 +122,11 @@ class ResponseRequest(AnswerFields, kw_only=True):
         """The name of the turn whose answer this goes on from; empty for none. Raises `FrontError`."""
         if self.previous_response_id is None:
             return ""
-        if not self.previous_response_id.startswith(RESPONSE_ID):
+        named, _, turn = self.previous_response_id.partition(RESPONSE_ID)
+        if named or not turn:
             said = f"found {quoted(self.previous_response_id)}; ids of responses begin with {RESPONSE_ID!r}"
             raise invalid("previous_response_id", said)
-        return self.previous_response_id.removeprefix(RESPONSE_ID)
+        return turn
 
     def messages(self) -> list[dict[str, Any]]:
         """The chat that the input is, without instructions. Raises `FrontError`."""

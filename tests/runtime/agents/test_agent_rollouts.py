@@ -20,6 +20,7 @@ from elastic.protocol.front_messages import (
     BranchFound,
     LookUp,
     OpenTurns,
+    RecallHistory,
     WantedSampling,
 )
 from elastic.protocol.sampled import ids_of, pack_ids, pack_logprobs
@@ -315,6 +316,39 @@ def test_another_process_goes_on_from_what_was_saved() -> None:
     other.rollouts.reward(AGENT, 1.0)
     other.rollouts.end(AGENT, "")
     assert other.ended[MEMBERS[0]][1].sampled.spans == [(2, 8), (11, 8)]
+
+
+def test_what_was_said_up_to_an_answer_is_known_to_another_process() -> None:
+    bench = Bench()
+    bench.begin()
+    turns: list[AgentTurn] = []
+    for number in range(4):
+        (turn,), _ = bench.ask(AgentCall("/v1/responses", bytes([number])), None, 0, [200 + number])
+        bench.generate(turn, 8)
+        turns.append(turn)
+    one, two, lost, aside = turns
+    bench.rollouts.settle(one, 8, b"one", b"first")
+    bench.rollouts.settle(two, 8, b"two", b"second", b"one")
+    bench.rollouts.settle(lost, 8, b"lost", b"third", b"never heard of")
+    bench.rollouts.settle(aside, 8, b"aside")
+    for turn in turns:
+        bench.rollouts.deliver(turn)
+    core = fresh_core(simulate(1).settings)
+    restored = Bench()
+    saved = saved_state.save(core, bench.rollouts.saved())
+    restored.rollouts.restore(*saved_state.restore(fresh_core(simulate(1).settings), saved))
+
+    for other in (bench, bench.recalled(), restored):
+        pieces = [other.rollouts.recall(RecallHistory(0, AGENT, turn.id)) for turn in (one, two)]
+        assert pieces == [[b"first"], [b"first", b"second"]]
+        for turn in (lost.id, aside.id, f"{MEMBERS[0]}/9", f"{MEMBERS[1]}/0"):
+            with pytest.raises(CallRefused) as refused:
+                other.rollouts.recall(RecallHistory(0, AGENT, turn))
+            assert (refused.value.status, refused.value.code) == (400, "previous_response_not_found")
+        for chain, known in (([b"one"], 1), ([b"one", b"x", b"two", b"y"], 3), ([b"aside"], 0)):
+            found = other.rollouts.look_up(LookUp(0, AGENT, AgentCall("/v1/responses", b"new"), chain))
+            assert isinstance(found, BranchFound)
+            assert found.known == known
 
 
 def test_token_ids_go_on_from_the_branch_that_has_most_of_them() -> None:
