@@ -6,8 +6,7 @@
 
 from collections.abc import Sequence
 
-from elastic.front.reading import AnswerReader
-from elastic.front.tokenizer import TextDecoder
+from elastic.front.reading import AnswerReader, Decoding
 from elastic.protocol.openai.answers import CallDelta, ParsedAnswer, joined_calls
 
 
@@ -58,12 +57,13 @@ class Choice:
     """One choice of an answer. Where nobody wants log-probabilities there are none.
 
     What it says is the text that `decoder` makes of its tokens, or what a `reader` reads out of them, with at most
-    `calls_max` calls of tools. `silent` are token ids that end a turn and are no text.
+    `calls_max` calls of tools. `silent` are token ids that end a turn and are no text. Of text that ends at a stop
+    string, a reader is given what is before it.
     """
 
     def __init__(
         self,
-        decoder: TextDecoder,
+        decoder: Decoding,
         reader: AnswerReader | None = None,
         stops: Sequence[str] = (),
         silent: frozenset[int] = frozenset(),
@@ -71,10 +71,9 @@ class Choice:
     ) -> None:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
-        self._decoder = decoder
-        self._reader = reader
+        self._decoder: Decoding = decoder if reader is None else reader.decoder
+        self._parser = None if reader is None else reader.parser
         self._finder = StopFinder(stops) if stops else None
-        self._content, self._reasoning = StopFinder(stops), StopFinder(stops)
         self._silent = silent
         self._calls_max = calls_max
         self._text: list[str] = []
@@ -131,52 +130,40 @@ class Choice:
 
     def _read(self, ids: Sequence[int]) -> tuple[ParsedAnswer | str, int]:
         """What these say, and how many of them the answer keeps."""
-        finder, reader = self._finder, self._reader
+        finder = self._finder
         if finder is None:
-            said = ids[:-1] if ids[-1] in self._silent else ids
-            if reader is not None:
-                return self._noted(reader.feed(said)), len(ids)
-            text = self._decoder.feed(said)
-            self._text.append(text)
-            return text, len(ids)
-        text, read = "", ParsedAnswer()
-        taken = len(ids)
+            return self._noted(self._decoder.feed(ids[:-1] if ids[-1] in self._silent else ids)), len(ids)
+        text = ""
         for number, token in enumerate(ids, 1):
             if token not in self._silent:
                 text += finder.feed(self._decoder.feed((token,)))
-                if reader is not None:
-                    read = read.plus(self._noted(reader.feed((token,))))
             if finder.found is not None:
-                taken = number
-                break
-        if reader is not None:
-            return read, taken
-        self._text.append(text)
-        return text, taken
+                return self._noted(text), number
+        return self._noted(text), len(ids)
 
     def _held(self) -> ParsedAnswer | str:
-        if self._reader is not None:
-            rest = self._noted(self._reader.finish())
-            return rest.plus(self._note(ParsedAnswer(self._content.rest(), self._reasoning.rest())))
         text = ""
         if self.stop is None:
             text = self._decoder.finish()
             if self._finder is not None:
                 text = self._finder.feed(text)
                 text += self._finder.rest()
-        self._text.append(text)
-        return text
+        if self._parser is None:
+            self._text.append(text)
+            return text
+        return self._kept(self._parser.feed(text).plus(self._parser.finish()))
 
-    def _noted(self, read: ParsedAnswer) -> ParsedAnswer:
-        """What can be shown of what was read."""
-        content, reasoning, calls = read
-        if self._finder is not None:
-            content, reasoning = self._content.feed(content), self._reasoning.feed(reasoning)
-        if self._calls_max is not None:
-            calls = tuple(call for call in calls if call.index < self._calls_max)
-        return self._note(ParsedAnswer(content, reasoning, calls))
+    def _noted(self, text: str) -> ParsedAnswer | str:
+        """What this text says."""
+        if self._parser is None:
+            self._text.append(text)
+            return text
+        return self._kept(self._parser.feed(text))
 
-    def _note(self, said: ParsedAnswer) -> ParsedAnswer:
+    def _kept(self, said: ParsedAnswer) -> ParsedAnswer:
+        """What of this is to be shown."""
+        if self._calls_max is not None and said.tool_calls:
+            said = said._replace(tool_calls=tuple(call for call in said.tool_calls if call.index < self._calls_max))
         self._text.append(said.content)
         self._thought.append(said.reasoning)
         self._calls += said.tool_calls

@@ -2,21 +2,44 @@
 
 A bridge of the library's goes on behind what was sampled, or declines. Control tokens in agents' texts stay text here
 too: the library gets texts in which they are broken by a mark, and its tokenizer takes the mark out.
+
+Answers of the families that are known here are read by our own parsers, so that calls and reasoning stream. The
+library's parsers read the others, at their end.
 """
 
 import importlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic.front.messages import AnyMessage, arguments_of, head_digest
-from elastic.front.parsing import CallDelta, ParsedAnswer, call_id, named_call
-from elastic.front.reading import AnswerParsers, AnswerReader, call_seed
+from elastic.front.parsing import call_id
+from elastic.front.reading import AnswerParsers, AnswerReader, Decoding, call_seed
 from elastic.front.templates import Guards, RendererError, RenderingError, plain_messages
 from elastic.front.tokenizer import ControlTextError, Tokenizer
+from elastic.front.tool_grammars import call_of
 from elastic.protocol.front_messages import ALL_IDS
+from elastic.protocol.openai.answers import CallDelta, ParsedAnswer
 
 OF_NO_MODEL = ("auto", "default", "custom")
+PARSERS: Mapping[str, tuple[str, str]] = {
+    "deepseek-r1": ("deepseek_v3", "deepseek_r1"),
+    "deepseek-v3": ("deepseek_v3", "deepseek_v3"),
+    "deepseek-v4": ("deepseek_v4", "deepseek_v4"),
+    "glm-4.5": ("glm45", "glm45"),
+    "glm-5": ("glm47", "glm47"),
+    "glm-5.1": ("glm47", "glm47"),
+    "glm-5.3": ("glm47", "glm47"),
+    "gpt-oss": ("openai", "openai_gptoss"),
+    "llama-3": ("llama3_json", ""),
+    "prime-qwen3": ("qwen3_coder", "qwen3"),
+    "qwen3": ("hermes", "qwen3"),
+    "qwen3-vl": ("hermes", "qwen3"),
+    "qwen3.5": ("qwen3_coder", "qwen3"),
+    "qwen3.6": ("qwen3_coder", "qwen3"),
+    "qwen3.8": ("qwen3_coder", "qwen3"),
+}
+"""Our parsers of tools' calls and of reasoning, by the library's names of the renderers whose answers they read."""
 SETTINGS_MAX = 16
 """Most template settings whose renderers are kept; a renderer keeps what a client has set."""
 
@@ -36,11 +59,13 @@ def name_for(hub_name: str) -> str:
 class LibraryRenderer:
     ids_before = ALL_IDS
 
-    def __init__(self, tokenizer: Tokenizer, name: str, parsers: AnswerParsers) -> None:
-        """Parsers that are named are used instead of the library's. Raises `RendererError` if the renderer does not go
-        with the tokenizer."""
+    def __init__(self, tokenizer: Tokenizer, name: str, tool_parser: str = "", reasoning_parser: str = "") -> None:
+        """Parsers that are named are used instead of those that go with the renderer. Raises `RendererError` if the
+        renderer does not go with the tokenizer."""
         self._tokenizer = tokenizer
-        self._parsers = parsers
+        if not tool_parser and not reasoning_parser:
+            tool_parser, reasoning_parser = PARSERS.get(name, ("", ""))
+        self._parsers = AnswerParsers(tokenizer, tool_parser, reasoning_parser)
         self._name = name
         self._guards = Guards(tokenizer)
         self._tokens = _LibraryTokenizer(tokenizer)
@@ -102,11 +127,12 @@ class LibraryRenderer:
         turn: str = "",
         text: str | None = None,
     ) -> ParsedAnswer:
-        if self._parsers.named or text is not None:
-            if text is not None:
-                return self._parsers.parser(prompt_ids, tools, turn).whole(text)
-            reader = self._parsers.reader(prompt_ids, tools, turn)
-            return reader.feed(token_ids).plus(reader.finish())
+        if text is not None:
+            return self._parsers.parser(prompt_ids, tools, turn).whole(text)
+        return self.reader(prompt_ids, tools, turn).whole(token_ids)
+
+    def parsed(self, token_ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Any, turn: str) -> ParsedAnswer:
+        """What the library's own parser makes of a whole answer."""
         parsed = self._plain.parse_response(
             list(token_ids),
             tools=list(tools or ()) or None,
@@ -119,7 +145,10 @@ class LibraryRenderer:
     ) -> AnswerReader:
         if self._parsers.named:
             return self._parsers.reader(prompt_ids, tools, turn)
-        return _WholeReader(self, prompt_ids, tools, turn)
+        decoder = _Gathering(self._tokenizer.decoder(special=True))
+        return AnswerReader(
+            decoder, _AtItsEnd(decoder.ids, self._tokenizer, lambda ids: self.parsed(ids, prompt_ids, tools, turn))
+        )
 
     def plain(self, calls_tools: bool) -> bool:
         return self._parsers.named and self._parsers.plain(calls_tools)
@@ -147,20 +176,42 @@ class LibraryRenderer:
             raise RenderingError(f"the renderer {self._name!r} does not take these messages: {said}") from error
 
 
-class _WholeReader:
-    """For parsers that read an answer at its end."""
+class _Gathering:
+    """The text of tokens, and the tokens."""
 
-    def __init__(self, renderer: LibraryRenderer, prompt_ids: Sequence[int] | None, tools: Any, turn: str) -> None:
-        self._renderer = renderer
-        self._given = prompt_ids, tools, turn
-        self._ids: list[int] = []
+    def __init__(self, decoder: Decoding) -> None:
+        self._decoder = decoder
+        self.ids: list[int] = []
 
-    def feed(self, token_ids: Sequence[int]) -> ParsedAnswer:
-        self._ids += token_ids
+    def feed(self, ids: Sequence[int]) -> str:
+        self.ids += ids
+        return self._decoder.feed(ids)
+
+    def finish(self) -> str:
+        return self._decoder.finish()
+
+
+class _AtItsEnd:
+    """For parsers that read tokens, once there are all of them. Of an answer that ends within a token, at a stop
+    string, they read the tokens that are whole; the rest is content."""
+
+    def __init__(
+        self, ids: Sequence[int], tokenizer: Tokenizer, parse: Callable[[Sequence[int]], ParsedAnswer]
+    ) -> None:
+        self._ids = ids
+        self._tokenizer = tokenizer
+        self._parse = parse
+        self._text: list[str] = []
+
+    def feed(self, text: str) -> ParsedAnswer:
+        self._text.append(text)
         return ParsedAnswer()
 
     def finish(self) -> ParsedAnswer:
-        return self._renderer.parse(self._ids, *self._given)
+        text, ids = "".join(self._text), list(self._ids)
+        while not text.startswith(said := self._tokenizer.decode(ids, special=True)):
+            ids.pop()
+        return self._parse(ids).plus(ParsedAnswer(text[len(said) :]))
 
 
 class _Without(threading.local):
@@ -214,11 +265,12 @@ def _answered(parsed: Any, tools: Any, seed: bytes) -> ParsedAnswer:
     """Attempts at calls that went wrong stay content, and so do all where there are no tools."""
     content, calls = [parsed.content or ""], []
     for attempt in parsed.tool_calls:
-        call = None
+        call = ("", "")
         if tools and str(attempt.status) == "ok":
             given = attempt.arguments
-            call = named_call(attempt.name, arguments_of(given) if isinstance(given, str) else given or {})
-        if call is None:
+            given = arguments_of(given) if isinstance(given, str) else given or {}
+            call = call_of({"name": attempt.name, "arguments": given})
+        if not call[0]:
             content.append(attempt.raw)
         else:
             calls.append(CallDelta(len(calls), attempt.id or call_id(seed, len(calls)), *call))

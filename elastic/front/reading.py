@@ -3,40 +3,69 @@
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from elastic.front.parsing import (
-    MARKERS,
-    REASONING_PARSERS,
-    TOOL_PARSERS,
-    AnswerParser,
-    ParsedAnswer,
-    ends_in_reasoning,
-)
+from elastic.front.parsing import AnswerParser
+from elastic.front.reasoning_grammars import REASONING_PARSERS, THINK, THOUGHT, Situation
 from elastic.front.templates import RendererError
 from elastic.front.tokenizer import Tokenizer
+from elastic.front.tool_grammars import CALL, CALLED, TOOL_PARSERS
+from elastic.protocol.openai.answers import ParsedAnswer
 
 TAIL_TOKENS = 32
 """How much of a prompt's end says whether an answer begins within reasoning."""
+HARMONY_REASONING, HARMONY_TOOLS = "openai_gptoss", "openai"
+
+NamedT = TypeVar("NamedT")
 
 
-class AnswerReader(Protocol):
-    """Reads one answer as its tokens come. Joined, what it gives is what `ChatRenderer.parse` gives for the whole."""
+class Decoding(Protocol):
+    """The text of tokens, as they come."""
 
-    def feed(self, token_ids: Sequence[int]) -> ParsedAnswer: ...
+    def feed(self, ids: Sequence[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Parsing(Protocol):
+    """What text says, as it comes."""
+
+    def feed(self, text: str) -> ParsedAnswer: ...
 
     def finish(self) -> ParsedAnswer: ...
+
+
+class AnswerReader(NamedTuple):
+    """Reads one answer as its tokens come: the `parser` is given the text that the `decoder` makes of them, up to where
+    the answer ends. Joined, what it gives is what `ChatRenderer.parse` gives for the whole."""
+
+    decoder: Decoding
+    parser: Parsing
+
+    def whole(self, token_ids: Sequence[int]) -> ParsedAnswer:
+        said = self.parser.feed(self.decoder.feed(token_ids)).plus(self.parser.feed(self.decoder.finish()))
+        return said.plus(self.parser.finish())
 
 
 class AnswerParsers:
     """The parsers of a model's answers, by their names; empty for none."""
 
     def __init__(self, tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str) -> None:
-        """Raises `RendererError` for a name that no parser has."""
+        """Raises `RendererError` for a name that no parser has, and for two that do not go together."""
         self._tokenizer = tokenizer
+        self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
         self._tools = _named("tool_parser", tool_parser, TOOL_PARSERS)
+        if tool_parser == HARMONY_TOOLS and not reasoning_parser:
+            reasoning_parser = HARMONY_REASONING
         self._reasoning = _named("reasoning_parser", reasoning_parser, REASONING_PARSERS)
-        self._silent = frozenset(n for n, content in tokenizer.special.items() if content not in MARKERS)
+        if self._tools is not None and (self._tools.grammar is None) != (reasoning_parser == HARMONY_REASONING):
+            raise RendererError(
+                f"front.reasoning_parser: {reasoning_parser!r} does not go with front.tool_parser {tool_parser!r}: "
+                f"{HARMONY_REASONING!r} and {HARMONY_TOOLS!r} read answers of gpt-oss, together"
+            )
+        named = [one for one in (self._tools, self._reasoning) if one is not None]
+        markers = {THINK, THOUGHT, CALL, CALLED, *(marker for one in named for marker in one.markers)}
+        self._silent = frozenset(n for n, content in tokenizer.special.items() if content not in markers)
 
     @property
     def named(self) -> bool:
@@ -46,34 +75,39 @@ class AnswerParsers:
     def reads_calls(self) -> bool:
         return self._tools is not None
 
+    @property
+    def reads_reasoning(self) -> bool:
+        return self._reasoning is not None
+
     def plain(self, calls_tools: bool) -> bool:
         return self._reasoning is None and not (calls_tools and self._tools is not None)
 
     def reader(self, prompt_ids: Sequence[int] | None, tools: Any, turn: str) -> AnswerReader:
-        return _TextReader(self._tokenizer, self._silent, self.parser(prompt_ids, tools, turn))
+        return AnswerReader(_Decoder(self._tokenizer, self._silent), self.parser(prompt_ids, tools, turn))
 
     def parser(self, prompt_ids: Sequence[int] | None, tools: Any, turn: str) -> AnswerParser:
-        opened = None
-        if prompt_ids is not None:
-            opened = ends_in_reasoning(self._tokenizer.decode(prompt_ids[-TAIL_TOKENS:], special=True))
+        end = None if prompt_ids is None else self._tokenizer.decode(prompt_ids[-TAIL_TOKENS:], special=True)
+        reads = self._tools if tools else None
+        situation = Situation(end, reads is not None, "" if reads is None else reads.begin)
         return AnswerParser(
-            None if self._reasoning is None else self._reasoning(opened),
-            None if self._tools is None or not tools else self._tools(tools),
+            None if self._reasoning is None else self._reasoning.grammar(situation),
+            None if reads is None or reads.grammar is None else reads.grammar(tools),
             call_seed(turn, prompt_ids),
         )
 
 
-class _TextReader:
-    def __init__(self, tokenizer: Tokenizer, silent: frozenset[int], parser: AnswerParser) -> None:
+class _Decoder:
+    """Text with those special tokens that parsers read."""
+
+    def __init__(self, tokenizer: Tokenizer, silent: frozenset[int]) -> None:
         self._decoder = tokenizer.decoder(special=True)
         self._silent = silent
-        self._parser = parser
 
-    def feed(self, token_ids: Sequence[int]) -> ParsedAnswer:
-        return self._parser.feed(self._decoder.feed([number for number in token_ids if number not in self._silent]))
+    def feed(self, ids: Sequence[int]) -> str:
+        return self._decoder.feed([number for number in ids if number not in self._silent])
 
-    def finish(self) -> ParsedAnswer:
-        return self._parser.feed(self._decoder.finish()).plus(self._parser.finish())
+    def finish(self) -> str:
+        return self._decoder.finish()
 
 
 def call_seed(turn: str, prompt_ids: Sequence[int] | None) -> bytes:
@@ -82,7 +116,7 @@ def call_seed(turn: str, prompt_ids: Sequence[int] | None) -> bytes:
     return blake2b(said.encode(), digest_size=16).digest()
 
 
-def _named(setting: str, name: str, there: Mapping[str, Any]) -> Any:
+def _named(setting: str, name: str, there: Mapping[str, NamedT]) -> NamedT | None:
     if not name:
         return None
     if name not in there:

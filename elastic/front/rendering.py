@@ -17,10 +17,11 @@ import structlog
 
 from elastic.front import library
 from elastic.front.messages import AnyMessage, head_digest
-from elastic.front.parsing import THOUGHT, ParsedAnswer
 from elastic.front.reading import TAIL_TOKENS, AnswerParsers, AnswerReader
+from elastic.front.reasoning_grammars import THOUGHT
 from elastic.front.templates import ChatTemplate, RendererError, RenderingError, now_here, plain_messages
 from elastic.front.tokenizer import ControlTextError, Tokenizer
+from elastic.protocol.openai.answers import ParsedAnswer
 
 log = structlog.get_logger(__name__)
 
@@ -185,8 +186,7 @@ class TemplateRenderer:
     ) -> ParsedAnswer:
         if text is not None:
             return self._answers.parser(prompt_ids, tools, turn).whole(text)
-        reader = self.reader(prompt_ids, tools, turn)
-        return reader.feed(token_ids).plus(reader.finish())
+        return self.reader(prompt_ids, tools, turn).whole(token_ids)
 
     def reader(self, prompt_ids: Sequence[int] | None, tools: Tools, turn: str = "") -> AnswerReader:
         return self._answers.reader(prompt_ids, tools, turn)
@@ -277,11 +277,10 @@ def make_renderer(
     and the template otherwise. Raises `RendererError`.
     """
     by_template = TemplateRenderer(tokenizer, tool_parser, reasoning_parser)
-    parsers = AnswerParsers(tokenizer, tool_parser, reasoning_parser)
     names = library.names() if renderer not in ("auto", "template") else []
     if renderer in names:
         log.info("renderer", renderer=renderer)
-        return library.LibraryRenderer(tokenizer, renderer, parsers)
+        return library.LibraryRenderer(tokenizer, renderer, tool_parser, reasoning_parser)
     if renderer not in ("auto", "template"):
         lacks = (
             ""
@@ -292,7 +291,7 @@ def make_renderer(
         raise RendererError(f"front.renderer: found {renderer!r}; allowed: {allowed}{lacks}")
     if renderer == "auto" and (published := library.name_for(tokenizer.hub_name)):
         try:
-            chosen = library.LibraryRenderer(tokenizer, published, parsers)
+            chosen = library.LibraryRenderer(tokenizer, published, tool_parser, reasoning_parser)
             if tokenizer.template is None or _alike(chosen, by_template):
                 log.info("renderer", renderer=published, model=tokenizer.hub_name)
                 return chosen

@@ -1,13 +1,12 @@
 """A vocabulary of bytes and a chat template of a few characters, for fronts whose model does not matter."""
 
 import codecs
-import json
 import re
 from collections.abc import Sequence
 
 from elastic.front.asked import ServedModel
 from elastic.protocol.front_messages import ALL_IDS
-from elastic.protocol.openai.answers import CallDelta, ParsedAnswer
+from elastic.protocol.openai.answers import CallDelta, ParsedAnswer, joined_calls
 
 EOS = 256
 VOCABULARY = 300
@@ -74,39 +73,41 @@ class BracketRenderer:
 
 
 class BracketReader:
-    """Gives characters one by one as it is sure of them, and each call as it is whole."""
+    """Gives characters one by one as it is sure of them: those of a call's arguments, too."""
 
     def __init__(self, reasons: bool, reads_calls: bool, turn: str) -> None:
-        self._decoder = BytesDecoder()
+        self.decoder = BytesDecoder()
+        self.parser = self
         self._thinking = reasons
         self._reads_calls = reads_calls
         self._turn = turn
         self._held = ""
+        self._calling = False
         self._calls = 0
 
-    def feed(self, token_ids: Sequence[int]) -> ParsedAnswer:
+    def feed(self, text: str) -> ParsedAnswer:
         content, reasoning, calls = "", "", []
-        for char in self._decoder.feed(token_ids):
+        for char in text:
             if self._thinking:
                 self._thinking = char != "|"
                 reasoning += char if self._thinking else ""
+            elif self._calling:
+                self._calling = char != ">"
+                if self._calling:
+                    calls.append(CallDelta(self._calls - 1, arguments=char))
             elif self._reads_calls and (self._held or char == "<"):
                 self._held += char
-                if found := re.fullmatch(r"<(\w+) (.*?)>", self._held):
-                    self._held = ""
-                    calls.append(
-                        CallDelta(
-                            self._calls, f"{self._turn}:{self._calls}", found[1], json.dumps(json.loads(found[2]))
-                        )
-                    )
+                if found := re.fullmatch(r"<(\w+) ", self._held):
+                    self._held, self._calling = "", True
+                    calls.append(CallDelta(self._calls, f"{self._turn}:{self._calls}", found[1]))
                     self._calls += 1
             else:
                 content += char
-        return ParsedAnswer(content, reasoning, tuple(calls))
+        return ParsedAnswer(content, reasoning, joined_calls(calls))
 
     def finish(self) -> ParsedAnswer:
         rest, self._held = self._held, ""
-        return ParsedAnswer(rest + self._decoder.finish())
+        return ParsedAnswer(rest)
 
 
 def small_model(context_tokens: int = 4096, reasons: bool = False, reads_calls: bool = True) -> ServedModel:

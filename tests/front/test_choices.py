@@ -57,6 +57,19 @@ def test_an_answer_ends_where_a_stop_string_begins(text, stops, sizes):
     assert len(choice.ids) == len(text[:end].encode())
 
 
+@given(st.text(alphabet="ab|é {}", max_size=30), stops, cuts)
+def test_a_call_ends_where_a_stop_string_begins(arguments, stops, sizes):
+    text = f"|<f {arguments}"
+    said, choice = played([*text.encode()], sizes, stops, reads=True)
+    ends = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
+    start = min(ends)[1] if ends else len(text)
+    if start >= len("|<f "):
+        assert [call.arguments for call in said.tool_calls] == [text[len("|<f ") : start]]
+    else:
+        assert said.content + said.reasoning == text[:start].removeprefix("|")
+    assert said == choice.said
+
+
 @given(texts, stops, cuts, cuts, st.integers(0, 40), st.booleans())
 def test_tokens_that_come_again_add_nothing(text, stops, sizes, again, joined_after, reads):
     ids = [*text.encode()]
@@ -98,7 +111,7 @@ def test_a_choice_keeps_so_many_calls():
     choice = Choice(BytesDecoder(), BracketReader(False, True, "t"), calls_max=1)
     choice.take([*b"<f {}><g {}>"], [0.0] * 12)
     choice.take([*b"<h {}>"], [0.0] * 6)
-    assert [call.name for call in choice.said.tool_calls] == ["f"]
+    assert [(call.name, call.arguments) for call in choice.said.tool_calls] == [("f", "{}")]
 
 
 def test_what_may_begin_a_stop_string_is_held_back():

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from elastic.front import library
 from elastic.front.library import LibraryRenderer
-from elastic.front.reading import AnswerParsers
 from elastic.front.rendering import TemplateRenderer, make_renderer
 from elastic.front.templates import RendererError, RenderingError
 from elastic.front.tokenizer import Tokenizer
@@ -32,7 +31,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def renderer(tokenizer: Tokenizer) -> LibraryRenderer:
-    return LibraryRenderer(tokenizer, "qwen3", AnswerParsers(tokenizer, "", ""))
+    return LibraryRenderer(tokenizer, "qwen3")
 
 
 def test_names(tokenizer: Tokenizer) -> None:
@@ -92,15 +91,21 @@ def test_a_bridge_declines_where_old_reasoning_is_dropped(tokenizer: Tokenizer, 
     assert renderer.more([*messages, QUESTION], 2, None, off, ids + plain, len(plain)) is not None
 
 
-def test_answers_are_parsed_by_the_library(tokenizer: Tokenizer, renderer: LibraryRenderer) -> None:
+def test_answers_are_read_as_the_library_reads_them_but_for_what_is_no_call(
+    tokenizer: Tokenizer, renderer: LibraryRenderer
+) -> None:
     ids = tokenizer.encode(
         f"<think>\nHm.\n</think>\n\nSo.\n{CALL}\n<tool_call>\n{{</tool_call><|im_end|>", special=True
     )
     answer = renderer.parse(ids, None, [TOOL], turn="t")
-    assert (answer.content, answer.reasoning) == ("So.\n{", "Hm.")
+    theirs = renderer.parsed(ids, None, [TOOL], turn="t")
+    assert (theirs.content, theirs.reasoning) == ("So.\n{", "Hm.")
+    assert (answer.content, answer.reasoning) == ("So.<tool_call>\n{</tool_call>", "Hm.")
+    assert answer.tool_calls == theirs.tool_calls
     assert [(call.name, call.arguments) for call in answer.tool_calls] == [("add", '{"a": 1}')]
     reader = renderer.reader(None, [TOOL], turn="t")
-    assert reader.feed(ids).plus(reader.finish()) == answer
+    pieces = [reader.parser.feed(reader.decoder.feed([number])) for number in ids]
+    assert [len(piece.tool_calls) for piece in pieces].count(1) > 2
     assert renderer.reads_calls
     assert not renderer.plain(False)
 

@@ -396,9 +396,11 @@ def test_messages_that_cannot_be_rendered(
 def test_names_of_renderers_and_parsers_are_checked(tmp_path: Path, tokenizers: dict[str, Tokenizer]) -> None:
     with pytest.raises(RendererError, match=r"front.renderer: found 'qwen'; allowed: 'auto', 'template'"):
         make_renderer(tokenizers["tiny"], renderer="qwen")
-    with pytest.raises(RendererError, match=r"front.tool_parser: found 'pythonic'; allowed: 'hermes', 'llama3_json'"):
+    with pytest.raises(RendererError, match=r"front.tool_parser: found 'pythonic'; allowed: 'deepseek_v3', 'deepseek"):
         make_renderer(tokenizers["tiny"], tool_parser="pythonic")
-    with pytest.raises(RendererError, match=r"front.reasoning_parser: found 'think'; allowed: 'deepseek_r1', 'qwen3'"):
+    with pytest.raises(
+        RendererError, match=r"front.reasoning_parser: found 'think'; allowed: 'deepseek_r1', 'deepseek"
+    ):
         make_renderer(tokenizers["tiny"], reasoning_parser="think")
     with pytest.raises(RendererError, match=r"chat template 'default': .*expected token"):
         make_renderer(chats.checkpoint(tmp_path / "model", "{{ a b }}"))
