@@ -23,6 +23,7 @@ from elastic.server.api.auth import COOKIE
 from elastic.server.api.streams import LOOK_S
 from elastic.server.history.events import SCANNED_AT_ONCE, EventLog, EventsGone, Position
 from elastic.server.history.feeds import Feeds
+from elastic.server.history.looks import SharedLooks
 from elastic.server.permissions import Action
 from elastic.server.store.tables import keys, runs, sessions
 from elastic.system.isolation import LoopFaults
@@ -88,6 +89,17 @@ def test_a_journal_that_came_to_nothing_is_not_taken_for_the_next(tmp_path: Path
     assert read_all(log, "b-2") == ["kept"]
     with pytest.raises(EventsGone):
         EventLog(tmp_path).after("b-2")
+
+
+def test_looks_are_shared_within_one_event_loop() -> None:
+    """A loop that has ended keeps no look fresh."""
+    looks, found = SharedLooks(60.0), iter(range(9))
+
+    async def look() -> list[int]:
+        return list(await asyncio.gather(*(looks.at("run", lambda: next(found)) for _ in range(3))))
+
+    assert asyncio.run(look()) == [0, 0, 0]
+    assert asyncio.run(look()) == [1, 1, 1]
 
 
 async def test_followers_of_any_pace_get_all_in_order(tmp_path: Path) -> None:
@@ -179,11 +191,13 @@ def test_a_journal_that_cannot_be_read_is_a_problem_and_no_cut_stream(site: Site
 
 @pytest.mark.parametrize("follow", ["true", "false"])
 def test_a_file_that_is_no_journal_is_a_problem(site: Site, ended_run: str, follow: str) -> None:
-    path = site.settings.run_dir(ended_run) / "journal.sqlite"
+    """Also right after somebody has read the journal that it replaces."""
+    path, client = site.settings.run_dir(ended_run) / "journal.sqlite", site.client()
+    assert client.get(f"/v1/runs/{ended_run}/events", params={"follow": follow}).status_code == 200
     for suffix in ("", "-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     path.write_bytes(b"no journal")
-    answer = site.client().get(f"/v1/runs/{ended_run}/events", params={"follow": follow})
+    answer = client.get(f"/v1/runs/{ended_run}/events", params={"follow": follow})
     assert (answer.status_code, answer.headers["content-type"]) == (503, "application/problem+json")
 
 

@@ -8,7 +8,10 @@ Found = TypeVar("Found")
 
 
 class SharedLooks:
-    """What was found lately, each under its key: nothing is found anew within `fresh_s`."""
+    """What was found lately, each under its key: nothing is found anew within `fresh_s`.
+
+    An event loop shares its own looks only: one that ended cannot say how old its looks are.
+    """
 
     def __init__(self, fresh_s: float) -> None:
         self._fresh_s = fresh_s
@@ -18,8 +21,12 @@ class SharedLooks:
         self, key: Hashable, find: Callable[[], Found], in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread
     ) -> Found:
         """Return what `find` finds, which is called in a thread. Raises what it raises."""
-        look = self._looks.get(key)
-        if look is None:
+        look, loop = self._looks.get(key), asyncio.get_running_loop()
+        if look is None or look.get_loop() is not loop:
             look = self._looks[key] = asyncio.ensure_future(in_thread(find))
-            look.add_done_callback(lambda _: asyncio.get_running_loop().call_later(self._fresh_s, self._looks.pop, key))
+            look.add_done_callback(lambda done: loop.call_later(self._fresh_s, self._forget, key, done))
         return await asyncio.shield(look)
+
+    def _forget(self, key: Hashable, look: asyncio.Future[Any]) -> None:
+        if self._looks.get(key) is look:
+            del self._looks[key]
