@@ -35,6 +35,11 @@ S = 1_000_000_000
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 _WORK_NS = 5 * S
 """How often a job looks whether it computes."""
+_HANGS, _HANGS_ADRIFT = 0.02, 0.3
+"""How likely a job hangs in a phase. One that is adrift loses its connection then, for at most `_HUNG_NS`."""
+_AWAY = 0.6
+"""How likely a job that is adrift loses its connection as it asks, for at most `_AWAY_NS`."""
+_AWAY_NS, _HUNG_NS = 200 * S, 900 * S
 _ENDED_NS = 60 * S
 """Within so much undisturbed time a resident that holds too much memory is ended, and a yielded permit is over."""
 
@@ -359,11 +364,12 @@ class ModelJob:
         if lost and not self.shape.script and self.world.loop.now_ns - self.bereft_ns > _ENDED_NS:
             self.world.fail(f"{self.request.id} works by permit {self.granted}, and is let in without it")
 
-    def cut(self) -> None:
+    def cut(self, away_ns: Nanoseconds = 5 * S) -> None:
+        """It is back within `away_ns`."""
         if self.wire is not None:
             self.wire.open, self.wire = False, None
             self.world.to_shell(lambda shell: shell.job_left(self.request.id))
-            self.later(self.world.rng.randrange(5 * S), self.dial)
+            self.later(self.world.rng.randrange(away_ns), self.dial)
 
     def _say(self, message: w.FromJob) -> None:
         if self.wire is not None and self.wire.open:
@@ -411,6 +417,8 @@ class ModelJob:
         if self.phase is _ROLLOUT and not self.shape.script:
             self._offer(self.request.rollout_nodes)
         self.part.ask(self.phase, both=self.shape.both and self.phase is _TRAIN)
+        if self.world.adrift and self.world.rng.random() < _AWAY:
+            self.later(self.world.rng.randrange(S), lambda: self.cut(_AWAY_NS))
         if not self.shape.steady and self.world.rng.random() < 0.1:
             phase = self.phase
             self.later(self.world.rng.randrange(20 * S), lambda: self._withdraw(phase))
@@ -441,7 +449,7 @@ class ModelJob:
         if self.left_ns is None:
             planned_ns = plan.rollout_ns if self.phase is _ROLLOUT else plan.train_ns
             self.left_ns = max(1, int(planned_ns * (0.3 + 0.9 * world.rng.random())))
-            self.hangs = world.faulty and world.rng.random() < 0.02
+            self.hangs = world.faulty and world.rng.random() < (_HANGS_ADRIFT if world.adrift else _HANGS)
         if grant.both != (self.shape.both and self.phase is _TRAIN):
             world.fail(f"{self.request.id} wants {'both' if self.shape.both else 'one'} and gets {grant}")
         if grant.both and not {*grant.nodes} >= set(world.seat_of(self.request.id)):
@@ -449,6 +457,8 @@ class ModelJob:
         self._work_on()
         if self.hangs:
             world.faults_seen[FaultKind.HANG] += 1
+            if world.adrift:
+                self.cut(_HUNG_NS)
         else:
             self._work(permit, computed=False)
 

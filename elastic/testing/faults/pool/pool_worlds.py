@@ -5,9 +5,10 @@ Messages travel in order on a connection and are lost with it. Connections break
 pool's own process die at any point: that one also right before and after an event became durable, and in the middle of
 what follows from it. Phases hang, residents do not park, everything may be said twice. In some worlds rollout nodes are
 spot instances, which come and go by a recorded trace. Some jobs are scripts, which compute in their own process, and
-some train with the nodes of both pools. In some worlds there is a job that code fails at in a way that nobody expects:
-the policy as it places the job, or what starts its residents. After every event all invariants of the cluster are
-checked, and at every device that one job has it, under a permit that is newer than all before.
+some train with the nodes of both pools. In some worlds jobs are adrift: a script gets a permit while it is away, takes
+it up as it comes back, and hangs until it is killed. In some worlds there is a job that code fails at in a way that
+nobody expects: the policy as it places the job, or what starts its residents. After every event all invariants of the
+cluster are checked, and at every device that one job has it, under a permit that is newer than all before.
 """
 
 import contextlib
@@ -64,6 +65,8 @@ BRIEFLY_NS = 300 * S
 """A job that cannot be started for so long can be, and is, within the time that it has to start."""
 BRIEF_SHARE = 1 / 4
 """Share of worlds with scripts of which one cannot be started for a moment."""
+ADRIFT_SHARE = 1 / 8
+"""Share of worlds in which all jobs are adrift, and scripts where they can be."""
 PROGRESS_NS = 3 * 3600 * S
 """Once faults have ended, some job finishes a step, or ends, at least so often."""
 
@@ -108,7 +111,8 @@ class PoolSetting(msgspec.Struct, frozen=True, kw_only=True):
     """A pool, its jobs, and what goes wrong. `spot`: its rollout nodes are instances of that market.
 
     Before faults end, placing `unplaceable` fails in a way that nobody expects, or starting residents of
-    `unstartable` does, from the first attempt on for `unstartable_ns`.
+    `unstartable` does, from the first attempt on for `unstartable_ns`. Jobs that are `adrift` often lose their
+    connection as they ask for a phase, so that they are let in with its permit, and often hang in a phase.
     """
 
     seed: int
@@ -120,11 +124,12 @@ class PoolSetting(msgspec.Struct, frozen=True, kw_only=True):
     unplaceable: JobId = ""
     unstartable: JobId = ""
     unstartable_ns: Nanoseconds = NEVER_NS
+    adrift: bool = False
 
 
 def draw_pool(seed: int, faults: PoolFaults | None = None) -> PoolSetting:
     """Draw a small pool, and its faults where they are not given. Every fourth one has a job that code fails at, every
-    fifth one is of spot instances."""
+    fifth one is of spot instances; in every eighth one jobs are adrift."""
     rng = Random(seed)
     if faults is None:
         faults = Random(f"{seed}/strikes").choice(FAULTS)
@@ -154,7 +159,9 @@ def draw_pool(seed: int, faults: PoolFaults | None = None) -> PoolSetting:
         unstartable=poisoned[1],
         unstartable_ns=BRIEFLY_NS if brief else NEVER_NS,
     )
-    return _with_tails(plan) if Random(f"{seed}/tails").random() < TAILS_SHARE else plan
+    if Random(f"{seed}/tails").random() < TAILS_SHARE:
+        return _with_tails(plan)
+    return _adrift(plan) if faults.until_ns and Random(f"{seed}/adrift").random() < ADRIFT_SHARE else plan
 
 
 def _with_tails(plan: PoolSetting) -> PoolSetting:
@@ -170,6 +177,12 @@ def _with_tails(plan: PoolSetting) -> PoolSetting:
     ]
     spec = msgspec.structs.replace(plan.spec, rollout_nodes=2)
     return msgspec.structs.replace(plan, jobs=tuple(jobs), spec=spec, policy="ours", spot=None)
+
+
+def _adrift(plan: PoolSetting) -> PoolSetting:
+    """Return a pool whose jobs are adrift, and scripts where they can be: those that need no measurement."""
+    jobs = [msgspec.structs.replace(job, script=job.request.plan is not None) for job in plan.jobs]
+    return msgspec.structs.replace(plan, jobs=tuple(jobs), adrift=True)
 
 
 def _draw_job(rng: Random, number: int, spec: PoolSpec) -> JobDraw:
@@ -502,6 +515,10 @@ class PoolWorld:
     @property
     def faulty(self) -> bool:
         return self.loop.now_ns < self.faults.until_ns
+
+    @property
+    def adrift(self) -> bool:
+        return self.plan.adrift and self.faulty
 
     def soon(self, within_ns: Nanoseconds, act: Callable[[], object]) -> None:
         self.loop.after(self.rng.randrange(within_ns), act)
