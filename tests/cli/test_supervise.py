@@ -16,8 +16,6 @@ from elastic.runtime.journal import RunDirectory
 from elastic.system.outages import EXIT_OUTAGE
 from tests.cli.test_signals import START_TIMEOUT_S, nothing_left, read, run_dirs, until
 
-pytestmark = pytest.mark.alone
-
 DIES = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
@@ -95,6 +93,7 @@ def test_a_run_that_failed_is_not_begun_again(run_dir: Path, monkeypatch: pytest
     assert len(ours.began) == 1
 
 
+@pytest.mark.alone
 @pytest.mark.nightly
 def test_a_run_outlives_its_orchestrator(start, config: Path, processes_of) -> None:
     process = start("run", config, "--supervise", "--providers", "spot", "--set", "run.steps=6", "--json")

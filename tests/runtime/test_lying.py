@@ -19,8 +19,6 @@ from elastic.runtime.gateway import Door, Gateway
 from elastic.runtime.validation import Claims, bounds_of
 from elastic.testing.faults.core.lies import KINDS, Liar
 
-pytestmark = pytest.mark.alone
-
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PATIENCE_S = 20.0
 ENGINE = {"max_batch": 4, "max_pending": 2, "max_context_tokens": 512}
@@ -140,6 +138,7 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("lying")
 
 
+@pytest.mark.alone
 async def test_a_run_with_liars_is_the_run_without_them(lying) -> None:
     found = await lying.measure(frames=20 * len(KINDS), seed=3)
     assert found["kinds"].keys() == {wire.kind_of(kind) for kind in KINDS}

@@ -5,14 +5,11 @@ import subprocess
 import sys
 import time
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.types import NS_PER_S, Account
 from elastic.worker.accounts import DeviceAccounts
-
-pytestmark = pytest.mark.alone
 
 increments = st.dictionaries(st.sampled_from(list(Account)), st.integers(0, 10**12))
 

@@ -3,15 +3,11 @@
 import threading
 import time
 
-import pytest
-
 from elastic.engine.base import DeviceShare
 from elastic.worker.serving_device import LentShare, ServingDevice
 from providers.serving_load import HELD_MAX_S, ServingLoad
 from providers.serving_messages import DeviceSettings, LendingSettings
 from traces.serving import ServingRequest
-
-pytestmark = pytest.mark.alone
 
 
 class Clock:

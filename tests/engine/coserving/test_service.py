@@ -5,8 +5,6 @@ from hypothesis import strategies as st
 from elastic.engine.coserving.service import WINDOW_S, ServiceLog, milliseconds
 from policies.admission import Slo
 
-pytestmark = pytest.mark.alone
-
 MS = 1_000_000
 
 

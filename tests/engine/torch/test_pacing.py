@@ -3,8 +3,6 @@ import pytest
 from elastic.config import PacingConfig
 from elastic.engine.torch.pacing import IterationLoad, costs, decode_step_s
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.mark.parametrize(
     ("batch", "expected"), [(0, 0.0), (1, 0.02), (2, 0.02), (3, 0.03), (4, 0.04), (6, 0.05), (8, 0.06), (16, 0.10)]
