@@ -1,4 +1,4 @@
-.PHONY: run run-clouds jobs serve test test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-clients test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run run-clouds jobs serve test test-shared test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-clients test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,12 +26,18 @@ serve: setup
 	$(BIN)/elastic prepare examples/frozenlake.toml
 	$(BIN)/elastic serve
 
-# Most tests share the cores; those that fill them, or are judged by the clock, come after them, one by one.
+# Most tests share the cores, with the checks as well; those that fill the cores, or are judged by the clock, come after
+# them, one by one.
 ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres and not trl and not clients
 
-test: setup check
+test: setup
+	$(MAKE) --no-print-directory --jobs=2 check test-shared
+	$(BIN)/python -m pytest -m "alone and $(ELSEWHERE)" $$(grep -rl 'mark\.alone' tests --include='test_*.py')
+
+# What many of these processes decode weights with is compiled before they begin.
+test-shared: setup
+	$(BIN)/python -c "from elastic.weights.codecs import warm_up; warm_up()"
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not alone and $(ELSEWHERE)"
-	$(BIN)/python -m pytest -m "alone and $(ELSEWHERE)"
 
 # As root: a run and its worker in two network namespaces, with a bad link between them.
 test-netns: setup
