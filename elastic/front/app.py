@@ -265,7 +265,8 @@ class _Answers:
         task = asyncio.current_task()
         assert task is not None
         front.calls.add(task)
-        reply = ClientReply(scope, receive, send, UNTRAINED if caller.viewer else NO_HEADERS)
+        is_trained = not caller.viewer and isinstance(asked, Asked)
+        reply = ClientReply(scope, receive, send, NO_HEADERS if is_trained else UNTRAINED)
         try:
             async with reply.attended():
                 await front.answer(caller, asked, reply)

@@ -16,6 +16,7 @@ from elastic.front.app import AgentFront
 from elastic.front.asked import ServedModel
 from elastic.front.calls import CallTimes
 from elastic.front.link import RunLink, connected
+from elastic.front.upstream import Upstream
 from elastic.protocol.http_server import PeerLimits, serving
 from elastic.protocol.run_secrets import RunSecrets
 from tests.front.modelled_run import TRAJECTORY, ModelledRun, Turn
@@ -128,6 +129,7 @@ async def fronted(
             times=times or CallTimes(),
             body_bytes_max=more.get("body_bytes_max", 1 << 20),
             renders=renders,
+            upstream=None if (settings := more.get("upstream")) is None else Upstream(settings, link),
         )
         limits = PeerLimits(unread_timeout_s=more.get("unread_timeout_s", 30.0))
         async with serving(front.app(), listener, limits) as url:
@@ -138,6 +140,8 @@ async def fronted(
             finally:
                 await served.client.aclose()
                 await front.drained(5)
+                if front.upstream is not None:
+                    await front.upstream.aclose()
                 linking.cancel()
                 await asyncio.gather(linking, return_exceptions=True)
                 await run.stop()

@@ -22,6 +22,7 @@ from elastic.protocol.front_messages import (
     AgentCaller,
     AnswerDelivered,
     AskMetrics,
+    AskUpstream,
     BeginTrajectory,
     BindSession,
     BranchFound,
@@ -49,6 +50,7 @@ from elastic.protocol.front_messages import (
     TurnOver,
     TurnSettled,
     TurnsTaken,
+    UpstreamAllowed,
 )
 from elastic.protocol.run_control import socket_address
 from elastic.protocol.sampled import ids_of, last_of, pack_ids, pack_logprobs
@@ -240,6 +242,8 @@ class ModelledRun:
                 again = any(m.key == message.key for m in self.of(BeginTrajectory)[:-1])
                 self._stand(TRAJECTORY, group=message.group)
                 wire.send(TrajectoryBegun(message.request, TRAJECTORY, 1, again))
+            case AskUpstream():
+                wire.send(UpstreamAllowed(message.request, len(self.of(AskUpstream))))
             case AskMetrics():
                 wire.send(msgspec.structs.replace(self.told, request=message.request))
             case ShowTrajectory() | GiveReward() | EndTrajectory() | BindSession():

@@ -110,9 +110,15 @@ class BracketReader:
         return ParsedAnswer(rest)
 
 
-def small_model(context_tokens: int = 4096, reasons: bool = False, reads_calls: bool = True) -> ServedModel:
+def small_model(
+    context_tokens: int = 4096,
+    reasons: bool = False,
+    reads_calls: bool = True,
+    policies: tuple[str, ...] = (),
+    upstream: bool = False,
+) -> ServedModel:
     renderer = BracketRenderer(reasons, reads_calls)
-    return ServedModel("small", context_tokens, VOCABULARY, BytesVocabulary(), renderer, 1)
+    return ServedModel("small", context_tokens, VOCABULARY, BytesVocabulary(), renderer, 1, policies, upstream)
 
 
 def _text(message) -> str:
