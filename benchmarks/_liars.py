@@ -159,7 +159,7 @@ class Honest:
         now_ns = time.monotonic_ns
         return ModelEngine(now_ns, ModelDevice(now_ns), self._credit, 0, self._token_s, LoadWatch())
 
-    def _make_trainer(self, config: Config, device: str) -> ModelTrainer:
+    def _make_trainer(self, config: Config) -> ModelTrainer:
         return ModelTrainer(self._stepped, lambda version, bits: None)
 
     def _stepped(self, weights: Weights) -> None:

@@ -332,7 +332,7 @@ def trainer(scale: GpuExtent) -> dict[str, Any]:
     from elastic.engine.model.qwen3 import Qwen3
     from elastic.protocol.wire import TrainGroupFrame
     from elastic.testing.trajectories import PlainTrajectory
-    from elastic.worker.trainer.trainer import GRPOTrainer
+    from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 
     config = Qwen3Config(**SHAPES[scale.small])
     torch.manual_seed(0)

@@ -192,7 +192,7 @@ class InProcess:
     def __init__(self, config: Config, case: OverheadCase) -> None:
         from elastic.engine import create_engine
         from elastic.engine.model.checkpoint import load_model, read_config
-        from elastic.worker.trainer.trainer import GRPOTrainer
+        from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 
         self._case, rollout, checkpoint = case, config.rollout, config.model.checkpoint
         self._engine = create_engine(read_config(checkpoint).to_dict(), config.engine)
@@ -216,7 +216,7 @@ class InProcess:
         return cost, {one.data.trajectory: one.data.token_ids for group in groups for one in group}
 
     def _load_weights(self) -> None:
-        self._engine.load_version(TensorSource(self._trainer.version, self._trainer.bf16_tensors()), WeightMode.FINISH)
+        self._engine.load_version(TensorSource(self._trainer.version, self._trainer.tensors()), WeightMode.FINISH)
 
     def _episode(self, step: int, group: int, member: int) -> PlayedEpisode:
         return episode(

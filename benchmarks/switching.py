@@ -194,7 +194,7 @@ def _train(model: str, directory: Path, times: int) -> None:
     from elastic.engine.model.qwen3 import Qwen3
     from elastic.protocol.wire import TrainGroupFrame
     from elastic.testing.trajectories import PlainTrajectory
-    from elastic.worker.trainer.trainer import GRPOTrainer
+    from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 
     torch.set_num_threads(1)
     imported_s = time.monotonic()

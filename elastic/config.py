@@ -292,14 +292,32 @@ class TrainerPacingConfig(_Section):
 
 
 class TrainerConfig(_Section):
+    """What every kind of trainer has.
+
+    Beside its keys stand sections, named by kinds of trainers, with what is a trainer's own: its `Settings` say what
+    that is, and whoever is about to use them validates them (`elastic.worker.trainer`).
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)  # type: ignore[assignment]
+
+    kind: str = Field(
+        "embedded", description="which trainer, of those installed; its own keys are in the section `trainer.KIND`"
+    )
     learning_rate: float = Field(2e-4, gt=0, description="of AdamW, once it is warm")
     warmup_updates: int = Field(5, ge=0, description="updates over which the learning rate grows to its value")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate once it is warm: it stays, or falls until the run's last update"
+    )
+    schedule_final_share: float = Field(
+        0.0, ge=0, le=1, description="of `learning_rate`, to which `linear` and `cosine` fall"
+    )
     updates_per_step: int = Field(2, ge=1, description="optimiser updates a step; groups split in launch order")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.99), description="decay of AdamW's first and second moments"
     )
     adam_epsilon: float = Field(1e-8, gt=0, description="added to the denominator of AdamW")
-    weight_decay: float = Field(0.0, ge=0, description="of AdamW, decoupled")
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW, decoupled; norms and biases do not decay")
     gradient_clip: float = Field(1.0, gt=0, description="largest norm of a gradient; longer ones are scaled to it")
     clip_ratio_low: float = Field(0.2, gt=0, lt=1, description="PPO's clip: importance ratios below 1 - this …")
     clip_ratio_high: float = Field(0.28, gt=0, description="… and above 1 + this give no gradient (DAPO)")
@@ -340,6 +358,11 @@ class TrainerConfig(_Section):
     engine: dict[str, Any] = Field(
         default_factory=dict, description="settings of the engine that seeds on its device that differ from [engine]"
     )
+
+    @property
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """The trainers' own settings, by kind, as they were found."""
+        return self.__pydantic_extra__
 
 
 class SeedingConfig(_Section):

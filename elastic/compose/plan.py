@@ -19,6 +19,7 @@ from elastic.protocol.endpoint import is_loopback
 from elastic.runtime.states import CHECKPOINTS
 from elastic.system.given import read_text
 from elastic.system.installed import installed
+from elastic.worker.trainer import resolve_trainer
 from providers.base import Provider, ProviderSettings
 
 PROVIDERS_OPTION = "--providers"
@@ -141,6 +142,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         config = _in_turns(config)
     _check_pool(config.rewards, where)
     resolve_engine(config.engine, where)
+    resolve_trainer(config.trainer, where)
     _check_engine(config, config.trainer.engine, where, "trainer", "engine")
     for name, chosen in settings.items():
         _check_engine(config, chosen.engine, where, "providers", name, "engine")
@@ -294,8 +296,6 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
     takes longer to pull than a worker may, for a checkpoint that is damaged or of another model, and where there is
     no such device.
     """
-    from elastic.engine.model.stored import CheckpointError, check_stored
-
     config, words = plan.config, len(plan.environment.vocabulary)
     if config.engine.device == "cuda":
         import torch
@@ -303,31 +303,28 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("engine.device: found 'cuda', but no CUDA device is here; allowed: 'auto', 'cpu'")
     read_model_config(config)
-    try:
-        shape, parameters = check_stored(config.model.checkpoint)
-    except CheckpointError as error:
-        raise ConfigError(f"model.checkpoint: {error}") from error
-    if shape.vocab_size < words:
+    kind, settings = resolve_trainer(config.trainer, "")
+    policy = kind.examine(config, settings)
+    if policy.vocab_size < words:
         raise ConfigError(
-            f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {shape.vocab_size} tokens; "
+            f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {policy.vocab_size} tokens; "
             f"environment {config.environment.name!r} needs at least {words}"
         )
-    _check_pulls(config, BFLOAT16_BYTES * parameters)
+    _check_pulls(config, BFLOAT16_BYTES * policy.parameters)
     if resumed is not None and any((resumed / CHECKPOINTS).glob("*.safetensors")):
         _check_checkpoint(config, resumed)
 
 
 def _check_checkpoint(config: Config, resumed: Path) -> None:
     """Read the last checkpoint of a run's trainer."""
-    from elastic.engine.model.checkpoint import CheckpointError, load_model
+    from elastic.engine.model.stored import CheckpointError
     from elastic.worker.trainer.checkpoint import saved
-    from elastic.worker.trainer.trainer import GRPOTrainer
 
+    kind, settings = resolve_trainer(config.trainer, "")
     try:
-        model = load_model(config.model.checkpoint)
+        trainer = kind.create(config, settings, "cpu")
     except CheckpointError as error:
         raise ConfigError(f"model.checkpoint: {error}") from error
-    trainer = GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature)
     try:
         trainer.load(saved(resumed / CHECKPOINTS)[-1])
     except CheckpointError as error:

@@ -63,7 +63,7 @@ def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force
 def _warmed_up(plan: RunPlan, progress: Callable[[int, int, float], None]) -> tuple[str, Callable[[Path], None]]:
     """The recipe of a policy that has seen demonstrations, and what makes it in a directory."""
     from elastic.engine.model.config import Qwen3Config
-    from elastic.worker.trainer.warmup import WarmupSettings, cache_key, warm_up
+    from elastic.worker.trainer.embedded.warmup import WarmupSettings, cache_key, warm_up
 
     model = Qwen3Config()
     settings = WarmupSettings.model_validate({"lake": plan.environment_settings.model_dump()})

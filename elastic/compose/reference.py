@@ -37,10 +37,15 @@ _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length
 _INSTALLED = (
     ("providers.NAME", "elastic.providers", "for `kind = {kind!r}`"),
     ("engine", "elastic.engines", ""),
+    ("trainer", "elastic.trainers", ""),
     ("environment.settings", "elastic.environments", "of environment {kind!r}"),
     ("rewards.pool_settings", "elastic.function_pools", "of pool {kind!r}"),
 )
 """Where the settings of what is installed stand, its group of entry points, and when they apply."""
+
+
+_BY_KIND = ("engine", "trainer")
+"""Places in which each kind has a section of its own."""
 
 
 class KeyMeaning(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +73,7 @@ def key_meanings() -> list[KeyMeaning]:
         for _, point in sorted(installed(group).items()):
             settings = getattr(point.load(), "Settings", None)
             if isinstance(settings, type) and issubclass(settings, BaseModel):
-                section = f"{place}.{point.name}" if place == "engine" else place
+                section = f"{place}.{point.name}" if place in _BY_KIND else place
                 found += _of(settings, section, applies.format(kind=point.name))
     return [*found, *_of(PoolConfig, "", "in POOL.toml")]
 

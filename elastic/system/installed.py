@@ -3,15 +3,36 @@
 import functools
 import importlib.metadata
 import sys
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
+
+CHECKOUT = Path(__file__).parents[2] / "pyproject.toml"
+"""Ours, where this package is used from a checkout."""
 
 
 def installed(group: str) -> Mapping[str, importlib.metadata.EntryPoint]:
-    """Return the entry points of one group by name. For one `sys.path` they are read once: it takes milliseconds."""
+    """Return the entry points of one group by name. For one `sys.path` they are read once: it takes milliseconds.
+
+    A checkout names its own entry points itself: what was noted as it was installed may be older.
+    """
     return _read(group, tuple(sys.path))
 
 
 @functools.lru_cache(64)
 def _read(group: str, path: tuple[str, ...]) -> Mapping[str, importlib.metadata.EntryPoint]:
-    return MappingProxyType({point.name: point for point in importlib.metadata.entry_points(group=group)})
+    found = {point.name: point for point in importlib.metadata.entry_points(group=group)}
+    own = _of_checkout().get(group, {})
+    return MappingProxyType(
+        found | {name: importlib.metadata.EntryPoint(name, value, group) for name, value in own.items()}
+    )
+
+
+@functools.cache
+def _of_checkout() -> Mapping[str, Mapping[str, str]]:
+    """The entry points by group that the checkout's pyproject.toml names; none where there is no checkout."""
+    try:
+        return tomllib.loads(CHECKOUT.read_text())["project"]["entry-points"]
+    except (OSError, KeyError, ValueError):
+        return {}

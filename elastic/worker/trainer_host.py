@@ -4,19 +4,17 @@ One of them uses the device at a time. The orchestrator alternates Sleep, traini
 thread takes orders one by one, and the engine sleeps through every one of the trainer's, so they never overlap.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import structlog
 import torch
 
-from elastic.config import Config, EngineConfig, TrainerPacingConfig, WeightsConfig, validate
+from elastic.config import Config, TrainerPacingConfig, WeightsConfig
 from elastic.core.types import LogprobCheck, WeightMode
 from elastic.engine.base import RolloutEngine
-from elastic.engine.model.checkpoint import load_model
-from elastic.engine.torch.runner import device_named
 from elastic.protocol import wire
 from elastic.system.host import here
 from elastic.system.logs import PaceLog
@@ -32,9 +30,9 @@ from elastic.weights.versions import discard_all
 from elastic.weights.waiting import PatientRelay
 from elastic.worker.agent import AgentExit, BuildEngine, Ticket, build_engine, run_agent
 from elastic.worker.device_permit import DevicePermit
-from elastic.worker.trainer import checkpoint
+from elastic.worker.trainer import checkpoint, create_trainer
+from elastic.worker.trainer.base import PolicyTrainer
 from elastic.worker.trainer.layers import changed_shares
-from elastic.worker.trainer.trainer import GRPOTrainer
 from elastic.worker.training import Standing, TrainerOrder, TrainerReply
 
 log = structlog.get_logger(__name__)
@@ -46,53 +44,11 @@ PUTS_AT_ONCE = 2
 """Buckets that are sent to a distant relay at the same time."""
 
 
-class PolicyTrainer(Protocol):
-    """The learning algorithm, such as `elastic.worker.trainer.trainer.GRPOTrainer`."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the last update."""
-        ...
-
-    @property
-    def unusable(self) -> Mapping[str, str]:
-        """Returns the groups of the last update that were not trained on, and why."""
-        ...
-
-    def train_group(self, group: wire.TrainGroupFrame) -> None: ...
-
-    def skip_group(self, index: int, tokens: int, trajectories: Sequence[wire.TrajectoryData]) -> None: ...
-
-    def take_checks(self) -> list[LogprobCheck]:
-        """Return how workers' log-probabilities compare with the trainer's, in what it looked at since the last
-        call."""
-        ...
-
-    def update(self) -> dict[str, float]:
-        """Step to the next version; returns the step's metrics."""
-        ...
-
-    def bf16_tensors(self) -> dict[str, torch.Tensor]: ...
-
-    def save(self, path: Path) -> None: ...
-
-    def load(self, path: Path) -> None: ...
-
-
-MakeTrainer = Callable[[Config, str], PolicyTrainer]
-"""Makes the trainer from the run's configuration and the device's name."""
+MakeTrainer = Callable[[Config], PolicyTrainer]
+"""Makes the trainer from the run's configuration."""
 
 OpenRelay = Callable[[str, str, str], Relay]
 """Opens the relay at a URL, with a token and a certificate."""
-
-
-def grpo_trainer(config: Config, device: str) -> PolicyTrainer:
-    torch.set_num_threads(config.trainer.threads)
-    model = load_model(config.model.checkpoint, device_named(device))
-    return GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature)
 
 
 async def run_trainer_host(
@@ -101,7 +57,7 @@ async def run_trainer_host(
     run_dir: Path,
     resume: bool,
     permit: DevicePermit | None = None,
-    make_trainer: MakeTrainer = grpo_trainer,
+    make_trainer: MakeTrainer = create_trainer,
     open_relay: OpenRelay = open_relay,
 ) -> AgentExit:
     """Be the trainer's worker until drained (code 0), or refused, cut off or failed (code 1).
@@ -130,7 +86,7 @@ class TrainerHost:
         config: Config,
         run_dir: Path,
         resume: bool,
-        make_trainer: MakeTrainer = grpo_trainer,
+        make_trainer: MakeTrainer = create_trainer,
         make_engine: BuildEngine = build_engine,
         shares_device: bool = False,
         request_poll_s: float = REQUEST_POLL_S,
@@ -163,10 +119,9 @@ class TrainerHost:
 
     def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
         """Make the trainer, put its weights on the relay, and return the seeding engine, still without weights."""
-        settings = validate(EngineConfig, welcome.engine, "the orchestrator's welcome")
-        self._trainer = self._make_trainer(self._config, settings.device)
+        self._trainer = self._make_trainer(self._config)
         if self._shares_device:
-            self._learning = _parkable(self._trainer)
+            self._learning = self._trainer
         self._relay_at = welcome.relay, welcome.relay_token, welcome.relay_anchor
         self._relay = PatientRelay(self._open_relay(*self._relay_at), welcome.orchestrator_timeout_s)
         if self._resume:
@@ -330,7 +285,7 @@ class TrainerHost:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return the trainer's tensors; copied to host memory if the device may have to be left during publication."""
-        tensors = self._trainer.bf16_tensors()
+        tensors = self._trainer.tensors()
         return {name: tensor.cpu() for name, tensor in tensors.items()} if self._shares_device else tensors
 
     def _checkpoint_due(self) -> bool:

@@ -17,7 +17,7 @@ from elastic.engine.model.checkpoint import load_model, model_tensors, read_conf
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.runtime.journal import RUNNING, UNEXPECTED, RunDirectory
 from elastic.system.outages import EXIT_OUTAGE
-from elastic.worker.trainer.trainer import GRPOTrainer
+from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 
 
 @pytest.mark.parametrize(

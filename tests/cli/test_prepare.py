@@ -7,7 +7,7 @@ import pytest
 
 from elastic.engine.model.checkpoint import load_model
 from elastic.engine.model.config import Qwen3Config
-from elastic.worker.trainer import warmup
+from elastic.worker.trainer.embedded import warmup
 
 SHORTER = {"steps": 1, "batch_size": 2}
 

@@ -9,7 +9,7 @@ from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.testing.trajectories import PlainTrajectory
-from elastic.worker.trainer.trainer import GRPOTrainer
+from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 
 TINY = Qwen3Config(
     hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8

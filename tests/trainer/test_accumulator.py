@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.worker.trainer.accumulator import MAGNITUDE_MAX, GradientAccumulator, GradientOverflow
+from elastic.worker.trainer.embedded.accumulator import MAGNITUDE_MAX, GradientAccumulator, GradientOverflow
 
 gradients = st.lists(st.floats(-1000, 1000, width=32), min_size=3, max_size=3).map(torch.tensor)
 

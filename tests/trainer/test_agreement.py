@@ -12,8 +12,8 @@ from elastic.core.agreement import LAST_TOKENS
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer.batches import micro_batches
-from elastic.worker.trainer.grpo import sampled_distribution
-from elastic.worker.trainer.trainer import GRPOTrainer
+from elastic.worker.trainer.distribution import Head, token_distribution
+from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 from tests.trainer.test_trainer import GROUPS, equal, groups_of
 
 HONEST, LIAR = "reserved-1/w", "spot-1/w"
@@ -25,8 +25,9 @@ def truthful(made: GRPOTrainer, group: TrainGroupFrame) -> TrainGroupFrame:
     for data in group.trajectories:
         (batch,) = micro_batches([data], [0.0], 10**6)
         with torch.no_grad():
-            logits = made.model(batch.token_ids, batch.lengths)
-            found = iter(sampled_distribution(logits, batch.token_ids, batch.trained, 1.0).logprobs.tolist())
+            states = made.model.states(batch.token_ids)[batch.predicting()]
+            head = Head(made.model.lm_head.weight)
+            found = iter(token_distribution(states, head, batch.token_ids[batch.trained], 1.0).logprobs.tolist())
         plain = PlainTrajectory.of(data)
         plain.logprobs = [next(found) if sampled else 0.0 for sampled in plain.trained]
         plain.versions = [made.version] * len(plain.trained)
@@ -63,7 +64,7 @@ def step(made: GRPOTrainer, groups: list[TrainGroupFrame]) -> dict[str, torch.Te
     for one in groups:
         made.train_group(one)
     made.update()
-    return {name: tensor.clone() for name, tensor in made.bf16_tensors().items()}
+    return {name: tensor.clone() for name, tensor in made.tensors().items()}
 
 
 @pytest.mark.parametrize("updates", [1, 2])

@@ -11,7 +11,6 @@ from elastic.worker.trainer.grpo import (
     PolicyLoss,
     clipped_policy_loss,
     group_advantages,
-    sampled_distribution,
 )
 
 EPSILON = 1e-6
@@ -122,19 +121,3 @@ def test_no_token_weighs_more_than_the_clips_let_it(tokens: list[tuple[float, fl
     assert logprobs.grad is not None
     assert (logprobs.grad.abs() <= HEAVIEST * advantages.abs() * (1 + 1e-5)).all()
     assert not logprobs.grad[policy.clipped].any()
-
-
-@given(st.integers(0, 2**31), st.floats(0.2, 3.0))
-def test_the_distribution_is_the_one_that_was_sampled_from(seed: int, temperature: float):
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(3, 7, 5, generator=generator)
-    token_ids = torch.randint(5, (3, 7), generator=generator)
-    trained = torch.rand(3, 7, generator=generator) < 0.5
-    trained[:, 0] = False
-    now = sampled_distribution(logits, token_ids, trained, temperature)
-    at = [(b, t) for b in range(3) for t in range(7) if trained[b, t]]
-    for i, (b, t) in enumerate(at):
-        reference = torch.distributions.Categorical(logits=logits[b, t - 1] / temperature)
-        torch.testing.assert_close(now.logprobs[i], reference.log_prob(token_ids[b, t]))
-        torch.testing.assert_close(now.entropy[i], reference.entropy())
-    assert len(now.logprobs) == len(at)

@@ -16,7 +16,7 @@ from elastic.protocol.sampled import pack_ids
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer import checkpoint
-from elastic.worker.trainer.trainer import GRPOTrainer
+from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 from tests.small_files import small_files
 
 GROUPS = 6
@@ -126,7 +126,7 @@ def test_a_later_mini_batch_is_trained_on_the_earlier_ones_weights(trainer, grou
     apart = trainer(2, updates_per_step=1, warmup_updates=0, learning_rate=1e-2)
     for pair in (groups[:2], groups[2:]):
         step(apart, [TrainGroupFrame(g.step, g.group, index, g.trajectories) for index, g in enumerate(pair)])
-    assert equal(together.bf16_tensors(), apart.bf16_tensors())
+    assert equal(together.tensors(), apart.tensors())
 
 
 def test_micro_batches_do_not_change_the_gradient(trainer, group):
@@ -168,9 +168,9 @@ def test_groups_without_variance_contribute_nothing(trainer, group):
     rng = random.Random(5)
     even = [group(index, rng, [1.0] * 4) for index in range(GROUPS)]
     made = trainer(GROUPS)
-    before = made.bf16_tensors()
+    before = made.tensors()
     metrics = step(made, even)
-    assert equal(before, made.bf16_tensors())
+    assert equal(before, made.tensors())
     assert (metrics["updates"], metrics["tokens"], metrics["reward_mean"]) == (0, 0, 1.0)
     assert (made.version, made.updates) == (1, 0)
 
@@ -195,12 +195,12 @@ def test_gradients_are_clipped_and_the_learning_rate_rises(trainer, group):
     made = trainer(1, updates_per_step=1, warmup_updates=4, learning_rate=1e-3)
     rates = [step(made, groups_of(group, seed, 1))["learning_rate"] for seed in range(6)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
-    start = trainer().bf16_tensors()
+    start = trainer().tensors()
     clipped, free = (trainer(1, updates_per_step=1, gradient_clip=clip, adam_epsilon=1.0) for clip in (1e-9, 1e9))
     norms = [step(one, groups_of(group, 8, 1))["gradient_norm"] for one in (clipped, free)]
     assert norms[0] == norms[1] > 1e-3
-    assert equal(start, clipped.bf16_tensors())
-    assert not equal(start, free.bf16_tensors())
+    assert equal(start, clipped.tensors())
+    assert not equal(start, free.tensors())
 
 
 def test_a_step_waits_for_all_its_groups(trainer, group):
@@ -267,7 +267,7 @@ def test_a_group_of_no_use_is_left_out_whole_and_named(
     assert list(with_bad.unusable) == ["g3"]
     assert problem in with_bad.unusable["g3"]
     assert metrics == expected | {"groups_unusable": 1.0}
-    assert equal(with_bad.bf16_tensors(), without.bf16_tensors())
+    assert equal(with_bad.tensors(), without.tensors())
     step(with_bad, good)
     assert with_bad.unusable == {}
 
@@ -302,7 +302,7 @@ def test_no_log_probability_and_no_reward_ends_a_step(
     made = trainer(2, updates_per_step=1)
     metrics = step(made, [odd, group(1, rng, [1.0, 0.0])])
     assert all(map(math.isfinite, metrics.values()))
-    assert all(tensor.isfinite().all() for tensor in made.bf16_tensors().values())
+    assert all(tensor.isfinite().all() for tensor in made.tensors().values())
 
 
 def test_one_outlier_does_not_drown_the_rest(trainer, group):
@@ -372,7 +372,7 @@ def test_a_checkpoint_that_does_not_fit_is_named_and_changes_nothing(trainer, tm
     made = trainer()
     path = tmp_path / "state"
     good = state_of(made, path)
-    before = made.bf16_tensors()
+    before = made.tensors()
     missing, reshaped = dict(good), dict(good)
     del missing["exp_avg.model.norm.weight"]
     reshaped["master.model.norm.weight"] = torch.ones(3)
@@ -394,7 +394,7 @@ def test_a_checkpoint_that_does_not_fit_is_named_and_changes_nothing(trainer, tm
     for unreadable in (path, tmp_path / "missing"):
         with pytest.raises(CheckpointError, match="cannot be read"):
             made.load(unreadable)
-    assert equal(before, made.bf16_tensors())
+    assert equal(before, made.tensors())
     assert made.version == 0
 
 
@@ -412,10 +412,10 @@ def test_a_flipped_bit_of_a_number_is_found_and_named(trainer, group, tmp_path: 
     raw[at + 4 + bit // 8] ^= 1 << bit % 8
     path.write_bytes(raw)
     resumed = trainer(seed=1)
-    before = resumed.bf16_tensors()
+    before = resumed.tensors()
     with pytest.raises(CheckpointError, match=f"damaged: {name} is not as it was written"):
         resumed.load(path)
-    assert equal(before, resumed.bf16_tensors())
+    assert equal(before, resumed.tensors())
     assert resumed.version == 0
 
 
@@ -459,14 +459,14 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(trainer, group, 
 def test_published_tensors_stay_on_the_trainers_device(trainer):
     made = trainer()
     made._parameters = [parameter.to("meta") for parameter in made._parameters]
-    assert {tensor.device.type for tensor in made.bf16_tensors().values()} == {"meta"}
+    assert {tensor.device.type for tensor in made.tensors().values()} == {"meta"}
 
 
 def test_published_tensors_are_rounded_copies(trainer, group):
     made = trainer()
-    published = made.bf16_tensors()
+    published = made.tensors()
     assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
     copies = {name: tensor.clone() for name, tensor in published.items()}
     step(made, groups_of(group, 25))
     assert equal(published, copies)
-    assert not equal(published, made.bf16_tensors())
+    assert not equal(published, made.tensors())

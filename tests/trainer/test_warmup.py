@@ -7,7 +7,7 @@ from elastic.engine.model.checkpoint import CheckpointError, load_model, read_co
 from elastic.engine.model.config import Qwen3Config
 from elastic.environments.frozenlake import FrozenLakeSettings
 from elastic.environments.frozenlake_demonstrations import Demonstration
-from elastic.worker.trainer.warmup import WarmupSettings, cache_key, imitation_loss, warm_up
+from elastic.worker.trainer.embedded.warmup import WarmupSettings, cache_key, imitation_loss, warm_up
 
 SHORT = WarmupSettings(steps=4, batch_size=4, threads=1)
 

@@ -27,7 +27,7 @@ from elastic.weights.relay import Buffer, Relay
 from elastic.weights.shared_memory import SHARED_MEMORY, in_memory
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import published_versions
-from elastic.worker.trainer_host import grpo_trainer
+from elastic.worker.trainer import create_trainer
 from tests.worker.conftest import PATIENCE_S, generate, policy
 from tests.worker.trainer_house import GROUPS, TrainerHouse, config_of, step_of, train_group
 
@@ -243,7 +243,7 @@ async def test_a_host_that_dials_again_in_the_middle_of_a_step_does_nothing_twic
         """The trainer, but that it waits before this work."""
 
         def __init__(self, *given: Any) -> None:
-            self._trainer = grpo_trainer(*given)
+            self._trainer = create_trainer(*given)
 
         def __getattr__(self, asked: str) -> Any:
             if asked == name:

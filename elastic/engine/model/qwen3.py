@@ -100,11 +100,18 @@ class Qwen3(nn.Module):
         Padding costs nothing outside attention, gets no gradient, and its logits are zero.
         """
         packing = Packing(input_ids.shape, lengths, input_ids.device)
+        return packing.pad(self.lm_head(self._states(input_ids, packing)))
+
+    def states(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """The states [N, D] from which `forward` makes the logits of all tokens but padding, row by row."""
+        return self._states(input_ids, Packing(input_ids.shape, lengths, input_ids.device))
+
+    def _states(self, input_ids: Tensor, packing: "Packing") -> Tensor:
         x = self.model.embed_tokens(packing.unpad(input_ids))
         rotation = rotations(self.config, packing.positions).to(x.dtype)
         for layer in self.model.layers:
             x = layer(x, rotation, packing)
-        return packing.pad(self.lm_head(self.model.norm(x)))
+        return self.model.norm(x)
 
     def tie_weights(self) -> None:
         """Make the head share the embedding's parameter, where the config says so; needed again after `to_empty`."""

@@ -18,7 +18,13 @@ log = structlog.get_logger(__name__)
 
 LIMITS = SideLimits(processes=2, per_owner=1, kept=2, waiting_per_owner=8, wait_s=20.0)
 """Owners are projects."""
-_LOOKED_AT = ("elastic.providers", "elastic.engines", "elastic.environments", "elastic.function_pools")
+_LOOKED_AT = (
+    "elastic.providers",
+    "elastic.engines",
+    "elastic.trainers",
+    "elastic.environments",
+    "elastic.function_pools",
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.errors import PydanticInvalidForJsonSchema
 
 from elastic.compose.plan import kind_of
-from elastic.config import Config, EngineConfig
+from elastic.config import Config, EngineConfig, TrainerConfig
 from elastic.system.installed import installed
 
 Place = tuple[str, ...]
@@ -29,6 +29,8 @@ def _settings_at(raw: Mapping[str, Any], place: Place) -> tuple[type[BaseModel] 
             if rest and rest[0] not in EngineConfig.model_fields:
                 return settings_of("elastic.engines", rest[0]), tuple(rest[1:])
             return EngineConfig, tuple(rest)
+        case ("trainer", kind, *rest) if kind not in TrainerConfig.model_fields:
+            return settings_of("elastic.trainers", kind), tuple(rest)
         case ("providers", name, *rest) if isinstance(raw["providers"][name], dict):
             return settings_of("elastic.providers", kind_of(raw["providers"], name)), tuple(rest)
         case ("environment", "settings", *rest):

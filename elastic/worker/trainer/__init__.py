@@ -1,0 +1,47 @@
+"""Kinds of trainers behind one contract (`base`). A kind's own imports (torch) happen only when it is created."""
+
+from elastic.config import Config, ConfigError, ConfigProblem, EngineConfig, TrainerConfig, validate
+from elastic.system.installed import installed
+from elastic.worker.trainer.base import PolicyTrainer, TrainerKind, TrainerSettings
+
+ENTRY_POINTS = "elastic.trainers"
+
+
+def create_trainer(config: Config) -> PolicyTrainer:
+    """The trainer that `trainer.kind` names, with the run's base policy, on the device of the trainer's engine.
+
+    Raises `ConfigError` for a kind that is not installed and settings that are not its own, else what its `create`
+    raises.
+    """
+    kind, settings = resolve_trainer(config.trainer, "the run's configuration")
+    return kind.create(config, settings, trainer_device(config))
+
+
+def trainer_device(config: Config) -> str:
+    """The name of the device that the trainer shares with the engine that seeds there."""
+    return EngineConfig.model_validate(config.engine.overlaid(config.trainer.engine)).device
+
+
+def resolve_trainer(trainer: TrainerConfig, where: str) -> tuple[type[TrainerKind], TrainerSettings]:
+    """What a trainer is made by, and its own settings; the sections of all other kinds are looked at as well.
+
+    Kinds come from the entry-point group "elastic.trainers"; each names a `TrainerKind`.
+    Raises `ConfigError` for a kind or a section that is not installed, and for settings that are not its own.
+    """
+    known = installed(ENTRY_POINTS)
+    names = ", ".join(sorted(known)) or "none"
+    if trainer.kind not in known:
+        raise ConfigError(
+            ConfigProblem(f"unknown trainer {trainer.kind!r}; installed: {names}", ("trainer", "kind"), where)
+        )
+    for name in trainer.sections:
+        if name not in known:
+            keys = ", ".join(sorted(TrainerConfig.model_fields))
+            unknown = f"unknown key; allowed: {keys}, and sections of: {names}"
+            raise ConfigError(ConfigProblem(unknown, ("trainer", name), where))
+    kinds: dict[str, type[TrainerKind]] = {name: known[name].load() for name in {trainer.kind, *trainer.sections}}
+    settings = {
+        name: validate(kind.Settings, trainer.sections.get(name, {}), where, "trainer", name)
+        for name, kind in kinds.items()
+    }
+    return kinds[trainer.kind], settings[trainer.kind]

@@ -11,7 +11,10 @@ from torch.optim.adamw import adamw
 
 
 class AdamW:
-    """Updates `parameters` in place. `exp_avg` and `exp_avg_sq` are their moments, in the same order."""
+    """Updates `parameters` in place. `exp_avg` and `exp_avg_sq` are their moments, in the same order.
+
+    What has one dimension or none does not decay: norms and biases.
+    """
 
     def __init__(
         self,
@@ -32,18 +35,30 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], learning_rate: float) -> None:
+        for decays in (True, False):
+            places = [place for place, one in enumerate(self.parameters) if (one.ndim > 1) is decays]
+            if places:
+                self._step(places, gradients, learning_rate, self._weight_decay if decays else 0.0)
+
+    def _step(
+        self, places: Sequence[int], gradients: Sequence[Tensor], learning_rate: float, weight_decay: float
+    ) -> None:
+        parameters, gradients, exp_avg, exp_avg_sq, steps = (
+            [tensors[place] for place in places]
+            for tensors in (self.parameters, gradients, self.exp_avg, self.exp_avg_sq, self._steps)
+        )
         adamw(
-            self.parameters,
-            list(gradients),
-            self.exp_avg,
-            self.exp_avg_sq,
+            parameters,
+            gradients,
+            exp_avg,
+            exp_avg_sq,
             [],
-            self._steps,
+            steps,
             amsgrad=False,
             beta1=self._betas[0],
             beta2=self._betas[1],
             lr=learning_rate,
-            weight_decay=self._weight_decay,
+            weight_decay=weight_decay,
             eps=self._eps,
             maximize=False,
         )

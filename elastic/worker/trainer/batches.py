@@ -37,6 +37,18 @@ class Batch(NamedTuple):
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(tensor.to(device) for tensor in self))
 
+    def predicting(self) -> Tensor:
+        """[N], among all tokens but padding, row by row, the place of the one before each trained token."""
+        before = torch.zeros_like(self.trained)
+        before[:, :-1] = self.trained[:, 1:]
+        there = torch.arange(self.trained.shape[1], device=before.device) < self.lengths[:, None]
+        return before[there].nonzero().squeeze(1)
+
+    def heat(self, temperature: float) -> float | Tensor:
+        """At which the trained tokens were sampled in a run of this `temperature`: that, or [N, 1]."""
+        own = self.temperatures
+        return torch.where(own > 0, own, temperature).unsqueeze(-1) if own.any() else temperature
+
 
 def micro_batches(
     trajectories: Sequence[TrajectoryData], advantages: Sequence[float], tokens_max: int
@@ -47,7 +59,7 @@ def micro_batches(
     start = 0
     for end in range(1, len(rows) + 1):
         if end == len(rows) or (end + 1 - start) * _tokens(rows[end][0]) > tokens_max:
-            yield _collate(rows[start:end], place)
+            yield collate(rows[start:end], place)
             start = end
 
 
@@ -87,7 +99,8 @@ def workers_of(trajectories: Sequence[TrajectoryData]) -> list[str]:
     return sorted({worker for trajectory in trajectories for worker, _ in trajectory.sampled.origins})
 
 
-def _collate(rows: Sequence[tuple[TrajectoryData, float]], place: Mapping[str, int]) -> Batch:
+def collate(rows: Sequence[tuple[TrajectoryData, float]], place: Mapping[str, int]) -> Batch:
+    """Trajectories with their advantages as a batch; `place` has the positions of workers."""
     lengths = [_tokens(trajectory) for trajectory, _ in rows]
     token_ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
     trained = torch.zeros_like(token_ids, dtype=torch.bool)

@@ -6,7 +6,7 @@ What is read is what was written, bit for bit, or it is refused by name.
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +21,9 @@ from elastic.system.cores import cores
 from elastic.system.files import replace_durably, sync
 
 SCHEMA_VERSION = 2
+
+MASTER = "master."
+"""Before the names of the weights that are trained."""
 
 _HEADER_KEY = "elastic_trainer"
 _DIGESTS_KEY = "digests"
@@ -64,11 +67,23 @@ def sweep(directory: Path) -> None:
         shutil.rmtree(left_over, ignore_errors=True)
 
 
+def masters(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield a checkpoint's weights by name, as they were written. Raises `CheckpointError`."""
+    tensors, _ = _read(path)
+    for name, tensor in tensors.items():
+        if name.startswith(MASTER):
+            yield name.removeprefix(MASTER), tensor
+
+
 def read(path: Path, expected: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], Counters]:
     """CPU tensors, exactly those of `expected` by name and shape, and the counters, all as they were written.
 
     Raises `CheckpointError`.
     """
+    return _read(path, expected)
+
+
+def _read(path: Path, expected: Mapping[str, tuple[int, ...]] | None = None) -> tuple[dict[str, Tensor], Counters]:
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -76,7 +91,8 @@ def read(path: Path, expected: Mapping[str, tuple[int, ...]]) -> tuple[dict[str,
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     counters = _counters(path, header)
-    check_shapes(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected)
+    if expected is not None:
+        check_shapes(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected)
     _check_digests(path, header, tensors)
     return tensors, counters
 

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation as pure functions: advantages, the clipped loss, log-probabilities.
+"""Group relative policy optimisation as pure functions: advantages, the clipped loss.
 
 What the pieces are, where they come from, and their keys in `[trainer]`, which are verl's:
 
@@ -12,7 +12,7 @@ What the pieces are, where they come from, and their keys in `[trainer]`, which 
 There is no KL term. No token's weight in the gradient exceeds the largest of 1 + `clip_ratio_high`, `clip_ratio_c` and
 `rollout_is_threshold`, whatever its log-probabilities are.
 
-Shapes: B trajectories, T positions, N trained tokens, V vocabulary.
+Shape: N trained tokens.
 """
 
 import statistics
@@ -90,25 +90,3 @@ def clipped_policy_loss(
     outlier = (advantages < 0) & (objective < floor)
     clipped = (outside | outlier).detach()
     return PolicyLoss(-torch.where(outlier, floor, objective).sum(), ratio, clipped, truncated & ~clipped)
-
-
-class TokenDistribution(NamedTuple):
-    logprobs: Tensor
-    """[N], of the tokens that were sampled."""
-    entropy: Tensor
-    """[N], detached, in nats."""
-
-
-def sampled_distribution(
-    logits: Tensor, token_ids: Tensor, trained: Tensor, temperature: float | Tensor
-) -> TokenDistribution:
-    """What was sampled from, at the N trained tokens in row-major order, at one temperature or at [N, 1] of them.
-
-    logits: [B, T, V]; token_ids: [B, T]; trained: [B, T], bool, false at position 0. Logits at t - 1 predict
-    token t. Computed in float32.
-    """
-    log_softmax = torch.log_softmax(logits[:, :-1][trained[:, 1:]].float() / temperature, dim=-1)
-    logprobs = log_softmax.gather(-1, token_ids[trained].unsqueeze(-1)).squeeze(-1)
-    with torch.no_grad():
-        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    return TokenDistribution(logprobs, entropy)

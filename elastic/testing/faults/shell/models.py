@@ -29,10 +29,12 @@ from elastic.core.types import (
     WorkerId,
 )
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
+from elastic.engine.model.stored import CheckpointError
 from elastic.environments.base import StepResult
 from elastic.protocol import wire
 from elastic.protocol.sampled import ids_of
 from elastic.system.host import here
+from elastic.system.parking import Switch
 from elastic.weights.client import WeightsClient
 from elastic.weights.errors import VersionSuperseded
 from elastic.weights.source import PullReport, RelaySource, WeightsSource
@@ -401,7 +403,7 @@ def bits_of(tensors: Mapping[str, Any]) -> bytes:
 
 
 class ModelTrainer:
-    """`elastic.worker.trainer_host.PolicyTrainer` that learns by recording groups. `stepped` is told what it has
+    """`elastic.worker.trainer.base.PolicyTrainer` that learns by recording groups. `stepped` is told what it has
     learnt; `has` is told the weights of each version, and `seen` what it makes of each group."""
 
     def __init__(
@@ -476,7 +478,7 @@ class ModelTrainer:
         self._stepped(self._weights.copy())
         return {}
 
-    def bf16_tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         tensors = self._weights.tensors()
         self._has(self.version, bits_of(tensors))
         return tensors
@@ -486,7 +488,16 @@ class ModelTrainer:
         path.write_bytes(msgspec.msgpack.encode(self._weights))
 
     def load(self, path: Path) -> None:
-        self._weights = msgspec.msgpack.decode(path.read_bytes(), type=Weights)
+        try:
+            self._weights = msgspec.msgpack.decode(path.read_bytes(), type=Weights)
+        except msgspec.DecodeError as error:
+            raise CheckpointError(f"{path}: damaged ({error})") from error
+
+    def park(self) -> Switch:
+        return Switch(0.0, 0)
+
+    def resume(self) -> Switch:
+        return Switch(0.0, 0)
 
 
 class NoSettings(BaseModel):

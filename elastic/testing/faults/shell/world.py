@@ -543,7 +543,7 @@ class World:
             self._hosts[worker] = host
             self._weights_of[host.publisher, version] = bits
 
-        def trainer(config: Config, device: str) -> ModelTrainer:
+        def trainer(config: Config) -> ModelTrainer:
             self._building[worker] = None
             return make(self._learnt, has, self.seen.__setitem__, self.config.trainer.mismatch_max)
 

@@ -142,6 +142,6 @@ class SharingTrainer(ModelTrainer):
         self.place.use()
         return super().update()
 
-    def bf16_tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         self.place.use()
-        return super().bf16_tensors()
+        return super().tensors()

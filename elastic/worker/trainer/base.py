@@ -1,0 +1,135 @@
+"""The contract of a trainer: finished groups in, versions of the weights out, its state on disk in between.
+
+A trainer works on the device thread of its process and never touches an event loop. One process asks it for one thing
+at a time. Orders come in the journal's order, each once: `elastic.worker.trainer_host` keeps count of what was given.
+Source: docs/design.md, `Trainer`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from elastic.config import Config
+from elastic.core.types import LogprobCheck
+from elastic.protocol import wire
+from elastic.system.parking import Switch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PolicyTrainer(Protocol):
+    """The learning algorithm, with the policy that it trains. It is `elastic.system.parking.Parkable`.
+
+    A trainer that goes on from a checkpoint and is given the same orders in the same order comes to the same weights:
+    what it does depends on nothing else, and on no clock.
+    """
+
+    @property
+    def version(self) -> int:
+        """The number of steps done, which names the weights."""
+        ...
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the last update, also where that was before the checkpoint that was loaded."""
+        ...
+
+    @property
+    def unusable(self) -> Mapping[str, str]:
+        """The groups of the last update that were not trained on, and why. Nothing that comes in ends a step."""
+        ...
+
+    def train_group(self, group: wire.TrainGroupFrame) -> None:
+        """Take the group. Its gradient may be computed with this order or with a later one of the step.
+
+        Raises `ValueError`, and changes nothing, for a group that is unknown or already here.
+        """
+        ...
+
+    def skip_group(self, index: int, tokens: int, trajectories: Sequence[wire.TrajectoryData]) -> None:
+        """The step does without this group. It is noted and no more: rollouts may have the device.
+
+        Raises `ValueError` as `train_group` does.
+        """
+        ...
+
+    def take_checks(self) -> list[LogprobCheck]:
+        """Return how workers' log-probabilities compare with the trainer's, in what it looked at since the last
+        call."""
+        ...
+
+    def update(self) -> dict[str, float]:
+        """Step to the next version; returns the step's metrics. Raises `ValueError` while groups are missing."""
+        ...
+
+    def tensors(self) -> "dict[str, Tensor]":
+        """Return what rollouts use, under the names and in the shapes of the base policy's files, in bfloat16.
+
+        They are copies, which stay as they are while training goes on.
+        """
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write all that training goes on from, all or nothing. Raises `ValueError` while a step is under way, and
+        `CheckpointError` where it cannot be written."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Go on from what was saved. Raises `CheckpointError`, and changes nothing, if it does not fit the model."""
+        ...
+
+    def park(self) -> Switch: ...
+
+    def resume(self) -> Switch: ...
+
+
+class TrainerSettings(BaseModel):
+    """What is a kind's own, beside the keys of `[trainer]`; each subclasses it. By default there is nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StoredPolicy(NamedTuple):
+    """What the files of a base policy say of it."""
+
+    vocab_size: int
+    """Tokens are below it."""
+    parameters: int
+
+
+class TrainerKind(Protocol):
+    """What an entry point of the group "elastic.trainers" names: a class that any process can import.
+
+    An orchestrator imports it to check a run's settings, so what the trainer itself needs (torch) is imported by
+    `create`, `check_checkpoint` and `exported` alone.
+    """
+
+    Settings: ClassVar[type[TrainerSettings]]
+
+    @staticmethod
+    def examine(config: Config, settings: Any) -> StoredPolicy:
+        """Read how the base policy is stored, before a process starts. `settings` are of `Settings`.
+
+        Raises `ConfigError`, which names the key, what was found and what is allowed, for a policy that this kind
+        cannot train.
+        """
+        ...
+
+    @staticmethod
+    def create(config: Config, settings: Any, device: str) -> PolicyTrainer:
+        """A trainer of the run's base policy on `device` (`auto`, `cpu` or `cuda`). Blocks.
+
+        Raises `ValueError`, or a subclass, that names what does not fit, and what would mend it.
+        """
+        ...
+
+    @staticmethod
+    def exported(config: Config, settings: Any, checkpoint: Path) -> "Iterator[tuple[str, Tensor]]":
+        """Yield the policy of a trainer's checkpoint, under the names and in the shapes of the base policy's files.
+
+        Raises `elastic.engine.model.stored.CheckpointError`.
+        """
+        ...

@@ -1,0 +1,50 @@
+"""The embedded trainer: small Qwen3 policies in float32, with sums that are exact whatever the order of arrival."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from elastic.config import Config, ConfigError
+from elastic.worker.trainer.base import StoredPolicy, TrainerSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from elastic.worker.trainer.embedded.trainer import GRPOTrainer
+
+__all__ = ["Embedded"]
+
+
+class Embedded:
+    """The entry point (`elastic.worker.trainer.base.TrainerKind`). It has no settings beside those of `[trainer]`."""
+
+    Settings: ClassVar = TrainerSettings
+
+    @staticmethod
+    def examine(config: Config, settings: TrainerSettings) -> StoredPolicy:
+        from elastic.engine.model.stored import CheckpointError, check_stored
+
+        try:
+            shape, parameters = check_stored(config.model.checkpoint)
+        except CheckpointError as error:
+            raise ConfigError(f"model.checkpoint: {error}") from error
+        return StoredPolicy(shape.vocab_size, parameters)
+
+    @staticmethod
+    def create(config: Config, settings: TrainerSettings, device: str) -> "GRPOTrainer":
+        """Raises `CheckpointError` for a policy that is not a supported Qwen3 model, or cannot be read."""
+        import torch
+
+        from elastic.engine.model.checkpoint import load_model
+        from elastic.engine.torch.runner import device_named
+        from elastic.worker.trainer.embedded.trainer import GRPOTrainer
+
+        torch.set_num_threads(config.trainer.threads)
+        model = load_model(config.model.checkpoint, device_named(device))
+        return GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature, config.run.steps)
+
+    @staticmethod
+    def exported(config: Config, settings: TrainerSettings, checkpoint: Path) -> "Iterator[tuple[str, Tensor]]":
+        from elastic.worker.trainer.checkpoint import masters
+
+        yield from masters(checkpoint)

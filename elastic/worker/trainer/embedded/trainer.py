@@ -1,0 +1,160 @@
+"""The reserved trainer as a library: groups in, weights out, the same whatever the order of arrival.
+
+A group's gradient is computed when it arrives, from its own trajectories alone, and summed exactly. Steps, mini-batches
+and what is left out of them: `elastic.worker.trainer.groups`.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from elastic.config import TrainerConfig
+from elastic.engine.model.qwen3 import Qwen3
+from elastic.protocol.wire import TrainGroupFrame, TrajectoryData, finite
+from elastic.system.parking import Switch
+from elastic.system.parking.tensors import ParkedTensors, held_bytes
+from elastic.worker.trainer import checkpoint
+from elastic.worker.trainer.adamw import AdamW
+from elastic.worker.trainer.batches import Batch, UnusableGroup, check_trajectories, micro_batches, workers_of
+from elastic.worker.trainer.distribution import Head, TokenDistribution, token_distribution
+from elastic.worker.trainer.embedded.accumulator import GradientAccumulator, GradientOverflow
+from elastic.worker.trainer.groups import GroupFigures, GroupTrainer
+
+
+class GRPOTrainer(GroupTrainer):
+    """Trains `model` in place; its float32 parameters are the masters. See `GroupTrainer`."""
+
+    def __init__(
+        self, settings: TrainerConfig, model: Qwen3, groups: int, temperature: float, steps: int | None = None
+    ) -> None:
+        super().__init__(settings, model.config.vocab_size, groups, temperature, steps)
+        self.model = model.float().train()
+        self._names = [name for name, _ in model.named_parameters()]
+        self._parameters = list(model.parameters())
+        self._device = self._parameters[0].device
+        self.accumulator = GradientAccumulator(self._parameters)
+        """Sums up the gradients of the minibatch that is under way."""
+        self.optimizer = AdamW(self._parameters, settings.betas, settings.adam_epsilon, settings.weight_decay)
+        self._minibatch_has_gradient = False
+        self._parked = ParkedTensors()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What rollouts use: a rounded copy of each parameter, where that is, under its Hugging Face name."""
+        return {
+            name: parameter.detach().to(torch.bfloat16, copy=True).contiguous()
+            for name, parameter in zip(self._names, self._parameters, strict=True)
+        }
+
+    def save(self, path: Path) -> None:
+        """Write masters, optimiser state and counters to the file `path`, all or nothing; between steps only."""
+        self._check_between_steps("save")
+        counters = checkpoint.Counters(version=self.version, updates=self.updates, metrics=finite(self.metrics))
+        checkpoint.write(path, self._state(), counters)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint. Raises `CheckpointError`, and changes nothing, if it does not fit the model."""
+        self._check_between_steps("load")
+        self.resume()
+        state = self._state()
+        tensors, counters = checkpoint.read(path, {name: tensor.shape for name, tensor in state.items()})
+        for name, tensor in state.items():
+            tensor.copy_(tensors[name])
+        self.optimizer.begin_at(counters.updates)
+        self.version, self.updates, self.metrics = counters.version, counters.updates, counters.metrics
+        self._begin_step()
+
+    def park(self) -> Switch:
+        """Take masters, moments and the gradients of the step under way off the device; `save` may still be called."""
+        begun_s = time.monotonic()
+        moments = (*self.optimizer.exp_avg, *self.optimizer.exp_avg_sq)
+        sums = self.accumulator.sums
+        if self.accumulator.is_zero:
+            size_bytes = self._parked.park((*self._parameters, *moments), zeros=sums)
+        else:
+            size_bytes = self._parked.park((*self._parameters, *moments, *sums))
+        return Switch(time.monotonic() - begun_s, size_bytes, held_bytes(self._device))
+
+    def resume(self) -> Switch:
+        """Bring them back, bit for bit."""
+        begun_s = time.monotonic()
+        size_bytes = self._parked.resume()
+        return Switch(time.monotonic() - begun_s, size_bytes)
+
+    def _learn(self, group: TrainGroupFrame, advantages: Sequence[float], figures: GroupFigures) -> None:
+        gradient = self._gradient(group, advantages, figures)
+        if not gradient:
+            return
+        try:
+            self.accumulator.add(gradient)
+        except GradientOverflow as error:
+            raise UnusableGroup(str(error)) from error
+        self._minibatch_has_gradient = True
+
+    def _gradient(self, group: TrainGroupFrame, advantages: Sequence[float], figures: GroupFigures) -> Sequence[Tensor]:
+        """The gradient of the group's loss, a sum over its tokens; empty where none of them may be trained on."""
+        total: Sequence[Tensor] = ()
+        workers = workers_of(group.trajectories)
+        for batch in micro_batches(group.trajectories, advantages, self._settings.micro_batch_tokens):
+            part = self._batch_gradient(batch.to(self._device), workers, group.bounds, figures)
+            if total and part:
+                total = [have.add_(more) for have, more in zip(total, part, strict=True)]
+            else:
+                total = total or part
+        return total
+
+    def _batch_gradient(
+        self, batch: Batch, workers: Sequence[str], bounds: Mapping[str, float | None], figures: GroupFigures
+    ) -> Sequence[Tensor]:
+        now = self._distribution(batch)
+        keep = self._agreement.compare(batch, now.logprobs, workers, bounds)
+        ages = self.version - batch.versions
+        loss = self._loss(now.logprobs, now.entropy, batch.logprobs, batch.advantages, ages, keep, figures)
+        return () if loss is None else torch.autograd.grad(loss, self._parameters)
+
+    def _distribution(self, batch: Batch) -> TokenDistribution:
+        """What the batch's tokens were sampled from, as the model has it now."""
+        states = self.model.states(batch.token_ids, batch.lengths)[batch.predicting()]
+        head = Head(self.model.lm_head.weight)
+        return token_distribution(states, head, batch.token_ids[batch.trained], batch.heat(self._temperature))
+
+    @torch.no_grad()
+    def _compare(self, trajectories: Sequence[TrajectoryData]) -> None:
+        wanting = self._agreement.wanting(trajectories)
+        try:
+            check_trajectories(wanting, self._vocabulary)
+        except UnusableGroup:
+            return
+        workers = workers_of(wanting)
+        for batch in micro_batches(wanting, [0.0] * len(wanting), self._settings.micro_batch_tokens):
+            there = batch.to(self._device)
+            self._agreement.compare(there, self._distribution(there).logprobs, workers, {})
+
+    def _settle(self) -> None:
+        """Nothing was put off."""
+
+    def _has_gradient(self) -> bool:
+        return self._minibatch_has_gradient
+
+    def _make_update(self, tokens: int) -> float:
+        self._minibatch_has_gradient = False
+        gradients = self.accumulator.take(tokens)
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
+        scale = min(1.0, self._settings.gradient_clip / max(norm.item(), 1e-12))
+        self.optimizer.step([gradient * scale for gradient in gradients], self._rate)
+        return norm.item()
+
+    def _state(self) -> dict[str, Tensor]:
+        """All that learning goes on from, as it stands in the checkpoint."""
+        kinds = {
+            "master": self._parameters,
+            "exp_avg": self.optimizer.exp_avg,
+            "exp_avg_sq": self.optimizer.exp_avg_sq,
+        }
+        return {
+            f"{kind}.{name}": self._parked.content(tensor.detach())
+            for kind, tensors in kinds.items()
+            for name, tensor in zip(self._names, tensors, strict=True)
+        }

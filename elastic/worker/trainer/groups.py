@@ -1,0 +1,295 @@
+"""A step's groups, whatever computes their gradients: mini-batches, means, workers that disagree, figures.
+
+A step's groups are split into `updates_per_step` mini-batches by their index, which is their launch order. A group of
+a later mini-batch is held until the earlier ones have stepped, since it is trained on their weights.
+
+A mini-batch's gradient is the mean over the policy's tokens in all its groups. Groups without signal give no gradient
+and count in that mean, as in verl and TRL: the fewer groups have signal, the smaller the step. With dynamic sampling
+others take their place, and they count nowhere (DAPO).
+
+Tokens of workers that do not generate with the weights which they name are left out (`agreement.py`).
+
+No data ends a run. A group from which no usable gradient comes is left out whole, and its cause is kept in `unusable`.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from elastic.config import TrainerConfig
+from elastic.core.types import LogprobCheck
+from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
+from elastic.worker.trainer.agreement import StepAgreement
+from elastic.worker.trainer.batches import UnusableGroup, advantages_of, by_member, check_group, policy_tokens
+from elastic.worker.trainer.grpo import ClipSettings, PolicyLoss, clipped_policy_loss
+from elastic.worker.trainer.schedules import learning_rate
+
+
+class SkippedGroup(NamedTuple):
+    """A group that is not trained on."""
+
+    tokens: int
+    trajectories: Sequence[TrajectoryData]
+
+
+class GroupFigures:
+    """Sums over a group's tokens that give a gradient."""
+
+    def __init__(self, rewards: list[float]) -> None:
+        self.rewards = rewards
+        self.ratio_max = 0.0
+        self.left_out = 0
+        """Tokens of workers that disagree."""
+        self.sums = defaultdict[str, float](float)
+
+    def note(self, policy: PolicyLoss, entropy: Tensor, ages: Tensor) -> None:
+        self.ratio_max = max(self.ratio_max, policy.ratio.max().item())
+        sums = {
+            "tokens": len(ages),
+            "loss": policy.loss.item(),
+            "entropy": entropy.sum().item(),
+            "ratio": policy.ratio.sum().item(),
+            "clipped": policy.clipped.sum().item(),
+            "truncated": policy.truncated.sum().item(),
+            "age": ages.sum().item(),
+        }
+        for name, value in sums.items():
+            self.sums[name] += value
+
+
+class GroupTrainer(ABC):
+    """Takes a step's orders. A kind says what becomes of a group with signal, and how an update is made.
+
+    `version` counts steps and names the weights; `updates` counts optimiser updates; `metrics` are of the last step,
+    also where that was before the checkpoint that was loaded. After any error other than
+    `ValueError` the step cannot be finished: load a checkpoint.
+    """
+
+    def __init__(
+        self, settings: TrainerConfig, vocabulary: int, groups: int, temperature: float, steps: int | None = None
+    ) -> None:
+        """Tokens are below `vocabulary`; a step has so many `groups`, and the run `steps`, if that is known."""
+        if settings.updates_per_step > groups:
+            raise ValueError(f"updates_per_step: at most one a group, {groups} (found {settings.updates_per_step})")
+        self._settings = settings
+        self._vocabulary = vocabulary
+        self._groups = groups
+        self._temperature = temperature
+        self._last_update = None if steps is None else steps * settings.updates_per_step
+        self._clip = ClipSettings(
+            settings.clip_ratio_low, settings.clip_ratio_high, settings.clip_ratio_c, settings.rollout_is_threshold
+        )
+        self._rate = 0.0
+        self.version = 0
+        self.updates = 0
+        self.metrics: dict[str, float] = {}
+        self._unusable: dict[str, str] = {}
+        self._checks: list[LogprobCheck] = []
+        self._begin_step()
+
+    @abstractmethod
+    def _learn(self, group: TrainGroupFrame, advantages: Sequence[float], figures: GroupFigures) -> None:
+        """Take a group with signal, each of its trajectories with its advantage; note figures as they are computed.
+
+        Where it raises `UnusableGroup`, nothing of the group has been added to the gradient.
+        """
+
+    @abstractmethod
+    def _compare(self, trajectories: Sequence[TrajectoryData]) -> None:
+        """Compare log-probabilities of a group that gives no gradient, as far as that tells something new."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """All groups of the mini-batch are here: compute what was put off."""
+
+    @abstractmethod
+    def _has_gradient(self) -> bool:
+        """Whether any token of the mini-batch has given one."""
+
+    @abstractmethod
+    def _make_update(self, tokens: int) -> float:
+        """Update the weights by the mini-batch's gradient over so many `tokens`, at `self._rate`, and forget the
+        gradient; returns its norm before it is clipped."""
+
+    def train_group(self, group: TrainGroupFrame) -> None:
+        """Accumulate the group's gradient, now or when its mini-batch's turn comes.
+
+        Raises `ValueError`, and changes nothing, for a group that is unknown or already here.
+        """
+        self._note(group.index, group)
+        self._advance()
+
+    def skip_group(self, index: int, tokens: int = 0, trajectories: Sequence[TrajectoryData] = ()) -> None:
+        """The step does without this group; raises `ValueError` for one that is unknown or already here.
+
+        `tokens` of the policy count in its mini-batch's mean all the same. It is noted and no more: rollouts may have
+        the device. What waited for it is done with the next group, and then the log-probabilities of its
+        `trajectories` are compared.
+        """
+        self._note(index, SkippedGroup(tokens, trajectories))
+
+    def take_checks(self) -> list[LogprobCheck]:
+        """How workers' log-probabilities compare with the trainer's, in what was looked at since the last call."""
+        checks, self._checks = [*self._checks, *self._agreement.take()], []
+        return checks
+
+    @property
+    def unusable(self) -> Mapping[str, str]:
+        """Groups of this step from which no usable gradient came, and why; of the last step once it is finished."""
+        return self._unusable
+
+    def update(self) -> dict[str, float]:
+        """Finish the step under a new version; returns its metrics.
+
+        Raises `ValueError` while groups are missing. A mini-batch without a gradient makes no update.
+        """
+        missing = sorted(set(range(self._groups)) - self._seen)
+        if missing:
+            raise ValueError(f"update: groups neither trained nor skipped: {', '.join(map(str, missing))}")
+        self._advance()
+        self.metrics = self._metrics()
+        self._checks += self._agreement.take()
+        self.version += 1
+        self._begin_step()
+        return self.metrics
+
+    def _begin_step(self) -> None:
+        self._seen: set[int] = set()
+        self._held: dict[int, TrainGroupFrame | SkippedGroup] = {}
+        self._agreement = StepAgreement(self.version, self._settings.mismatch_max)
+        self._minibatch = 0
+        self._outstanding = self._members(0)
+        self._minibatch_tokens: dict[int, int] = {}
+        """By group, what counts in the mean of the mini-batch that is under way."""
+        self._tokens_of_mean = 0
+        self._figures: dict[int, GroupFigures] = {}
+        self._gradient_norms: list[float] = []
+
+    def _members(self, minibatch: int) -> set[int]:
+        updates = self._settings.updates_per_step
+        return {index for index in range(self._groups) if index * updates // self._groups == minibatch}
+
+    def _note(self, index: int, group: TrainGroupFrame | SkippedGroup) -> None:
+        if not 0 <= index < self._groups:
+            raise ValueError(f"group {index}: a step has groups 0 to {self._groups - 1}")
+        if index in self._seen:
+            raise ValueError(f"group {index}: already trained or skipped in this step")
+        if not self._seen:
+            self._unusable = {}
+        self._seen.add(index)
+        self._held[index] = group
+
+    def _advance(self) -> None:
+        """Train what is held of the current mini-batch, and step as often as one is complete."""
+        while self._minibatch < self._settings.updates_per_step:
+            for index in sorted(self._outstanding & self._held.keys()):
+                group = self._held.pop(index)
+                if isinstance(group, SkippedGroup):
+                    self._minibatch_tokens[index] = group.tokens
+                    self._compare(group.trajectories)
+                else:
+                    self._train(group)
+                self._outstanding.remove(index)
+            if self._outstanding:
+                return
+            self._settle()
+            self._agreement.updates()
+            self._step_optimizer()
+            self._minibatch += 1
+            self._outstanding = self._members(self._minibatch)
+
+    def _train(self, group: TrainGroupFrame) -> None:
+        try:
+            check_group(group, self._vocabulary)
+            self._accumulate(group)
+        except UnusableGroup as error:
+            self._leave_out(group, str(error))
+
+    def _leave_out(self, group: TrainGroupFrame, why: str) -> None:
+        """No gradient comes from this group, and it counts nowhere."""
+        self._unusable[group.group] = why
+        self._figures.pop(group.index, None)
+        self._minibatch_tokens.pop(group.index, None)
+
+    def _accumulate(self, group: TrainGroupFrame) -> None:
+        """Take the group's gradient. Raises `UnusableGroup`."""
+        rewards = list(by_member(group.trajectories).values())
+        advantages = advantages_of(group.trajectories, self._settings.advantage_epsilon)
+        figures = self._figures[group.index] = GroupFigures(rewards)
+        self._minibatch_tokens[group.index] = policy_tokens(group)
+        if any(advantages):
+            self._learn(group, advantages, figures)
+        else:
+            self._compare(group.trajectories)
+
+    def _loss(
+        self,
+        logprobs: Tensor,
+        entropy: Tensor,
+        sampled: Tensor,
+        advantages: Tensor,
+        ages: Tensor,
+        keep: Tensor | None,
+        figures: GroupFigures,
+    ) -> Tensor | None:
+        """The loss of a group's tokens, all of shape [N], a sum over those to `keep` (None: all), whose figures are
+        noted; None where none is kept."""
+        if keep is not None:
+            figures.left_out += int((~keep).sum())
+            if not keep.any():
+                return None
+            logprobs, entropy, sampled, advantages, ages = (
+                tensor[keep] for tensor in (logprobs, entropy, sampled, advantages, ages)
+            )
+        policy = clipped_policy_loss(logprobs, sampled, advantages, ages, self._clip)
+        figures.note(policy, entropy, ages)
+        return policy.loss
+
+    def _step_optimizer(self) -> None:
+        tokens = sum(self._minibatch_tokens.values())
+        self._minibatch_tokens.clear()
+        self._tokens_of_mean += tokens
+        if not self._has_gradient():
+            return
+        self._rate = learning_rate(self._settings, self.updates, self._last_update)
+        self._gradient_norms.append(self._make_update(tokens))
+        self.updates += 1
+
+    def _metrics(self) -> dict[str, float]:
+        groups = [self._figures[index] for index in sorted(self._figures)]
+        rewards = [reward for group in groups for reward in group.rewards]
+
+        def total(name: str) -> float:
+            return math.fsum(group.sums[name] for group in groups)
+
+        def per_token(name: str) -> float:
+            return total(name) / max(1, tokens)
+
+        tokens = total("tokens")
+        return {
+            "loss": total("loss") / max(1, self._tokens_of_mean),
+            "gradient_norm": math.fsum(self._gradient_norms) / max(1, len(self._gradient_norms)),
+            "ratio_mean": per_token("ratio") if tokens else 1.0,
+            "ratio_max": max((group.ratio_max for group in groups), default=0.0) if tokens else 1.0,
+            "clip_fraction": per_token("clipped"),
+            "truncated_fraction": per_token("truncated"),
+            "staleness_mean": per_token("age"),
+            "entropy": per_token("entropy"),
+            "tokens": tokens,
+            "tokens_left_out": float(sum(group.left_out for group in groups)),
+            "mismatch_mean": self._agreement.mean,
+            "groups": float(len(groups)),
+            "groups_with_signal": float(sum(group.sums["tokens"] > 0 for group in groups)),
+            "groups_unusable": float(len(self._unusable)),
+            "reward_mean": math.fsum(reward / max(1, len(rewards)) for reward in rewards),
+            "learning_rate": self._rate if self._gradient_norms else 0.0,
+            "updates": float(len(self._gradient_norms)),
+        }
+
+    def _check_between_steps(self, action: str) -> None:
+        if self._seen:
+            raise ValueError(f"{action}: a step is under way ({len(self._seen)} of {self._groups} groups are here)")

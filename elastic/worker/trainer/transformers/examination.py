@@ -1,0 +1,89 @@
+"""What can be said of a base policy before a process trains it: by its headers here, by its model in a process aside.
+
+That process makes the model without its weights, as transformers would; so whoever starts a run loads no torch for it.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from elastic.config import ConfigError
+from elastic.engine.model.stored import CONFIG_FILE, CheckpointError, StoredTensor, check_values, stored_tensors
+from elastic.system.given import read_text
+from elastic.worker.trainer.base import StoredPolicy
+
+TIMEOUT_S = 120.0
+"""For the process aside, which takes seconds."""
+
+
+def examine(directory: Path) -> StoredPolicy:
+    """Return what the policy is. Raises `ConfigError` for one that cannot be trained."""
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            "trainer.kind: 'transformers' needs the package transformers, which is not installed here: "
+            "`pip install 'elastic-rl[transformers]'`; allowed without it: 'embedded', for Qwen3"
+        )
+    try:
+        raw: Mapping[str, Any] = json.loads(read_text(directory / CONFIG_FILE))
+        text: Mapping[str, Any] = raw.get("text_config") or raw
+        if (quantised := raw.get("quantization_config")) is not None:
+            how = quantised.get("quant_method") if isinstance(quantised, dict) else None
+            raise CheckpointError(
+                f"{directory / CONFIG_FILE}: found a quantization_config{f' ({how})' if how else ''}: quantised "
+                "weights cannot be trained; name the checkpoint that they were made of"
+            )
+        stored = stored_tensors(directory)
+        check_values(directory, stored, tied=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings"))))
+        return StoredPolicy(_aside(directory), _parameters(stored))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.checkpoint: {directory / CONFIG_FILE} cannot be read: {error}") from error
+    except CheckpointError as error:
+        raise ConfigError(f"model.checkpoint: {error}") from error
+
+
+def _parameters(stored: Mapping[str, StoredTensor]) -> int:
+    return sum(prod(tensor.shape) for tensor in stored.values())
+
+
+def _aside(directory: Path) -> int:
+    """Return the size of the vocabulary, if the files have what the model has. Raises `CheckpointError`."""
+    command = [sys.executable, "-m", __name__, str(directory)]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        answer = json.loads(ended.stdout.splitlines()[-1]) if ended.stdout else {"error": ended.stderr[-1000:]}
+    except subprocess.TimeoutExpired as error:
+        raise CheckpointError(f"{directory}: looking at it took longer than {TIMEOUT_S:g} s") from error
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return int(answer["vocab_size"])
+
+
+def main(directory: Path) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    from elastic.worker.trainer.transformers.model import names_on_disk
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        names_on_disk(directory, model, stored_tensors(directory))
+    except CheckpointError as error:
+        return {"error": str(error)}
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        kind = json.loads(read_text(directory / CONFIG_FILE)).get("model_type")
+        return {
+            "error": f"{directory / CONFIG_FILE}: model_type: found {kind!r}, which transformers "
+            f"{transformers.__version__} does not load as a causal language model: {str(error).splitlines()[0]}"
+        }
+    return {"vocab_size": config.get_text_config().vocab_size}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))

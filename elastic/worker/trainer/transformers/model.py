@@ -1,0 +1,212 @@
+"""A causal language model of transformers as the trainer uses it: log-probabilities of rows, and tensors as on disk.
+
+What can be read off a model is checked on it as it is loaded, with its own attention and its own logits beside it: its
+head is the linear layer that it seems to be, and sequences that share a row have the log-probabilities that they have
+alone. Where the first does not hold its own logits are used, and where the second does not it is trained unpacked.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import structlog
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils.logging import disable_progress_bar
+
+from elastic.engine.model.stored import CheckpointError, StoredTensor, check_shapes, stored_tensors
+from elastic.worker.trainer.distribution import Head, TokenDistribution, logits_distribution, token_distribution
+from elastic.worker.trainer.packing import Row
+from elastic.worker.trainer.transformers import attention
+
+log = structlog.get_logger(__name__)
+
+Attention: TypeAlias = Literal["auto", "sdpa", "eager", "flash_attention_2"]
+
+PROBE_LENGTHS = (5, 11, 3)
+"""Of the sequences on which a model is looked at."""
+PROBE_TOLERANCE = 1e-4
+"""In nats, on average, in float32: ten times what other shapes of the same sums come to. A look at a neighbour's tokens
+is a thousand times that."""
+OF_MASKS_ALONE = ("chunked_attention",)
+"""Kinds of layers whose reach stands in their masks alone."""
+
+
+class CausalModel:
+    """Holds the model. Its parameters are float32, until `compute_in` says otherwise."""
+
+    def __init__(
+        self, directory: Path, device: torch.device, wanted: Attention, activation_checkpointing: bool
+    ) -> None:
+        """Load the checkpoint in `directory`. Raises `CheckpointError` for one that does not fit its own config, and
+        `ValueError` for an attention that this model does not have."""
+        self.directory = directory
+        self._stored = stored_tensors(directory)
+        self.model = _loaded(directory, self._stored, device, wanted)
+        self.text_config: Any = self.model.config.get_text_config()
+        self.vocab_size: int = self.text_config.vocab_size
+        self.device = device
+        self._names = names_on_disk(directory, self.model, self._stored)
+        with torch.no_grad():
+            own = self._alone(plain_head=False)
+            self._plain_head = self._agrees(lambda: self._alone(plain_head=True), own)
+            self.packs = self._packed(own, wanted)
+        if not self._plain_head:
+            log.warning("the model's logits are more than its last layer's: all of a row's are computed at once")
+        if not self.packs:
+            log.warning("sequences that share a row of this model see each other: each has a row of its own")
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        self.model.train()
+        if activation_checkpointing:
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained, tied parameters once, in the order of the model."""
+        return dict(self.model.named_parameters())
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Keep parameters in this type, except those that the model says it needs in float32."""
+        kept = {*(self.model._keep_in_fp32_modules or ()), *(self.model._keep_in_fp32_modules_strict or ())}
+        for name, parameter in self.model.named_parameters():
+            if not kept.intersection(name.split(".")):
+                parameter.data = parameter.data.to(dtype)
+
+    def distribution(self, row: Row, temperature: float | Tensor) -> TokenDistribution:
+        """What the row's trained tokens were sampled from, as the model has it now."""
+        return self._distribution(row, temperature, self._plain_head)
+
+    def _distribution(self, row: Row, temperature: float | Tensor, plain_head: bool) -> TokenDistribution:
+        ids, predicting, trained = (
+            tensor.to(self.device) for tensor in (row.token_ids, row.predicting, row.trained_ids)
+        )
+        given = self._packing(row) if len(row.sequences) > 1 else {}
+        if not plain_head:
+            logits = self.model(input_ids=ids[None], use_cache=False, **given).logits[0]
+            return logits_distribution(logits[predicting], trained, temperature)
+        states = self.model.base_model(input_ids=ids[None], use_cache=False, **given).last_hidden_state[0]
+        return token_distribution(states[predicting], self._head(), trained, temperature)
+
+    def as_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters by their names here, and persistent buffers, under the names and in the shapes of the files."""
+        found = dict(_buffers(self.model)) | dict(tensors)
+        return {name: found[name] for name in self._names} if self._names else _unfused(self.model, found)
+
+    def _head(self) -> Head:
+        layer, config = self.model.get_output_embeddings(), self.text_config
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        return Head(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None) or 0.0, scale)
+
+    def _packing(self, row: Row) -> dict[str, Any]:
+        """How a row's sequences lie, in all the ways in which models ask for it."""
+        ends = torch.tensor([0, *accumulate(row.sequences)], dtype=torch.int32, device=self.device)
+        numbers = torch.repeat_interleave(torch.arange(len(row.sequences)), torch.tensor(row.sequences))
+        return {
+            "position_ids": row.positions[None].to(self.device),
+            "sequences": row.sequences,
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": max(row.sequences),
+            "max_length_k": max(row.sequences),
+            "seq_idx": numbers[None].to(self.device, torch.int32),
+        }
+
+    def _packed(self, own: Tensor, wanted: Attention) -> bool:
+        """Have the model compute attention by sequence, if that is the same; returns whether rows may be shared."""
+        before = self.model.config._attn_implementation
+        types = getattr(self.text_config, "layer_types", None) or ()
+        if wanted != "flash_attention_2":
+            if not self.model._supports_attention_backend or any(kind in OF_MASKS_ALONE for kind in types):
+                return False
+            attention.register()
+            self.model.set_attn_implementation(attention.SDPA if before == "sdpa" else attention.EAGER)
+        if all(self._agrees(looks, own) for looks in (self._together, lambda: self._alone(self._plain_head))):
+            return True
+        self.model.set_attn_implementation(before)
+        return False
+
+    def _agrees(self, other: Callable[[], Tensor], own: Tensor) -> bool:
+        try:
+            found = other()
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+            log.debug("the model does not take this", error=repr(error))
+            return False
+        return bool((found - own).abs().mean() <= PROBE_TOLERANCE)
+
+    def _probes(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randint(self.vocab_size, (length,), generator=generator) for length in PROBE_LENGTHS]
+
+    def _alone(self, plain_head: bool) -> Tensor:
+        """Log-probabilities of the probes' tokens, each probe in a row of its own."""
+        found = (self._distribution(_row([probe]), 1.0, plain_head).logprobs for probe in self._probes())
+        return torch.cat(list(found))
+
+    def _together(self) -> Tensor:
+        return self.distribution(_row(self._probes()), 1.0).logprobs
+
+
+def names_on_disk(directory: Path, model: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
+    """The names of the model's tensors, if they are those of the files as they stand; none where they are fused here.
+
+    Raises `CheckpointError` where the files have other tensors than the model, or other shapes.
+    """
+    here = {name: tensor.detach().to("meta") for name, tensor in (*_buffers(model), *model.named_parameters())}
+    if all(name in stored and stored[name].shape == tuple(tensor.shape) for name, tensor in here.items()):
+        return list(here)
+    expected = {name: tuple(tensor.shape) for name, tensor in _unfused(model, here).items()}
+    found = {name: tensor.shape for name, tensor in stored.items() if name in expected}
+    check_shapes(directory, found, expected)
+    return []
+
+
+def _buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield name, buffer
+
+
+def _row(sequences: Sequence[Tensor]) -> Row:
+    """All tokens but each sequence's first are trained."""
+    lengths = tuple(len(sequence) for sequence in sequences)
+    positions = [torch.arange(length) for length in lengths]
+    begins = [0, *accumulate(lengths)]
+    predicting = [place[:-1] + begin for place, begin in zip(positions, begins, strict=False)]
+    trained = torch.cat([sequence[1:] for sequence in sequences])
+    return Row(torch.cat(list(sequences)), torch.cat(positions), lengths, torch.cat(predicting), trained)
+
+
+def _loaded(directory: Path, stored: Mapping[str, StoredTensor], device: torch.device, wanted: Attention) -> Any:
+    """The model in float32, with attention of its own."""
+    disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            attn_implementation=None if wanted == "auto" else wanted,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except ImportError as error:
+        raise ValueError(f"trainer.transformers.attention: found {wanted!r}: {error}") from error
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{directory}: transformers cannot load it: {error}") from error
+    model, about = loaded
+    for what, words in (
+        ("missing_keys", "missing"),
+        ("mismatched_keys", "of another shape"),
+        ("unexpected_keys", "not a parameter of this model"),
+    ):
+        if names := about.get(what):
+            raise CheckpointError(f"{directory}: does not fit the model: {min(map(str, names))}: {words}")
+    return model.to(device)
+
+
+def _unfused(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What transformers fuses as it loads (such as stacked experts) taken apart again."""
+    return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}

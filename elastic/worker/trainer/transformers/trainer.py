@@ -1,0 +1,270 @@
+"""Trains a causal language model of transformers on rows that groups share.
+
+Rows are packed in the order of the orders, across groups; what does not fill one is held until more comes or the
+mini-batch ends. So the same orders in the same order come to the same weights, bit for bit where kernels are
+deterministic; in another order sums round otherwise. A row whose gradient is not finite is taken apart by groups, and
+the odd group is left out whole.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from elastic.config import TrainerConfig
+from elastic.protocol.wire import TrainGroupFrame, TrajectoryData, finite
+from elastic.system.parking import Switch
+from elastic.system.parking.tensors import ParkedTensors, held_bytes
+from elastic.worker.trainer import checkpoint
+from elastic.worker.trainer.adamw import AdamW
+from elastic.worker.trainer.batches import Batch, UnusableGroup, check_trajectories
+from elastic.worker.trainer.distribution import TokenDistribution
+from elastic.worker.trainer.groups import GroupFigures, GroupTrainer
+from elastic.worker.trainer.packing import Packer, Part, Piece, row_of
+from elastic.worker.trainer.transformers.model import CausalModel
+from elastic.worker.trainer.transformers.settings import TransformersSettings
+
+
+class _Taken(NamedTuple):
+    """A group of the mini-batch that is under way."""
+
+    group: TrainGroupFrame
+    figures: GroupFigures
+
+
+class _Trained(NamedTuple):
+    """A part whose gradient is in the sum, and which of its tokens gave it (None: all)."""
+
+    part: Part[_Taken]
+    keep: Tensor | None
+
+
+class TransformersTrainer(GroupTrainer):
+    """See `GroupTrainer`. Masters and moments are float32, whatever is computed in."""
+
+    def __init__(
+        self,
+        settings: TrainerConfig,
+        own: TransformersSettings,
+        model: CausalModel,
+        groups: int,
+        temperature: float,
+        steps: int | None = None,
+    ) -> None:
+        super().__init__(settings, model.vocab_size, groups, temperature, steps)
+        self.model = model
+        named = model.named_parameters()
+        self._names, self._parameters = list(named), list(named.values())
+        dtype = _computed_in(own, model.device)
+        keeps_masters = own.offload != "none" or dtype != torch.float32
+        self._offload = own.offload
+        home = torch.device("cpu") if own.offload != "none" else model.device
+        self._masters = [
+            parameter.detach().to(home, torch.float32, copy=True) if keeps_masters else parameter
+            for parameter in self._parameters
+        ]
+        model.compute_in(dtype)
+        self.optimizer = AdamW(self._masters, settings.betas, settings.adam_epsilon, settings.weight_decay)
+        self._sums = [torch.zeros_like(one, dtype=torch.float32, requires_grad=False) for one in self._parameters]
+        self._row_tokens = settings.micro_batch_tokens if model.packs else 1
+        self._packer = Packer[_Taken](self._row_tokens)
+        self._trained: list[_Trained] = []
+        self._sums_are_zero = True
+        self._parked = ParkedTensors()
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {
+            name: self._parked.content(master.detach()).to(torch.bfloat16, copy=True)
+            for name, master in zip(self._names, self._masters, strict=True)
+        }
+        return {name: _published(tensor) for name, tensor in self.model.as_stored(found).items()}
+
+    def save(self, path: Path) -> None:
+        """Write masters, moments and counters to the file `path`, all or nothing; between steps only."""
+        self._check_between_steps("save")
+        counters = checkpoint.Counters(version=self.version, updates=self.updates, metrics=finite(self.metrics))
+        checkpoint.write(path, self._state(), counters)
+
+    def load(self, path: Path) -> None:
+        self._check_between_steps("load")
+        self.resume()
+        state = self._state()
+        tensors, counters = checkpoint.read(path, {name: tuple(tensor.shape) for name, tensor in state.items()})
+        for name, tensor in state.items():
+            tensor.copy_(tensors[name])
+        self._take_masters()
+        self.optimizer.begin_at(counters.updates)
+        self.version, self.updates, self.metrics = counters.version, counters.updates, counters.metrics
+        self._begin_step()
+
+    def park(self) -> Switch:
+        """Take weights, masters, moments and sums off the device; `save` and `tensors` may still be called."""
+        begun_s = time.monotonic()
+        state = (*self._parameters, *self._masters, *self.optimizer.exp_avg, *self.optimizer.exp_avg_sq)
+        there = [tensor for tensor in state if tensor.device == self.model.device]
+        if self._sums_are_zero:
+            size_bytes = self._parked.park(there, zeros=self._sums)
+        else:
+            size_bytes = self._parked.park((*there, *self._sums))
+        return Switch(time.monotonic() - begun_s, size_bytes, held_bytes(self.model.device))
+
+    def resume(self) -> Switch:
+        begun_s = time.monotonic()
+        return Switch(time.monotonic() - begun_s, self._parked.resume())
+
+    def update(self) -> dict[str, float]:
+        metrics = super().update()
+        if self._offload == "all":
+            self.park()  # Whatever generates next has the device; the next group takes it back.
+        return metrics
+
+    def _advance(self) -> None:
+        if self._offload == "all":
+            self.resume()
+        super()._advance()
+
+    def _learn(self, group: TrainGroupFrame, advantages: Sequence[float], figures: GroupFigures) -> None:
+        taken = _Taken(group, figures)
+        pieces = [Piece(taken, *one) for one in zip(group.trajectories, advantages, strict=True)]
+        for parts in self._packer.take(pieces):
+            self._train_row(parts)
+
+    def _settle(self) -> None:
+        for parts in self._packer.rest():
+            self._train_row(parts)
+        if not self._trained:
+            self._forget_sums()
+
+    def _train_row(self, parts: Sequence[Part[_Taken]]) -> None:
+        """Add the row's gradient, of groups that have not turned out to be of no use."""
+        parts = [part for part in parts if part.of.group.group not in self._unusable]
+        if not parts:
+            return
+        kept: list[_Trained] = []
+        losses: list[Tensor] = []
+        for part, own in zip(parts, self._distribution([part.batch for part in parts]), strict=True):
+            batch = part.batch
+            keep = self._agreement.compare(batch, own.logprobs.cpu(), part.workers, part.of.group.bounds)
+            loss = self._part_loss(_Trained(part, keep), own, part.of.figures)
+            if loss is not None:
+                kept.append(_Trained(part, keep))
+                losses.append(loss)
+        if not losses:
+            return
+        if self._add(torch.stack(losses).sum()):
+            self._trained += kept
+            return
+        for trained in kept:
+            self._train_alone(trained)
+
+    def _train_alone(self, trained: _Trained) -> None:
+        """Add the gradient of one part of a row, or leave its group out whole."""
+        group = trained.part.of.group
+        if group.group in self._unusable:
+            return
+        if self._add(self._loss_again(trained)):
+            self._trained.append(trained)
+            return
+        self._leave_out(group, "its gradient is not finite")
+        before = [one for one in self._trained if one.part.of.group is group]
+        self._trained = [one for one in self._trained if one.part.of.group is not group]
+        for one in before:
+            self._add(-self._loss_again(one))
+
+    def _loss_again(self, trained: _Trained) -> Tensor:
+        (own,) = self._distribution([trained.part.batch])
+        loss = self._part_loss(trained, own, GroupFigures([]))
+        assert loss is not None, "some of its tokens were kept"
+        return loss
+
+    def _part_loss(self, trained: _Trained, now: TokenDistribution, figures: GroupFigures) -> Tensor | None:
+        batch, keep = trained.part.batch.to(self.model.device), trained.keep
+        there = None if keep is None else keep.to(self.model.device)
+        ages = self.version - batch.versions
+        return self._loss(now.logprobs, now.entropy, batch.logprobs, batch.advantages, ages, there, figures)
+
+    def _add(self, loss: Tensor) -> bool:
+        """Add the loss's gradient to the sums, if it is finite; returns whether it was."""
+        gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        there = [gradient for gradient in gradients if gradient is not None]
+        sizes = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in there])
+        if not bool(sizes.isfinite().all()):
+            return False
+        self._sums_are_zero = False
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            if gradient is not None:
+                total += gradient
+        return True
+
+    def _forget_sums(self) -> None:
+        for total in self._sums:
+            total.zero_()
+        self._sums_are_zero = True
+
+    def _distribution(self, batches: Sequence[Batch]) -> Iterator[TokenDistribution]:
+        """Yield what the tokens of each batch were sampled from; all of them share a row."""
+        counts, temperature = [len(batch.logprobs) for batch in batches], self._temperature
+        heats = [batch.heat(temperature) for batch in batches]
+        heat: float | Tensor = temperature
+        if any(isinstance(one, Tensor) for one in heats):
+            each = zip(heats, counts, strict=True)
+            columns = [one if isinstance(one, Tensor) else torch.full((count, 1), one) for one, count in each]
+            heat = torch.cat(columns).to(self.model.device)
+        now = self.model.distribution(row_of(batches), heat)
+        for logprobs, entropy in zip(now.logprobs.split(counts), now.entropy.split(counts), strict=True):
+            yield TokenDistribution(logprobs, entropy)
+
+    @torch.no_grad()
+    def _compare(self, trajectories: Sequence[TrajectoryData]) -> None:
+        wanting = self._agreement.wanting(trajectories)
+        try:
+            check_trajectories(wanting, self._vocabulary)
+        except UnusableGroup:
+            return
+        packer = Packer[None](self._row_tokens)
+        pieces = [Piece(None, trajectory, 0.0) for trajectory in wanting]
+        for (part,) in (*packer.take(pieces), *packer.rest()):
+            (own,) = self._distribution([part.batch])
+            self._agreement.compare(part.batch, own.logprobs.cpu(), part.workers, {})
+
+    def _has_gradient(self) -> bool:
+        return bool(self._trained)
+
+    def _make_update(self, tokens: int) -> float:
+        self._trained.clear()
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(total) for total in self._sums])).item()
+        norm /= tokens
+        scale = min(1.0, self._settings.gradient_clip / max(norm, 1e-12)) / tokens
+        home = self._masters[0].device
+        self.optimizer.step([total.mul_(scale).to(home) for total in self._sums], self._rate)
+        self._forget_sums()
+        self._take_masters()
+        return norm
+
+    @torch.no_grad()
+    def _take_masters(self) -> None:
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if parameter is not master:
+                parameter.copy_(master)
+
+    def _state(self) -> dict[str, Tensor]:
+        """All that learning goes on from, as it stands in the checkpoint."""
+        kinds = {"master": self._masters, "exp_avg": self.optimizer.exp_avg, "exp_avg_sq": self.optimizer.exp_avg_sq}
+        return {
+            f"{kind}.{name}": self._parked.content(tensor.detach())
+            for kind, tensors in kinds.items()
+            for name, tensor in zip(self._names, tensors, strict=True)
+        }
+
+
+def _computed_in(own: TransformersSettings, device: torch.device) -> torch.dtype:
+    if own.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.bfloat16 if own.dtype == "bfloat16" else torch.float32
+
+
+def _published(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16).contiguous()
