@@ -108,7 +108,7 @@ def test_what_was_not_saved_by_it_is_refused(make, tmp_path):
 
 def test_it_parks_between_any_orders_and_nothing_changes(make, tmp_path):
     made, undisturbed = make(), make()
-    assert isinstance(made, Parkable)
+    assert isinstance(make(), Parkable)
     for group in step_of(0):
         made.park()
         made.park()

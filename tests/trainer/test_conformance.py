@@ -48,11 +48,8 @@ def trainer_under_test(request: pytest.FixtureRequest) -> TrainerUnderTest:
     from elastic.worker.trainer.transformers.model import CausalModel
     from elastic.worker.trainer.transformers.trainer import TransformersTrainer
 
-    own = (
-        TransformersSettings()
-        if request.param == "transformers"
-        else TransformersSettings(dtype="bfloat16", offload="all", activation_checkpointing=False)
-    )
+    chosen = {"dtype": "bfloat16", "offload": "all", "activation_checkpointing": False}
+    own = TransformersSettings.model_validate({} if request.param == "transformers" else chosen)
 
     def make() -> TransformersTrainer:
         model = CausalModel(directory, torch.device("cpu"), own.attention, own.activation_checkpointing)
