@@ -17,7 +17,7 @@ from elastic.worker.trainer.batches import Batch, collate, workers_of
 Of = TypeVar("Of")
 
 
-class Piece(NamedTuple, Generic[Of]):
+class PackedTrajectory(NamedTuple, Generic[Of]):
     """A trajectory of a group."""
 
     of: Of
@@ -30,7 +30,7 @@ class Piece(NamedTuple, Generic[Of]):
         return len(self.trajectory.token_ids) // TOKEN_BYTES
 
 
-class Part(NamedTuple, Generic[Of]):
+class GroupPart(NamedTuple, Generic[Of]):
     """The trajectories of one group that share a row."""
 
     of: Of
@@ -39,7 +39,7 @@ class Part(NamedTuple, Generic[Of]):
     """To which the batch's `origins` are positions."""
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     """Sequences one after the other, T tokens in all, of which N were trained."""
 
     token_ids: Tensor
@@ -60,25 +60,25 @@ class Packer(Generic[Of]):
 
     def __init__(self, tokens_max: int) -> None:
         self._tokens_max = tokens_max
-        self._held: list[Piece[Of]] = []
+        self._held: list[PackedTrajectory[Of]] = []
 
-    def take(self, pieces: Sequence[Piece[Of]]) -> Iterator[list[Part[Of]]]:
+    def take(self, pieces: Sequence[PackedTrajectory[Of]]) -> Iterator[list[GroupPart[Of]]]:
         """Yield the rows that are full now."""
         for piece in pieces:
             if self._held and sum(held.tokens for held in self._held) + piece.tokens > self._tokens_max:
                 yield from self.rest()
             self._held.append(piece)
 
-    def rest(self) -> Iterator[list[Part[Of]]]:
+    def rest(self) -> Iterator[list[GroupPart[Of]]]:
         """Yield what is held, if there is any."""
         if self._held:
             held, self._held = self._held, []
             yield parts_of(held)
 
 
-def parts_of(pieces: Sequence[Piece[Of]]) -> list[Part[Of]]:
+def parts_of(pieces: Sequence[PackedTrajectory[Of]]) -> list[GroupPart[Of]]:
     """One part for each stretch of pieces of the same group."""
-    parts: list[Part[Of]] = []
+    parts: list[GroupPart[Of]] = []
     begin = 0
     for end in range(1, len(pieces) + 1):
         if end == len(pieces) or pieces[end].of is not pieces[begin].of:
@@ -86,12 +86,12 @@ def parts_of(pieces: Sequence[Piece[Of]]) -> list[Part[Of]]:
             workers = workers_of([piece.trajectory for piece in stretch])
             place = {worker: position for position, worker in enumerate(workers)}
             batch = collate([(piece.trajectory, piece.advantage) for piece in stretch], place)
-            parts.append(Part(stretch[0].of, batch, workers))
+            parts.append(GroupPart(stretch[0].of, batch, workers))
             begin = end
     return parts
 
 
-def row_of(batches: Sequence[Batch]) -> Row:
+def row_of(batches: Sequence[Batch]) -> PackedRow:
     """The sequences of several batches as one row; trained tokens are in the order of the batches' own."""
     ids, positions, predicting, lengths = [], [], [], []
     begin = 0
@@ -104,4 +104,4 @@ def row_of(batches: Sequence[Batch]) -> Row:
         lengths += batch.lengths.tolist()
         begin += len(ids[-1])
     trained = torch.cat([batch.token_ids[batch.trained] for batch in batches])
-    return Row(torch.cat(ids), torch.cat(positions), tuple(lengths), torch.cat(predicting), trained)
+    return PackedRow(torch.cat(ids), torch.cat(positions), tuple(lengths), torch.cat(predicting), trained)

@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from elastic.engine.model.stored import CheckpointError, StoredTensor, check_shapes, stored_tensors
 from elastic.worker.trainer.distribution import Head, TokenDistribution, logits_distribution, token_distribution
-from elastic.worker.trainer.packing import Row
+from elastic.worker.trainer.packing import PackedRow
 from elastic.worker.trainer.transformers import attention
 
 log = structlog.get_logger(__name__)
@@ -76,11 +76,11 @@ class CausalModel:
             if not kept.intersection(name.split(".")):
                 parameter.data = parameter.data.to(dtype)
 
-    def distribution(self, row: Row, temperature: float | Tensor) -> TokenDistribution:
+    def distribution(self, row: PackedRow, temperature: float | Tensor) -> TokenDistribution:
         """What the row's trained tokens were sampled from, as the model has it now."""
         return self._distribution(row, temperature, self._plain_head)
 
-    def _distribution(self, row: Row, temperature: float | Tensor, plain_head: bool) -> TokenDistribution:
+    def _distribution(self, row: PackedRow, temperature: float | Tensor, plain_head: bool) -> TokenDistribution:
         ids, predicting, trained = (
             tensor.to(self.device) for tensor in (row.token_ids, row.predicting, row.trained_ids)
         )
@@ -101,7 +101,7 @@ class CausalModel:
         scale = float(getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         return Head(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None) or 0.0, scale)
 
-    def _packing(self, row: Row) -> dict[str, Any]:
+    def _packing(self, row: PackedRow) -> dict[str, Any]:
         """How a row's sequences lie, in all the ways in which models ask for it."""
         ends = torch.tensor([0, *accumulate(row.sequences)], dtype=torch.int32, device=self.device)
         numbers = torch.repeat_interleave(torch.arange(len(row.sequences)), torch.tensor(row.sequences))
@@ -171,14 +171,14 @@ def _buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _row(sequences: Sequence[Tensor]) -> Row:
+def _row(sequences: Sequence[Tensor]) -> PackedRow:
     """All tokens but each sequence's first are trained."""
     lengths = tuple(len(sequence) for sequence in sequences)
     positions = [torch.arange(length) for length in lengths]
     begins = [0, *accumulate(lengths)]
     predicting = [place[:-1] + begin for place, begin in zip(positions, begins, strict=False)]
     trained = torch.cat([sequence[1:] for sequence in sequences])
-    return Row(torch.cat(list(sequences)), torch.cat(positions), lengths, torch.cat(predicting), trained)
+    return PackedRow(torch.cat(list(sequences)), torch.cat(positions), lengths, torch.cat(predicting), trained)
 
 
 def _loaded(directory: Path, stored: Mapping[str, StoredTensor], device: torch.device, wanted: Attention) -> Any:

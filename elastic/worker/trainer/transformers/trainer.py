@@ -23,7 +23,7 @@ from elastic.worker.trainer.adamw import AdamW
 from elastic.worker.trainer.batches import Batch, UnusableGroup, check_trajectories
 from elastic.worker.trainer.distribution import TokenDistribution
 from elastic.worker.trainer.groups import GroupFigures, GroupTrainer
-from elastic.worker.trainer.packing import Packer, Part, Piece, row_of
+from elastic.worker.trainer.packing import GroupPart, PackedTrajectory, Packer, row_of
 from elastic.worker.trainer.transformers.model import CausalModel
 from elastic.worker.trainer.transformers.settings import TransformersSettings
 
@@ -38,7 +38,7 @@ class _Taken(NamedTuple):
 class _Trained(NamedTuple):
     """A part whose gradient is in the sum, and which of its tokens gave it (None: all)."""
 
-    part: Part[_Taken]
+    part: GroupPart[_Taken]
     keep: Tensor | None
 
 
@@ -128,7 +128,7 @@ class TransformersTrainer(GroupTrainer):
 
     def _learn(self, group: TrainGroupFrame, advantages: Sequence[float], figures: GroupFigures) -> None:
         taken = _Taken(group, figures)
-        pieces = [Piece(taken, *one) for one in zip(group.trajectories, advantages, strict=True)]
+        pieces = [PackedTrajectory(taken, *one) for one in zip(group.trajectories, advantages, strict=True)]
         for parts in self._packer.take(pieces):
             self._train_row(parts)
 
@@ -138,7 +138,7 @@ class TransformersTrainer(GroupTrainer):
         if not self._trained:
             self._forget_sums()
 
-    def _train_row(self, parts: Sequence[Part[_Taken]]) -> None:
+    def _train_row(self, parts: Sequence[GroupPart[_Taken]]) -> None:
         """Add the row's gradient, of groups that have not turned out to be of no use."""
         parts = [part for part in parts if part.of.group.group not in self._unusable]
         if not parts:
@@ -225,7 +225,7 @@ class TransformersTrainer(GroupTrainer):
         except UnusableGroup:
             return
         packer = Packer[None](self._row_tokens)
-        pieces = [Piece(None, trajectory, 0.0) for trajectory in wanting]
+        pieces = [PackedTrajectory(None, trajectory, 0.0) for trajectory in wanting]
         for (part,) in (*packer.take(pieces), *packer.rest()):
             (own,) = self._distribution([part.batch])
             self._agreement.compare(part.batch, own.logprobs.cpu(), part.workers, {})
