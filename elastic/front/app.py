@@ -27,6 +27,7 @@ from elastic.front.errors import ERROR_SHAPES, REQUEST_ID
 from elastic.front.keys import TRAJECTORY, NamedInPath, NamesInPaths, find_caller, named_in_path
 from elastic.front.link import Answer, LinkLost, RunLink
 from elastic.front.metrics import exposition
+from elastic.front.openapi import description
 from elastic.front.readers import READERS, idempotency_key, read_body, reader_of
 from elastic.front.token_routes import TokenRoutes
 from elastic.front.upstream import EMBEDDINGS, Upstream, UpstreamCall
@@ -103,6 +104,7 @@ class AgentFront:
                 Route("/v1/models/{name:path}", self._one_model),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
+                Route("/openapi.json", self._described),
                 *(Route(path, endpoint, methods=[method]) for (method, path), endpoint in control.items()),
             ],
             middleware=[
@@ -178,6 +180,9 @@ class AgentFront:
             self.renders, exposition, told, self.link.run_name, self.model.name, self.cache
         )
         return Response(text, media_type=CONTENT_TYPE)
+
+    async def _described(self, _: Request) -> Response:
+        return Response(description(), media_type=JSON_TYPE)
 
     # Trajectories.
 
