@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from elastic.cli.account import run_on_disk
@@ -20,7 +21,7 @@ from elastic.protocol.api_client import Client
 from elastic.report import as_json as report_as_json
 from elastic.report import closing_table, summarise
 from elastic.runtime.journal import RUNNING, UNEXPECTED, DirectoryStore, JournalError, RunDirectory, SampleRow
-from elastic.runtime.status import RunStatus, core_words, tokens_at_risk
+from elastic.runtime.status import RunStatus, core_words, tokens_at_risk, upstream_words
 
 runs = typer.Typer(cls=WholeHelp, name="runs", rich_markup_mode=None)
 HostedName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id on the server, or `latest` there.")]
@@ -128,7 +129,9 @@ def show(
             "flush_interval_s": now.flush_interval_s,
             "kill_loses_tokens": tokens_at_risk(now.tokens_per_s, now.flush_interval_s),
         }
-        emit(row | {"directory": str(run.path), "core": core, "report": report_as_json(summary, None)})
+        upstream = now and msgspec.to_builtins(now.upstream)
+        about = {"directory": str(run.path), "core": core, "upstream": upstream}
+        emit(row | about | {"report": report_as_json(summary, None)})
         return
     shown = console()
     shown.print(f"{run.name}  {row['status']}  in {run.path}", soft_wrap=True, highlight=False)
@@ -139,6 +142,8 @@ def show(
     )
     if now is not None and now.flush_interval_s:
         shown.print(core_words(now.core_share, now.flush_interval_s, now.tokens_per_s), highlight=False)
+    if now is not None and now.upstream is not None and now.upstream.calls:
+        shown.print(upstream_words(now.upstream), highlight=False)
     shown.print(closing_table(summary))
 
 

@@ -7,6 +7,7 @@ killed.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
@@ -22,8 +23,10 @@ from elastic.report.coserving import CoServingHost, co_serving_of
 from elastic.report.functions import FunctionUsage, functions_of
 from elastic.report.history import History, Segment, history_of
 from elastic.report.lanes import WorkerLane, lanes, replacements
+from elastic.report.policies import PolicyUsage, policies_of
 from elastic.report.refusals import LeaseRefusals, Remark, refused_leases_of, refused_of, remarks_of
 from elastic.report.timeline import Timeline, timeline
+from elastic.report.upstream import UpstreamUsage, upstream_of
 from elastic.report.usage import (
     JoinedUsage,
     LeaseEnd,
@@ -197,6 +200,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that were found not to generate with the weights which they named."""
     traceback: str
     """Of the first environment that raised."""
+    policies: list[PolicyUsage]
+    """Of a model that agents call by several names."""
+    upstream: list[UpstreamUsage]
+    """Calls of models elsewhere; their cost is among that of `functions`."""
 
 
 def summarise(run: StoredRun) -> Summary:
@@ -320,7 +327,21 @@ def _summary(history: History) -> Summary:
         agreements=agreements_of(history),
         mismatches=status.mismatches if status else [],
         traceback=next(filter(None, (meta.get(TRACEBACK, "") for meta in metas)), ""),
+        policies=_policies(trajectories, config),
+        upstream=upstream_of(history) if _calls_upstream(metas) else [],
     )
+
+
+def _calls_upstream(metas: Iterable[Mapping[str, str]]) -> bool:
+    """Whether agents could call models elsewhere; looking for it reads all that was said of agents."""
+    configs = (msgspec.json.decode(meta.get("config", "{}")) for meta in metas)
+    return any((config.get("front") or {}).get("upstream") for config in configs)
+
+
+def _policies(trajectories: Sequence[TrajectoryRow], config: Mapping[str, Any]) -> list[PolicyUsage]:
+    front = config.get("front") or {}
+    own = front.get("model_name") or PurePath(config.get("model", {}).get("checkpoint", "")).name
+    return policies_of([row for row in trajectories if _scored(row)], own, front.get("policies", ()))
 
 
 def _on_demand_usd(total: Usage, functions_usd: float, config: Mapping[str, Any]) -> float | None:

@@ -12,6 +12,7 @@ from elastic.report.batches import TRAINED
 from elastic.report.comparison import Comparison
 from elastic.report.document import Figure, Table
 from elastic.report.summary import Moves, Pulls, Quantiles, StepSummary, Summary
+from elastic.report.upstream import UpstreamUsage
 from elastic.report.usage import LeaseEnd, Usage
 from elastic.report.weights import PARTS, WorkerPull, mean, mean_split_s
 from elastic.runtime.journal import INTERRUPTED
@@ -194,6 +195,9 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _joined(summary),
         _accounts(summary),
         _functions(summary),
+        _upstream(summary),
+        _upstream_by_trajectory(summary),
+        _policies(summary),
         _co_serving(summary),
         cost(summary, comparison),
         _alone(summary),
@@ -303,6 +307,59 @@ def _functions(summary: Summary) -> Table:
             for usage in summary.functions
         ],
         note="Functions are not leases: each call is metered, and its cost comes on top of the providers'.",
+    )
+
+
+def _upstream(summary: Summary) -> Table:
+    models = sorted({usage.model for usage in summary.upstream})
+    return Table(
+        title="Models elsewhere",
+        header=["model", "calls", "failed", "at their bound", "open", "prompt tokens", "answer tokens", "time", "cost"],
+        rows=[
+            [model, *_upstream_cells([usage for usage in summary.upstream if usage.model == model])]
+            for model in models[:MOST_ROWS]
+        ],
+        note="Agents' calls, which are not trained. A call of which nobody knows what it came to counts as the dearest "
+        f"that it could be; open ones are not in the cost. It is part of the functions'.{_more(models, 'models')}",
+    )
+
+
+def _upstream_by_trajectory(summary: Summary) -> Table:
+    dearest = sorted(summary.upstream, key=lambda usage: (-usage.usd, -usage.calls))
+    return Table(
+        title="Models elsewhere by trajectory",
+        header=["trajectory", "model", "calls", "failed", "at their bound", "open", "prompt", "answer", "time", "cost"],
+        rows=[
+            [usage.trajectory or "a driver's own", usage.model, *_upstream_cells([usage])]
+            for usage in dearest[:MOST_CAUSES]
+        ],
+        note="Tokens of prompts and answers. The dearest first; the JSON has all.",
+    )
+
+
+def _upstream_cells(usages: Sequence[UpstreamUsage]) -> list[str]:
+    counts = ("calls", "failed", "bounded", "open", "prompt_tokens", "answer_tokens")
+    return [
+        *(units.count(sum(getattr(usage, name) for usage in usages)) for name in counts),
+        units.duration(sum(usage.duration_s for usage in usages)),
+        units.usd(sum(usage.usd for usage in usages)),
+    ]
+
+
+def _policies(summary: Summary) -> Table:
+    return Table(
+        title="Policies",
+        header=["policy", "trajectories", "turns", "tokens", "mean reward"],
+        rows=[
+            [
+                usage.policy,
+                *map(units.count, (usage.trajectories, usage.turns, usage.tokens)),
+                f"{usage.mean_reward:.3f}",
+            ]
+            for usage in summary.policies
+        ],
+        note="By the name that agents call the model by, in scored trajectories: a policy's own reward, else that of "
+        "the trajectory.",
     )
 
 

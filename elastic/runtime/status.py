@@ -122,6 +122,16 @@ def core_words(core_share: float, flush_interval_s: float, tokens_per_s: float) 
     )
 
 
+def upstream_words(upstream: UpstreamStatus) -> str:
+    """What calls of models elsewhere have come to, and how far from their bounds they are."""
+    most = "" if upstream.usd_max is None else f" of ${upstream.usd_max:.2f}"
+    models = ", ".join(f"{name} {model.calls}" for name, model in upstream.models.items())
+    return (
+        f"models elsewhere: {upstream.calls} of {upstream.calls_max} calls, {upstream.open} open, "
+        f"${upstream.usd:.4f}{most} spent and up to ${upstream.held_usd:.4f} held{models and f' ({models})'}"
+    )
+
+
 PROVIDER_STOPPED = "ProviderStopped"
 LATE_SHARE_MAX = 0.05
 """Above this share of late iterations, paced engines run below the speed that they model."""

@@ -326,7 +326,7 @@ class AgentRollouts:
         asked = self._upstream.open[told.call]
         if told.status:
             # Before the account knows of it: what a crash leaves in between is billed twice rather than never.
-            self._billed(call_of(asked, told))
+            self._billed(call_of(self._upstream.named(asked.model), asked, told))
         self._note(told)
         if (trajectory := self._claims.trajectories.get(asked.trajectory)) is not None:
             trajectory.heard_ns = self._clock_ns()

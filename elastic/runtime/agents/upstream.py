@@ -95,6 +95,10 @@ class UpstreamAccount:
     def calls(self) -> int:
         return self.granted - self.returned
 
+    def named(self, model: str) -> str:
+        """Under what a model's calls are counted."""
+        return model if model in self.used or len(self.used) < MODELS_MAX else OTHERS
+
     @property
     def held_nano_usd(self) -> int:
         """What open calls may cost at the most."""
@@ -205,23 +209,22 @@ class UpstreamAccount:
                 if note.status == 0:
                     self.returned += 1
                     return
-                model = OTHERS if asked is None else asked.model
-                known = model in self.used or len(self.used) < MODELS_MAX
-                self.used.setdefault(model if known else OTHERS, UpstreamUse()).add(note)
+                model = OTHERS if asked is None else self.named(asked.model)
+                self.used.setdefault(model, UpstreamUse()).add(note)
                 self.spent_nano_usd += note.nano_usd
             case notes.UpstreamCarried():
                 self.granted, self.returned = note.granted, note.returned
                 self.spent_nano_usd = note.nano_usd
 
 
-def call_of(asked: notes.UpstreamAsked, told: notes.UpstreamTold) -> Call:
-    """The call as it is billed."""
+def call_of(model: str, asked: notes.UpstreamAsked, told: notes.UpstreamTold) -> Call:
+    """The call as it is billed, among those of `model`."""
     outcome = CallOutcome.OK
     if told.status >= 400:
         known = {502: CallOutcome.UNAVAILABLE, GATEWAY_TIMEOUT: CallOutcome.TIMED_OUT}
         outcome = known.get(told.status, CallOutcome.RAISED)
     return Call(
-        function=FUNCTION.format(asked.model),
+        function=FUNCTION.format(model),
         key=asked.trajectory or asked.driver,
         outcome=outcome,
         queued_s=0.0,
