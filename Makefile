@@ -106,19 +106,22 @@ test-trl: setup .cache/trl/installed
 	touch $@
 
 # What agents bring, in environments of their own, which borrow everything else: renderers with the real chat model, and
-# OpenAI's client, of both majors in use, against a live run.
+# against a live run OpenAI's client, of both majors in use, and Anthropic's.
 CLIENTS := .cache/clients/bin
-OPENAI_2 := openai==2.54.0 distro==1.9.0 jiter==0.19.0 sniffio==1.3.1
-OPENAI_3 := openai==3.57.0 jiter==0.19.0 sniffio==1.3.1
+OF_openai2 := openai==2.54.0 distro==1.9.0 jiter==0.19.0 sniffio==1.3.1
+OF_openai3 := openai==3.57.0 jiter==0.19.0 sniffio==1.3.1
+OF_anthropic := anthropic==2.14.0 docstring-parser==0.18.0 jiter==0.19.0 sniffio==1.3.1
+SPEAKERS := openai2 openai3 anthropic
 
-test-clients: chat-model .cache/clients/installed .cache/clients-openai2/installed .cache/clients-openai3/installed
+test-clients: chat-model .cache/clients/installed $(SPEAKERS:%=.cache/clients-%/installed)
 	$(CLIENTS)/python -m pytest -m clients tests/front
-	.cache/clients-openai2/bin/python -m pytest -m clients tests/clients
-	.cache/clients-openai3/bin/python -m pytest -m clients tests/clients
+	.cache/clients-openai2/bin/python -m pytest -m clients tests/clients --ignore tests/clients/test_messages.py
+	.cache/clients-openai3/bin/python -m pytest -m clients tests/clients --ignore tests/clients/test_messages.py
+	.cache/clients-anthropic/bin/python -m pytest -m clients tests/clients/test_messages.py
 
-.cache/clients-openai%/installed: pyproject.toml
+.cache/clients-%/installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(OPENAI_$*)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(OF_$*)
 	for site in $(@D)/lib/python3*/site-packages; do \
 		echo $(CURDIR)/.venv/$${site#$(@D)/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
 	touch $@
