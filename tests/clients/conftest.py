@@ -1,16 +1,19 @@
-"""OpenAI's own client, of the version that this interpreter has, as an agent's: `make test-clients`."""
+"""OpenAI's or Anthropic's own client, whichever this interpreter has, as an agent's: `make test-clients`."""
 
 import contextlib
 import importlib
-from collections.abc import AsyncIterator, Callable, Iterator
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from elastic.core.ids import parse_agent_id
+from elastic.core.ids import parse_agent_id, turn_of
 from elastic.core.types import TrajectoryId
+from elastic.front.tokenizer import Tokenizer
 from tests.front.fronted import Served, fronted, says
 from tests.front.live import agents_run, bearer, benchmark
 
@@ -38,16 +41,44 @@ class LiveRun:
     def client(self, key: str, path: str = "/v1", **settings: Any) -> Any:
         return importlib.import_module("openai").OpenAI(base_url=self.url + path, api_key=key, timeout=60, **settings)
 
+    def text(self, ids: Sequence[int]) -> str:
+        """What tokens of an answer say; the one that ends it says nothing."""
+        with benchmark("_agents") as module:
+            tokenizer = Tokenizer(Path(self.run.run_dir).parents[1] / module.MODEL)
+        decoder = tokenizer.decoder()
+        return decoder.feed([token for token in ids if token not in tokenizer.eos_token_ids]) + decoder.finish()
+
+    def answer(self, id: str, choice: int = 0) -> Any:
+        """The tokens of a turn as the journal has them, by the id of its answer."""
+        turn = turn_of(re.sub(r"^[a-z]+[-_]", "", id))
+        trajectory, _, number = turn.rpartition("/")
+        with benchmark("_agents") as module:
+            return module.played(module.RunDirectory(Path(self.run.run_dir))).answers[
+                f"{trajectory}/{int(number) + choice}"
+            ]
+
 
 class Trajectory:
     def __init__(self, run: LiveRun, id: str, key: str, base_url: str) -> None:
         self.run, self.id, self.key = run, id, key
         assert base_url == f"{run.url}/v1"
-        self.client = run.client(key)
+
+    @cached_property
+    def client(self) -> Any:
+        return self.run.client(self.key)
+
+    @cached_property
+    def anthropic(self) -> Any:
+        made = importlib.import_module("anthropic").Anthropic
+        return made(base_url=self.run.url, api_key=self.key, timeout=60)
 
     @property
     def name(self) -> TrajectoryId:
         return parse_agent_id(self.id)
+
+    def standing(self) -> dict[str, Any]:
+        answer = httpx.get(f"{self.run.url}/trajectories/{self.id}", headers=bearer(self.key), timeout=60)
+        return answer.json()
 
     def told(self, what: str, **body: Any) -> httpx.Response:
         return httpx.post(
@@ -59,6 +90,11 @@ class Trajectory:
 def openai() -> Any:
     """The client's module; `make test-clients` sets up the environments that have it."""
     return importlib.import_module("openai")
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> Any:
+    return importlib.import_module("anthropic")
 
 
 @pytest.fixture
@@ -84,6 +120,15 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
 
 
 @pytest.fixture
+def killable(tmp_path: Path) -> Iterator[LiveRun]:
+    """A run with a worker that can be killed, and the trainer's device while there is no other."""
+    settings = ("run.steps=1", "rollout.groups=1", "rollout.group_size=2", "front.tool_parser=hermes")
+    seeding = ("seeding.policy=fixed", "seeding.window_s=0")
+    with agents_run(tmp_path, *settings, *seeding) as under_way:
+        yield LiveRun(under_way)
+
+
+@pytest.fixture
 def trajectory(live: LiveRun) -> Trajectory:
     return live.begin()
 
@@ -91,11 +136,4 @@ def trajectory(live: LiveRun) -> Trajectory:
 @pytest.fixture
 def journaled(live: LiveRun) -> Callable[[str], Any]:
     """The tokens of a turn as the journal has them, by the id of its answer."""
-
-    def answer(id: str, choice: int = 0) -> Any:
-        trajectory, _, number = id.partition("-")[2].rpartition("-")
-        turn = f"{parse_agent_id(trajectory)}/{int(number) + choice}"
-        with benchmark("_agents") as module:
-            return module.played(module.RunDirectory(Path(live.run.run_dir))).answers[turn]
-
-    return answer
+    return live.answer
