@@ -72,6 +72,11 @@ class Trajectory:
         made = importlib.import_module("anthropic").Anthropic
         return made(base_url=self.run.url, api_key=self.key, timeout=60)
 
+    def close(self) -> None:
+        for name in ("client", "anthropic"):
+            if (client := self.__dict__.get(name)) is not None:
+                client.close()
+
     @property
     def name(self) -> TrajectoryId:
         return parse_agent_id(self.id)
@@ -129,8 +134,9 @@ def killable(tmp_path: Path) -> Iterator[LiveRun]:
 
 
 @pytest.fixture
-def trajectory(live: LiveRun) -> Trajectory:
-    return live.begin()
+def trajectory(live: LiveRun) -> Iterator[Trajectory]:
+    with contextlib.closing(live.begin()) as begun:
+        yield begun
 
 
 @pytest.fixture

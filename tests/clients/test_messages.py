@@ -1,5 +1,6 @@
 """What Anthropic's client makes of the Messages API, in its own types, and of a live run whose processes are killed."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,18 +164,17 @@ def streamed(trajectory: Trajectory, strike: Callable[[], None], messages: list[
 
 
 def test_a_front_and_a_worker_are_killed_under_streams(killable: LiveRun) -> None:
-    run, trajectory = killable.run, killable.begin()
+    run = killable.run
     messages = [*HELLO]
     answers: list[Any] = []
     breaks: list[int] = []
-    for strike in (
-        lambda: run.strike("front", run.fronts()),
-        lambda: run.strike("worker", run.workers()),
-    ):
-        answer, torn = streamed(trajectory, strike, messages)
-        answers.append(answer)
-        breaks.append(torn)
-        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And?"}]
+    strikes = (lambda: run.strike("front", run.fronts()), lambda: run.strike("worker", run.workers()))
+    with contextlib.closing(killable.begin()) as trajectory:
+        for strike in strikes:
+            answer, torn = streamed(trajectory, strike, messages)
+            answers.append(answer)
+            breaks.append(torn)
+            messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And?"}]
     assert run.kills == {"front": 2, "worker": 1}
     assert breaks[0] > 0
     assert breaks[1] == 0

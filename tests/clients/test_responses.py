@@ -1,7 +1,8 @@
 """What OpenAI's client makes of the Responses API, in its own types, and of a live run whose processes are killed."""
 
+import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +100,19 @@ def test_a_conversation_by_name(trajectory: Trajectory, journaled: Callable[...,
     assert trajectory.standing()["branches"] == 1
 
 
-def streamed(run: LiveRun, trajectory: Trajectory, strike: Callable[[], None], **body: Any) -> tuple[Any, int]:
+def streamed(trajectory: Trajectory, strike: Callable[[], None], **body: Any) -> tuple[Any, int]:
     """The response that is streamed, at whose first text something is struck; and how many streams broke before."""
     openai = __import__("openai")
     struck = False
     for torn in range(20):
         try:
-            stream = trajectory.client.responses.create(model="tiny", stream=True, **body, **LONG)
             last: Any = None
-            for event in stream:
-                if event.type == "response.output_text.delta" and not struck:
-                    struck = True
-                    strike()
-                last = event
+            with trajectory.client.responses.create(model="tiny", stream=True, **body, **LONG) as stream:
+                for event in stream:
+                    if event.type == "response.output_text.delta" and not struck:
+                        struck = True
+                        strike()
+                    last = event
             assert last.type in ("response.completed", "response.incomplete")
             return last.response, torn
         except (openai.APIConnectionError, openai.InternalServerError, httpx.TransportError):
@@ -120,26 +121,25 @@ def streamed(run: LiveRun, trajectory: Trajectory, strike: Callable[[], None], *
 
 
 def test_a_front_a_worker_and_the_orchestrator_are_killed_under_streams(killable: LiveRun) -> None:
-    run, trajectory = killable.run, killable.begin()
+    run = killable.run
 
     def orchestrator() -> None:
         run.kill("orchestrator")
         run.resume()
 
-    strikes: Iterator[Callable[[], None]] = iter(
-        (
-            lambda: run.strike("front", run.fronts()),
-            lambda: run.strike("worker", run.workers()),
-            orchestrator,
-        )
+    strikes = (
+        lambda: run.strike("front", run.fronts()),
+        lambda: run.strike("worker", run.workers()),
+        orchestrator,
     )
     answers: list[Any] = []
     breaks: list[int] = []
-    for strike in strikes:
-        previous = {"previous_response_id": answers[-1].id} if answers else {}
-        answer, torn = streamed(killable, trajectory, strike, input=f"What is {len(answers)}?", **previous)
-        answers.append(answer)
-        breaks.append(torn)
+    with contextlib.closing(killable.begin()) as trajectory:
+        for strike in strikes:
+            previous = {"previous_response_id": answers[-1].id} if answers else {}
+            answer, torn = streamed(trajectory, strike, input=f"What is {len(answers)}?", **previous)
+            answers.append(answer)
+            breaks.append(torn)
     assert run.kills == {"front": 2, "worker": 1, "orchestrator": 1}
     assert breaks[0] > 0
     assert breaks[1] == 0
