@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import _common  # noqa: F401  (the path)
 import uvloop
+from _spoken import CHAT, ROUTES, SpokenRoute
 
 from elastic.system.machine import raise_descriptor_limit
 
-CHAT = "/v1/chat/completions"
 SYSTEM = "You are a helpful assistant. You may call functions."
 QUESTION = "What is the sum of these numbers? Let me think about it once more, step by step."
 PATIENCE_S = 240.0
@@ -37,7 +37,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 class BeginChats(NamedTuple):
     """Open so many trajectories with a driver's key; answered by `ChatsDone`.
 
-    Without a `group_size` there are none to open: `key` is then everybody's.
+    Without a `group_size` there are none to open: `key` is then everybody's. All of them talk by one `route`.
     """
 
     host: str
@@ -45,6 +45,7 @@ class BeginChats(NamedTuple):
     key: str
     trajectories: int
     group_size: int = 0
+    route: str = CHAT
 
 
 class StreamChats(NamedTuple):
@@ -136,8 +137,9 @@ class _ChatAnswer:
 class _ChatConnection(asyncio.Protocol):
     """A connection for one request at a time."""
 
-    def __init__(self, probed: list[ProbedTokens]) -> None:
+    def __init__(self, probed: list[ProbedTokens], spoken: SpokenRoute) -> None:
         self._probed = probed
+        self._spoken = spoken
         self._transport: asyncio.Transport | None = None
         self._head = b""
         self._left = -1
@@ -181,13 +183,13 @@ class _ChatConnection(asyncio.Protocol):
             if not self._left:
                 answer.done.set_result(b"".join(answer.parts))
             return
-        events = data.count(b'"content":')
+        events = data.count(self._spoken.piece)
         if events:
             self.events += events
             answer.events += events
             if not answer.first_s:
                 answer.first_s = time.monotonic()
-                answer.turn = _turn_of(data)
+                answer.turn = _turn_of(data, self._spoken.identifier)
             if answer.probe and (at := data.rfind(b'"completion_tokens":')) >= 0:
                 self._probed.append(ProbedTokens(answer.turn, time.monotonic(), _number(data, at + 20)))
         if data.endswith(LAST_CHUNK):
@@ -309,11 +311,20 @@ class _Chatters:
         self._taken += count
         return self._keys[self._taken - count : self._taken]
 
+    @property
+    def route(self) -> str:
+        assert self._begin is not None
+        return self._begin.route
+
+    @property
+    def spoken(self) -> SpokenRoute:
+        return ROUTES[self.route]
+
     async def _connected(self) -> _ChatConnection:
         assert self._begin is not None
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
-            lambda: _ChatConnection(self._told.probed), self._begin.host, self._begin.port
+            lambda: _ChatConnection(self._told.probed, self.spoken), self._begin.host, self._begin.port
         )
         self._connections.append(connection)
         return connection
@@ -389,12 +400,13 @@ class _ChatAgent:
 
     async def say(self, max_tokens: int, *, talks: bool, probe: bool = False) -> None:
         self._messages.append({"role": "user", "content": QUESTION})
-        body: dict[str, Any] = {"model": "tiny", "messages": self._messages, "stream": True, "max_tokens": max_tokens}
+        spoken = self._chatters.spoken
+        body: dict[str, Any] = {**spoken.body(self._messages, max_tokens), "stream": True}
         if probe:
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-        request = _request(CHAT, self._key, json.dumps(body).encode())
+        request = _request(self._chatters.route, self._key, json.dumps(body).encode())
         answer = await self._chatters.turn(self._connection, request, talks=talks, probe=probe)
-        if not (text := _text(b"".join(answer.parts))):
+        if not (text := spoken.said(_events(b"".join(answer.parts)))):
             raise ServerFailed("the answer has no text, or did not end as it should")
         self._messages.append({"role": "assistant", "content": text})
 
@@ -413,10 +425,11 @@ def _length(head: bytes) -> int:
     return -1 if at < 0 else int(head[at + 15 :].split(b"\r\n", 1)[0])
 
 
-def _turn_of(data: bytes) -> str:
+def _turn_of(data: bytes, identifier: bytes) -> str:
     """The turn whose first event this is; what others than a run call it tells nothing."""
-    at = data.find(b'"id":"chatcmpl-')
-    return data[at + 15 : data.find(b'"', at + 15)].decode().replace("-", "/") if at >= 0 else ""
+    at = data.find(identifier)
+    begin = at + len(identifier)
+    return data[begin : data.find(b'"', begin)].decode().replace("-", "/") if at >= 0 else ""
 
 
 def _number(data: bytes, at: int) -> int:
@@ -426,8 +439,8 @@ def _number(data: bytes, at: int) -> int:
     return int(data[at:end])
 
 
-def _text(chunked: bytes) -> str:
-    """What a stream says; empty unless it ended as it should."""
+def _events(chunked: bytes) -> list[bytes]:
+    """The events of a stream; raises `ServerFailed` where the last one is not whole."""
     pieces: list[bytes] = []
     at = 0
     while True:
@@ -438,13 +451,6 @@ def _text(chunked: bytes) -> str:
         pieces.append(chunked[end + 2 : end + 2 + size])
         at = end + 2 + size + 2
     *events, rest = b"".join(pieces).split(b"\n\n")
-    if rest or events[-1] != b"data: [DONE]":
-        return ""
-    said: list[str] = []
-    finish = None
-    for event in events[:-1]:
-        if event.startswith(b"data: "):
-            for choice in json.loads(event[6:])["choices"]:
-                said.append(choice["delta"].get("content") or "")
-                finish = choice.get("finish_reason") or finish
-    return "".join(said) if finish else ""
+    if rest:
+        raise ServerFailed("the answer ends within an event")
+    return events

@@ -17,8 +17,12 @@ Of 64 streams, and under `streams` of both loads:
 - tokens_per_s, core_share, client_core_share, generator_core_share: what was carried, the share of a core that run and
   fronts took, and those of the agents' process and the stand-ins'.
 
+routes is the first load by each route, long turns alone: `us_per_token`, and its `ratio` to that of chats (a median of
+rounds, in each of which all routes are measured one after the other).
+
 bytes_per_token is what a token of an open trajectory takes of the memory of run and fronts: of so many `trajectories`
-with 32k tokens each, in turns that agents had from the fronts. `--quick` leaves out the second load.
+with 32k tokens each, in turns that agents had from the fronts. `--quick` leaves out the second load, and
+all routes but chats.
 
 Beside it, with the same agents and loads, are LiteLLM's proxy over a stub that streams one event a token, at what it
 carries (`litellm.us_per_token`, `ratio` is how many times ours that is), and vLLM's server and router.
@@ -53,6 +57,7 @@ from _chatters import (
 )
 from _common import emit, parser
 from _relays import cpu_s, install, litellm, skipped_without_litellm
+from _spoken import CHAT, ROUTES
 from _stand_ins import Look, StandInPace, TellTimes, TurnTimes
 from _streaming import (
     GROUP_SIZE,
@@ -166,8 +171,10 @@ class FrontedUse(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def fronted_run(trajectories: int, pace: StandInPace, streams: int) -> AsyncIterator[FrontedRun]:
-    """With so many trajectories open, of which so many have turns at once."""
+async def fronted_run(
+    trajectories: int, pace: StandInPace, streams: int, route: str = CHAT
+) -> AsyncIterator[FrontedRun]:
+    """With so many trajectories open, of which so many have turns at once, by one route."""
     workers = -(-streams // STREAMS_PER_WORKER)
     served: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     with tempfile.TemporaryDirectory() as checkpoint, contextlib.ExitStack() as ending:
@@ -185,7 +192,7 @@ async def fronted_run(trajectories: int, pace: StandInPace, streams: int) -> Asy
             url = await asyncio.wait_for(served, START_S)
             at = Address.parse(url.removeprefix("http://").removesuffix("/v1"))
             key = RunSecrets.of(run.kept.path).driver_key("main")
-            await chatters.ask(BeginChats(at.host, at.port, key, trajectories, GROUP_SIZE))
+            await chatters.ask(BeginChats(at.host, at.port, key, trajectories, GROUP_SIZE, route))
             known = run.scheduler.fleet.workers
             await until("workers", lambda: sum(worker.connected for worker in known.values()) == workers, START_S)
             yield FrontedRun(run, chatters, [psutil.Process(pid) for pid in _front_pids(run.kept.path)])
@@ -233,6 +240,21 @@ async def measure_load(load: ChatLoad, seconds: float) -> dict[str, Any]:
         "client_core_share": max(lasted.core_share, talk.core_share),
         "generator_core_share": lasted.generator_core_share,
         "turns": turns,
+    }
+
+
+async def measure_route(route: str, load: ChatLoad, seconds: float) -> dict[str, Any]:
+    pace = StandInPace(load.tokens_per_s, own_lengths=False, ids=WORDS)
+    async with fronted_run(load.streams, pace, load.streams, route) as run:
+        await run.agents.ask(StreamChats(load.streams, LONG_TOKENS, load.streams + 1))
+        if not await comes_true(lambda: run.streamed.streaming() == load.streams, START_S):
+            raise TimeoutError(f"{route}: of {load.streams} streams {run.streamed.streaming()} have begun")
+        await asyncio.sleep(SETTLE_S)
+        used, heard = await _window(run, seconds)
+    return {
+        "us_per_token": used.cpu_s / used.tokens * 1e6,
+        "fronts_us_per_token": used.fronts_s / used.tokens * 1e6,
+        "events_per_token": heard.events / used.tokens,
     }
 
 
@@ -349,18 +371,23 @@ def rivals(loads: Sequence[ChatLoad], seconds: float, looks: int, ours: dict[str
     return {"litellm": found, "vllm_server": vllm, "vllm_router": dict(vllm)}
 
 
-def in_process(results: Any, load: ChatLoad | None, amount: float) -> None:
-    """A run in a process of its own: a load for so many seconds, or so many trajectories to be filled."""
+def in_process(results: Any, load: ChatLoad | None, amount: float, route: str) -> None:
+    """A run in a process of its own: a load for so many seconds (by a route alone, if one is named), or so many
+    trajectories to be filled."""
     try:
-        results.send(run_loop(measure_load(load, amount) if load else weigh(round(amount))))
+        if load is not None and route:
+            measuring = measure_route(route, load, amount)
+        else:
+            measuring = measure_load(load, amount) if load else weigh(round(amount))
+        results.send(run_loop(measuring))
     except Exception as error:
         results.send(error)
         raise
 
 
-def measured(load: ChatLoad | None, amount: float) -> dict[str, Any]:
+def measured(load: ChatLoad | None, amount: float, route: str = "") -> dict[str, Any]:
     near, far = multiprocessing.Pipe()
-    process = multiprocessing.Process(target=in_process, args=(far, load, amount))
+    process = multiprocessing.Process(target=in_process, args=(far, load, amount, route))
     process.start()
     far.close()
     try:
@@ -377,6 +404,17 @@ def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {key: median(one[key] for one in rounds) for key in rounds[0]}
 
 
+def by_route(load: ChatLoad, seconds: float, rounds: int) -> dict[str, dict[str, Any]]:
+    found = {route: list[dict[str, Any]]() for route in ROUTES}
+    for _ in range(rounds):
+        chat: dict[str, Any] = {}
+        for route, figures in found.items():
+            one = measured(load, seconds, route)
+            chat = chat or one
+            figures.append({**one, "ratio": one["us_per_token"] / chat["us_per_token"]})
+    return {route: middle(figures) for route, figures in found.items()}
+
+
 def main(*, quick: bool, with_litellm: bool) -> dict[str, Any]:
     seconds, rounds, looks = (2.0, 1, RIVAL_LOOKS_QUICK) if quick else (10.0, 3, RIVAL_LOOKS)
     skipped = install() if with_litellm else skipped_without_litellm()
@@ -391,6 +429,9 @@ def main(*, quick: bool, with_litellm: bool) -> dict[str, Any]:
         **streams[str(LOADS[0].streams)],
         **measured(None, FILLED // share),
         "streams": streams,
+        "routes": {CHAT: {"us_per_token": streams[str(LOADS[0].streams)]["us_per_token"], "ratio": 1.0}}
+        if quick
+        else by_route(LOADS[0], seconds, rounds),
         **rivals(loads, seconds, looks, streams, skipped),
     }
 
