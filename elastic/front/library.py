@@ -69,6 +69,8 @@ class LibraryRenderer:
         self._name = name
         self._guards = Guards(tokenizer)
         self._tokens = _LibraryTokenizer(tokenizer)
+        named = self._parsers.named
+        self.unread = "" if self._parsers.reads_calls or not named else "front.tool_parser names nobody who reads calls"
         self._made: dict[bytes, Any] = {}
         try:
             self._plain = self._renderer({})
@@ -77,8 +79,8 @@ class LibraryRenderer:
         self.stop_token_ids = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *self._plain.get_stop_token_ids())))
 
     @property
-    def reads_calls(self) -> bool:
-        return self._parsers.reads_calls or not self._parsers.named
+    def reads_reasoning(self) -> bool:
+        return self._parsers.reads_reasoning or not self._parsers.named
 
     def prompt(
         self,
@@ -86,15 +88,25 @@ class LibraryRenderer:
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any],
     ) -> list[int]:
-        mark, guarded = self._guards.guarded(plain_messages(messages), tools, template_kwargs)
+        return self._rendered(messages, tools, template_kwargs, generation=True)
+
+    def answered(
+        self,
+        messages: Sequence[AnyMessage],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
+    ) -> list[int]:
+        return self._rendered(messages, tools, template_kwargs, generation=False)
+
+    def _rendered(self, messages: Sequence[AnyMessage], tools: Any, kwargs: Any, generation: bool) -> list[int]:
+        mark, guarded = self._guards.guarded(plain_messages(messages), tools, kwargs)
+
+        def render() -> list[int]:
+            renderer = self._renderer(guarded.kwargs)
+            return renderer.render_ids(guarded.messages, tools=guarded.tools, add_generation_prompt=generation)
+
         with self._tokens.without(mark):
-            return list(
-                self._asked(
-                    lambda: self._renderer(guarded.kwargs).render_ids(
-                        guarded.messages, tools=guarded.tools, add_generation_prompt=True
-                    )
-                )
-            )
+            return list(self._asked(render))
 
     def more(
         self,

@@ -228,8 +228,8 @@ def _said(
 def _calls_tools(model: ServedModel, tools: Sequence[Mapping[str, Any]] | None, choice: str) -> bool:
     """Whether calls of tools are looked for in answers."""
     calls_tools = tools is not None and choice != "none"
-    if calls_tools and not model.renderer.reads_calls:
-        said = "tools: nothing here reads their calls; name one in front.tool_parser, or send tool_choice 'none'"
+    if calls_tools and model.renderer.unread:
+        said = f"tools: {model.renderer.unread}; or send tool_choice 'none'"
         raise FrontError(400, said, "tools", "unsupported_parameter")
     return calls_tools
 

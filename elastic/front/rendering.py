@@ -11,16 +11,33 @@ A `ChatRenderer` renders a conversation whole (`prompt`), or what comes behind a
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import structlog
 
 from elastic.front import library
 from elastic.front.messages import AnyMessage, head_digest
+from elastic.front.probing import (
+    ANSWER,
+    CALL,
+    CALLS_UNREAD,
+    QUESTION,
+    RESULT,
+    RESULT_TEXT,
+    TOOL,
+    Habits,
+    Parse,
+    Tools,
+    habits_of,
+    losses_of,
+    reads_calls,
+    reads_reasoning,
+)
 from elastic.front.reading import TAIL_TOKENS, AnswerParsers, AnswerReader
-from elastic.front.reasoning_grammars import THOUGHT
-from elastic.front.templates import ChatTemplate, RendererError, RenderingError, now_here, plain_messages
+from elastic.front.reasoning_grammars import REASONING_PARSERS, THOUGHT
+from elastic.front.templates import ChatTemplate, Conversation, RendererError, RenderingError, plain_messages
 from elastic.front.tokenizer import ControlTextError, Tokenizer
+from elastic.front.tool_grammars import TOOL_PARSERS
 from elastic.protocol.openai.answers import ParsedAnswer
 
 log = structlog.get_logger(__name__)
@@ -28,26 +45,25 @@ log = structlog.get_logger(__name__)
 SETTINGS_MAX = 256
 """Most template settings whose probes are remembered."""
 
-_QUESTION, _ANSWER, _THOUGHT, _RESULT = "elastic-question", "elastic-answer", "elastic-thought", "elastic-result"
-_CALL = {"id": "call00000", "type": "function", "function": {"name": "elastic", "arguments": {"value": 1}}}
-_TOOL = {"type": "function", "function": {"name": "elastic", "description": "", "parameters": {"type": "object"}}}
 
-Tools = Sequence[Mapping[str, Any]] | None
+NO_PARSER = "nothing here reads calls of tools"
 
 
 class ChatRenderer(Protocol):
     """Makes tokens of messages, and messages of answers.
 
     stop_token_ids: end an answer.
+    unread: why calls of tools are not read out of answers, as clients are told; empty if they are read.
     ids_before: how many tokens before the answer `more` and `parse` read, at most.
     """
 
     stop_token_ids: tuple[int, ...]
     ids_before: int
+    unread: str
 
     @property
-    def reads_calls(self) -> bool:
-        """Whether calls of tools are read out of answers."""
+    def reads_reasoning(self) -> bool:
+        """Whether reasoning is read out of answers."""
         ...
 
     def prompt(self, messages: Sequence[AnyMessage], tools: Tools, template_kwargs: Mapping[str, Any]) -> list[int]:
@@ -73,6 +89,10 @@ class ChatRenderer(Protocol):
         """
         ...
 
+    def answered(self, messages: Sequence[AnyMessage], tools: Tools, template_kwargs: Mapping[str, Any]) -> list[int]:
+        """The whole conversation, up to where its last message is closed. Raises `RenderingError`."""
+        ...
+
     def parse(
         self,
         token_ids: Sequence[int],
@@ -95,23 +115,6 @@ class ChatRenderer(Protocol):
         ...
 
 
-class _Habits(NamedTuple):
-    """What probes show of a template, for some settings.
-
-    closing: what closes an assistant's message. It begins with a control token, `closing_id`.
-    thought: the reasoning that stands for that of earlier answers; empty for a template that shows none.
-    after_user, after_tools: whether the rendering stays a prefix where a user's message, or tools' results, follow.
-    drops_thoughts: whether reasoning within an answer's content is left out of its message.
-    """
-
-    closing: str
-    closing_id: int
-    thought: str
-    after_user: bool
-    after_tools: bool
-    drops_thoughts: bool
-
-
 class TemplateRenderer:
     ids_before = TAIL_TOKENS
 
@@ -120,23 +123,27 @@ class TemplateRenderer:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
         self._answers = AnswerParsers(tokenizer, tool_parser, reasoning_parser)
-        self._known: dict[tuple[bool, bytes], _Habits | None] = {}
-        closing = None if (habits := self._habits(None, {})) is None else habits.closing_id
-        ends = tokenizer.eos_token_ids if closing is None else (*tokenizer.eos_token_ids, closing)
-        self.stop_token_ids = tuple(dict.fromkeys(ends))
+        self.unread = "" if self._answers.reads_calls else NO_PARSER
+        self._known: dict[tuple[bool, bytes], Habits | None] = {}
+        habits = self._habits(None, {})
+        closings = () if habits is None else (habits.closing, habits.closing_of_calls)
+        ends = [number for closing in closings if (number := tokenizer.control_at_start(closing)) is not None]
+        self.stop_token_ids = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *ends)))
+        self._openers = {*self.stop_token_ids} - {tokenizer.token_id(tokenizer.named.get("eos_token", ""))}
+        """Tokens that end an answer since they begin a message, in templates that close none."""
 
     @property
-    def reads_calls(self) -> bool:
-        return self._answers.reads_calls
+    def reads_reasoning(self) -> bool:
+        return self._answers.reads_reasoning
 
     @property
     def habits(self) -> dict[str, Any]:
         """What the log says of the template."""
-        habits, with_tools = self._habits(None, {}), self._habits([_TOOL], {})
+        habits, with_tools = self._habits(None, {}), self._habits([TOOL], {})
         return {
             "continues": bool(habits and habits.after_user),
             "continues_behind_tools": bool(with_tools and with_tools.after_tools),
-            "closes_messages_with": habits and self._tokenizer.token(habits.closing_id),
+            "closes_messages_with": habits and habits.closing.strip(),
         }
 
     def prompt(self, messages: Sequence[AnyMessage], tools: Tools, template_kwargs: Mapping[str, Any]) -> list[int]:
@@ -156,25 +163,33 @@ class TemplateRenderer:
         if messages[matched - 1].get("role") != "assistant":
             return [] if matched == len(messages) and answer_tokens == 0 else None
         habits = self._habits(tools, template_kwargs)
-        if habits is None or not self._continues(
-            habits, messages[matched:], so_far[max(len(so_far) - answer_tokens, 0) :]
-        ):
+        answer = so_far[max(len(so_far) - answer_tokens, 0) :]
+        if habits is None or not self._continues(habits, messages[matched:], answer):
             return None
         plain = plain_messages(messages)
-        for message in plain[:matched]:
-            if message["role"] == "assistant":
-                message["reasoning_content"] = habits.thought
-        conversation = self._template.given(plain, tools, template_kwargs)
-        try:
-            before = conversation.text(matched)
-        except RenderingError:
-            return None  # a template that takes the whole alone
-        whole = conversation.text(generation=True)
-        if not whole.startswith(before) or not before.endswith(habits.closing):
-            return None
-        ids = self._encode(conversation.coded(habits.closing + whole[len(before) :]))
-        closed = answer_tokens > 0 and list(so_far[-1:]) == [habits.closing_id]
-        return ids[1:] if closed else ids
+        closing = habits.closing_of_calls if plain[matched - 1].get("tool_calls") else habits.closing
+        for thought in dict.fromkeys((habits.thought, "")):
+            conversation = self._template.given(_placeholders(plain, matched, thought), tools, template_kwargs)
+            try:
+                before = conversation.text(matched)
+            except RenderingError:
+                continue  # a template that takes the whole alone, or no reasoning beside the rest
+            whole = conversation.text(generation=True)
+            if whole.startswith(before) and before.endswith(closing):
+                return self._behind(conversation, closing, closing + whole[len(before) :], answer)
+        return None
+
+    def _behind(self, conversation: Conversation, closing: str, text: str, answer: Sequence[int]) -> list[int] | None:
+        """The tokens behind an answer of a text that begins with what closes its message."""
+        end, last = self._tokenizer.control_at_start(text), answer[-1] if answer else None
+        if end is None or (not closing and last != end and last in self._openers):
+            return None  # for instance, the answer has begun another message than the one that follows
+        ids = self._encode(conversation.coded(text))
+        return ids[1:] if last == end else ids
+
+    def answered(self, messages: Sequence[AnyMessage], tools: Tools, template_kwargs: Mapping[str, Any]) -> list[int]:
+        conversation = self._template.given(plain_messages(messages), tools, template_kwargs)
+        return self._encode(conversation.coded(conversation.text()))
 
     def parse(
         self,
@@ -200,72 +215,21 @@ class TemplateRenderer:
         except ControlTextError as error:
             raise RenderingError(str(error)) from error
 
-    def _continues(self, habits: _Habits, new: Sequence[AnyMessage], answer: Sequence[int]) -> bool:
+    def _continues(self, habits: Habits, new: Sequence[AnyMessage], answer: Sequence[int]) -> bool:
         """Whether the rendering stays a prefix behind such an answer, where such messages follow."""
         roles = {message.get("role") for message in new}
         if not (habits.after_tools if "tool" in roles else habits.after_user):
             return False
         return not habits.drops_thoughts or THOUGHT not in self._tokenizer.decode(answer, special=True)
 
-    # Probes.
-
-    def _habits(self, tools: Tools, template_kwargs: Mapping[str, Any]) -> _Habits | None:
+    def _habits(self, tools: Tools, template_kwargs: Mapping[str, Any]) -> Habits | None:
         """None where an answer cannot be gone on from."""
         key = bool(tools), head_digest(None, template_kwargs)
         if key not in self._known:
             if len(self._known) >= SETTINGS_MAX:
                 self._known.clear()
-            probe = _Probe(self._tokenizer, self._template, [_TOOL] if tools else None, template_kwargs)
-            self._known[key] = probe.habits()
+            self._known[key] = habits_of(self._tokenizer, self._template, bool(tools), template_kwargs)
         return self._known[key]
-
-
-class _Probe:
-    """Renders made-up conversations."""
-
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, tools: Tools, kwargs: Mapping[str, Any]) -> None:
-        self._tokenizer = tokenizer
-        self._template = template
-        self._tools = tools
-        self._kwargs = kwargs
-        self._now = now_here()
-
-    def habits(self) -> _Habits | None:
-        """Tried with reasoning in answers at first, and without where that is not how answers are rendered."""
-        return next((habits for thought in (_THOUGHT, "") if (habits := self._with(thought)) is not None), None)
-
-    def _with(self, thought: str) -> _Habits | None:
-        question = {"role": "user", "content": _QUESTION}
-        answer = {"role": "assistant", "content": _ANSWER} | ({"reasoning_content": thought} if thought else {})
-        prompt = self._text([question], generation=True)
-        answered = self._text([question, answer])
-        inline = self._text([question, {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}])
-        if prompt is None or answered is None or not answered.startswith(prompt) or answered.count(_ANSWER) != 1:
-            return None
-        closing = answered.partition(_ANSWER)[2].lstrip()
-        closing_id = self._tokenizer.control_at_start(closing)
-        if closing_id is None:
-            return None
-        calling = {**answer, "tool_calls": [_CALL]}
-        result = {"role": "tool", "content": _RESULT, "tool_call_id": _CALL["id"], "name": "elastic"}
-        return _Habits(
-            closing,
-            closing_id,
-            thought,
-            after_user=self._stays([question, answer], question),
-            after_tools=self._stays([question, calling], result),
-            drops_thoughts=inline is None or _THOUGHT not in inline,
-        )
-
-    def _stays(self, messages: list[dict[str, Any]], new: dict[str, Any]) -> bool:
-        before, whole = self._text(messages), self._text([*messages, new], generation=True)
-        return before is not None and whole is not None and whole.startswith(before)
-
-    def _text(self, messages: list[dict[str, Any]], generation: bool = False) -> str | None:
-        try:
-            return self._template.given(messages, self._tools, self._kwargs, self._now).text(generation=generation)
-        except RenderingError:
-            return None
 
 
 def make_renderer(
@@ -274,14 +238,12 @@ def make_renderer(
     """The renderer by this name: `template`, one of the `renderers` library's, or `auto`.
 
     `auto` takes the library's for a checkpoint that says that it is a published model, if both render that model alike,
-    and the template otherwise. Raises `RendererError`.
+    and the template otherwise. What answers lose that are rendered, parsed and rendered once more is logged. Raises
+    `RendererError`.
     """
     by_template = TemplateRenderer(tokenizer, tool_parser, reasoning_parser)
     names = library.names() if renderer not in ("auto", "template") else []
-    if renderer in names:
-        log.info("renderer", renderer=renderer)
-        return library.LibraryRenderer(tokenizer, renderer, tool_parser, reasoning_parser)
-    if renderer not in ("auto", "template"):
+    if renderer not in ("auto", "template", *names):
         lacks = (
             ""
             if names
@@ -289,29 +251,95 @@ def make_renderer(
         )
         allowed = ", ".join(map(repr, ["auto", "template", *names]))
         raise RendererError(f"front.renderer: found {renderer!r}; allowed: {allowed}{lacks}")
-    if renderer == "auto" and (published := library.name_for(tokenizer.hub_name)):
-        try:
-            chosen = library.LibraryRenderer(tokenizer, published, tool_parser, reasoning_parser)
-            if tokenizer.template is None or _alike(chosen, by_template):
-                log.info("renderer", renderer=published, model=tokenizer.hub_name)
-                return chosen
-            log.warning("the checkpoint's template is not the published one", model=tokenizer.hub_name)
-        except RendererError as error:
-            log.warning("the checkpoint's tokenizer is not the published one", reason=str(error))
-    log.info("renderer", renderer="template", **by_template.habits)
-    return by_template
+    chosen: ChatRenderer = by_template
+    if renderer in names:
+        chosen = library.LibraryRenderer(tokenizer, renderer, tool_parser, reasoning_parser)
+        log.info("renderer", renderer=renderer)
+    elif renderer == "auto" and (published := _published(tokenizer, by_template, tool_parser, reasoning_parser)):
+        chosen = published
+    else:
+        log.info("renderer", renderer="template", **by_template.habits)
+    if tokenizer.templates or chosen is not by_template:
+        _tell_losses(chosen, tokenizer, tool_parser)
+    return chosen
+
+
+def _published(
+    tokenizer: Tokenizer, by_template: TemplateRenderer, tool_parser: str, reasoning_parser: str
+) -> ChatRenderer | None:
+    """The library's renderer for the model that a checkpoint says to be, if it renders that as its template does."""
+    name = library.name_for(tokenizer.hub_name)
+    if not name:
+        return None
+    try:
+        chosen = library.LibraryRenderer(tokenizer, name, tool_parser, reasoning_parser)
+    except RendererError as error:
+        log.warning("the checkpoint's tokenizer is not the published one", reason=str(error))
+        return None
+    if tokenizer.template is not None and not _alike(chosen, by_template):
+        log.warning("the checkpoint's template is not the published one", model=tokenizer.hub_name)
+        return None
+    log.info("renderer", renderer=name, model=tokenizer.hub_name)
+    return chosen
+
+
+def _tell_losses(chosen: ChatRenderer, tokenizer: Tokenizer, tool_parser: str) -> None:
+    """Log what is lost of answers, and which parsers would lose less. Tools whose calls are not read are refused."""
+    losses = losses_of(chosen, tokenizer, chosen.parse, not chosen.unread, chosen.reads_reasoning)
+    if losses:
+        log.warning("answers that are rendered and parsed lose something", lost=losses)
+    if CALLS_UNREAD in losses:
+        chosen.unread = f"front.tool_parser {tool_parser!r} does not read calls as this model's template writes them"
+    if chosen.unread:
+        better = [
+            one
+            for one in TOOL_PARSERS
+            if one != tool_parser and reads_calls(chosen, tokenizer, _parse_with(tokenizer, one, ""))
+        ]
+        advice = (
+            f"front.tool_parser = {' or '.join(map(repr, better))} does" if better else "front.tool_parser names one"
+        )
+        chosen.unread += f"; {advice}"
+        log.info("agents cannot use tools", reason=chosen.unread)
+    if not chosen.reads_reasoning:
+        better = [
+            one for one in REASONING_PARSERS if reads_reasoning(chosen, tokenizer, _parse_with(tokenizer, "", one))
+        ]
+        if better:
+            log.info("reasoning stays in the text of answers", read_by_front_reasoning_parser=better)
+
+
+def _parse_with(tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str) -> Parse:
+    parsers = AnswerParsers(tokenizer, tool_parser, reasoning_parser)
+    return lambda ids, prompt_ids, tools: parsers.reader(prompt_ids, tools, "").whole(ids)
+
+
+def _placeholders(plain: Sequence[Mapping[str, Any]], matched: int, thought: str) -> list[dict[str, Any]]:
+    """The same messages, but for what of the first ones is no part of what follows: their reasoning, and arguments that
+    are no JSON, which not all templates take."""
+    messages = [dict(message) for message in plain]
+    for message in messages[:matched]:
+        if message["role"] != "assistant":
+            continue
+        message["reasoning_content"] = thought
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [_with_arguments(call) for call in calls]
+    return messages
+
+
+def _with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    return call if not isinstance(function["arguments"], str) else {**call, "function": {**function, "arguments": {}}}
 
 
 def _alike(one: ChatRenderer, other: ChatRenderer) -> bool:
     """Whether both render some conversations to the same tokens."""
-    question = {"role": "user", "content": _QUESTION}
-    calling = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-    result = {"role": "tool", "content": _RESULT, "tool_call_id": _CALL["id"], "name": "elastic"}
-    answer = {"role": "assistant", "content": _ANSWER}
+    calling = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    answer = {"role": "assistant", "content": ANSWER}
     conversations: list[tuple[list[dict[str, Any]], Tools]] = [
-        ([question], None),
-        ([{"role": "system", "content": _RESULT}, question, answer, question], None),
-        ([question, calling, result, answer, question], [_TOOL]),
+        ([QUESTION], None),
+        ([{"role": "system", "content": RESULT_TEXT}, QUESTION, answer, QUESTION], None),
+        ([QUESTION, calling, RESULT, answer, QUESTION], [TOOL]),
     ]
     try:
         return all(

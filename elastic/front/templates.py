@@ -31,12 +31,6 @@ PRIVATE_CHARACTERS = range(0xF0000, 0xFFFFE)
 _ROLE = re.compile("[A-Za-z_]+")
 _PROBE = "elastic-probe"
 _QUESTION = {"role": "user", "content": _PROBE}
-_CALL = {"name": "elastic", "arguments": {"value": _PROBE}}
-_CALLING = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"id": "call00000", "type": "function", "function": _CALL}],
-}
 
 
 class RendererError(ConfigError):
@@ -68,8 +62,10 @@ class ChatTemplate:
         self._wants = _Wants()
         if "default" in self._compiled:
             self._wants = self._better([_QUESTION], self._wants._replace(parts=True))
-            calling = [{"role": "user", "content": "x"}, _CALLING]
-            self._wants = self._better(calling, self._wants._replace(text_arguments=True))
+            self._wants = self._better(_calling({"value": _PROBE}), self._wants._replace(text_arguments=True))
+            self._wants = self._better(_calling("no JSON: " + _PROBE), self._wants._replace(named_arguments=True))
+            for key in ("thinking", "reasoning"):
+                self._wants = self._better(_calling({}, _PROBE), self._wants._replace(thought=key))
 
     def given(
         self,
@@ -148,18 +144,30 @@ class Conversation:
 
 
 class _Wants(NamedTuple):
-    """How a template wants messages: content in parts, arguments of calls as text."""
+    """How a template wants messages.
+
+    parts: content in parts.
+    text_arguments: arguments of calls as the text of JSON.
+    named_arguments: nothing but objects as arguments; a text that is no JSON becomes one.
+    thought: what a message's reasoning is called.
+    """
 
     parts: bool = False
     text_arguments: bool = False
+    named_arguments: bool = False
+    thought: str = ""
 
     def shape(self, message: dict[str, Any]) -> None:
         if self.parts:
             message["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
-        if self.text_arguments:
-            for call in message.get("tool_calls", ()):
-                if not isinstance(arguments := call["function"]["arguments"], str):
-                    call["function"]["arguments"] = _to_json(arguments)
+        if self.thought and "reasoning_content" in message:
+            message[self.thought] = message["reasoning_content"]
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            if self.text_arguments and not isinstance(arguments, str):
+                call["function"]["arguments"] = _to_json(arguments)
+            elif self.named_arguments and not isinstance(arguments, dict):
+                call["function"]["arguments"] = {"arguments": arguments}
 
 
 class Guarded(NamedTuple):
@@ -204,6 +212,14 @@ class Guards:
             except _MarkFound:
                 continue
         raise RenderingError("the messages use up all private characters of Unicode")
+
+
+def _calling(arguments: Any, thought: str = "") -> list[dict[str, Any]]:
+    """A conversation with a call, for probes."""
+    call = {"id": "call00000", "type": "function", "function": {"name": "elastic", "arguments": arguments}}
+    reasoning = {"reasoning_content": thought} if thought else {}
+    answer = {"role": "assistant", "content": "", **reasoning, "tool_calls": [call]}
+    return [{"role": "user", "content": "x"}, answer]
 
 
 def plain_messages(messages: Sequence[AnyMessage]) -> list[dict[str, Any]]:

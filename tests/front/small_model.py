@@ -47,7 +47,7 @@ class BracketRenderer:
     ids_before = ALL_IDS
 
     def __init__(self, reasons: bool = False, reads_calls: bool = True) -> None:
-        self.reads_calls = reads_calls
+        self.unread = "" if reads_calls else "nothing reads calls: front.tool_parser"
         self._reasons = reasons
 
     def plain(self, calls_tools: bool) -> bool:

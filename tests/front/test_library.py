@@ -106,7 +106,7 @@ def test_answers_are_read_as_the_library_reads_them_but_for_what_is_no_call(
     reader = renderer.reader(None, [TOOL], turn="t")
     pieces = [reader.parser.feed(reader.decoder.feed([number])) for number in ids]
     assert [len(piece.tool_calls) for piece in pieces].count(1) > 2
-    assert renderer.reads_calls
+    assert not renderer.unread
     assert not renderer.plain(False)
 
 

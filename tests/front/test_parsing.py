@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elastic.front.parsing import AnswerParser
 from elastic.front.reading import AnswerParsers
 from elastic.front.reasoning_grammars import REASONING_PARSERS, Situation, ends_in_reasoning
-from elastic.front.rendering import TemplateRenderer
+from elastic.front.rendering import NO_PARSER, TemplateRenderer
 from elastic.front.templates import RendererError
 from elastic.front.tokenizer import Tokenizer
 from elastic.front.tool_grammars import TOOL_PARSERS
@@ -539,7 +539,7 @@ def test_an_answer_as_a_message(tiny: Tokenizer) -> None:
 
 def test_whether_anything_is_parsed(tiny: Tokenizer) -> None:
     plain = TemplateRenderer(tiny)
-    assert (plain.plain(True), plain.plain(False), plain.reads_calls) == (True, True, False)
+    assert (plain.plain(True), plain.plain(False), plain.unread) == (True, True, NO_PARSER)
     tools = TemplateRenderer(tiny, "hermes")
-    assert (tools.plain(True), tools.plain(False), tools.reads_calls) == (False, True, True)
+    assert (tools.plain(True), tools.plain(False), tools.unread) == (False, True, "")
     assert not TemplateRenderer(tiny, reasoning_parser="qwen3").plain(False)
