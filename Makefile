@@ -28,7 +28,7 @@ serve: setup
 
 # Most tests share the cores, with the checks as well; those that fill the cores, or are judged by the clock, come after
 # them, one by one.
-ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres and not trl and not clients
+ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres and not trl and not clients and not trainers
 
 test: setup
 	$(MAKE) --no-print-directory --jobs=2 check test-shared
@@ -104,6 +104,10 @@ test-trl: setup .cache/trl/installed
 	for site in .cache/trl/lib/python3*/site-packages; do \
 		echo $(CURDIR)/.venv/$${site#.cache/trl/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
 	touch $@
+
+# Trainers of other people's models: more architectures than CI looks at, and whole runs.
+test-trainer: setup
+	$(BIN)/python -m pytest -m trainers tests/trainer tests/cli
 
 # What agents bring, in environments of their own, which borrow everything else: renderers with the real chat model, and
 # against a live run OpenAI's client, of both majors in use, and Anthropic's.

@@ -45,6 +45,7 @@ COMMANDS = {
     ),
     "prepare": ("run", "Make an example's base policy by a short supervised warm-up, once."),
     "report": ("report", "Write a run's report: what it cost, what it gained, where every GPU-second went."),
+    "export": ("export", "Write a run's policy as a Hugging Face directory, with its tokenizer and a model card."),
     "cap": (
         "control",
         "Limit how many GPUs of a provider a run holds from now on: what exceeds that drains, and no token is lost.",

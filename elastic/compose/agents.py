@@ -18,6 +18,7 @@ from elastic.protocol.proxies import VARIABLES as PROXIES
 from elastic.protocol.proxies import HttpSettingsError, proxy_for
 from elastic.runtime.agents import AgentLimits, AgentsWiring, ChatLimits, ServingFronts, UpstreamBounds
 from elastic.runtime.journal import AGENTS
+from elastic.runtime.validation import vocabulary
 from elastic.system.given import read_text
 from elastic.system.processes import inherited
 
@@ -42,7 +43,7 @@ def agent_limits(config: Config) -> AgentLimits | None:
         pinned=frozenset(config.rollout.pin),
         max_turns=min(config.rollout.max_turns, config.front.trajectory_turns_max),
         max_context_tokens=config.engine.max_context_tokens,
-        vocab_size=model.get("vocab_size", INTEGER_MAX),
+        vocab_size=vocabulary(model, INTEGER_MAX),
         open_turns_max=config.front.open_turns_max,
         deadline_s=settings.deadline_s,
         idle_s=settings.idle_s,

@@ -117,8 +117,23 @@ def _in_turns(config: Config) -> Config:
     return config.model_copy(update={"provisioning": provisioning, "seeding": seeding})
 
 
+def _from_hub(config: Config) -> Config:
+    """With the directory of a base policy that is in the Hugging Face Hub's cache on this machine."""
+    checkpoint = config.model.checkpoint
+    if checkpoint.exists() or not HUB_ID.fullmatch(str(checkpoint)):
+        return config
+    try:
+        from huggingface_hub import snapshot_download
+
+        directory = Path(snapshot_download(str(checkpoint), local_files_only=True))
+    except (ImportError, OSError):
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"checkpoint": directory})})
+
+
 def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPlan:
     """Check everything that can be checked before a process starts. Raises `ConfigError`."""
+    config = _from_hub(config)
     types: dict[str, type[Provider]] = {}
     settings: dict[str, ProviderSettings] = {}
     names = list(dict.fromkeys(provider_names))
@@ -242,8 +257,9 @@ def read_model_config(config: Config) -> dict[str, Any]:
         checkpoint = config.model.checkpoint
         if not checkpoint.exists() and HUB_ID.fullmatch(str(checkpoint)):
             raise ConfigError(
-                f"model.checkpoint: found {str(checkpoint)!r}, a name as on the Hugging Face Hub; "
-                f"allowed: a directory, such as the one that `hf download {checkpoint} --local-dir DIR` makes"
+                f"model.checkpoint: found {str(checkpoint)!r}, a name as on the Hugging Face Hub that is not in its "
+                f"cache here; allowed: a directory, such as the one that `hf download {checkpoint} --local-dir DIR` "
+                f"makes, or a name that `hf download {checkpoint}` has put there"
             ) from error
         raise ConfigError(
             f"model.checkpoint: {path} cannot be read ({error.strerror}); "
@@ -302,9 +318,10 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
 
         if not torch.cuda.is_available():
             raise ConfigError("engine.device: found 'cuda', but no CUDA device is here; allowed: 'auto', 'cpu'")
-    read_model_config(config)
+    model = read_model_config(config)
     kind, settings = resolve_trainer(config.trainer, "")
     policy = kind.examine(config, settings)
+    _check_engines(plan, model)
     if policy.vocab_size < words:
         raise ConfigError(
             f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {policy.vocab_size} tokens; "
@@ -313,6 +330,17 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
     _check_pulls(config, BFLOAT16_BYTES * policy.parameters)
     if resumed is not None and any((resumed / CHECKPOINTS).glob("*.safetensors")):
         _check_checkpoint(config, resumed)
+
+
+def _check_engines(plan: RunPlan, model: Mapping[str, Any]) -> None:
+    """Every engine of the run can serve the model; engines of third parties need not say."""
+    for provider in (TRAINER_PROVIDER, *plan.providers):
+        config, place = plan.engine(provider), ("trainer",) if provider == TRAINER_PROVIDER else ("providers", provider)
+        kind, _ = resolve_engine(config, "")
+        unfit = getattr(kind, "unfit", None)
+        if unfit is not None and (why := unfit(model)):
+            problem = f"found {config.kind!r}, which cannot serve {plan.config.model.checkpoint}: {why}"
+            raise ConfigError(ConfigProblem(f"{problem}; allowed: 'vllm'", (*place, "engine", "kind")))
 
 
 def _check_checkpoint(config: Config, resumed: Path) -> None:

@@ -56,6 +56,7 @@ from elastic.runtime.scribe import Scribe
 from elastic.runtime.snapshot import saturated
 from elastic.runtime.status import RunStatus, UpstreamStatus
 from elastic.runtime.trainer import GatewayTrainer, kept_steps
+from elastic.runtime.validation import vocabulary
 from elastic.system.boot_clock import boottime_ns, suspended_ns
 from elastic.system.machine import CpuSampler
 from elastic.weights.rights import RelayRights
@@ -294,7 +295,7 @@ class Orchestrator:
                     stop_token_ids=wiring.stop_token_ids,
                     temperature=config.rollout.temperature,
                 ),
-                wiring.welcome.model.get("vocab_size", INTEGER_MAX),
+                vocabulary(wiring.welcome.model, INTEGER_MAX),
             ),
             wiring.make_environment,
             run.feed,

@@ -47,10 +47,18 @@ def bounds_of(engine: Mapping[str, Any], model: Mapping[str, Any], *, trains: bo
     """`engine` and `model` as in `wire.Welcome`; what they leave open is not bounded."""
     max_batch, max_pending = engine.get("max_batch"), engine.get("max_pending")
     return Bounds(
-        vocab_size=model.get("vocab_size", IDS_MAX),
+        vocab_size=vocabulary(model, IDS_MAX),
         capacity_turns=INTEGER_MAX if max_batch is None or max_pending is None else max_batch + max_pending,
         trains=trains,
     )
+
+
+def vocabulary(model: Mapping[str, Any], unknown: int) -> int:
+    """The size that a model's `config.json` says of its vocabulary, itself or in its nested text config."""
+    nested = model.get("text_config")
+    own = model.get("vocab_size")
+    said = nested.get("vocab_size") if own is None and isinstance(nested, Mapping) else own
+    return said if isinstance(said, int) else unknown
 
 
 class _Reading(NamedTuple):

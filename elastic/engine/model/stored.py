@@ -166,6 +166,9 @@ def misfit(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[i
 def weight_files(directory: Path) -> list[Path]:
     """The files with a checkpoint's tensors. Raises `CheckpointError`."""
     single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
+    for link in (single, index):
+        if link.is_symlink() and not link.exists():
+            raise CheckpointError(f"{link}: a link to {link.readlink()}, which is not there; `hf download` fetches it")
     if single.exists():
         return [single]
     if not index.exists():
@@ -173,7 +176,10 @@ def weight_files(directory: Path) -> list[Path]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map must map tensor names to file names")
-    return [directory / name for name in sorted(set(weight_map.values()))]
+    files = [directory / name for name in sorted(set(weight_map.values()))]
+    if (missing := next((file for file in files if not file.exists()), None)) is not None:
+        raise CheckpointError(f"{missing}: is not there, and {INDEX_FILE} names it")
+    return files
 
 
 def _headers(path: Path) -> Iterator[tuple[str, StoredTensor]]:

@@ -18,6 +18,17 @@ class Torch:
     Settings: ClassVar = EngineSettings
 
     @staticmethod
+    def unfit(model_config: Mapping[str, Any]) -> str:
+        """Why it cannot serve the model whose `config.json` this is; empty where it can."""
+        from elastic.engine.model.config import ModelConfigError, Qwen3Config
+
+        try:
+            Qwen3Config.from_dict(model_config)
+        except ModelConfigError as error:
+            return str(error)
+        return ""
+
+    @staticmethod
     def create(
         model_config: Mapping[str, Any],
         config: EngineConfig,

@@ -56,6 +56,11 @@ class Vllm:
     Settings: ClassVar = VllmSettings
 
     @staticmethod
+    def unfit(model_config: Mapping[str, Any]) -> str:
+        """Which models it serves is vLLM's to say, as it starts."""
+        return ""
+
+    @staticmethod
     def create(
         model_config: Mapping[str, Any],
         config: EngineConfig,

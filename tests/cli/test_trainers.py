@@ -1,0 +1,59 @@
+"""A whole run with another kind of trainer, and what is made of its policy afterwards."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.runtime.journal import DirectoryStore
+from tests.trainer.hugging_face import write_model
+
+pytestmark = [pytest.mark.trainers, pytest.mark.alone]
+
+
+def test_a_run_trains_what_transformers_loads_and_exports_it(elastic, config: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ended = elastic("run", config, "--set", "trainer.kind=transformers", "--providers", "spot")
+    assert ended.code == 0, ended.err
+    run = DirectoryStore(tmp_path / "runs").find("latest")
+    saved = {path.name for path in (run.path / "checkpoints").glob("*.safetensors")}
+    assert saved == {"00000001.safetensors", "00000002.safetensors"}
+    ended = elastic("export", run.path, "-o", tmp_path / "policy", "--json")
+    assert json.loads(ended.out)["step"] == 2
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+    ended = elastic("run", config, "--set", f"model.checkpoint={tmp_path / 'policy'}", "--set", "run.steps=1")
+    assert ended.code == 0, ended.err
+    ended = elastic("run", config, "--resume", run.path, "--set", "run.steps=3")
+    assert ended.code == 0, ended.err
+
+
+def test_an_engine_that_cannot_serve_the_model_is_named(elastic, refused, config: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    directory = write_model(tmp_path / "llama", "llama")
+    kinds = ("--set", "trainer.kind=transformers", "--set", f"model.checkpoint={directory}")
+    ended = elastic("run", config, *kinds, "--set", "rollout.max_tokens_per_turn=8")
+    refused(ended, "trainer.engine.kind: found 'torch'", "model_type", "'llama'", "allowed: 'vllm'")
+    mixed = (*kinds, "--set", "trainer.engine.kind=vllm", "--providers", "spot")
+    refused(elastic("run", config, *mixed), "providers.spot.engine.kind: found 'torch'", "allowed: 'vllm'")
+
+
+def test_a_model_in_the_hubs_cache_is_found_by_its_name(
+    start, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose links lead nowhere is refused, and one that is not there."""
+    pytest.importorskip("huggingface_hub")
+    cached, commit = tmp_path / "hub" / "models--some--llama", "0" * 40
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    directory = write_model(cached / "snapshots" / commit, "llama")
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").symlink_to("../../blobs/none")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name, words in (("some/llama", "a link to ../../blobs/none"), ("some/other", "not in its cache here")):
+        ended = start("run", config, "--set", f"model.checkpoint={name}", "--set", "trainer.kind=transformers")
+        _, complaint = ended.communicate(timeout=120)
+        assert ended.returncode == 2
+        assert words in complaint
+        assert "Traceback" not in complaint
