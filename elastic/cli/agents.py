@@ -59,6 +59,9 @@ def show_key(
     trajectory: Annotated[
         str, typer.Option(metavar="ID", help="The key of one trajectory's agent, instead of a driver's.")
     ] = "",
+    viewer: Annotated[
+        bool, typer.Option("--viewer", help="The key of who may chat with the policy, and no more, instead of a driver's.")
+    ] = False,
     remote: Remote = False,
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
@@ -69,12 +72,17 @@ def show_key(
     """
     if not driver.replace("_", "").isalnum() or not driver.isascii():
         bad_input(f"--driver: found {driver!r}; allowed: letters, digits and _")
+    if trajectory and viewer:
+        bad_input("--trajectory, --viewer: found both; allowed: one of them")
     if remote or is_hosted(name):
         if trajectory:
             bad_input("--trajectory is for runs on disk; a server's run gives a trajectory's key as it is opened")
         with server() as client:
             hosted = client.agents(latest(client, name), driver)
-        _print(hosted.key, hosted.model_dump(mode="json"), as_json=as_json)
+        key = hosted.viewer_key if viewer else hosted.key
+        if key is None:
+            bad_input("the key of this login reads runs alone, and a driver's is for runners; allowed: --viewer")
+        _print(key, hosted.model_dump(mode="json"), as_json=as_json)
         return
     run = run_on_disk(directory, name)
     base_url(run)
@@ -86,7 +94,9 @@ def show_key(
             bad_input(
                 f"--trajectory: found {trajectory!r}; allowed: an id as POST /trajectories gives it, such as 0-3-1"
             )
-        key, of = secrets.agent_key(named, 0), {"trajectory": agent_id(named)}
+        key, of = secrets.agent_key(named, 0), dict[str, object](trajectory=agent_id(named))
+    elif viewer:
+        key, of = secrets.viewer_key(), {"viewer": True}
     else:
         key, of = secrets.driver_key(driver), {"driver": driver}
     _print(key, {"run": run.name, **of, "key": key}, as_json=as_json)

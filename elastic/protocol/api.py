@@ -325,13 +325,15 @@ class Metrics(_Resource):
 
 
 class HostedAgents(_Resource):
-    """Where agents reach a run that they drive, and the key with which a driver opens its trajectories."""
+    """Where agents reach a run that they drive, and the keys that they show: a driver's, to who may write runs, and
+    that of who only chats with its policy."""
 
     object: Literal["agents"] = "agents"
     run: str
     base_url: str = Field(description="OPENAI_BASE_URL")
-    driver: str
-    key: str = Field(description="OPENAI_API_KEY of this driver")
+    driver: str | None = None
+    key: str | None = Field(None, description="OPENAI_API_KEY of this driver, which opens trajectories")
+    viewer_key: str = Field(description="OPENAI_API_KEY for chats, of which nothing is trained")
 
 
 class HostedTrajectory(_Resource):

@@ -27,7 +27,8 @@ def test_a_run_that_agents_drive_says_where_and_gives_a_drivers_key(tmp_path: Pa
     finally:
         journal.close()
     assert served is not None
-    base_url, key = served
+    base_url, key, viewer_key = served
     assert base_url == "http://127.0.0.1:4711/v1"
     assert secrets.caller_of(key) == AgentCaller(driver="main")
+    assert secrets.caller_of(viewer_key) == AgentCaller(viewer="main")
     assert json.loads(notes["config"])["front"]["host"] == "127.0.0.1"

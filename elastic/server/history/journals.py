@@ -233,8 +233,9 @@ def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
 
 
 @apart()
-def agents_of(run_dir: Path, driver: str) -> tuple[str, str] | None:
-    """Return where the run serves agents, and the key that this driver shows there; None where it serves none.
+def agents_of(run_dir: Path, driver: str) -> tuple[str, str, str] | None:
+    """Return where the run serves agents, and the keys that this driver and viewers show there; None where it serves
+    none.
 
     Raises `JournalError`, and `OSError`.
     """
@@ -247,9 +248,8 @@ def agents_of(run_dir: Path, driver: str) -> tuple[str, str] | None:
         if served:
             with opened(run_dir, FILE) as file:
                 secrets = RunSecrets(file.read(ROOT_BYTES))
-            return agents_url(
-                validate(Config, json.loads(config), path.name), Address.parse(served)
-            ), secrets.driver_key(driver)
+            base_url = agents_url(validate(Config, json.loads(config), path.name), Address.parse(served))
+            return base_url, secrets.driver_key(driver), secrets.viewer_key()
     return None
 
 

@@ -19,7 +19,7 @@ from elastic.protocol.api import (
     Metrics,
 )
 from elastic.runtime.journal import JournalError, TrajectoryFilter
-from elastic.server.api.auth import credentials_of
+from elastic.server.api.auth import CallerDep, credentials_of
 from elastic.server.api.downloads import Download
 from elastic.server.api.routes.common import RunDep, StateDep, rules
 from elastic.server.api.routes.events import unreadable
@@ -193,23 +193,26 @@ async def _entries(
     return await _kept(state, run, what, lambda: _as_entries(read(state.settings.run_dir(run.id))))
 
 
-@router.get("/{run}/agents", **rules(Action.RUNS_WRITE, "not-found"))
+@router.get("/{run}/agents", **rules(Action.RUNS_READ, "not-found"))
 async def agents(
     run: RunId,
     found: RunDep,
     state: StateDep,
+    caller: CallerDep,
     driver: Annotated[
         str, Query(pattern="^[A-Za-z0-9_]{1,64}$", description="which program opens trajectories")
     ] = "main",
 ) -> HostedAgents:
-    """Show where agents reach a run that they drive, and the key of one of its drivers."""
+    """Show where agents reach a run that they drive, the key of its viewers, and to who may write that of a driver."""
     served = None
     if not found.ended:
         served = await _read(state, found, lambda: journals.agents_of(state.settings.run_dir(run), driver))
     if served is None:
         raise not_found("agents of run", run)
-    base_url, key = served
-    return HostedAgents(run=run, base_url=base_url, driver=driver, key=key)
+    base_url, key, viewer_key = served
+    if Action.RUNS_WRITE not in caller.actions:
+        return HostedAgents(run=run, base_url=base_url, viewer_key=viewer_key)
+    return HostedAgents(run=run, base_url=base_url, driver=driver, key=key, viewer_key=viewer_key)
 
 
 async def _kept(state: ServerState, run: HostedRunRow, what: str, make: Callable[[], Entries]) -> Entries:
