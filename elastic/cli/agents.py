@@ -60,7 +60,8 @@ def show_key(
         str, typer.Option(metavar="ID", help="The key of one trajectory's agent, instead of a driver's.")
     ] = "",
     viewer: Annotated[
-        bool, typer.Option("--viewer", help="The key of who may chat with the policy, and no more, instead of a driver's.")
+        bool,
+        typer.Option("--viewer", help="The key of who may only chat with the policy, instead of a driver's."),
     ] = False,
     remote: Remote = False,
     as_json: AsJson = False,

@@ -57,6 +57,7 @@ COMMANDS = {
     "pool-resident": ("worker", ""),
     "front": ("agents", ""),
     "agents": ("agents", "Where agents reach a run that they drive, and the keys that they show."),
+    "chat": ("chat", "Talk with a run's policy: while the run goes on by its spare credit, later by an engine here."),
     "doctor": (
         "doctor",
         "Check what this machine has, and with CONFIG what the clouds of its providers say: credentials, quotas, "

@@ -138,6 +138,11 @@ def check_front(plan: RunPlan) -> None:
     )
 
 
+def stop_token_ids(config: Config) -> tuple[int, ...]:
+    """The tokens at which the base policy's turns end. Raises `ConfigError`."""
+    return _ends(read_model_config(config), config.model.checkpoint)
+
+
 def _ends(model: Mapping[str, Any], checkpoint: Path) -> tuple[int, ...]:
     """The tokens at which the model's turns end, by its config and its generation config. Raises `ConfigError`."""
     path = checkpoint / GENERATION_CONFIG

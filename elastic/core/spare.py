@@ -4,8 +4,8 @@ Pure, and beside the scheduler, which knows nothing of these turns: it routes ro
 at the same fleet, and guarantees:
 
 - A turn is placed only while no rollout's turn is queued, and only where it begins at once: in a free place of the
-  batch of a worker that takes turns. Never on the trainer's device, and never on a worker that loads weights, is about
-  to leave or has failed turns.
+  batch of a worker that takes turns: of the trainer's device while it generates, too. Never on a worker that loads
+  weights, is about to leave or has failed turns.
 - A worker never holds more of them than rollouts leave places: as soon as these need one, or the worker is to do
   anything else, the turn is taken back. It keeps its accepted tokens, and goes on once there is a place again.
 - A turn that found no place for `wait_ns`, or of which no token came for `token_ns`, is given up.
@@ -17,11 +17,11 @@ from elastic.core import commands as c
 from elastic.core.fleet import Worker
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.turn_manager import NO_CAPACITY, NO_PROGRESS
-from elastic.core.types import NS_PER_S, Chunk, FinishReason, Nanoseconds, TurnId, WorkerId, WorkerRole, WorkerState
+from elastic.core.types import NS_PER_S, Chunk, FinishReason, Nanoseconds, TurnId, WorkerId, WorkerState
 
 FIRST_SLOT = 1 << 40
 """Slots from here on are of turns on spare credit: the scheduler counts its own from 0 in each epoch."""
-NO_SPARE = f"{NO_CAPACITY}: rollouts have all workers that there are"
+NO_SPARE = f"{NO_CAPACITY}: rollouts have left no place on any worker"
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 ERRORS_MAX = 3
 """A turn with which engines fail so often is given up."""
@@ -213,7 +213,6 @@ def _lends(worker: Worker) -> bool:
     """Whether the worker may have a turn on spare credit beside those of rollouts, if it has a place."""
     return (
         worker.state is WorkerState.READY
-        and worker.role is not WorkerRole.TRAINER
         and worker.version is not None
         and worker.loading_version is None
         and worker.leaves_ns is None

@@ -57,7 +57,7 @@ async def serve_front(run_dir: Path, fd: int) -> None:
         link = RunLink(partial(connected, run_dir, shared))
         serves = AgentFront(
             link=link,
-            model=_model(config, front),
+            model=served_model(config, front),
             secrets=RunSecrets.of(run_dir),
             base_url=agents_url(config, address_of(listener)),
             times=CallTimes(front.hold_s),
@@ -121,7 +121,8 @@ def _upstream(front: FrontConfig, link: RunLink) -> Upstream | None:
     return Upstream(settings, link)
 
 
-def _model(config: Config, front: FrontConfig) -> ServedModel:
+def served_model(config: Config, front: FrontConfig) -> ServedModel:
+    """Raises `ConfigError` for a model without a usable tokenizer or renderer."""
     tokenizer = Tokenizer(config.model.checkpoint)
     renderer = make_renderer(
         tokenizer,

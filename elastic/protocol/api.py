@@ -332,7 +332,7 @@ class HostedAgents(_Resource):
     run: str
     base_url: str = Field(description="OPENAI_BASE_URL")
     driver: str | None = None
-    key: str | None = Field(None, description="OPENAI_API_KEY of this driver, which opens trajectories")
+    key: str | None = Field(default=None, description="OPENAI_API_KEY of this driver, which opens trajectories")
     viewer_key: str = Field(description="OPENAI_API_KEY for chats, of which nothing is trained")
 
 

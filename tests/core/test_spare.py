@@ -9,7 +9,7 @@ from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.scheduler import Scheduler
 from elastic.core.spare import ERRORS_MAX, FIRST_SLOT, NO_SPARE, SILENT, SpareCredit
-from elastic.core.types import NS_PER_S, Chunk, FinishReason, WorkerRole, WorkerState
+from elastic.core.types import NS_PER_S, Chunk, FinishReason, WorkerState
 from elastic.testing.faults.core.incarnation import fresh_core
 from elastic.testing.faults.core.world import simulate
 from tests.core.conftest import CoreHarness
@@ -81,7 +81,6 @@ class Beside:
                 worker = self.scheduler.fleet.workers[command.worker]
                 assert not self.scheduler.turns.queue, "a rollout's turn waits"
                 assert worker.state is WorkerState.READY
-                assert worker.role is not WorkerRole.TRAINER
                 assert worker.loading_version is None
                 assert len(worker.turns) + self.credit.holds(worker.id) <= worker.places
                 assert command.slot >= FIRST_SLOT

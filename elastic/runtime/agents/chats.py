@@ -64,7 +64,8 @@ class Chats:
     ) -> None:
         self.watcher: Watcher | None = None
         self.totals = ChatTotals()
-        self._limits = dataclasses.replace(limits, pinned=frozenset[str]())
+        sampling = msgspec.structs.replace(limits.sampling, max_new_tokens=chat_limits.tokens)
+        self._limits = dataclasses.replace(limits, pinned=frozenset[str](), sampling=sampling)
         self._chat_limits = chat_limits
         self._credit = credit
         self._workers = workers
@@ -95,20 +96,17 @@ class Chats:
         self._limits.check_ids(ask.ids)
         prompt_tokens = len(ask.ids) // TOKEN_BYTES
         sampling = self._limits.granted(ask.sampling, prompt_tokens)
-        most = min(sampling.max_new_tokens, self._chat_limits.tokens)
         seed = secrets.randbits(62) if ask.sampling.seed is None else ask.sampling.seed
         turns: list[AgentTurn] = []
         for choice in range(ask.first_choice, ask.first_choice + ask.choices):
             self._number += 1
             generated = OpenTurn(f"{CHATS}/{self._number}", prompt_tokens, prompt=bytearray(ask.ids))
-            generated.sampling = msgspec.structs.replace(
-                sampling, max_new_tokens=most, noise_seed=stable_hash(seed, choice)
-            )
+            generated.sampling = msgspec.structs.replace(sampling, noise_seed=stable_hash(seed, choice))
             asked = notes.TurnAsked(ask.call, choice, None, 0, b"", seed, sampling.temperature)
             turn = self._turns[generated.id] = AgentTurn(asked, Opening(0, prompt_tokens, 0), generated)
             turns.append(turn)
         for turn in turns:
-            self._tell(self._credit.ask(turn.id, most, self._clock_ns()))
+            self._tell(self._credit.ask(turn.id, sampling.max_new_tokens, self._clock_ns()))
         self._asked.set()
         return turns, False
 
