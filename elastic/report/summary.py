@@ -39,6 +39,7 @@ from elastic.report.usage import (
     usage_of,
 )
 from elastic.report.weights import WeightUpdates, weights_of
+from elastic.runtime.agents import CHATS_NOTE, ChatTotals, chats_of
 from elastic.runtime.journal import (
     INTERRUPTED,
     TRACEBACK,
@@ -204,6 +205,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Of a model that agents call by several names."""
     upstream: list[UpstreamUsage]
     """Calls of models elsewhere; their cost is among that of `functions`."""
+    chats: ChatTotals
+    """What spare credit has answered beside the rollouts."""
 
 
 def summarise(run: StoredRun) -> Summary:
@@ -329,6 +332,7 @@ def _summary(history: History) -> Summary:
         traceback=next(filter(None, (meta.get(TRACEBACK, "") for meta in metas)), ""),
         policies=_policies(trajectories, config),
         upstream=upstream_of(history) if _calls_upstream(metas) else [],
+        chats=chats_of(meta.get(CHATS_NOTE, "{}") for meta in metas),
     )
 
 

@@ -166,6 +166,11 @@ def warnings(summary: Summary) -> list[str]:
             "the speed they model."
         )
     found += [f"{mismatch}. None of its tokens counts from then on." for mismatch in summary.mismatches[:MOST_ROWS]]
+    if summary.chats.turns:
+        found.append(
+            f"Spare credit has answered {summary.chats.turns:,} chats: {summary.chats.tokens:,} tokens in "
+            f"{summary.chats.gpu_s:,.1f} GPU-seconds, which are those of workers above. Nothing of them is trained."
+        )
     if summary.ledger_imbalance_ns:
         found.append(
             f"The ledger is out of balance by {summary.ledger_imbalance_ns:,} ns. This is a bug; please report it."

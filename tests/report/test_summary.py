@@ -384,3 +384,11 @@ def test_a_death_is_told_with_what_followed(summary_of):
     assert {end.lease: end.replaced_s for end in summary.lease_ends} == {"t0": 4.0, "s0": None, "t1": None}
     (told,) = [figure for figure in tables.headline(summary) if figure.name == "deaths"]
     assert (told.value, told.detail) == ("2", "trainer 1, replaced after 4 s; spot 1, not replaced")
+
+
+def test_what_spare_credit_has_answered_is_told_over_all_processes(summary_of) -> None:
+    first = '{"turns": 2, "tokens": 40, "prompt_tokens": 9, "gpu_s": 1.25}'
+    second = '{"turns": 1, "tokens": 1000, "prompt_tokens": 9, "gpu_s": 2.0}'
+    told = summary_of(lambda run: run.meta(chats=first), lambda run: run.meta(chats=second), lambda run: None)
+    assert (told.chats.turns, told.chats.tokens, told.chats.gpu_s) == (3, 1040, 3.25)
+    assert any("3 chats: 1,040 tokens in 3.2 GPU-seconds" in words for words in tables.warnings(told))

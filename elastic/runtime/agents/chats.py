@@ -7,7 +7,7 @@ this process, and at once when their clients leave.
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -41,6 +41,17 @@ class ChatTotals(msgspec.Struct, kw_only=True):
     tokens: int = 0
     prompt_tokens: int = 0
     gpu_s: float = 0.0
+
+
+def chats_of(notes: Iterable[str]) -> ChatTotals:
+    """What the journals of a run's processes have noted of chats, in all."""
+    of = [msgspec.json.decode(note, type=ChatTotals) for note in notes]
+    return ChatTotals(
+        turns=sum(one.turns for one in of),
+        tokens=sum(one.tokens for one in of),
+        prompt_tokens=sum(one.prompt_tokens for one in of),
+        gpu_s=sum(one.gpu_s for one in of),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
