@@ -15,10 +15,10 @@ from elastic.cli.remote import is_hosted, latest, server
 from elastic.compose.chat import (
     Answerer,
     ChatFailed,
+    ChatPiece,
     ChatRefused,
     ChatSettings,
     Message,
-    Piece,
     SpareCreditAnswers,
     checkpoint_answers,
     live_answers,
@@ -196,9 +196,9 @@ class _Shown:
         self.content = self.reasoning = ""
         self._quiet = quiet
 
-    def all_of(self, pieces: Iterator[Piece]) -> Piece:
+    def all_of(self, pieces: Iterator[ChatPiece]) -> ChatPiece:
         """Show an answer as it comes; returns its last piece."""
-        last = Piece()
+        last = ChatPiece()
         for last in pieces:
             self.content += last.content
             self.reasoning += last.reasoning

@@ -46,7 +46,7 @@ class ChatSettings(NamedTuple):
     temperature: float | None = None
 
 
-class Piece(NamedTuple):
+class ChatPiece(NamedTuple):
     """What comes next of an answer; its last piece alone has a `finish`, and how many tokens there were."""
 
     content: str = ""
@@ -62,7 +62,7 @@ class Answerer(Protocol):
     version: int | None
     """That of the weights, where it is known."""
 
-    def answer(self, messages: Sequence[Message], settings: ChatSettings) -> Iterator[Piece]:
+    def answer(self, messages: Sequence[Message], settings: ChatSettings) -> Iterator[ChatPiece]:
         """Raises `ChatFailed`."""
         ...
 
@@ -95,7 +95,7 @@ class SpareCreditAnswers:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def answer(self, messages: Sequence[Message], settings: ChatSettings) -> Iterator[Piece]:
+    def answer(self, messages: Sequence[Message], settings: ChatSettings) -> Iterator[ChatPiece]:
         body: dict[str, Any] = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         body |= {name: value for name, value in settings._asdict().items() if value is not None}
         try:
@@ -130,7 +130,7 @@ class EngineAnswers:
     def load(self, source: TensorSource) -> None:
         self._engine.load_version(source, WeightMode.FINISH)
 
-    def answer(self, messages: Sequence[Message], settings: ChatSettings) -> Iterator[Piece]:
+    def answer(self, messages: Sequence[Message], settings: ChatSettings) -> Iterator[ChatPiece]:
         model, renderer = self._model, self._model.renderer
         try:
             prompt = renderer.prompt(messages, None, {})
@@ -251,7 +251,7 @@ def _trusting(authority: Path) -> Any:
     return context
 
 
-def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
+def _pieces(lines: Iterator[str]) -> Iterator[ChatPiece]:
     """The pieces of a stream of a chat. Raises `ChatFailed` for one that ends before its answer does."""
     finish, prompt_tokens, tokens = "", 0, 0
     for line in lines:
@@ -259,7 +259,7 @@ def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
         if data == line:
             continue
         if data == "[DONE]":
-            yield Piece(finish=finish, prompt_tokens=prompt_tokens, tokens=tokens)
+            yield ChatPiece(finish=finish, prompt_tokens=prompt_tokens, tokens=tokens)
             return
         event = json.loads(data)
         if "error" in event:
@@ -269,7 +269,9 @@ def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
         for choice in event["choices"]:
             delta = choice["delta"]
             finish = choice.get("finish_reason") or finish
-            piece = Piece(delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or "")
+            piece = ChatPiece(
+                delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or ""
+            )
             if piece.content or piece.reasoning:
                 yield piece
     raise ChatFailed("the run is gone, and this answer with it")
@@ -282,5 +284,5 @@ def _error_of(body: bytes) -> str:
         return ""
 
 
-def _piece(said: ParsedAnswer | str) -> Piece:
-    return Piece(said) if isinstance(said, str) else Piece(said.content, said.reasoning)
+def _piece(said: ParsedAnswer | str) -> ChatPiece:
+    return ChatPiece(said) if isinstance(said, str) else ChatPiece(said.content, said.reasoning)
