@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elastic.core.ids import agent_id
-from elastic.front.asked import Asked, ServedModel
+from elastic.front.asked import Asked, CountCall, ServedModel
 from elastic.front.calls import NO_HEADERS, CallTimes, ClientLeft, ClientReply, LiveCall, declined
 from elastic.front.errors import ERROR_SHAPES, REQUEST_ID
 from elastic.front.keys import TRAJECTORY, NamedInPath, NamesInPaths, find_caller, named_in_path
@@ -30,7 +30,7 @@ from elastic.front.metrics import exposition
 from elastic.front.openapi import description
 from elastic.front.readers import READERS, idempotency_key, read_body, reader_of
 from elastic.front.token_routes import TokenRoutes
-from elastic.front.upstream import EMBEDDINGS, Upstream, UpstreamCall
+from elastic.front.upstream import COUNT_TOKENS, EMBEDDINGS, Upstream, UpstreamCall
 from elastic.protocol.front_messages import (
     AgentCaller,
     AskMetrics,
@@ -98,8 +98,8 @@ class AgentFront:
         }
         return Starlette(
             routes=[
-                *(Route(path, _Answers(self, path), methods=["POST"]) for path in (*READERS, EMBEDDINGS)),
-                *TokenRoutes(self.model, self.renders, self.caller, self.told).routes(),
+                *(Route(path, _Answers(self, path), methods=["POST"]) for path in (*READERS, COUNT_TOKENS, EMBEDDINGS)),
+                *self.tokens.routes(),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._one_model),
                 Route("/health", self._health),
@@ -115,6 +115,10 @@ class AgentFront:
             exception_handlers=ERROR_SHAPES,
         )
 
+    @property
+    def tokens(self) -> TokenRoutes:
+        return TokenRoutes(self.model, self.renders, self.caller, self.told)
+
     async def drained(self, timeout_s: float) -> None:
         """Take no more calls, and wait for those in work; those that take longer are cut."""
         self.draining = True
@@ -128,7 +132,7 @@ class AgentFront:
     def caller(self, request: Request, named: NamedInPath | None = None) -> AgentCaller:
         return find_caller(self.secrets, request.headers, named or named_in_path(request.scope))
 
-    async def asked(self, route: str, request: Request) -> tuple[AgentCaller, Asked | UpstreamCall]:
+    async def asked(self, route: str, request: Request) -> tuple[AgentCaller, Asked | CountCall | UpstreamCall]:
         """Who asks for what. Whoever has no key is told so before anything of the body is read."""
         caller = self.caller(request)
         asked = await read_body(reader_of(route), self.model, request, self.renders)
@@ -149,11 +153,15 @@ class AgentFront:
             caller = msgspec.structs.replace(caller, named=asked.session)
         return caller, asked
 
-    async def answer(self, caller: AgentCaller, asked: Asked | UpstreamCall, reply: ClientReply) -> None:
+    async def answer(self, caller: AgentCaller, asked: Asked | CountCall | UpstreamCall, reply: ClientReply) -> None:
         """Raises `FrontError` if nothing was sent by then, and `ClientLeft`."""
         if isinstance(asked, UpstreamCall):
             assert self.upstream is not None
             await self.upstream.forward(caller, asked, reply)
+        elif isinstance(asked, CountCall):
+            counted = await self.tokens.count(caller, asked)
+            await reply.start(JSON_TYPE)
+            await reply.end(counted)
         else:
             await LiveCall(self.link, self.model, caller, asked, self.times, self.renders).answer(reply)
 
@@ -270,7 +278,7 @@ class _Answers:
         task = asyncio.current_task()
         assert task is not None
         front.calls.add(task)
-        is_trained = not caller.viewer and isinstance(asked, Asked)
+        is_trained = not caller.viewer and not isinstance(asked, UpstreamCall)
         reply = ClientReply(scope, receive, send, NO_HEADERS if is_trained else UNTRAINED)
         try:
             async with reply.attended():

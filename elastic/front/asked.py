@@ -74,3 +74,13 @@ class Asked(NamedTuple):
     chat: Chat | None = None
     prompts: Sequence[Sequence[int]] = ()
     thread: ChatThread | None = None
+
+
+class CountCall(NamedTuple):
+    """Asks for the tokens of the prompt that a chat would have, and for no answer."""
+
+    asked: Asked
+
+    @property
+    def session(self) -> str:
+        return self.asked.session

@@ -15,9 +15,9 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from elastic.core.ids import turn_of
-from elastic.front.asked import Asked, Chat, ChatThread, ServedModel
+from elastic.front.asked import Asked, Chat, ChatThread, CountCall, ServedModel
 from elastic.front.destinations import ToUpstream, destination
-from elastic.front.upstream import UpstreamCall
+from elastic.front.upstream import COUNT_TOKENS, UpstreamCall
 from elastic.protocol.anthropic.answers import PING, MessageWriter
 from elastic.protocol.anthropic.bodies import MESSAGES, MessagesRequest
 from elastic.protocol.front_messages import NAME_MAX, AgentCall, WantedSampling
@@ -125,13 +125,15 @@ READERS: Mapping[str, Callable[[ServedModel, Headers, dict[str, Any]], Asked]] =
 
 def reader_of(
     route: str,
-) -> Callable[[ServedModel, Headers, dict[str, Any]], Asked | UpstreamCall]:
+) -> Callable[[ServedModel, Headers, dict[str, Any]], Asked | CountCall | UpstreamCall]:
     """What reads calls of a route: those of the run's model, under the policy that they name, and of others."""
 
-    def read(model: ServedModel, headers: Headers, fields: dict[str, Any]) -> Asked | UpstreamCall:
+    def read(model: ServedModel, headers: Headers, fields: dict[str, Any]) -> Asked | CountCall | UpstreamCall:
         going = destination(model.names, route, fields.get("model"))
         if isinstance(going, ToUpstream):
             return UpstreamCall(route, going.model, headers, fields)
+        if route == COUNT_TOKENS:
+            return CountCall(read_messages(model, headers, fields))
         if route not in READERS:
             raise FrontError(404, f"model {model.name!r} makes no answers by {route}", code="not_found")
         asked = READERS[route](model, headers, fields)

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from elastic.front.asked import Asked, ServedModel
+from elastic.front.asked import Asked, CountCall, ServedModel
 from elastic.front.prompts import ChatPrompts, TurnPrompt
-from elastic.front.readers import check_ids, check_model, encoded, read_body, read_chat, read_messages
+from elastic.front.readers import check_ids, check_model, encoded, read_body, read_chat
 from elastic.protocol.front_messages import ALL_IDS, AgentCall, AgentCaller, BranchFound, LookUp
 from elastic.protocol.openai import bodies
 from elastic.protocol.openai.bodies import DetokenizeRequest, TokenizeRequest
@@ -44,17 +44,15 @@ class TokenRoutes:
 
     def routes(self) -> list[BaseRoute]:
         endpoints: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
-            "/v1/messages/count_tokens": self._count,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
         return [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
 
-    async def _count(self, request: Request) -> Response:
-        caller = self._caller(request)
-        asked = await read_body(read_messages, self._model, request, self._renders)
-        prompt = await self._prompt(caller, asked, self._model.renderer.ids_before)
-        return _json({"input_tokens": prompt.size})
+    async def count(self, caller: AgentCaller, counted: CountCall) -> bytes:
+        """The answer to `count_tokens`. Raises `FrontError`."""
+        prompt = await self._prompt(caller, counted.asked, self._model.renderer.ids_before)
+        return msgspec.json.encode({"input_tokens": prompt.size})
 
     async def _tokenize(self, request: Request) -> Response:
         caller = self._caller(request)

@@ -113,6 +113,16 @@ async def test_a_stream_comes_as_it_is_and_as_it_comes(tmp_path):
         assert (over.status, over.prompt_tokens, over.answer_tokens) == (200, 9, 4)
 
 
+async def test_tokens_of_another_models_prompt_are_counted_there(tmp_path):
+    async with proxied(tmp_path, says_json(200, {"input_tokens": 7})) as (served, server):
+        path = "/v1/messages/count_tokens"
+        answer = await served.post(path, model="judge", messages=HELLO)
+        assert answer.json() == {"input_tokens": 7}
+        assert server.asked[0].line.startswith(f"POST {path}")
+        assert (await served.post(path, model="critic", messages=HELLO)).json()["input_tokens"] > 7
+        assert len(server.asked) == 1
+
+
 async def test_the_upstream_gets_the_key_where_the_client_shows_its_own(tmp_path):
     async with proxied(tmp_path, says_json(answer={"usage": {"input_tokens": 3, "output_tokens": 1}})) as (
         served,

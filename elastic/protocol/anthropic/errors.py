@@ -13,10 +13,12 @@ REQUEST_ID = "request-id"
 OVERLOADED = 529
 TYPES = {
     401: "authentication_error",
+    402: "billing_error",
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
 """`error.type` by status. What is left is `invalid_request_error`, or from 500 on `api_error`."""

@@ -179,7 +179,8 @@ class AgentRollouts:
 
     def recall(self, ask: RecallHistory) -> list[bytes]:
         """All that was said up to a turn's answer, piece by piece. Raises `CallRefused`."""
-        if pieces := self._heard(ask.caller).recall(ask.turn):
+        # Of what viewers were answered nothing is kept.
+        if not ask.caller.viewer and (pieces := self._heard(ask.caller).recall(ask.turn)):
             return pieces
         named = f"resp_{agent_id(ask.turn)}"
         raise CallRefused(
