@@ -103,7 +103,7 @@ class AgentsRun(CrashingRun):
 
     def fronts(self) -> list[int]:
         """The ids of its fronts' processes."""
-        return self._recorded("front-*.json")
+        return self.recorded("front-*.json")
 
     def front_of(self, port: int) -> int | None:
         """The front that serves the client's connection from this port."""
@@ -116,7 +116,7 @@ class AgentsRun(CrashingRun):
 
     def workers(self) -> list[int]:
         """The ids of its dedicated workers' processes."""
-        return self._recorded("reserved-*.json")
+        return self.recorded("reserved-*.json")
 
     def strike(self, what: str, pids: Iterable[int]) -> None:
         """Kill these processes of it."""
@@ -125,7 +125,8 @@ class AgentsRun(CrashingRun):
                 os.kill(pid, signal.SIGKILL)
                 self.kills[what] += 1
 
-    def _recorded(self, pattern: str) -> list[int]:
+    def recorded(self, pattern: str) -> list[int]:
+        """The ids of the processes of leases whose records are called so."""
         found: list[int] = []
         for path in sorted((self.run_dir / "leases").glob(pattern)):
             with contextlib.suppress(OSError, ValueError):
