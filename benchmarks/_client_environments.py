@@ -19,7 +19,7 @@ LITELLM = ("litellm==1.106.2", "mcp==2.3.0")
 VLLM_BENCH = "vllm bench serve"
 
 
-class Client(NamedTuple):
+class ReleasedClient(NamedTuple):
     """pins: what is installed; without dependencies where it says so, which are then the repository's own.
     script: below `benchmarks/_clients`.
     borrows: whether the repository's packages are found, too, behind the environment's own: its tests run there.
@@ -37,20 +37,20 @@ class Client(NamedTuple):
         return self.opens or 1
 
 
-CLIENTS: Mapping[str, Client] = {
-    "openai2": Client(
+CLIENTS: Mapping[str, ReleasedClient] = {
+    "openai2": ReleasedClient(
         ("openai==2.54.0", "distro==1.9.0", "jiter==0.19.0", "sniffio==1.3.1"), "openai_client", True, False
     ),
-    "openai3": Client((OPENAI_3, "jiter==0.19.0", "sniffio==1.3.1"), "openai_client", True, False),
-    "openai-agents": Client(("openai-agents==0.24.0", OPENAI_3), "agents_client", True),
-    "anthropic": Client(("anthropic==2.14.0",), "anthropic_client", True),
-    "litellm": Client(LITELLM, "litellm_client", True),
-    "langchain": Client(("langchain-openai==1.7.4",), "langchain_client"),
-    "inspect-ai": Client(("inspect-ai==0.3.285", OPENAI_3), "inspect_client"),
-    "mini-swe-agent": Client(("mini-swe-agent==2.4.6", *LITELLM), "mini_swe_client"),
-    "renderers": Client(("renderers==0.1.12", "httpx==0.28.1"), "renderers_client"),
-    "verifiers": Client(("verifiers==0.4.0",), "verifiers_client", opens=2),
-    VLLM_BENCH: Client((), "vllm_bench"),
+    "openai3": ReleasedClient((OPENAI_3, "jiter==0.19.0", "sniffio==1.3.1"), "openai_client", True, False),
+    "openai-agents": ReleasedClient(("openai-agents==0.24.0", OPENAI_3), "agents_client", True),
+    "anthropic": ReleasedClient(("anthropic==2.14.0",), "anthropic_client", True),
+    "litellm": ReleasedClient(LITELLM, "litellm_client", True),
+    "langchain": ReleasedClient(("langchain-openai==1.7.4",), "langchain_client"),
+    "inspect-ai": ReleasedClient(("inspect-ai==0.3.285", OPENAI_3), "inspect_client"),
+    "mini-swe-agent": ReleasedClient(("mini-swe-agent==2.4.6", *LITELLM), "mini_swe_client"),
+    "renderers": ReleasedClient(("renderers==0.1.12", "httpx==0.28.1"), "renderers_client"),
+    "verifiers": ReleasedClient(("verifiers==0.4.0",), "verifiers_client", opens=2),
+    VLLM_BENCH: ReleasedClient((), "vllm_bench"),
 }
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 from _agents import AgentsRun, Sampling, played, trained
-from _client_environments import CLIENTS, Client, install, python_of, why_missing
+from _client_environments import CLIENTS, ReleasedClient, install, python_of, why_missing
 from _common import HERE, emit, parser
 from _proof import trajectories
 from _scripted_policy import write_scripted_policy
@@ -59,7 +59,9 @@ TURN = re.compile(r"(\d+-\d+-\d+)-(\d+)$")
 class Player:
     """A client at play, and what it has said of its calls."""
 
-    def __init__(self, name: str, client: Client, said: Path, trajectories: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, name: str, client: ReleasedClient, said: Path, trajectories: Sequence[Mapping[str, Any]]
+    ) -> None:
         self.name, self.client, self.trajectories = name, client, [one["id"] for one in trajectories]
         self._said, self._key = said, trajectories[0]["key"] if trajectories else ""
         self.strikes, self.wrong = 0, list[str]()
@@ -104,7 +106,7 @@ class Player:
         return [json.loads(line) for line in lines if line.startswith('{"what": ')]
 
 
-class Stage:
+class ClientStage:
     """The run, its driver, and the clients at play."""
 
     def __init__(self, run: AgentsRun, policy: Path) -> None:
@@ -190,7 +192,7 @@ def measure(names: Sequence[str], at_once: int, directory: Path) -> dict[str, An
     members = max(2, sum(CLIENTS[name].trajectories for name in names))
     run = AgentsRun(directory, *RUN, f"rollout.group_size={members}", f"model.checkpoint={policy}")
     try:
-        stage = Stage(run, policy)
+        stage = ClientStage(run, policy)
         players: list[Player] = []
         for name in names:
             client = CLIENTS[name]
