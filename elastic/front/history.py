@@ -5,14 +5,17 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from elastic.protocol.front_messages import HISTORY_BYTES_MAX
+
 LEVEL = 1
 """Text halves at once; more would take longer than it saves."""
 
 
 def packed(messages: Sequence[Mapping[str, Any]]) -> bytes:
-    """Any text is kept as it is, unpaired surrogates included."""
+    """Empty for more than is kept. Any text is as it was, unpaired surrogates included."""
     said = json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
-    return zlib.compress(said.encode("utf-8", "surrogatepass"), LEVEL)
+    piece = zlib.compress(said.encode("utf-8", "surrogatepass"), LEVEL)
+    return piece if len(piece) <= HISTORY_BYTES_MAX else b""
 
 
 def unpacked(pieces: Iterable[bytes]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from elastic.front.asked import Chat, ServedModel
 from elastic.front.messages import chain, head_digest
-from elastic.protocol.front_messages import BranchFound
+from elastic.protocol.front_messages import CHAIN_MAX, BranchFound
 from elastic.protocol.openai.errors import FrontError
 from elastic.protocol.sampled import ids_of
 
@@ -47,6 +47,9 @@ class ChatPrompts:
 
     async def chain(self, chat: Chat) -> list[bytes]:
         """A digest for each prefix of the chat."""
+        if len(chat.messages) > CHAIN_MAX:
+            said = f"there are {len(chat.messages)} with all that was said before; at most {CHAIN_MAX} are allowed"
+            raise FrontError(400, f"messages: {said}", "messages", "invalid_messages")
         return await self._rendering(chat.messages, _chain_of, chat)
 
     async def behind(self, chat: Chat, found: BranchFound) -> TurnPrompt:

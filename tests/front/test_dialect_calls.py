@@ -9,6 +9,7 @@ import pytest
 
 from elastic.front.calls import CallTimes
 from elastic.protocol.front_messages import (
+    CHAIN_MAX,
     AnswerDelivered,
     ClientGone,
     Declined,
@@ -156,6 +157,13 @@ async def test_an_answer_is_asked_for_once_more_behind_a_named_one(served):
     first = await said(served, RESPONSES, False, input="hello")
     await said(served, RESPONSES, False, previous_response_id=first["id"])
     assert opened(served, 1)[2] == b"][assistant:"
+
+
+async def test_more_messages_than_the_run_hears_are_refused(served):
+    results = [{"type": "tool_result", "tool_use_id": "t", "content": ""}] * (CHAIN_MAX + 1)
+    answer = await served.post(MESSAGES, messages=[{"role": "user", "content": results}])
+    assert_refused(answer, 400, "invalid_request_error", f"at most {CHAIN_MAX}")
+    assert not served.run.of(LookUp)
 
 
 # Calls that break.

@@ -13,6 +13,7 @@ from elastic.front.history import packed, unpacked
 from elastic.front.messages import chain, head_digest
 from elastic.protocol.anthropic.answers import MessageWriter
 from elastic.protocol.anthropic.bodies import BILLING, MESSAGES, MessagesRequest
+from elastic.protocol.front_messages import HISTORY_BYTES_MAX
 from elastic.protocol.openai import bodies
 from elastic.protocol.openai.answers import (
     Answered,
@@ -227,6 +228,11 @@ def joined_text(blocks: list[dict[str, Any]]) -> list[Any]:
 def test_a_history_is_kept_as_it_is(conversation: list[tuple[str, ParsedAnswer]]) -> None:
     chat = [*as_chat(conversation), {"role": "user", "content": "\ud800"}]
     assert unpacked([packed(chat[:2]), packed(chat[2:])]) == chat
+
+
+def test_what_is_too_much_is_not_kept() -> None:
+    noise = random.Random(0).randbytes(HISTORY_BYTES_MAX).decode("latin-1")
+    assert packed([{"role": "user", "content": noise}]) == b""
 
 
 @pytest.mark.parametrize(

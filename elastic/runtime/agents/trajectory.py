@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from elastic.core.types import Nanoseconds, SamplingParameters, TrajectoryId, TurnId
-from elastic.protocol.front_messages import AgentCall
+from elastic.protocol.front_messages import HISTORY_BYTES_MAX, AgentCall
 from elastic.protocol.sampled import TOKEN_BYTES, SampledBranch, SampledRun
 from elastic.runtime.agents.branches import Branches, Opening
 from elastic.runtime.agents.joining import Calls
@@ -16,10 +16,11 @@ from elastic.runtime.episodes import OpenTurn, RolloutTrajectory
 
 
 class HistoryPiece(NamedTuple):
-    """What was said up to an answer, behind an earlier one (of this digest; empty for none)."""
+    """What was said up to an answer, behind an earlier one (of this digest; empty for none); `size` bytes in all."""
 
     behind: bytes
     piece: bytes
+    size: int
 
 
 @dataclass(slots=True)
@@ -163,9 +164,11 @@ class AgentTrajectory:
         turn.answer = answer
 
     def keep(self, answer: bytes, history: bytes, behind: bytes) -> None:
-        """Keep what was said up to an answer, if all of it is known then."""
-        if history and answer and (not behind or behind in self.histories):
-            self.histories.setdefault(answer, HistoryPiece(behind, history))
+        """Keep what was said up to an answer, if all of it is known then and is not too much."""
+        before = self.histories.get(behind)
+        size = len(history) + (0 if before is None else before.size)
+        if history and answer and (before is not None or not behind) and size <= HISTORY_BYTES_MAX:
+            self.histories.setdefault(answer, HistoryPiece(behind, history, size))
 
     def known(self, chain: list[bytes]) -> int:
         """How many of a call's messages are in a history."""

@@ -14,6 +14,7 @@ from elastic.core import saved_state
 from elastic.core.types import Chunk, Chunks, SamplingParameters
 from elastic.protocol import wire
 from elastic.protocol.front_messages import (
+    HISTORY_BYTES_MAX,
     AgentCall,
     AgentCaller,
     BeginTrajectory,
@@ -330,7 +331,7 @@ def test_what_was_said_up_to_an_answer_is_known_to_another_process() -> None:
     bench.rollouts.settle(one, 8, b"one", b"first")
     bench.rollouts.settle(two, 8, b"two", b"second", b"one")
     bench.rollouts.settle(lost, 8, b"lost", b"third", b"never heard of")
-    bench.rollouts.settle(aside, 8, b"aside")
+    bench.rollouts.settle(aside, 8, b"aside", bytes(HISTORY_BYTES_MAX), b"one")
     for turn in turns:
         bench.rollouts.deliver(turn)
     core = fresh_core(simulate(1).settings)
