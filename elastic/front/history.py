@@ -11,11 +11,11 @@ LEVEL = 1
 """Text halves at once; more would take longer than it saves."""
 
 
-def packed(messages: Sequence[Mapping[str, Any]]) -> bytes:
-    """Empty for more than is kept. Any text is as it was, unpaired surrogates included."""
+def packed(messages: Sequence[Mapping[str, Any]], most: int = HISTORY_BYTES_MAX) -> bytes:
+    """Empty for more than `most` bytes. Any text is as it was, unpaired surrogates included."""
     said = json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
     piece = zlib.compress(said.encode("utf-8", "surrogatepass"), LEVEL)
-    return piece if len(piece) <= HISTORY_BYTES_MAX else b""
+    return piece if len(piece) <= most else b""
 
 
 def unpacked(pieces: Iterable[bytes]) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from elastic.front.history import packed, unpacked
 from elastic.front.messages import chain, head_digest
 from elastic.protocol.anthropic.answers import MessageWriter
 from elastic.protocol.anthropic.bodies import BILLING, MESSAGES, MessagesRequest
-from elastic.protocol.front_messages import HISTORY_BYTES_MAX
 from elastic.protocol.openai import bodies
 from elastic.protocol.openai.answers import (
     Answered,
@@ -231,8 +230,9 @@ def test_a_history_is_kept_as_it_is(conversation: list[tuple[str, ParsedAnswer]]
 
 
 def test_what_is_too_much_is_not_kept() -> None:
-    noise = random.Random(0).randbytes(HISTORY_BYTES_MAX).decode("latin-1")
-    assert packed([{"role": "user", "content": noise}]) == b""
+    said = [{"role": "user", "content": random.Random(0).randbytes(1000).hex()}]
+    assert packed(said, 500) == b""
+    assert packed(said, 1500) == packed(said) != b""
 
 
 @pytest.mark.parametrize(
