@@ -77,6 +77,7 @@ class LibraryRenderer:
         except Exception as error:  # whatever a renderer of the library's misses in a tokenizer
             raise RendererError(f"front.renderer: {name!r} does not go with {tokenizer.directory}: {error}") from error
         self.stop_token_ids = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *self._plain.get_stop_token_ids())))
+        self._check_text()
 
     @property
     def reads_reasoning(self) -> bool:
@@ -164,6 +165,16 @@ class LibraryRenderer:
 
     def plain(self, calls_tools: bool) -> bool:
         return self._parsers.named and self._parsers.plain(calls_tools)
+
+    def _check_text(self) -> None:
+        """Raises `RendererError` for a renderer that has a tokenizer of its own: it would take our marks for text."""
+        text = " ".join(self._tokenizer.control.values())
+        try:
+            shown = self._tokenizer.decode(self.prompt([{"role": "user", "content": text}], None, {}), special=True)
+        except RenderingError as error:
+            raise RendererError(f"front.renderer: {self._name!r} renders no text of a user: {error}") from error
+        if text not in shown:
+            raise RendererError(f"front.renderer: {self._name!r} does not render texts by the checkpoint's tokenizer")
 
     def _renderer(self, kwargs: Mapping[str, Any]) -> Any:
         key = head_digest(None, kwargs)

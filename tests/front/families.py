@@ -173,6 +173,13 @@ V3_TOKENS = (
     "<｜tool▁output▁begin｜>",
     "<｜tool▁output▁end｜>",
     "｜DSML｜",
+    "<｜action｜>",
+    "<｜authority｜>",
+    "<｜domain｜>",
+    "<｜latest_reminder｜>",
+    "<｜query｜>",
+    "<｜read_url｜>",
+    "<｜title｜>",
 )
 GLM_TOKENS = (
     "<|endoftext|>",
@@ -188,8 +195,10 @@ GLM_TOKENS = (
     "</arg_value>",
 )
 GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
+QWEN35_TOKENS = ("<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 LLAMA_TOKENS = (
     "<|begin_of_text|>",
+    "<|end_of_text|>",
     "<|start_header_id|>",
     "<|end_header_id|>",
     "<|eot_id|>",
@@ -216,7 +225,7 @@ FAMILIES = {
         TEMPLATE, "hermes", "qwen3", (), IM, f"<think>\nHm.\n</think>\n\n{HERMES_CALL}<|im_end|>", behind_user=True
     ),
     "qwen3": Family(chats.QWEN3, "hermes", "qwen3", (), IM, f"<think>\nHm.\n</think>\n\n{HERMES_CALL}<|im_end|>"),
-    "qwen3.5": Family(QWEN35, "qwen3_coder", "qwen3", (), IM, f"Hm.\n</think>\n\n{QWEN35_CALL}<|im_end|>"),
+    "qwen3.5": Family(QWEN35, "qwen3_coder", "qwen3", QWEN35_TOKENS, IM, f"Hm.\n</think>\n\n{QWEN35_CALL}<|im_end|>"),
     "glm-4.5": Family(
         glm("\n", ""),
         "glm45",

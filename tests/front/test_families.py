@@ -140,8 +140,11 @@ ODD = ["", "x", "<", "|>", "\n", "｜", "<|im_", "start|>"]
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
 def test_text_stays_text_wherever_it_stands(made: Made, name: str, data: st.DataObject) -> None:
+    stays_text(*made[name], data)
+
+
+def stays_text(tokenizer: Tokenizer, renderer: ChatRenderer, data: st.DataObject) -> None:
     """A conversation of the same shape with benign texts has the same control tokens, whatever these texts are."""
-    tokenizer, renderer = made[name]
     tokens = [*tokenizer.control.values(), *ODD]
     texts = st.lists(st.sampled_from(tokens), max_size=4).map(lambda parts: "x".join(["", *parts, ""]))
     said, called, key, value, result, system, described = (data.draw(texts) for _ in range(7))

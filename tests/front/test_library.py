@@ -14,7 +14,7 @@ from elastic.front.library import LibraryRenderer
 from elastic.front.rendering import TemplateRenderer, make_renderer
 from elastic.front.templates import RendererError, RenderingError
 from elastic.front.tokenizer import Tokenizer
-from tests.front import chats
+from tests.front import chats, families, test_families
 
 pytestmark = pytest.mark.clients
 
@@ -108,6 +108,78 @@ def test_answers_are_read_as_the_library_reads_them_but_for_what_is_no_call(
     assert [len(piece.tool_calls) for piece in pieces].count(1) > 2
     assert not renderer.unread
     assert not renderer.plain(False)
+
+
+FAMILIES = {
+    "deepseek-r1": "deepseek-r1",
+    "deepseek-v3": "deepseek-v3",
+    "deepseek-v4": "deepseek-v3.2",
+    "glm-4.5": "glm-4.5",
+    "glm-5": "glm-4.7",
+    "glm-5.1": "glm-4.7",
+    "llama-3": "llama-3",
+    "prime-qwen3": "qwen3.5",
+    "qwen3": "qwen3",
+    "qwen3.5": "qwen3.5",
+    "qwen3.6": "qwen3.5",
+    "qwen3.8": "qwen3.5",
+}
+"""The library's renderers that work without what is on a hub, and the families whose tokens they take."""
+
+
+@pytest.fixture(scope="module")
+def of_families(tmp_path_factory: pytest.TempPathFactory) -> test_families.Made:
+    made = {}
+    for name, family in FAMILIES.items():
+        tokenizer = families.checkpoint(tmp_path_factory.mktemp("family") / "model", families.FAMILIES[family])
+        made[name] = tokenizer, LibraryRenderer(tokenizer, name)
+    return made
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_s_answers_stream_and_are_what_the_library_reads(of_families: test_families.Made, name: str) -> None:
+    tokenizer, renderer = of_families[name]
+    family = families.FAMILIES[FAMILIES[name]]
+    wrote = family.wrote.replace("function_calls", "tool_calls") if name == "deepseek-v4" else family.wrote
+    prompt = renderer.prompt([QUESTION], [test_families.TOOL], {})
+    if name == "prime-qwen3":
+        wrote = f"<think>\n{wrote}"
+    sampled = tokenizer.encode(wrote, special=True)
+    answer = renderer.parse(sampled, prompt, [test_families.TOOL], turn="t")
+    assert isinstance(renderer, LibraryRenderer)
+    theirs = renderer.parsed(sampled, prompt, [test_families.TOOL], turn="t")
+    assert (answer.content, answer.reasoning) == (theirs.content, (theirs.reasoning or "").strip())
+    assert [(call.name, json.loads(call.arguments)) for call in answer.tool_calls] == [("add", {"a": 1})]
+    assert [(call.name, json.loads(call.arguments)) for call in theirs.tool_calls] == [("add", {"a": 1})]
+    reader = renderer.reader(prompt, [test_families.TOOL], "t")
+    pieces = [reader.parser.feed(reader.decoder.feed([number])) for number in sampled]
+    assert sum(len(piece.tool_calls) for piece in pieces) > 3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_s_branch_goes_on_behind_results_of_tools(of_families: test_families.Made, name: str) -> None:
+    tokenizer, renderer = of_families[name]
+    family = families.FAMILIES[FAMILIES[name]]
+    prompt, sampled, answer = test_families.answered(tokenizer, renderer, family)
+    result = {"role": "tool", "tool_call_id": "x", "name": "add", "content": "4"}
+    more = renderer.more(
+        [QUESTION, answer.message(), result], 2, [test_families.TOOL], {}, prompt + sampled, len(sampled)
+    )
+    assert (more is not None) == families.FAMILIES[FAMILIES[name]].behind_tools
+    assert more is None or tokenizer.decode(more).count("4") == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(data=st.data())
+def test_a_family_s_texts_stay_texts(of_families: test_families.Made, name: str, data: st.DataObject) -> None:
+    test_families.stays_text(*of_families[name], data)
+
+
+def test_a_renderer_that_has_a_tokenizer_of_its_own_is_refused(tmp_path: Path) -> None:
+    """gpt-oss is encoded by `openai_harmony`, which needs files of a hub besides."""
+    tokenizer = families.checkpoint(tmp_path / "model", families.FAMILIES["gpt-oss"])
+    with pytest.raises(RendererError, match=r"front.renderer: 'gpt-oss' does not"):
+        LibraryRenderer(tokenizer, "gpt-oss")
 
 
 def test_settings_that_the_renderer_lacks_are_an_error_of_the_call(renderer: LibraryRenderer) -> None:
