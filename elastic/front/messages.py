@@ -82,6 +82,15 @@ def text_of(content: Any) -> str:
     raise MessageError(f"content is {type(content).__name__}; a text, null or a list of parts is allowed")
 
 
+def texts_of(message: AnyMessage) -> list[str]:
+    """The texts of a message that make its rendering long: its content, and the arguments of its calls."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    texts += [_called(call)[1] for call in _calls(message)]
+    return [text for text in texts if isinstance(text, str)]
+
+
 def arguments_of(arguments: Any) -> Any:
     """The arguments of a tool call as JSON's values. None at all are `{}`.
 

@@ -7,13 +7,16 @@ from concurrent.futures import Executor
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from elastic.front.asked import Chat, ServedModel
-from elastic.front.messages import chain, head_digest
+from elastic.front.messages import chain, head_digest, texts_of
 from elastic.protocol.front_messages import CHAIN_MAX, BranchFound
-from elastic.protocol.openai.errors import FrontError
+from elastic.protocol.openai.errors import FrontError, too_long
 from elastic.protocol.sampled import ids_of
 
 RENDERED_HERE_CHARS = 20_000
 """Messages with more text are rendered on a thread, while streams go on."""
+
+COUNTED_CHARS_PER_TOKEN = 8
+"""Texts that are longer, for the context that there is, are counted before they are rendered and encoded whole."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,15 +45,25 @@ class ChatPrompts:
     """
 
     def __init__(self, model: ServedModel, renders: Executor) -> None:
+        self._model = model
         self._renderer = model.renderer
         self._renders = renders
 
     async def chain(self, chat: Chat) -> list[bytes]:
-        """A digest for each prefix of the chat."""
+        """A digest for each prefix of the chat, if it is one that may fit into the context."""
         if len(chat.messages) > CHAIN_MAX:
             said = f"there are {len(chat.messages)} with all that was said before; at most {CHAIN_MAX} are allowed"
             raise FrontError(400, f"messages: {said}", "messages", "invalid_messages")
-        return await self._rendering(chat.messages, _chain_of, chat)
+        return await self._rendering(chat.messages, self._chain_of, chat)
+
+    def _chain_of(self, chat: Chat) -> list[bytes]:
+        context = self._model.context_tokens
+        texts = [text for message in chat.messages for text in texts_of(message)]
+        if sum(map(len, texts)) > COUNTED_CHARS_PER_TOKEN * context:
+            tokens = self._model.tokenizer.estimate(texts, context)
+            if tokens > context:
+                raise too_long(context, tokens)
+        return chain(head_digest(chat.tools, chat.template_kwargs), chat.messages)
 
     async def behind(self, chat: Chat, found: BranchFound) -> TurnPrompt:
         """The chat's prompt behind the branch that was found for it."""
@@ -77,14 +90,10 @@ class ChatPrompts:
     ) -> T:
         """What `render` makes, on a thread if that may take long."""
         rendering = functools.partial(render, *args, **kwargs)
-        chars = sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
+        chars = sum(len(text) for message in messages for text in texts_of(message))
         try:
             if chars <= RENDERED_HERE_CHARS:
                 return rendering()
             return await asyncio.get_running_loop().run_in_executor(self._renders, rendering)
         except ValueError as error:
             raise FrontError(400, f"messages: {error}", "messages", "invalid_messages") from error
-
-
-def _chain_of(chat: Chat) -> list[bytes]:
-    return chain(head_digest(chat.tools, chat.template_kwargs), chat.messages)

@@ -20,6 +20,11 @@ import tokenizers
 from elastic.config import ConfigError
 
 FILES_MAX_BYTES = 256 * 1024 * 1024
+ENCODED_HERE_CHARS = 4096
+"""Longer texts are encoded while other threads go on."""
+COUNTED_CHARS = 16 * 1024
+SPLIT_TOKENS = 4
+"""As many tokens more may a text have that is cut."""
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Attributes of `tokenizer_config.json` that templates may name."""
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -100,6 +105,18 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         return self._tokens.token_to_id(token)
 
+    def estimate(self, texts: Sequence[str], most: int) -> int:
+        """About how many tokens the texts have. They are not counted any further once there are more than `most`."""
+        chars, counted, tokens = sum(map(len, texts)), 0, 0
+        for text in texts:
+            for start in range(0, len(text), COUNTED_CHARS):
+                piece = text[start : start + COUNTED_CHARS].encode("utf-8", "replace").decode()
+                counted += len(piece)
+                tokens += max(len(self._encode_batch(piece)) - SPLIT_TOKENS, 0)
+                if tokens > most:
+                    return tokens * chars // counted
+        return tokens
+
     def _learn_words(self, tokens: Mapping[int, tokenizers.AddedToken]) -> dict[int | None, int]:
         """The tokens' own ids by those of their words, which are found in a text as the tokens would be."""
         words = [
@@ -113,13 +130,21 @@ class Tokenizer:
 
     def _encode(self, text: str, around: bool) -> list[int]:
         try:
-            encoding = self._tokens.encode(text, add_special_tokens=around)
+            ids = self._ids(text, around)
         except (TypeError, UnicodeEncodeError):  # half of a surrogate pair
-            encoding = self._tokens.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=around)
-        ids = encoding.ids
+            ids = self._ids(text.encode("utf-8", "replace").decode(), around)
         if not around and (wrong := self._refused.intersection(ids)):
             raise ControlTextError(f"text would become the control token {self.control[min(wrong)]!r}")
         return [self._coded_ids.get(number, number) for number in ids]
+
+    def _ids(self, text: str, around: bool) -> list[int]:
+        if len(text) <= ENCODED_HERE_CHARS:
+            return self._tokens.encode(text, add_special_tokens=around).ids
+        return self._encode_batch(text, around)
+
+    def _encode_batch(self, text: str, around: bool = False) -> list[int]:
+        """As the library encodes several texts: without Python's lock, which it holds while it encodes a single one."""
+        return self._tokens.encode_batch_fast([text], add_special_tokens=around)[0].ids
 
     # Tokens to text.
 

@@ -30,6 +30,9 @@ class BytesVocabulary:
     def encode(self, text: str, special: bool = False) -> list[int]:
         return list(text.encode())
 
+    def estimate(self, texts: Sequence[str], most: int) -> int:
+        return sum(len(text.encode()) for text in texts)
+
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 

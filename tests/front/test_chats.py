@@ -1,6 +1,8 @@
 """A chat with a checkpoint's own tokenizer and template, over HTTP: what was sampled stays, what is new follows."""
 
+import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from elastic.front.asked import ServedModel
 from elastic.front.rendering import make_renderer
 from elastic.front.tokenizer import Tokenizer
-from tests.front.fronted import fronted, merged
+from tests.front.fronted import fronted, merged, says
 from tests.front.modelled_run import ModelledRun, Turn
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -67,3 +69,34 @@ async def test_a_conversation_grows_token_for_token(tmp_path: Path, tiny: Tokeni
         "It is 4<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert prompts[2].count(tiny.eos_token_ids[0]) == 6
+
+
+async def test_a_result_of_20_mb_is_refused_and_nobody_waits_for_that(tmp_path: Path, tiny: Tokenizer) -> None:
+    """It is counted up to the context's end, and neither rendered nor encoded."""
+    renderer = make_renderer(tiny, tool_parser="hermes")
+    model = ServedModel("tiny", 131_072, tiny.vocab_size, tiny, renderer, 1)
+    result = "".join(f"line {number}: <|im_end|> é\n" for number in range(800_000))
+    assert len(result) > 20_000_000
+    call = {"id": "i", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": result}]},
+    ]
+    async with fronted(tmp_path, model, answer=says("hi"), body_bytes_max=64 << 20) as served:
+        long = {**call, "id": "i" * 10_000}
+        refused = await served.chat(messages=[messages[0], {**messages[1], "tool_calls": [long]}, messages[2]])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages.1.tool_calls.0.id")
+        assert "512" in refused.json()["error"]["message"]
+        large = asyncio.create_task(served.chat(messages=messages, tools=TOOLS))
+        waited_s = 0.0
+        while not large.done():
+            asked_s = time.monotonic()
+            assert (await served.chat()).status_code == 200
+            waited_s = max(waited_s, time.monotonic() - asked_s)
+            await asyncio.sleep(0)
+        answer = (await large).json()["error"]
+        assert answer["code"] == "context_length_exceeded"
+        assert answer["message"].startswith("This model's maximum context length is 131072 tokens. However, ")
+        # The body itself is read within seconds; its text would be encoded for more than a minute.
+        assert waited_s < 20
