@@ -1,4 +1,4 @@
-"""Small processes in the place of a pool's large ones: `python stubs.py pool DIR | resident DIR PHASE | job DIR`.
+"""Small processes in the place of a pool's large ones: `python stubs.py resident DIR PHASE | job DIR`.
 
 A resident holds a lock file while it has its node's device, so that two at once are seen. A job follows `script.json`
 in its directory: steps, and how long its phases last; what it has done is in `steps` there.
@@ -12,50 +12,18 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
-from elastic.compose.pool import PoolPrograms, PoolWiring, run_pool
-from elastic.core.cluster.types import NodeId, PhaseKind
+from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.client import PoolClient, membership_here
 from elastic.pool.connection import TO_RESIDENT
-from elastic.pool.ports import JobEnding, JobEntry
 from elastic.protocol.connection import ConnectionLost, over_socket
 from elastic.system.logs import STANDARD_ERROR, log_to
 
 STUB = (sys.executable, str(Path(__file__).resolve()))
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
-
-
-class StubPrograms(PoolPrograms):
-    def run_command(self, entry: JobEntry) -> Sequence[str]:
-        return (*STUB, "job", entry.directory)
-
-    def resident_command(self, entry: JobEntry, phase: PhaseKind) -> Sequence[str]:
-        return (*STUB, "resident", entry.directory, phase.value)
-
-    def resident(
-        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
-    ) -> w.StartResidentFrame:
-        frame = super().resident(entry, placement, node, phase, ticket)
-        frame.environment.update(
-            STUB_NODE=node, STUB_PLACEMENT=str(placement), STUB_DEVICES=str(self._directory.resolve() / "devices")
-        )
-        return frame
-
-    def ended(self, entry: JobEntry, kept: Mapping[str, str], status: int | None) -> JobEnding:
-        for how in ("finished", "stopped", "failed"):
-            if (Path(entry.directory) / how).exists():
-                return JobEnding(how, "as it said")
-        return JobEnding("died", "its process died" if status is None else f"status {status}")
-
-    def admit(self, entry: JobEntry) -> JobEntry:
-        said = json.loads((Path(entry.directory) / "script.json").read_text())
-        script = (*STUB, "job", entry.directory) if entry.script else ()
-        return msgspec.structs.replace(entry, max_restarts=said.get("max_restarts", 3), script=script)
 
 
 class Device:
@@ -209,8 +177,6 @@ class StubJob:
 if __name__ == "__main__":
     log_to(STANDARD_ERROR)
     what, where = sys.argv[1], Path(sys.argv[2])
-    if what == "pool":
-        raise SystemExit(run_pool(where, PoolWiring(programs=StubPrograms)))
     if what == "resident":
         with contextlib.suppress(ConnectionLost):
             asyncio.run(be_resident(where))

@@ -33,7 +33,7 @@ from elastic.protocol.run_control import ControlError
 from elastic.protocol.tls import run_certificate
 from elastic.report.jobs import as_text
 from policies.clusters import CLUSTER_POLICIES
-from tests.pool.stubs import STUB
+from tests.pool.stub_programs import STUB_POOL
 from traces.spot import read_spot_trace
 
 S = 10**9
@@ -63,7 +63,7 @@ class Pool:
 
     def start(self) -> None:
         with (self.directory / "stderr").open("ab") as output:
-            self.process = subprocess.Popen([*STUB, "pool", str(self.directory)], stderr=output)
+            self.process = subprocess.Popen([*STUB_POOL, str(self.directory)], stderr=output)
 
     def submit(
         self, job: str, *, steps: int = 3, slo: float = 4.0, rollout_nodes: int = 1, plan_s: int = 10, **script: Any
