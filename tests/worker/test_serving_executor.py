@@ -22,8 +22,6 @@ from elastic.worker.serving_executor import ExecutorDevice, ExecutorShare, open_
 from providers.serving_messages import ExecutorSettings, HostSettings
 from traces.serving import ServingRequest
 
-pytestmark = pytest.mark.alone
-
 POLICY = Qwen3Config(num_hidden_layers=2)
 SMALL = {"max_context_tokens": 128, "max_batch": 4, "kv_pages": 40, "page_kib": 64, "length_scale": 1.0}
 
@@ -84,6 +82,7 @@ async def test_the_hosts_trace_is_served_and_so_are_its_clients(profiles: Path) 
         assert (service.lent_s, service.rollout_s, service.idle_utilisation) == (0, 0, None)
 
 
+@pytest.mark.alone
 async def test_a_request_that_is_not_served_counts_as_failed(profiles: Path) -> None:
     device = make(profiles)
     async with device.running(iter([ServingRequest(0.0, 20, 5), ServingRequest(2.0, 20, 5)])):
@@ -181,6 +180,7 @@ async def test_a_checkpoint_ends_where_its_model_does_and_takes_token_ids(profil
     assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("stop", 1)
 
 
+@pytest.mark.alone
 async def test_a_host_that_is_in_use_says_so(profiles: Path) -> None:
     device = make(profiles)
     async with device.running(iter([ServingRequest(0.0, 60, 30) for _ in range(12)])):

@@ -18,8 +18,6 @@ from policies.admission import ExclusiveAdmission, NoAdmission, Slo, SloAdmissio
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
 from tests.engine.coserving.conftest import load, raising
 
-pytestmark = pytest.mark.alone
-
 MS = 1_000_000
 RESTING_BYTES = 3 * 16 * 1024
 """A page for padding, and a rotation table of 256 positions."""
@@ -69,6 +67,7 @@ def test_a_gpu_is_shared_like_any_other_device(make_device, turn, spec_of_servin
     device.check_pages()
 
 
+@pytest.mark.alone
 def test_rollouts_wait_while_there_is_no_slack_and_stall_to_be_routed_again(make_device, turn):
     device = make_device(admission=NoAdmission(), stall_timeout_ns=300 * MS)
     device.lend()
@@ -79,6 +78,7 @@ def test_rollouts_wait_while_there_is_no_slack_and_stall_to_be_routed_again(make
     device.check_serves(turn("s"))
 
 
+@pytest.mark.alone
 def test_a_turn_that_new_weights_wait_for_stalls_like_any_other(make_device, turn):
     device = make_device(stall_timeout_ns=300 * MS)
     rollout = device.lend()
@@ -93,6 +93,7 @@ def test_a_turn_that_new_weights_wait_for_stalls_like_any_other(make_device, tur
         loading.result(30)
 
 
+@pytest.mark.alone
 def test_a_turn_whose_new_weights_get_stuck_on_their_way_stalls_too(make_device, turn):
     device = make_device(stall_timeout_ns=300 * MS)
     rollout = device.lend()
@@ -111,6 +112,7 @@ def test_a_turn_whose_new_weights_get_stuck_on_their_way_stalls_too(make_device,
         loading.result(30)
 
 
+@pytest.mark.alone
 def test_waiting_for_a_place_in_the_batch_is_no_stall(make_device, turn):
     device = make_device(stall_timeout_ns=500 * MS)
     rollout = device.lend(max_batch=1, pacing={"prefill_tokens_per_s": 1e5, "decode_step_s": {1: 0.02}})
@@ -240,6 +242,7 @@ def test_serving_can_reach_the_whole_memory(make_device, turn, spec_of_serving, 
     device.check_pages()
 
 
+@pytest.mark.alone
 def test_a_page_that_a_decode_lacks_is_counted_from_the_token_before(make_device, turn):
     """Behind that token a rollout iteration may run, and it is waited for."""
     device = make_device(pages=16, memory=FineGrainedMemory())
@@ -288,6 +291,7 @@ def test_a_profile_of_another_device_is_measured_anew(make_device, turn, tmp_pat
     assert device.serving.costs.profile == found
 
 
+@pytest.mark.alone
 def test_a_slow_piece_of_weights_does_not_keep_the_next_ones_out(make_device):
     """One hiccup of the host may take longer than any allowance; while serving rests weights still come in."""
     device = make_device(admission=SloAdmission(slo=LOOSE, longest_ns=20 * MS))
@@ -298,6 +302,7 @@ def test_a_slow_piece_of_weights_does_not_keep_the_next_ones_out(make_device):
     assert rollout.statistics().weights_version == 2
 
 
+@pytest.mark.alone
 def test_the_first_piece_of_weights_is_taken_to_be_as_slow_as_servings_were(
     make_device, spec_of_serving, rollout_weights
 ):
@@ -329,6 +334,7 @@ def never_loaded(rollout, weights) -> None:
         rollout.load_version(TensorSource(1, weights), WeightMode.FINISH)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("longest_ms", [0.001, 10_000])
 def test_beside_a_load_that_never_rests_rollouts_are_tried_now_and_then(make_device, turn, spec_of_serving, longest_ms):
     """Else costs that are not known, or thought too high, would never be measured: here any is, or one by far."""
@@ -343,6 +349,7 @@ def test_beside_a_load_that_never_rests_rollouts_are_tried_now_and_then(make_dev
     assert not device.served.end("s0")
 
 
+@pytest.mark.alone
 def test_a_model_is_measured_beside_a_load_that_never_rests(make_device, turn, spec_of_serving):
     busy = spec_of_serving(pacing={"prefill_tokens_per_s": 1e6, "decode_step_s": {1: 0.05}})
     device = make_device(serving=busy, profiles=None, admission=SloAdmission(slo=LOOSE, longest_ns=60_000 * MS))
@@ -408,6 +415,7 @@ def test_a_static_partition_holds_both_to_their_half(make_device, turn):
     assert device.executor.statistics().serving_peak_pages <= 12
 
 
+@pytest.mark.alone
 def test_a_prefix_is_kept_for_its_lease_and_no_longer(make_device, turn):
     device = make_device(memory=PreemptiveMemory(lease_ns=200 * MS))
     device.lend()
@@ -457,6 +465,7 @@ def test_asleep_the_rollout_model_keeps_one_page_and_wakes_from_host_memory(make
     assert rollout.statistics().accounts_ns[Account.LOADING] > 0
 
 
+@pytest.mark.alone
 def test_the_devices_time_that_serving_takes_is_servings(make_device, turn):
     device = make_device()
     rollout = device.lend()
@@ -730,6 +739,7 @@ def test_closing_ends_what_is_alive_in_both_halves(make_device, turn):
         device.serving.submit([turn("late")])
 
 
+@pytest.mark.alone
 def test_stop_and_reload_lets_one_model_on_the_device_at_a_time(make_device, turn):
     swapping = Swapping(idle_ns=50 * MS, boot_ns=20 * MS)
     device = make_device(admission=ExclusiveAdmission(), swapping=swapping)
