@@ -30,7 +30,7 @@ from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.system.host import here
 from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.outcome import Lived
-from elastic.testing.faults.shell.agents.agents import Agents
+from elastic.testing.faults.shell.agents.agents import POLICIES, Agents
 from elastic.testing.faults.shell.agents.fronts import WorldFronts
 from elastic.testing.faults.shell.answers import intervals
 from elastic.testing.faults.shell.cloud import Cloud, CloudProvider
@@ -158,6 +158,7 @@ def config_of(plan: WorldPlan, checkpoint: str = "none") -> Config:
             **({"balancing": {"interval_s": 10}} if long else {}),
             "rewards": {"timeout_s": 2, "max_retries": 8},
             "environment": {"step_timeout_s": 3, **(outside if plan.agents else {})},
+            **({"front": {"policies": POLICIES}} if plan.agents else {}),
             "weights": {
                 "mode": "keep",
                 "pull_timeout_s": PULL_TIMEOUT_S,

@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 FRONTS = 2
 DRIVER, STRANGER = "main", "stranger"
+POLICIES = ("critic",)
+"""Names of the model besides its own."""
 GROUP_SIZE = 2
 TRY_AGAIN = 429, 500, 503
 OUT_OF_DATE = "branch_gone", "turn_not_over"
@@ -117,7 +119,7 @@ class Agents:
             except (FrontGone, StreamTorn):
                 pass
             except FrontRefusal as refused:
-                if refused.status == 410:
+                if refused.status == 410 or refused.code == "max_turns":
                     raise Over from None
                 if refused.status == 404 and owned:
                     self.record.unknown.append(str(refused))
@@ -166,6 +168,7 @@ class Agents:
             return
         if not self._scored:
             await self._reward(caller, trajectory)
+            await self._reward_policies(caller, trajectory)
         cause = "its agent broke" if self._chance.random() < FAILED else ""
         for _ in range(self._chance.choice((1, 1, 2))):
             await self._surely(lambda front: front.request(lambda request: m.EndTrajectory(request, caller, cause)))
@@ -184,8 +187,17 @@ class Agents:
                 raise
             self._found(f"{trajectory} was given the rewards {reward} and {reward + 1}")
 
-    async def _give(self, caller: m.AgentCaller, reward: float) -> None:
-        await self._surely(lambda front: front.request(lambda request: m.GiveReward(request, caller, reward)))
+    async def _reward_policies(self, caller: m.AgentCaller, trajectory: TrajectoryId) -> None:
+        """Give some policies rewards of their own."""
+        for policy in POLICIES:
+            chance = chance_of(trajectory, policy)
+            if chance.random() < 1 / 2:
+                reward = float(chance.randrange(2))
+                await self._give(caller, reward, policy)
+                self.record.policy_rewards[trajectory, policy] = reward
+
+    async def _give(self, caller: m.AgentCaller, reward: float, policy: str = "") -> None:
+        await self._surely(lambda front: front.request(lambda request: m.GiveReward(request, caller, reward, policy)))
 
     async def ask(self, asked: AgentAsk) -> list[Message]:
         """A call of an agent, which is made again until it has its answer. Raises `Over`."""
@@ -196,6 +208,11 @@ class Agents:
             return await front.serve(serving)
 
         return await self._surely(serve)
+
+
+def chance_of(trajectory: TrajectoryId, what: str) -> Random:
+    """What is drawn for a trajectory apart from all else, so that it moves nothing else."""
+    return Random(f"{trajectory} {what}")
 
 
 def _marked(asked: AgentAsk, chance: Random) -> AgentAsk:
@@ -212,6 +229,7 @@ class Agent:
         self._agents = agents
         self._chance = chance
         self._trajectory = trajectory
+        self._names = chance_of(trajectory, "names")
         self._history: tuple[Message, ...] = (self._said(5),)
         self._calls = itertools.count()
 
@@ -231,11 +249,12 @@ class Agent:
         chance, chat = self._chance, self._chance.random() < 3 / 4
         stop = chance.randrange(1, VOCABULARY) if chance.random() < 1 / 6 else None
         seed = chance.randrange(9) if chance.random() < 1 / 8 else None
-        digest = blake2b(repr((messages, choices, stop, seed)).encode(), digest_size=m.DIGEST_BYTES).digest()
+        policy = self._names.choice(("", "", *POLICIES))
+        digest = blake2b(repr((messages, choices, stop, seed, policy)).encode(), digest_size=m.DIGEST_BYTES).digest()
         key = f"{self._trajectory} {next(self._calls)}" if chance.random() < 1 / 6 else ""
         return AgentAsk(
             self.caller,
-            m.AgentCall("chat" if chat else "completions", digest, key),
+            m.AgentCall("chat" if chat else "completions", digest, key, policy=policy),
             messages,
             chat,
             stream=chance.random() < 1 / 2,

@@ -243,7 +243,7 @@ class _Call:
         asked, front = self._asked, self._front
         told = front.record.delivered.pop(self._body, None)
         self._repeated = told == (front, front.served_by) and not self._call.retry and not self._call.key
-        found = await self._ask(lambda number: m.LookUp(number, asked.caller, self._call, self._chain, True))
+        found = await self._ask(lambda number: m.LookUp(number, asked.caller, self._call, self._chain, m.ALL_IDS))
         missing = list(range(asked.choices))
         if isinstance(found, m.TurnsTaken):
             self._take(found)

@@ -1,10 +1,11 @@
 """Judges a run that agents have driven.
 
-- An answer that an agent was given whole is trained, token for token and once, in the first branch that has it. What no
-  front has asked to be settled is trained nowhere.
+- An answer that an agent was given whole is trained, token for token and once; where an agent names one policy, in the
+  first branch that has it. What no front has asked to be settled is trained nowhere.
 - Spans of sampled tokens follow each other without overlap, and a sampled token is the one of its turn and place.
 - A call that repeats an undelivered one is generated once; an equal call after delivery is a new turn.
-- A trajectory has the reward that its agent was told that it has.
+- A trajectory has the reward that its agent was told that it has, and so has each of its policies.
+- A branch has sampled tokens of one policy alone, the one by whose name they were asked for.
 """
 
 from collections import Counter, defaultdict
@@ -78,6 +79,7 @@ def check_agents(
     for row in rows:
         if row.reward is not None and not row.cause:
             _check_row(record, config, row, true=row.trajectory not in touched, by_functions=by_functions)
+            _check_policies(record, journaled, row)
         unrewarded = row.cause.startswith(UNREWARDED)
         _require(not unrewarded or row.trajectory not in record.rewards, f"{row.trajectory} had a reward: {row.cause}")
     _check_attempts(record.attempts, journaled)
@@ -101,7 +103,9 @@ def _check_row(record: AgentRecord, config: Config, row: TrajectoryRow, *, true:
     given, settled = (_counted(of.get(name, ())) for of in (record.given, record.settled))
     _require(not given - trained, f"{name}: given whole and not trained: {_told(given - trained)}")
     _require(not trained - settled, f"{name}: trained and no answer: {_told(trained - settled)}")
-    for (before, ids), number in first.items():
+    # Among several policies a branch may have another's answer as a part of its prompt, and have it first.
+    alone = len({sampled.policy for sampled in _sampled(row)}) == 1
+    for (before, ids), number in first.items() if alone else ():
         whole = before + ids
         earlier = [at for at in range(number) if contexts[at][: len(whole)] == whole]
         _require(not earlier or settled[before, ids] > 1, f"{name}: {whole} is of branch {earlier}, not {number}")
@@ -109,6 +113,24 @@ def _check_row(record: AgentRecord, config: Config, row: TrajectoryRow, *, true:
         _check_answer(record, config, answer)
     reward = scored(contexts[0]) if by_functions else record.rewards.get(name, row.reward)
     _require(row.reward == reward, f"{name}: reward {row.reward} instead of {reward}")
+
+
+def _check_policies(record: AgentRecord, journaled: Journaled, row: TrajectoryRow) -> None:
+    name = row.trajectory
+    by_answer: defaultdict[tuple[Context, Context], set[str]] = defaultdict(set)
+    for answer in record.settled.get(name, ()):
+        if (call := journaled.asked.get(answer.turn)) is not None:
+            by_answer[answer.context, answer.token_ids].add(call.policy)
+    for number, (context, sampled) in enumerate(zip(contexts_of(row), _sampled(row), strict=True)):
+        for start, count in sampled.spans:
+            asked = by_answer[context[:start], context[start : start + count]]
+            _require(not asked or sampled.policy in asked, f"{name}: branch {number} of {sampled.policy!r} has {asked}")
+        told = record.policy_rewards.get((name, sampled.policy), sampled.policy_reward)
+        _require(
+            sampled.policy_reward == told,
+            f"{name}: {sampled.policy!r} has the reward {sampled.policy_reward} instead of {told}",
+        )
+        _require(sampled.policy != "" or sampled.policy_reward is None, f"{name}: the model's own name has a reward")
 
 
 def _sampled(row: TrajectoryRow) -> list[Sampled]:

@@ -35,6 +35,8 @@ class AgentRecord:
     settled: dict[TrajectoryId, set[AgentAnswer]] = field(default_factory=dict[TrajectoryId, set[AgentAnswer]])
     given: dict[TrajectoryId, set[AgentAnswer]] = field(default_factory=dict[TrajectoryId, set[AgentAnswer]])
     rewards: dict[TrajectoryId, float] = field(default_factory=dict[TrajectoryId, float])
+    policy_rewards: dict[tuple[TrajectoryId, str], float] = field(default_factory=dict[tuple[TrajectoryId, str], float])
+    """Those of policies that were confirmed."""
     attempts: list[CallAttempt] = field(default_factory=list[CallAttempt])
     begun: dict[str, TrajectoryId] = field(default_factory=dict[str, TrajectoryId])
     """By idempotency key."""
