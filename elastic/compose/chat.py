@@ -104,6 +104,9 @@ class SpareCreditAnswers:
                     refused = ChatRefused if answer.status_code < 500 else ChatFailed
                     raise refused(_error_of(answer.read()) or f"the run answers with status {answer.status_code}")
                 yield from _pieces(answer.iter_lines())
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            said = str(error) or type(error).__name__
+            raise ChatFailed(f"the run is not reached at {self._url}: {said}{through(self._url)}") from error
         except httpx.HTTPError as error:
             said = str(error) or type(error).__name__
             raise ChatFailed(f"the run is gone, and this answer with it: {said}{through(self._url)}") from error

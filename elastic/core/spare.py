@@ -25,6 +25,8 @@ NO_SPARE = f"{NO_CAPACITY}: rollouts have left no place on any worker"
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 ERRORS_MAX = 3
 """A turn with which engines fail so often is given up."""
+REST_NS = NS_PER_S // 4
+"""For a turn that a worker has given back."""
 ENDING = f"{NO_CAPACITY}: the run is over"
 SILENT = f"{NO_PROGRESS}: its worker has brought no token in time"
 
@@ -38,8 +40,9 @@ class SpareTurn:
     id: TurnId
     max_new_tokens: int
     since_ns: Nanoseconds
+    rests_until_ns: Nanoseconds = 0
+    """It is not placed before: a worker has given it back."""
     accepted: int = 0
-    computed: bool = False
     errors: int = 0
     attempt: int = 0
     start: int = 0
@@ -90,7 +93,7 @@ class SpareCredit:
         for turn in list(self.turns.values()):
             if self.scheduler.phase in (Phase.STOPPING, Phase.ENDED):
                 told += self._give_up(turn, ENDING, now_ns)
-            elif turn.worker is None and (worker := self._place()) is not None:
+            elif turn.worker is None and now_ns >= turn.rests_until_ns and (worker := self._place()) is not None:
                 told.append(self._start(turn, worker, now_ns))
             elif now_ns - turn.since_ns >= (self.wait_ns if turn.worker is None else self.token_ns):
                 told += self._give_up(turn, NO_SPARE if turn.worker is None else SILENT, now_ns)
@@ -119,7 +122,6 @@ class SpareCredit:
         turn = self._held.get(name, {}).get(chunk.slot)
         if turn is None or turn.epoch != epoch:
             return None, False
-        turn.computed = turn.computed or bool(chunk.count or chunk.prefilled)
         fits = chunk.start == turn.accepted and chunk.start + chunk.count <= turn.max_new_tokens
         if fits:
             self._account(turn, now_ns)
@@ -130,6 +132,7 @@ class SpareCredit:
             del self.turns[turn.id]
         if over or chunk.finish is not None:
             self._leave_worker(turn)
+            turn.rests_until_ns = now_ns + REST_NS
         if chunk.finish is FinishReason.ERROR:
             turn.errors += 1
             if turn.errors == ERRORS_MAX:
@@ -170,7 +173,6 @@ class SpareCredit:
             attempt=turn.attempt,
             slot=turn.slot,
             start=turn.accepted,
-            recompute=turn.computed,
         )
 
     def _give_up(self, turn: SpareTurn, cause: str, now_ns: Nanoseconds) -> list[c.Command]:

@@ -172,7 +172,7 @@ def test_a_chat_leaves_for_a_rollout_and_goes_on_where_it_was(chatting: Chatting
     core.tokens(core.one(c.StartTurn), 3, finish=FinishReason.STOP)
     (again,) = chatting.look()
     assert isinstance(again, c.StartTurn)
-    assert (again.attempt, again.start, again.recompute) == (2, 5, True)
+    assert (again.attempt, again.start) == (2, 5)
     assert chatting.say(first, 5, 1) == (None, False), "what was sent before is nobody's"
     found, over = chatting.credit.take(again.worker, 1, Chunk(again.slot, 5, 7, 0, None), chatting.now_ns)
     assert found is not None
@@ -204,6 +204,8 @@ def test_engines_may_fail_a_chat_so_often(chatting: Chatting) -> None:
     for _ in range(ERRORS_MAX - 1):
         assert isinstance(order, c.StartTurn)
         chatting.say(order, 0, 0, FinishReason.ERROR)
+        assert chatting.look() == [], "it rests"
+        chatting.wait(1)
         (order,) = chatting.look()
     assert isinstance(order, c.StartTurn)
     chatting.say(order, 0, 0, FinishReason.ERROR)

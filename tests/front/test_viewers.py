@@ -86,5 +86,5 @@ async def test_elastic_chat_says_why_there_is_no_answer(tmp_path):
             await asking
         await served.link.stands()
         url = served.url
-    with pytest.raises(ChatFailed, match="the run is gone"):
+    with pytest.raises(ChatFailed, match="the run is not reached at http"):
         await asyncio.to_thread(told, url)
