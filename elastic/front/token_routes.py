@@ -4,7 +4,8 @@ The tokens of a chat are those that its call would have as its prompt. Where a t
 it counts as it was sampled.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -24,6 +25,7 @@ from elastic.protocol.openai.errors import JSON_TYPE
 
 NO_CALL = AgentCall("/tokenize", b"")
 """It has no turns, so that nothing is joined."""
+TOLD_HERE_TOKENS = 1000
 
 
 class TokenRoutes:
@@ -58,19 +60,21 @@ class TokenRoutes:
         caller = self._caller(request)
         asked, strings = await read_body(_read_tokenize, self._model, request, self._renders)
         ids = (await self._prompt(caller, asked, ALL_IDS)).ids if isinstance(asked, Asked) else asked
-        return _json(
-            {
-                "count": len(ids),
-                "max_model_len": self._model.context_tokens,
-                "tokens": ids,
-                "token_strs": [self._model.token_text(token) for token in ids] if strings else None,
-            }
-        )
+        told: dict[str, Any] = {"count": len(ids), "max_model_len": self._model.context_tokens, "tokens": ids}
+        told["token_strs"] = await self._texts(ids) if strings else None
+        return _json(told)
 
     async def _detokenize(self, request: Request) -> Response:
         self._caller(request)
         ids = await read_body(_read_detokenize, self._model, request, self._renders)
         return _json({"prompt": self._model.tokenizer.decode(ids, special=True)})
+
+    async def _texts(self, ids: Sequence[int]) -> list[str]:
+        """What each token says; of many on a thread, while streams go on."""
+        if len(ids) <= TOLD_HERE_TOKENS:
+            return list(map(self._model.token_text, ids))
+        telling = asyncio.get_running_loop().run_in_executor
+        return await telling(self._renders, lambda: list(map(self._model.token_text, ids)))
 
     async def _prompt(self, caller: AgentCaller, asked: Asked, ids_before: int) -> TurnPrompt:
         chat = asked.chat

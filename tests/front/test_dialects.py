@@ -1,5 +1,6 @@
 """Answers of the Responses API and of the Messages API: sent back, they are the messages that were answered with."""
 
+import contextlib
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from elastic.front.history import packed, unpacked
 from elastic.front.messages import chain, head_digest
 from elastic.protocol.anthropic.answers import MessageWriter
-from elastic.protocol.anthropic.bodies import BILLING, MESSAGES, MessagesRequest
+from elastic.protocol.anthropic.bodies import BILLING, BLOCKS, MESSAGES, MessagesRequest
 from elastic.protocol.openai import bodies
 from elastic.protocol.openai.answers import (
     Answered,
@@ -25,7 +26,7 @@ from elastic.protocol.openai.answers import (
 )
 from elastic.protocol.openai.errors import FrontError
 from elastic.protocol.openai.response_answers import ResponseWriter, told_again
-from elastic.protocol.openai.responses import RESPONSE, ResponseRequest, flattened
+from elastic.protocol.openai.responses import ITEMS, RESPONSE, ResponseRequest, flattened
 from tests.front.dialects import events_of, read_message, read_response
 
 HEAD = AnswerHead("0-0-0-1", "tiny", 17, 5)
@@ -430,3 +431,68 @@ def test_what_changes_no_message_is_passed_over() -> None:
     assert asks_messages(**harmless) == plain
     assert asks_messages(thinking={"type": "disabled"})[2] == {"enable_thinking": False}
     assert asks_messages(output_config={"effort": "low"})[2] == {"reasoning_effort": "low"}
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**64) | texts,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "role", "content", "text", "id", "name", "input", "summary", "arguments", "call_id"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+kinds = st.sampled_from(
+    [*ITEMS, "text", "thinking", "redacted_thinking", "tool_use", "tool_result", "input_text", "refusal", "function"]
+)
+parts = st.lists(
+    st.fixed_dictionaries(
+        {"type": kinds},
+        optional={
+            "role": st.sampled_from(["user", "assistant", "system", "tool"]),
+            **dict.fromkeys(("content", "text", "input", "output", "name", "id", "call_id", "tool_use_id"), junk),
+            **dict.fromkeys(("thinking", "arguments", "summary", "refusal"), junk),
+        },
+    ),
+    max_size=3,
+)
+response_fields = st.dictionaries(
+    st.sampled_from([*ResponseRequest.__struct_fields__, "text", "include", "store"]), junk | parts, max_size=4
+)
+message_fields = st.dictionaries(
+    st.sampled_from([*MessagesRequest.__struct_fields__, "container", "mcp_servers"]), junk | parts, max_size=4
+)
+
+
+@given(response_fields, message_fields, st.lists(st.tuples(st.sampled_from(list(BLOCKS)), junk | parts), max_size=3))
+def test_whatever_is_sent_is_read_or_refused(
+    asks: dict[str, Any], other: dict[str, Any], said: list[tuple[str, Any]]
+) -> None:
+    messages = [{"role": role, "content": content} for role, content in said] or [{"role": "user", "content": "hi"}]
+    with contextlib.suppress(FrontError):
+        told = asks_response(**asks)
+        chain(CHAIN, told[1])
+    with contextlib.suppress(FrontError):
+        chain(CHAIN, asks_messages(**{"messages": messages, **other})[0])
+
+
+@pytest.mark.parametrize("depth", [70, 100_000])
+def test_what_nests_deeply_is_refused_or_a_text(depth: int) -> None:
+    """As for a chat: a call's arguments that nest too deeply are no JSON."""
+    nested = "[" * depth + "]" * depth
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": nested}
+    (message,) = read_items([call]).messages()
+    assert len(chain(CHAIN, [message])) == 1
+    block = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": "NESTED"}}
+    body = json.dumps({"messages": [{"role": "assistant", "content": [block]}]}).replace('"NESTED"', nested)
+    if depth == 70:
+        read = bodies.read(MessagesRequest, bodies.parsed(body.encode()), MESSAGES)
+        assert len(chain(CHAIN, read.chat_messages())) == 1
+    else:
+        with pytest.raises(FrontError, match="too deeply"):
+            bodies.parsed(body.encode())
