@@ -211,7 +211,8 @@ class ResponseWriter:
             ]
         else:
             item.item = {**item.item, "arguments": said, "status": _DONE}
-            events = [self._of_item("response.function_call_arguments.done", item, arguments=said)]
+            named = item.item["name"]
+            events = [self._of_item("response.function_call_arguments.done", item, name=named, arguments=said)]
         return b"".join([*events, self._item_event("done", item)])
 
     def _added(self, item: dict[str, Any]) -> _StreamedItem:
