@@ -176,13 +176,15 @@ class Incoming:
 
     def _safe(self, markers: tuple[str, ...]) -> int:
         """Up to where the text is the beginning of none of these markers."""
-        size = len(self._text)
-        start = max(self._at, size - max((len(marker) for marker in markers), default=1) + 1)
-        for at in range(start, size):
-            end = self._text[at:]
-            if any(marker.startswith(end) for marker in markers):
-                return at
-        return size
+        text, size, first = self._text, len(self._text), len(self._text)
+        for marker in markers:
+            at = max(self._at, size - len(marker) + 1)
+            while marker and (at := text.find(marker[0], at, first)) >= 0:
+                if marker.startswith(text[at:]):
+                    first = at
+                    break
+                at += 1
+        return first
 
 
 class Withheld:
@@ -221,6 +223,9 @@ class Read(NamedTuple):
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
+
+
+NOTHING = Read()
 
 
 class Findings:
@@ -265,6 +270,8 @@ class Findings:
 
     def taken(self) -> Read:
         """What was found since the last time."""
+        if not (self._content or self._reasoning or self._calls):
+            return NOTHING
         read = Read("".join(self._content), "".join(self._reasoning), tuple(self._calls))
         self._content, self._reasoning, self._calls = [], [], []
         return read

@@ -37,7 +37,9 @@ class AnswerParser:
 
     def _answered(self, read: Read, of_tools: Read | None = None) -> ParsedAnswer:
         content, calls = (read.content, read.calls) if of_tools is None else (of_tools.content, of_tools.calls)
-        return ParsedAnswer(content, read.reasoning, joined_calls([self._delta(part) for part in calls]))
+        return ParsedAnswer(
+            content, read.reasoning, joined_calls([self._delta(part) for part in calls]) if calls else ()
+        )
 
     def _delta(self, part: CallPart) -> CallDelta:
         if not part.name:

@@ -345,6 +345,38 @@ async def test_a_run_that_is_killed_and_comes_back_is_not_noticed(tmp_path, stre
         await served.until(lambda: served.run.of(AnswerDelivered))
 
 
+async def test_a_call_of_a_tool_goes_on_within_its_arguments_when_the_run_comes_back(tmp_path):
+    async with fronted(tmp_path) as served:
+        seen, came = [], asyncio.Event()
+
+        async def read() -> None:
+            body = {"tools": TOOLS, "parallel_tool_calls": False, "stop": ["END"]}
+            async with served.streamed(**body) as events:
+                async for event in events:
+                    seen.append(event)
+                    came.set()
+
+        reading = asyncio.create_task(read())
+        await served.until(lambda: served.run.turns)
+        (turn,) = served.run.turns
+        served.run.tokens(turn, [*b'<look {"a": "E'])
+        await came.wait()
+        await served.run.restart()
+        await served.until(lambda: len(served.run.of(LookUp)) == 2)
+        served.run.tokens(turn, [*b'N"}><look {"b": 1}>, and EN'])
+        served.run.over(turn, "length")
+        await reading
+        assert seen.pop() == "[DONE]"
+        deltas = [call for event in seen for call in event["choices"][0]["delta"].get("tool_calls", ())]
+        assert [(call["index"], "id" in call) for call in deltas] == [(0, True), (0, False)]
+        choice = merged(seen)[0]
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "look", "arguments": '{"a": "EN"}'}
+        assert (choice["message"]["content"], choice["finish_reason"]) == (", and EN", "length")
+        said = {"role": "assistant", "content": ", and EN", "tool_calls": [call]}
+        assert served.run.of(SettleTurn)[-1].answer == chain(head_digest(TOOLS, {}), [*HELLO, said])[-1]
+
+
 async def test_a_run_that_is_killed_before_the_end_is_durable(tmp_path):
     async with fronted(tmp_path, answer=says("abc", finish="length")) as served:
         served.run.settles = False
