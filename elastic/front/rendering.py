@@ -297,7 +297,7 @@ def _tell_losses(chosen: ChatRenderer, tokenizer: Tokenizer, tool_parser: str) -
             if one != tool_parser and reads_calls(chosen, tokenizer, _parse_with(tokenizer, one, ""))
         ]
         advice = (
-            f"front.tool_parser = {' or '.join(map(repr, better))} does" if better else "front.tool_parser names one"
+            f"front.tool_parser = {' or '.join(map(repr, better))} does" if better else "name one in front.tool_parser"
         )
         chosen.unread += f"; {advice}"
         log.info("agents cannot use tools", reason=chosen.unread)

@@ -65,3 +65,28 @@ def test_a_conversation_is_gone_on_with_token_for_token(tokenizer: Tokenizer, dr
         assert more is not None
         assert renderer.prompt(messages, None, {})[-len(more) :] == more
         ids = so_far + more
+
+
+def test_calls_of_tools_are_text_of_ordinary_tokens(tokenizer: Tokenizer) -> None:
+    """The model has no tokens for calls; what it writes comes back as it was sampled."""
+    renderer = TemplateRenderer(tokenizer, "hermes", "qwen3")
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is 7 + 5?"}]
+    ids = renderer.prompt(messages, tools, {})
+    wrote = '<think>Hm.</think>\n<tool_call>\n{"name": "add", "arguments": {"a":7, "b":5}}\n</tool_call>'
+    sampled = [*tokenizer.encode(wrote), *tokenizer.eos_token_ids[:1]]
+    reader = renderer.reader(ids, tools, "t")
+    pieces = [reader.parser.feed(reader.decoder.feed([number])) for number in sampled]
+    answer = renderer.parse(sampled, ids, tools, turn="t")
+    assert sum(len(piece.tool_calls) for piece in pieces) > 3
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [("add", '{"a":7, "b":5}')]
+    assert (answer.content, answer.reasoning) == ("", "Hm.")
+    message = answer.message()
+    message.pop("reasoning_content")
+    messages += [message, {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "<|im_end|>12"}]
+    more = renderer.more(messages, 2, tools, {}, ids + sampled, len(sampled))
+    assert more is not None
+    assert tokenizer.decode(more, special=True) == (
+        "\n<|im_start|>tool\n<|im_end|>12<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert more.count(tokenizer.eos_token_ids[0]) == 1
