@@ -30,7 +30,7 @@ are passed over unless they would change the answer: then they are refused.
 """
 REFUSED = (400, 401, 402, 403, 404, 405, 408, 409, 410, 413, 421, 422, 429, 500, 502, 503, 504)
 KEYS: Mapping[str, Any] = {
-    "key": {"type": "http", "scheme": "bearer", "description": "a trajectory's key, or a driver's"},
+    "key": {"type": "http", "scheme": "bearer", "description": "a trajectory's key, a driver's, or a viewer's"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 AGENTS, DRIVERS = "agents", "drivers"
@@ -55,6 +55,7 @@ class _Operation(NamedTuple):
     answers: tuple[str, ...] = ()
     streams: bool = False
     open: bool = False
+    text: bool = False
 
 
 _STREAMED = ("id", "model")
@@ -83,6 +84,7 @@ OPERATIONS: Mapping[tuple[str, str], _Operation] = {
     ("/v1/models", "get"): _Operation("List the models", AGENTS, None, ("object", "data")),
     ("/v1/models/{name}", "get"): _Operation("Show a model", AGENTS, None, ("id", "max_model_len")),
     ("/health", "get"): _Operation("Whether the run is there", AGENTS, open=True),
+    ("/metrics", "get"): _Operation("Metrics of the run, in Prometheus' text format", DRIVERS, text=True),
     ("/trajectories", "post"): _Operation("Open a trajectory", DRIVERS, TrajectoryRequest, ("id", "key", "base_url")),
     ("/trajectories/{id}", "get"): _Operation("Show a trajectory", DRIVERS, None, _STANDING),
     ("/trajectories/{id}/reward", "post"): _Operation("Reward a trajectory", DRIVERS, RewardRequest, _STANDING),
@@ -134,6 +136,8 @@ def _described(path: str, operation: _Operation, by_body: Mapping[Any, Any]) -> 
     whole: dict[str, Any] = {}
     if operation.answers:
         whole = {JSON_TYPE: {"schema": {"type": "object", "required": list(operation.answers)}}}
+    if operation.text:
+        whole["text/plain"] = {"schema": {"type": "string"}}
     if operation.streams:
         whole[EVENT_STREAM] = {"schema": {"type": "string"}}
     refused = {"description": "Not done", "content": {JSON_TYPE: {"schema": {"$ref": "#/components/schemas/Error"}}}}
