@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from elastic.compose.chat import (
 )
 from elastic.compose.runs import is_claimed, load_run_config
 from elastic.protocol.api import ENDED
+from elastic.protocol.api_client import ApiError
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import AGENTS, RunDirectory
 from elastic.system.logs import STANDARD_ERROR, log_to
@@ -108,12 +110,13 @@ def _live(run: RunDirectory) -> SpareCreditAnswers:
     with run.newest_journal() as journal:
         served = AGENTS in journal.meta()
     if not served:
-        bad_input(
-            f"run {run.name} goes on without fronts, which runs have that agents drive (environment.name = "
-            '"outside"); once it is over, an engine here answers with its last checkpoint'
-        )
+        bad_input(f"{_without_fronts(run.name)}; once it is over, an engine here answers with its last checkpoint")
     say(f"run {run.name} goes on: its spare credit answers, and nothing of it is trained")
     return live_answers(load_run_config(run.path), run.path, base_url(run), RunSecrets.of(run.path).viewer_key())
+
+
+def _without_fronts(name: str) -> str:
+    return f'run {name} has no fronts now, which runs have while agents drive them (environment.name = "outside")'
 
 
 def _hosted(name: str) -> tuple[str, SpareCreditAnswers]:
@@ -124,7 +127,12 @@ def _hosted(name: str) -> tuple[str, SpareCreditAnswers]:
                 f"run {run.id} is over, and its checkpoints are on its server: an engine starts where these are, by "
                 "`elastic chat` there"
             )
-        hosted = client.agents(run.id)
+        try:
+            hosted = client.agents(run.id)
+        except ApiError as error:
+            if error.problem.status != HTTPStatus.NOT_FOUND:
+                raise
+            bad_input(_without_fronts(run.id))
     say(f"run {run.id} goes on: its spare credit answers, and nothing of it is trained")
     return run.id, SpareCreditAnswers(hosted.base_url, hosted.viewer_key)
 

@@ -153,6 +153,6 @@ def test_a_run_that_goes_on_without_fronts_says_so(elastic, refused, tmp_path: P
     run = made(tmp_path, checkpoint, "frozenlake")
     run.begin_journal(JournalConfig()).close()  # type: ignore[call-arg]
     with claimed(run.path):
-        refused(elastic("chat", run.path, "-m", "x"), "goes on without fronts", "once it is over")
+        refused(elastic("chat", run.path, "-m", "x"), "has no fronts now", "once it is over")
         refused(elastic("chat", run.path, "-m", "x", "--set", "engine.kind=torch"), "--set", "goes on")
     refused(elastic("agents", "key", run.path, "--viewer", "--trajectory", "0-0-0"), "found both")

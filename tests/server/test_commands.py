@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from typer.main import get_command
 
 from elastic.cli.app import app, main
-from elastic.protocol.api import AccessRole
+from elastic.protocol.api import AccessRole, RunPhase
+from elastic.server.store.tables import runs
 from tests.server.conftest import Site, Submission, served
 
 Elastic = Callable[..., str]
@@ -121,3 +123,13 @@ def test_runs_under_their_names(elastic: Elastic, site: Site, submission: Submis
     assert json.loads(elastic("runs", "stop", run, "--json"))["id"] == run
     for what in ("workers", "leases", "trajectories"):
         elastic("runs", what, NO_RUN, code=2)
+
+
+def test_chats_with_runs_that_are_not_there(elastic: Elastic, site: Site, submission: Submission) -> None:
+    assert NO_RUN in elastic("chat", NO_RUN, "-m", "hello", code=2)
+    run = site.submitted(submission())
+    assert f"run {run} has no fronts now" in elastic("chat", run, "-m", "hello", code=2)
+    assert "--set is for runs on disk" in elastic("chat", run, "-m", "hello", "--set", "engine.kind=torch", code=2)
+    with site.store.writing() as tx:
+        tx.execute(sa.update(runs).values(phase=RunPhase.FINISHED.value, managed=False))
+    assert "its checkpoints are on its server" in elastic("chat", "latest", "--remote", "-m", "hello", code=2)
