@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -39,6 +39,7 @@ READ_HERE_BYTES = 256 * 1024
 """Larger bodies are read on a thread, while streams go on."""
 
 T = TypeVar("T")
+Reader: TypeAlias = Callable[[ServedModel, Headers, dict[str, Any]], T]
 
 
 def read_chat(model: ServedModel, headers: Headers, fields: dict[str, Any]) -> Asked:
@@ -47,9 +48,10 @@ def read_chat(model: ServedModel, headers: Headers, fields: dict[str, Any]) -> A
     kwargs = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    tools = fields["tools"] if body.tools else None
     chat = Chat(
         fields["messages"],
-        tools := fields["tools"] if body.tools else None,
+        tools,
         kwargs,
         calls_tools=_calls_tools(model, tools, body.tool_choice),
         one_call=not body.parallel_tool_calls,
@@ -114,7 +116,7 @@ def read_messages(model: ServedModel, headers: Headers, fields: dict[str, Any]) 
     return _said(model, "/v1/messages", headers, fields, body, Dialect(MessageWriter, PING), chat)
 
 
-READERS: Mapping[str, Callable[[ServedModel, Headers, dict[str, Any]], Asked]] = {
+READERS: Mapping[str, Reader[Asked]] = {
     "/v1/chat/completions": read_chat,
     "/v1/completions": read_completion,
     "/inference/v1/generate": read_tokens,
@@ -123,9 +125,7 @@ READERS: Mapping[str, Callable[[ServedModel, Headers, dict[str, Any]], Asked]] =
 }
 
 
-def reader_of(
-    route: str,
-) -> Callable[[ServedModel, Headers, dict[str, Any]], Asked | CountCall | UpstreamCall]:
+def reader_of(route: str) -> Reader[Asked | CountCall | UpstreamCall]:
     """What reads calls of a route: those of the run's model, under the policy that they name, and of others."""
 
     def read(model: ServedModel, headers: Headers, fields: dict[str, Any]) -> Asked | CountCall | UpstreamCall:
@@ -142,9 +142,7 @@ def reader_of(
     return read
 
 
-async def read_body(
-    read: Callable[[ServedModel, Headers, dict[str, Any]], T], model: ServedModel, request: Request, threads: Executor
-) -> T:
+async def read_body(read: Reader[T], model: ServedModel, request: Request, threads: Executor) -> T:
     """What a reader makes of a request; of a large one on a thread, while streams go on."""
     body = await request.body()
     if len(body) <= READ_HERE_BYTES:
@@ -153,9 +151,7 @@ async def read_body(
     return await asyncio.get_running_loop().run_in_executor(threads, reading)
 
 
-def _parse_and_read(
-    read: Callable[[ServedModel, Headers, dict[str, Any]], T], model: ServedModel, headers: Headers, body: bytes
-) -> T:
+def _parse_and_read(read: Reader[T], model: ServedModel, headers: Headers, body: bytes) -> T:
     return read(model, headers, bodies.parsed(body))
 
 

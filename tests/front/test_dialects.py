@@ -127,6 +127,9 @@ def items_sent_back(answer: ParsedAnswer, draw: random.Random) -> list[dict[str,
     if draw.random() < 0.5:
         output = [item for item in output if item["type"] != "reasoning"]
     for item in output:
+        if item["type"] == "reasoning" and draw.random() < 0.5:
+            item.update(summary=None, content=None, encrypted_content=None)
+    for item in output:
         if item["type"] == "message" and draw.random() < 0.3:
             item["content"] = item["content"][0]["text"]
             del item["type"], item["id"]

@@ -65,7 +65,7 @@ class ResultItem(msgspec.Struct):
 class ReasoningItem(msgspec.Struct):
     """An answer's reasoning, or a summary of it."""
 
-    summary: list[ItemText] = []
+    summary: list[ItemText] | None = None
     content: list[ItemText] | None = None
 
 
@@ -200,7 +200,7 @@ def _add(own: dict[str, Any], item: MessageItem | CallItem | ReasoningItem) -> N
             called = {"name": item.name, "arguments": item.arguments}
             own.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": called})
         case ReasoningItem():
-            if thought := _text(item.content or item.summary):
+            if thought := _text(item.content or item.summary or []):
                 own["reasoning_content"] = own.get("reasoning_content", "") + thought
 
 
