@@ -258,8 +258,7 @@ def what_holds(journals: Sequence[JournalReader], config: Config) -> tuple[e.Eve
     if config.run.budget_usd != configured:
         budget_usd = config.run.budget_usd
     costs = _costs_nano_usd(journals, config)
-    upstream = upstream_account(journals)
-    if upstream.granted:
+    if (upstream := upstream_account(journals)).granted:
         told.append(e.AgentNoted(note=notes.encode_note(upstream.carried())))
     if not told and budget_usd is None and not any(costs.values()):
         return ()
@@ -296,13 +295,15 @@ OF_FUNCTIONS = ""
 
 
 def _costs_nano_usd(journals: Sequence[JournalReader], config: Config | None) -> dict[str, int]:
-    """The most that each provider has cost, and functions."""
+    """The most that each provider has cost, and functions, among which are calls of models elsewhere."""
+    elsewhere = False
     of_books: dict[tuple[str, int], tuple[str, int]] = {}
     functions_usd = 0.0
     costs = Counter[str]()
     for journal in journals:
         meta = journal.meta()
         said = validate(Config, json.loads(meta["config"]), str(journal.path)) if "config" in meta else config
+        elsewhere |= said is not None and said.front is not None and bool(said.front.upstream)
         outlives_s = 0.0 if said is None else said.run.orchestrator_timeout_s
         outlived_ns = journal.last_ns() + round(outlives_s * NS_PER_S)
         for book in journal.books():
@@ -314,6 +315,8 @@ def _costs_nano_usd(journals: Sequence[JournalReader], config: Config | None) ->
     for provider, nano_usd in of_books.values():
         costs[provider] += nano_usd
     costs[OF_FUNCTIONS] += math.ceil(functions_usd * NANO_USD_PER_USD)
+    if elsewhere:
+        costs[OF_FUNCTIONS] += upstream_account(journals).held_nano_usd
     return costs
 
 

@@ -281,7 +281,8 @@ class Orchestrator:
                 scoring,
                 self._stored,
                 run.prompted,
-                self._called,
+                lambda call: self._scribe.called(self.now_ns(), call),
+                self._bill_functions,
             )
         return Rollouts(
             config.run.seed,
@@ -323,10 +324,12 @@ class Orchestrator:
         if self.scheduler.controls.budget_usd is None or self._run.closed:
             return
         call_usd = self._pool.most_usd(self.scheduler.limits.score_timeout_ns / NS_PER_S) if self._pool else 0.0
-        if call_usd or self._scribe.function_usd:
+        upstream = self._upstream()
+        usd = self._scribe.function_usd + (upstream.held_usd if upstream else 0.0)
+        if call_usd or usd:
             self._run.feed(
                 e.FunctionsBilled(
-                    nano_usd=math.ceil(self._scribe.function_usd * NANO_USD_PER_USD),
+                    nano_usd=math.ceil(usd * NANO_USD_PER_USD),
                     call_nano_usd=math.ceil(call_usd * NANO_USD_PER_USD),
                 )
             )

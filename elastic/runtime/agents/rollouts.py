@@ -70,7 +70,8 @@ class Watcher(Protocol):
 
 class AgentRollouts:
     """`feed` takes events to the core, `clock_ns` is the run's time; `stored` and `scoring` as in `Rollouts`. `billed`
-    is told what each call of a model elsewhere has cost."""
+    is told what each call of a model elsewhere has cost, and `owing` that such calls have cost, or may cost, something
+    else than before."""
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class AgentRollouts:
         stored: Callable[[TrajectoryId], TrajectoryRow] | None = None,
         prompted: Callable[[TurnId], None] = lambda _: None,
         billed: Callable[[Call], None] = lambda _: None,
+        owing: Callable[[], None] = lambda: None,
     ) -> None:
         self.watcher: Watcher | None = None
         self._seed = seed
@@ -92,6 +94,7 @@ class AgentRollouts:
         self._finished = FinishedEpisodes(seed, scoring, stored)
         self._prompted = prompted
         self._billed = billed
+        self._owing = owing
         self._claims = AgentClaims()
         self._upstream = UpstreamAccount()
         self._turns: dict[TurnId, AgentTurn] = {}
@@ -310,6 +313,7 @@ class AgentRollouts:
         if leave is None:
             return None
         self._note(leave)
+        self._owing()
         return leave.call
 
     def called(self, over: UpstreamOver) -> None:
@@ -329,6 +333,7 @@ class AgentRollouts:
             # Before the account knows of it: what a crash leaves in between is billed twice rather than never.
             self._billed(call_of(self._upstream.named(asked.model), asked, told))
         self._note(told)
+        self._owing()
         if (trajectory := self._claims.trajectories.get(asked.trajectory)) is not None:
             trajectory.heard_ns = self._clock_ns()
         if self.watcher is not None:
