@@ -54,6 +54,12 @@ ELSEWHERE = (
 BESIDE_TOKENS = 1024
 """What an upstream adds to a prompt of its own, for tools for instance."""
 CHOICES_MAX = 4096
+TOKENS_MAX = 2**31 - 1
+"""More tokens than an upstream can have had of one call are not believed."""
+HIDDEN = "…".encode()
+"""Stands for the run's key in what an upstream says."""
+READABLE = ("", "identity", "gzip", "deflate")
+"""Content encodings that can be read."""
 EMBEDDINGS, COUNT_TOKENS = "/v1/embeddings", "/v1/messages/count_tokens"
 
 
@@ -197,6 +203,8 @@ class Upstream:
     ) -> None:
         headers = _given_back(answer.headers)
         kind = headers.pop("content-type", JSON_TYPE)
+        if (encoding := answer.headers.get("content-encoding", "").lower()) not in READABLE:
+            raise _Broken(502, f"{_of(call)}: its answer is encoded as {encoding!r:.100}, unasked", BROKEN)
         pieces = _bounded(answer.aiter_bytes(), self._settings.answer_bytes_max, call)
         if answer.status_code == 200 and kind.startswith(EVENT_STREAM):
             usage = StreamedUsage()
@@ -205,9 +213,15 @@ class Upstream:
                 usage.feed(piece)
                 await reply.write(piece)
             metered.status, metered.usage = 200, usage.told
+            framed = "transfer-encoding" in answer.headers or "content-length" in answer.headers
+            if not framed and not usage.ended:
+                # Its connection's end is all that tells a whole stream from a part of one.
+                raise _Broken(502, f"{_of(call)}: its answer broke off", BROKEN)
             await reply.end(b"")
             return
         body = b"".join([piece async for piece in pieces])
+        if answer.status_code >= 300 and self._settings.key:
+            body = body.replace(self._settings.key.encode(), HIDDEN)
         metered.status = answer.status_code
         # What was refused costs nothing.
         metered.usage = usage_of(body) if answer.status_code < 300 else NOTHING
@@ -225,12 +239,12 @@ class Upstream:
             return _Broken(502, f"{_of(call)}: it redirects elsewhere ({status})", REDIRECTED, retry=False)
         if status >= 500 or status < 200:
             said = body[: 4 * TOLD_CHARS].decode(errors="replace")
-            said = said.replace(self._settings.key, "…") if self._settings.key else said
             return _Broken(502, f"{_of(call)}: it answered {status}: {' '.join(said.split())[:TOLD_CHARS]}", FAILED)
         return None
 
     def _headers(self, headers: Headers) -> dict[str, str]:
-        sent = {"content-type": JSON_TYPE} | {name: headers[name] for name in SENT_ON if name in headers}
+        shown = {name: headers[name] for name in SENT_ON if name in headers}
+        sent = {"content-type": JSON_TYPE} | {name: value for name, value in shown.items() if value.isascii()}
         # What is compressed could not be metered.
         sent["accept-encoding"] = "identity"
         if key := self._settings.key:
@@ -369,14 +383,22 @@ def _told(answer: _MeteredAnswer) -> UsedTokens:
     for one in (answer.message, answer.response, answer):
         if one is not None and one.usage is not None:
             usage = usage.then(one.usage.usage)
-    return usage if all(tokens is None or tokens >= 0 for tokens in usage) else UsedTokens()
+    return usage if all(tokens is None or 0 <= tokens <= TOKENS_MAX for tokens in usage) else UsedTokens()
+
+
+LAST_EVENTS = (
+    *(b'"finish_reason":"', b'"finish_reason": "', b'"message_stop"', b'"error"'),
+    *(b'"response.completed"', b'"response.incomplete"', b'"response.failed"'),
+)
+"""In an event: the answer is over with it, as OpenAI's chat, its Responses, and Anthropic's Messages say it."""
 
 
 class StreamedUsage:
-    """What the events of a stream tell of its tokens: the last that is said counts."""
+    """What the events of a stream tell of its tokens, of which the last that is said counts, and whether it `ended`."""
 
     def __init__(self) -> None:
         self.told = UsedTokens()
+        self.ended = False
         self._line = bytearray()
         self._passed_over = False
 
@@ -398,5 +420,9 @@ class StreamedUsage:
             self._line += part
 
     def _read(self) -> None:
-        if self._line.startswith(b"data:") and b'"usage"' in self._line:
-            self.told = self.told.then(usage_of(bytes(self._line[5:])))
+        line = self._line
+        if not line.startswith(b"data:"):
+            return
+        if b'"usage"' in line:
+            self.told = self.told.then(usage_of(bytes(line[5:])))
+        self.ended = self.ended or line[5:].strip() == b"[DONE]" or any(event in line for event in LAST_EVENTS)

@@ -1,6 +1,7 @@
 """Makes the clients of HTTP servers: the one place, so that all go the same ways. See `elastic.protocol.proxies`."""
 
 import os
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from ssl import SSLContext
 from typing import Any
 
@@ -29,11 +30,12 @@ def sync_client(
 
 def far_client(url: str, **options: Any) -> httpx.AsyncClient:
     """A client of the server at `url`: through the environment's proxy, if it names one for it, and trusting whom the
-    environment trusts. Raises `HttpSettingsError`."""
+    environment trusts. It keeps no cookies. Raises `HttpSettingsError`."""
     found = proxy_for(url)
     if url.startswith("https:"):
         options.setdefault("verify", _trust())
-    return httpx.AsyncClient(trust_env=False, proxy=found.url if found else None, **options)
+    none = CookieJar(policy=DefaultCookiePolicy(allowed_domains=[]))
+    return httpx.AsyncClient(trust_env=False, proxy=found.url if found else None, cookies=none, **options)
 
 
 def async_client(**options: Any) -> httpx.AsyncClient:

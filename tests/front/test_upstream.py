@@ -189,12 +189,13 @@ async def test_the_models_own_names_are_not_passed_on(tmp_path):
 )  # fmt: skip
 async def test_what_the_upstream_refuses(tmp_path, status, answered, code):
     said = {"error": {"message": f"no, {KEY}", "code": "theirs"}}
+    shown = {"error": {"message": "no, …", "code": "theirs"}}
     elsewhere = {"location": "http://127.0.0.1:1/", "retry_after": "7"}
     async with proxied(tmp_path, says_json(status, said, **elsewhere)) as (served, server):
         answer = await served.post(CHAT, model="judge", messages=HELLO)
         assert answer.status_code == answered
         if code is None:
-            assert (answer.json(), answer.headers["retry-after"]) == (said, "7")
+            assert (answer.json(), answer.headers["retry-after"]) == (shown, "7")
         else:
             refused(answer, answered, code, "model 'judge' of the upstream")
         assert len(server.asked) == 1
@@ -230,11 +231,18 @@ async def test_an_upstream_that_stalls(tmp_path):
         await server.until(lambda: server.gone)
 
 
-@pytest.mark.parametrize("how", ["cut", "stalls", "too long"])
+@pytest.mark.parametrize("how", ["cut", "stalls", "too long", "closed"])
 async def test_a_stream_that_breaks_is_torn_and_never_ended(tmp_path, how):
     async def answers(exchange: Exchange) -> None:
+        part = b'data: {"choices": [{"delta": {"content": "sev"}}]}\n\n'
+        if how == "closed":
+            await exchange.send(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n" + part
+            )
+            exchange.writer.close()
+            return
         await exchange.begin_stream()
-        await exchange.chunk(b'data: {"choices": [{"delta": {"content": "sev"}}]}\n\n')
+        await exchange.chunk(part)
         if how == "cut":
             exchange.cut()
         elif how == "stalls":
@@ -250,6 +258,38 @@ async def test_a_stream_that_breaks_is_torn_and_never_ended(tmp_path, how):
             with pytest.raises(httpx.RemoteProtocolError):
                 await answer.aread()
         assert (await told(served)).answer_tokens is None
+
+
+async def test_a_stream_whose_end_is_told_may_end_with_its_connection(tmp_path):
+    whole = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+
+    async def answers(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n" + whole)
+        exchange.writer.close()
+
+    async with proxied(tmp_path, answers) as (served, _):
+        answer = await served.post(CHAT, model="judge", messages=HELLO, stream=True)
+        assert (answer.status_code, answer.content) == (200, whole)
+
+
+async def test_nothing_of_one_call_goes_on_with_another(tmp_path):
+    async with proxied(tmp_path, says_json(200, ANSWER, set_cookie="a=b; path=/")) as (served, server):
+        for _ in range(2):
+            assert (await served.post(CHAT, model="judge", messages=HELLO)).status_code == 200
+        assert all("cookie" not in exchange.headers for exchange in server.asked)
+
+
+async def test_headers_that_cannot_be_sent_are_left_out(tmp_path):
+    async with proxied(tmp_path, says_json(200, ANSWER)) as (served, server):
+        headers = {"user-agent": b"caf\xc3\xa9", "openai-beta": b"plain"}
+        answer = await served.client.post(CHAT, json={"model": "judge", "messages": HELLO}, headers=headers)
+        assert answer.status_code == 200
+        assert server.asked[0].headers["openai-beta"] == "plain"
+
+
+async def test_an_answer_that_cannot_be_read_is_none(tmp_path):
+    async with proxied(tmp_path, says_json(200, ANSWER, content_encoding="br")) as (served, _):
+        refused(await served.post(CHAT, model="judge", messages=HELLO), 502, "upstream_broken", "br")
 
 
 @pytest.mark.parametrize("how", ["cut", "too long"])

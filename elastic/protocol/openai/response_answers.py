@@ -40,7 +40,7 @@ def told_again(body: ResponseRequest, fields: Mapping[str, Any]) -> dict[str, An
         "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "metadata": fields.get("metadata") or {},
+        "metadata": metadata if isinstance(metadata := fields.get("metadata"), dict) else {},
         "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort, "summary": None},

@@ -101,6 +101,9 @@ class Chats:
 
     def open(self, ask: OpenTurns) -> tuple[list[AgentTurn], bool]:
         """A call's turns; none is joined. Raises `CallRefused`."""
+        if ask.choices > self._chat_limits.turns:
+            said = f"the run answers {self._chat_limits.turns} chats at once, and {ask.choices} were asked for"
+            raise CallRefused(400, TOO_MANY_TURNS, said, param="n")
         if self.under_way + ask.choices > self._chat_limits.turns:
             said = f"the run answers {self._chat_limits.turns} chats at once, and has {self.under_way}"
             raise CallRefused(429, TOO_MANY_TURNS, said, retry_after_s=1.0)

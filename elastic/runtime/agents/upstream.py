@@ -51,8 +51,8 @@ class UpstreamBounds:
 
     def nano_usd(self, prompt_tokens: int, answer_tokens: int) -> int:
         """What so many tokens cost, rounded up."""
-        thousandths = prompt_tokens * self.usd_per_million_in + answer_tokens * self.usd_per_million_out
-        return math.ceil(thousandths * 1000)
+        micro_usd = prompt_tokens * self.usd_per_million_in + answer_tokens * self.usd_per_million_out
+        return math.ceil(micro_usd * 1000)
 
 
 @dataclass(slots=True)
@@ -144,16 +144,17 @@ class UpstreamAccount:
         )
 
     def told(self, over: UpstreamOver, bounds: UpstreamBounds) -> notes.UpstreamTold | None:
-        """What a call that is over has come to; None where that is known already."""
+        """What a call that is over has come to; None where that is known already. More tokens than a context has are
+        not believed: the call is taken for the dearest that it can have been."""
         call = self.open.get(over.call)
         if call is None:
             return None
-        if over.prompt_tokens is None or over.answer_tokens is None:
+        prompt_tokens, answer_tokens = over.prompt_tokens, over.answer_tokens
+        most = max(call.answer_tokens, bounds.context_tokens)
+        if prompt_tokens is None or answer_tokens is None or max(prompt_tokens, answer_tokens) > most:
             return notes.UpstreamTold(over.call, over.status, None, None, call.nano_usd, over.duration_s)
-        nano_usd = bounds.nano_usd(over.prompt_tokens, over.answer_tokens)
-        return notes.UpstreamTold(
-            over.call, over.status, over.prompt_tokens, over.answer_tokens, nano_usd, over.duration_s
-        )
+        nano_usd = bounds.nano_usd(prompt_tokens, answer_tokens)
+        return notes.UpstreamTold(over.call, over.status, prompt_tokens, answer_tokens, nano_usd, over.duration_s)
 
     def given_up(self, call: int, now_ns: Nanoseconds) -> notes.UpstreamTold | None:
         """What a call has come to of which nobody will say so."""

@@ -232,6 +232,17 @@ def test_models_are_told_apart_up_to_a_bound() -> None:
     assert (len(models), models["(others)"].calls) == (33, 18)
 
 
+@pytest.mark.parametrize("tokens", [(1001, 1), (1, 1001), (2**53 - 1, 2**53 - 1)])
+def test_more_tokens_than_a_context_has_are_not_believed(tokens: tuple[int, int]) -> None:
+    bench = Ledgered()
+    call = bench.leave(100, 10)
+    assert call is not None
+    held_usd = bench.status.held_usd
+    bench.rollouts.called(m.UpstreamOver(call, 200, *tokens))
+    assert (bench.status.usd, bench.status.models["judge"].bounded) == (held_usd, 1)
+    assert bench.leave(100, 10) is not None, "the run may still call"
+
+
 def test_an_account_is_saved_with_the_run() -> None:
     bench = Ledgered()
     bench.leave()
