@@ -248,10 +248,14 @@ class FrontConfig(_Section):
         description="what makes tokens of messages: `template`, or a renderer of the package `renderers`",
     )
     tool_parser: str = Field(
-        "", pattern=_PLAIN_NAME, description="how tool calls are read, as vLLM's --tool-call-parser; empty: none are"
+        "",
+        pattern=_PLAIN_NAME,
+        description="how tool calls are read, as vLLM's --tool-call-parser; empty: as is known of the model",
     )
     reasoning_parser: str = Field(
-        "", pattern=_PLAIN_NAME, description="how reasoning is read, as vLLM's --reasoning-parser; empty: it is not"
+        "",
+        pattern=_PLAIN_NAME,
+        description="how reasoning is read, as vLLM's --reasoning-parser; empty: as is known of the model",
     )
     trajectory_turns_max: int = Field(4096, ge=1, description="most turns of a trajectory, limits of rollout aside")
     open_turns_max: int = Field(4096, ge=1, description="most turns that agents wait for at once; beyond it is a 429")

@@ -15,7 +15,6 @@ Reading: TypeAlias = Generator[None, None, T]
 Show: TypeAlias = Callable[[str], object]
 
 _BLANK = re.compile(r"\s*")
-_BLANK_END = re.compile(r"\s+\Z")
 _IN_STRING = re.compile(r'\\.|"', re.DOTALL)
 
 
@@ -187,18 +186,22 @@ class Incoming:
         return first
 
 
-class Withheld:
-    """Shows text, but for an end of it that matches a pattern, until more follows."""
+def without_blank_end(text: str) -> int:
+    """Where the blank space at the end of a text begins."""
+    return len(text.rstrip())
 
-    def __init__(self, show: Show, pattern: re.Pattern[str] = _BLANK_END) -> None:
+
+class Withheld:
+    """Shows text, but for its end until more follows; `ends` says where that begins."""
+
+    def __init__(self, show: Show, ends: Callable[[str], int] = without_blank_end) -> None:
         self._show = show
-        self._pattern = pattern
+        self._ends = ends
         self._held = ""
 
     def __call__(self, text: str) -> None:
         text = self._held + text
-        found = self._pattern.search(text)
-        end = len(text) if found is None else found.start()
+        end = self._ends(text)
         self._held = text[end:]
         if end:
             self._show(text[:end])

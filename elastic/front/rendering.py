@@ -238,9 +238,11 @@ def make_renderer(
     """The renderer by this name: `template`, one of the `renderers` library's, or `auto`.
 
     `auto` takes the library's for a checkpoint that says that it is a published model, if both render that model alike,
-    and the template otherwise. What answers lose that are rendered, parsed and rendered once more is logged. Raises
-    `RendererError`.
+    and the template otherwise, with the parsers that go with that model unless others are named. What answers lose that
+    are rendered, parsed and rendered once more is logged. Raises `RendererError`.
     """
+    if renderer == "auto" and not tool_parser and not reasoning_parser:
+        tool_parser, reasoning_parser = library.PARSERS.get(library.name_for(tokenizer.hub_name), ("", ""))
     by_template = TemplateRenderer(tokenizer, tool_parser, reasoning_parser)
     names = library.names() if renderer not in ("auto", "template") else []
     if renderer not in ("auto", "template", *names):

@@ -29,7 +29,6 @@ _DSML_HEAD = re.compile(r'\s+name="(.*?)"\s*', re.DOTALL)
 _DSML_PARAMETER = re.compile(r'\s+name="(.*?)"\s+string="(true|false)"\s*', re.DOTALL)
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_LAST_NEWLINE, _NOTHING = re.compile(r"\n\Z"), re.compile("(?!)")
 _ANY_STRING = {"type": "string"}
 
 
@@ -284,7 +283,7 @@ class _Arguments:
         schema = self._schemas.get(key, default)
         if is_string(schema):
             self._found.arguments('"')
-            show = Withheld(_Escaping(self._found), _LAST_NEWLINE if of_line else _NOTHING)
+            show = Withheld(_Escaping(self._found), _without_newline if of_line else len)
             if (yield from text.show_until(show, close)):
                 self._found.arguments('"')
             else:
@@ -321,6 +320,10 @@ class _Escaping:
 
     def __call__(self, text: str) -> None:
         self._found.arguments(_json(text)[1:-1])
+
+
+def _without_newline(text: str) -> int:
+    return len(text.removesuffix("\n"))
 
 
 def _typed(said: str, schema: Any) -> str:

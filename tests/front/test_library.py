@@ -182,6 +182,14 @@ def test_a_renderer_that_has_a_tokenizer_of_its_own_is_refused(tmp_path: Path) -
         LibraryRenderer(tokenizer, "gpt-oss")
 
 
+def test_a_published_model_that_its_template_renders_has_its_parsers(tmp_path: Path) -> None:
+    families.checkpoint(tmp_path / "model", families.FAMILIES["gpt-oss"])
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"_name_or_path": "openai/gpt-oss-20b"}))
+    renderer = make_renderer(Tokenizer(tmp_path / "model"))
+    assert isinstance(renderer, TemplateRenderer)
+    assert (renderer.unread, renderer.reads_reasoning) == ("", True)
+
+
 def test_settings_that_the_renderer_lacks_are_an_error_of_the_call(renderer: LibraryRenderer) -> None:
     with pytest.raises(RenderingError, match="no_such_setting"):
         renderer.prompt([QUESTION], None, {"no_such_setting": 1})

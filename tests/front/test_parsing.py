@@ -513,6 +513,30 @@ def test_ids_of_calls_are_the_same_whenever_an_answer_is_parsed(tiny: Tokenizer)
     assert renderer.parse([], prompt, TOOLS, text="Yes.").content == "Yes."
 
 
+@given(st.data(), st.sampled_from(PAIRS))
+def test_whatever_tokens_come_the_stream_says_what_the_whole_says(
+    tiny: Tokenizer, data: st.DataObject, pair: tuple[str, str]
+) -> None:
+    """Bytes that are no text, tokens beyond the vocabulary, special ones."""
+    pieces = [
+        *(tiny.encode(text) for text in (BLOCK, QWEN3_CODER, GLM47, HARMONY)),
+        *([number] for number in range(0, 600, 7)),
+    ]
+    ids = [number for piece in data.draw(st.lists(st.sampled_from(pieces), max_size=8)) for number in piece]
+    parsers = AnswerParsers(tiny, *pair)
+    reader = parsers.reader([], TOOLS, "t")
+    joined = ParsedAnswer()
+    for number in ids:
+        joined = joined.plus(reader.parser.feed(reader.decoder.feed([number])))
+    joined = joined.plus(reader.parser.feed(reader.decoder.finish())).plus(reader.parser.finish())
+    assert joined == parsers.reader([], TOOLS, "t").whole(ids)
+
+
+def test_blank_space_without_end_takes_no_longer_than_its_length() -> None:
+    for tools, reasoning in PAIRS:
+        parser(tools, reasoning, True).whole(" " * 300_000 + "x")
+
+
 def test_half_of_a_character_is_shown_once_it_is_whole_or_at_the_end(tiny: Tokenizer) -> None:
     renderer = TemplateRenderer(tiny, "hermes", "qwen3")
     ids = tiny.encode(f"<think>é</think>{BLOCK}🎉", special=True)
