@@ -35,6 +35,8 @@ EXIT_WORDS = ("/exit", "/quit")
 FRESH_WORD = "/new"
 PROMPT = "> "
 MESSAGE_CHARS_MAX = 1_000_000
+_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd")
+"""Characters that would command a terminal, and what is shown for them; lines and tabs are as they are."""
 
 
 def chat(
@@ -203,6 +205,8 @@ class _Shown:
     def __init__(self, *, quiet: bool) -> None:
         self.content = self.reasoning = ""
         self._quiet = quiet
+        self._plain = sys.stdout.isatty()
+        """What a policy says commands no terminal."""
 
     def all_of(self, pieces: Iterator[ChatPiece]) -> ChatPiece:
         """Show an answer as it comes; returns its last piece."""
@@ -212,8 +216,8 @@ class _Shown:
             self.reasoning += last.reasoning
             if not self._quiet:
                 if last.reasoning:
-                    typer.secho(last.reasoning, nl=False, err=True, dim=True)
-                typer.echo(last.content, nl=False)
+                    typer.secho(last.reasoning.translate(_CONTROLS), nl=False, err=True, dim=True)
+                typer.echo(last.content.translate(_CONTROLS) if self._plain else last.content, nl=False)
         return last
 
     def end_line(self) -> None:

@@ -108,7 +108,7 @@ def test_a_terminal_stops_answers_and_ends(over: RunDirectory) -> None:
         terminal.until("> ")
         terminal.type("hello\n")
         terminal.until("hello\r\n")
-        terminal.type("\x03")
+        terminal.type("\x03\n")  # A line, too: a signal between the prompt and its reading is seen with that.
         terminal.until("> ")
         terminal.type("/new\n")
         terminal.until("> ")

@@ -16,7 +16,7 @@ from tests.front.exposed import Exposed, exposed
 from tests.front.live import agents_run, bearer
 from tests.front.test_live_agents import SETTINGS, WAIT_S, ended, playing, proven
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.nightly, pytest.mark.alone]
 
 TOKENS = 80
 CHAT = {"messages": [{"role": "user", "content": "Go on."}], "stream": True, "ignore_eos": True, "max_tokens": TOKENS}
