@@ -4,7 +4,8 @@
   started the process is connected to it. The process ends when that worker does.
 - Requests wait here, not in vLLM, while they may not begin: before the first weights, asleep, and while new weights
   wait for running turns.
-- A request's cache salt is the version that it begins with, so the KV of one version is never found by another.
+- A request's cache salt is the version that it begins with, and the key that this was signed with: KV of one version is
+  never found by another, nor by the same one that another trainer has come to.
 """
 
 # pyright: reportMissingImports=false
@@ -93,6 +94,8 @@ class VllmProcess:
         """Calls whose work goes on beside the model, with when it began."""
         self._asleep = False
         self._version: int | None = None
+        self._signed_by = ""
+        """The key with which the version in force was signed; empty for tensors of the trainer itself."""
         self._keys = 0
         self._prefix_hit_tokens = self._prompt_tokens = 0
         self._received_bytes = -1
@@ -220,6 +223,7 @@ class VllmProcess:
             if asleep:
                 self._core.model_executor.sleep(self._sleep_level)
         self._version = order.version
+        self._signed_by = "" if order.source is None else order.source.publisher
         # No salt leads to it any more; what running turns hold stays.
         if not self._by_key:
             self._core.reset_prefix_cache()
@@ -291,7 +295,7 @@ class VllmProcess:
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=adapter() if self._adapts else None,
-            cache_salt=str(self._version),
+            cache_salt=f"{self._version} {self._signed_by}",
             data_parallel_rank=None,
             # A turn that has moved has waited before.
             priority=1 if request.recompute or turn.generated else 2,

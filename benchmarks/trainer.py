@@ -1,0 +1,240 @@
+"""What training on a batch costs: the `transformers` trainer beside TRL's `GRPOTrainer`, and the memory of a head.
+
+One batch of log-normal lengths on one small Qwen3 with a large vocabulary, forward and backward, in float32, with the
+same threads on both sides, which take turns in processes of their own. TRL's loss path is the one of its trainer
+(`compute_loss`), in micro-batches of eight in order of arrival, and of every other size in `SIZES`; ours also makes an
+update. `ratio` is our speed over that at eight, `ratio_best` over the best size: of medians, with their spreads, and
+under `cpu` by CPU time, which other work on the machine leaves as it is.
+`loss_difference` is between the losses of the first pass. `peak_bytes` is what log-probabilities and entropy of one
+row add to a process at a vocabulary of 150,000, with their gradient, by chunks and from the whole matrix of logits.
+
+TRL needs `make .cache/trl/installed`; without it its figures are null. Neither side recomputes activations.
+"""
+
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any, cast
+
+from _common import ROOT, emit, parse_arguments
+
+MODEL = {
+    "vocab_size": 32_000,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+"""22 million parameters."""
+MEDIAN_TOKENS, SIGMA, TOKENS_MAX, PROMPT_TOKENS = 256, 1.0, 2048, 16
+SIZES = (8, 1, 2)
+"""TRL's micro-batches, in sequences; the first is what it is compared at."""
+ROW_TOKENS = 4096
+THREADS = 1
+"""Two wait for each other where cores are shared."""
+HEAD = {"tokens": 512, "hidden": 64, "vocabulary": 150_000}
+TRL_PYTHON = ROOT / ".cache" / "trl" / "bin" / "python"
+WITHOUT_TRL = "TRL is not installed in .cache/trl: `make .cache/trl/installed`"
+ONE_RANK = "the trainer is one process on one device"
+
+
+def batch_of(sequences: int) -> list[dict[str, Any]]:
+    """Prompts with completions, their log-probabilities where they were sampled, and their rewards."""
+    rng = random.Random(0)
+    uniform = -math.log(MODEL["vocab_size"])
+    batch: list[dict[str, Any]] = []
+    for number in range(sequences):
+        length = max(2, min(TOKENS_MAX, round(rng.lognormvariate(math.log(MEDIAN_TOKENS), SIGMA))))
+        ids = [rng.randrange(2, MODEL["vocab_size"]) for _ in range(PROMPT_TOKENS + length)]
+        logprobs = [uniform + rng.gauss(0.0, 0.2) for _ in range(length)]
+        batch.append({"ids": ids, "logprobs": logprobs, "reward": float(number % 2)})
+    return batch
+
+
+class Side:
+    """A process that answers one order a line."""
+
+    def __init__(self, python: Path | str, script: Path, model: Path, sequences: int) -> None:
+        command = [str(python), str(script), *(["--child"] if script == Path(__file__) else [])]
+        self._process = subprocess.Popen(
+            [*command, str(model), str(sequences)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, size: int) -> dict[str, float]:
+        """One pass in micro-batches of this size: its seconds and its loss."""
+        given, said = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
+        given.write(f"{size}\n")
+        given.flush()
+        for line in said:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise RuntimeError(f"a side ended with status {self._process.wait()}")
+
+    def close(self) -> None:
+        cast(IO[str], self._process.stdin).close()
+        self._process.wait()
+
+
+def child(model: Path, sequences: int) -> None:
+    """Our side."""
+    import torch
+
+    from elastic.config import TrainerConfig
+    from elastic.protocol.wire import TrainGroupFrame
+    from elastic.testing.trajectories import PlainTrajectory
+    from elastic.worker.trainer.transformers import TransformersSettings
+    from elastic.worker.trainer.transformers.model import CausalModel
+    from elastic.worker.trainer.transformers.trainer import TransformersTrainer
+
+    torch.set_num_threads(THREADS)
+    own = TransformersSettings.model_validate({"activation_checkpointing": False})
+    settings = TrainerConfig.model_validate(
+        {"updates_per_step": 1, "micro_batch_tokens": ROW_TOKENS, "learning_rate": 1e-12, "mismatch_max": 1e9}
+    )
+    loaded = CausalModel(model, torch.device("cpu"), own.attention, own.activation_checkpointing)
+    trainer = TransformersTrainer(settings, own, loaded, 1, 1.0)
+    trajectories = [
+        PlainTrajectory(
+            str(number),
+            one["ids"],
+            [0] * PROMPT_TOKENS + [1] * len(one["logprobs"]),
+            [0.0] * PROMPT_TOKENS + one["logprobs"],
+            [0] * len(one["ids"]),
+            one["reward"],
+        ).packed()
+        for number, one in enumerate(batch_of(sequences))
+    ]
+    for step, _ in enumerate(sys.stdin):
+        begun_s, cpu_s = time.perf_counter(), time.process_time()
+        trainer.train_group(TrainGroupFrame(step, "g", 0, trajectories))
+        loss = trainer.update()["loss"]
+        took = {"seconds": time.perf_counter() - begun_s, "cpu_s": time.process_time() - cpu_s}
+        print(json.dumps({**took, "loss": loss}), flush=True)
+
+
+def head_peak_bytes(how: str) -> int:
+    """What the head takes in a process of its own."""
+    ended = subprocess.run([sys.executable, __file__, "--head", how], capture_output=True, text=True, check=True)
+    return int(ended.stdout)
+
+
+def head(how: str) -> None:
+    import torch
+
+    from elastic.worker.trainer.distribution import Head, logits_distribution, token_distribution
+
+    torch.set_num_threads(1)
+    hidden = torch.randn(HEAD["tokens"], HEAD["hidden"], requires_grad=True)
+    weight = torch.randn(HEAD["vocabulary"], HEAD["hidden"], requires_grad=True)
+    ids = torch.randint(HEAD["vocabulary"], (HEAD["tokens"],))
+    small = token_distribution(hidden[:16], Head(weight[:1000]), ids[:16] % 1000, 1.0)
+    torch.autograd.grad(small.logprobs.sum(), (hidden, weight))
+    Path("/proc/self/clear_refs").write_text("5")  # The peak begins at what is there now.
+    before = _status_bytes("VmRSS")
+    if how == "ours":
+        found = token_distribution(hidden, Head(weight), ids, 1.0)
+    else:
+        found = logits_distribution(hidden @ weight.T, ids, 1.0)
+    torch.autograd.grad(found.logprobs.sum(), (hidden, weight))
+    print(_status_bytes("VmHWM") - before)
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
+
+
+def write_model(directory: Path) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**MODEL)).save_pretrained(directory)
+
+
+def measured(model: Path, sequences: int, rounds: int, *, with_trl: bool) -> dict[str, Any]:
+    tokens = sum(len(one["ids"]) for one in batch_of(sequences))
+    ours = Side(sys.executable, Path(__file__), model, sequences)
+    theirs = Side(TRL_PYTHON, Path(__file__).with_name("_trl_loss.py"), model, sequences) if with_trl else None
+    our_passes: list[dict[str, float]] = []
+    their_passes: dict[int, list[dict[str, float]]] = {size: [] for size in SIZES}
+    for _ in range(rounds):
+        our_passes.append(ours.ask(0))
+        for size in SIZES if theirs is not None else ():
+            assert theirs is not None
+            their_passes[size].append(theirs.ask(size))
+    ours.close()
+    our_s = _column(our_passes, "seconds")
+    figures: dict[str, Any] = {"tokens": tokens, "ours_tokens_per_s": tokens / statistics.median(our_s)}
+    if theirs is None:
+        absent = dict.fromkeys(("trl_tokens_per_s", "ratio", "ratio_best", "loss_difference"))
+        return {**figures, **absent, "skipped_because": {"trl": WITHOUT_TRL}}
+    theirs.close()
+    their_s = {size: _column(passes, "seconds") for size, passes in their_passes.items()}
+    first, first_theirs = our_passes[0]["loss"], their_passes[SIZES[0]][0]["loss"]
+    return {
+        **figures,
+        "trl_tokens_per_s": tokens / statistics.median(their_s[SIZES[0]]),
+        **_ratios(our_s, their_s),
+        "cpu": _ratios(
+            _column(our_passes, "cpu_s"), {size: _column(passes, "cpu_s") for size, passes in their_passes.items()}
+        ),
+        "loss_difference": abs(first - first_theirs),
+        "losses": {"ours": first, "trl": first_theirs},
+    }
+
+
+def _column(passes: list[dict[str, float]], name: str) -> list[float]:
+    return [one[name] for one in passes]
+
+
+def _ratios(ours: list[float], theirs: dict[int, list[float]]) -> dict[str, Any]:
+    middle = {size: statistics.median(found) for size, found in theirs.items()}
+    best = min(middle, key=lambda size: middle[size])
+    return {
+        "ratio": middle[SIZES[0]] / statistics.median(ours),
+        "ratio_spread": _spread(theirs[SIZES[0]], ours),
+        "ratio_best": middle[best] / statistics.median(ours),
+        "ratio_best_spread": _spread(theirs[best], ours),
+        "best_size": best,
+    }
+
+
+def _spread(theirs: list[float], ours: list[float]) -> list[float]:
+    """The smallest and the largest ratio of passes that followed each other."""
+    ratios = [one / other for one, other in zip(theirs, ours, strict=True)]
+    return [min(ratios), max(ratios)]
+
+
+def main(*, quick: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory, "model")
+        write_model(model)
+        sequences, rounds = (2, 1) if quick else (16, 3)
+        figures = measured(model, sequences, rounds, with_trl=TRL_PYTHON.exists() and not quick)
+    figures["peak_bytes"] = {how: head_peak_bytes(how) for how in ("ours", "full_logits")}
+    figures["ranks"] = None
+    figures.setdefault("skipped_because", {})["ranks"] = ONE_RANK
+    if quick and TRL_PYTHON.exists():
+        figures["skipped_because"]["trl"] = "beside it takes minutes"
+    return figures
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(Path(sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1:2] == ["--head"]:
+        head(sys.argv[2])
+    else:
+        arguments = parse_arguments(__doc__)
+        emit(main(quick=arguments.quick), arguments)
