@@ -8,18 +8,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+HERE = Path(__file__).resolve().parent
+# A script's own directory comes first on the path, where `vllm.py` would pass for the package of that name.
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != HERE]
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import torch
-from datasets import Dataset  # pyright: ignore[reportMissingImports]
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from trainer import PROMPT_TOKENS, THREADS, batch_of
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402  # pyright: ignore[reportMissingImports]
+from tokenizers import Tokenizer  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
 def trainer_of(model: Path, directory: str) -> Any:
@@ -51,17 +50,19 @@ def trainer_of(model: Path, directory: str) -> Any:
     return trainer
 
 
-def inputs_of(batch: list[dict[str, Any]], advantages: list[float], total: int) -> dict[str, torch.Tensor]:
+def inputs_of(
+    batch: list[dict[str, Any]], advantages: list[float], total: int, prompt_tokens: int
+) -> dict[str, torch.Tensor]:
     longest = max(len(one["logprobs"]) for one in batch)
 
     def padded(rows: list[list[float]], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=dtype)
 
-    prompts = torch.tensor([one["ids"][:PROMPT_TOKENS] for one in batch])
+    prompts = torch.tensor([one["ids"][:prompt_tokens] for one in batch])
     return {
         "prompt_ids": prompts,
         "prompt_mask": torch.ones_like(prompts),
-        "completion_ids": padded([one["ids"][PROMPT_TOKENS:] for one in batch], torch.int64),
+        "completion_ids": padded([one["ids"][prompt_tokens:] for one in batch], torch.int64),
         "completion_mask": padded([[1] * len(one["logprobs"]) for one in batch], torch.int64),
         "old_per_token_logps": padded([one["logprobs"] for one in batch], torch.float32),
         "advantages": torch.tensor(advantages),
@@ -70,8 +71,9 @@ def inputs_of(batch: list[dict[str, Any]], advantages: list[float], total: int) 
 
 
 def main() -> None:
-    torch.set_num_threads(THREADS)
-    batch = batch_of(int(sys.argv[2]))
+    given = json.loads(Path(sys.argv[1], "batch.json").read_text())
+    torch.set_num_threads(given["threads"])
+    batch = given["batch"]
     rewards = torch.tensor([one["reward"] for one in batch])
     advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
     total = sum(len(one["logprobs"]) for one in batch)
@@ -81,7 +83,9 @@ def main() -> None:
             size, loss = int(order), 0.0
             begun_s, cpu_s = time.perf_counter(), time.process_time()
             for begin in range(0, len(batch), size):
-                inputs = inputs_of(batch[begin : begin + size], advantages[begin : begin + size], total)
+                inputs = inputs_of(
+                    batch[begin : begin + size], advantages[begin : begin + size], total, given["prompt_tokens"]
+                )
                 part = trainer.compute_loss(trainer.model, inputs)
                 part.backward()
                 loss += part.item()

@@ -9,6 +9,8 @@ log-probabilities, and `trained_twice` counts a last checkpoint that is not the 
 `resumed_s` runs from the start of the process that takes the run up to the first token that it accepts. Where the
 trainer was killed with it there may be nothing to generate until another trainer has booted.
 
+`--trainer KIND` has another kind of trainer; `--kills N` disturbs so many times.
+
 `long_resume_s` is how long reading takes for a journal of a million events: the simulated example's, with made-up
 token ids in its frames and the state saved beside its last checkpoint, as a live run saves it; page cache warm.
 """
@@ -18,6 +20,7 @@ import itertools
 import random
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter, deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +28,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from _common import Arguments, emit, parse_arguments
+from _common import emit, parser
 from _crashes import CrashingRun, Victim
 from _proof import judge, same_episode, same_weights, trajectories
 from _retold import retell
@@ -61,16 +64,16 @@ def market(directory: Path) -> Path:
     return path
 
 
-def begin(directory: Path, steps: int, *settings: str) -> CrashingRun:
+def begin(directory: Path, steps: int, trainer: str, *settings: str) -> CrashingRun:
     spot = f'providers.spot={{trace="{market(directory)}", max_workers=1, boot_delay_s=0}}'
-    overrides = sets([f"run.steps={steps}", spot, *SETTINGS, *settings])
+    overrides = sets([f"run.steps={steps}", spot, *SETTINGS, f"trainer.kind={trainer}", *settings])
     arguments = [str(EXAMPLE), "--providers", "serving,spot", "--seed", str(SEED), *overrides]
     return CrashingRun(directory / "runs", arguments)
 
 
-def crash(directory: Path, steps: int, victims: deque[Victim], rng: random.Random) -> dict[str, Any]:
+def crash(directory: Path, steps: int, victims: deque[Victim], rng: random.Random, trainer: str) -> dict[str, Any]:
     """Disturb runs until there are no more victims."""
-    calm = begin(directory, steps)
+    calm = begin(directory, steps, trainer)
     try:
         calm.wait()
     finally:
@@ -79,7 +82,7 @@ def crash(directory: Path, steps: int, victims: deque[Victim], rng: random.Rando
     totals, kills, resumed_s = Counter[str](), Counter[str](), list[float]()
     same = seen = 0
     for settings in itertools.cycle(VARIANTS):
-        run = begin(directory, steps, *settings)
+        run = begin(directory, steps, trainer, *settings)
         try:
             run.disturb(rng, victims)
             totals["leftovers"] += len(run.leftovers())
@@ -128,7 +131,7 @@ def long_resume_s(directory: Path, steps: int, events: int) -> float:
     return took_s
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Namespace) -> dict[str, Any]:
     prepare()
     rng = random.Random(SEED)
     victims: list[Victim] = [victim for victim, count in VICTIMS.items() for _ in range(count)]
@@ -137,12 +140,16 @@ def main(arguments: Arguments) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         if arguments.quick:
-            figures = crash(directory, QUICK_STEPS, deque(["orchestrator", "both", "orchestrator"]), rng)
+            few: list[Victim] = ["orchestrator", "both", "orchestrator"]
+            figures = crash(directory, QUICK_STEPS, deque(few[: arguments.kills]), rng, arguments.trainer)
         else:
-            figures = crash(directory, FULL_STEPS, deque(victims), rng)
+            figures = crash(directory, FULL_STEPS, deque(victims[: arguments.kills]), rng, arguments.trainer)
             long_s = long_resume_s(directory, LONG_STEPS, LONG_EVENTS)
     return {**figures, "long_resume_s": long_s}
 
 
 if __name__ == "__main__":
-    emit(main(args := parse_arguments(__doc__)), args)
+    options = parser(__doc__)
+    options.add_argument("--trainer", default="embedded", help="the kind of the runs' trainer")
+    options.add_argument("--kills", type=int, help="how often runs are disturbed; all of what is planned unless given")
+    emit(main(args := options.parse_args()), args)

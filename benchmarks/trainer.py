@@ -64,10 +64,10 @@ def batch_of(sequences: int) -> list[dict[str, Any]]:
 class Side:
     """A process that answers one order a line."""
 
-    def __init__(self, python: Path | str, script: Path, model: Path, sequences: int) -> None:
+    def __init__(self, python: Path | str, script: Path, model: Path) -> None:
         command = [str(python), str(script), *(["--child"] if script == Path(__file__) else [])]
         self._process = subprocess.Popen(
-            [*command, str(model), str(sequences)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def ask(self, size: int) -> dict[str, float]:
@@ -85,7 +85,7 @@ class Side:
         self._process.wait()
 
 
-def child(model: Path, sequences: int) -> None:
+def child(model: Path) -> None:
     """Our side."""
     import torch
 
@@ -112,7 +112,7 @@ def child(model: Path, sequences: int) -> None:
             [0] * len(one["ids"]),
             one["reward"],
         ).packed()
-        for number, one in enumerate(batch_of(sequences))
+        for number, one in enumerate(json.loads((model / "batch.json").read_text())["batch"])
     ]
     for step, _ in enumerate(sys.stdin):
         begun_s, cpu_s = time.perf_counter(), time.process_time()
@@ -164,8 +164,10 @@ def write_model(directory: Path) -> None:
 
 def measured(model: Path, sequences: int, rounds: int, *, with_trl: bool) -> dict[str, Any]:
     tokens = sum(len(one["ids"]) for one in batch_of(sequences))
-    ours = Side(sys.executable, Path(__file__), model, sequences)
-    theirs = Side(TRL_PYTHON, Path(__file__).with_name("_trl_loss.py"), model, sequences) if with_trl else None
+    given = {"batch": batch_of(sequences), "prompt_tokens": PROMPT_TOKENS, "threads": THREADS}
+    (model / "batch.json").write_text(json.dumps(given))
+    ours = Side(sys.executable, Path(__file__), model)
+    theirs = Side(TRL_PYTHON, Path(__file__).with_name("_trl_loss.py"), model) if with_trl else None
     our_passes: list[dict[str, float]] = []
     their_passes: dict[int, list[dict[str, float]]] = {size: [] for size in SIZES}
     for _ in range(rounds):
@@ -232,7 +234,7 @@ def main(*, quick: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child(Path(sys.argv[2]), int(sys.argv[3]))
+        child(Path(sys.argv[2]))
     elif sys.argv[1:2] == ["--head"]:
         head(sys.argv[2])
     else:

@@ -139,6 +139,24 @@ def test_how_rows_are_filled_changes_no_gradient(stored) -> None:
     assert metrics[2] == pytest.approx(metrics[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("order", ["launch", "arrival"])
+def test_the_order_of_arrival_changes_no_bit_where_launches_count(stored, order: str) -> None:
+    def train(places: Sequence[int]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        made = trainer_of(stored("llama"), {"order": order}, micro_batch_tokens=60, updates_per_step=2)
+        groups = groups_of(6)
+        for place in places:
+            if place == 1:
+                made.skip_group(1, 5)
+            else:
+                made.train_group(groups[place])
+        return made.update(), made.tensors()
+
+    (metrics, weights), (others, other_weights) = train([0, 1, 2, 3]), train([3, 2, 1, 0])
+    assert metrics == (others if order == "launch" else pytest.approx(others, rel=1e-4))
+    if order == "launch":
+        assert all(torch.equal(tensor, other_weights[name]) for name, tensor in weights.items())
+
+
 @pytest.mark.parametrize("micro_batch_tokens", [1, 60, 10_000])
 def test_an_odd_group_is_left_out_whole_and_named(stored, micro_batch_tokens: int) -> None:
     """Also where a row that it shared, or an earlier one, was trained before that was seen."""

@@ -16,6 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from torch import Tensor
@@ -70,15 +71,26 @@ class GroupTrainer(ABC):
     """
 
     def __init__(
-        self, settings: TrainerConfig, vocabulary: int, groups: int, temperature: float, steps: int | None = None
+        self,
+        settings: TrainerConfig,
+        vocabulary: int,
+        groups: int,
+        temperature: float,
+        steps: int | None = None,
+        *,
+        in_order_of_launch: bool = False,
     ) -> None:
-        """Tokens are below `vocabulary`; a step has so many `groups`, and the run `steps`, if that is known."""
+        """Tokens are below `vocabulary`; a step has so many `groups`, and the run `steps`, if that is known.
+
+        `in_order_of_launch` holds a group until those before it in its mini-batch are here.
+        """
         if settings.updates_per_step > groups:
             raise ValueError(f"updates_per_step: at most one a group, {groups} (found {settings.updates_per_step})")
         self._settings = settings
         self._vocabulary = vocabulary
         self._groups = groups
         self._temperature = temperature
+        self._in_order_of_launch = in_order_of_launch
         self._last_update = None if steps is None else steps * settings.updates_per_step
         self._clip = ClipSettings(
             settings.clip_ratio_low, settings.clip_ratio_high, settings.clip_ratio_c, settings.rollout_is_threshold
@@ -186,7 +198,7 @@ class GroupTrainer(ABC):
     def _advance(self) -> None:
         """Train what is held of the current mini-batch, and step as often as one is complete."""
         while self._minibatch < self._settings.updates_per_step:
-            for index in sorted(self._outstanding & self._held.keys()):
+            for index in self._ready():
                 group = self._held.pop(index)
                 if isinstance(group, SkippedGroup):
                     self._minibatch_tokens[index] = group.tokens
@@ -201,6 +213,12 @@ class GroupTrainer(ABC):
             self._step_optimizer()
             self._minibatch += 1
             self._outstanding = self._members(self._minibatch)
+
+    def _ready(self) -> list[int]:
+        """The groups of the mini-batch whose turn it is."""
+        if not self._in_order_of_launch:
+            return sorted(self._outstanding & self._held.keys())
+        return list(takewhile(self._held.__contains__, sorted(self._outstanding)))
 
     def _train(self, group: TrainGroupFrame) -> None:
         try:

@@ -24,3 +24,8 @@ class TransformersSettings(TrainerSettings):
         description="optimizer: masters and moments are in host memory, and updates are made there; all: the weights "
         "and sums, too, between a step and the next one's first group",
     )
+    order: Literal["launch", "arrival"] = Field(
+        "launch",
+        description="in which a mini-batch's groups are computed. launch: whichever come early wait, and the weights "
+        "do not depend on that; arrival: as they come, so that sums round as that chances to be",
+    )

@@ -1,8 +1,9 @@
 """Trains a causal language model of transformers on rows that groups share.
 
-Rows are packed in the order of the orders, across groups; what does not fill one is held until more comes or the
-mini-batch ends. So the same orders in the same order come to the same weights, bit for bit where kernels are
-deterministic; in another order sums round otherwise. A row whose gradient is not finite is taken apart by groups, and
+Rows are packed across groups, in the order in which these were launched; what does not fill one is held until more
+comes or the mini-batch ends. So the same groups come to the same weights, bit for bit where kernels are deterministic,
+whatever their order of arrival; with `order = "arrival"`, which holds no group back, the same orders in the same order
+do. A row whose gradient is not finite is taken apart by groups, and
 the odd group is left out whole.
 """
 
@@ -54,7 +55,8 @@ class TransformersTrainer(GroupTrainer):
         temperature: float,
         steps: int | None = None,
     ) -> None:
-        super().__init__(settings, model.vocab_size, groups, temperature, steps)
+        in_order = own.order == "launch"
+        super().__init__(settings, model.vocab_size, groups, temperature, steps, in_order_of_launch=in_order)
         self.model = model
         named = model.named_parameters()
         self._names, self._parameters = list(named), list(named.values())
