@@ -86,9 +86,9 @@ def main() -> None:
                 inputs = inputs_of(
                     batch[begin : begin + size], advantages[begin : begin + size], total, given["prompt_tokens"]
                 )
-                part = trainer.compute_loss(trainer.model, inputs)
-                part.backward()
-                loss += part.item()
+                found = trainer.compute_loss(trainer.model, inputs)
+                found.backward()
+                loss += found.item()
             took = {"seconds": time.perf_counter() - begun_s, "cpu_s": time.process_time() - cpu_s}
             trainer.model.zero_grad(set_to_none=True)
             print(json.dumps({**took, "loss": loss}), flush=True)

@@ -344,17 +344,12 @@ def _check_engines(plan: RunPlan, model: Mapping[str, Any]) -> None:
 
 
 def _check_checkpoint(config: Config, resumed: Path) -> None:
-    """Read the last checkpoint of a run's trainer."""
+    """Look at the last checkpoint of a run's trainer."""
     from elastic.engine.model.stored import CheckpointError
-    from elastic.worker.trainer.checkpoint import saved
 
     kind, settings = resolve_trainer(config.trainer, "")
     try:
-        trainer = kind.create(config, settings, "cpu")
-    except CheckpointError as error:
-        raise ConfigError(f"model.checkpoint: {error}") from error
-    try:
-        trainer.load(saved(resumed / CHECKPOINTS)[-1])
+        kind.check_checkpoint(config, settings, max((resumed / CHECKPOINTS).glob("*.safetensors")))
     except CheckpointError as error:
         raise ConfigError(
             f"--resume: {error}; a damaged file can be removed, and the run goes on from the one before it, "

@@ -12,7 +12,7 @@ from tests.trainer.hugging_face import write_model
 pytestmark = [pytest.mark.trainers, pytest.mark.alone]
 
 
-def test_a_run_trains_what_transformers_loads_and_exports_it(elastic, config: Path, tmp_path: Path) -> None:
+def test_a_run_trains_what_transformers_loads_and_exports_it(elastic, refused, config: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     ended = elastic("run", config, "--set", "trainer.kind=transformers", "--providers", "spot")
     assert ended.code == 0, ended.err
@@ -27,6 +27,9 @@ def test_a_run_trains_what_transformers_loads_and_exports_it(elastic, config: Pa
     assert ended.code == 0, ended.err
     ended = elastic("run", config, "--resume", run.path, "--set", "run.steps=3")
     assert ended.code == 0, ended.err
+    saved = run.path / "checkpoints" / "00000003.safetensors"
+    saved.write_bytes(saved.read_bytes()[:1000])
+    refused(elastic("run", config, "--resume", run.path, "--set", "run.steps=4"), str(saved), "cannot be read")
 
 
 def test_an_engine_that_cannot_serve_the_model_is_named(elastic, refused, config: Path, tmp_path: Path) -> None:

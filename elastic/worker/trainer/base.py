@@ -104,7 +104,7 @@ class TrainerKind(Protocol):
     """What an entry point of the group "elastic.trainers" names: a class that any process can import.
 
     An orchestrator imports it to check a run's settings, so what the trainer itself needs (torch) is imported by
-    `create`, `check_checkpoint` and `exported` alone.
+    `create` and `exported`, and by `check_checkpoint` at most.
     """
 
     Settings: ClassVar[type[TrainerSettings]]
@@ -115,6 +115,15 @@ class TrainerKind(Protocol):
 
         Raises `ConfigError`, which names the key, what was found and what is allowed, for a policy that this kind
         cannot train.
+        """
+        ...
+
+    @staticmethod
+    def check_checkpoint(config: Config, settings: Any, checkpoint: Path) -> None:
+        """Look at a trainer's checkpoint before a process goes on from it. Takes seconds.
+
+        Raises `elastic.engine.model.stored.CheckpointError` for one that is another model's, or damaged as far as that
+        can be seen.
         """
         ...
 

@@ -24,6 +24,8 @@ SCHEMA_VERSION = 2
 
 MASTER = "master."
 """Before the names of the weights that are trained."""
+KINDS = (MASTER, "exp_avg.", "exp_avg_sq.")
+"""Before the names of all that is kept of them."""
 
 _HEADER_KEY = "elastic_trainer"
 _DIGESTS_KEY = "digests"
@@ -73,6 +75,20 @@ def masters(path: Path) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
         if name.startswith(MASTER):
             yield name.removeprefix(MASTER), tensor
+
+
+def check_header(path: Path, weights: Mapping[str, tuple[int, ...]]) -> None:
+    """A checkpoint's counters can be read, and its tensors are masters and moments of these weights.
+
+    Reads no tensor. Raises `CheckpointError`.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            _counters(path, file.metadata() or {})
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    check_shapes(path, found, {f"{kind}{name}": shape for kind in KINDS for name, shape in weights.items()})
 
 
 def read(path: Path, expected: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], Counters]:

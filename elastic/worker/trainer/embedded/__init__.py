@@ -31,6 +31,11 @@ class Embedded:
         return StoredPolicy(shape.vocab_size, parameters)
 
     @staticmethod
+    def check_checkpoint(config: Config, settings: TrainerSettings, checkpoint: Path) -> None:
+        """Reads it whole, into a trainer."""
+        Embedded.create(config, settings, "cpu").load(checkpoint)
+
+    @staticmethod
     def create(config: Config, settings: TrainerSettings, device: str) -> "GRPOTrainer":
         """Raises `CheckpointError` for a policy that is not a supported Qwen3 model, or cannot be read."""
         import torch

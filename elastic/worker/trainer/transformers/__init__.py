@@ -28,6 +28,13 @@ class Transformers:
         return examine(config.model.checkpoint)
 
     @staticmethod
+    def check_checkpoint(config: Config, settings: TransformersSettings, checkpoint: Path) -> None:
+        """Reads its header: whether its bytes are as they were written is seen by the trainer, which reads them all."""
+        from elastic.worker.trainer.transformers.examination import examine_checkpoint
+
+        examine_checkpoint(config.model.checkpoint, checkpoint)
+
+    @staticmethod
     def create(config: Config, settings: TransformersSettings, device: str) -> "TransformersTrainer":
         """Raises `CheckpointError` for a policy that does not load, and `ValueError` for settings that it does not
         take."""

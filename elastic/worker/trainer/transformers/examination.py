@@ -39,34 +39,40 @@ def examine(directory: Path) -> StoredPolicy:
             )
         stored = stored_tensors(directory)
         check_values(directory, stored, tied=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings"))))
-        return StoredPolicy(_aside(directory), _parameters(stored))
+        return StoredPolicy(int(_aside(directory)["vocab_size"]), _parameters(stored))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.checkpoint: {directory / CONFIG_FILE} cannot be read: {error}") from error
     except CheckpointError as error:
         raise ConfigError(f"model.checkpoint: {error}") from error
 
 
+def examine_checkpoint(directory: Path, checkpoint: Path) -> None:
+    """A trainer's checkpoint is one of the base policy in `directory`. Raises `CheckpointError`."""
+    _aside(directory, checkpoint)
+
+
 def _parameters(stored: Mapping[str, StoredTensor]) -> int:
     return sum(prod(tensor.shape) for tensor in stored.values())
 
 
-def _aside(directory: Path) -> int:
-    """Return the size of the vocabulary, if the files have what the model has. Raises `CheckpointError`."""
-    command = [sys.executable, "-m", __name__, str(directory)]
+def _aside(*paths: Path) -> dict[str, Any]:
+    """Return what `main` says of a policy's directory, and of a checkpoint. Raises `CheckpointError`."""
+    command = [sys.executable, "-m", __name__, *map(str, paths)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         answer = json.loads(ended.stdout.splitlines()[-1]) if ended.stdout else {"error": ended.stderr[-1000:]}
     except subprocess.TimeoutExpired as error:
-        raise CheckpointError(f"{directory}: looking at it took longer than {TIMEOUT_S:g} s") from error
+        raise CheckpointError(f"{paths[0]}: looking at it took longer than {TIMEOUT_S:g} s") from error
     if "error" in answer:
         raise CheckpointError(answer["error"])
-    return int(answer["vocab_size"])
+    return answer
 
 
-def main(directory: Path) -> dict[str, Any]:
+def main(directory: Path, checkpoint: Path | None = None) -> dict[str, Any]:
     import torch
     import transformers
 
+    from elastic.worker.trainer.checkpoint import check_header
     from elastic.worker.trainer.transformers.model import names_on_disk
 
     try:
@@ -74,6 +80,8 @@ def main(directory: Path) -> dict[str, Any]:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         names_on_disk(directory, model, stored_tensors(directory))
+        if checkpoint is not None:
+            check_header(checkpoint, {name: tuple(one.shape) for name, one in model.named_parameters()})
     except CheckpointError as error:
         return {"error": str(error)}
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -86,4 +94,4 @@ def main(directory: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))
+    print(json.dumps(main(*map(Path, sys.argv[1:]))))
