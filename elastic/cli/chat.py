@@ -32,6 +32,7 @@ from elastic.runtime.journal import AGENTS, RunDirectory
 from elastic.system.logs import STANDARD_ERROR, log_to
 
 EXIT_WORDS = ("/exit", "/quit")
+NO_TEXT = "has bytes that are no UTF-8"
 FRESH_WORD = "/new"
 PROMPT = "> "
 MESSAGE_CHARS_MAX = 1_000_000
@@ -82,12 +83,19 @@ def _given(message: str | None) -> str | None:
     if message is None and sys.stdin.isatty():
         return None
     said = sys.stdin.read(MESSAGE_CHARS_MAX + 1) if message is None else message
+    if not _is_text(said):
+        bad_input(f"the message {NO_TEXT}")
     if not said.strip():
         where = "--message" if message is not None else "standard input"
         bad_input(f"{where}: the message is empty")
     if len(said) > MESSAGE_CHARS_MAX:
         bad_input(f"the message has more than {MESSAGE_CHARS_MAX} characters")
     return said if message is not None else said.removesuffix("\n")
+
+
+def _is_text(said: str) -> bool:
+    """Whether it can be sent: bytes that are no UTF-8 were read as halves of surrogates."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in said)
 
 
 def _answerer(name: str, overrides: list[str], *, remote: bool, directory: Path) -> tuple[str, Answerer]:
@@ -183,6 +191,9 @@ def _talk(answerer: Answerer, history: list[Message], settings: ChatSettings) ->
             history = list(begun)
             continue
         if not said.strip():
+            continue
+        if not _is_text(said):
+            typer.echo(f"that {NO_TEXT}", err=True)
             continue
         history.append(_of_user(said))
         shown = _Shown(quiet=False)

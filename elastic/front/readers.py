@@ -44,7 +44,7 @@ Reader: TypeAlias = Callable[[ServedModel, Headers, dict[str, Any]], T]
 
 def read_chat(model: ServedModel, headers: Headers, fields: dict[str, Any]) -> Asked:
     body = bodies.read(ChatRequest, fields, bodies.CHAT)
-    _check_chars(model, sum(len(message.text) for message in body.messages))
+    _check_chat(model, [len(message.text) for message in body.messages])
     kwargs = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
@@ -218,7 +218,7 @@ def _said(
     chat: Chat,
 ) -> Asked:
     """What is asked by a chat whose answer is what it says, without its tokens."""
-    _check_chars(model, sum(len(message["content"] or "") for message in chat.messages))
+    _check_chat(model, [len(message["content"] or "") for message in chat.messages])
     ends = model.renderer.stop_token_ids
     return _asked(model, route, headers, fields, body, ends, dialect, AnswerSettings())._replace(chat=chat)
 
@@ -247,6 +247,13 @@ def encoded(model: ServedModel, prompt: str) -> list[int]:
     """The tokens of a prompt that no template has made: special tokens in it count as such, as in vLLM."""
     _check_chars(model, len(prompt))
     return model.tokenizer.encode(prompt, special=True)
+
+
+def _check_chat(model: ServedModel, chars: Sequence[int]) -> None:
+    """Refuse messages of so many characters each that cannot fit: each takes a token besides its text, at least."""
+    if len(chars) > model.context_tokens:
+        raise too_long(model.context_tokens, len(chars))
+    _check_chars(model, sum(chars))
 
 
 def _check_chars(model: ServedModel, chars: int) -> None:

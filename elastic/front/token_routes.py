@@ -20,7 +20,7 @@ from elastic.front.prompts import ChatPrompts, TurnPrompt
 from elastic.front.readers import check_ids, check_model, encoded, read_body, read_chat
 from elastic.protocol.front_messages import ALL_IDS, AgentCall, AgentCaller, BranchFound, LookUp
 from elastic.protocol.openai import bodies
-from elastic.protocol.openai.bodies import DetokenizeRequest, TokenizeRequest
+from elastic.protocol.openai.bodies import DetokenizeRequest, TokenizeRequest, invalid
 from elastic.protocol.openai.errors import JSON_TYPE
 
 NO_CALL = AgentCall("/tokenize", b"")
@@ -99,6 +99,8 @@ def _read_tokenize(model: ServedModel, headers: Headers, fields: dict[str, Any])
 def _read_detokenize(model: ServedModel, headers: Headers, fields: dict[str, Any]) -> list[int]:
     body = bodies.read(DetokenizeRequest, fields, bodies.CONTROL)
     check_model(model, body.model)
+    if (found := len(body.tokens)) > model.context_tokens:
+        raise invalid("tokens", f"found {found} token ids; allowed: as many as the context has, {model.context_tokens}")
     check_ids(model, body.tokens, "tokens")
     return body.tokens
 

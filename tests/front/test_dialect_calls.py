@@ -358,6 +358,7 @@ async def test_a_driver_counts_tokens_without_a_trajectory(served):
         ("/tokenize", {"prompt": "x", "model": "other"}, "model"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [300]}, "tokens"),
+        ("/detokenize", {"tokens": [1] * 100_000}, "tokens"),
         ("/detokenize", {"tokens": ["x"]}, "tokens.0"),
     ],
 )
