@@ -26,7 +26,7 @@ def examine(directory: Path) -> StoredPolicy:
     if find_spec("transformers") is None:
         raise ConfigError(
             "trainer.kind: 'transformers' needs the package transformers, which is not installed here: "
-            "`pip install 'elastic-rl[transformers]'`; allowed without it: 'embedded', for Qwen3"
+            "`pip install -e '.[transformers]'` in a clone of elastic; allowed without it: 'embedded', for Qwen3"
         )
     try:
         raw: Mapping[str, Any] = json.loads(read_text(directory / CONFIG_FILE))
