@@ -145,12 +145,15 @@ class LibraryRenderer:
         return self.reader(prompt_ids, tools, turn).whole(token_ids)
 
     def parsed(self, token_ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Any, turn: str) -> ParsedAnswer:
-        """What the library's own parser makes of a whole answer."""
-        parsed = self._plain.parse_response(
-            list(token_ids),
-            tools=list(tools or ()) or None,
-            prompt_ids=None if prompt_ids is None else list(prompt_ids),
-        )
+        """What the library's own parser makes of a whole answer. One that it fails on is its text."""
+        try:
+            parsed = self._plain.parse_response(
+                list(token_ids),
+                tools=list(tools or ()) or None,
+                prompt_ids=None if prompt_ids is None else list(prompt_ids),
+            )
+        except Exception:  # whatever a model writes
+            return ParsedAnswer(self._tokenizer.decode(token_ids))
         return _answered(parsed, tools, call_seed(turn, prompt_ids))
 
     def reader(
