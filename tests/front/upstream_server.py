@@ -99,12 +99,3 @@ def says_json(status: int = 200, answer: Any = None, **headers: str) -> Answers:
         await exchange.answer(status, json.dumps(answer).encode(), **headers)
 
     return answers
-
-
-def streams(*pieces: bytes) -> Answers:
-    async def answers(exchange: Exchange) -> None:
-        await exchange.begin_stream()
-        for piece in (*pieces, b""):
-            await exchange.chunk(piece)
-
-    return answers
