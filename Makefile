@@ -110,25 +110,22 @@ test-trainer: setup
 	$(BIN)/python -m pytest -m trainers tests/trainer tests/cli
 
 # What agents bring, in environments of their own, which borrow everything else: renderers with the real chat model, and
-# against a live run OpenAI's client, of both majors in use, and Anthropic's.
+# against live runs OpenAI's client, of both majors in use, Anthropic's, LiteLLM and the Agents SDK.
 CLIENTS := .cache/clients/bin
-OF_openai2 := openai==2.54.0 distro==1.9.0 jiter==0.19.0 sniffio==1.3.1
-OF_openai3 := openai==3.57.0 jiter==0.19.0 sniffio==1.3.1
-OF_anthropic := anthropic==2.14.0 docstring-parser==0.18.0 jiter==0.19.0 sniffio==1.3.1
-SPEAKERS := openai2 openai3 anthropic
+# Their pins, and what makes these, are in benchmarks/_client_environments.py.
+RELEASED := openai2 openai3 anthropic litellm openai-agents
 
-test-clients: chat-model .cache/clients/installed $(SPEAKERS:%=.cache/clients-%/installed)
+test-clients: chat-model .cache/clients/installed $(RELEASED:%=.cache/clients-%/installed)
 	$(CLIENTS)/python -m pytest -m clients tests/front
-	.cache/clients-openai2/bin/python -m pytest -m clients tests/clients --ignore tests/clients/test_messages.py
-	.cache/clients-openai3/bin/python -m pytest -m clients tests/clients --ignore tests/clients/test_messages.py
-	.cache/clients-anthropic/bin/python -m pytest -m clients tests/clients/test_messages.py
+	for major in 2 3; do .cache/clients-openai$$major/bin/python -m pytest -m clients \
+		tests/clients/test_answers.py tests/clients/test_responses.py tests/clients/test_errors.py || exit 1; done
+	.cache/clients-anthropic/bin/python -m pytest -m clients \
+		tests/clients/test_messages.py tests/clients/test_anthropic.py
+	.cache/clients-litellm/bin/python -m pytest -m clients tests/clients/test_litellm.py
+	.cache/clients-openai-agents/bin/python -m pytest -m clients tests/clients/test_agents.py
 
-.cache/clients-%/installed: pyproject.toml
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(OF_$*)
-	for site in $(@D)/lib/python3*/site-packages; do \
-		echo $(CURDIR)/.venv/$${site#$(@D)/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
-	touch $@
+.cache/clients-%/installed: setup
+	$(BIN)/python benchmarks/_client_environments.py $*
 
 .cache/clients/installed: pyproject.toml
 	$(PYTHON) -m venv .cache/clients

@@ -48,7 +48,7 @@ CLIENTS: Mapping[str, ReleasedClient] = {
     "langchain": ReleasedClient(("langchain-openai==1.7.4",), "langchain_client"),
     "inspect-ai": ReleasedClient(("inspect-ai==0.3.285", OPENAI_3), "inspect_client"),
     "mini-swe-agent": ReleasedClient(("mini-swe-agent==2.4.6", *LITELLM), "mini_swe_client"),
-    "renderers": ReleasedClient(("renderers==0.1.12", "httpx==0.28.1"), "renderers_client"),
+    "renderers": ReleasedClient(("renderers[transformers]==0.1.12", "httpx==0.28.1"), "renderers_client"),
     "verifiers": ReleasedClient(("verifiers==0.4.0",), "verifiers_client", opens=2),
     VLLM_BENCH: ReleasedClient((), "vllm_bench"),
 }
@@ -72,9 +72,10 @@ def why_missing(name: str) -> str:
 
 
 def install(name: str) -> str:
-    """Make the environment, unless it is there. Returns why there is none, if it does not install."""
+    """Make the environment, unless it is there with these pins. Returns why there is none, if it does not install."""
     client, place = CLIENTS[name], environment(name)
-    if not client.pins or not why_missing(name):
+    pinned = "\n".join(client.pins) + "\n"
+    if not client.pins or (not why_missing(name) and (place / "installed").read_text() == pinned):
         return why_missing(name)
     pip = [str(python_of(name)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     pip += [] if client.dependencies else ["--no-deps"]
@@ -87,7 +88,7 @@ def install(name: str) -> str:
         for site in place.glob("lib/python3*/site-packages"):
             ours = ROOT / ".venv" / site.relative_to(place)
             (site / "elastic.pth").write_text(f"{ours}\n{ROOT}\n")
-    (place / "installed").write_text("\n".join(client.pins) + "\n")
+    (place / "installed").write_text(pinned)
     return ""
 
 

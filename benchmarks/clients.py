@@ -7,11 +7,13 @@ answer for it is killed with SIGKILL; `moved` are its turns that went on elsewhe
 
 A call passes where the client got what its own schema demands, and what it got is, token for token or as text, a turn
 of the run's journal that was trained as it is there. `wrong` says of the others why not. `--quick` measures the clients
-that are installed, three at a time; `--install` makes the environments of those that are not.
+that are installed, three at a time, as far as its time goes, and kills two workers in all; `--install` makes the
+environments of those that are not there.
 """
 
 import contextlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -19,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from _agents import AgentsRun, Sampling, played, trained
@@ -47,11 +49,25 @@ RUN = (
     "environment.settings.deadline_s=3600",
     "environment.settings.idle_s=3600",
 )
-AT_ONCE, AT_ONCE_QUICK = 1, 3
 CLIENT_TIMEOUT_S = 180.0
+NO_TIME = "--quick had no time left for it"
 LOOK_S = 0.1
 STRIKES_MAX = 3
 """How often a worker is killed for a client, until a turn of its has moved: one may be over just then."""
+
+
+class Pace(NamedTuple):
+    """So many clients play at once, workers are killed so often for each of them and for all, and no client begins so
+    many seconds after the benchmark began."""
+
+    at_once: int
+    kills: int = STRIKES_MAX
+    kills_in_all: int = 1000
+    begin_s: float = math.inf
+
+
+FULL = Pace(at_once=1)
+QUICK = Pace(at_once=3, kills=1, kills_in_all=2, begin_s=24.0)
 TURN = re.compile(r"(\d+-\d+-\d+)-(\d+)$")
 """What ends the ids of answers, in each dialect."""
 
@@ -59,11 +75,10 @@ TURN = re.compile(r"(\d+-\d+-\d+)-(\d+)$")
 class Player:
     """A client at play, and what it has said of its calls."""
 
-    def __init__(
-        self, name: str, client: ReleasedClient, said: Path, trajectories: Sequence[Mapping[str, Any]]
-    ) -> None:
-        self.name, self.client, self.trajectories = name, client, [one["id"] for one in trajectories]
-        self._said, self._key = said, trajectories[0]["key"] if trajectories else ""
+    def __init__(self, name: str, client: ReleasedClient, said: Path, opened: Sequence[Mapping[str, Any]]) -> None:
+        self.name, self.client = name, client
+        self._opened = [one["id"] for one in opened]
+        self._said, self._key = said, opened[0]["key"] if opened else ""
         self.strikes, self.wrong = 0, list[str]()
         self.struck: TurnId | None = None
         """The turn for which a worker was killed last."""
@@ -101,7 +116,14 @@ class Player:
             self.wrong = [f"the client has ended with {code}: {(self._said / 'err').read_text()[-1500:]}"]
         return code is not None
 
+    def trajectories(self) -> dict[str, TrajectoryId]:
+        """As the journal names them, by the ids that agents have: those that were opened for it, and by it."""
+        own = [*self._opened, *(call["trajectory"] for call in self.calls())]
+        return {one: TrajectoryId(str(parse_agent_id(one))) for one in own if one}
+
     def calls(self) -> list[dict[str, Any]]:
+        if self.process is None:
+            return []
         lines = (self._said / "out").read_text().splitlines()
         return [json.loads(line) for line in lines if line.startswith('{"what": ')]
 
@@ -132,19 +154,22 @@ class ClientStage:
             self._driver.post(f"/trajectories/{trajectory}/reward", json={"reward": 1.0}).raise_for_status()
         self._driver.post(f"/trajectories/{trajectory}/end", json=how).raise_for_status()
 
-    def play(self, players: Sequence[Player], at_once: int) -> None:
+    def play(self, players: Sequence[Player], pace: Pace, began_s: float) -> None:
+        """Each of them, unless there is no time to begin."""
         waiting, playing = list(players), list[Player]()
         started_s: dict[str, float] = {}
         try:
             while waiting or playing:
-                while waiting and len(playing) < at_once:
+                while waiting and len(playing) < pace.at_once:
                     player = waiting.pop(0)
+                    if time.monotonic() - began_s > pace.begin_s:
+                        continue
                     player.start(self.run, self.policy)
                     started_s[player.name] = time.monotonic()
                     playing.append(player)
                 time.sleep(LOOK_S)
                 self.run.ended()
-                self._strike(playing)
+                self._strike(playing, pace)
                 for player in [player for player in playing if player.over()]:
                     playing.remove(player)
                 for player in playing:
@@ -157,12 +182,14 @@ class ClientStage:
                 if player.process is not None:
                     player.process.kill()
 
-    def _strike(self, playing: Sequence[Player]) -> None:
+    def _strike(self, playing: Sequence[Player], pace: Pace) -> None:
         """Kill a worker that generates for clients of which no turn has moved yet."""
+        if self.run.kills["worker"] >= pace.kills_in_all:
+            return
         moved, open_on = self._looked()
         for player in playing:
-            mine = {TrajectoryId(str(parse_agent_id(one))) for one in player.trajectories}
-            if player.strikes >= STRIKES_MAX or any(parse_turn(turn)[0] in mine for turn in moved):
+            mine = set(player.trajectories().values())
+            if player.strikes >= pace.kills or any(parse_turn(turn)[0] in mine for turn in moved):
                 continue
             turn = next((turn for turn in open_on if parse_turn(turn)[0] in mine), None)
             if turn is not None and player.struck not in open_on:
@@ -186,8 +213,9 @@ class ClientStage:
         return moved, open_on
 
 
-def measure(names: Sequence[str], at_once: int, directory: Path) -> dict[str, Any]:
+def measure(names: Sequence[str], pace: Pace, directory: Path) -> dict[str, Any]:
     """What came of each client's calls."""
+    began_s = time.monotonic()
     policy = write_scripted_policy(directory / MODEL)
     members = max(2, sum(CLIENTS[name].trajectories for name in names))
     run = AgentsRun(directory, *RUN, f"rollout.group_size={members}", f"model.checkpoint={policy}")
@@ -198,13 +226,11 @@ def measure(names: Sequence[str], at_once: int, directory: Path) -> dict[str, An
             client = CLIENTS[name]
             opened = [] if client.opens else [stage.begin()]
             players.append(Player(name, client, directory / f"said-{name}".replace(" ", "-"), opened))
-        stage.play(players, at_once)
+        stage.play(players, pace, began_s)
         for player in players:
-            opened = {call["trajectory"] for call in player.calls()} - {""}
-            player.trajectories = sorted({*player.trajectories, *opened})
-            for trajectory in player.trajectories:
+            for trajectory in player.trajectories():
                 stage.end(trajectory)
-        for _ in range(members - sum(len(player.trajectories) for player in players)):
+        for _ in range(members - sum(len(player.trajectories()) for player in players)):
             stage.end(stage.begin()["id"], cause="nobody plays it")
         run.wait()
     finally:
@@ -217,7 +243,10 @@ def judged(run: RunDirectory, players: Sequence[Player], tokenizer: Tokenizer) -
     with run.journals() as journals:
         moved = {row.turn for journal in journals for row in journal.rows(MoveRow)}
     for player in players:
-        mine = {TrajectoryId(str(parse_agent_id(one))) for one in player.trajectories}
+        if player.process is None:
+            yield {"calls": None, "passed": None, "skipped_because": NO_TIME}
+            continue
+        mine = set(player.trajectories().values())
         own = {turn: answer for turn, answer in answers.items() if parse_turn(turn)[0] in mine}
         whole = {name: {one.ids for one in trained(rows[name])} for name in mine if name in rows}
         calls, wrong = player.calls(), list(player.wrong)
@@ -252,7 +281,7 @@ def fault(
         if turn in left and same(call, left[turn], tokenizer):
             ids = left.pop(turn).ids
             return "" if ids in whole.get(parse_turn(turn)[0], ()) else f"{turn} was not trained as it is journaled"
-    return f"no turn of the journal has what the client got (looked at {', '.join(turns)}): {call}"
+    return f"no turn of the journal that is left ({', '.join(left)}) has what the client got: {call}"
 
 
 def same(call: Mapping[str, Any], answer: Sampling, tokenizer: Tokenizer) -> bool:
@@ -276,7 +305,7 @@ def main(*, quick: bool, installs: bool, only: Sequence[str] = ()) -> dict[str, 
     found: dict[str, Any] = {}
     if there:
         with tempfile.TemporaryDirectory() as directory:
-            found = measure(there, AT_ONCE_QUICK if quick else AT_ONCE, Path(directory))
+            found = measure(there, QUICK if quick else FULL, Path(directory))
     skipped = {name: {"calls": None, "passed": None, "skipped_because": why} for name, why in missing.items()}
     return {name: {**found, **skipped}[name] for name in chosen}
 

@@ -12,6 +12,7 @@ import pytest
 from elastic.protocol.front_messages import Declined, LookUp
 from elastic.protocol.run_secrets import RunSecrets
 from tests.clients.conftest import CONTEXT_TOKENS, LiveRun, Trajectory
+from tests.clients.refusals import OPENAI_KINDS, REFUSALS, TOLD, Refusal, attempts, refuse
 from tests.front.fronted import AGENT, HELLO, Served, fronted, says
 from tests.front.live import bearer
 from tests.front.small_model import small_model
@@ -144,6 +145,16 @@ async def test_what_is_busy_says_when_to_come_again(
     assert answer.choices[0].message.content == "hi there"
     assert time.monotonic() - began_s >= 1
     assert [look.call.retry for look in served.run.of(LookUp)] == [False, True]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: str(refusal.status))
+async def test_refusals(openai: Any, served: Served, agent: Any, refusal: Refusal) -> None:
+    refuse(served, refusal)
+    with pytest.raises(getattr(openai, OPENAI_KINDS[refusal.status])) as refused:
+        await agent.with_options(max_retries=1).chat.completions.create(model="small", messages=HELLO)
+    assert (refused.value.status_code, refused.value.code) == (refusal.status, f"code_{refusal.status}")
+    assert TOLD in str(refused.value)
+    assert attempts(served) == refusal.attempts
 
 
 async def test_a_stream_whose_tokens_come_otherwise_is_torn(openai: Any, served: Served, agent: Any) -> None:

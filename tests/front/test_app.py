@@ -20,6 +20,14 @@ from tests.front.modelled_run import TRAJECTORY
 from tests.front.small_model import small_model
 
 CHAT = "/v1/chat/completions"
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    410: "gone_error",
+    429: "rate_limit_error",
+}
 
 
 def assert_error(answer: httpx.Response, status: int, code: str, said: str = "") -> dict:
@@ -30,7 +38,7 @@ def assert_error(answer: httpx.Response, status: int, code: str, said: str = "")
     assert error["code"] == code
     assert error["message"]
     assert said in error["message"]
-    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    assert error["type"] == TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return error
 
 

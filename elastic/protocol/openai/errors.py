@@ -30,6 +30,16 @@ CODES = {
 JSON_TYPE = "application/json"
 RETRY_AFTER_S = {429: 1.0, 503: 1.0}
 """When a client shall come again, where nothing else is said."""
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    410: "gone_error",
+    429: "rate_limit_error",
+}
+"""`error.type` by status. What is left is `invalid_request_error`, or from 500 on `server_error`. LiteLLM takes all
+that bears `invalid_request_error` for a 400."""
 
 
 class FrontError(Exception):
@@ -65,7 +75,7 @@ class FrontError(Exception):
 
     def told(self) -> dict[str, Any]:
         """What is in the answer's `error`."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"message": self.said, "type": kind, "param": self.param, "code": self.code}
 
     def body(self) -> bytes:
