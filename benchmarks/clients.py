@@ -56,7 +56,7 @@ STRIKES_MAX = 3
 """How often a worker is killed for a client, until a turn of its has moved: one may be over just then."""
 
 
-class Pace(NamedTuple):
+class PlayPace(NamedTuple):
     """So many clients play at once, workers are killed so often for each of them and for all, and no client begins so
     many seconds after the benchmark began."""
 
@@ -66,8 +66,8 @@ class Pace(NamedTuple):
     begin_s: float = math.inf
 
 
-FULL = Pace(at_once=1)
-QUICK = Pace(at_once=3, kills=1, kills_in_all=2, begin_s=24.0)
+FULL = PlayPace(at_once=1)
+QUICK = PlayPace(at_once=3, kills=1, kills_in_all=2, begin_s=24.0)
 TURN = re.compile(r"(\d+-\d+-\d+)-(\d+)$")
 """What ends the ids of answers, in each dialect."""
 
@@ -154,7 +154,7 @@ class ClientStage:
             self._driver.post(f"/trajectories/{trajectory}/reward", json={"reward": 1.0}).raise_for_status()
         self._driver.post(f"/trajectories/{trajectory}/end", json=how).raise_for_status()
 
-    def play(self, players: Sequence[Player], pace: Pace, began_s: float) -> None:
+    def play(self, players: Sequence[Player], pace: PlayPace, began_s: float) -> None:
         """Each of them, unless there is no time to begin."""
         waiting, playing = list(players), list[Player]()
         started_s: dict[str, float] = {}
@@ -182,7 +182,7 @@ class ClientStage:
                 if player.process is not None:
                     player.process.kill()
 
-    def _strike(self, playing: Sequence[Player], pace: Pace) -> None:
+    def _strike(self, playing: Sequence[Player], pace: PlayPace) -> None:
         """Kill a worker that generates for clients of which no turn has moved yet."""
         if self.run.kills["worker"] >= pace.kills_in_all:
             return
@@ -213,7 +213,7 @@ class ClientStage:
         return moved, open_on
 
 
-def measure(names: Sequence[str], pace: Pace, directory: Path) -> dict[str, Any]:
+def measure(names: Sequence[str], pace: PlayPace, directory: Path) -> dict[str, Any]:
     """What came of each client's calls."""
     began_s = time.monotonic()
     policy = write_scripted_policy(directory / MODEL)
