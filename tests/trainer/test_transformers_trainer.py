@@ -121,6 +121,12 @@ def test_what_is_published_are_the_tensors_on_disk(stored, kind: str) -> None:
         assert torch.equal(tensor, on_disk[name]), name
 
 
+def test_an_attention_that_a_model_does_not_have_is_named(stored) -> None:
+    for wanted in ("sdpa", "flash_attention_2"):
+        with pytest.raises(ValueError, match=rf"trainer\.transformers\.attention: found '{wanted}'.*allowed: 'auto'"):
+            CausalModel(stored("gpt_oss"), torch.device("cpu"), wanted, activation_checkpointing=False)
+
+
 def test_a_step_is_the_embedded_trainers(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "qwen3", "qwen3")
     settings = TrainerConfig.model_validate(PLAIN | {"learning_rate": 1e-2, "adam_epsilon": 1e-4})

@@ -192,9 +192,10 @@ def _loaded(directory: Path, stored: Mapping[str, StoredTensor], device: torch.d
             local_files_only=True,
             output_loading_info=True,
         )
-    except ImportError as error:
-        raise ValueError(f"trainer.transformers.attention: found {wanted!r}: {error}") from error
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError, KeyError) as error:
+        if wanted != "auto" and isinstance(error, ImportError | ValueError):
+            words = f"found {wanted!r}, which this model does not have here; allowed: 'auto'"
+            raise ValueError(f"trainer.transformers.attention: {words} ({str(error).splitlines()[0]})") from error
         raise CheckpointError(f"{directory}: transformers cannot load it: {error}") from error
     model, about = loaded
     for what, words in (
