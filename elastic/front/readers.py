@@ -44,7 +44,6 @@ Reader: TypeAlias = Callable[[ServedModel, Headers, dict[str, Any]], T]
 
 def read_chat(model: ServedModel, headers: Headers, fields: dict[str, Any]) -> Asked:
     body = bodies.read(ChatRequest, fields, bodies.CHAT)
-    _check_chat(model, [len(message.text) for message in body.messages])
     kwargs = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
@@ -56,6 +55,7 @@ def read_chat(model: ServedModel, headers: Headers, fields: dict[str, Any]) -> A
         calls_tools=_calls_tools(model, tools, body.tool_choice),
         one_call=not body.parallel_tool_calls,
     )
+    _check_chat(model, chat)
     settings = _settings(model, body, logprobs=body.logprobs, as_token_ids=body.return_tokens_as_token_ids)
     dialect, ends = _chunks(answers.CHAT, settings), model.renderer.stop_token_ids
     return _asked(model, "/v1/chat/completions", headers, fields, body, ends, dialect, settings)._replace(chat=chat)
@@ -218,7 +218,7 @@ def _said(
     chat: Chat,
 ) -> Asked:
     """What is asked by a chat whose answer is what it says, without its tokens."""
-    _check_chat(model, [len(message["content"] or "") for message in chat.messages])
+    _check_chat(model, chat)
     ends = model.renderer.stop_token_ids
     return _asked(model, route, headers, fields, body, ends, dialect, AnswerSettings())._replace(chat=chat)
 
@@ -249,11 +249,11 @@ def encoded(model: ServedModel, prompt: str) -> list[int]:
     return model.tokenizer.encode(prompt, special=True)
 
 
-def _check_chat(model: ServedModel, chars: Sequence[int]) -> None:
-    """Refuse messages of so many characters each that cannot fit: each takes a token besides its text, at least."""
-    if len(chars) > model.context_tokens:
-        raise too_long(model.context_tokens, len(chars))
-    _check_chars(model, sum(chars))
+def _check_chat(model: ServedModel, chat: Chat) -> None:
+    """Refuse what cannot fit before it is rendered: a message takes a token at least."""
+    if len(chat.messages) > model.context_tokens:
+        raise too_long(model.context_tokens, len(chat.messages))
+    _check_chars(model, len(bodies.encoded((chat.messages, chat.tools, chat.template_kwargs))))
 
 
 def _check_chars(model: ServedModel, chars: int) -> None:

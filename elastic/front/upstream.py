@@ -30,7 +30,7 @@ from elastic.protocol.front_messages import (
 )
 from elastic.protocol.http_clients import far_client
 from elastic.protocol.openai.answers import EVENT_STREAM, STREAM_HEADERS
-from elastic.protocol.openai.bodies import INTEGER_MAX
+from elastic.protocol.openai.bodies import INTEGER_MAX, encoded
 from elastic.protocol.openai.errors import JSON_TYPE, FrontError
 from elastic.system.host import here
 
@@ -60,6 +60,7 @@ HIDDEN = "…".encode()
 """Stands for the run's key in what an upstream says."""
 READABLE = ("", "identity", "gzip", "deflate")
 """Content encodings that can be read."""
+MOST_TOKENS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 EMBEDDINGS, COUNT_TOKENS = "/v1/embeddings", "/v1/messages/count_tokens"
 
 
@@ -319,13 +320,16 @@ def most_tokens(route: str, fields: Mapping[str, Any], body: bytes) -> tuple[int
     """
     if route == COUNT_TOKENS:
         return 0, 0, 1
-    prompt = None if any(mark in body for mark in ELSEWHERE) else len(body) + BESIDE_TOKENS
+    # Names of fields may be written in escapes.
+    plain = encoded(fields) if b"\\u" in body else body
+    prompt = None if any(mark in plain for mark in ELSEWHERE) else len(body) + BESIDE_TOKENS
     if route == EMBEDDINGS:
         return prompt, 0, 1
-    told = [fields.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
-    answer = next((most for most in told if isinstance(most, int) and 0 <= most <= INTEGER_MAX), None)
-    wanted = [most for name in ("n", "best_of") if isinstance(most := fields.get(name), int)]
-    choices = min(max((1, *wanted)), CHOICES_MAX)
+    # Which of the fields counts is the upstream's to say, and what it makes of a number that is written otherwise.
+    told = [most for name in MOST_TOKENS if (most := fields.get(name)) is not None]
+    answer = max(told) if told and all(type(most) is int and 0 <= most <= INTEGER_MAX for most in told) else None
+    wanted = [1, *(most for name in ("n", "best_of") if (most := fields.get(name)) is not None)]
+    choices = min(max(wanted), CHOICES_MAX) if all(type(most) is int for most in wanted) else CHOICES_MAX
     prompts = fields.get("prompt")
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
         choices *= len(prompts)

@@ -159,11 +159,13 @@ async def test_an_answer_is_asked_for_once_more_behind_a_named_one(served):
     assert opened(served, 1)[2] == b"][assistant:"
 
 
-async def test_more_messages_than_the_run_hears_are_refused(served):
+@pytest.mark.parametrize(("context_tokens", "said"), [(1 << 20, f"at most {CHAIN_MAX}"), (4096, "maximum context")])
+async def test_more_messages_than_there_is_room_for_are_refused(tmp_path, context_tokens, said):
     results = [{"type": "tool_result", "tool_use_id": "t", "content": ""}] * (CHAIN_MAX + 1)
-    answer = await served.post(MESSAGES, messages=[{"role": "user", "content": results}])
-    assert_refused(answer, 400, "invalid_request_error", f"at most {CHAIN_MAX}")
-    assert not served.run.of(LookUp)
+    async with fronted(tmp_path, small_model()._replace(context_tokens=context_tokens)) as served:
+        answer = await served.post(MESSAGES, messages=[{"role": "user", "content": results}])
+        assert_refused(answer, 400, "invalid_request_error", said)
+        assert not served.run.of(LookUp)
 
 
 # Calls that break.

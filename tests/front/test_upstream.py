@@ -379,6 +379,11 @@ def test_usage_is_read_in_every_dialect():
     assert usage_of(b"[" * 100_000) == UsedTokens()
 
 
+def test_names_in_escapes_are_names():
+    sent = b'{"input": "x", "previous_response\\u005fid": "r"}'
+    assert most_tokens("/v1/responses", parsed(sent), sent)[0] is None
+
+
 @given(st.data())
 def test_usage_of_a_stream_does_not_depend_on_its_pieces(data: st.DataObject):
     events = [
@@ -397,14 +402,16 @@ def test_usage_of_a_stream_does_not_depend_on_its_pieces(data: st.DataObject):
 @pytest.mark.parametrize(
     ("route", "body", "answer", "choices", "bounded"),
     [
-        (CHAT, {"messages": HELLO, "max_tokens": 9, "max_completion_tokens": 5, "n": 3}, 5, 3, True),
+        (CHAT, {"messages": HELLO, "max_tokens": 9, "max_completion_tokens": 5, "n": 3}, 9, 3, True),
         (CHAT, {"messages": HELLO}, None, 1, True),
         (CHAT, {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, None, 1, False),
         ("/v1/responses", {"input": "x", "max_output_tokens": 7, "previous_response_id": "r"}, 7, 1, False),
         ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "n": 2, "best_of": 4}, 2, 8, True),
+        ("/v1/messages", {"messages": HELLO, "max_completion_tokens": 1, "max_tokens": 5000.0}, None, 1, True),
+        (CHAT, {"messages": HELLO, "max_tokens": 5, "n": 64.0}, 5, 4096, True),
         ("/v1/embeddings", {"input": "x"}, 0, 1, True),
         ("/v1/messages/count_tokens", {"messages": HELLO}, 0, 1, True),
-        (CHAT, {"messages": HELLO, "max_tokens": "many", "n": "three"}, None, 1, True),
+        (CHAT, {"messages": HELLO, "max_tokens": "many", "n": "three"}, None, 4096, True),
         (CHAT, {"messages": HELLO, "max_tokens": -4, "n": -4}, None, 1, True),
     ],
 )  # fmt: skip

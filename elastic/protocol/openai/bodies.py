@@ -357,8 +357,13 @@ def parsed(body: bytes) -> dict[str, Any]:
 def digest(fields: Mapping[str, Any]) -> bytes:
     """What two bodies have in common that ask for the same: a BLAKE2b of 16 bytes."""
     asked = {name: value for name, value in fields.items() if name not in HOW_TO_ANSWER}
+    return blake2b(encoded(asked), digest_size=DIGEST_BYTES).digest()
+
+
+def encoded(value: Any) -> bytes:
+    """A part of a body as JSON, however it was written. Raises `FrontError`."""
     try:
-        return blake2b(msgspec.json.encode(asked, order="sorted"), digest_size=DIGEST_BYTES).digest()
+        return msgspec.json.encode(value, order="sorted")
     except RecursionError:
         raise FrontError(400, "the body nests too deeply") from None
 

@@ -576,8 +576,9 @@ class AgentRollouts:
     # What is kept
 
     def _note(self, note: notes.AgentNote) -> None:
+        noted = e.AgentNoted(note=notes.encode_note(note))
         self._apply(note)
-        self._feed(e.AgentNoted(note=notes.encode_note(note)))
+        self._feed(noted)
 
     def _apply(self, note: notes.AgentNote) -> None:
         trajectories = self._claims.trajectories
