@@ -63,6 +63,8 @@ def test_unknown_components(shared_site: Site, submission: Submission) -> None:
         ("run", "certificate", "/etc/passwd"),
         ("run", "pass_env", ["HOME"]),
         ("run", "directory", "elsewhere"),
+        ("front", "upstream", "https://10.0.0.1"),
+        ("front", "upstream_key_env", "ELASTIC_SERVED"),
         ("run", "port", 22),
         ("providers.spot", "trace", "/etc/passwd"),
         ("providers.spot", "trace", "../theirs/trace.csv"),
