@@ -8,9 +8,11 @@ export PYTHONDONTWRITEBYTECODE :=
 
 setup: .venv/installed
 
+# pip compiles a minute long on one core; this takes all. Some packages' files are not for this version of Python.
 .venv/installed: pyproject.toml requirements.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
+	$(BIN)/python -W ignore -m compileall -qq -j 0 $(CURDIR)/.venv/lib || true
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
