@@ -40,6 +40,7 @@ MODEL, GROUP = "scripted", "clients"
 RUN = (
     "run.steps=1",
     "rollout.groups=1",
+    "rollout.max_failed_share=1",
     "front.tool_parser=hermes",
     "seeding.policy=fixed",
     "seeding.window_s=0",
@@ -57,8 +58,8 @@ STRIKES_MAX = 3
 
 
 class PlayPace(NamedTuple):
-    """So many clients play at once, workers are killed so often for each of them and for all, and no client begins so
-    many seconds after the benchmark began."""
+    """So many clients play at once, workers are killed so often for each of them and for all, and none but the
+    first begins so many seconds after these."""
 
     at_once: int
     kills: int = STRIKES_MAX
@@ -67,7 +68,7 @@ class PlayPace(NamedTuple):
 
 
 FULL = PlayPace(at_once=1)
-QUICK = PlayPace(at_once=3, kills=1, kills_in_all=2, begin_s=24.0)
+QUICK = PlayPace(at_once=3, kills=1, kills_in_all=2, begin_s=16.0)
 TURN = re.compile(r"(\d+-\d+-\d+)-(\d+)$")
 """What ends the ids of answers, in each dialect."""
 
@@ -154,8 +155,9 @@ class ClientStage:
             self._driver.post(f"/trajectories/{trajectory}/reward", json={"reward": 1.0}).raise_for_status()
         self._driver.post(f"/trajectories/{trajectory}/end", json=how).raise_for_status()
 
-    def play(self, players: Sequence[Player], pace: PlayPace, began_s: float) -> None:
+    def play(self, players: Sequence[Player], pace: PlayPace) -> None:
         """Each of them, unless there is no time to begin."""
+        began_s = time.monotonic()
         waiting, playing = list(players), list[Player]()
         started_s: dict[str, float] = {}
         try:
@@ -215,7 +217,6 @@ class ClientStage:
 
 def measure(names: Sequence[str], pace: PlayPace, directory: Path) -> dict[str, Any]:
     """What came of each client's calls."""
-    began_s = time.monotonic()
     policy = write_scripted_policy(directory / MODEL)
     members = max(2, sum(CLIENTS[name].trajectories for name in names))
     run = AgentsRun(directory, *RUN, f"rollout.group_size={members}", f"model.checkpoint={policy}")
@@ -226,10 +227,10 @@ def measure(names: Sequence[str], pace: PlayPace, directory: Path) -> dict[str, 
             client = CLIENTS[name]
             opened = [] if client.opens else [stage.begin()]
             players.append(Player(name, client, directory / f"said-{name}".replace(" ", "-"), opened))
-        stage.play(players, pace, began_s)
+        stage.play(players, pace)
         for player in players:
             for trajectory in player.trajectories():
-                stage.end(trajectory)
+                stage.end(trajectory, **({} if player.process else {"cause": "nobody plays it"}))
         for _ in range(members - sum(len(player.trajectories()) for player in players)):
             stage.end(stage.begin()["id"], cause="nobody plays it")
         run.wait()
