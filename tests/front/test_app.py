@@ -20,6 +20,7 @@ from tests.front.modelled_run import TRAJECTORY
 from tests.front.small_model import small_model
 
 CHAT = "/v1/chat/completions"
+LONG_TOOL = {"function": {"name": "f", "description": "x" * (1 << 21)}}
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -111,13 +112,7 @@ async def test_what_is_no_route(served, method, path, status, code):
         (CHAT, {"messages": []}, 400, "invalid_value", "messages"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "context_length_exceeded", None),
         (CHAT, {"messages": [{"role": "user", "content": ""}] * 5000}, 400, "context_length_exceeded", None),
-        (
-            CHAT,
-            {"messages": HELLO, "tools": [{"function": {"name": "f", "description": "x" * (1 << 21)}}]},
-            400,
-            "context_length_exceeded",
-            None,
-        ),
+        (CHAT, {"messages": HELLO, "tool_choice": "none", "tools": [LONG_TOOL]}, 400, "context_length_exceeded", None),
         (CHAT, {"messages": HELLO, "stop_token_ids": [300]}, 400, "invalid_request", "stop_token_ids"),
         ("/v1/completions", {"prompt": []}, 400, "invalid_request", "prompt"),
         ("/v1/completions", {"prompt": [1, 300]}, 400, "invalid_request", "prompt"),
