@@ -83,7 +83,7 @@ def test_no_file_host_or_import_path_of_anybody_else(
     body = submission()
     table = body["config"]
     for part in section.split("."):
-        table = table[part]
+        table = table.setdefault(part, {})
     table[key] = value
     found = pointers(shared_site, body)
     assert any(pointer.startswith(f"#/config/{section.replace('.', '/')}/{key}") for pointer in found), found
