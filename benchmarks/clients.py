@@ -68,7 +68,7 @@ class PlayPace(NamedTuple):
 
 
 FULL = PlayPace(at_once=1)
-QUICK = PlayPace(at_once=3, kills=1, kills_in_all=2, begin_s=16.0)
+QUICK = PlayPace(at_once=3, kills=1, kills_in_all=2, begin_s=12.0)
 TURN = re.compile(r"(\d+-\d+-\d+)-(\d+)$")
 """What ends the ids of answers, in each dialect."""
 
