@@ -19,7 +19,7 @@ from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.front import tiny
-from elastic.front.tokenizer import BYTE_CHARACTERS
+from elastic.front.rendering.tokenizer import BYTE_CHARACTERS
 
 BASH, COMMAND = "bash", "./next"
 CONSONANTS, VOWELS = "bcdfghklmnprstvz", "aeio"

@@ -32,7 +32,7 @@ from _scripted_policy import write_scripted_policy
 
 from elastic.core.ids import lease_of, parse_agent_id, parse_turn
 from elastic.core.types import TrajectoryId, TurnId
-from elastic.front.tokenizer import Tokenizer
+from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.runtime.journal import JournalError, MoveRow, RunDirectory
 from elastic.system.processes import inherited
 

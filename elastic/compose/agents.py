@@ -127,8 +127,8 @@ def check_front(plan: RunPlan) -> None:
         return
     assert front is not None
     _check_upstream(front)
-    from elastic.front.rendering import make_renderer
-    from elastic.front.tokenizer import Tokenizer
+    from elastic.front.rendering.renderer import make_renderer
+    from elastic.front.rendering.tokenizer import Tokenizer
 
     make_renderer(
         Tokenizer(config.model.checkpoint),

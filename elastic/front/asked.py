@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from elastic.core.types import TurnId
 from elastic.front.destinations import ModelNames
-from elastic.front.rendering import ChatRenderer
-from elastic.front.tokenizer import Tokenizer
+from elastic.front.rendering.renderer import ChatRenderer
+from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.protocol.front_messages import AgentCall, WantedSampling
 from elastic.protocol.openai.answers import AnswerSettings, Dialect
 

@@ -34,8 +34,8 @@ from elastic.front.link import (
     TokensCame,
     TurnInbox,
 )
-from elastic.front.messages import chained
 from elastic.front.prompts import ChatPrompts, TurnPrompt
+from elastic.front.rendering.messages import chained
 from elastic.protocol.front_messages import (
     ALL_IDS,
     CHOICES_MAX,

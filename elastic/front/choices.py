@@ -6,7 +6,7 @@
 
 from collections.abc import Sequence
 
-from elastic.front.reading import AnswerReader, Decoding
+from elastic.front.rendering.reading import AnswerReader, Decoding
 from elastic.protocol.openai.answers import CallDelta, ParsedAnswer, joined_calls
 
 

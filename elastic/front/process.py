@@ -15,8 +15,8 @@ from elastic.front.app import AgentFront
 from elastic.front.asked import ServedModel
 from elastic.front.calls import CallTimes
 from elastic.front.link import RunLink, connected
-from elastic.front.rendering import make_renderer
-from elastic.front.tokenizer import Tokenizer
+from elastic.front.rendering.renderer import make_renderer
+from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.front.upstream import Upstream, UpstreamSettings
 from elastic.protocol.connection import SessionRefused
 from elastic.protocol.endpoint import is_loopback, is_wildcard

@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from elastic.front.asked import Chat, ServedModel
-from elastic.front.messages import chain, head_digest, texts_of
+from elastic.front.rendering.messages import chain, head_digest, texts_of
 from elastic.protocol.front_messages import CHAIN_MAX, BranchFound
 from elastic.protocol.openai.errors import FrontError, too_long
 from elastic.protocol.sampled import ids_of

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from elastic.front.tokenizer import BYTE_CHARACTERS
+from elastic.front.rendering.tokenizer import BYTE_CHARACTERS
 
 VOCABULARY = 512
 """Tokens: bytes, what was learned and the special ones, which come last."""

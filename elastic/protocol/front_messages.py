@@ -86,7 +86,8 @@ class FrontHello(_FrontMessage, frozen=True):
 class LookUp(_FrontMessage, frozen=True):
     """What does this call join, or go on from? `TurnsTaken` answers if it joins turns, `BranchFound` if it does not.
 
-    `chain` has one digest for each prefix of the call's messages (`elastic.front.messages`), the shortest first.
+    `chain` has one digest for each prefix of the call's messages, as `elastic.front.rendering.messages` makes it, the
+    shortest first.
     `ids_before` asks for the tokens of the answer at the branch's end, and for so many before them; None for none.
     """
 

@@ -13,7 +13,7 @@ import pytest
 
 from elastic.core.ids import parse_agent_id, turn_of
 from elastic.core.types import TrajectoryId
-from elastic.front.tokenizer import Tokenizer
+from elastic.front.rendering.tokenizer import Tokenizer
 from tests.front.fronted import Served, fronted, says
 from tests.front.live import agents_run, bearer, benchmark
 

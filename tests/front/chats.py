@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.front.tiny import write_tokenizer
-from elastic.front.tokenizer import Tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.front.tiny import write_tokenizer
-from elastic.front.tokenizer import Tokenizer
 from tests.front.fronted import Served, fronted, says
 
 

@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from elastic.front.rendering import ChatRenderer, make_renderer
+from elastic.front.rendering.renderer import ChatRenderer, make_renderer
+from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.front.tiny import TEMPLATE
-from elastic.front.tokenizer import Tokenizer
 from tests.front import chats
 
 # ruff: noqa: E501  # templates

@@ -10,7 +10,7 @@ import pytest
 
 from elastic.front.calls import CallTimes, LiveCall
 from elastic.front.choices import Choice
-from elastic.front.messages import chain, head_digest
+from elastic.front.rendering.messages import chain, head_digest
 from elastic.protocol.front_messages import (
     AnswerDelivered,
     ClientGone,

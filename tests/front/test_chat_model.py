@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.front.rendering import TemplateRenderer
-from elastic.front.tokenizer import Tokenizer
+from elastic.front.rendering.renderer import TemplateRenderer
+from elastic.front.rendering.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.clients
 

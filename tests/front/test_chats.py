@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from elastic.front.asked import ServedModel
-from elastic.front.rendering import make_renderer
-from elastic.front.tokenizer import Tokenizer
+from elastic.front.rendering.renderer import make_renderer
+from elastic.front.rendering.tokenizer import Tokenizer
 from tests.front.fronted import fronted, merged, says
 from tests.front.modelled_run import ModelledRun, Turn
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.front.history import packed, unpacked
-from elastic.front.messages import chain, head_digest
+from elastic.front.rendering.messages import chain, head_digest
 from elastic.protocol.anthropic.answers import MessageWriter
 from elastic.protocol.anthropic.bodies import BILLING, BLOCKS, MESSAGES, MessagesRequest
 from elastic.protocol.openai import bodies

@@ -8,8 +8,8 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.front.rendering import ChatRenderer, make_renderer
-from elastic.front.tokenizer import Tokenizer
+from elastic.front.rendering.renderer import ChatRenderer, make_renderer
+from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.protocol.openai.answers import ParsedAnswer
 from tests.front import chats
 from tests.front.families import FAMILIES, Family, checkpoint, renderer_of

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.front import library
-from elastic.front.library import LibraryRenderer
-from elastic.front.rendering import TemplateRenderer, make_renderer
-from elastic.front.templates import RendererError, RenderingError
-from elastic.front.tokenizer import Tokenizer
+from elastic.front.rendering import library
+from elastic.front.rendering.library import LibraryRenderer
+from elastic.front.rendering.renderer import TemplateRenderer, make_renderer
+from elastic.front.rendering.templates import RendererError, RenderingError
+from elastic.front.rendering.tokenizer import Tokenizer
 from tests.front import chats, families, test_families
 
 pytestmark = pytest.mark.clients

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.front.messages import (
+from elastic.front.rendering.messages import (
     DIGEST_BYTES,
     MessageError,
     arguments_of,

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.front.parsing import AnswerParser
-from elastic.front.reading import AnswerParsers
-from elastic.front.reasoning_grammars import REASONING_PARSERS, Situation, ends_in_reasoning
-from elastic.front.rendering import NO_PARSER, TemplateRenderer
-from elastic.front.templates import RendererError
-from elastic.front.tokenizer import Tokenizer
-from elastic.front.tool_grammars import TOOL_PARSERS
+from elastic.front.rendering.parsing import AnswerParser
+from elastic.front.rendering.reading import AnswerParsers
+from elastic.front.rendering.reasoning_grammars import REASONING_PARSERS, Situation, ends_in_reasoning
+from elastic.front.rendering.renderer import NO_PARSER, TemplateRenderer
+from elastic.front.rendering.templates import RendererError
+from elastic.front.rendering.tokenizer import Tokenizer
+from elastic.front.rendering.tool_grammars import TOOL_PARSERS
 from elastic.protocol.openai.answers import ParsedAnswer
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": "é"}}'

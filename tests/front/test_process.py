@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.front.tiny import EOS, write_tokenizer
-from elastic.front.tokenizer import Tokenizer
 from elastic.protocol.front_messages import LookUp, OpenTurns
 from elastic.protocol.run_secrets import RunSecrets
 from tests.front.fronted import HELLO, bearer, events, merged

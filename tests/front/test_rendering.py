@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.front.rendering import ChatRenderer, TemplateRenderer, make_renderer
-from elastic.front.templates import RendererError, RenderingError
+from elastic.front.rendering.renderer import ChatRenderer, TemplateRenderer, make_renderer
+from elastic.front.rendering.templates import RendererError, RenderingError
+from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.front.tiny import PLAIN, SPECIAL, TEMPLATE
-from elastic.front.tokenizer import Tokenizer
 from tests.front import chats
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "é <b>", "parameters": {"type": "object"}}}
@@ -410,8 +410,8 @@ def test_names_of_renderers_and_parsers_are_checked(tmp_path: Path, tokenizers: 
 def test_neither_torch_nor_transformers_is_imported(tiny_directory: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from elastic.front.rendering import make_renderer\n"
-        "from elastic.front.tokenizer import Tokenizer\n"
+        "from elastic.front.rendering.renderer import make_renderer\n"
+        "from elastic.front.rendering.tokenizer import Tokenizer\n"
         f"renderer = make_renderer(Tokenizer(Path({str(tiny_directory)!r})), tool_parser='hermes')\n"
         "renderer.prompt([{'role': 'user', 'content': 'hi'}], None, {})\n"
         "print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))\n"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.front.rendering.tokenizer import ControlTextError, Tokenizer, TokenizerError
 from elastic.front.tiny import PLAIN, SPECIAL, VOCABULARY, tokenizer_files, write_tokenizer
-from elastic.front.tokenizer import ControlTextError, Tokenizer, TokenizerError
 
 MARKS = st.sampled_from([*SPECIAL, *PLAIN, "<|im_", "end|>", "<", "|>", "\ufdd0", "\ue000"])
 texts = st.lists(st.text(max_size=6) | MARKS, max_size=6).map("".join)
@@ -230,8 +230,8 @@ def test_templates_of_a_checkpoint(tmp_path: Path) -> None:
 def test_neither_torch_nor_transformers_nor_vllm_is_imported(tiny_directory: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "import elastic.front.messages\n"
-        "from elastic.front.tokenizer import Tokenizer\n"
+        "import elastic.front.rendering.messages\n"
+        "from elastic.front.rendering.tokenizer import Tokenizer\n"
         f"Tokenizer(Path({str(tiny_directory)!r})).encode('a')\n"
         "print(sorted({'torch', 'transformers', 'vllm', 'numpy'} & set(sys.modules)))\n"
     )

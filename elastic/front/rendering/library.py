@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic.front.messages import AnyMessage, arguments_of, head_digest
-from elastic.front.parsing import call_id
-from elastic.front.reading import AnswerParsers, AnswerReader, Decoding, call_seed
-from elastic.front.templates import Guards, RendererError, RenderingError, plain_messages
-from elastic.front.tokenizer import ControlTextError, Tokenizer
-from elastic.front.tool_grammars import call_of
+from elastic.front.rendering.messages import AnyMessage, arguments_of, head_digest
+from elastic.front.rendering.parsing import call_id
+from elastic.front.rendering.reading import AnswerParsers, AnswerReader, Decoding, call_seed
+from elastic.front.rendering.templates import Guards, RendererError, RenderingError, plain_messages
+from elastic.front.rendering.tokenizer import ControlTextError, Tokenizer
+from elastic.front.rendering.tool_grammars import call_of
 from elastic.protocol.front_messages import ALL_IDS
 from elastic.protocol.openai.answers import CallDelta, ParsedAnswer
 

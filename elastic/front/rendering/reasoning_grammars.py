@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from elastic.front.incoming import Findings, Grammar, Incoming, Reading, Show, Withheld
+from elastic.front.rendering.incoming import Findings, Grammar, Incoming, Reading, Show, Withheld
 
 THINK, THOUGHT = "<think>", "</think>"
 

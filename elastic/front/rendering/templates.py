@@ -1,8 +1,9 @@
 """A checkpoint's chat template: messages to text, in a sandbox, as transformers render it.
 
-What comes out is coded (`elastic.front.tokenizer`): control tokens that the template wrote are told from those that
-somebody put into a message. For that, control tokens in texts of messages are broken by a private mark before they are
-rendered, and so is what could become one with its neighbours; the mark is taken out behind the template.
+What comes out is coded (`elastic.front.rendering.tokenizer`): control tokens that the template wrote are told from
+those that somebody put into a message. For that, control tokens in texts of messages are broken by a private mark
+before they are rendered, and so is what could become one with its neighbours; the mark is taken out behind the
+template.
 
 In texts of users and tools no control token counts. The operator (`system`), tools' descriptions and the model itself
 (`assistant`) may name added tokens that are not special: `<think>` in a system prompt is the token, as for vLLM.
@@ -21,8 +22,8 @@ import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from elastic.config import ConfigError
-from elastic.front.messages import AnyMessage, MessageError, as_rendered
-from elastic.front.tokenizer import Tokenizer
+from elastic.front.rendering.messages import AnyMessage, MessageError, as_rendered
+from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.system.host import here
 
 RENDERED_CHARS_MAX = 64 * 1024 * 1024
@@ -42,7 +43,7 @@ class RenderingError(ValueError):
 
 
 class ChatTemplate:
-    """Renders messages that `elastic.front.messages.as_rendered` has made plain.
+    """Renders messages that `elastic.front.rendering.messages.as_rendered` has made plain.
 
     Templates differ in what they take: most want content as a text and arguments of calls as values; some want parts,
     or arguments as the text of JSON. Probes show which.

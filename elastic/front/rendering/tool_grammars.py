@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from elastic.front.incoming import Findings, Grammar, Incoming, Reading, Withheld
-from elastic.front.messages import read_json
-from elastic.front.reasoning_grammars import HARMONY
+from elastic.front.rendering.incoming import Findings, Grammar, Incoming, Reading, Withheld
+from elastic.front.rendering.messages import read_json
+from elastic.front.rendering.reasoning_grammars import HARMONY
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 

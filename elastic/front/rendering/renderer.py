@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import structlog
 
-from elastic.front import library
-from elastic.front.messages import AnyMessage, head_digest
-from elastic.front.probing import (
+from elastic.front.rendering import library
+from elastic.front.rendering.messages import AnyMessage, head_digest
+from elastic.front.rendering.probing import (
     ANSWER,
     CALL,
     CALLS_UNREAD,
@@ -33,11 +33,11 @@ from elastic.front.probing import (
     reads_calls,
     reads_reasoning,
 )
-from elastic.front.reading import TAIL_TOKENS, AnswerParsers, AnswerReader
-from elastic.front.reasoning_grammars import REASONING_PARSERS, THOUGHT
-from elastic.front.templates import ChatTemplate, Conversation, RendererError, RenderingError, plain_messages
-from elastic.front.tokenizer import ControlTextError, Tokenizer
-from elastic.front.tool_grammars import TOOL_PARSERS
+from elastic.front.rendering.reading import TAIL_TOKENS, AnswerParsers, AnswerReader
+from elastic.front.rendering.reasoning_grammars import REASONING_PARSERS, THOUGHT
+from elastic.front.rendering.templates import ChatTemplate, Conversation, RendererError, RenderingError, plain_messages
+from elastic.front.rendering.tokenizer import ControlTextError, Tokenizer
+from elastic.front.rendering.tool_grammars import TOOL_PARSERS
 from elastic.protocol.openai.answers import ParsedAnswer
 
 log = structlog.get_logger(__name__)

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from elastic.front.parsing import AnswerParser
-from elastic.front.reasoning_grammars import REASONING_PARSERS, THINK, THOUGHT, Situation
-from elastic.front.templates import RendererError
-from elastic.front.tokenizer import Tokenizer
-from elastic.front.tool_grammars import CALL, CALLED, TOOL_PARSERS
+from elastic.front.rendering.parsing import AnswerParser
+from elastic.front.rendering.reasoning_grammars import REASONING_PARSERS, THINK, THOUGHT, Situation
+from elastic.front.rendering.templates import RendererError
+from elastic.front.rendering.tokenizer import Tokenizer
+from elastic.front.rendering.tool_grammars import CALL, CALLED, TOOL_PARSERS
 from elastic.protocol.openai.answers import ParsedAnswer
 
 TAIL_TOKENS = 32

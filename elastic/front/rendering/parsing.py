@@ -5,7 +5,7 @@ Parsers are named as vLLM's flags name them. Whatever they cannot read stays con
 
 from hashlib import blake2b
 
-from elastic.front.incoming import CallPart, Grammar, Read, Reader
+from elastic.front.rendering.incoming import CallPart, Grammar, Read, Reader
 from elastic.protocol.openai.answers import CallDelta, ParsedAnswer, joined_calls
 
 

@@ -8,9 +8,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from elastic.front.messages import AnyMessage, arguments_of
-from elastic.front.templates import ChatTemplate, RenderingError, now_here
-from elastic.front.tokenizer import Tokenizer
+from elastic.front.rendering.messages import AnyMessage, arguments_of
+from elastic.front.rendering.templates import ChatTemplate, RenderingError, now_here
+from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.protocol.openai.answers import ParsedAnswer
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -111,7 +111,7 @@ class _Probe:
 
 
 class Renders(Protocol):
-    """What of a renderer is probed: see `elastic.front.rendering.ChatRenderer`."""
+    """What of a renderer is probed: see `elastic.front.rendering.renderer.ChatRenderer`."""
 
     stop_token_ids: tuple[int, ...]
 
