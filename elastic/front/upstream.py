@@ -51,6 +51,8 @@ ELSEWHERE = (
     *(b'"image"', b'"input_image"', b'"input_audio"', b'"document"', b'"input_file"', b'"file"'),
 )
 """In a body: its prompt may have more tokens than the body has bytes."""
+OWN_TOOLS = (None, "function", "custom")
+"""Types of tools that the client runs. What the upstream's own find, web pages for instance, joins the prompt."""
 BESIDE_TOKENS = 1024
 """What an upstream adds to a prompt of its own, for tools for instance."""
 CHOICES_MAX = 4096
@@ -315,14 +317,15 @@ def _given_back(headers: httpx.Headers) -> dict[str, str]:
 def most_tokens(route: str, fields: Mapping[str, Any], body: bytes) -> tuple[int | None, int | None, int]:
     """The most tokens that a body can lead to: of its prompt, of each choice of the answer, and how many choices.
 
-    A token of the prompt takes a byte of the body at least, unless it stands elsewhere: at a URL, or in an earlier
-    answer. None where the body bounds nothing.
+    A token of the prompt takes a byte of the body at least, unless it stands elsewhere: at a URL, in an earlier answer,
+    or where a tool of the upstream's finds it. None where the body bounds nothing.
     """
     if route == COUNT_TOKENS:
         return 0, 0, 1
     # Names of fields may be written in escapes.
     plain = encoded(fields) if b"\\u" in body else body
-    prompt = None if any(mark in plain for mark in ELSEWHERE) else len(body) + BESIDE_TOKENS
+    unbounded = _finds_more(fields) or any(mark in plain for mark in ELSEWHERE)
+    prompt = None if unbounded else len(body) + BESIDE_TOKENS
     if route == EMBEDDINGS:
         return prompt, 0, 1
     # Which of the fields counts is the upstream's to say, and what it makes of a number that is written otherwise.
@@ -334,6 +337,16 @@ def most_tokens(route: str, fields: Mapping[str, Any], body: bytes) -> tuple[int
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
         choices *= len(prompts)
     return prompt, answer, choices
+
+
+def _finds_more(fields: Mapping[str, Any]) -> bool:
+    """Whether the upstream may run tools of its own for the call."""
+    if fields.get("web_search_options") is not None:
+        return True
+    tools = fields.get("tools")
+    if not isinstance(tools, list):
+        return tools is not None
+    return not all(isinstance(tool, Mapping) and tool.get("type") in OWN_TOOLS for tool in tools)
 
 
 def usage_of(body: bytes) -> UsedTokens:

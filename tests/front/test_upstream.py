@@ -413,6 +413,11 @@ def test_usage_of_a_stream_does_not_depend_on_its_pieces(data: st.DataObject):
         ("/v1/messages/count_tokens", {"messages": HELLO}, 0, 1, True),
         (CHAT, {"messages": HELLO, "max_tokens": "many", "n": "three"}, None, 4096, True),
         (CHAT, {"messages": HELLO, "max_tokens": -4, "n": -4}, None, 1, True),
+        (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, None, 1, True),
+        ("/v1/messages", {"messages": HELLO, "tools": [{"name": "f"}, {"type": "custom"}]}, None, 1, True),
+        ("/v1/messages", {"messages": [], "tools": [{"name": "f"}, {"type": "web_search_20250305"}]}, None, 1, False),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "file_search"}]}, None, 1, False),
+        (CHAT, {"messages": HELLO, "web_search_options": {}, "tools": None}, None, 1, False),
     ],
 )  # fmt: skip
 def test_the_most_that_a_body_can_lead_to(route, body, answer, choices, bounded):
