@@ -23,7 +23,7 @@ from elastic.protocol.connection import MessageCodec
 from elastic.protocol.frames import MAX_FRAME_BYTES, RefusedFrame, WireError, framed
 from elastic.protocol.metrics import Buckets
 
-FRONT_VERSION = 1
+FRONT_VERSION = 2
 SOCKET = "front.sock"
 """The socket's name in the run's directory."""
 DIGEST_BYTES = 16

@@ -36,7 +36,7 @@ from elastic.runtime.agents.claims import AgentClaims, AgentGroup, gone
 from elastic.runtime.agents.joining import OtherBody
 from elastic.runtime.agents.limits import AgentLimits
 from elastic.runtime.agents.refusals import TOO_MANY_TURNS, CallRefused
-from elastic.runtime.agents.trajectory import AgentTrajectory, AgentTurn, behind
+from elastic.runtime.agents.trajectory import AgentTrajectory, AgentTurn, HistoryPiece, behind
 from elastic.runtime.agents.upstream import UpstreamAccount, call_of
 from elastic.runtime.episodes import FinishedEpisodes, OpenTurn, RolloutTrajectory, ScoringSettings, stable_hash
 from elastic.runtime.journal import TrajectoryRow
@@ -354,10 +354,12 @@ class AgentRollouts:
         is not over."""
         if turn.kept is not None:
             return
-        if not turn.over or not turn.finish:
+        if turn.id not in self._turns or not turn.over or not turn.finish:
             raise CallRefused(409, "turn_not_over", f"turn {turn.id} has no answer")
         if kept < turn.tokens:
             self._cut(turn, kept)
+        if not self._claims.trajectories[_trajectory(turn.id)].keeps(answer, history, behind):
+            history = b""
         self._note(notes.AnswerSettled(turn.id, kept, answer, history, behind))
 
     def deliver(self, turn: AgentTurn) -> None:
@@ -415,7 +417,7 @@ class AgentRollouts:
 
     def _end(self, trajectory: AgentTrajectory, cause: str) -> None:
         """With a cause it has failed, and without a reward too."""
-        name = trajectory.trajectory
+        name, turns = trajectory.trajectory, list(trajectory.turns)
         for turn in [turn for turn in trajectory.turns.values() if turn.kept is None]:
             self._give_up(turn)
         episode = trajectory.episode()
@@ -425,7 +427,7 @@ class AgentRollouts:
         if not cause and reward is None and not self._scored_by_function:
             cause = "it was ended without a reward" + _for_policies(trajectory)
         state = "failed" if cause else "truncated" if trajectory.truncated else "finished"
-        self._leave(name, state, cause)
+        self._leave(name, state, cause, turns)
         if cause:
             self._feed(e.TrajectoryFailed(trajectory=name, cause=cause), episode)
             return
@@ -543,9 +545,10 @@ class AgentRollouts:
             case e.RewardRequested() | e.TrajectoryFinished():
                 if event.trajectory in self._claims.trajectories:
                     self._finished.add(event.trajectory, None)
-                    self._leave(event.trajectory, "finished", "")
+                    truncated = self._claims.trajectories[event.trajectory].truncated
+                    self._leave(event.trajectory, "truncated" if truncated else "finished", "", ())
             case e.TrajectoryFailed():
-                self._leave(event.trajectory, "failed", event.cause)
+                self._leave(event.trajectory, "failed", event.cause, ())
                 self._claims.unclaim(event.trajectory)
             case _:
                 pass
@@ -591,7 +594,8 @@ class AgentRollouts:
                 trajectory = trajectories[_trajectory(note.turn)]
                 turn = self._turns.pop(note.turn)
                 trajectory.settle(turn, note.kept, note.answer, self._limits.sampling.temperature)
-                trajectory.keep(note.answer, note.history, note.behind)
+                if note.history:
+                    trajectory.histories[note.answer] = HistoryPiece(note.behind, note.history)
             case notes.AnswerGiven():
                 trajectory = trajectories[_trajectory(note.turn)]
                 if (given := trajectory.turns.get(note.turn)) is not None:
@@ -611,13 +615,14 @@ class AgentRollouts:
     def _drop(self, trajectory: TrajectoryId, cause: str) -> None:
         """The run has no use for it any more: its turns come to nothing."""
         known = self._claims.trajectories.get(trajectory)
-        for turn in [] if known is None else list(known.turns.values()):
-            self._turns.pop(turn.id, None)
+        turns = {} if known is None else dict(known.turns)
+        for turn in turns.values():
             turn.generated.ended = turn.generated.ended or cause
-        self._leave(trajectory, "dropped", cause)
+        self._leave(trajectory, "dropped", cause, turns)
         self._claims.unclaim(trajectory)
 
-    def _leave(self, trajectory: TrajectoryId, state: str, cause: str) -> None:
+    def _leave(self, trajectory: TrajectoryId, state: str, cause: str, turns: Iterable[TurnId]) -> None:
+        """It is over, and so are `turns` for those who wait for them."""
         left = self._claims.trajectories.get(trajectory)
         if left is None:
             return
@@ -625,7 +630,7 @@ class AgentRollouts:
             self._turns.pop(turn, None)
         self._claims.leave(trajectory, msgspec.structs.replace(self._standing(left), state=state, cause=cause))
         if self.watcher is not None:
-            self.watcher.left(left.turns)
+            self.watcher.left(turns)
 
     def _forget_group(self, trajectories: Sequence[TrajectoryId]) -> None:
         """The group is trained or dropped: its name means nothing any more."""

@@ -16,11 +16,10 @@ from elastic.runtime.episodes import OpenTurn, RolloutTrajectory
 
 
 class HistoryPiece(NamedTuple):
-    """What was said up to an answer, behind an earlier one (of this digest; empty for none); `size` bytes in all."""
+    """What was said up to an answer, behind an earlier one (of this digest; empty for none)."""
 
     behind: bytes
     piece: bytes
-    size: int
 
 
 @dataclass(slots=True)
@@ -163,12 +162,11 @@ class AgentTrajectory:
         turn.kept = kept
         turn.answer = answer
 
-    def keep(self, answer: bytes, history: bytes, behind: bytes) -> None:
-        """Keep what was said up to an answer, if all of it is known then and is not too much."""
-        before = self.histories.get(behind)
-        size = len(history) + (0 if before is None else before.size)
-        if history and answer and (before is not None or not behind) and size <= HISTORY_BYTES_MAX:
-            self.histories.setdefault(answer, HistoryPiece(behind, history, size))
+    def keeps(self, answer: bytes, history: bytes, behind: bytes) -> bool:
+        """Whether what was said up to an answer is kept: if all of it is known then, and it is not too much."""
+        if not (history and answer) or answer in self.histories or (behind and behind not in self.histories):
+            return False
+        return len(history) + sum(len(kept.piece) for kept in self.histories.values()) <= HISTORY_BYTES_MAX
 
     def known(self, chain: list[bytes]) -> int:
         """How many of a call's messages are in a history."""

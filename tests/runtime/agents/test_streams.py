@@ -5,6 +5,8 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
 from elastic.core import commands as c
 from elastic.core.types import SamplingParameters
 from elastic.protocol import front_messages as m
@@ -61,6 +63,23 @@ async def test_a_trajectory_that_the_run_drops_is_over_for_its_clients() -> None
         over = await heard(far)
     assert isinstance(over, m.TurnOver)
     assert (over.status, over.code, over.retry) == (410, "trajectory_over", False)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+async def test_a_trajectory_that_ends_is_over_for_its_clients(finished: bool) -> None:
+    """Also where its last turn is over, and its front is about to say what the answer is."""
+    async with front(lambda: False) as (rollouts, far):
+        if finished:
+            rollouts.finish_turn("0/0/0/0")
+            assert isinstance(await heard(far), m.TurnOver)
+        rollouts.end(AGENT, "")
+        over = await heard(far)
+        assert isinstance(over, m.TurnOver)
+        assert (over.stream, over.status, over.code, over.retry) == (1, 410, "trajectory_over", False)
+        far.send(m.SettleTurn(1, 0))
+        far.send(m.ShowTrajectory(3, AGENT))
+        shown = await heard(far)
+        assert isinstance(shown, m.TrajectoryShown), "the front is still heard"
 
 
 async def test_of_a_run_that_is_being_stopped_no_trajectory_is_over() -> None:
