@@ -8,7 +8,8 @@ at the same fleet, and guarantees:
   weights, is about to leave or has failed turns.
 - A worker never holds more of them than rollouts leave places: as soon as these need one, or the worker is to do
   anything else, the turn is taken back. It keeps its accepted tokens, and goes on once there is a place again.
-- A turn that found no place for `wait_ns`, or of which no token came for `token_ns`, is given up.
+- A turn that found no place for `wait_ns`, or of which its worker brought no token for `token_ns`, is given up; so is
+  one that goes to and fro, and of which no token came for as long as both.
 """
 
 from dataclasses import dataclass, field
@@ -17,31 +18,35 @@ from elastic.core import commands as c
 from elastic.core.fleet import Worker
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.turn_manager import NO_CAPACITY, NO_PROGRESS
-from elastic.core.types import NS_PER_S, Chunk, FinishReason, Nanoseconds, TurnId, WorkerId, WorkerState
+from elastic.core.types import NS_PER_S, TURN_ENDS, Chunk, FinishReason, Nanoseconds, TurnId, WorkerId, WorkerState
 
 FIRST_SLOT = 1 << 40
 """Slots from here on are of turns on spare credit: the scheduler counts its own from 0 in each epoch."""
 NO_SPARE = f"{NO_CAPACITY}: rollouts have left no place on any worker"
-_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 ERRORS_MAX = 3
 """A turn with which engines fail so often is given up."""
 REST_NS = NS_PER_S // 4
-"""For a turn that a worker has given back."""
+"""For a turn that a worker has given back; twice as long each next time, up to half of `wait_ns`."""
 ENDING = f"{NO_CAPACITY}: the run is over"
 SILENT = f"{NO_PROGRESS}: its worker has brought no token in time"
+STUCK = f"{NO_PROGRESS}: workers that had it have brought no token in time"
 
 
 @dataclass(slots=True)
 class SpareTurn:
     """A turn on spare credit. While a worker has it, it is under `attempt` in `slot` there, with `start` tokens
-    accepted before that. `since_ns` is when it was queued, or when its worker was last heard of it.
-    `device_ns` is the time of devices that it took: a worker's is shared by the turns that it has."""
+    accepted before that. `since_ns` is when it was queued, or when its worker was last heard of it;
+    `progress_ns` is when it was asked for, or when its last token came. `device_ns` is the time of devices that it
+    took: a worker's is shared by the turns that it has."""
 
     id: TurnId
     max_new_tokens: int
     since_ns: Nanoseconds
+    progress_ns: Nanoseconds
     rests_until_ns: Nanoseconds = 0
     """It is not placed before: a worker has given it back."""
+    rest_ns: Nanoseconds = REST_NS
+    """How long it rests when a worker gives it back the next time."""
     accepted: int = 0
     errors: int = 0
     attempt: int = 0
@@ -69,7 +74,7 @@ class SpareCredit:
 
     def ask(self, turn: TurnId, max_new_tokens: int, now_ns: Nanoseconds) -> list[c.Command]:
         """Queue a turn."""
-        self.turns[turn] = SpareTurn(turn, max_new_tokens, now_ns)
+        self.turns[turn] = SpareTurn(turn, max_new_tokens, now_ns, now_ns)
         return self.look(now_ns)
 
     def end(self, turn: TurnId, now_ns: Nanoseconds) -> list[c.Command]:
@@ -93,6 +98,8 @@ class SpareCredit:
         for turn in list(self.turns.values()):
             if self.scheduler.phase in (Phase.STOPPING, Phase.ENDED):
                 told += self._give_up(turn, ENDING, now_ns)
+            elif now_ns - turn.progress_ns >= self.wait_ns + self.token_ns:
+                told += self._give_up(turn, STUCK, now_ns)
             elif turn.worker is None and now_ns >= turn.rests_until_ns and (worker := self._place()) is not None:
                 told.append(self._start(turn, worker, now_ns))
             elif now_ns - turn.since_ns >= (self.wait_ns if turn.worker is None else self.token_ns):
@@ -127,12 +134,15 @@ class SpareCredit:
             self._account(turn, now_ns)
             turn.accepted += chunk.count
             turn.since_ns = now_ns
-        over = fits and (chunk.finish in _ENDS or turn.accepted == turn.max_new_tokens)
+            if chunk.count:
+                turn.progress_ns = now_ns
+        over = fits and (chunk.finish in TURN_ENDS or turn.accepted == turn.max_new_tokens)
         if over:
             del self.turns[turn.id]
         if over or chunk.finish is not None:
             self._leave_worker(turn)
-            turn.rests_until_ns = now_ns + REST_NS
+            turn.rests_until_ns = now_ns + turn.rest_ns
+            turn.rest_ns = max(turn.rest_ns, min(2 * turn.rest_ns, self.wait_ns // 2))
         if chunk.finish is FinishReason.ERROR:
             turn.errors += 1
             if turn.errors == ERRORS_MAX:

@@ -16,6 +16,7 @@ from elastic.core.run_state import Changed, RunState
 from elastic.core.turns import Turn
 from elastic.core.types import (
     NS_PER_S,
+    TURN_ENDS,
     Chunk,
     FinishReason,
     Nanoseconds,
@@ -34,7 +35,6 @@ STRUCK_LOOK_NS = NS_PER_S // 20
 """Pause after a look at the turns of workers with strikes that has led to nothing: these may be many, and events come
 by thousands a second."""
 LATE = "others would have ended its turn long ago"
-_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class TurnManager:
@@ -325,7 +325,7 @@ class TurnManager:
             if count:
                 run.patience.note("token", run.now_ns - turn.heard_ns, run.now_ns)
             self._expect_token(turn)
-        if finish in _ENDS or turn.accepted == turn.max_new_tokens:
+        if finish in TURN_ENDS or turn.accepted == turn.max_new_tokens:
             run.turns.served(turn, worker.id)
             tokens = turn.accepted - turn.start
             if run.patience.late(worker.id, tokens, run.now_ns - turn.started_ns):

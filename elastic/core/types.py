@@ -139,6 +139,9 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+TURN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
+
 class WeightMode(StrEnum):
     """What happens to running turns when new weights are applied (docs/design.md, "A weights version")."""
 

@@ -8,7 +8,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.scheduler import Scheduler
-from elastic.core.spare import ERRORS_MAX, FIRST_SLOT, NO_SPARE, SILENT, SpareCredit
+from elastic.core.spare import ERRORS_MAX, FIRST_SLOT, NO_SPARE, SILENT, STUCK, SpareCredit
 from elastic.core.types import NS_PER_S, Chunk, FinishReason, WorkerState
 from elastic.testing.faults.core.incarnation import fresh_core
 from elastic.testing.faults.core.world import simulate
@@ -197,6 +197,35 @@ def test_a_chat_of_a_silent_worker_is_given_up_and_called_back(chatting: Chattin
     assert [type(command) for command in chatting.look()] == [c.AbortTurn]
     assert [cause for _, cause in chatting.credit.given_up] == [SILENT]
     assert not chatting.credit.turns
+
+
+def test_a_chat_that_goes_to_and_fro_without_a_token_is_given_up(chatting: Chatting) -> None:
+    chatting.credit.wait_ns = chatting.credit.token_ns = 6 * NS_PER_S
+    order: c.Command | None = chatting.start()
+    rests: list[int] = []
+    while not chatting.credit.given_up:
+        if isinstance(order, c.StartTurn):
+            chatting.say(order, 0, 0, FinishReason.STALLED)
+            rests.append(0)
+        chatting.wait(1)
+        rests[-1] += 1
+        order = next(iter(chatting.look()), None)
+        assert sum(rests) <= 12, "as long as a place and a token are waited for"
+    assert rests[:5] == [1, 1, 1, 2, 3]
+    assert [cause for _, cause in chatting.credit.given_up] == [STUCK]
+    assert not chatting.credit.turns
+
+
+def test_a_chat_that_gets_on_is_not_given_up(chatting: Chatting) -> None:
+    chatting.credit.wait_ns = chatting.credit.token_ns = 6 * NS_PER_S
+    order = chatting.start()
+    for accepted in range(5):
+        chatting.wait(2)
+        assert chatting.say(order, accepted, 1, FinishReason.ABORTED) != (None, False)
+        chatting.wait(3)
+        (again,) = chatting.look()
+        assert isinstance(again, c.StartTurn)
+        order = again
 
 
 def test_engines_may_fail_a_chat_so_often(chatting: Chatting) -> None:
