@@ -33,6 +33,7 @@ from _scripted_policy import write_scripted_policy
 from elastic.core.ids import lease_of, parse_agent_id, parse_turn
 from elastic.core.types import TrajectoryId, TurnId
 from elastic.front.rendering.tokenizer import Tokenizer
+from elastic.protocol.http_clients import sync_client
 from elastic.runtime.journal import JournalError, MoveRow, RunDirectory
 from elastic.system.processes import inherited
 
@@ -134,12 +135,8 @@ class ClientStage:
 
     def __init__(self, run: AgentsRun, policy: Path) -> None:
         self.run, self.policy = run, policy
-        self._driver = httpx.Client(
-            base_url=run.url(),
-            headers={"authorization": f"Bearer {run.driver_key(GROUP)}"},
-            timeout=60,
-            trust_env=False,
-        )
+        url, headers = run.url(), {"authorization": f"Bearer {run.driver_key(GROUP)}"}
+        self._driver = sync_client(url, by_proxy=False, base_url=url, headers=headers, timeout=60)
 
     def begin(self) -> Mapping[str, Any]:
         return self.run.until("a trajectory", self._begun)
