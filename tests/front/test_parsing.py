@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.front.rendering.incoming import CallPart, Findings, Incoming, Read, Reader
 from elastic.front.rendering.parsing import AnswerParser
 from elastic.front.rendering.reading import AnswerParsers
 from elastic.front.rendering.reasoning_grammars import REASONING_PARSERS, Situation, ends_in_reasoning
@@ -536,6 +537,65 @@ def test_whatever_tokens_come_the_stream_says_what_the_whole_says(
 def test_blank_space_without_end_takes_no_longer_than_its_length() -> None:
     for tools, reasoning in PAIRS:
         parser(tools, reasoning, True).whole(" " * 300_000 + "x")
+
+
+class CountedText(Incoming):
+    """Counts what is given back, to be read again."""
+
+    again = 0
+
+    def back(self) -> None:
+        before = self.taken
+        super().back()
+        self.again += before - self.taken
+
+
+BLOCKS = [name for name, tools in TOOL_PARSERS.items() if tools.begin]
+
+
+@pytest.mark.parametrize("tools", BLOCKS)
+@pytest.mark.parametrize("end", ["", "</tool_call>", "<｜tool▁call▁end｜>", "\n"])
+def test_calls_that_only_begin_take_no_longer_than_their_length(tools: str, end: str) -> None:
+    begins = ("<tool_call>", "<｜tool▁call▁begin｜>", "<｜DSML｜invoke")
+    call = next(marker for marker in begins if marker in FAMILIES[tools][0])
+
+    def read_again(count: int) -> float:
+        """How often a character is read again, on average."""
+        grammar = TOOL_PARSERS[tools].grammar
+        assert grammar is not None
+        text, found, begun = CountedText(), Findings(), (call + "{") * count + end
+        text.add(begun)
+        text.end()
+        assert next(grammar(TOOLS)(text, found), "over") == "over"
+        found.end()
+        assert found.taken() == Read(begun)
+        return text.again / len(begun)
+
+    assert read_again(4_000) <= 2 * read_again(1_000) + 1
+
+
+@given(st.sampled_from(BLOCKS), st.integers(15, 40), st.lists(st.integers(1, 99)), st.booleans())
+def test_calls_that_only_begin_are_the_same_however_they_are_cut(
+    tools: str, count: int, sizes: list[int], closed: bool
+) -> None:
+    one, (call, calls) = TOOL_PARSERS[tools], FAMILIES[tools]
+    begun = (call[: call.index("add")].removesuffix('"name": "') * count) + "}</tool_call>" * closed + calls
+    assert one.grammar is not None
+    whole, streamed = Reader(one.grammar(TOOLS)), Reader(one.grammar(TOOLS))
+    read = [streamed.feed(piece) for piece in cut(begun, sizes)] + [streamed.finish()]
+    expected = [whole.feed(begun), whole.finish()]
+    assert said(read) == said(expected)
+
+
+def said(parts: list[Read]) -> tuple[str, list[CallPart]]:
+    """The content, and the calls with their arguments joined."""
+    calls: list[CallPart] = []
+    for part in (part for read in parts for part in read.calls):
+        if part.name:
+            calls.append(part)
+        else:
+            calls[-1] = CallPart(calls[-1].name, calls[-1].arguments + part.arguments)
+    return "".join(read.content for read in parts), calls
 
 
 def test_half_of_a_character_is_shown_once_it_is_whole_or_at_the_end(tiny: Tokenizer) -> None:

@@ -25,17 +25,24 @@ class Incoming:
         self._text = ""
         self._at = 0
         """Up to here the text has been taken."""
+        self._gone = 0
         self._marks: list[int] = []
         self._over = False
 
     def add(self, text: str) -> None:
         if self._at and not self._marks:
+            self._gone += self._at
             self._text, self._at = self._text[self._at :], 0
         self._text += text
 
     def end(self) -> None:
         """No more text comes."""
         self._over = True
+
+    @property
+    def taken(self) -> int:
+        """How many characters have been taken so far."""
+        return self._gone + self._at
 
     # Taking back.
 

@@ -28,6 +28,10 @@ DSML_CALL = f"<{DSML}invoke"
 _DSML_HEAD = re.compile(r'\s+name="(.*?)"\s*', re.DOTALL)
 _DSML_PARAMETER = re.compile(r'\s+name="(.*?)"\s+string="(true|false)"\s*', re.DOTALL)
 
+TRIES_MAX = 16
+"""Most beginnings of calls, one within the other, that are tried where none of them leads to a call: a text of nothing
+else would be read once for each."""
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ANY_STRING = {"type": "string"}
 
@@ -55,7 +59,13 @@ def _blocks(block: Block, begin: str, sections: Sequence[str] = (), section_ends
     """Content with calls in it. They begin with `begin`, and may stand in sections with markers of their own."""
 
     def grammar(text: Incoming, found: Findings) -> Reading[None]:
+        tries = in_vain = 0
         while opener := (yield from text.show_until(found.content, begin, *sections)):
+            if text.taken > in_vain:
+                tries = 0
+            elif tries == TRIES_MAX:
+                found.content(opener)
+                continue
             text.mark()
             if opener != begin:
                 yield from text.blank()
@@ -65,6 +75,8 @@ def _blocks(block: Block, begin: str, sections: Sequence[str] = (), section_ends
                     yield from text.blank()
                     yield from text.take(*section_ends)
             else:
+                # Up to here nothing has led to a call.
+                tries, in_vain = tries + 1, max(in_vain, text.taken)
                 text.back()
                 found.content(opener)
 
