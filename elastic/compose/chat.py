@@ -11,21 +11,24 @@ from typing import Any, NamedTuple, Protocol, Self
 import httpx
 
 from elastic.compose.agents import stop_token_ids
+from elastic.compose.checkpoints import checkpoints, policy_of
 from elastic.compose.plan import read_model_config
 from elastic.config import Config, ConfigError, FrontConfig
-from elastic.core.types import FinishReason, SamplingParameters, WeightMode
+from elastic.core.types import TURN_ENDS, SamplingParameters, WeightMode
 from elastic.engine import create_engine
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
 from elastic.front.asked import ServedModel
 from elastic.front.choices import Choice
+from elastic.protocol.http_clients import sync_client
 from elastic.protocol.openai.answers import ParsedAnswer
-from elastic.protocol.proxies import proxy_for, through
+from elastic.protocol.proxies import through
 from elastic.protocol.tls import own_authority
 from elastic.weights.source import TensorSource
 
-CHECKPOINTS = "checkpoints"
 CONNECT_S = 10.0
-ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+SILENCE_S = 300.0
+"""A run that says nothing for so long is gone: well above what `front.hold_s` is, within which it refuses what it has
+not begun to answer. An answer that has begun says something every 20 s."""
 
 Message = Mapping[str, Any]
 Told = Callable[[str], None]
@@ -77,16 +80,15 @@ class SpareCreditAnswers:
 
     version: int | None = None
 
-    def __init__(self, base_url: str, key: str, authority: Path | None = None) -> None:
+    def __init__(self, base_url: str, key: str, authority: Path | None = None, silence_s: float = SILENCE_S) -> None:
         """Raises `HttpSettingsError`."""
         self._url = f"{base_url}/chat/completions"
-        proxy = proxy_for(base_url)
-        self._client = httpx.Client(
+        self._client = sync_client(
+            base_url,
+            by_proxy=True,
             headers={"authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-            trust_env=False,
-            proxy=None if proxy is None else proxy.url,
-            verify=True if authority is None else _trusting(authority),
+            timeout=httpx.Timeout(silence_s, connect=CONNECT_S),
+            **({} if authority is None else {"verify": _trusting(authority)}),
         )
 
     def __enter__(self) -> Self:
@@ -177,7 +179,7 @@ class EngineAnswers:
             chunk = self._chunks.get()
             if chunk.request_id != request_id:
                 continue
-            if chunk.finish not in (None, *ENDS):
+            if chunk.finish not in (None, *TURN_ENDS):
                 raise ChatFailed(f"the engine has not ended the answer: {chunk.detail or chunk.finish}")
             yield chunk
             if chunk.finish is not None:
@@ -191,7 +193,9 @@ class EngineAnswers:
 def live_answers(config: Config, run_dir: Path, base_url: str, key: str) -> SpareCreditAnswers:
     """Of a run on this machine that goes on. Raises `ConfigError`, and `HttpSettingsError`."""
     own = config.run.certificate is None
-    return SpareCreditAnswers(base_url, key, own_authority(run_dir) if own else None)
+    front = config.front or FrontConfig()  # type: ignore[call-arg]
+    silence_s = max(SILENCE_S, 2 * front.hold_s)
+    return SpareCreditAnswers(base_url, key, own_authority(run_dir) if own else None, silence_s)
 
 
 def checkpoint_answers(config: Config, run_dir: Path, told: Told) -> EngineAnswers:
@@ -201,7 +205,7 @@ def checkpoint_answers(config: Config, run_dir: Path, told: Told) -> EngineAnswe
     """
     from elastic.front.process import served_model
 
-    paths = sorted((run_dir / CHECKPOINTS).glob("*.safetensors"))
+    paths = checkpoints(run_dir)
     if not paths:
         every = config.trainer.checkpoint_every_steps
         raise ConfigError(
@@ -211,10 +215,9 @@ def checkpoint_answers(config: Config, run_dir: Path, told: Told) -> EngineAnswe
     model = served_model(config, config.front or FrontConfig())  # type: ignore[call-arg]
     told(f"reading {paths[-1].name}")
     from elastic.engine.model.stored import CheckpointError
-    from elastic.worker.trainer.checkpoint import masters
 
     try:
-        weights = {name: tensor.bfloat16() for name, tensor in masters(paths[-1])}
+        weights = {name: tensor.bfloat16().contiguous() for name, tensor in policy_of(config, paths[-1])}
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     version = int(paths[-1].stem)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from elastic.compose.checkpoints import checkpoints, policy_of
 from elastic.compose.runs import load_run_config
 from elastic.config import Config, ConfigError
 from elastic.runtime.journal import RunDirectory
-from elastic.runtime.states import CHECKPOINTS
 from elastic.system.files import sync
-from elastic.worker.trainer import resolve_trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +72,7 @@ def export(run: RunDirectory, directory: Path, step: int | None = None, shard_by
 
 
 def _checkpoint(run: RunDirectory, step: int | None) -> Path:
-    there = {int(path.stem): path for path in (run.path / CHECKPOINTS).glob("*.safetensors")}
+    there = {int(path.stem): path for path in checkpoints(run.path)}
     if not there:
         raise ConfigError(
             f"elastic export: run {run.name} has no checkpoint yet; trainer.checkpoint_every_steps has it"
@@ -121,8 +120,7 @@ def _tensors(config: Config, checkpoint: Path) -> "Iterator[tuple[str, Tensor]]"
 
     types = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
     stored = stored_tensors(config.model.checkpoint)
-    kind, settings = resolve_trainer(config.trainer, "the run's configuration")
-    for name, tensor in kind.exported(config, settings, checkpoint):
+    for name, tensor in policy_of(config, checkpoint):
         yield name, tensor.to(types[stored[name].type]).contiguous()
 
 

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 
 from elastic.compose.agents import agent_limits
+from elastic.compose.checkpoints import checkpoints
 from elastic.compose.plan import resolve
 from elastic.compose.runs import config_replaced
 from elastic.compose.scheduling import limits, policies, run_plan
@@ -200,7 +201,7 @@ def previous_incarnation(run: RunDirectory, config: Config) -> PreviousIncarnati
     if core.failed or (done and config.run.steps > core.plan.steps):
         log.info("the run had ended; it goes on from the trainer's checkpoint", failed=core.failed)
         return anew
-    version = max((int(path.stem) for path in (run.path / states.CHECKPOINTS).glob("*.safetensors")), default=0)
+    version = max((int(path.stem) for path in checkpoints(run.path)), default=0)
     if not found.leads_from(version):
         log.warning(
             "the journal does not lead from the newest checkpoint to where the run was; the run goes on from that",

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
+from elastic.compose.checkpoints import checkpoints
 from elastic.config import Config, ConfigError, ConfigProblem, EngineConfig, RewardsConfig, validate
 from elastic.engine import resolve_engine
 from elastic.environments.base import Environment
 from elastic.pool.client import NOT_A_JOB, PoolUnavailable, membership_here
 from elastic.protocol.endpoint import is_loopback
-from elastic.runtime.states import CHECKPOINTS
 from elastic.system.given import read_text
 from elastic.system.installed import installed
 from elastic.worker.trainer import resolve_trainer
@@ -328,7 +328,7 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
             f"environment {config.environment.name!r} needs at least {words}"
         )
     _check_pulls(config, BFLOAT16_BYTES * policy.parameters)
-    if resumed is not None and any((resumed / CHECKPOINTS).glob("*.safetensors")):
+    if resumed is not None and checkpoints(resumed):
         _check_checkpoint(config, resumed)
 
 
@@ -349,7 +349,7 @@ def _check_checkpoint(config: Config, resumed: Path) -> None:
 
     kind, settings = resolve_trainer(config.trainer, "")
     try:
-        kind.check_checkpoint(config, settings, max((resumed / CHECKPOINTS).glob("*.safetensors")))
+        kind.check_checkpoint(config, settings, checkpoints(resumed)[-1])
     except CheckpointError as error:
         raise ConfigError(
             f"--resume: {error}; a damaged file can be removed, and the run goes on from the one before it, "

@@ -31,7 +31,7 @@ from elastic.weights.waiting import PatientRelay
 from elastic.worker.agent import AgentExit, BuildEngine, Ticket, build_engine, run_agent
 from elastic.worker.device_permit import DevicePermit
 from elastic.worker.trainer import checkpoint, create_trainer
-from elastic.worker.trainer.base import PolicyTrainer
+from elastic.worker.trainer.base import PolicyTrainer, saved
 from elastic.worker.trainer.layers import changed_shares
 from elastic.worker.training import Standing, TrainerOrder, TrainerReply
 
@@ -298,16 +298,16 @@ class TrainerHost:
 
     def _save(self) -> None:
         self._trainer.save(self._checkpoint_path)
-        for old in checkpoint.saved(self._checkpoints)[:-KEEP_CHECKPOINTS]:
+        for old in saved(self._checkpoints)[:-KEEP_CHECKPOINTS]:
             old.unlink(missing_ok=True)
 
     def _restore(self) -> None:
         checkpoint.sweep(self._checkpoints)
-        saved = checkpoint.saved(self._checkpoints)
-        if saved:
-            self._trainer.load(saved[-1])
+        found = saved(self._checkpoints)
+        if found:
+            self._trainer.load(found[-1])
             self._stepped = wire.Stepped(self._trainer.version, wire.finite(self._trainer.metrics))
-        log.info("resuming", version=self._trainer.version, checkpoint=str(saved[-1]) if saved else "none")
+        log.info("resuming", version=self._trainer.version, checkpoint=str(found[-1]) if found else "none")
 
 
 def _tokens_s(pacing: TrainerPacingConfig | None, group: wire.TrainGroupFrame) -> float:

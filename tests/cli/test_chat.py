@@ -4,16 +4,19 @@ import json
 import os
 import pty
 import select
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from elastic.compose.runs import claimed, new_run_dir
+from elastic.compose.chat import ChatFailed, ChatSettings, SpareCreditAnswers
+from elastic.compose.runs import claimed, load_run_config, new_run_dir
 from elastic.config import JournalConfig, load_config
+from elastic.protocol.proxies import HttpSettingsError
 from elastic.runtime.journal import RunDirectory
-from elastic.worker.trainer import checkpoint
+from elastic.worker.trainer import checkpoint, create_trainer
 from elastic.worker.trainer.checkpoint import MASTER
 from tests.front.live import benchmark
 
@@ -26,12 +29,12 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return module.write_policy(tmp_path_factory.mktemp("policy") / "tiny")
 
 
-def made(directory: Path, policy: Path, environment: str = "outside") -> RunDirectory:
+def made(directory: Path, policy: Path, environment: str = "outside", trainer: str = "embedded") -> RunDirectory:
     """A run that has a configuration, and nothing else."""
     path = directory / "run.toml"
     path.write_text(
         f'[run]\nname = "small"\ndirectory = "{directory}/runs"\n[model]\ncheckpoint = "{policy}"\n'
-        f'[environment]\nname = "{environment}"\n[engine]\nmax_context_tokens = 512\n'
+        f'[environment]\nname = "{environment}"\n[engine]\nmax_context_tokens = 512\n[trainer]\nkind = "{trainer}"\n'
     )
     return RunDirectory(new_run_dir(load_config(path)))
 
@@ -157,3 +160,31 @@ def test_a_run_that_goes_on_without_fronts_says_so(elastic, refused, tmp_path: P
         refused(elastic("chat", run.path, "-m", "x"), "has no fronts now", "once it is over")
         refused(elastic("chat", run.path, "-m", "x", "--set", "engine.kind=torch"), "--set", "goes on")
     refused(elastic("agents", "key", run.path, "--viewer", "--trajectory", "0-0-0"), "found both")
+
+
+def test_a_run_that_says_nothing_any_more_is_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}/v1"
+        with (
+            SpareCreditAnswers(url, "key", silence_s=0.1) as answers,
+            pytest.raises(ChatFailed, match=r"the run is gone.*timed out"),
+        ):
+            list(answers.answer([{"role": "user", "content": "hello"}], ChatSettings()))
+
+
+def test_a_hosted_run_is_trusted_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nosuch/authority.pem")
+    with pytest.raises(HttpSettingsError, match="SSL_CERT_FILE"):
+        SpareCreditAnswers("https://far.example/v1", "key")
+
+
+@pytest.mark.trainers
+@pytest.mark.alone
+def test_a_policy_that_transformers_trained_answers(elastic, tmp_path: Path, policy: Path) -> None:
+    pytest.importorskip("transformers")
+    run = made(tmp_path, policy, trainer="transformers")
+    trainer = create_trainer(load_run_config(run.path))
+    trainer.save(run.path / "checkpoints" / "00000000.safetensors")
+    told = elastic("chat", run.path, "-m", "hello", "--json", "--max-tokens", 7)
+    assert told.code == 0, told.err
+    assert json.loads(told.out)["usage"]["completion_tokens"] > 0

@@ -142,3 +142,8 @@ class TrainerKind(Protocol):
         Raises `elastic.engine.model.stored.CheckpointError`.
         """
         ...
+
+
+def saved(directory: Path) -> list[Path]:
+    """The checkpoints in a directory, oldest first."""
+    return sorted(directory.glob("*.safetensors"))

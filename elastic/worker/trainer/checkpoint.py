@@ -41,11 +41,6 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
-def saved(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, oldest first."""
-    return sorted(directory.glob("*.safetensors"))
-
-
 def write(path: Path, tensors: Mapping[str, Tensor], counters: Counters) -> None:
     """Replace `path` in one move, durably: a crash leaves the old file or the new one. Raises `CheckpointError`."""
     contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}

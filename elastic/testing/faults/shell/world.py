@@ -62,7 +62,7 @@ from elastic.weights.source import RelaySource
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.agent import AgentExit, BuildEngine, run_agent
 from elastic.worker.connection import Ticket
-from elastic.worker.trainer import checkpoint
+from elastic.worker.trainer.base import saved
 from elastic.worker.trainer_host import TrainerHost
 from functions.base import Meter
 from providers.base import Provider, ProviderContext, WorkerTicket
@@ -597,7 +597,7 @@ class World:
     def _kept(self, trainer: WorkerId, host: TrainerHost) -> None:
         """Check that a trainer that leaves in good order between two steps has kept what it has trained."""
         stands = host.standing()
-        kept = {int(path.stem) for path in checkpoint.saved(self.run.path / "checkpoints")}
+        kept = {int(path.stem) for path in saved(self.run.path / "checkpoints")}
         if stands.version and not stands.groups and not stands.slots and stands.version not in kept:
             self.witness.left_behind(trainer, f"no checkpoint of version {stands.version}")
 

@@ -1,0 +1,27 @@
+"""A run's checkpoints, and the policies in them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic.config import Config
+from elastic.runtime.states import CHECKPOINTS
+from elastic.worker.trainer import resolve_trainer
+from elastic.worker.trainer.base import saved
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The trainer's, oldest first; the names are their steps."""
+    return saved(run_dir / CHECKPOINTS)
+
+
+def policy_of(config: Config, checkpoint: Path) -> "Iterator[tuple[str, Tensor]]":
+    """Yield a checkpoint's policy, under the names and in the shapes of the base policy's files.
+
+    Raises `ConfigError` for a trainer that is not installed, and `elastic.engine.model.stored.CheckpointError`.
+    """
+    kind, settings = resolve_trainer(config.trainer, "the run's configuration")
+    yield from kind.exported(config, settings, checkpoint)
