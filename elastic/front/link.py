@@ -22,6 +22,7 @@ from elastic.protocol.front_messages import (
     FRONT_VERSION,
     SOCKET,
     AnswerDelivered,
+    AskUpstream,
     BranchFound,
     ClientGone,
     Declined,
@@ -40,6 +41,7 @@ from elastic.protocol.front_messages import (
     TurnsTaken,
     UpstreamAllowed,
     UpstreamOver,
+    UpstreamWaived,
 )
 from elastic.protocol.run_control import socket_address
 from elastic.protocol.sampled import TOKEN_BYTES
@@ -214,11 +216,23 @@ class RunLink:
         number = self._requests
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer, inbox
-        connection.send(request(number))
+        asked = request(number)
+        connection.send(asked)
         try:
             return await answer
+        except asyncio.CancelledError:
+            if isinstance(asked, AskUpstream):
+                self._waive(number, answer)
+            raise
         finally:
             self._asked.pop(number, None)
+
+    def _waive(self, number: int, answer: asyncio.Future[Answer]) -> None:
+        """Nobody waits for this leave any more, which may have been given a moment ago."""
+        if answer.cancelled() or not answer.done():
+            self.say(UpstreamWaived(number))
+        elif answer.exception() is None and isinstance(given := answer.result(), UpstreamAllowed):
+            self.say(UpstreamOver(given.call, NOT_MADE))
 
     def say(self, message: FromFront) -> None:
         """Say it, if there is a connection."""

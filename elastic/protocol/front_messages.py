@@ -9,7 +9,7 @@ with `SettleTurn` what it makes of the answer, hears `TurnSettled` once all of i
 asks for that first (`RecallHistory`).
 
 Calls of models elsewhere are the front's alone. It asks leave for each (`AskUpstream`), and says what it came to
-(`UpstreamOver`).
+(`UpstreamOver`), or that nobody waits for leave any more (`UpstreamWaived`).
 
 Each message with a `request` is answered under the same number, or by `Declined`.
 """
@@ -223,6 +223,12 @@ class AskUpstream(_FrontMessage, frozen=True):
     choices: Count = 1
 
 
+class UpstreamWaived(_FrontMessage, frozen=True):
+    """Nobody waits any more for the leave that was asked for under the number `asked`. Nothing answers."""
+
+    asked: Count
+
+
 class UpstreamOver(_FrontMessage, frozen=True):
     """The call is over. `status` is what its client was answered with, 0 if the call was not made.
 
@@ -434,6 +440,7 @@ FromFront: TypeAlias = (
     | ShowTrajectory
     | AskMetrics
     | AskUpstream
+    | UpstreamWaived
     | UpstreamOver
 )
 FromRun: TypeAlias = (

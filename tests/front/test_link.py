@@ -8,14 +8,16 @@ from functools import partial
 
 import pytest
 
-from elastic.front.link import ChoiceOver, ChoiceSettled, LinkLost, RunLink, TokensCame, TurnInbox, connected
+from elastic.front.link import NOT_MADE, ChoiceOver, ChoiceSettled, LinkLost, RunLink, TokensCame, TurnInbox, connected
 from elastic.protocol.connection import SessionRefused, over_socket
 from elastic.protocol.frames import RefusedFrame
 from elastic.protocol.front_messages import (
+    FRONT_VERSION,
     RUN_SIDE,
     SOCKET,
     AgentCall,
     AgentCaller,
+    AskUpstream,
     BranchFound,
     ClientGone,
     FrontHello,
@@ -23,6 +25,8 @@ from elastic.protocol.front_messages import (
     OpenTurns,
     SettleTurn,
     TurnsTaken,
+    UpstreamOver,
+    UpstreamWaived,
 )
 from elastic.protocol.sampled import ids_of, pack_ids
 from tests.front.modelled_run import ModelledRun
@@ -125,6 +129,36 @@ async def test_turns_that_nobody_waits_for_any_more_are_given_back(tmp_path):
         assert len(run.of(ClientGone)) == 2
 
 
+def leave(number: int) -> AskUpstream:
+    return AskUpstream(number, CALLER, "/r", "judge")
+
+
+async def test_leave_that_nobody_waits_for_any_more_is_waived(tmp_path):
+    async with linked(tmp_path) as (run, link):
+        run.mute = True
+        asking = asyncio.create_task(link.ask(leave))
+        await run.until(lambda: run.of(AskUpstream))
+        asking.cancel()
+        await run.until(lambda: run.of(UpstreamWaived))
+        assert run.of(UpstreamWaived) == [UpstreamWaived(run.of(AskUpstream)[0].request)]
+        assert not run.of(UpstreamOver)
+
+
+async def test_leave_that_comes_as_its_caller_goes_is_given_back(tmp_path):
+    """Both answers come at once. Who has the first cancels the other, which has not yet run on with its own."""
+    async with linked(tmp_path) as (run, link):
+
+        async def cancels() -> None:
+            await link.ask(look())
+            asking.cancel()
+
+        cancelling, asking = asyncio.create_task(cancels()), asyncio.create_task(link.ask(leave))
+        await asyncio.gather(cancelling, asking, return_exceptions=True)
+        assert asking.cancelled()
+        await run.until(lambda: run.of(UpstreamOver))
+        assert [(over.call, over.status) for over in run.of(UpstreamOver)] == [(1, NOT_MADE)]
+
+
 async def test_everybody_hears_that_the_run_is_gone_and_it_is_dialled_again(tmp_path):
     async with linked(tmp_path) as (run, link):
         inbox = TurnInbox()
@@ -170,7 +204,7 @@ async def test_a_run_that_wants_no_front_is_left_unless_it_says_to_come_again(tm
         assert await loop.sock_recv(end, 1) == b"\0"
         wire = await over_socket(end, RUN_SIDE, "a front")
         hello = await wire.receive()
-        assert hello == FrontHello(1, os.getpid())
+        assert hello == FrontHello(FRONT_VERSION, os.getpid())
         wire.close(RefusedFrame("another version", retry))
     if retry:
         assert not linking.done()

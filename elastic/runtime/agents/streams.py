@@ -103,6 +103,7 @@ class FrontStreams:
         if not self._stopped():
             for call in front.calls:
                 self._rollouts.lost_call(call)
+            self.freed()
 
     # What fronts say
 
@@ -161,6 +162,11 @@ class FrontStreams:
                 front.connection.send(self._metrics.told(message.request, self._rejections))
             case m.AskUpstream():
                 self._leaves.append((front, message))
+                self.freed()
+            case m.UpstreamWaived():
+                self._leaves = deque(
+                    (of, ask) for of, ask in self._leaves if of is not front or ask.request != message.asked
+                )
                 self.freed()
             case m.UpstreamOver():
                 front.calls.discard(message.call)

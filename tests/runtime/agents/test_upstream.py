@@ -303,6 +303,43 @@ async def test_leave_is_given_in_turn_and_the_calls_of_a_dead_front_make_room() 
     assert bench.status.calls == 4
 
 
+async def test_leave_that_was_waived_is_given_to_the_next() -> None:
+    bench = Ledgered(bounds=UpstreamBounds(**{**vars_of(BOUNDS), "concurrency": 1}))
+    async with fronts(bench, 2) as (front, other):
+        front.send(ask(1))
+        assert await heard(front) == m.UpstreamAllowed(1, 0)
+        for request in (2, 3, 4):
+            front.send(ask(request))
+        front.send(m.UpstreamWaived(2))
+        front.send(m.UpstreamWaived(4))
+        front.send(m.UpstreamOver(0, 200, 5, 5))
+        assert await heard(front) == m.UpstreamAllowed(3, 1)
+        other.send(ask(3))
+        front.send(m.UpstreamWaived(3))
+        front.send(m.UpstreamOver(1, 0))
+        assert await heard(other) == m.UpstreamAllowed(3, 2)
+    assert bench.status.calls == 2
+
+
+@pytest.mark.parametrize("how", ["waived", "dead"])
+async def test_a_dear_call_that_nobody_waits_for_holds_up_no_other(how: str) -> None:
+    bench = Ledgered()
+    async with fronts(bench, 2) as (gone, living):
+        living.send(ask(1))
+        assert await heard(living) == m.UpstreamAllowed(1, 0)
+        gone.send(m.AskUpstream(1, AGENT, CHAT, "judge", 0, 999))
+        gone.send(m.ShowTrajectory(2, AGENT))
+        assert isinstance(await heard(gone), m.TrajectoryShown)
+        living.send(ask(2))
+        living.send(m.ShowTrajectory(3, AGENT))
+        assert isinstance(await heard(living), m.TrajectoryShown), "the call waits for the one that came before"
+        if how == "waived":
+            gone.send(m.UpstreamWaived(1))
+        else:
+            await gone.aclose()
+        assert await heard(living) == m.UpstreamAllowed(2, 1)
+
+
 async def test_who_waits_for_leave_is_told_when_no_more_is_given() -> None:
     bench = Ledgered(bounds=UpstreamBounds(**{**vars_of(BOUNDS), "calls_max": 2, "concurrency": 1}))
     async with fronts(bench, 1) as (front,):
