@@ -28,6 +28,7 @@ from elastic.compose.runs import is_claimed, load_run_config
 from elastic.protocol.api import ENDED
 from elastic.protocol.api_client import ApiError
 from elastic.protocol.run_secrets import RunSecrets
+from elastic.runtime.agents.limits import TEMPERATURE_MAX
 from elastic.runtime.journal import AGENTS, RunDirectory
 from elastic.system.logs import STANDARD_ERROR, log_to
 
@@ -48,7 +49,8 @@ def chat(
     system: Annotated[str, typer.Option(metavar="TEXT", help="The system's message, before all others.")] = "",
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Of sampling, above 0 and at most 2; the run's unless given.")
+        float | None,
+        typer.Option(help=f"Of sampling, above 0 and at most {TEMPERATURE_MAX:g}; the run's unless given."),
     ] = None,
     overrides: Overrides = None,
     remote: Remote = False,
@@ -63,8 +65,8 @@ def chat(
 
     Example: elastic chat latest -m "Write vowels."
     """
-    if temperature is not None and not 0 < temperature <= 2:
-        bad_input(f"--temperature: found {temperature:g}; allowed: above 0, at most 2")
+    if temperature is not None and not 0 < temperature <= TEMPERATURE_MAX:
+        bad_input(f"--temperature: found {temperature:g}; allowed: above 0, at most {TEMPERATURE_MAX:g}")
     log_to(STANDARD_ERROR, logging.WARNING)
     said = _given(message)
     if said is None and as_json:

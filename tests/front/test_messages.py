@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.front.rendering.messages import (
-    DIGEST_BYTES,
     MessageError,
     arguments_of,
     as_rendered,
@@ -19,6 +18,7 @@ from elastic.front.rendering.messages import (
     head_digest,
     text_of,
 )
+from elastic.protocol.front_messages import DIGEST_BYTES
 
 HEAD = head_digest(None, {})
 # What agents and attackers send: controls, half a pair of surrogates, text that looks like JSON or a template's marks.

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
-DIGEST_BYTES = 16
+from elastic.protocol.front_messages import DIGEST_BYTES
+
 ROLES_ALIKE = {"developer": "system"}
 DEPTH_MAX = 64
 """How deep arguments and tools may nest. A bound of our own: where Python's is met depends on who calls."""

@@ -8,8 +8,6 @@ from elastic.protocol.openai.errors import FrontError
 
 ROUTE = "/v1/messages"
 """Below which errors have this shape."""
-REQUEST_ID = "request-id"
-"""The header in which its clients look for the id of a request."""
 OVERLOADED = 529
 TYPES = {
     401: "authentication_error",

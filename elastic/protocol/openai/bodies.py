@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
+from elastic.protocol.front_messages import DIGEST_BYTES
 from elastic.protocol.openai.errors import FrontError
 
 CHOICES_MAX = 128
@@ -23,7 +24,6 @@ PROMPTS_MAX = 4096
 NAME_CHARS_MAX = 512
 INTEGER_MAX = 2**63 - 1
 ROLES = ("system", "developer", "user", "assistant", "tool")
-DIGEST_BYTES = 16
 HOW_TO_ANSWER = ("stream", "stream_options")
 """Fields that say how an answer comes, and change nothing of it."""
 

@@ -122,6 +122,7 @@ class Chats:
         for turn in turns:
             self._tell(self._credit.ask(turn.id, sampling.max_new_tokens, self._clock_ns()))
         self._asked.set()
+        self.look()
         return turns, False
 
     def cut(self, turn: AgentTurn, kept: int) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from elastic.core import commands as c
-from elastic.core.spare import NO_SPARE, SpareCredit
+from elastic.core import events as e
+from elastic.core.spare import ENDING, NO_SPARE, SpareCredit
 from elastic.core.types import NS_PER_S, Chunk, FinishReason
 from elastic.protocol import front_messages as m
 from elastic.protocol import wire
@@ -193,6 +194,17 @@ async def test_a_chat_ends_with_its_client(leaves: str) -> None:
         assert run.chats.under_way == 0
         assert [type(order) for order in run.told.orders] == [c.StartTurn, c.AbortTurn]
         assert run.chats.totals.turns == 1
+
+
+async def test_a_chat_asked_of_a_run_that_stops_is_refused_at_once() -> None:
+    async with chatted() as run:
+        run.core.tell(e.StopRequested(reason="enough"))
+        taken = await run.opened([1])
+        assert isinstance(taken, m.TurnsTaken)
+        over = await heard(run.far)
+        assert isinstance(over, m.TurnOver)
+        assert (over.stream, over.status, over.cause) == (taken.turns[0].stream, 503, ENDING)
+        assert (run.told.orders, run.chats.under_way) == ([], 0)
 
 
 async def test_an_answer_ends_where_its_client_says() -> None:
