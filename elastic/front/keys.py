@@ -34,6 +34,8 @@ AGENT_ROUTES = (
     "/detokenize",
     "/health",
 )
+MODEL = "/v1/models/"
+"""A model's name is behind this route for agents."""
 SESSION_HEADER = "x-session-id"
 
 
@@ -54,6 +56,9 @@ def split(path: str) -> tuple[NamedInPath, str]:
             name = path[len(prefix) : -len(route)]
             if path.endswith(route) and name:
                 return NamedInPath(prefix, name), route
+        name, of_model, model = path.removeprefix(prefix).partition(MODEL)
+        if name and model:
+            return NamedInPath(prefix, name), of_model + model
     return NamedInPath(), path
 
 

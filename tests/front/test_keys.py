@@ -5,7 +5,10 @@ import base64
 import pytest
 from starlette.datastructures import Headers
 
+from elastic.front.destinations import FORWARDED
 from elastic.front.keys import NamedInPath, find_caller, split
+from elastic.front.openapi import AGENTS, OPERATIONS
+from elastic.front.readers import READERS
 from elastic.protocol.front_messages import NAME_MAX, AgentCaller
 from elastic.protocol.openai.errors import FrontError
 from elastic.protocol.run_secrets import RunSecrets
@@ -13,6 +16,16 @@ from tests.front.fronted import AGENT, DRIVER, SECRETS, bearer
 from tests.front.modelled_run import TRAJECTORY
 
 OWN = AgentCaller(trajectory=TRAJECTORY, restart=1)
+
+
+ROUTES = {path for (path, _), operation in OPERATIONS.items() if operation.tag == AGENTS} | {*READERS, *FORWARDED}
+
+
+@pytest.mark.parametrize("route", sorted(route.replace("{name}", "org/solver") for route in ROUTES))
+def test_each_route_of_agents_is_there_behind_a_name(route):
+    assert split(f"/t/2/5/0{route}") == (NamedInPath("/t/", "2/5/0"), route)
+    assert split(f"/sessions/a/b{route}/") == (NamedInPath("/sessions/", "a/b"), route)
+    assert split(route) == (NamedInPath(), route)
 
 
 def basic(user: str, password: str) -> dict[str, str]:
