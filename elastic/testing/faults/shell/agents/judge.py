@@ -78,14 +78,16 @@ def check_agents(
     replay(run, lambda _, event, __, commands: journaled.hear(event, commands))
     for row in rows:
         if row.reward is not None and not row.cause:
-            _check_row(record, config, row, true=row.trajectory not in touched, by_functions=by_functions)
+            _check_row(record, journaled, config, row, true=row.trajectory not in touched, by_functions=by_functions)
             _check_policies(record, journaled, row)
         unrewarded = row.cause.startswith(UNREWARDED)
         _require(not unrewarded or row.trajectory not in record.rewards, f"{row.trajectory} had a reward: {row.cause}")
     _check_attempts(record.attempts, journaled)
 
 
-def _check_row(record: AgentRecord, config: Config, row: TrajectoryRow, *, true: bool, by_functions: bool) -> None:
+def _check_row(
+    record: AgentRecord, journaled: Journaled, config: Config, row: TrajectoryRow, *, true: bool, by_functions: bool
+) -> None:
     contexts, name = contexts_of(row), row.trajectory
     trained = Counter[tuple[Context, Context]]()
     first: dict[tuple[Context, Context], int] = {}
@@ -104,7 +106,7 @@ def _check_row(record: AgentRecord, config: Config, row: TrajectoryRow, *, true:
     _require(not given - trained, f"{name}: given whole and not trained: {_told(given - trained)}")
     _require(not trained - settled, f"{name}: trained and no answer: {_told(trained - settled)}")
     # Among several policies a branch may have another's answer as a part of its prompt, and have it first.
-    alone = len({sampled.policy for sampled in _sampled(row)}) == 1
+    alone = len({call.policy for turn, call in journaled.asked.items() if parse_turn(turn)[0] == name}) == 1
     for (before, ids), number in first.items() if alone else ():
         whole = before + ids
         earlier = [at for at in range(number) if contexts[at][: len(whole)] == whole]
