@@ -18,6 +18,7 @@ from elastic.protocol.openai.bodies import (
     AnswerFields,
     Terms,
     Text,
+    chat_tool,
     check_schema,
     check_template_kwargs,
     converted,
@@ -245,12 +246,7 @@ def _check_tool(tool: MessagesTool, where: str) -> None:
 
 
 def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.input_schema is not None:
-        function["parameters"] = tool.input_schema
-    return {"type": "function", "function": function}
+    return chat_tool(tool.name, tool.description, tool.input_schema)
 
 
 def _unsupported(param: str, said: str) -> FrontError:

@@ -446,6 +446,16 @@ def _check_tool(tool: Tool, where: str) -> None:
         check_schema(tool.function.parameters, f"{where}.function.parameters")
 
 
+def chat_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A function as a chat's tool; what is None is left out."""
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    if parameters is not None:
+        function["parameters"] = parameters
+    return {"type": "function", "function": function}
+
+
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     if taken := sorted(_OWN_TEMPLATE_KWARGS & kwargs.keys()):
         raise invalid(f"chat_template_kwargs.{taken[0]}", "is the server's own to say")

@@ -19,6 +19,7 @@ from elastic.protocol.openai.bodies import (
     AnswerFields,
     AtLeastOne,
     Terms,
+    chat_tool,
     check_schema,
     check_template_kwargs,
     check_tool_choice,
@@ -241,9 +242,4 @@ def _check_tool(tool: ResponseTool, where: str) -> None:
 
 
 def _chat_tool(tool: ResponseTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.parameters is not None:
-        function["parameters"] = tool.parameters
-    return {"type": "function", "function": function}
+    return chat_tool(tool.name, tool.description, tool.parameters)
