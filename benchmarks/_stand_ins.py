@@ -13,6 +13,7 @@ Any number of stand-ins share a process (`stand_ins`), which is asked and told o
 
 import asyncio
 import math
+import os
 import random
 import time
 from collections.abc import Coroutine, Iterable
@@ -162,6 +163,8 @@ class _StandInHost:
     async def live(self) -> None:
         loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._pipe.fileno(), self._hear)
+        # uvloop has switched that off; thousands of schedules are more than a pipe takes at once.
+        os.set_blocking(self._pipe.fileno(), True)
         await self._ended.wait()
 
     def drawn(self, vocab_size: int) -> _Drawn:
