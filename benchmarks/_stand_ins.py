@@ -38,6 +38,8 @@ TURN_TOKENS_MAX = 1 << 15
 DRAWN_TOKENS = 1 << 20
 """Drawn once for a process; each frame takes some of them, from the next place on."""
 PATIENCE_S = 120.0
+DIALS_AT_ONCE = 64
+"""Of a process: machines of a fleet do not boot within one second either."""
 FILL_UNSENT_BYTES = 1 << 20
 CAPABILITIES = Capabilities(engine="stream", replayable_sampling=True, max_context_tokens=1 << 22, device="cpu")
 
@@ -155,6 +157,7 @@ class _StandInHost:
         self.schedules: list[Schedule] = []
         self.times: dict[str, TurnTimes] = {}
         self.produced = self.turns_ended = self.lost = 0
+        self.dialling = asyncio.Semaphore(DIALS_AT_ONCE)
         self._pipe = pipe
         self._workers: list[StandIn] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -250,7 +253,8 @@ class StandIn:
         key = ""
         while not self._refused:
             try:
-                self._connection, welcome = await dial(self._ticket, key, PATIENCE_S)
+                async with self._process.dialling:
+                    self._connection, welcome = await dial(self._ticket, key, PATIENCE_S)
             except (ConnectionLost, SessionRefused):
                 return
             key = welcome.session_key or key

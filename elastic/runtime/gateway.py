@@ -196,8 +196,8 @@ class Door:
         epoch: int = 0,
         served_bytes: Callable[[], int] | None = None,
     ) -> None:
-        """Let `worker` in, once, with `token`; then it comes back with `key`. Its `engine` settings, its `relay` and
-        `relay_token` are the welcome's unless they are given.
+        """Let `worker` in with `token`, until it has spoken; then it comes back with `key`. Its `engine` settings, its
+        `relay` and `relay_token` are the welcome's unless they are given.
 
         It may say what the trainer says if it `trains`. `served_bytes` says how much the relay has served, if that is
         known. With an `epoch` that it had with an earlier process of this
@@ -360,6 +360,7 @@ class Door:
             if session.allowances.far_beyond:
                 raise wire.WireError(FAR_TOO_MUCH)
         message = wire.decode_from_worker(body)
+        session.spoken()
         session.claims.check(message, _now_s())
         if isinstance(message, wire.WeightsReport):
             message = self._believable(session, message)
@@ -465,7 +466,7 @@ def _digest(secret: str) -> bytes:
 
 
 class _Session:
-    """The gateway's record of one worker. It keeps digests of secrets; a key only until the key is sent."""
+    """The gateway's record of one worker. It keeps digests of secrets; a key only until the worker has spoken."""
 
     def __init__(
         self,
@@ -510,18 +511,22 @@ class _Session:
             raise SessionRefused(UNKNOWN)
         if self.fenced:
             raise SessionRefused(self.fenced)
-        if not hello.resume and self.epoch:
+        if not hello.resume and not self._untold_key:
             raise SessionRefused("this token has been used")
 
     def open(self, link: WorkerLink, key: str) -> str:
         """Begin the next epoch on `link`; returns the session's key, the same in every epoch, also if it is not
         given."""
         key = key or self._untold_key
-        self._untold_key = ""
         self.epoch += 1
         self.claims.begin_epoch()
         self.link = link
         return key
+
+    def spoken(self) -> None:
+        """Note that the worker has its key. Until then a welcome may have been lost, or too late for it, and its token
+        lets it in once more, in place of its former connection."""
+        self._untold_key = ""
 
     def forget_beat(self) -> None:
         self.late_beat = None

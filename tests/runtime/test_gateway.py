@@ -221,6 +221,25 @@ async def test_a_ticket_is_spent_by_its_first_use(house: House) -> None:
     await house.ear.until("message", "w", 1, slept())
 
 
+async def test_a_ticket_lets_in_once_more_while_its_welcome_may_have_been_lost(house: House) -> None:
+    house.expect()
+    lost = await house.dial()
+    lost.say(hello("w", "token"))
+    assert isinstance(await lost.hear(), wire.Welcome)
+    again = await house.dial()
+    again.say(hello("w", "token"))
+    welcome = await again.hear()
+    assert isinstance(welcome, wire.Welcome)
+    assert (welcome.epoch, welcome.session_key) == (2, key_of("w"))
+    again.say(READY)
+    await house.ear.until("ready", "w", 2)
+    lost.say(READY)
+    thief = await house.dial()
+    thief.say(hello("w", "token"))
+    assert await thief.hear() == wire.RefusedFrame("this token has been used", retry=False)
+    assert ("ready", "w", 1) not in [what[:3] for what in house.ear.heard]
+
+
 async def test_an_empty_key_resumes_nothing(house: House) -> None:
     house.expect()
     for secret in ("", "token"):
