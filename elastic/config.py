@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
 from elastic.protocol.proxies import without_password
 from elastic.system.given import expanded, read_text
+from elastic.system.named_code import placed
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -739,12 +740,17 @@ class Config(_Section):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file (or a saved `.json`), apply overrides, validate.
 
-    An override is `section.key=value`, its value in TOML syntax or else a string.
+    An override is `section.key=value`, its value in TOML syntax or else a string. Code of files (`FILE.py:NAME`) is
+    relative to the configuration, wherever it stands.
     Raises `ConfigError` with one line per problem.
     """
     raw = read_sections(path)
     for override in overrides:
         apply_override(raw, override)
+    try:
+        raw = placed(raw, path.parent)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
     return validate(Config, raw, str(path))
 
 

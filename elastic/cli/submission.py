@@ -9,10 +9,12 @@ from elastic.cli.output import EXIT_FAILED, EXIT_STOPPED, console, emit, say
 from elastic.cli.remote import detaching, server
 from elastic.cli.run import show_plan
 from elastic.compose.plan import Acquisition, RewardCalls
-from elastic.config import apply_override, read_sections
-from elastic.protocol.api import HostedRun, RunPhase
+from elastic.config import ConfigError, apply_override, read_sections
+from elastic.protocol.api import UPLOAD_SCHEME, HostedRun, RunPhase
 from elastic.protocol.api_client import Client
 from elastic.report import Summary, closing_table
+from elastic.system.given import expanded
+from elastic.system.named_code import in_file
 
 _OURS_ALONE = ("directory",)
 """Keys of [run] that say where this machine keeps its runs, and mean nothing to a server."""
@@ -24,6 +26,7 @@ def submit(
     """Submit a run and follow it to its end; Ctrl-C only leaves it alone. Returns the exit code."""
     raw = _sections(config, overrides)
     with server() as client:
+        raw = _code_sent(client, raw, config.parent)
         if dry_run:
             _show_dry_run(client, raw, providers, as_json=as_json)
             return 0
@@ -44,6 +47,23 @@ def _sections(config: Path, overrides: list[str]) -> dict[str, Any]:
     if isinstance(section := raw.get("run"), dict):
         raw["run"] = {key: value for key, value in section.items() if key not in _OURS_ALONE}
     return raw
+
+
+def _code_sent(client: Client, value: Any, folder: Path) -> Any:
+    """The configuration with uploads in the place of the files whose code it names."""
+    if isinstance(value, dict):
+        return {key: _code_sent(client, inner, folder) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_code_sent(client, inner, folder) for inner in value]
+    code = in_file(value)
+    if code is None or code.place.startswith(UPLOAD_SCHEME):
+        return value
+    try:
+        file = folder / expanded(Path(code.place))
+        made = client.upload(file, file.name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{code}: {error}") from error
+    return f"{UPLOAD_SCHEME}{made.id}/{file.name}:{code.name}"
 
 
 def _show_dry_run(client: Client, raw: dict[str, Any], providers: list[str], *, as_json: bool) -> None:

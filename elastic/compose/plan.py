@@ -19,6 +19,7 @@ from elastic.pool.client import NOT_A_JOB, PoolUnavailable, membership_here
 from elastic.protocol.endpoint import is_loopback
 from elastic.system.given import read_text
 from elastic.system.installed import installed
+from elastic.system.named_code import missing
 from elastic.worker.trainer import resolve_trainer
 from providers.base import Provider, ProviderSettings
 
@@ -270,7 +271,8 @@ def read_model_config(config: Config) -> dict[str, Any]:
 
 
 def check_live(plan: RunPlan, listening: str = "--listen HOST:PORT, and --advertise HOST") -> None:
-    """Raises `ConfigError` for settings that only simulations support so far, and for a pool's where there is none.
+    """Raises `ConfigError` for settings that only simulations support so far, for a pool's where there is none, and for
+    code of files that are not there.
 
     `listening` are the options by which a run is reached from elsewhere, with the one for another name of this machine.
     """
@@ -288,6 +290,8 @@ def check_live(plan: RunPlan, listening: str = "--listen HOST:PORT, and --advert
             "allowed in live runs: 1 (`elastic simulate` takes any number)"
         )
         raise ConfigError(ConfigProblem(problem, ("trainer", "gpus")))
+    if gone := list(missing(plan.config.model_dump(mode="json"))):
+        raise ConfigError(*(ConfigProblem(f"found {str(code)!r}, but no such file", key) for key, code in gone))
     _check_reach(plan, listening)
 
 

@@ -830,6 +830,9 @@ def concealed(name: str, secret: str) -> list[str]:
     return [value for key, value in json.loads(secret).items() if key not in ("region", "environment")]
 
 
+UPLOAD_SCHEME = "upload:"
+"""Begins what a submission calls an upload by: `upload:ID`, or `upload:ID/FILE`."""
+
 UploadPath = Annotated[
     str,
     Field(

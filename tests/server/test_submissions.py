@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from elastic.config import Config
 from elastic.protocol.api import AccessRole
 from elastic.protocol.api import Submission as Body
+from elastic.server.api.app import create_app
 from elastic.server.intake import submissions
 from elastic.server.problems import ApiProblem
 from elastic.server.store.quotas import QuotaRow
@@ -244,3 +245,14 @@ def test_what_cannot_be_kept_or_is_too_much_is_refused(
     body = json.dumps({**submission(), **change})
     answer = site.client().post("/v1/runs/dry-run", content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["type"]) == (400, "/problems/invalid-request")
+
+
+def test_code_is_of_the_projects_files_and_never_runs_as_the_server(shared_site: Site, submission: Submission) -> None:
+    body = submission()
+    body["config"]["trainer"]["other"] = {"loss": "/etc/loss.py:loss", "more": "upload:upl_1/loss.py:loss"}
+    found = pointers(shared_site, body)
+    assert "no file '/etc/loss.py' in the project's storage" in found["#/config/trainer/other/loss"]
+    assert "no complete upload" in found["#/config/trainer/other/more"]
+    settings = replace(shared_site.settings, shared_trust=False)
+    apart = replace(shared_site, settings=settings, app=create_app(shared_site.store, settings))
+    assert "as the server's own user" in pointers(apart, body)["#/config/trainer/other/loss"]

@@ -1,4 +1,4 @@
-"""Which keys of a configuration name files: those that its settings type as paths."""
+"""Which keys of a configuration name files, or code: those that its settings type as paths, or as names of code."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -10,6 +10,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from elastic.compose.plan import kind_of
 from elastic.config import Config, EngineConfig, TrainerConfig
 from elastic.system.installed import installed
+from elastic.system.named_code import FORMAT
 
 Place = tuple[str, ...]
 Schema = Mapping[str, Any]
@@ -17,9 +18,18 @@ Schema = Mapping[str, Any]
 
 def names_file(raw: Mapping[str, Any], place: Place) -> bool | None:
     """Whether the key at this place of a configuration is typed as a path; None where no setting says what it is."""
+    return _has_format(raw, place, "path")
+
+
+def names_code(raw: Mapping[str, Any], place: Place) -> bool:
+    """Whether the key at this place of a configuration is typed as a name of code."""
+    return bool(_has_format(raw, place, FORMAT))
+
+
+def _has_format(raw: Mapping[str, Any], place: Place, wanted: str) -> bool | None:
     settings, rest = _settings_at(raw, place)
     schema = _schema(settings) if settings is not None else {}
-    return _is_path(schema, schema, rest)
+    return _is(wanted, schema, schema, rest)
 
 
 def _settings_at(raw: Mapping[str, Any], place: Place) -> tuple[type[BaseModel] | None, Place]:
@@ -57,7 +67,7 @@ def _schema(settings: type[BaseModel]) -> Schema:
         return {}
 
 
-def _is_path(schema: Schema, whole: Schema, place: Place) -> bool | None:
+def _is(wanted: str, schema: Schema, whole: Schema, place: Place) -> bool | None:
     if "$ref" in schema:
         schema = whole["$defs"][schema["$ref"].rpartition("/")[2]]
     branches = [one for key in ("anyOf", "allOf", "oneOf") for one in schema.get(key, ())]
@@ -65,8 +75,8 @@ def _is_path(schema: Schema, whole: Schema, place: Place) -> bool | None:
         properties, others = schema.get("properties", {}), schema.get("additionalProperties")
         inner = [properties[place[0]]] if place[0] in properties else [others, schema.get("items")]
         inner = [*inner, *schema.get("prefixItems", ())]
-        found = [_is_path(one, whole, place[1:]) for one in inner if isinstance(one, dict)]
+        found = [_is(wanted, one, whole, place[1:]) for one in inner if isinstance(one, dict)]
     else:
-        found = [schema["format"] == "path"] if "format" in schema else [False] if "type" in schema else []
-    found += [_is_path(one, whole, place) for one in branches]
+        found = [schema["format"] == wanted] if "format" in schema else [False] if "type" in schema else []
+    found += [_is(wanted, one, whole, place) for one in branches]
     return True if True in found else False if False in found else None

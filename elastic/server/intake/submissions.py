@@ -12,15 +12,16 @@ import traces
 from elastic.compose.plan import RunPlan, acquisitions, check_live, resolve, reward_calls, unpriced
 from elastic.compose.scheduling import short_limits
 from elastic.config import Config, ConfigError, ConfigProblem, RunConfig, validate
-from elastic.protocol.api import DryRun, ProblemError, Submission, WouldAcquire
-from elastic.server.intake.path_keys import names_file
+from elastic.protocol.api import UPLOAD_SCHEME, DryRun, ProblemError, Submission, WouldAcquire
+from elastic.server.intake.path_keys import names_code, names_file
 from elastic.server.intake.prices import LowPrice, settle_prices
-from elastic.server.intake.upload_files import SCHEME, named
+from elastic.server.intake.upload_files import named
 from elastic.server.problems import ApiProblem, configuration_errors, invalid_configuration
 from elastic.server.quotas.needs import RunNeeds, needs_of
 from elastic.server.settings import ServerSettings
 from elastic.server.store.quotas import TRAINER, QuotaRow
 from elastic.server.store.runs import NewRun
+from elastic.system.named_code import in_file
 
 _WHERE = "config"
 _SERVERS_OWN = (
@@ -137,27 +138,38 @@ def _forbidden(raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
                 yield ConfigProblem("cannot be set in a run on a server; leave it out", path)
 
 
+def code_in(raw: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the keys of a submission that name code, which its run would carry out."""
+    for path, value in _leaves(raw, ()):
+        if in_file(value) is not None or (isinstance(value, str) and value and names_code(raw, path)):
+            yield path
+
+
 def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -> Iterator[ConfigProblem]:
     """Put what lies in the project's storage, or for checkpoints in `models`, in the place of its name."""
     storage = settings.storage(project).resolve()
     for path, value in list(_leaves({k: v for k, v in raw.items() if k not in _NO_PATHS_IN}, ())):
         is_checkpoint = ".".join(path) == CHECKPOINT
-        is_file = names_file(raw, path) if isinstance(value, str) else False
+        code = in_file(value)
+        if code is not None:
+            is_file, value, name = True, code.place, f":{code.name}"
+        else:
+            is_file, name = names_file(raw, path) if isinstance(value, str) else False, ""
         if is_file is False:
             continue
-        if value.startswith(SCHEME):
+        if value.startswith(UPLOAD_SCHEME):
             found = named(settings, project, value)
             if found is None:
                 detail = f"no complete upload {value!r} in the project; allowed: upload:ID, upload:ID/FILE"
                 yield ConfigProblem(detail, path)
             else:
-                _put(raw, path, str(found))
+                _put(raw, path, f"{found}{name}")
             continue
         if not (is_file or _could_be_a_path(value)):
             continue
         found = _inside(value, (storage,)) or (_model(value, settings.models) if is_checkpoint else None)
         if found is not None:
-            _put(raw, path, str(found))
+            _put(raw, path, f"{found}{name}")
         elif (is_file and value not in traces.shipped()) or _PATH_LIKE.search(value):
             what = "no base policy" if is_checkpoint else "no file"
             where = "the project's storage" + (" or the server's models" if is_checkpoint else "")

@@ -16,13 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from elastic.protocol.api import UploadFile
+from elastic.protocol.api import UPLOAD_SCHEME, UploadFile
 from elastic.server import ids
 from elastic.server.settings import ServerSettings
 from elastic.system.files import sync
 
-SCHEME = "upload:"
-"""Begins what a submission calls an upload by: `upload:ID`, or `upload:ID/FILE`."""
 SETTLED_S = 3600.0
 
 
@@ -163,7 +161,7 @@ class Receiving:
 
 def named(settings: ServerSettings, project: str, name: str) -> Path | None:
     """Return the path for `upload:ID` or `upload:ID/FILE` of this project; None if it does not exist."""
-    upload, slash, inside = name.removeprefix(SCHEME).partition("/")
+    upload, slash, inside = name.removeprefix(UPLOAD_SCHEME).partition("/")
     if not ids.is_id(upload, ids.UPLOAD) or (slash and not inside) or "\0" in inside:
         return None
     place = settings.uploads(project).resolve() / upload

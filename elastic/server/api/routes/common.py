@@ -7,11 +7,13 @@ import sqlalchemy as sa
 from fastapi import Depends, Header, Query, Request
 from pydantic import BaseModel
 
+from elastic.config import ConfigProblem
 from elastic.protocol.api import Listed, Problem
 from elastic.server import ids
 from elastic.server.api.auth import Caller, CallerDep, RequesterDep, requires
 from elastic.server.api.state import ServerState, state_of
 from elastic.server.api.writes import etag_of
+from elastic.server.intake.submissions import code_in
 from elastic.server.permissions import Action
 from elastic.server.problems import (
     MEDIA_TYPE,
@@ -155,6 +157,19 @@ def refuse_profiles(connection: sa.Connection, project: str, config: Mapping[str
     found = people.project(connection, project)
     problems = list(profiles_in(config)) if found is None or found["unix_user"] is None else []
     if problems:
+        raise invalid_configuration(configuration_errors(problems))
+
+
+def refuse_code(connection: sa.Connection, state: ServerState, project: str, config: Mapping[str, Any]) -> None:
+    """Raise `ApiProblem` where a configuration names code that would be carried out as the server's own user."""
+    found = people.project(connection, project)
+    if state.settings.shared_trust or (found is not None and found["unix_user"] is not None):
+        return
+    words = (
+        "names code, which would run as the server's own user; allowed in projects with a unix_user, or on a server "
+        "that was started with --shared-trust"
+    )
+    if problems := [ConfigProblem(words, key) for key in code_in(config)]:
         raise invalid_configuration(configuration_errors(problems))
 
 

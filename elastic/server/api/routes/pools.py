@@ -21,7 +21,15 @@ from elastic.protocol.run_control import new_command_id
 from elastic.server import ids
 from elastic.server.api.auth import Caller
 from elastic.server.api.job_limits import refuse_beyond, train_gpus
-from elastic.server.api.routes.common import CallerDep, StateDep, project_of, refuse_gone, refuse_profiles, rules
+from elastic.server.api.routes.common import (
+    CallerDep,
+    StateDep,
+    project_of,
+    refuse_code,
+    refuse_gone,
+    refuse_profiles,
+    rules,
+)
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
 from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult, created
@@ -239,6 +247,7 @@ def _checked(state: ServerState, body: JobSubmission, caller: Caller) -> tuple[s
         project = project_of(connection, caller, body.project)
         row = people.project(connection, project)
         refuse_profiles(connection, project, body.config)
+        refuse_code(connection, state, project, body.config)
     if row is not None and row["unix_user"] is not None:
         raise ApiProblem(
             "untrusted-neighbours",

@@ -31,6 +31,7 @@ from elastic.server.api.routes.common import (
     etag_of,
     listing,
     project_of,
+    refuse_code,
     refuse_gone,
     refuse_profiles,
     rules,
@@ -66,6 +67,7 @@ def submit(body: Submission, write: WriteDep) -> Response:
     with write.state.store.reading() as connection:
         project = project_of(connection, write.caller, body.project)
         refuse_profiles(connection, project, body.config)
+        refuse_code(connection, write.state, project, body.config)
     new = checked(write.state.settings, body, project).new
 
     def work(tx: sa.Connection) -> WriteResult:
@@ -88,6 +90,7 @@ def dry_run(body: Submission, caller: CallerDep, state: StateDep) -> DryRun:
     with state.store.reading() as connection:
         project = project_of(connection, caller, body.project)
         refuse_profiles(connection, project, body.config)
+        refuse_code(connection, state, project, body.config)
     found = checked(state.settings, body, project)
     with state.store.reading() as connection:
         submissions.refuse_beyond(quotas.quota(connection, project), found.new.needs)
