@@ -296,7 +296,79 @@ class TrainerPacingConfig(_Section):
     update_s: float = Field(0.0, ge=0, description="seconds that the step to the next version takes at least")
 
 
-class TrainerConfig(_Section):
+class OverlongBufferConfig(_Section):
+    """DAPO's soft penalty of long trajectories."""
+
+    len: int = Field(ge=1, description="tokens before `max_resp_len` over which the penalty grows")
+    penalty_factor: float = Field(1.0, ge=0, description="what is taken from the reward of a trajectory of that length")
+    max_resp_len: int = Field(
+        ge=1, description="sampled tokens of a trajectory at which the whole penalty is due; it grows on beyond"
+    )
+
+    @model_validator(mode="after")
+    def _begins_at_a_length(self) -> "OverlongBufferConfig":
+        if self.len > self.max_resp_len:
+            raise ValueError(
+                f"len must be at most max_resp_len = {self.max_resp_len}, or it begins before the first token "
+                f"(found {self.len})"
+            )
+        return self
+
+
+class LossConfig(_Section):
+    """What every kind of trainer minimises. Keys are verl's, where it has them."""
+
+    loss: Literal["grpo", "gspo", "cispo"] = Field(
+        "grpo", description="grpo; gspo: a ratio a sequence; cispo: clipped weights that leave no token out"
+    )
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        Field("token-mean", description="how the losses of a mini-batch's tokens become one")
+    )
+    loss_scale_factor: float | None = Field(
+        None, gt=0, description="tokens over which `seq-mean-token-sum-norm` divides the sum of each sequence"
+    )
+    clip_ratio_low: float = Field(
+        0.2, gt=0, le=1, description="PPO's clip: importance ratios below 1 - this (at 1: none) …"
+    )
+    clip_ratio_high: float = Field(0.28, gt=0, description="… and above 1 + this give no gradient (DAPO)")
+    clip_ratio_c: float = Field(
+        3.0, gt=1, description="dual clip: importance ratio above which a negative advantage gives no gradient"
+    )
+    adv_estimator: Literal["grpo", "rloo"] = Field(
+        "grpo", description="rewards less their group's mean, or, undivided, less the mean of its others (rloo)"
+    )
+    norm_adv_by_std_in_grpo: bool = Field(
+        True, description="divide advantages by the standard deviation of their group's rewards"
+    )
+    advantage_epsilon: float = Field(
+        1e-6, gt=0, description="beside a group's standard deviation; rewards that differ by less are equal"
+    )
+    mask_truncated: bool = Field(
+        False, description="give no gradient for trajectories that a limit of turns or tokens has ended"
+    )
+    rollout_is_threshold: float = Field(
+        2.0, ge=1, description="largest importance weight of tokens more than one version old"
+    )
+    overlong_buffer: OverlongBufferConfig | None = Field(
+        None, description="take from the rewards of long trajectories before they are compared (DAPO)"
+    )
+
+    @model_validator(mode="after")
+    def _cancels_nothing(self) -> "LossConfig":
+        if (self.loss_scale_factor is None) != (self.loss_agg_mode != "seq-mean-token-sum-norm"):
+            raise ValueError(
+                "loss_scale_factor and loss_agg_mode = 'seq-mean-token-sum-norm' belong together (found "
+                f"{self.loss_scale_factor} and {self.loss_agg_mode!r})"
+            )
+        return self
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """Whether a group can have a gradient where its members' rewards do not differ."""
+        return self.overlong_buffer is not None
+
+
+class TrainerConfig(LossConfig):
     """What every kind of trainer has.
 
     Beside its keys stand sections, named by kinds of trainers, with what is a trainer's own: its `Settings` say what
@@ -324,17 +396,6 @@ class TrainerConfig(_Section):
     adam_epsilon: float = Field(1e-8, gt=0, description="added to the denominator of AdamW")
     weight_decay: float = Field(0.0, ge=0, description="of AdamW, decoupled; norms and biases do not decay")
     gradient_clip: float = Field(1.0, gt=0, description="largest norm of a gradient; longer ones are scaled to it")
-    clip_ratio_low: float = Field(0.2, gt=0, lt=1, description="PPO's clip: importance ratios below 1 - this …")
-    clip_ratio_high: float = Field(0.28, gt=0, description="… and above 1 + this give no gradient (DAPO)")
-    clip_ratio_c: float = Field(
-        3.0, gt=1, description="dual clip: importance ratio above which a negative advantage gives no gradient"
-    )
-    rollout_is_threshold: float = Field(
-        2.0, ge=1, description="largest importance weight of tokens more than one version old"
-    )
-    advantage_epsilon: float = Field(
-        1e-6, gt=0, description="beside a group's standard deviation; rewards that differ by less are equal"
-    )
     mismatch_max: float = Field(
         0.2,
         gt=0,

@@ -15,3 +15,10 @@ class NonZeroVariance(msgspec.Struct, frozen=True):
 
     def drop_reason(self, rewards: Sequence[float]) -> str | None:
         return "zero_variance" if max(rewards) - min(rewards) <= self.epsilon else None
+
+
+class EveryGroup(msgspec.Struct, frozen=True):
+    """Every group is worth training on: rewards are not all that it is trained by."""
+
+    def drop_reason(self, rewards: Sequence[float]) -> str | None:
+        return None

@@ -11,6 +11,7 @@ from elastic.core.policy import (
     ReplacementPolicy,
     RoutingPolicy,
     SeedingPolicy,
+    SelectionPolicy,
 )
 from elastic.core.types import NS_PER_S, Limits, Plan
 from policies.balancing import ContinuousBalancing
@@ -20,7 +21,7 @@ from policies.replacement import EarlyReplacement
 from policies.routing import AffinityRouting, PinnedRouting, TurnWiseRouting
 from policies.sampling import DynamicSampling, FixedBatch
 from policies.seeding import AdaptiveWindow, FixedWindow
-from policies.selection import NonZeroVariance
+from policies.selection import EveryGroup, NonZeroVariance
 
 SLOW_TOKENS_PER_S = 30
 """Decode speed of a turn of a large model in a full batch, on a moderate device."""
@@ -95,12 +96,19 @@ def policies(config: Config) -> Policies:
         seeding=_seeding(config),
         provisioning=_provisioning(config),
         holding=HoldForRollouts() if config.provisioning.hold == "rollouts" else None,
-        selection=NonZeroVariance(config.trainer.advantage_epsilon),
+        selection=_selection(config),
         balancing=_balancing(config),
         replacement=_replacement(config),
         departure=UseNotice(),
         sampling=DynamicSampling(rollout.dynamic_sampling_most) if rollout.dynamic_sampling else FixedBatch(),
     )
+
+
+def _selection(config: Config) -> SelectionPolicy:
+    """Dynamic sampling looks at rewards alone, as DAPO does."""
+    if config.trainer.learns_from_equal_rewards and not config.rollout.dynamic_sampling:
+        return EveryGroup()
+    return NonZeroVariance(config.trainer.advantage_epsilon)
 
 
 def _replacement(config: Config) -> ReplacementPolicy | None:

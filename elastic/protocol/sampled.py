@@ -55,7 +55,8 @@ class Sampled(msgspec.Struct, array_like=True):
     tokens. `versions` are runs (weights version, tokens) of these, and `origins` runs (worker, tokens); there are no
     `origins` where it is not known who sampled them. `temperatures` are runs (temperature, tokens), where tokens were
     sampled at others than the run's. `policy` is the name by which an agent asked for them, empty for the model's own;
-    `policy_reward` is that of this policy in the trajectory, None where it has the trajectory's.
+    `policy_reward` is that of this policy in the trajectory, None where it has the trajectory's. `truncated` says that
+    a limit of turns or tokens ended the episode; the trainer alone is told so here.
     """
 
     spans: list[tuple[int, int]] = msgspec.field(default_factory=list[tuple[int, int]])
@@ -66,6 +67,7 @@ class Sampled(msgspec.Struct, array_like=True):
     temperatures: list[tuple[float, int]] = msgspec.field(default_factory=list[tuple[float, int]])
     policy: str = ""
     policy_reward: float | None = None
+    truncated: bool = False
 
     @property
     def worth(self) -> float:

@@ -108,6 +108,8 @@ class RolloutTrajectory:
 
     def data(self) -> list[wire.TrajectoryData]:
         """The trajectory for the trainer: a row for each of its branches, all with the member's reward."""
+        for sampled in (self.sampled, *(branch.sampled for branch in self.branches)):
+            sampled.truncated = self.truncated
         first = wire.TrajectoryData(self.trajectory, self.token_ids, self.sampled)
         for branch in self.branches:
             branch.sampled.reward = self.sampled.reward

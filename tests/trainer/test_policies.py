@@ -3,13 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.config import LossConfig
 from elastic.core.steps import Group
 from elastic.protocol.sampled import Sampled
 from elastic.protocol.wire import TrajectoryData
+from elastic.worker.trainer.advantages import group_advantages
 from elastic.worker.trainer.batches import advantages_of, by_member
-from elastic.worker.trainer.grpo import group_advantages
 
-EPSILON = 1e-6
+KEYS = LossConfig.model_validate({})
 POLICIES = ("", "solver", "critic")
 
 
@@ -20,7 +21,7 @@ def row(member: int, reward: float, policy: str = "", own: float | None = None, 
 
 def test_a_zero_sum_game_has_an_advantage_for_each_side():
     rows = [row(n, 0.0, policy, sign * (n - 0.5)) for n in range(2) for policy, sign in (("solver", 1), ("critic", -1))]
-    first, second, third, fourth = advantages_of(rows, EPSILON)
+    first, second, third, fourth = advantages_of(rows, KEYS)
     assert (first, second) == (-third, -fourth)
     assert first == -second != 0
     group = Group("0/0", 0, 0, {one.trajectory: 0.0 for one in rows})
@@ -48,12 +49,12 @@ def test_each_member_counts_once_for_each_policy(members):
         for number, (reward, own, branches) in enumerate(members)
         for branch, policy in enumerate(branches)
     ]
-    advantages = advantages_of(rows, EPSILON)
+    advantages = advantages_of(rows, KEYS)
     for policy in POLICIES:
         worth = {one.trajectory: one.sampled.worth for one in rows if one.sampled.policy == policy}
         if not worth:
             continue
-        expected = dict(zip(worth, group_advantages(list(worth.values()), EPSILON), strict=True))
+        expected = dict(zip(worth, group_advantages(list(worth.values()), KEYS), strict=True))
         found = [
             (one.trajectory, advantage)
             for one, advantage in zip(rows, advantages, strict=True)
@@ -66,5 +67,5 @@ def test_each_member_counts_once_for_each_policy(members):
 def test_one_policy_is_compared_as_ever():
     rewards = [0.0, 1.0, 1.0]
     rows = [row(number, reward, branch=branch) for number, reward in enumerate(rewards) for branch in range(2)]
-    ofs = group_advantages(rewards, EPSILON)
-    assert advantages_of(rows, EPSILON) == [one for one in ofs for _ in range(2)]
+    ofs = group_advantages(rewards, KEYS)
+    assert advantages_of(rows, KEYS) == [one for one in ofs for _ in range(2)]

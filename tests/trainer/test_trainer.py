@@ -129,10 +129,13 @@ def test_a_later_mini_batch_is_trained_on_the_earlier_ones_weights(trainer, grou
     assert equal(together.tensors(), apart.tensors())
 
 
-def test_micro_batches_do_not_change_the_gradient(trainer, group):
+@pytest.mark.parametrize(
+    "loss", [{}, {"loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"}, {"loss": "cispo"}], ids=str
+)
+def test_micro_batches_do_not_change_the_gradient(trainer, group, loss: dict[str, str]):
     groups = groups_of(group, 2)
     norms = [
-        step(trainer(GROUPS, micro_batch_tokens=tokens, updates_per_step=1), groups)["gradient_norm"]
+        step(trainer(GROUPS, micro_batch_tokens=tokens, updates_per_step=1, **loss), groups)["gradient_norm"]
         for tokens in (1, 60, 10_000)
     ]
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)

@@ -16,7 +16,7 @@ from elastic.core.agreement import LAST_TOKENS
 from elastic.core.types import LogprobCheck
 from elastic.protocol.wire import TrajectoryData
 from elastic.worker.trainer.batches import Batch
-from elastic.worker.trainer.grpo import LOG_RATIO_MAX
+from elastic.worker.trainer.losses import LOG_RATIO_MAX
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Groups of trajectories as tensors."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,9 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from elastic.config import LossConfig
 from elastic.protocol.sampled import TOKEN_BYTES
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
-from elastic.worker.trainer.grpo import group_advantages
+from elastic.worker.trainer.advantages import group_advantages, overlong_penalty
 
 
 class Batch(NamedTuple):
@@ -33,6 +35,10 @@ class Batch(NamedTuple):
     """[N], the position in `workers_of` of the worker that sampled the token; -1 where that is not known."""
     temperatures: Tensor
     """[N], at which the token was sampled; 0 for the run's."""
+    sequences: Tensor
+    """[N], the row of the token."""
+    truncated: Tensor
+    """[N], bool, of tokens of trajectories that a limit has ended."""
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(tensor.to(device) for tensor in self))
@@ -68,26 +74,32 @@ def by_member(trajectories: Sequence[TrajectoryData]) -> dict[str, float]:
     return {trajectory.trajectory: trajectory.sampled.reward for trajectory in trajectories}
 
 
-def by_policy(trajectories: Sequence[TrajectoryData]) -> dict[str, dict[str, float]]:
+def by_policy(trajectories: Sequence[TrajectoryData], settings: LossConfig) -> dict[str, dict[str, float]]:
     """Of each policy that agents name, the rewards of the group's members in which it has sampled, however many of its
-    branches they have."""
+    branches they have, less what they lose by their length."""
     rewards: dict[str, dict[str, float]] = {}
+    tokens = defaultdict[tuple[str, str], int](int)
     for trajectory in trajectories:
         sampled = trajectory.sampled
         rewards.setdefault(sampled.policy, {})[trajectory.trajectory] = sampled.worth
+        tokens[sampled.policy, trajectory.trajectory] += sampled.tokens
+    if (buffer := settings.overlong_buffer) is not None:
+        for policy, members in rewards.items():
+            for member in members:
+                members[member] += overlong_penalty(tokens[policy, member], buffer)
     return rewards
 
 
-def advantages_of(trajectories: Sequence[TrajectoryData], epsilon: float) -> list[float]:
+def advantages_of(trajectories: Sequence[TrajectoryData], settings: LossConfig) -> list[float]:
     """The advantage of each row: its member's among the members in which the same policy has sampled.
 
     Raises `UnusableGroup` where their rewards lie too far apart for floats.
     """
     advantages: dict[tuple[str, str], float] = {}
-    for policy, members in by_policy(trajectories).items():
+    for policy, members in by_policy(trajectories, settings).items():
         rewards = list(members.values())
         try:
-            relative = group_advantages(rewards, epsilon)
+            relative = group_advantages(rewards, settings)
         except OverflowError as error:
             raise UnusableGroup(f"rewards from {min(rewards):g} to {max(rewards):g}: {error}") from error
         advantages |= {(policy, member): one for member, one in zip(members, relative, strict=True)}
@@ -117,16 +129,22 @@ def collate(rows: Sequence[tuple[TrajectoryData, float]], place: Mapping[str, in
         temperatures.append(sampled.token_temperatures())
         runs = sampled.origins or [("", sampled.tokens)]
         origins.append(np.repeat([place.get(worker, -1) for worker, _ in runs], [tokens for _, tokens in runs]))
-    advantages = torch.tensor([advantage for _, advantage in rows]).unsqueeze(1).expand_as(token_ids)
+    counts = torch.tensor([trajectory.sampled.tokens for trajectory, _ in rows])
+    advantages, truncated = (
+        torch.tensor(column).repeat_interleave(counts)
+        for column in ([one for _, one in rows], [trajectory.sampled.truncated for trajectory, _ in rows])
+    )
     return Batch(
         token_ids,
         torch.tensor(lengths),
         trained,
         torch.from_numpy(np.concatenate(logprobs)),
         torch.from_numpy(np.concatenate(versions)),
-        advantages[trained],
+        advantages,
         torch.from_numpy(np.concatenate(origins)),
         torch.from_numpy(np.concatenate(temperatures)),
+        torch.arange(len(rows)).repeat_interleave(counts),
+        truncated,
     )
 
 

@@ -3,9 +3,9 @@
 A step's groups are split into `updates_per_step` mini-batches by their index, which is their launch order. A group of
 a later mini-batch is held until the earlier ones have stepped, since it is trained on their weights.
 
-A mini-batch's gradient is the mean over the policy's tokens in all its groups. Groups without signal give no gradient
-and count in that mean, as in verl and TRL: the fewer groups have signal, the smaller the step. With dynamic sampling
-others take their place, and they count nowhere (DAPO).
+A mini-batch's gradient is a mean over all its groups, of the policy's tokens or sequences (`objective.py`). Groups
+without signal give no gradient and count in that mean, as in verl and TRL: the fewer groups have signal, the smaller
+the step. With dynamic sampling others take their place, and they count nowhere (DAPO).
 
 Tokens of workers that do not generate with the weights which they name are left out (`agreement.py`).
 
@@ -25,8 +25,9 @@ from elastic.config import TrainerConfig
 from elastic.core.types import LogprobCheck
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.worker.trainer.agreement import StepAgreement
-from elastic.worker.trainer.batches import UnusableGroup, advantages_of, by_member, check_group, policy_tokens
-from elastic.worker.trainer.grpo import ClipSettings, PolicyLoss, clipped_policy_loss
+from elastic.worker.trainer.batches import Batch, UnusableGroup, advantages_of, by_member, check_group, policy_tokens
+from elastic.worker.trainer.distribution import TokenDistribution
+from elastic.worker.trainer.objective import BatchLoss, Objective
 from elastic.worker.trainer.schedules import learning_rate
 
 
@@ -47,16 +48,17 @@ class GroupFigures:
         """Tokens of workers that disagree."""
         self.sums = defaultdict[str, float](float)
 
-    def note(self, policy: PolicyLoss, entropy: Tensor, ages: Tensor) -> None:
-        self.ratio_max = max(self.ratio_max, policy.ratio.max().item())
+    def note(self, found: BatchLoss) -> None:
+        tokens = found.tokens
+        self.ratio_max = max(self.ratio_max, tokens.ratio.max().item())
         sums = {
-            "tokens": len(ages),
-            "loss": policy.loss.item(),
-            "entropy": entropy.sum().item(),
-            "ratio": policy.ratio.sum().item(),
-            "clipped": policy.clipped.sum().item(),
-            "truncated": policy.truncated.sum().item(),
-            "age": ages.sum().item(),
+            "tokens": len(tokens.ratio),
+            "loss": found.loss.item(),
+            "entropy": found.entropy.sum().item(),
+            "ratio": tokens.ratio.sum().item(),
+            "clipped": tokens.clipped.sum().item(),
+            "truncated": tokens.truncated.sum().item(),
+            "age": found.ages.sum().item(),
         }
         for name, value in sums.items():
             self.sums[name] += value
@@ -92,9 +94,7 @@ class GroupTrainer(ABC):
         self._temperature = temperature
         self._in_order_of_launch = in_order_of_launch
         self._last_update = None if steps is None else steps * settings.updates_per_step
-        self._clip = ClipSettings(
-            settings.clip_ratio_low, settings.clip_ratio_high, settings.clip_ratio_c, settings.rollout_is_threshold
-        )
+        self._objective = Objective(settings)
         self._rate = 0.0
         self.version = 0
         self.updates = 0
@@ -123,9 +123,9 @@ class GroupTrainer(ABC):
         """Whether any token of the mini-batch has given one."""
 
     @abstractmethod
-    def _make_update(self, tokens: int) -> float:
-        """Update the weights by the mini-batch's gradient over so many `tokens`, at `self._rate`, and forget the
-        gradient; returns its norm before it is clipped."""
+    def _make_update(self, share: float) -> float:
+        """Update the weights by the mini-batch's gradient over its `share` (`Objective.share`), at `self._rate`, and
+        forget the gradient; returns its norm before it is clipped."""
 
     def train_group(self, group: TrainGroupFrame) -> None:
         """Accumulate the group's gradient, now or when its mini-batch's turn comes.
@@ -175,9 +175,9 @@ class GroupTrainer(ABC):
         self._agreement = StepAgreement(self.version, self._settings.mismatch_max)
         self._minibatch = 0
         self._outstanding = self._members(0)
-        self._minibatch_tokens: dict[int, int] = {}
+        self._shares: dict[int, float] = {}
         """By group, what counts in the mean of the mini-batch that is under way."""
-        self._tokens_of_mean = 0
+        self._share_of_step = 0.0
         self._figures: dict[int, GroupFigures] = {}
         self._gradient_norms: list[float] = []
 
@@ -201,7 +201,7 @@ class GroupTrainer(ABC):
             for index in self._ready():
                 group = self._held.pop(index)
                 if isinstance(group, SkippedGroup):
-                    self._minibatch_tokens[index] = group.tokens
+                    self._shares[index] = self._objective.share(group.tokens, len(group.trajectories))
                     self._compare(group.trajectories)
                 else:
                     self._train(group)
@@ -231,50 +231,40 @@ class GroupTrainer(ABC):
         """No gradient comes from this group, and it counts nowhere."""
         self._unusable[group.group] = why
         self._figures.pop(group.index, None)
-        self._minibatch_tokens.pop(group.index, None)
+        self._shares.pop(group.index, None)
 
     def _accumulate(self, group: TrainGroupFrame) -> None:
         """Take the group's gradient. Raises `UnusableGroup`."""
         rewards = list(by_member(group.trajectories).values())
-        advantages = advantages_of(group.trajectories, self._settings.advantage_epsilon)
+        advantages = advantages_of(group.trajectories, self._settings)
         figures = self._figures[group.index] = GroupFigures(rewards)
-        self._minibatch_tokens[group.index] = policy_tokens(group)
+        self._shares[group.index] = self._objective.share(policy_tokens(group), len(group.trajectories))
         if any(advantages):
             self._learn(group, advantages, figures)
         else:
             self._compare(group.trajectories)
 
     def _loss(
-        self,
-        logprobs: Tensor,
-        entropy: Tensor,
-        sampled: Tensor,
-        advantages: Tensor,
-        ages: Tensor,
-        keep: Tensor | None,
-        figures: GroupFigures,
+        self, batch: Batch, now: TokenDistribution, allowed: Tensor | None, figures: GroupFigures
     ) -> Tensor | None:
-        """The loss of a group's tokens, all of shape [N], a sum over those to `keep` (None: all), whose figures are
-        noted; None where none is kept."""
-        if keep is not None:
-            figures.left_out += int((~keep).sum())
-            if not keep.any():
-                return None
-            logprobs, entropy, sampled, advantages, ages = (
-                tensor[keep] for tensor in (logprobs, entropy, sampled, advantages, ages)
-            )
-        policy = clipped_policy_loss(logprobs, sampled, advantages, ages, self._clip)
-        figures.note(policy, entropy, ages)
-        return policy.loss
+        """The loss of a batch of one group, a sum over the tokens that are `allowed` (None: all), whose figures are
+        noted; None where none of them gives a gradient. All is on one device."""
+        if allowed is not None:
+            figures.left_out += int((~allowed).sum())
+        found = self._objective.of(batch, now, self.version, allowed)
+        if found is None:
+            return None
+        figures.note(found)
+        return found.loss
 
     def _step_optimizer(self) -> None:
-        tokens = sum(self._minibatch_tokens.values())
-        self._minibatch_tokens.clear()
-        self._tokens_of_mean += tokens
+        share = math.fsum(self._shares.values())
+        self._shares.clear()
+        self._share_of_step += share
         if not self._has_gradient():
             return
         self._rate = learning_rate(self._settings, self.updates, self._last_update)
-        self._gradient_norms.append(self._make_update(tokens))
+        self._gradient_norms.append(self._make_update(share))
         self.updates += 1
 
     def _metrics(self) -> dict[str, float]:
@@ -289,7 +279,7 @@ class GroupTrainer(ABC):
 
         tokens = total("tokens")
         return {
-            "loss": total("loss") / max(1, self._tokens_of_mean),
+            "loss": total("loss") / (self._share_of_step or 1.0),
             "gradient_norm": math.fsum(self._gradient_norms) / max(1, len(self._gradient_norms)),
             "ratio_mean": per_token("ratio") if tokens else 1.0,
             "ratio_max": max((group.ratio_max for group in groups), default=0.0) if tokens else 1.0,

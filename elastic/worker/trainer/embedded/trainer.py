@@ -110,8 +110,7 @@ class GRPOTrainer(GroupTrainer):
     ) -> Sequence[Tensor]:
         now = self._distribution(batch)
         keep = self._agreement.compare(batch, now.logprobs, workers, bounds)
-        ages = self.version - batch.versions
-        loss = self._loss(now.logprobs, now.entropy, batch.logprobs, batch.advantages, ages, keep, figures)
+        loss = self._loss(batch, now, keep, figures)
         return () if loss is None else torch.autograd.grad(loss, self._parameters)
 
     def _distribution(self, batch: Batch) -> TokenDistribution:
@@ -138,9 +137,9 @@ class GRPOTrainer(GroupTrainer):
     def _has_gradient(self) -> bool:
         return self._minibatch_has_gradient
 
-    def _make_update(self, tokens: int) -> float:
+    def _make_update(self, share: float) -> float:
         self._minibatch_has_gradient = False
-        gradients = self.accumulator.take(tokens)
+        gradients = self.accumulator.take(share)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
         scale = min(1.0, self._settings.gradient_clip / max(norm.item(), 1e-12))
         self.optimizer.step([gradient * scale for gradient in gradients], self._rate)

@@ -185,8 +185,7 @@ class TransformersTrainer(GroupTrainer):
     def _part_loss(self, trained: _Trained, now: TokenDistribution, figures: GroupFigures) -> Tensor | None:
         batch, keep = trained.part.batch.to(self.model.device), trained.keep
         there = None if keep is None else keep.to(self.model.device)
-        ages = self.version - batch.versions
-        return self._loss(now.logprobs, now.entropy, batch.logprobs, batch.advantages, ages, there, figures)
+        return self._loss(batch, now, there, figures)
 
     def _add(self, loss: Tensor) -> bool:
         """Add the loss's gradient to the sums, if it is finite; returns whether it was."""
@@ -235,11 +234,11 @@ class TransformersTrainer(GroupTrainer):
     def _has_gradient(self) -> bool:
         return bool(self._trained)
 
-    def _make_update(self, tokens: int) -> float:
+    def _make_update(self, share: float) -> float:
         self._trained.clear()
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(total) for total in self._sums])).item()
-        norm /= tokens
-        scale = min(1.0, self._settings.gradient_clip / max(norm, 1e-12)) / tokens
+        norm /= share
+        scale = min(1.0, self._settings.gradient_clip / max(norm, 1e-12)) / share
         home = self._masters[0].device
         self.optimizer.step([total.mul_(scale).to(home) for total in self._sums], self._rate)
         self._forget_sums()
