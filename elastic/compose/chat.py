@@ -214,10 +214,16 @@ def checkpoint_answers(config: Config, run_dir: Path, told: Told) -> EngineAnswe
         )
     model = served_model(config, config.front or FrontConfig())  # type: ignore[call-arg]
     told(f"reading {paths[-1].name}")
-    from elastic.engine.model.stored import CheckpointError
+    import torch
+
+    from elastic.engine.model.stored import CheckpointError, float32_names, stored_tensors
 
     try:
-        weights = {name: tensor.bfloat16().contiguous() for name, tensor in policy_of(config, paths[-1])}
+        float32 = float32_names(stored_tensors(config.model.checkpoint))
+        weights = {
+            name: tensor.to(torch.float32 if name in float32 else torch.bfloat16).contiguous()
+            for name, tensor in policy_of(config, paths[-1])
+        }
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     version = int(paths[-1].stem)

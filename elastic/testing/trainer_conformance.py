@@ -43,14 +43,15 @@ def make(trainer_under_test):
     return trainer_under_test.make
 
 
-def test_a_version_is_a_step_and_keeps_names_and_shapes(make):
+def test_a_version_is_a_step_and_keeps_names_shapes_and_types(make, trainer_under_test):
     made = make()
     assert made.version == 0
     before = made.tensors()
     after = train(made, 0)
     assert made.version == 1
     assert {name: tensor.shape for name, tensor in after.items()} == {n: t.shape for n, t in before.items()}
-    assert {tensor.dtype for tensor in (*before.values(), *after.values())} == {torch.bfloat16}
+    stored = torch.float32 if trainer_under_test.float32 else torch.bfloat16
+    assert {tensor.dtype for tensor in (*before.values(), *after.values())} == {stored}
     assert all(tensor.is_contiguous() for tensor in after.values())
     assert not equal(before, after)
     assert dict(made.unusable) == {}

@@ -18,6 +18,8 @@ class TrainerUnderTest:
 
     name: str
     make: Callable[[], PolicyTrainer]
+    float32: bool = False
+    """Whether its policy's files are float32, and not bfloat16."""
 
     def __str__(self) -> str:
         return self.name

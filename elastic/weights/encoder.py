@@ -1,10 +1,11 @@
 """Keyframes and deltas onto a relay: what one trainer rank has of them, and, from rank 0, the manifest."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,6 +35,7 @@ from elastic.weights.records import (
     begun_key,
     bucket_key,
     delta_manifest_key,
+    delta_prefix,
     keyframe_key,
     layout_of,
     manifest_key,
@@ -42,9 +44,9 @@ from elastic.weights.records import (
     state_of,
 )
 from elastic.weights.relay import Relay, claim
-from elastic.weights.sharding import Cell, Shard, owned
+from elastic.weights.sharding import Cell, Shard, cells, owned, whole_shapes
 from elastic.weights.signing import SigningKey
-from elastic.weights.tensors import Bits, cut, entries_of, entries_of_boxes, flatten
+from elastic.weights.tensors import DTYPES, Bits, cut, entries_of, entries_of_boxes, flatten
 from elastic.weights.versions import withdraw_keyframe
 from elastic.weights.waiting import awaited
 
@@ -55,7 +57,7 @@ PART_TIMEOUT_S = 120.0
 
 
 BUCKET_ELEMENTS = 32 << 20
-"""Elements of a bucket: 64 MiB of weights."""
+"""Patterns of a bucket: 64 MiB of weights."""
 
 
 class PublishSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +90,21 @@ class TrainerRank:
     shard: Shard
     rank: int = 0
     ranks: int = 1
+    float32: frozenset[str] = frozenset()
+    """The model's tensors that travel as float32."""
+
+    @classmethod
+    def of_all(
+        cls, shards: Sequence[Shard], workers: Sequence[Shard] = (), float32: Collection[str] = ()
+    ) -> "list[TrainerRank]":
+        """Each rank's share, where together they hold the model in these `shards`: each element is published once.
+
+        `workers` are the shards in which it is hosted, so that each rank of theirs pulls its own and no more. Raises
+        `ValueError` where no rank holds some part.
+        """
+        boxes = chain.from_iterable(local.boxes for shard in shards for local in shard.values())
+        every = cells(whole_shapes(boxes), shards, workers)
+        return [cls(every, shard, rank, len(shards), frozenset(float32)) for rank, shard in enumerate(shards)]
 
 
 class Version(NamedTuple):
@@ -100,14 +117,15 @@ class Version(NamedTuple):
 
 
 class PublishReport(NamedTuple):
-    """The cost of making a version available, without the version's later objects."""
+    """The cost of making a version available, without the version's later objects. Bytes and changes are those of all
+    ranks where rank 0 reports, and of another rank its own."""
 
     version: int
     kind: str
     size_bytes: int
     full_bytes: int
     changed: dict[str, int]
-    """Changed elements by tensor; empty for a keyframe."""
+    """Changed patterns by tensor, of which a float32 has two; empty for a keyframe."""
     encode_s: float
     put_s: float
 
@@ -148,13 +166,16 @@ class Encoder:
     def laid_out(self, tensors: Mapping[str, Tensor]) -> tuple[Layout, list[Tensor]]:
         """Returns the version's layout, the one of before if it is the same, and the tensors that this rank publishes.
 
-        Raises `ValueError` for tensors that are not bfloat16, or not those of this rank's shard.
+        Raises `ValueError` for tensors that are neither bfloat16 nor float32, or not those of this rank's shard.
         """
         entries, parts, cells = entries_of(tensors), list(tensors.values()), ()
         if (share := self._share) is not None:
             cells, own = share.cells, owned(share.cells, share.rank)
             parts = list(cut((cell.box for cell in cells[own.start : own.stop]), share.shard, tensors))
-            entries = entries_of_boxes(cell.box for cell in cells)
+            entries = entries_of_boxes((cell.box for cell in cells), share.float32)
+            for part, entry in zip(parts, entries[own.start : own.stop], strict=True):
+                if part.dtype != DTYPES[entry.dtype]:
+                    raise ValueError(f"tensor {entry.name}: dtype {part.dtype}; its share says {entry.dtype}")
         if self._layout is None or self._layout.tensors != entries:
             settings = self._settings
             self._layout = Layout(entries, settings.tile_elements, settings.bucket_elements, cells, self._ranks)
@@ -192,6 +213,16 @@ class Encoder:
     def announce_keyframe(self, version: int, layout: Layout) -> None:
         """Says on the relay that a keyframe in cells of `version` is to come."""
         self._announce(self._nothing(layout), version)
+
+    def is_part_wanted(self, version: int, base_version: int) -> bool:
+        """Whether rank 0 has announced this delta, or keyframe in cells, and this rank's part is not on the relay."""
+        keys = self._relay.list_keys(delta_prefix(version, base_version))
+        return begun_key(version, base_version) in keys and part_key(version, base_version, self._rank) not in keys
+
+    def forget_parts(self, version: int, base_version: int) -> None:
+        """Take the other ranks' parts off the relay, so that these put them, and damaged buckets, again."""
+        for rank in range(1, self._ranks):
+            self._relay.delete(part_key(version, base_version, rank))
 
     def _nothing(self, layout: Layout) -> Version:
         """Returns the zeros that a keyframe in cells is a delta from."""
@@ -250,8 +281,9 @@ class Encoder:
             per_name[entry.name] += count
         kind, per_name = ("keyframe", {}) if base.version == NOTHING else ("delta", per_name)
         size, encode_s = sum(bucket.size_bytes for bucket in buckets), here().monotonic() - started_s - put_s
+        full = sum(entry.size_bytes for entry in layout.tensors) if self.leads else bits.nbytes
         held = Version(version, layout, bits, sums)
-        return held, PublishReport(version, kind, size, bits.nbytes, per_name, encode_s, put_s)
+        return held, PublishReport(version, kind, size, full, per_name, encode_s, put_s)
 
     def _announce(self, base: Version, version: int) -> tuple[DeltaBegun, dict[int, PartOf]]:
         """Returns the delta's announcement, which rank 0 puts on the relay for workers that follow, and what says that
@@ -362,8 +394,8 @@ def publish_keyframe(
 ) -> Manifest:
     """Puts full weights under `version`, the manifest last. Publishing the same again changes nothing.
 
-    `tensors` are bfloat16 under their Hugging Face names, `model_config` is the model's `config.json`. Raises
-    `RelayError`, and `ValueError` for a tensor that is not bfloat16.
+    `tensors` are under their Hugging Face names, `model_config` is the model's `config.json`. Raises `RelayError`, and
+    `ValueError` for a tensor that is neither bfloat16 nor float32.
     """
     layout = Layout(entries_of(tensors), tile_elements, BUCKET_ELEMENTS)
     bits = flatten(tensors)

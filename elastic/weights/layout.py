@@ -1,10 +1,10 @@
-"""How a version's tensors lie in one flat array of bf16 patterns, and how that is cut into tiles and buckets. Pure.
+"""How a version's tensors lie in one flat array of 16-bit patterns, and how that is cut into tiles and buckets. Pure.
 
-Both sides derive the same tiles from the same tensors: at most `tile_elements` each, none across two tensors, none
-empty. A bucket is a run of whole tiles, the unit of encoding and transfer.
+The array's elements are patterns: a bfloat16 is one, a float32 two, its low one first. Both sides derive the same tiles
+from the same tensors: at most `tile_elements` each, none across two tensors, none empty. A bucket is a run of whole
+tiles, the unit of encoding and transfer.
 """
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
@@ -23,7 +23,7 @@ def tile_ends(tensors: Sequence[TensorEntry], tile_elements: int) -> npt.NDArray
     ends: list[int] = []
     begin = 0
     for tensor in tensors:
-        end = begin + math.prod(tensor.shape)
+        end = begin + tensor.patterns
         ends += range(begin + tile_elements, end, tile_elements)
         if end > begin:
             ends.append(end)
@@ -49,11 +49,11 @@ class Layout:
         self.tile_elements = tile_elements
         self.ends = tile_ends(tensors, tile_elements)
         """Where each tile ends, in elements from the first tensor's first."""
-        spans = bucket_tiles(self.ends, bucket_elements, breaks(cells))
+        offsets = [*(entry.offset // 2 for entry in tensors), sum(entry.patterns for entry in tensors)]
+        spans = bucket_tiles(self.ends, bucket_elements, [offsets[cell] for cell in breaks(cells)])
         self.buckets = tuple((first, last - first) for first, last in spans)
         """(first tile, number of tiles) of each bucket."""
         self.tensor_of_tile = np.repeat(np.arange(len(tensors)), _tile_counts(tensors, tile_elements))
-        offsets = [*(entry.offset // 2 for entry in tensors), sum(entry.size_bytes for entry in tensors) // 2]
         own = [owned(cells, rank) if cells else range(len(tensors)) for rank in range(ranks)]
         self.elements = [slice(offsets[each.start], offsets[each.stop]) for each in own]
         """The elements that each rank publishes."""
@@ -119,4 +119,4 @@ def bucket_tiles(
 
 def _tile_counts(tensors: Sequence[TensorEntry], tile_elements: int) -> npt.NDArray[np.int64]:
     """How many tiles each tensor has."""
-    return np.array([-(-math.prod(tensor.shape) // tile_elements) for tensor in tensors], np.int64)
+    return np.array([-(-tensor.patterns // tile_elements) for tensor in tensors], np.int64)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import structlog
@@ -19,12 +20,13 @@ from elastic.weights.encoder import (
     publish_keyframe,
 )
 from elastic.weights.errors import BlobNotFound, WeightsError
+from elastic.weights.layout import Layout
 from elastic.weights.memory import Memory
 from elastic.weights.plan import PublishedUpdate
 from elastic.weights.records import NOTHING, begun_key, request_key
 from elastic.weights.relay import REQUESTS, Relay
 from elastic.weights.signing import SigningKey
-from elastic.weights.tensors import filling
+from elastic.weights.tensors import count_patterns, filling
 from elastic.weights.versions import collect_garbage
 from elastic.weights.waiting import awaited, fetch
 
@@ -44,7 +46,10 @@ class Publisher:
 
     It keeps two copies of the weights on the CPU: the last version, and the one that the next merged delta is from;
     with a `share` only of what this rank publishes. Tensors on a GPU are compared there, with a third copy (`Mirror`),
-    so that only what changed crosses to the host. Calls must not overlap.
+    so that only what changed crosses to the host. Calls must not overlap, but for those of `answer_requests`.
+
+    Where several ranks publish together, each has a publisher with its `share`, and calls the same methods. They talk
+    by way of the relay alone: rank 0 announces what it begins with, and the others put their parts.
 
     All that is published is signed with `key`, which ranks that publish together share. What somebody else put under
     the trainer's names is replaced.
@@ -65,6 +70,11 @@ class Publisher:
         self._memory = Memory()
         self._encoder = Encoder(relay, run, model_config, self._settings, share, key or SigningKey())
         self._last: Version | None = None
+        self._in_step: Version | None = None
+        """The newest version with which rank 0 has begun: workers may ask for a keyframe of it, and of no other."""
+        self._leading = here().lock() if self._encoder.leads and not self._encoder.alone else nullcontext()
+        """Held by rank 0 of several while it puts a version, or a keyframe that was asked for: the others have the
+        patterns of a version until it begins with the next one."""
         self._anchor: Version | None = None
         self._mirror: Mirror | None = None
         self._mirrored = mirrored
@@ -80,13 +90,23 @@ class Publisher:
     def publish(self, version: int, tensors: Mapping[str, Tensor], pulled: Collection[int] = ()) -> PublishReport:
         """Put `version`: a delta from the last one published, or a keyframe where there is none that fits.
 
-        `tensors` (bfloat16; with a `share` this rank's own) may be changed again as soon as it returns. Versions that
-        workers are pulling (`pulled`) stay on the relay, however old. Raises `RelayError`, `ValueError`, and
-        `WeightsCorrupted` where another rank's part does not belong to this version.
+        `tensors` (bfloat16 or float32; with a `share` this rank's own) may be changed again as soon as it returns.
+        Versions that workers are pulling (`pulled`) stay on the relay, however old. Where several ranks publish
+        together the version can be pulled when rank 0's returns, which waits for the others' parts. Raises
+        `RelayError`, `ValueError`, and `WeightsCorrupted` where another rank's part does not belong to this version.
         """
         self._end_background()
         layout, parts = self._encoder.laid_out(tensors)
-        bits = self._memory.empty(sum(part.numel() for part in parts))
+        with self._leading:
+            held, last, report = self._put(version, layout, parts)
+        self._later = self._executor.submit(self._publish_later, held, last, pulled)
+        return report
+
+    def _put(
+        self, version: int, layout: Layout, parts: Sequence[Tensor]
+    ) -> tuple[Version, Version | None, PublishReport]:
+        """Put the version. Returns it, the one that it is a delta from (None: it is a keyframe), and what it took."""
+        bits = self._memory.empty(count_patterns(parts))
         last = self._last
         if last is None or last.layout.tensors != layout.tensors or last.version >= version:
             mirror, last = (Mirror(parts) if self._mirrored(parts) else None), None
@@ -107,14 +127,16 @@ class Publisher:
                 mirror = Mirror(parts)
         self._updates.add(PublishedUpdate(version, last.version if last else None))
         self._last, self._mirror = held, mirror
-        self._later = self._executor.submit(self._publish_later, held, last, pulled)
-        return report
+        if self._encoder.leads or last is None:
+            self._in_step = held
+        return held, last, report
 
     def _is_keyframe_ordered(self, held: Version, last: Version) -> bool:
         if self._encoder.leads:
             return self._keyframe_ordered
         deadline_s = here().monotonic() + PART_TIMEOUT_S
         awaited(self._relay, begun_key(held.version, last.version), deadline_s)
+        self._in_step = held
         try:
             fetch(self._relay, begun_key(held.version, NOTHING), deadline_s)
         except BlobNotFound:
@@ -128,11 +150,24 @@ class Publisher:
     def answer_requests(self) -> bool:
         """Put a keyframe of the last version if a worker asks for one: there is none yet, or it is damaged.
 
-        Says whether anything was asked of it; may be called from any thread. Where several ranks publish together, the
-        first of them answers, and they put it with the next version.
+        Says whether anything was asked of it; may be called from any thread. Where several ranks publish together each
+        is to be called again and again: rank 0 hears the workers, the others hear it. It waits for them, and the next
+        version for it. Raises `RelayError`, and `WeightsCorrupted` for another rank's part.
         """
-        held = self._last
-        if held is None or not self._encoder.leads:
+        if not self._encoder.leads:
+            return self._follow_request()
+        with self._leading:
+            return self._answer_workers()
+
+    def _follow_request(self) -> bool:
+        held = self._in_step
+        if held is None or not self._encoder.is_part_wanted(held.version, NOTHING):
+            return False
+        self._put_keyframe(held)
+        return True
+
+    def _answer_workers(self) -> bool:
+        if (held := self._in_step) is None:
             return False
         requests = self._relay.list_keys(REQUESTS)
         version, answered_s = self._answered
@@ -142,11 +177,9 @@ class Publisher:
         asked = refused or PublishedUpdate(held.version, None) not in self._updates
         if asked:
             log.warning("keyframe on request", version=held.version, requests=len(requests))
-            if self._encoder.alone:
-                self._put_keyframe(held)
-            else:
-                self.request_keyframe()
             self._answered = held.version, here().monotonic()
+            self._encoder.forget_parts(held.version, NOTHING)
+            self._put_keyframe(held)
         for key in requests:
             self._relay.delete(key)
         return asked
@@ -171,13 +204,14 @@ class Publisher:
         self._executor.shutdown(wait=True)
 
     def _publish_later(self, held: Version, last: Version | None, pulled: Collection[int]) -> None:
+        ordered = last is not None and self._is_keyframe_ordered(held, last)
         settings, anchor = self._settings, self._anchor
         merge_every = settings.merge_every
         if anchor is not None and merge_every > 1 and held.version - anchor.version >= merge_every:
             self._encoder.put_delta(anchor, held.version, held.bits)
             self._updates.add(PublishedUpdate(held.version, anchor.version))
             self._anchor = held
-        if last is not None and self._is_keyframe_ordered(held, last):
+        if ordered:
             self._put_keyframe(held)
         if self._encoder.leads:
             own = tuple(self._updates)

@@ -21,11 +21,11 @@ from elastic.weights.plan import PublishedUpdate, shortest_path
 from elastic.weights.reading import CHUNK_BYTES, SHARE_BYTES, TRANSFERS, RelayReading
 from elastic.weights.records import TensorEntry, request_key
 from elastic.weights.relay import Relay
-from elastic.weights.sharding import Shard, ShardOf, needed, whole
+from elastic.weights.sharding import Shard, ShardOf, needed, whole, whole_shapes
 from elastic.weights.signing import Trust
 from elastic.weights.source import PullReport, WeightChanges
 from elastic.weights.staging import BaseMismatch, ResidentWeights, StagedVersion, Staging
-from elastic.weights.tensors import assemble, box_of, by_tensor, views, whole_shapes
+from elastic.weights.tensors import assemble, box_of, by_tensor, views
 from elastic.weights.versions import VERSIONS, updates_in
 
 log = structlog.get_logger(__name__)
@@ -119,14 +119,15 @@ class Puller:
         return self._tensors(self.resident)
 
     def changes(self, staged: StagedVersion) -> WeightChanges | None:
-        """The elements that a staged version changes, for an engine with a copy of its own. None for a keyframe, and
-        where much changes.
+        """The elements that a staged version changes, for an engine with a copy of its own. None for a keyframe,
+        where much changes, and of weights of which some are float32: nearly all of these change with every version.
         """
         weights = staged.weights
         changed = sum(update.value.size for _, update in staged.overwrites)
-        if staged.base is None or changed > self._changes_share * weights.bits.size:
-            return None
         entries, shard = list(compress(weights.tensors, weights.hosted)), self._layout(weights)
+        rounded = all(entry.dtype == "bfloat16" for entry in entries)
+        if staged.base is None or not rounded or changed > self._changes_share * weights.bits.size:
+            return None
         found: list[tuple[str, Tensor, Tensor]] = []
         for elements, update in staged.overwrites:
             index = np.arange(update.value.size) if update.index is None else update.index.astype(np.int64)
@@ -236,11 +237,11 @@ class Puller:
         """What is put together from cells, without a shard whole tensors; None where these lie as they are."""
         if (shard := self._resolved(held.tensors)) is not None or not any(entry.begin for entry in held.tensors):
             return shard
-        return whole(whole_shapes(held.tensors))
+        return whole(whole_shapes(map(box_of, held.tensors)))
 
     def _resolved(self, tensors: Sequence[TensorEntry]) -> Shard | None:
         if callable(self._shard):
-            self._shard = self._shard(whole_shapes(tensors))
+            self._shard = self._shard(whole_shapes(map(box_of, tensors)))
         return self._shard
 
     def _hosted(self, tensors: Sequence[TensorEntry]) -> tuple[bool, ...]:

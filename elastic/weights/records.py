@@ -38,11 +38,14 @@ BaseVersion = Annotated[int, msgspec.Meta(ge=NOTHING, le=1 << 62)]
 TILES_MAX = 1 << 24
 """Most tiles of a version: 2^44 elements in tiles of the usual size."""
 
-DTYPE_BYTES = {"bfloat16": 2}
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor: its row-major elements, little-endian, at `offset` of the blob."""
+    """One tensor: its row-major elements, little-endian, at `offset` of the blob.
+
+    All that is made of a version (tiles, deltas, sums) takes it as 16-bit patterns, of which a float32 has two.
+    """
 
     name: str
     shape: tuple[Natural, ...]
@@ -54,6 +57,10 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def size_bytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def patterns(self) -> int:
+        return self.size_bytes // 2
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +141,7 @@ class DeltaManifest(msgspec.Struct, frozen=True, kw_only=True):
     announced: DeltaBegun
     state: str
     changed: tuple[Natural, ...]
-    """Changed elements of each tensor."""
+    """Changed patterns of each tensor."""
     tile_sums: bytes
     """Sums of the resulting tiles (`elastic.weights.codecs.sums`), eight little-endian bytes each; base64 in JSON."""
     buckets: tuple[BucketEntry, ...]
@@ -183,7 +190,7 @@ class DeltaPart(msgspec.Struct, frozen=True, kw_only=True):
     of: PartOf
     buckets: tuple[BucketEntry, ...]
     changed: tuple[Natural, ...]
-    """Changed elements of each of its tiles."""
+    """Changed patterns of each of its tiles."""
     tile_sums: bytes
     """Sums of its tiles, eight little-endian bytes each."""
     schema_version: int = SCHEMA_VERSION
@@ -345,7 +352,7 @@ def _count_tiles(tensors: Sequence[TensorEntry], tile_elements: int) -> int:
     """Returns how many tiles of at most `tile_elements` the tensors have, none across two (`layout.tile_ends`)."""
     if tile_elements < 1:
         _refuse(f"tiles of {tile_elements} elements")
-    return sum(-(-math.prod(tensor.shape) // tile_elements) for tensor in tensors)
+    return sum(-(-tensor.patterns // tile_elements) for tensor in tensors)
 
 
 def _check_sums(tile_sums: bytes, tiles: int) -> None:

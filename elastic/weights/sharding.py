@@ -86,6 +86,14 @@ def whole(shapes: Mapping[str, Shape]) -> Shard:
     return {name: LocalTensor(shape, (whole_box(name, shape),)) for name, shape in shapes.items()}
 
 
+def whole_shapes(boxes: Iterable[Box]) -> dict[str, Shape]:
+    """The shapes of the tensors that these boxes are all of."""
+    shapes: dict[str, Shape] = {}
+    for box in boxes:
+        shapes[box.tensor] = tuple(map(max, shapes.get(box.tensor, box.end), box.end))
+    return shapes
+
+
 def whole_box(name: str, shape: Shape) -> Box:
     return Box(name, (0,) * len(shape), shape)
 
@@ -165,14 +173,9 @@ def needed(boxes: Iterable[Box], shard: Shard) -> list[bool]:
 
 
 def breaks(cells: Sequence[Cell]) -> list[int]:
-    """At which elements of a version owner or audience change, ascending; no bucket crosses these."""
-    found: list[int] = []
-    at = 0
-    for cell, after in pairwise(cells):
-        at += cell.box.elements
-        if (cell.owner, cell.audience) != (after.owner, after.audience):
-            found.append(at)
-    return found
+    """The cells, by number, that have another owner or audience than the one before; no bucket goes on into these."""
+    pairs = enumerate(pairwise(cells), start=1)
+    return [at for at, (before, cell) in pairs if (before.owner, before.audience) != (cell.owner, cell.audience)]
 
 
 def owned(cells: Sequence[Cell], rank: int) -> range:

@@ -1,7 +1,8 @@
 """Whose word counts: what the trainer signs, and what workers believe.
 
-- The trainer makes a key when its process starts. The private half never leaves that process, so a trainer that is
-  resumed has another key, and nothing that the one before signed is believed any more.
+- The trainer makes a key when its process starts. The private half never leaves that process, but for the other ranks
+  of the same trainer. So a trainer that is resumed has another key, and nothing that the one before signed is believed
+  any more.
 - A signature covers the kind of record and the record's bytes, which name run, version and base and hold the BLAKE2b
   of every blob. A record is of no use under another run, version, base or kind.
 - Only what verifies is decoded. Whoever can write to a relay, but has no key, can withhold weights and nothing else.
@@ -53,12 +54,17 @@ class _Schema(msgspec.Struct, frozen=True):
 
 
 class SigningKey:
-    """The trainer's Ed25519 key. It cannot be written down, shown or pickled."""
+    """The trainer's Ed25519 key: a new one, or the one whose `secret` rank 0 has told. It is not shown or pickled."""
 
-    def __init__(self) -> None:
-        self._private = Ed25519PrivateKey.from_private_bytes(here().chance.randbytes(32))
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._private = Ed25519PrivateKey.from_private_bytes(secret or here().chance.randbytes(32))
         self.public = self._private.public_key().public_bytes_raw().hex()
         """The public key, in hexadecimal: workers verify signatures with it."""
+
+    @property
+    def secret(self) -> bytes:
+        """The private half, for the trainer's other ranks and nobody else: whoever has it chooses the run's weights."""
+        return self._private.private_bytes_raw()
 
     def seal(self, record: Signable) -> bytes:
         return self.seal_body(record.signed_as, msgspec.json.encode(record))

@@ -35,7 +35,8 @@ class RelaySource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightChanges(NamedTuple):
-    """Where a version differs from `base`: elements by tensor, in the order in which they came about."""
+    """Where a version of bfloat16 weights differs from `base`: elements by tensor, in the order in which they came
+    about."""
 
     base: int
     elements: Sequence[tuple[str, object, object]]
@@ -43,7 +44,8 @@ class WeightChanges(NamedTuple):
 
 
 class TensorSource(NamedTuple):
-    """A version whose tensors are in this process: names → bfloat16 tensors that stay as they are while it is loaded.
+    """A version whose tensors are in this process: names → bfloat16 or float32 tensors that stay as they are while it
+    is loaded.
 
     Whoever has the weights of `changes.base` in force may write the `changes` instead, which come to the same.
     """

@@ -1,7 +1,7 @@
-"""Tensors by name, and the same as one flat array of bf16 patterns."""
+"""Tensors by name, and the same as one flat array of 16-bit patterns."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,33 +13,43 @@ from elastic.weights.codecs.base import Bits
 from elastic.weights.records import DTYPE_BYTES, TensorEntry
 from elastic.weights.sharding import Box, Shape, Shard
 
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+assert DTYPES.keys() == DTYPE_BYTES.keys()
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 
 def entries_of(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
-    """How `tensors` lie one after the other. Raises `ValueError` for one that is not bfloat16."""
+    """How `tensors` lie one after the other. Raises `ValueError` for one that is neither bfloat16 nor float32."""
     for name, tensor in tensors.items():
-        if tensor.dtype != torch.bfloat16:
+        if tensor.dtype not in _NAMES:
             raise ValueError(f"tensor {name}: dtype {tensor.dtype}; allowed: {', '.join(DTYPE_BYTES)}")
-    return _entries((name, tuple(tensor.shape), ()) for name, tensor in tensors.items())
+    return _entries((name, tuple(tensor.shape), (), _NAMES[tensor.dtype]) for name, tensor in tensors.items())
 
 
-def entries_of_boxes(boxes: Iterable[Box]) -> tuple[TensorEntry, ...]:
-    """How cells of bfloat16 tensors lie one after the other."""
-    return _entries((box.tensor, box.shape, box.begin) for box in boxes)
+def entries_of_boxes(boxes: Iterable[Box], float32: Collection[str] = ()) -> tuple[TensorEntry, ...]:
+    """How cells lie one after the other, of tensors that are `float32`, or else bfloat16."""
+    return _entries(
+        (box.tensor, box.shape, box.begin, "float32" if box.tensor in float32 else "bfloat16") for box in boxes
+    )
 
 
-def _entries(parts: Iterable[tuple[str, Shape, Shape]]) -> tuple[TensorEntry, ...]:
-    """Entries of bfloat16 tensors or cells, each with its name, its shape and where it begins in its tensor."""
+def _entries(parts: Iterable[tuple[str, Shape, Shape, str]]) -> tuple[TensorEntry, ...]:
+    """Entries of tensors or cells, each with its name, its shape, where it begins in its tensor, and its type."""
     entries: list[TensorEntry] = []
     offset = 0
-    for name, shape, begin in parts:
-        entries.append(TensorEntry(name=name, shape=shape, dtype="bfloat16", offset=offset, begin=begin))
+    for name, shape, begin, dtype in parts:
+        entries.append(TensorEntry(name=name, shape=shape, dtype=dtype, offset=offset, begin=begin))
         offset += entries[-1].size_bytes
     return tuple(entries)
 
 
+def count_patterns(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors) // 2
+
+
 def flatten(tensors: Mapping[str, Tensor]) -> Bits:
     """A copy of all patterns, tensor after tensor, row-major."""
-    bits = np.empty(sum(tensor.numel() for tensor in tensors.values()), np.uint16)
+    bits = np.empty(count_patterns(tensors.values()), np.uint16)
     deque(filling(bits, tensors.values()), maxlen=0)
     return bits
 
@@ -49,13 +59,13 @@ def filling(bits: Bits, tensors: Iterable[Tensor]) -> Iterator[int]:
     at = 0
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1).view(torch.int16)
-        target = bits[at : at + tensor.numel()].view(np.int16)
+        target = bits[at : at + flat.numel()].view(np.int16)
         if flat.device.type == "cpu":
             # A plain copy of memory, which PyTorch's own between tensors is not.
             np.copyto(target, flat.numpy())
         else:
             torch.from_numpy(target).copy_(flat)
-        at += tensor.numel()
+        at += flat.numel()
         yield at
 
 
@@ -82,14 +92,6 @@ def box_of(entry: TensorEntry) -> Box:
     return Box(entry.name, begin, tuple(b + size for b, size in zip(begin, entry.shape, strict=True)))
 
 
-def whole_shapes(cells: Iterable[TensorEntry]) -> dict[str, Shape]:
-    """The shapes of the tensors of which these are the cells."""
-    shapes: dict[str, Shape] = {}
-    for box in map(box_of, cells):
-        shapes[box.tensor] = tuple(map(max, shapes.get(box.tensor, box.end), box.end))
-    return shapes
-
-
 def cut(boxes: Iterable[Box], shard: Shard, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """Each of `boxes`, out of the `tensors` of who has `shard`. Raises `ValueError` for one that it does not hold."""
     for name, local in shard.items():
@@ -104,16 +106,19 @@ def cut(boxes: Iterable[Box], shard: Shard, tensors: Mapping[str, Tensor]) -> It
 
 
 def assemble(entries: Sequence[TensorEntry], bits: Bits, shard: Shard) -> dict[str, Tensor]:
-    """The tensors of who hosts `shard`, out of cells that lie in `bits` one after the other; padding is zero."""
-    flat = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    """The tensors of who hosts `shard`, out of cells that lie in `bits` one after the other; padding is zero.
+
+    A tensor that is made of parts of both types is float32.
+    """
     cells: dict[str, list[tuple[Box, Tensor]]] = {}
     at = 0
     for entry in entries:
-        size = entry.size_bytes // 2
-        cells.setdefault(entry.name, []).append((box_of(entry), flat[at : at + size].view(entry.shape)))
-        at += size
-    tensors = {name: torch.zeros(local.shape, dtype=torch.bfloat16) for name, local in shard.items()}
+        cells.setdefault(entry.name, []).append((box_of(entry), _lying_at(at, entry, bits)))
+        at += entry.patterns
+    tensors: dict[str, Tensor] = {}
     for name, local in shard.items():
+        exact = any(one.dtype is torch.float32 for box in local.boxes for _, one in cells.get(box.tensor, ()))
+        tensors[name] = torch.zeros(local.shape, dtype=torch.float32 if exact else torch.bfloat16)
         for row, mine in local.rows():
             for box, content in cells.get(mine.tensor, ()):
                 if (both := box.overlap(mine)) is not None:
@@ -132,12 +137,12 @@ def _within(box: Box, outer: Box, row: int) -> tuple[slice, ...]:
 def by_tensor(
     entries: Sequence[TensorEntry], place: npt.NDArray[np.int64], value: Bits, shard: Shard | None = None
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Turns places of the flat array and their new patterns into (tensor, places in it, bfloat16 values).
+    """Turns places of the flat array and their new patterns into (tensor, places in it, values), all bfloat16.
 
     `entries` lie in that array one after the other. With a `shard` the tensors are the shard's. Places are in any order
     within a tensor; those of one tensor come before those of the next.
     """
-    ends = np.cumsum([entry.size_bytes // 2 for entry in entries])
+    ends = np.cumsum([entry.patterns for entry in entries])
     mine = None if shard is None else _places(shard)
     first, begin = 0, 0
     for entry, last, end in zip(entries, np.searchsorted(place, ends).tolist(), ends.tolist(), strict=True):
@@ -176,6 +181,13 @@ def _located(
 
 def views(entries: Sequence[TensorEntry], bits: Bits) -> dict[str, Tensor]:
     """The tensors that lie in `bits`, which live as long as one of them does."""
-    flat = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-    begins = ((entry, entry.offset // 2) for entry in entries)
-    return {entry.name: flat[begin : begin + entry.size_bytes // 2].view(entry.shape) for entry, begin in begins}
+    return {entry.name: _lying_at(entry.offset // 2, entry, bits) for entry in entries}
+
+
+def _lying_at(begin: int, entry: TensorEntry, bits: Bits) -> Tensor:
+    """The tensor, or cell, that begins at pattern `begin`."""
+    patterns = torch.from_numpy(bits[begin : begin + entry.patterns].view(np.int16))
+    dtype = DTYPES[entry.dtype]
+    if begin * 2 % dtype.itemsize:
+        patterns = patterns.clone()  # A float32 at an odd pattern cannot be read where it is.
+    return patterns.view(dtype).view(entry.shape)

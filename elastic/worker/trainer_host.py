@@ -268,8 +268,8 @@ class TrainerHost:
             "weights_over_full": published.size_bytes / max(published.full_bytes, 1),
             "weights_changed_share": 2 * sum(published.changed.values()) / max(published.full_bytes, 1),
         }
-        elements = {name: tensor.numel() for name, tensor in tensors.items()}
-        return wire.PublishedFrame(version, wire.finite(figures), changed_shares(published.changed, elements))
+        patterns = {name: tensor.nbytes // 2 for name, tensor in tensors.items()}
+        return wire.PublishedFrame(version, wire.finite(figures), changed_shares(published.changed, patterns))
 
     def _answer_requests(self) -> None:
         """Publish keyframes for workers that can verify no chain of deltas, until the process ends."""

@@ -55,4 +55,4 @@ def trainer_under_test(request: pytest.FixtureRequest) -> TrainerUnderTest:
         model = CausalModel(directory, torch.device("cpu"), own.attention, own.activation_checkpointing)
         return TransformersTrainer(SETTINGS, own, model, GROUPS, 1.0)
 
-    return TrainerUnderTest(request.param, make)
+    return TrainerUnderTest(request.param, make, float32=True)

@@ -47,11 +47,11 @@ def sharing(cache: PeerCacheRelay, trust: Trust = TRUST, **options: Any) -> Pull
 
 
 def assert_same(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
-    """The same bfloat16 tensors by the same names, bit for bit."""
+    """The same tensors by the same names, of the same types, bit for bit."""
     assert list(found) == list(expected)
     for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (torch.bfloat16, tensor.shape)
-        assert torch.equal(found[name].contiguous().view(torch.int16), tensor.contiguous().view(torch.int16)), name
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(*(each.contiguous().view(-1).view(torch.int16) for each in (found[name], tensor))), name
 
 
 def damage(relay: Relay, key: str, change: Callable[[bytes], bytes]) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -43,28 +43,38 @@ many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max
 
 
 class History:
-    """Versions of some weights and their publisher; `tensors[v]` are those of version v."""
+    """Versions of some weights and their publisher; `tensors[v]` are those of version v. Some may be `float32`."""
 
-    def __init__(self, relay: Relay, publish: PublishSettings = SMALL, seed: int = 0, key: SigningKey = KEY) -> None:
+    def __init__(
+        self,
+        relay: Relay,
+        publish: PublishSettings = SMALL,
+        seed: int = 0,
+        key: SigningKey = KEY,
+        float32: Collection[str] = (),
+    ) -> None:
+        self._float32 = float32
         self._rng = torch.Generator().manual_seed(seed)
         self.publisher = Publisher(relay, "run", MODEL, publish, key=key)
         self.tensors: list[dict[str, Tensor]] = []
 
     def step(self, share: float = 0.1) -> None:
-        """Any patterns at all in about `share` of the elements."""
+        """Any patterns at all in about `share` of the places for one."""
         if self.tensors:
             self.tensors.append({name: self._moved(tensor, share) for name, tensor in self.tensors[-1].items()})
         else:
             shapes = {"embedding": (40, 5), "scalar": (), "empty": (0, 3), "norm": (7,)}
-            zeros = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+            types = {name: torch.float32 if name in self._float32 else torch.bfloat16 for name in shapes}
+            zeros = {name: torch.zeros(shape, dtype=types[name]) for name, shape in shapes.items()}
             self.tensors.append({name: self._moved(tensor, 1.0) for name, tensor in zeros.items()})
         self.publisher.publish(len(self.tensors) - 1, self.tensors[-1])
         self.publisher.wait()
 
     def _moved(self, tensor: Tensor, share: float) -> Tensor:
-        patterns = torch.randint(-(2**15), 2**15, tensor.shape, generator=self._rng, dtype=torch.int32)
-        moved = torch.rand(tensor.shape, generator=self._rng) < share
-        return torch.where(moved, patterns.to(torch.int16), tensor.view(torch.int16)).view(torch.bfloat16)
+        flat = tensor.view(-1).view(torch.int16)
+        patterns = torch.randint(-(2**15), 2**15, flat.shape, generator=self._rng, dtype=torch.int32)
+        moved = torch.rand(flat.shape, generator=self._rng) < share
+        return torch.where(moved, patterns.to(torch.int16), flat).view(tensor.dtype).view(tensor.shape)
 
 
 def assert_at(puller: Puller, history: History, version: int, **options: float) -> None:
@@ -101,7 +111,8 @@ def test_every_path_ends_at_the_trainers_bits(tmp_path_factory: pytest.TempPathF
         keep_versions=data.draw(st.integers(1, 6)),
         codec=codec,
     )
-    history = History(relay, publish, seed)
+    float32 = data.draw(st.sampled_from([(), ("norm",), ("scalar", "empty", "norm"), ("embedding", "scalar")]))
+    history = History(relay, publish, seed, float32=float32)
     pullers = [Puller(relay, TRUST, chunk_bytes=50) for _ in range(2)]
     for _ in range(data.draw(st.integers(1, 9))):
         history.step(data.draw(st.sampled_from([0.0, 0.05, 1.0])))
@@ -109,6 +120,17 @@ def test_every_path_ends_at_the_trainers_bits(tmp_path_factory: pytest.TempPathF
             if data.draw(st.booleans()):
                 assert_at(puller, history, len(history.tensors) - 1)
     assert_at(Puller(relay, TRUST), history, len(history.tensors) - 1)
+
+
+def test_weights_of_which_some_are_float32_have_no_changes_by_element(tmp_path: Path):
+    """Whoever has a copy of its own writes them whole: nearly all of a float32 tensor changes with every version."""
+    relay = DirectoryRelay(tmp_path)
+    history, puller = History(relay, float32=("norm",)), Puller(relay, TRUST)
+    for version in range(2):
+        history.step(0.02)
+        staged = puller.stage(version)
+        assert puller.changes(staged) is None
+        assert_same(puller.apply(staged), history.tensors[version])
 
 
 def test_over_every_relay_a_delta_is_what_is_pulled(relay: Relay):

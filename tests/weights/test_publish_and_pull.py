@@ -28,13 +28,14 @@ def from_bits(shape: tuple[int, ...], patterns: list[int]) -> Tensor:
 
 
 @st.composite
-def bf16_tensors(draw: st.DrawFn) -> Tensor:
-    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
-    size = torch.Size(shape).numel()
-    return from_bits(shape, draw(st.lists(st.integers(0, 0xFFFF), min_size=size, max_size=size)))
+def tensors_of_both_types(draw: st.DrawFn) -> Tensor:
+    shape, exact = tuple(draw(st.lists(st.integers(0, 4), max_size=3))), draw(st.booleans())
+    size = torch.Size(shape).numel() * (1 + exact)
+    tensor = from_bits((size,), draw(st.lists(st.integers(0, 0xFFFF), min_size=size, max_size=size)))
+    return tensor.view(torch.float32 if exact else torch.bfloat16).view(shape)
 
 
-named_tensors = st.dictionaries(st.text(min_size=1, max_size=12), bf16_tensors(), max_size=6)
+named_tensors = st.dictionaries(st.text(min_size=1, max_size=12), tensors_of_both_types(), max_size=6)
 
 
 def republish(relay: Relay, version: int, tensors: dict[str, Tensor]) -> Manifest:
@@ -80,8 +81,8 @@ def test_a_version_is_there_only_with_its_manifest(relay: Relay):
         pull(relay, TRUST, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
-def test_only_bfloat16_is_published(tmp_path: Path, dtype: torch.dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int8])
+def test_only_bfloat16_and_float32_are_published(tmp_path: Path, dtype: torch.dtype):
     relay = DirectoryRelay(tmp_path)
     with pytest.raises(ValueError, match="tensor a: dtype"):
         publish_keyframe(relay, "run", 1, {"a": torch.ones(2, dtype=dtype)}, MODEL, KEY)

@@ -126,6 +126,11 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     return {name: tensor for path in weight_files(directory) for name, tensor in _headers(path)}
 
 
+def float32_names(stored: Mapping[str, StoredTensor]) -> frozenset[str]:
+    """The tensors that a policy's versions have in float32, as its files do; all others are rounded to bfloat16."""
+    return frozenset(name for name, tensor in stored.items() if tensor.type == "F32")
+
+
 def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
     if (one.type, one.shape, one.end - one.begin) != (other.type, other.shape, other.end - other.begin):
         return False

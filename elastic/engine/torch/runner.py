@@ -137,11 +137,13 @@ class Runner:
         self._cache: Tensor | None = None
 
     def verify(self, tensors: Mapping[str, object]) -> dict[str, Tensor]:
-        """`tensors`, if they are this model's in bfloat16. Raises `WeightsMismatch` naming the first that is not."""
+        """`tensors`, if they are this model's in bfloat16 or float32. Raises `WeightsMismatch` naming the first that
+        is not."""
         checked: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor) or tensor.dtype != torch.bfloat16:
-                raise WeightsMismatch(f"{name}: expected bfloat16, found {getattr(tensor, 'dtype', type(tensor))}")
+            if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.bfloat16, torch.float32):
+                found = getattr(tensor, "dtype", type(tensor))
+                raise WeightsMismatch(f"{name}: expected bfloat16 or float32, found {found}")
             checked[name] = tensor
         if (why := misfit({name: tensor.shape for name, tensor in checked.items()}, self._shapes)) is not None:
             raise WeightsMismatch(why)

@@ -159,8 +159,8 @@ class RankWeights:
 
     def _verify(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            if tensor.dtype is not torch.bfloat16:
-                raise WeightsMismatch(f"{name}: expected bfloat16, found {tensor.dtype}")
+            if tensor.dtype not in (torch.bfloat16, torch.float32):
+                raise WeightsMismatch(f"{name}: expected bfloat16 or float32, found {tensor.dtype}")
         found = {name: tensor.shape for name, tensor in tensors.items()}
         if self._shapes is not None and (why := misfit(found, self._shapes)) is not None:
             raise WeightsMismatch(why)

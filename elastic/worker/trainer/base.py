@@ -66,7 +66,8 @@ class PolicyTrainer(Protocol):
         ...
 
     def tensors(self) -> "dict[str, Tensor]":
-        """Return what rollouts use, under the names and in the shapes of the base policy's files, in bfloat16.
+        """Return what rollouts use, under the names and in the shapes of the base policy's files: in float32 what is
+        float32 there, all else in bfloat16.
 
         They are copies, which stay as they are while training goes on.
         """

@@ -41,12 +41,14 @@ class Embedded:
         import torch
 
         from elastic.engine.model.checkpoint import load_model
+        from elastic.engine.model.stored import float32_names, stored_tensors
         from elastic.engine.torch.runner import device_named
         from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 
         torch.set_num_threads(config.trainer.threads)
         model = load_model(config.model.checkpoint, device_named(device))
-        return GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature, config.run.steps)
+        rollout, float32 = config.rollout, float32_names(stored_tensors(config.model.checkpoint))
+        return GRPOTrainer(config.trainer, model, rollout.groups, rollout.temperature, config.run.steps, float32)
 
     @staticmethod
     def exported(config: Config, settings: TrainerSettings, checkpoint: Path) -> "Iterator[tuple[str, Tensor]]":

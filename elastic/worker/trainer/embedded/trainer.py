@@ -5,7 +5,7 @@ and what is left out of them: `elastic.worker.trainer.groups`.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,11 +28,19 @@ class GRPOTrainer(GroupTrainer):
     """Trains `model` in place; its float32 parameters are the masters. See `GroupTrainer`."""
 
     def __init__(
-        self, settings: TrainerConfig, model: Qwen3, groups: int, temperature: float, steps: int | None = None
+        self,
+        settings: TrainerConfig,
+        model: Qwen3,
+        groups: int,
+        temperature: float,
+        steps: int | None = None,
+        float32: Collection[str] = (),
     ) -> None:
         super().__init__(settings, model.config.vocab_size, groups, temperature, steps)
         self.model = model.float().train()
-        self._names = [name for name, _ in model.named_parameters()]
+        self._types = {
+            name: torch.float32 if name in float32 else torch.bfloat16 for name, _ in model.named_parameters()
+        }
         self._parameters = list(model.parameters())
         self._device = self._parameters[0].device
         self.accumulator = GradientAccumulator(self._parameters)
@@ -42,10 +50,11 @@ class GRPOTrainer(GroupTrainer):
         self._parked = ParkedTensors()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What rollouts use: a rounded copy of each parameter, where that is, under its Hugging Face name."""
+        """What rollouts use: a copy of each parameter, where that is, under its Hugging Face name, rounded unless it is
+        one that travels in `float32`."""
         return {
-            name: parameter.detach().to(torch.bfloat16, copy=True).contiguous()
-            for name, parameter in zip(self._names, self._parameters, strict=True)
+            name: parameter.detach().to(dtype, copy=True).contiguous()
+            for (name, dtype), parameter in zip(self._types.items(), self._parameters, strict=True)
         }
 
     def save(self, path: Path) -> None:
@@ -155,5 +164,5 @@ class GRPOTrainer(GroupTrainer):
         return {
             f"{kind}.{name}": self._parked.content(tensor.detach())
             for kind, tensors in kinds.items()
-            for name, tensor in zip(self._names, tensors, strict=True)
+            for name, tensor in zip(self._types, tensors, strict=True)
         }

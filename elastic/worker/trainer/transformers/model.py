@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
-from elastic.engine.model.stored import CheckpointError, StoredTensor, check_shapes, stored_tensors
+from elastic.engine.model.stored import CheckpointError, StoredTensor, check_shapes, float32_names, stored_tensors
 from elastic.worker.trainer.distribution import Head, TokenDistribution, logits_distribution, token_distribution
 from elastic.worker.trainer.packing import PackedRow
 from elastic.worker.trainer.transformers import attention
@@ -50,6 +50,8 @@ class CausalModel:
         self.vocab_size: int = self.text_config.vocab_size
         self.device = device
         self._names = names_on_disk(directory, self.model, self._stored)
+        self.float32 = float32_names(self._stored)
+        """Tensors, by their names in the files, that are float32 there."""
         with torch.no_grad():
             own = self._alone(plain_head=False)
             self._plain_head = self._agrees(lambda: self._alone(plain_head=True), own)
@@ -93,7 +95,7 @@ class CausalModel:
 
     def as_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters by their names here, and persistent buffers, under the names and in the shapes of the files."""
-        found = dict(_buffers(self.model)) | dict(tensors)
+        found = {name: buffer.clone() for name, buffer in _buffers(self.model)} | dict(tensors)
         return {name: found[name] for name in self._names} if self._names else _unfused(self.model, found)
 
     def _head(self) -> Head:

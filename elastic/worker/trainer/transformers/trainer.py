@@ -78,11 +78,17 @@ class TransformersTrainer(GroupTrainer):
         self._parked = ParkedTensors()
 
     def tensors(self) -> dict[str, Tensor]:
+        float32 = self.model.float32
+        # Rounded first where all of it is: that takes half the memory.
+        dtype = torch.float32 if float32 else torch.bfloat16
         found = {
-            name: self._parked.content(master.detach()).to(torch.bfloat16, copy=True)
+            name: self._parked.content(master.detach()).to(dtype, copy=True)
             for name, master in zip(self._names, self._masters, strict=True)
         }
-        return {name: _published(tensor) for name, tensor in self.model.as_stored(found).items()}
+        return {
+            name: tensor.to(torch.float32 if name in float32 else torch.bfloat16).contiguous()
+            for name, tensor in self.model.as_stored(found).items()
+        }
 
     def save(self, path: Path) -> None:
         """Write masters, moments and counters to the file `path`, all or nothing; between steps only."""
@@ -265,7 +271,3 @@ def _computed_in(own: TransformersSettings, device: torch.device) -> torch.dtype
     if own.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return torch.bfloat16 if own.dtype == "bfloat16" else torch.float32
-
-
-def _published(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16).contiguous()
