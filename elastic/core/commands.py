@@ -121,12 +121,14 @@ class BarLease(_Command, frozen=True):
 
 
 class StartGroup(_Command, frozen=True):
-    """Start `size` trajectories from one initial state, under ids `trajectories`."""
+    """Start trajectories from one initial state, under ids `trajectories`. The group is the one with this index in its
+    step, and with this number in the whole run."""
 
     step: int
     group: str
     index: int
     trajectories: tuple[TrajectoryId, ...]
+    number: int = 0
 
 
 class CancelTrajectory(_Command, frozen=True):

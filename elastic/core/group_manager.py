@@ -124,8 +124,15 @@ class GroupManager:
             floor = min(step.version, trained_at - run.plan.staleness_bound)
             group = step.launch(run.plan.group_size, floor)
             run.out.append(
-                c.StartGroup(step=step.number, group=group.id, index=group.index, trajectories=tuple(group.members))
+                c.StartGroup(
+                    step=step.number,
+                    group=group.id,
+                    index=group.index,
+                    trajectories=tuple(group.members),
+                    number=run.groups_launched,
+                )
             )
+            run.groups_launched += 1
 
     def _complete(self, step: Step, group: Group) -> None:
         """All its members have ended: it is worth training on, or others may have to make up for it."""

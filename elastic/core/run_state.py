@@ -98,6 +98,8 @@ class RunState:
         self.version: int | None = None
         self.step: Step | None = None
         self.history: list[StepRecord] = []
+        self.groups_launched = 0
+        """In the whole run, dropped ones included: the number of the next group."""
         self.leases = LeaseTable()
         self.fleet = Fleet(limits.max_pending)
         self.turns = Turns()

@@ -179,6 +179,8 @@ class StepController:
         run.phase = Phase.RUNNING
         run.timers.clear("start", "run")
         run.version = trainer.version
+        # At a checkpoint without a journal that leads there: so many groups its steps have had at least.
+        run.groups_launched = trainer.version * run.plan.groups
         self._workers.ensure_weights_everywhere()
         self._start_step(trainer.version)
 

@@ -51,6 +51,17 @@ class TestLaunching:
         core = make_core(steps=4, groups=2, staleness_bound=bound)
         assert len(launched(core.trainer())) == groups
 
+    def test_groups_are_numbered_over_the_whole_run(self, make_core) -> None:
+        core = make_core(steps=4, groups=2, staleness_bound=1)
+        numbers = [command.number for command in core.trainer() if isinstance(command, c.StartGroup)]
+        for group in ("0/2", "0/0"):
+            finish(core, group)
+        train(core)
+        numbers += [command.number for command in publish(core) if isinstance(command, c.StartGroup)]
+        assert numbers == [0, 1, 2, 3, 4, 5]
+        at_checkpoint = make_core(steps=7, groups=2).trainer(version=5)
+        assert [k.number for k in at_checkpoint if isinstance(k, c.StartGroup)] == [10, 11]
+
     def test_each_step_launches_what_the_one_before_has_taken(self, make_core) -> None:
         core = make_core(steps=4, groups=2, staleness_bound=1)
         core.trainer()

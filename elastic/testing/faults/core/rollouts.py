@@ -58,11 +58,18 @@ class SimulatedRollouts:
         self._episodes: dict[TrajectoryId, SimulatedEpisode] = {}
         self._chance: dict[TrajectoryId, Random] = {}
         self._dropped: set[TrajectoryId] = set()
+        self._groups = 0
 
     def start(self, group: c.StartGroup) -> None:
+        self._count(group)
         for trajectory in group.trajectories:
             self._create(trajectory)
             self._think(trajectory)
+
+    def _count(self, group: c.StartGroup) -> None:
+        """Whatever dies, groups are numbered without a gap and without a repeat."""
+        assert group.number == self._groups, f"group {group.group} has number {group.number}, not {self._groups}"
+        self._groups += 1
 
     def _create(self, trajectory: TrajectoryId) -> None:
         chance = self._chance[trajectory] = Random(f"{self._world.seed}/{trajectory}")
@@ -71,6 +78,7 @@ class SimulatedRollouts:
     def recalled(self, event: e.Event, command: c.Command | None) -> None:
         match command:
             case c.StartGroup():
+                self._count(command)
                 for trajectory in command.trajectories:
                     self._create(trajectory)
             case c.CancelTrajectory():
@@ -89,11 +97,11 @@ class SimulatedRollouts:
             elif not episode.over:
                 self._think(trajectory)
 
-    def saved(self) -> tuple[dict[TrajectoryId, bool], set[TrajectoryId]]:
-        return {name: episode.over for name, episode in self._episodes.items()}, self._dropped
+    def saved(self) -> tuple[dict[TrajectoryId, bool], set[TrajectoryId], int]:
+        return {name: episode.over for name, episode in self._episodes.items()}, self._dropped, self._groups
 
-    def restore(self, saved: tuple[dict[TrajectoryId, bool], set[TrajectoryId]]) -> None:
-        episodes, self._dropped = saved
+    def restore(self, saved: tuple[dict[TrajectoryId, bool], set[TrajectoryId], int]) -> None:
+        episodes, self._dropped, self._groups = saved
         for trajectory, over in episodes.items():
             self._create(trajectory)
             self._episodes[trajectory].over = over
