@@ -20,18 +20,22 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="The step whose policy it is; the newest that was saved.")
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run that trains an adapter: the whole policy, with the adapter in it.")
+    ] = False,
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> int:
     """Write a run's policy as a Hugging Face directory, with its tokenizer and a model card.
 
     What is there afterwards is a base policy like any other: for transformers, for vLLM, and for another run
-    (`--set model.checkpoint=DIR`).
+    (`--set model.checkpoint=DIR`). A run that trains an adapter (LoRA) gives that, in peft's form, unless --merge says
+    that it be added to the base.
 
     Example: elastic export latest -o policy
     """
     run = run_on_disk(directory, name)
-    found = export_policy(run, given_path(output or f"{run.name}-policy"), step)
+    found = export_policy(run, given_path(output or f"{run.name}-policy"), step, merge=merge)
     if as_json:
         emit(found)
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from elastic.compose.checkpoints import checkpoints, policy_of
+from elastic.compose.checkpoints import adapter_of, checkpoints, policy_of
 from elastic.compose.runs import load_run_config
 from elastic.config import Config, ConfigError
 from elastic.runtime.journal import RunDirectory
@@ -23,6 +23,8 @@ SHARD_BYTES = 5 * 10**9
 """Of a file of weights, as transformers writes them."""
 BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Ends of the names of files that belong to a policy beside its weights: its config, tokenizer and template."""
+OF_TOKENS = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+"""Beginnings of those of tokenizers, which stand beside an adapter, too."""
 CARD_FILE = "README.md"
 
 
@@ -36,11 +38,19 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
 
 
-def export(run: RunDirectory, directory: Path, step: int | None = None, shard_bytes: int = SHARD_BYTES) -> Exported:
+def export(
+    run: RunDirectory,
+    directory: Path,
+    step: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    merge: bool = False,
+) -> Exported:
     """Write the policy of a run's checkpoint, its newest unless a `step` is given, to a new `directory`.
 
-    It appears there complete, or not at all. Raises `ConfigError` for a step of which there is no checkpoint, for a
-    directory that holds something, and for files that cannot be read or written.
+    What a run has trained as an adapter is written as one, in peft's form; with `merge`, added to the base. It appears
+    there complete, or not at all. Raises `ConfigError` for a step of which there is no checkpoint, for a directory that
+    holds something, for `merge` without an adapter, and for files that cannot be read or written.
     """
     from elastic.engine.model.stored import CheckpointError
 
@@ -52,11 +62,18 @@ def export(run: RunDirectory, directory: Path, step: int | None = None, shard_by
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         try:
-            tensors, size_bytes = _write(config, path, staging, shard_bytes)
+            adapter = adapter_of(config, path)
+            if merge and not adapter:
+                raise ConfigError(f"--merge: run {run.name} trains whole models, which are merged; allowed: without it")
+            if adapter and not merge:
+                tensors, size_bytes = _write_adapter(config, adapter, staging)
+            else:
+                tensors, size_bytes = _write(config, path, staging, shard_bytes)
             found = Exported(
                 run=run.name, step=int(path.stem), directory=str(directory), tensors=tensors, size_bytes=size_bytes
             )
-            (staging / CARD_FILE).write_text(_card(config, found), encoding="utf-8")
+            adapts = bool(adapter) and not merge
+            (staging / CARD_FILE).write_text(_card(config, found, adapts=adapts), encoding="utf-8")
             for file in staging.iterdir():
                 sync(file)
             staging.chmod(0o755)
@@ -112,6 +129,32 @@ def _write(config: Config, checkpoint: Path, directory: Path, shard_bytes: int) 
     return sum(map(len, shards)), sum(sizes)
 
 
+def _write_adapter(config: Config, adapter: "dict[str, Tensor]", directory: Path) -> tuple[int, int]:
+    """Write an adapter as peft does, with its tokenizer; returns how many tensors, of how many bytes."""
+    from safetensors.torch import save_file
+
+    base = config.model.checkpoint
+    for file in sorted(base.iterdir()):
+        if file.suffix in BESIDE and file.name.startswith(OF_TOKENS):
+            shutil.copyfile(file, directory / file.name)
+    tensors = {name: tensor.contiguous() for name, tensor in adapter.items()}
+    rank = next(len(tensor) for name, tensor in tensors.items() if name.endswith(".lora_A.weight"))
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
+
+
 def _tensors(config: Config, checkpoint: Path) -> "Iterator[tuple[str, Tensor]]":
     """The policy's tensors, in the types in which the base policy's files have them."""
     import torch
@@ -124,7 +167,7 @@ def _tensors(config: Config, checkpoint: Path) -> "Iterator[tuple[str, Tensor]]"
         yield name, tensor.to(types[stored[name].type]).contiguous()
 
 
-def _card(config: Config, found: Exported) -> str:
+def _card(config: Config, found: Exported, *, adapts: bool) -> str:
     """What the Hugging Face Hub shows of a model."""
     trainer, rollout = config.trainer, config.rollout
     rows: dict[str, Any] = {
@@ -142,7 +185,11 @@ def _card(config: Config, found: Exported) -> str:
     }
     lines = [
         "---",
-        "library_name: transformers",
+        *(
+            ["library_name: peft", f"base_model: {config.model.checkpoint}"]
+            if adapts
+            else ["library_name: transformers"]
+        ),
         "pipeline_tag: text-generation",
         "tags:",
         "- reinforcement-learning",
@@ -152,7 +199,8 @@ def _card(config: Config, found: Exported) -> str:
         "",
         f"# {found.run}, step {found.step}",
         "",
-        f"A policy that Elastic trained by reinforcement learning (GRPO), from {config.model.checkpoint.name}, whose "
+        f"{'An adapter' if adapts else 'A policy'} that Elastic trained by reinforcement learning (GRPO), "
+        f"{'to' if adapts else 'from'} {config.model.checkpoint.name}, whose "
         "license and limits hold for it, too.",
         "",
         "| | |",

@@ -21,6 +21,7 @@ from elastic.system.given import read_text
 from elastic.system.installed import installed
 from elastic.system.named_code import missing
 from elastic.worker.trainer import resolve_trainer
+from elastic.worker.trainer.base import TrainerKind, TrainerSettings
 from providers.base import Provider, ProviderSettings
 
 PROVIDERS_OPTION = "--providers"
@@ -325,7 +326,7 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
     model = read_model_config(config)
     kind, settings = resolve_trainer(config.trainer, "")
     policy = kind.examine(config, settings)
-    _check_engines(plan, model)
+    _check_engines(plan, model, kind, settings)
     if policy.vocab_size < words:
         raise ConfigError(
             f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {policy.vocab_size} tokens; "
@@ -336,15 +337,20 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
         _check_checkpoint(config, resumed)
 
 
-def _check_engines(plan: RunPlan, model: Mapping[str, Any]) -> None:
-    """Every engine of the run can serve the model; engines of third parties need not say."""
+def _check_engines(
+    plan: RunPlan, model: Mapping[str, Any], trainer: type[TrainerKind], trains: TrainerSettings
+) -> None:
+    """Every engine of the run can serve the model, and what is trained of it; kinds of third parties need not say."""
+    unserved = getattr(trainer, "unserved", None)
     for provider in (TRAINER_PROVIDER, *plan.providers):
         config, place = plan.engine(provider), ("trainer",) if provider == TRAINER_PROVIDER else ("providers", provider)
-        kind, _ = resolve_engine(config, "")
+        kind, own = resolve_engine(config, "")
         unfit = getattr(kind, "unfit", None)
         if unfit is not None and (why := unfit(model)):
             problem = f"found {config.kind!r}, which cannot serve {plan.config.model.checkpoint}: {why}"
             raise ConfigError(ConfigProblem(f"{problem}; allowed: 'vllm'", (*place, "engine", "kind")))
+        if unserved is not None and (why := unserved(plan.config, trains, own)):
+            raise ConfigError(ConfigProblem(f"found {config.kind!r}, and {why}", (*place, "engine", "kind")))
 
 
 def _check_checkpoint(config: Config, resumed: Path) -> None:

@@ -19,6 +19,13 @@ DISBELIEVED = "none of them was trained on"
 """How the cause ends for which a run fails that cannot be believed."""
 JUDGED_STEPS = 10
 """Steps over which a run is judged."""
+REMEMBERED_VERSIONS = 8
+"""Versions whose proofs are remembered, to say which of them a worker serves: the first one, and the last ones."""
+TOLD_APART = 10.0
+"""Two versions' proofs are told apart where their distance is so many times a worker's noise: then an honest one is
+five standard deviations from the middle between them."""
+DEVIATION_OF_MEAN = 1.25
+"""The standard deviation of normal noise, over the mean of its absolute values."""
 
 
 Bounds: TypeAlias = tuple[tuple[WorkerId, float | None], ...]
@@ -26,15 +33,26 @@ Bounds: TypeAlias = tuple[tuple[WorkerId, float | None], ...]
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     """A worker whose tokens are not of the weights that it names: over `tokens` of `version` the mean |log-ratio| was
-    `mean` nats, where `bound` are allowed."""
+    `mean` nats, where `bound` are allowed.
+
+    Its proof of a version may have shown it as well: it `serves` another one by that, or (no `tokens`) gave none.
+    """
 
     worker: WorkerId
     version: int
     tokens: int
     mean: float
     bound: float
+    serves: int | None = None
 
     def __str__(self) -> str:
+        if not self.tokens:
+            return f"{self.worker} does not prove that it serves version {self.version}"
+        if self.serves is not None:
+            return (
+                f"{self.worker} does not serve version {self.version}: its log-probabilities of the text by which "
+                f"versions are known are those of version {self.serves}"
+            )
         return (
             f"{self.worker} does not generate with the weights of version {self.version}: its log-probabilities are "
             f"{self.mean:.2g} nats from the trainer's in the mean of {self.tokens} tokens, allowed are {self.bound:.2g}"
@@ -72,6 +90,8 @@ class Agreement:
     mismatches: list[Mismatch] = field(default_factory=list[Mismatch])
     steps: list[Compared] = field(default_factory=list[Compared])
     """Of the last steps with any, at most `JUDGED_STEPS`; the last one is that of now."""
+    proofs: dict[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
+    """By version, the log-probabilities that it gives to the text by which versions are known."""
 
     def __bool__(self) -> bool:
         return self != Agreement()
@@ -84,6 +104,45 @@ class Agreement:
     def _set(self, worker: WorkerId, bound: float | None) -> None:
         self.bounds[worker] = bound
         self.terms = tuple(self.bounds.items())
+
+    def expect(self, version: int, proof: tuple[float, ...]) -> None:
+        """Have workers prove that they serve `version`, for which the trainer has this `proof`, if it is any."""
+        if proof:
+            known = [*(self.proofs | {version: proof}).items()]
+            self.proofs = dict([known[0], *known[1:][1 - REMEMBERED_VERSIONS :]])
+
+    def prove(self, worker: WorkerId, version: int, answer: tuple[float, ...], bound: float) -> Mismatch | None:
+        """Take a worker's proof of a version that it says it serves, where `bound` is the run's; returns how it
+        is found wrong by it.
+
+        It may be as far from the trainer's as its tokens may, and is to be nearer to that than to another version's
+        as far as its noise lets the two be told apart.
+        """
+        expected, allowed = self.proofs.get(version), self.bounds.get(worker, bound)
+        if expected is None or allowed is None:
+            return None
+        tokens = len(answer) if len(answer) == len(expected) else 0
+        off = [ours - theirs for ours, theirs in zip(answer, expected, strict=False)]
+        mean = sum(map(abs, off)) / max(1, tokens)
+        serves = self._served_instead(version, off, allowed - bound) if tokens else None
+        if tokens and mean <= allowed and serves is None:
+            return None
+        found = Mismatch(worker=worker, version=version, tokens=tokens, mean=mean, bound=allowed, serves=serves)
+        self._set(worker, None)
+        self.evidence.pop(worker, None)
+        self.mismatches.append(found)
+        return found
+
+    def _served_instead(self, version: int, off: list[float], noise: float) -> int | None:
+        """The version to whose proof an answer is nearer than to this one's, from which it is `off`."""
+        least = (TOLD_APART * DEVIATION_OF_MEAN * noise) ** 2
+        for other, proof in self.proofs.items():
+            between = [theirs - ours for theirs, ours in zip(proof, self.proofs[version], strict=True)]
+            distance = sum(part * part for part in between)
+            towards = sum(part * moved for part, moved in zip(between, off, strict=True))
+            if distance > least and 2 * towards > distance:
+                return other
+        return None
 
     def begin_step(self, oldest_version: int) -> None:
         """No tokens of versions before `oldest_version` are compared any more."""

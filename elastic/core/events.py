@@ -101,13 +101,14 @@ class StraysBilled(_Event, frozen=True):
     usd: float
 
 
-class WorkerJoined(_Event, frozen=True):
-    """A worker opened its session, or resumed it under a new epoch."""
+class WorkerJoined(_Event, frozen=True, omit_defaults=True):
+    """A worker opened its session, or resumed it under a new epoch. A trainer's `proof` is as in `WeightsPublished`."""
 
     worker: WorkerId
     epoch: int
     capabilities: Capabilities
     weights_version: int | None
+    proof: tuple[float, ...] = ()
 
 
 class WorkerReported(_Event, frozen=True):
@@ -164,10 +165,13 @@ class WorkerBarred(_Event, frozen=True):
     cause: str
 
 
-class WeightsApplied(_Event, frozen=True):
+class WeightsApplied(_Event, frozen=True, omit_defaults=True):
+    """The worker serves `version`; `proof` is what it answers to the text by which versions are known."""
+
     worker: WorkerId
     epoch: int
     version: int
+    proof: tuple[float, ...] = ()
 
 
 class WeightsFailed(_Event, frozen=True):
@@ -276,13 +280,15 @@ class GroupTrained(_Event, frozen=True, omit_defaults=True):
 class WeightsPublished(_Event, frozen=True, omit_defaults=True):
     """The trainer has stepped, and workers may pull `version`: a relay holds what they need, or is being given it.
 
-    It counts if `worker` is the trainer's. `checks` as in `GroupTrained`.
+    It counts if `worker` is the trainer's. `checks` as in `GroupTrained`. A `proof` is what workers that serve this
+    version are to answer; empty where they need not.
     """
 
     worker: WorkerId
     epoch: int
     version: int
     checks: tuple[LogprobCheck, ...] = ()
+    proof: tuple[float, ...] = ()
 
 
 class TrainerFailed(_Event, frozen=True):

@@ -269,6 +269,7 @@ class StepController:
         self._device.done()
         trainer.version = run.version = event.version
         run.fleet.reindex(trainer)
+        run.agreement.expect(event.version, event.proof)
         self._compare(event.checks)
         self._conclude(step)
         self._judge(ends=event.version >= run.plan.steps)

@@ -75,6 +75,8 @@ class WorkerManager:
         if worker.state is WorkerState.DRAINING:
             self._tell_to_drain(worker, "its lease is ending")
         elif worker.role is WorkerRole.TRAINER:
+            if event.weights_version is not None:
+                run.agreement.expect(event.weights_version, event.proof)
             self._enter_trainer(worker, event.weights_version)
         else:
             self._enter(worker, event.weights_version)
@@ -321,6 +323,11 @@ class WorkerManager:
         if worker is None or worker.role is WorkerRole.TRAINER or run.version is None:
             return
         if not (-1 if worker.version is None else worker.version) <= event.version <= run.version:
+            return
+        mismatch = run.agreement.prove(worker.id, event.version, event.proof, run.plan.mismatch_max)
+        if mismatch is not None:
+            run.warn("Mismatch", str(mismatch))
+            self.bar(worker, EndCause.MISMATCHED, str(mismatch))
             return
         worker.version = event.version
         worker.load_failures = 0

@@ -6,7 +6,7 @@ from any thread. Source: docs/design.md, `RolloutEngine`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import msgspec
 from pydantic import BaseModel, ConfigDict
@@ -17,8 +17,15 @@ from elastic.weights.source import PullReport, RelaySource, WeightsSource
 
 BF16_NOISE = 0.05
 """`Capabilities.logprob_noise` of engines that compute in bfloat16, or with other kernels than the trainer's."""
+PROOF_TOKENS = 129
+"""In the text by which a version is known."""
 NO_VERSION = -1
 """The `weights_version` of a chunk without tokens, where no weights have had a part in it."""
+
+
+def proof_text(vocab_size: int) -> list[int]:
+    """The tokens on whose log-probabilities a version is known: the same for all who have the model."""
+    return [(2654435761 * (place + 1)) % 2**32 % vocab_size for place in range(PROOF_TOKENS)]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +148,17 @@ class RolloutEngine(Protocol):
     def statistics(self) -> EngineStatistics: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Provable(Protocol):
+    """An engine that shows which version it serves where its weights alone do not: adapters beside a base."""
+
+    @property
+    def proof(self) -> Sequence[float]:
+        """The log-probabilities that the version in force gives to `proof_text`, from its second token on; computed
+        as it was put in force. Empty where there is nothing to show."""
+        ...
 
 
 class EngineSettings(BaseModel):

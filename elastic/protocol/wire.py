@@ -71,12 +71,15 @@ LOGPROB_MAX = 1e-3
 ENTRIES_MAX = 4096
 """Most entries of one table in a message, such as a step's metrics or the layers of a model."""
 REFUSALS_MAX = 256
+PROOF_MAX = 1024
 
 Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 PublicKey: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$", max_length=64)]
 """An Ed25519 one, in hexadecimal; empty where there is none."""
 LogprobChecks: TypeAlias = Annotated[list[LogprobCheck], msgspec.Meta(max_length=ENTRIES_MAX)]
+Proof: TypeAlias = Annotated[list[Finite], msgspec.Meta(max_length=PROOF_MAX)]
+"""Log-probabilities of the text by which a version is known (`elastic.engine.base.proof_text`), or none."""
 Metrics: TypeAlias = Annotated[dict[Text, Finite], msgspec.Meta(max_length=ENTRIES_MAX)]
 
 PullPart: TypeAlias = Literal["encode", "queue", "wire", "decode", "apply", "pause"]
@@ -128,6 +131,7 @@ class Ready(_Message, frozen=True):
     The trainer, whose `weights_version` is what it has trained to, says more, and nobody else may: `publisher`, the
     public half of the key with which it signs weights, in hexadecimal, a new one whenever its process starts; and what
     it was given in the step in progress: `groups` to train on, and all `slots` of groups, those that it skips, too.
+    `proof` is what workers of this version are to answer.
     """
 
     capabilities: Capabilities
@@ -135,6 +139,7 @@ class Ready(_Message, frozen=True):
     publisher: PublicKey = ""
     groups: Annotated[list[Text], msgspec.Meta(max_length=ENTRIES_MAX)] = []
     slots: Annotated[list[Count], msgspec.Meta(max_length=ENTRIES_MAX)] = []
+    proof: Proof = []
 
 
 class Heartbeat(_Message, frozen=True):
@@ -222,7 +227,8 @@ class WeightsReport(_Message, frozen=True):
     """Weights were applied (`error` empty) or not. Times in seconds; `pulled_bytes` off the relay.
 
     `split_s` adds up to the time from the order to here; `full_bytes` is what all of the weights take. `refused` did
-    not verify since the report before, and where weights were applied they are in its place.
+    not verify since the report before, and where weights were applied they are in its place. `proof` is what the
+    version answers here, if its engine shows that.
     """
 
     version: Count
@@ -233,6 +239,7 @@ class WeightsReport(_Message, frozen=True):
     full_bytes: Count = 0
     split_s: dict[PullPart, Seconds] = msgspec.field(default_factory=dict[PullPart, float])
     refused: Annotated[list[UnverifiedWeights], msgspec.Meta(max_length=REFUSALS_MAX)] = []
+    proof: Proof = []
 
 
 class Slept(_Message, frozen=True):
@@ -273,13 +280,14 @@ class Stepped(_Message, frozen=True):
     """The optimiser has stepped, `version` is in the trainer's own engine, and the relay is being given it.
 
     A worker may pull it at once: it waits there for what is still encoded. `PublishedFrame` follows. `unusable` names
-    the step's groups from which no usable gradient came, and why; `checks` as in `Trained`.
+    the step's groups from which no usable gradient came, and why; `checks` as in `Trained`, `proof` as in `Ready`.
     """
 
     version: Count
     metrics: Metrics
     unusable: Annotated[dict[Text, Text], msgspec.Meta(max_length=ENTRIES_MAX)] = {}
     checks: LogprobChecks = []
+    proof: Proof = []
 
 
 class PublishedFrame(_Message, frozen=True, tag="Published"):
@@ -534,6 +542,11 @@ def clipped(text: str) -> str:
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics that are finite numbers, as a message may hold them."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def sound_proof(logprobs: Sequence[float]) -> list[float]:
+    """A proof as a message may hold it: none where a log-probability is no number."""
+    return list(logprobs) if all(map(math.isfinite, logprobs)) else []
 
 
 def encode(message: FromWorker | FromOrchestrator) -> bytes:

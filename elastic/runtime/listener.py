@@ -52,8 +52,11 @@ class Listener:
 
     def on_ready(self, worker: WorkerId, epoch: int, ready: wire.Ready) -> None:
         def joined(version: int | None) -> None:
+            proof = tuple(ready.proof) if version == ready.weights_version else ()
             self._run.feed(
-                e.WorkerJoined(worker=worker, epoch=epoch, capabilities=ready.capabilities, weights_version=version)
+                e.WorkerJoined(
+                    worker=worker, epoch=epoch, capabilities=ready.capabilities, weights_version=version, proof=proof
+                )
             )
 
         if provider_of(worker) == self._run.scheduler.plan.trainer_provider and ready.weights_version is not None:
@@ -129,16 +132,18 @@ class Listener:
             reason, version = report.error, report.version
             self._run.feed(e.WeightsFailed(worker=worker, epoch=epoch, version=version, reason=reason), report)
         else:
-            self._run.feed(e.WeightsApplied(worker=worker, epoch=epoch, version=report.version), report)
+            proof = tuple(report.proof)
+            self._run.feed(e.WeightsApplied(worker=worker, epoch=epoch, version=report.version, proof=proof), report)
 
     def _on_trained(self, worker: WorkerId, epoch: int, trained: wire.Trained) -> None:
         checks = tuple(trained.checks)
         self._run.feed(e.GroupTrained(worker=worker, epoch=epoch, group=trained.group, checks=checks))
 
     def _on_stepped(self, worker: WorkerId, epoch: int, stepped: wire.Stepped) -> None:
-        checks = tuple(stepped.checks)
+        checks, proof = tuple(stepped.checks), tuple(stepped.proof)
         self._run.feed(
-            e.WeightsPublished(worker=worker, epoch=epoch, version=stepped.version, checks=checks), stepped.metrics
+            e.WeightsPublished(worker=worker, epoch=epoch, version=stepped.version, checks=checks, proof=proof),
+            stepped.metrics,
         )
         for group, reason in stepped.unusable.items():
             self._scribe.unusable(group, reason)

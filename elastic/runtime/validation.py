@@ -178,7 +178,7 @@ class Claims:
 
 def without_figures(report: wire.WeightsReport) -> wire.WeightsReport:
     """What remains of a report whose figures cannot be."""
-    return wire.WeightsReport(report.version, report.error[:REASON_MAX], 0, 0.0, 0.0)
+    return wire.WeightsReport(report.version, report.error[:REASON_MAX], 0, 0.0, 0.0, proof=report.proof)
 
 
 def _total_ns(reading: _Reading) -> int:

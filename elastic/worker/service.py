@@ -18,7 +18,7 @@ import structlog
 
 from elastic.core.run_state import TRAINER_PATIENCE
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase
-from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine
+from elastic.engine.base import DeviceShare, EngineStatistics, Provable, RolloutEngine
 from elastic.protocol import wire
 from elastic.protocol.connection import ConnectionLost, SessionRefused
 from elastic.system.host import here
@@ -388,7 +388,7 @@ class Service:
 
     async def _load(self, order: wire.PullWeights, asked: OrchestratorLink, again: bool) -> None:
         if not again and self._engine.statistics().weights_version == order.version:
-            self._send(wire.WeightsReport(order.version, "", 0, 0.0, 0.0))
+            self._send(wire.WeightsReport(order.version, "", 0, 0.0, 0.0, proof=self._proof()))
             return
         timeout_s, begun_s = self._welcome.pull_timeout_s, here().monotonic()
         source = source_of(self._welcome, order)
@@ -454,8 +454,13 @@ class Service:
                     pulled.full_bytes,
                     split_s,
                     _told(pulled.refused),
+                    self._proof(),
                 )
             )
+
+    def _proof(self) -> list[float]:
+        """By which the engine's version is known, where it shows that."""
+        return wire.sound_proof(self._engine.proof) if isinstance(self._engine, Provable) else []
 
     def _applying(self) -> tuple[int, int | None]:
         """Return a value that changes while weights come closer to being in force: pieces pulled, or turns that go

@@ -11,6 +11,7 @@ from typing import assert_never
 
 import structlog
 import torch
+from msgspec.structs import replace
 
 from elastic.config import Config, TrainerPacingConfig, WeightsConfig
 from elastic.core.types import LogprobCheck, WeightMode
@@ -126,7 +127,7 @@ class TrainerHost:
         self._relay = PatientRelay(self._open_relay(*self._relay_at), welcome.orchestrator_timeout_s)
         if self._resume:
             self._restore()
-        self._standing = Standing(self._trainer.version)
+        self._standing = Standing(self._trainer.version, proof=wire.sound_proof(self._trainer.proof()))
         discard_all(self._relay)
         warm_up()
         settings = _publish_settings(self._config.weights)
@@ -220,7 +221,7 @@ class TrainerHost:
 
     def _given(self, slot: int, *groups: str) -> None:
         stands = self._standing
-        self._standing = Standing(stands.version, (*stands.groups, *groups), stands.slots | {slot})
+        self._standing = replace(stands, groups=(*stands.groups, *groups), slots=stands.slots | {slot})
 
     def _update(self, order: wire.UpdateFrame) -> wire.Stepped:
         metrics = self._trainer.update()
@@ -230,7 +231,7 @@ class TrainerHost:
             raise RuntimeError(f"the trainer stepped to version {self._trainer.version}, not {order.version}")
         tensors = self._tensors()
         self._publication = self._publishing.submit(self._publish, order.version, order.pulled, tensors)
-        self._standing = Standing(order.version)
+        self._standing = Standing(order.version, proof=wire.sound_proof(self._trainer.proof()))
         self._checks.clear()
         began_s = here().monotonic()
         self._apply(tensors)
@@ -241,7 +242,8 @@ class TrainerHost:
         if order.version == self._config.run.steps:
             self._publication.result()  # No rollouts follow, and once they are over the device is given back.
         unusable = {group: wire.clipped(why) for group, why in self._trainer.unusable.items()}
-        return wire.Stepped(order.version, wire.finite(metrics | times), unusable, self._trainer.take_checks())
+        checks = self._trainer.take_checks()
+        return wire.Stepped(order.version, wire.finite(metrics | times), unusable, checks, self._standing.proof)
 
     def checkpoint(self) -> None:
         """Save what was trained, before the device is given back, unless it is saved or a step is under way.
@@ -306,7 +308,8 @@ class TrainerHost:
         found = saved(self._checkpoints)
         if found:
             self._trainer.load(found[-1])
-            self._stepped = wire.Stepped(self._trainer.version, wire.finite(self._trainer.metrics))
+            proof = wire.sound_proof(self._trainer.proof())
+            self._stepped = wire.Stepped(self._trainer.version, wire.finite(self._trainer.metrics), proof=proof)
         log.info("resuming", version=self._trainer.version, checkpoint=str(found[-1]) if found else "none")
 
 

@@ -25,11 +25,13 @@ TrainerReply: TypeAlias = wire.Trained | wire.Stepped | None
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """The progress of a trainer: its version, and the groups that it has got in the step to the next version."""
+    """The progress of a trainer: its version, with what proves that, and the groups that it has got in the step to the
+    next version."""
 
     version: int
     groups: tuple[str, ...] = ()
     slots: frozenset[int] = frozenset()
+    proof: list[float] = []
 
 
 class Training:
@@ -62,7 +64,8 @@ class Training:
 
     def ready(self) -> wire.Ready:
         stands, key = self._trainer.standing(), self._trainer.publisher
-        return wire.Ready(self._engine.capabilities, stands.version, key, list(stands.groups), sorted(stands.slots))
+        groups, slots = list(stands.groups), sorted(stands.slots)
+        return wire.Ready(self._engine.capabilities, stands.version, key, groups, slots, stands.proof)
 
     def resumed(self, welcome: wire.Welcome) -> None:
         """Repeat the last announcements on a new connection, since they may have been lost."""

@@ -77,12 +77,74 @@ def test_a_run_is_not_to_be_believed_once_half_of_the_tokens_of_the_last_steps_d
     assert agreement.failing() == ""
 
 
-def trained(core: CoreHarness, step: int, *checks: LogprobCheck) -> list[c.Command]:
+def proof(version: int, far: float = 1.0, tokens: int = 128) -> tuple[float, ...]:
+    """What a version answers: `far` nats from another one's on most tokens."""
+    return tuple(-5.0 - far * ((version * (place + 1)) % 7) / 7 for place in range(tokens))
+
+
+@given(
+    st.integers(0, 6),
+    st.integers(0, 6),
+    st.floats(0.01, 3.0),
+    st.floats(0.01, 0.1),
+    st.lists(st.floats(-1.0, 1.0), min_size=128, max_size=128),
+)
+def test_a_worker_is_found_wrong_by_the_version_whose_proof_it_gives(
+    version: int, served: int, far: float, noise: float, drawn: list[float]
+) -> None:
+    """Never an honest one, whatever its noise; always another one that can be told apart, by its number."""
+    agreement = Agreement()
+    agreement.declare("w", BOUND + noise)
+    for number in range(7):
+        agreement.expect(number, proof(number, far))
+    answer = tuple(one + noise * moved for one, moved in zip(proof(served, far), drawn, strict=True))
+    found = agreement.prove("w", version, answer, BOUND)
+    apart = sum((a - b) ** 2 for a, b in zip(proof(version, far), proof(served, far), strict=True)) ** 0.5
+    if version == served:
+        assert found is None
+    elif apart > 12.5 * noise + 2 * noise * 128**0.5:
+        assert found is not None
+        assert found.mean > BOUND or found.serves is not None
+        assert dict(agreement.terms) == {"w": None}
+        assert agreement.prove("w", served, proof(served, far), BOUND) is None, "it is found wrong once"
+
+
+def test_the_first_version_and_the_last_ones_are_remembered() -> None:
+    agreement = Agreement()
+    for number in range(20):
+        agreement.expect(number, proof(number))
+    assert [*agreement.proofs] == [0, *range(13, 20)]
+    agreement.expect(20, ())
+    assert agreement.prove("w", 20, (), BOUND) is None
+    found = agreement.prove("w", 19, proof(0), BOUND)
+    assert found is not None
+    assert "are those of version 0" in str(found)
+    silent = agreement.prove("other", 19, (), BOUND)
+    assert silent is not None
+    assert str(silent) == "other does not prove that it serves version 19"
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_who_keeps_a_former_version_is_barred_as_it_says_that_it_serves_the_new_one(make_core, honest: bool) -> None:
+    core = make_core(steps=3)
+    core.trainer()
+    worker = core.worker()
+    core.tell(e.WorkerJoined(worker="trainer", epoch=2, capabilities=CAPABILITIES, weights_version=0, proof=proof(0)))
+    trained(core, 0, epoch=2)
+    core.tell(e.WeightsPublished(worker="trainer", epoch=2, version=1, proof=proof(1)))
+    out = core.tell(e.WeightsApplied(worker=worker, epoch=1, version=1, proof=proof(1 if honest else 0)))
+    fenced = c.FenceWorker(worker=worker, reason=EndCause.MISMATCHED) in out
+    assert fenced != honest
+    assert (c.BarLease(lease="spot-1", provider="spot") in out) != honest
+    assert [m.serves for m in core.scheduler.agreement.mismatches] == ([] if honest else [0])
+
+
+def trained(core: CoreHarness, step: int, *checks: LogprobCheck, epoch: int = 1) -> list[c.Command]:
     """The step's group of two is trained on, and the trainer tells of these checks."""
     for member, reward in enumerate((0.0, 1.0)):
         core.tell(e.TrajectoryFinished(trajectory=f"{step}/0/{member}", reward=reward, tokens=1))
-    core.tell(e.WorkerSlept(worker="trainer", epoch=1))
-    return core.tell(e.GroupTrained(worker="trainer", epoch=1, group=f"{step}/0", checks=checks))
+    core.tell(e.WorkerSlept(worker="trainer", epoch=epoch))
+    return core.tell(e.GroupTrained(worker="trainer", epoch=epoch, group=f"{step}/0", checks=checks))
 
 
 def test_who_is_found_wrong_is_barred_at_once_and_named_and_none_of_its_tokens_is_trained_on(make_core) -> None:

@@ -31,11 +31,13 @@ from elastic.engine import validation
 from elastic.engine.base import (
     BF16_NOISE,
     NO_VERSION,
+    PROOF_TOKENS,
     ChunkSink,
     EngineStatistics,
     GenerateRequest,
     TokenChunk,
     WeightsMismatch,
+    proof_text,
 )
 from elastic.engine.meter import AccountMeter
 from elastic.engine.torch.costs import LearnedCosts
@@ -118,6 +120,9 @@ class VllmEngine:
         self._iterations = self._decoded_tokens = self._loads = 0
         self._received_bytes = self._received_before = 0
         self._version: int | None = None
+        adapts = settings.base is not None and config.max_context_tokens > PROOF_TOKENS
+        self._proof_text = proof_text(self._vocab_size) if adapts else []
+        self._proof: Sequence[float] = ()
         self._in_force: RelaySource | None = None
         self._wanted: RelaySource | None = None
         self._calls = count(1)
@@ -186,10 +191,15 @@ class VllmEngine:
         if isinstance(source, TensorSource):
             self._load_tensors(source, mode)
         else:
-            self._load(lambda call: m.LoadVersion(call, source.version, mode, source), source.version, mode)
+            text = self._proof_text
+            self._load(lambda call: m.LoadVersion(call, source.version, mode, source, proof=text), source.version, mode)
             with self._changed:
                 self._in_force = source
         return 0.0
+
+    @property
+    def proof(self) -> Sequence[float]:
+        return self._proof
 
     def audit(self) -> bool:
         return self._call(m.Audit).sound
@@ -561,14 +571,14 @@ class VllmEngine:
             if mode is WeightMode.FINISH and self._alive:
                 self._finishing.add(mark)
         try:
-            self._call(message)
+            reply = self._call(message)
         finally:
             with self._changed:
                 self._finishing.discard(mark)
                 self._spends = None
                 self._charge()
         with self._changed:
-            self._version = version
+            self._version, self._proof = version, reply.proof
             self._loads += 1
             self._charge()
 
@@ -580,7 +590,8 @@ class VllmEngine:
         with tempfile.TemporaryDirectory(prefix="elastic-weights-", dir=directory) as kept:
             path = str(Path(kept) / "weights.safetensors")
             save_file(dict(source.tensors), path)  # type: ignore[arg-type]
-            self._load(lambda call: m.LoadVersion(call, source.version, mode, None, path), source.version, mode)
+            text = self._proof_text
+            self._load(lambda call: m.LoadVersion(call, source.version, mode, None, path, text), source.version, mode)
 
     def _refusal(self, request: GenerateRequest) -> TokenChunk | None:
         most = self._config.max_context_tokens

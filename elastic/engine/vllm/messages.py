@@ -45,13 +45,17 @@ class Prefetch(_PipeMessage, frozen=True):
 
 
 class LoadVersion(_PipeMessage, frozen=True):
-    """Put in force what was prefetched from `source`, or, as `version`, the tensors in the file `path`."""
+    """Put in force what was prefetched from `source`, or, as `version`, the tensors in the file `path`.
+
+    The answer has the log-probabilities of the text `proof` with them, from its second token on.
+    """
 
     call: int
     version: int
     mode: WeightMode
     source: RelaySource | None = None
     path: str = ""
+    proof: list[int] = []
 
 
 class SleepNow(_PipeMessage, frozen=True):
@@ -132,6 +136,7 @@ class Reply(_PipeMessage, frozen=True):
     detail: str = ""
     report: PullReport | None = None
     sound: bool = True
+    proof: list[float] = []
 
 
 FromVllm: TypeAlias = Up | Failed | Iterated | Spends | PrefetchProgress | Reply

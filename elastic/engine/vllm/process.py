@@ -36,6 +36,8 @@ from elastic.weights.source import PullReport
 POLL_S = 0.01
 """How often jobs beside the model are asked for while nothing is generated; between iterations they always are."""
 REASON_CHARACTERS = 1000
+PROOF_KEY = "proof"
+"""The name in vLLM of what a version is to answer as it is put in force."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +99,7 @@ class VllmProcess:
         self._signed_by = ""
         """The key with which the version in force was signed; empty for tensors of the trainer itself."""
         self._keys = 0
+        self._proof: list[float] | None = None
         self._prefix_hit_tokens = self._prompt_tokens = 0
         self._received_bytes = -1
         self._planned: Any = None
@@ -201,7 +204,24 @@ class VllmProcess:
         self._line.send(m.Spends(Account.APPLYING))
         if order.mode is not WeightMode.KEEP or self._version is None:
             self._withdraw([*self._by_key.values()])
-        self._answer(order.call, lambda: self._put_in_force(order))
+        try:
+            self._put_in_force(order)
+            proof = self._prove(order.proof)
+        except Exception as error:
+            self._line.send(_failure(order.call, error))
+        else:
+            self._line.send(m.Reply(order.call, proof=proof))
+
+    def _prove(self, text: list[int]) -> list[float]:
+        """The log-probabilities of the text's tokens but the first, with the weights in force; before any turn has
+        these."""
+        if not text:
+            return []
+        self._proof = None
+        self._ask(PROOF_KEY, text, {"max_tokens": 1, "prompt_logprobs": 0}, priority=0)
+        while self._proof is None and self._core.scheduler.has_requests():
+            self._iterate()
+        return self._proof or []
 
     def _put_in_force(self, order: m.LoadVersion) -> None:
         from elastic.engine.base import WeightsMismatch
@@ -269,40 +289,44 @@ class VllmProcess:
             self._give(turn)
 
     def _give(self, turn: _Turn) -> None:
+        self._keys += 1
+        turn.key = str(self._keys)
+        request, wanted = turn.request, turn.request.sampling
+        drawn = {
+            "temperature": wanted.temperature,
+            "top_p": wanted.top_p,
+            "top_k": wanted.top_k,
+            "max_tokens": wanted.max_new_tokens - turn.position,
+            "stop_token_ids": list(wanted.stop_token_ids),
+            "logprobs": 0,
+            "extra_args": {ARGUMENT: (wanted.noise_seed, turn.position)},
+        }
+        self._by_key[turn.key] = turn
+        # A turn that has moved has waited before.
+        priority = 1 if request.recompute or turn.generated else 2
+        turn.core = self._ask(turn.key, request.token_ids + turn.generated, drawn, priority)
+
+    def _ask(self, key: str, token_ids: list[int], drawn: dict[str, Any], priority: int) -> Any:
+        """Give vLLM a request; returns its own record of it."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.request import Request
 
-        self._keys += 1
-        turn.key = str(self._keys)
-        request, wanted = turn.request, turn.request.sampling
-        drawn = SamplingParams(
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
-            max_tokens=wanted.max_new_tokens - turn.position,
-            stop_token_ids=list(wanted.stop_token_ids),
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-            extra_args={ARGUMENT: (wanted.noise_seed, turn.position)},
-        )
         asked = EngineCoreRequest(
-            request_id=turn.key,
-            prompt_token_ids=request.token_ids + turn.generated,
+            request_id=key,
+            prompt_token_ids=token_ids,
             mm_features=None,
-            sampling_params=drawn,
+            sampling_params=SamplingParams(ignore_eos=True, detokenize=False, **drawn),
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=adapter() if self._adapts else None,
             cache_salt=f"{self._version} {self._signed_by}",
             data_parallel_rank=None,
-            # A turn that has moved has waited before.
-            priority=1 if request.recompute or turn.generated else 2,
+            priority=priority,
         )
-        turn.core = Request.from_engine_core_request(asked, self._core.request_block_hasher)
-        self._by_key[turn.key] = turn
-        self._core.add_request(turn.core)
+        found = Request.from_engine_core_request(asked, self._core.request_block_hasher)
+        self._core.add_request(found)
+        return found
 
     def _iterate(self) -> None:
         begun_ns = time.monotonic_ns()
@@ -313,6 +337,9 @@ class VllmProcess:
         chunks: list[TokenChunk] = []
         for each in outputs.values():
             self._note_queue(each.scheduler_stats)
+            for out in each.outputs:
+                if out.request_id == PROOF_KEY and out.new_prompt_logprobs_tensors is not None:
+                    self._proof = out.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
             chunks += [self._chunk(turn, out) for out in each.outputs if (turn := self._by_key.get(out.request_id))]
         self._say(chunks, time.monotonic_ns() - begun_ns if ran else 0, load)
 

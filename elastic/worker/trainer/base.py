@@ -73,6 +73,11 @@ class PolicyTrainer(Protocol):
         """
         ...
 
+    def proof(self) -> list[float]:
+        """The log-probabilities of `elastic.engine.base.proof_text` with the weights of this version, from its second
+        token on. Workers of a version answer it, too, and are believed if it is the same. Empty where they need not."""
+        ...
+
     def save(self, path: Path) -> None:
         """Write all that training goes on from, all or nothing. Raises `ValueError` while a step is under way, and
         `CheckpointError` where it cannot be written."""

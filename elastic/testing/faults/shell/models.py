@@ -448,6 +448,9 @@ class ModelTrainer:
     def skip_group(self, index: int, tokens: int, trajectories: Sequence[wire.TrajectoryData]) -> None:
         self._skipped += trajectories
 
+    def proof(self) -> list[float]:
+        return []
+
     def take_checks(self) -> list[LogprobCheck]:
         checks, self._checks = self._checks, []
         return checks

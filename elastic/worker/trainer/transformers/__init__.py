@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from elastic.config import Config
 from elastic.worker.trainer.base import StoredPolicy
 from elastic.worker.trainer.transformers.settings import TransformersSettings
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from elastic.worker.trainer.transformers.model import CausalModel
     from elastic.worker.trainer.transformers.trainer import TransformersTrainer
 
 __all__ = ["Transformers", "TransformersSettings"]
@@ -25,14 +27,29 @@ class Transformers:
     def examine(config: Config, settings: TransformersSettings) -> StoredPolicy:
         from elastic.worker.trainer.transformers.examination import examine
 
-        return examine(config.model.checkpoint)
+        return examine(config.model.checkpoint, settings.lora)
+
+    @staticmethod
+    def unserved(config: Config, settings: TransformersSettings, engine: Any) -> str:
+        """Why an engine with these settings of its own cannot serve what is trained; empty where it can."""
+        lora, policy = settings.lora, config.model.checkpoint
+        base: Path | None = getattr(engine, "base", None)
+        if lora is None:
+            return "" if base is None else f"base = '{base}': without trainer.transformers.lora no adapters are trained"
+        if base is None or base.resolve() != policy.resolve():
+            return (
+                f"trainer.transformers.lora trains adapters, which alone travel; allowed: 'vllm' with base = '{policy}'"
+            )
+        if engine.adapter_rank < lora.r:
+            return f"adapters have rank trainer.transformers.lora.r = {lora.r}; allowed: an adapter_rank from that on"
+        return ""
 
     @staticmethod
     def check_checkpoint(config: Config, settings: TransformersSettings, checkpoint: Path) -> None:
         """Reads its header: whether its bytes are as they were written is seen by the trainer, which reads them all."""
         from elastic.worker.trainer.transformers.examination import examine_checkpoint
 
-        examine_checkpoint(config.model.checkpoint, checkpoint)
+        examine_checkpoint(config.model.checkpoint, checkpoint, settings.lora)
 
     @staticmethod
     def create(config: Config, settings: TransformersSettings, device: str) -> "TransformersTrainer":
@@ -41,12 +58,10 @@ class Transformers:
         import torch
 
         from elastic.engine.torch.runner import device_named
-        from elastic.worker.trainer.transformers.model import CausalModel
         from elastic.worker.trainer.transformers.trainer import TransformersTrainer
 
         torch.set_num_threads(config.trainer.threads)
-        where = device_named(device)
-        model = CausalModel(config.model.checkpoint, where, settings.attention, settings.activation_checkpointing)
+        model = _model(config, settings, device_named(device))
         rollout = config.rollout
         return TransformersTrainer(
             config.trainer, settings, model, rollout.groups, rollout.temperature, config.run.steps
@@ -57,7 +72,27 @@ class Transformers:
         import torch
 
         from elastic.worker.trainer.checkpoint import masters
-        from elastic.worker.trainer.transformers.model import CausalModel
 
-        model = CausalModel(config.model.checkpoint, torch.device("cpu"), "auto", activation_checkpointing=False)
-        yield from model.as_stored(dict(masters(checkpoint))).items()
+        model, found = _model(config, settings, torch.device("cpu")), dict(masters(checkpoint))
+        yield from model.merged(found).items()
+
+    @staticmethod
+    def exported_adapter(config: Config, settings: TransformersSettings, checkpoint: Path) -> "dict[str, Tensor]":
+        """The adapter of a trainer's checkpoint under the names of peft's files, for a scale of 1; empty where whole
+        models are trained. Raises `elastic.engine.model.stored.CheckpointError`."""
+        if settings.lora is None:
+            return {}
+        from elastic.worker.trainer.checkpoint import masters
+
+        return settings.lora.folded(dict(masters(checkpoint)))
+
+
+def _model(config: Config, settings: TransformersSettings, device: "torch.device") -> "CausalModel":
+    from elastic.worker.trainer.transformers.model import CausalModel
+
+    given = config.model.checkpoint, device, settings.attention, settings.activation_checkpointing
+    if settings.lora is None:
+        return CausalModel(*given)
+    from elastic.worker.trainer.transformers.lora import AdaptedModel
+
+    return AdaptedModel(*given, settings.lora, config.run.seed)

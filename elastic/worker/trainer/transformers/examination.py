@@ -16,17 +16,23 @@ from elastic.config import ConfigError
 from elastic.engine.model.stored import CONFIG_FILE, CheckpointError, StoredTensor, check_values, stored_tensors
 from elastic.system.given import read_text
 from elastic.worker.trainer.base import StoredPolicy
+from elastic.worker.trainer.transformers.settings import LoraSettings
 
 TIMEOUT_S = 120.0
 """For the process aside, which takes seconds."""
 
 
-def examine(directory: Path) -> StoredPolicy:
-    """Return what the policy is. Raises `ConfigError` for one that cannot be trained."""
+def examine(directory: Path, lora: LoraSettings | None = None) -> StoredPolicy:
+    """Return what the policy is, or the adapters to it. Raises `ConfigError` for what cannot be trained."""
     if find_spec("transformers") is None:
         raise ConfigError(
             "trainer.kind: 'transformers' needs the package transformers, which is not installed here: "
             "`pip install -e '.[transformers]'` in a clone of elastic; allowed without it: 'embedded', for Qwen3"
+        )
+    if lora is not None and find_spec("peft") is None:
+        raise ConfigError(
+            "trainer.transformers.lora: needs the package peft, which is not installed here: "
+            "`pip install -e '.[lora]'` in a clone of elastic; allowed without it: no such section"
         )
     try:
         raw: Mapping[str, Any] = json.loads(read_text(directory / CONFIG_FILE))
@@ -39,36 +45,43 @@ def examine(directory: Path) -> StoredPolicy:
             )
         stored = stored_tensors(directory)
         check_values(directory, stored, tied=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings"))))
-        return StoredPolicy(int(_aside(directory)["vocab_size"]), _parameters(stored))
+        found = _aside(directory, lora=lora)
+        return StoredPolicy(int(found["vocab_size"]), int(found["adapters"]) or _parameters(stored))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.checkpoint: {directory / CONFIG_FILE} cannot be read: {error}") from error
     except CheckpointError as error:
         raise ConfigError(f"model.checkpoint: {error}") from error
 
 
-def examine_checkpoint(directory: Path, checkpoint: Path) -> None:
-    """A trainer's checkpoint is one of the base policy in `directory`. Raises `CheckpointError`."""
-    _aside(directory, checkpoint)
+def examine_checkpoint(directory: Path, checkpoint: Path, lora: LoraSettings | None = None) -> None:
+    """A trainer's checkpoint is one of the base policy in `directory`, or of adapters to it. Raises
+    `CheckpointError`."""
+    _aside(directory, checkpoint, lora)
 
 
 def _parameters(stored: Mapping[str, StoredTensor]) -> int:
     return sum(prod(tensor.shape) for tensor in stored.values())
 
 
-def _aside(*paths: Path) -> dict[str, Any]:
-    """Return what `main` says of a policy's directory, and of a checkpoint. Raises `CheckpointError`."""
-    command = [sys.executable, "-m", __name__, *map(str, paths)]
+def _aside(directory: Path, checkpoint: Path | None = None, lora: LoraSettings | None = None) -> dict[str, Any]:
+    """Return what `main` says. Raises `CheckpointError`."""
+    given = (
+        str(directory),
+        "" if checkpoint is None else str(checkpoint),
+        "" if lora is None else lora.model_dump_json(),
+    )
+    command = [sys.executable, "-m", __name__, *given]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         answer = json.loads(ended.stdout.splitlines()[-1]) if ended.stdout else {"error": ended.stderr[-1000:]}
     except subprocess.TimeoutExpired as error:
-        raise CheckpointError(f"{paths[0]}: looking at it took longer than {TIMEOUT_S:g} s") from error
+        raise CheckpointError(f"{directory}: looking at it took longer than {TIMEOUT_S:g} s") from error
     if "error" in answer:
         raise CheckpointError(answer["error"])
     return answer
 
 
-def main(directory: Path, checkpoint: Path | None = None) -> dict[str, Any]:
+def main(directory: Path, checkpoint: Path | None, lora: LoraSettings | None) -> dict[str, Any]:
     import torch
     import transformers
 
@@ -80,8 +93,11 @@ def main(directory: Path, checkpoint: Path | None = None) -> dict[str, Any]:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         names_on_disk(directory, model, stored_tensors(directory))
+        trained = dict(model.named_parameters())
+        if lora is not None:
+            trained = _adapters(model, lora)
         if checkpoint is not None:
-            check_header(checkpoint, {name: tuple(one.shape) for name, one in model.named_parameters()})
+            check_header(checkpoint, {name: tuple(one.shape) for name, one in trained.items()})
     except CheckpointError as error:
         return {"error": str(error)}
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -90,8 +106,30 @@ def main(directory: Path, checkpoint: Path | None = None) -> dict[str, Any]:
             "error": f"{directory / CONFIG_FILE}: model_type: found {kind!r}, which transformers "
             f"{transformers.__version__} does not load as a causal language model: {str(error).splitlines()[0]}"
         }
-    return {"vocab_size": config.get_text_config().vocab_size}
+    adapters = 0 if lora is None else sum(one.numel() for one in trained.values())
+    return {"vocab_size": config.get_text_config().vocab_size, "adapters": adapters}
+
+
+def _adapters(model: Any, lora: LoraSettings) -> dict[str, Any]:
+    """The parameters of adapters to the model. Raises `CheckpointError` for modules that it does not have."""
+    from elastic.worker.trainer.transformers.lora import adapt, adapters
+
+    try:
+        adapt(model, lora, empty=True)
+    except ValueError as error:
+        linear = sorted(
+            {name.rpartition(".")[2] for name, one in model.named_modules() if type(one).__name__ == "Linear"}
+        )
+        raise CheckpointError(
+            f"trainer.transformers.lora.target_modules: found {lora.target_modules!r}: {str(error).splitlines()[0]}; "
+            f"allowed: ends of {', '.join(linear)}"
+        ) from error
+    return dict(adapters(model))
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(*map(Path, sys.argv[1:]))))
+    policy, saved, adapting = sys.argv[1:]
+    found = main(
+        Path(policy), Path(saved) if saved else None, LoraSettings.model_validate_json(adapting) if adapting else None
+    )
+    print(json.dumps(found))

@@ -98,6 +98,15 @@ class CausalModel:
         found = {name: buffer.clone() for name, buffer in _buffers(self.model)} | dict(tensors)
         return {name: found[name] for name in self._names} if self._names else _unfused(self.model, found)
 
+    def merged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is trained, `tensors`, as a whole policy, under the names and in the shapes of the files."""
+        return self.as_stored(tensors)
+
+    def proof(self) -> list[float]:
+        """What those who serve this version are to answer (`elastic.engine.base.proof_text`); whole models need none,
+        since their tensors are verified."""
+        return []
+
     def _head(self) -> Head:
         layer, config = self.model.get_output_embeddings(), self.text_config
         scale = float(getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
@@ -145,11 +154,11 @@ class CausalModel:
 
     def _alone(self, plain_head: bool) -> Tensor:
         """Log-probabilities of the probes' tokens, each probe in a row of its own."""
-        found = (self._distribution(_row([probe]), 1.0, plain_head).logprobs for probe in self._probes())
+        found = (self._distribution(row_of_sequences([probe]), 1.0, plain_head).logprobs for probe in self._probes())
         return torch.cat(list(found))
 
     def _together(self) -> Tensor:
-        return self.distribution(_row(self._probes()), 1.0).logprobs
+        return self.distribution(row_of_sequences(self._probes()), 1.0).logprobs
 
 
 def names_on_disk(directory: Path, model: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
@@ -173,7 +182,7 @@ def _buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _row(sequences: Sequence[Tensor]) -> PackedRow:
+def row_of_sequences(sequences: Sequence[Tensor]) -> PackedRow:
     """All tokens but each sequence's first are trained."""
     lengths = tuple(len(sequence) for sequence in sequences)
     positions = [torch.arange(length) for length in lengths]

@@ -1,10 +1,70 @@
 """The settings of `[trainer.transformers]`."""
 
-from typing import Literal
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from elastic.worker.trainer.base import TrainerSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FIXED: dict[str, Any] = {
+    "lora_dropout": 0,
+    "bias": "none",
+    "use_dora": False,
+    "use_rslora": False,
+    "modules_to_save": None,
+}
+"""Keys of peft's whose other values cannot travel as an adapter of one rank and one scale."""
+_NOT_ADAPTED = ("lm_head", "embed_tokens")
+"""What versions hold no adapters for: the head's weights are read as they are, and the embedding is not multiplied."""
+
+
+class LoraSettings(TrainerSettings):
+    """Low-rank adapters, under peft's names."""
+
+    r: int = Field(16, ge=1, le=256, description="rank of each adapter")
+    lora_alpha: int = Field(
+        16, ge=1, description="what is learnt counts lora_alpha / r times; a power of two, which bfloat16 holds exactly"
+    )
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        description="ends of the names of the linear layers that are adapted; all-linear: all but the head",
+    )
+
+    @property
+    def scale(self) -> float:
+        return self.lora_alpha / self.r
+
+    def folded(self, tensors: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+        """An adapter with its scale in its B matrices: it counts once, whoever serves it."""
+        return {name: one * self.scale if name.endswith(".lora_B.weight") else one for name, one in tensors.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_of_pefts_kinds(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for key, allowed in _FIXED.items():
+            if given.get(key, allowed) not in (allowed, [] if allowed is None else allowed):
+                raise ValueError(
+                    f"{key}: found {given[key]!r}; allowed: {allowed!r}, since engines take adapters of plain products"
+                )
+        return {key: value for key, value in given.items() if key not in _FIXED}
+
+    @model_validator(mode="after")
+    def _travels_exactly(self) -> "LoraSettings":
+        if math.frexp(self.scale)[0] != 0.5:
+            raise ValueError(
+                f"lora_alpha: found {self.lora_alpha} with r = {self.r}, a scale of {self.scale:.4g}; allowed: r times "
+                f"a power of two, such as {self.r} or {2 * self.r}, which bfloat16 holds exactly"
+            )
+        if odd := sorted({*_NOT_ADAPTED}.intersection(self.target_modules)):
+            raise ValueError(f"target_modules: found {odd[0]!r}; allowed: linear layers other than the head")
+        return self
 
 
 class TransformersSettings(TrainerSettings):
@@ -28,4 +88,7 @@ class TransformersSettings(TrainerSettings):
         "launch",
         description="in which a mini-batch's groups are computed. launch: whichever come early wait, and the weights "
         "do not depend on that; arrival: as they come, so that sums round as that chances to be",
+    )
+    lora: LoraSettings | None = Field(
+        None, description="train low-rank adapters to the base policy, which alone travel and are kept"
     )

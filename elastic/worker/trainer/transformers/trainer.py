@@ -76,6 +76,7 @@ class TransformersTrainer(GroupTrainer):
         self._trained: list[_Trained] = []
         self._sums_are_zero = True
         self._parked = ParkedTensors()
+        self._proof = model.proof()
 
     def tensors(self) -> dict[str, Tensor]:
         float32 = self.model.float32
@@ -89,6 +90,9 @@ class TransformersTrainer(GroupTrainer):
             name: tensor.to(torch.float32 if name in float32 else torch.bfloat16).contiguous()
             for name, tensor in self.model.as_stored(found).items()
         }
+
+    def proof(self) -> list[float]:
+        return self._proof
 
     def save(self, path: Path) -> None:
         """Write masters, moments and counters to the file `path`, all or nothing; between steps only."""
@@ -106,6 +110,7 @@ class TransformersTrainer(GroupTrainer):
         self._take_masters()
         self.optimizer.begin_at(counters.updates)
         self.version, self.updates, self.metrics = counters.version, counters.updates, counters.metrics
+        self._proof = self.model.proof()
         self._begin_step()
 
     def park(self) -> Switch:
@@ -125,6 +130,7 @@ class TransformersTrainer(GroupTrainer):
 
     def update(self) -> dict[str, float]:
         metrics = super().update()
+        self._proof = self.model.proof()
         if self._offload == "all":
             self.park()  # Whatever generates next has the device; the next group takes it back.
         return metrics
