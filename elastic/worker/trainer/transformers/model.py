@@ -65,7 +65,9 @@ class CausalModel:
                 module.p = 0.0
         self.model.train()
         if activation_checkpointing:
-            self.model.activation_checkpointing_enable({"use_reentrant": False})
+            # Up to 5.19, which vLLM 0.32 asks for, transformers has it by another name.
+            named = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"
+            getattr(self.model, f"{named}_checkpointing_enable")({"use_reentrant": False})
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, tied parameters once, in the order of the model."""
