@@ -349,7 +349,9 @@ GOOD = {
     ),
     wire.Heartbeat: wire.Heartbeat(1, 1, 1, 1, {Account.IDLE: 1}, 1, 0.5, 1, 1),
     wire.Tokens: wire.Tokens.of([(Chunk(1, 0, 1, 0, FinishReason.STOP, "d", 1, 1), [1], [-0.5])]),
-    wire.WeightsReport: wire.WeightsReport(1, "", 1, 0.5, 0.5, 1, {"wire": 0.5}, [wire.UnverifiedWeights("a", "b")], [-0.5]),
+    wire.WeightsReport: wire.WeightsReport(
+        1, "", 1, 0.5, 0.5, 1, {"wire": 0.5}, [wire.UnverifiedWeights("a", "b")], [-0.5]
+    ),
     wire.Slept: wire.Slept(),
     wire.StillThere: wire.StillThere(),
     wire.Awoke: wire.Awoke(),
