@@ -218,6 +218,25 @@ def test_kv_of_one_version_is_never_found_by_another(make_engine, turn, publishe
         assert recorder.of(name + " again")[0].cached_tokens == 3 * block_tokens
 
 
+def test_kv_of_a_version_that_was_retrained_is_never_found(make_engine, turn, weights, engine_under_test, tmp_path):
+    """The trainer's next process has come to other bits under the same number; what runs goes on with the KV it has."""
+    block_tokens = engine_under_test.block_tokens
+    recorder = make_engine(version=None, kv_block_tokens=block_tokens)
+    prompt = counting(4 * block_tokens - 2)
+    for life in range(2):
+        key, place = SigningKey(), tmp_path / str(life)
+        publisher = Publisher(DirectoryRelay(place), "run", CONFIG.to_dict(), key=key)
+        publisher.publish(1, weights(life))
+        publisher.close()
+        recorder.load(RelaySource(run="run", version=1, relay=str(place), publisher=key.public), WeightMode.KEEP)
+        recorder.run(turn(f"life {life}", prompt=prompt))
+        assert recorder.of(f"life {life}")[0].cached_tokens == 0
+        running = turn(f"running {life}", prompt=prompt, max_new_tokens=LONG)
+        recorder.engine.submit([running])
+        recorder.until_tokens(running.request_id, 5)
+        assert recorder.of(running.request_id)[0].cached_tokens == 3 * block_tokens
+
+
 def test_a_delta_makes_the_weights_of_its_keyframe(make_engine, turn, weights, published, tmp_path):
     """Fetched and applied while turns run, tensor by tensor as a small step would change them."""
     stepped = weights(1)

@@ -102,6 +102,8 @@ class Service:
         )
         self._operations: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._wanted: wire.PullWeights | None = None
+        self._signed_by = ""
+        """The key of the trainer whose weights were loaded last."""
         self._loading: asyncio.Task[None] | None = None
         self._load_phase = LoadPhase.NONE
         self._training: Training | None = None
@@ -387,7 +389,8 @@ class Service:
                     self._order_weights(self._wanted, again=True)
 
     async def _load(self, order: wire.PullWeights, asked: OrchestratorLink, again: bool) -> None:
-        if not again and self._engine.statistics().weights_version == order.version:
+        served = self._engine.statistics().weights_version, self._signed_by
+        if not again and served == (order.version, order.publisher):
             self._send(wire.WeightsReport(order.version, "", 0, 0.0, 0.0, proof=self._proof()))
             return
         timeout_s, begun_s = self._welcome.pull_timeout_s, here().monotonic()
@@ -432,7 +435,7 @@ class Service:
             self._report_failure(order, asked, f"{type(error).__name__}: {error}", pulled.refused)
             self._name_idle_time()
         else:
-            self._load_phase = LoadPhase.NONE
+            self._load_phase, self._signed_by = LoadPhase.NONE, order.publisher
             self._name_idle_time()
             applied_s = here().monotonic()
             split_s: dict[wire.PullPart, float] = {

@@ -208,6 +208,16 @@ async def test_weights_superseded_while_they_wait_for_the_device_are_not_applied
     assert [version for version, _ in engine.loads] == [1, 3]
 
 
+async def test_a_version_that_is_served_is_pulled_again_for_another_trainer_only(orchestra: Orchestra) -> None:
+    """A resumed trainer has another key, and may have come to other bits under the same number."""
+    engine = ScriptedEngine()
+    await orchestra.at_work(engine)
+    for reports, key in enumerate(["", "", "ab" * 32, "ab" * 32, "cd" * 32], start=1):
+        orchestra.send(wire.PullWeights(1, FINISH, key))
+        await orchestra.until(lambda: len(orchestra.of(wire.WeightsReport)) == reports)  # noqa: B023
+    assert [version for version, _ in engine.loads] == [1, 1, 1]
+
+
 def assert_set(event: threading.Event) -> None:
     assert event.wait(10)
 

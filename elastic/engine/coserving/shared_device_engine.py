@@ -325,7 +325,7 @@ class SharedDeviceEngine(ControlledEngine):
         def finish() -> None:
             self._host = order.tensors
             self.runner.scrub_cache(keep)
-            self.table.use_version(order.version, keep)
+            self.table.use_version(order.version, keep, order.signed_by)
             self._until_measured.append(order.applied)
             self._announce_weights()
 

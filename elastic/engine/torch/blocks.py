@@ -1,7 +1,7 @@
 """The paged KV cache's book-keeping: which block belongs to whom, and which can be found again by content.
 
 A block holds the keys and values of `kv_block_tokens` consecutive tokens. A full one is registered under a
-digest of everything that its content depends on: the weights version, all tokens before it and its own. Blocks
+digest of everything that its content depends on: the weights, all tokens before it and its own. Blocks
 that nobody uses stay findable until their space is needed, least recently used first. Pure; no tensors here.
 Source: PagedAttention (vLLM), automatic prefix caching.
 """
@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 
-def root_digest(weights_version: int) -> bytes:
-    """Where a chain begins: KV of one version is never taken for another's."""
-    return blake2b(str(weights_version).encode(), digest_size=16).digest()
+def root_digest(weights_version: int, signed_by: str = "") -> bytes:
+    """Where a chain begins: KV of one version is never taken for another's, nor for that of the same version to which
+    another trainer process has come. `signed_by` is its key; empty where no weights of others are loaded."""
+    return blake2b(f"{weights_version} {signed_by}".encode(), digest_size=16).digest()
 
 
 def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:

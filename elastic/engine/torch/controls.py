@@ -38,6 +38,8 @@ class WeightsOrder(NamedTuple):
     """The change from the weights of `patch.base` to these."""
     lasts: bool = False
     """The tensors are in host memory, and stay there as they are until the next version is in force."""
+    signed_by: str = ""
+    """The key of the trainer that has published them; empty for tensors of this process."""
 
 
 class SwitchOrder(NamedTuple):
@@ -133,7 +135,9 @@ class ControlledEngine:
         verified, changes = self.runner.verify(tensors), weights.changes
         applies = changes is not None and changes.base == self.table.version and not self.parked
         patch = self.runner.patch_of(changes) if changes is not None and applies else None
-        order = WeightsOrder(weights.version, verified, mode, Future(), patch, isinstance(source, RelaySource))
+        pulled = isinstance(source, RelaySource)
+        signed_by = source.publisher if pulled else ""
+        order = WeightsOrder(weights.version, verified, mode, Future(), patch, pulled, signed_by)
         with self.changed:
             self._require_thread()
             self._refuse_closed()

@@ -185,7 +185,7 @@ class TorchEngine(ControlledEngine):
         self._host = order.tensors if order.lasts or self._keeps_all else {}
         if self.parked:
             with self.changed:
-                self.table.use_version(order.version, keep_kv=False)
+                self.table.use_version(order.version, keep_kv=False, signed_by=order.signed_by)
             order.applied.set_result(None)
             return
         try:
@@ -195,7 +195,7 @@ class TorchEngine(ControlledEngine):
                 self.runner.load(order.tensors)
             self.runner.scrub_cache(keep)
             with self.changed:
-                self.table.use_version(order.version, keep)
+                self.table.use_version(order.version, keep, order.signed_by)
                 self.pieces_applied += 1
         except Exception as error:
             self.table.version, self._host = None, {}

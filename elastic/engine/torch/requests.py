@@ -28,6 +28,7 @@ class RequestTable:
     ) -> None:
         self.scheduler = scheduler
         self.version: int | None = None
+        self._signed_by = ""
         self.decoded_tokens = 0
         self._vocab_size = vocab_size
         self._most_tokens = settings.max_context_tokens
@@ -89,12 +90,12 @@ class RequestTable:
         """An iteration failed: its requests end, the rest is computed afresh."""
         chunks = [self.end(item.sequence.request, FinishReason.ERROR, why) for item in work]
         if self.version is not None:
-            self.scheduler.use_version(self.version, keep_kv=False)
+            self.scheduler.use_version(self.version, keep_kv=False, signed_by=self._signed_by)
         return chunks
 
-    def use_version(self, version: int, keep_kv: bool) -> None:
-        self.scheduler.use_version(version, keep_kv)
-        self.version = version
+    def use_version(self, version: int, keep_kv: bool, signed_by: str) -> None:
+        self.scheduler.use_version(version, keep_kv, signed_by)
+        self.version, self._signed_by = version, signed_by
 
     def end(self, request: GenerateRequest, finish: FinishReason, detail: str = "") -> TokenChunk:
         chunk = self._last_chunk(request, finish, detail)

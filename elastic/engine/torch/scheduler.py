@@ -127,7 +127,7 @@ class BatchScheduler:
                 self.pool.register(sequence.blocks[index], sequence.digests[index])
             sequence.registered = full
 
-    def use_version(self, weights_version: int, keep_kv: bool) -> None:
+    def use_version(self, weights_version: int, keep_kv: bool, signed_by: str = "") -> None:
         """New weights: nothing cached can be found any more. Running sequences go on with the KV they have
         (whose mixture of versions is never shared), or are computed again."""
         for sequence in reversed(list(self.running)):
@@ -136,7 +136,7 @@ class BatchScheduler:
             else:
                 self._preempt(sequence)
         self.pool.forget()
-        self._root = root_digest(weights_version)
+        self._root = root_digest(weights_version, signed_by)
         for sequence in self:
             sequence.digests.clear()
 

@@ -16,6 +16,12 @@ def chain(version: int, tokens: list[int]) -> list[bytes]:
     return digests
 
 
+def test_a_chain_begins_with_the_version_and_whose_it_is():
+    roots = {root_digest(version, key) for version in (1, 11) for key in ("", "1", "ab", "cd")}
+    assert len(roots) == 8
+    assert root_digest(1) in roots
+
+
 class Pool(RuleBasedStateMachine):
     """Sequences over a tiny vocabulary come and go; what each block holds is remembered beside the pool."""
 
