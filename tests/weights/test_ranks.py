@@ -1,7 +1,7 @@
 """Several trainer ranks publish one version: what workers ask of them, and what becomes of it when one is gone."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,11 @@ from tests.weights.signed import TRUST, damage, flip, put_in_force
 
 SHAPES = {"a": (40, 5), "b": (30,), "c": (3,)}
 EVERY = whole(SHAPES)
-NEVER = {"keyframe_every": 100, "merge_every": 1}
+
+
+def trainer_of(relay: DirectoryRelay, ranks: int = 2, float32: Collection[str] = ()) -> Trainer:
+    """No keyframe is due."""
+    return Trainer(relay, SHAPES, meshes_of(SHAPES, ranks), [], float32, keyframe_every=100, merge_every=1)
 
 
 @contextmanager
@@ -63,10 +67,10 @@ def answered(relay: DirectoryRelay) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_keyframe_that_is_asked_for_is_put_at_once(tmp_path: Path, ranks: int):
     relay = DirectoryRelay(tmp_path)
-    trainer = Trainer(relay, SHAPES, meshes_of(SHAPES, ranks), [], float32=["b"], **NEVER)
-    for version in range(2):
-        full = randomly_patterned(SHAPES, version, ["b"])
-        trainer.publish(version, full)
+    trainer = trainer_of(relay, ranks, ["b"])
+    full = randomly_patterned(SHAPES, 1, ["b"])
+    trainer.publish(0, randomly_patterned(SHAPES, 0, ["b"]))
+    trainer.publish(1, full)
     damage(relay, delta_manifest_key(1, 0), flip)
     refused(relay, 1)
     with answering(trainer):
@@ -81,7 +85,7 @@ def test_a_keyframe_that_is_asked_for_is_put_at_once(tmp_path: Path, ranks: int)
 def test_a_keyframe_that_is_damaged_is_mended_where_it_is(tmp_path: Path):
     """Whichever rank's bucket it is; what is right stays, so that pulls of it go on."""
     relay = DirectoryRelay(tmp_path)
-    trainer = Trainer(relay, SHAPES, meshes_of(SHAPES, 2), [], **NEVER)
+    trainer = trainer_of(relay)
     full = randomly_patterned(SHAPES, 0)
     trainer.publish(0, full)
     buckets = [key for key in relay.list_keys() if key.endswith(".bin")]
@@ -99,7 +103,7 @@ def test_a_keyframe_that_is_damaged_is_mended_where_it_is(tmp_path: Path):
 def test_the_next_version_waits_for_a_keyframe_that_is_asked_for(tmp_path: Path):
     """A rank that is ahead still has the version before, until rank 0 begins with the next one."""
     relay = DirectoryRelay(tmp_path)
-    trainer = Trainer(relay, SHAPES, meshes_of(SHAPES, 2), [], **NEVER)
+    trainer = trainer_of(relay)
     first, second = trainer.publishers
     before, after = (randomly_patterned(SHAPES, version) for version in range(2))
     trainer.publish(0, before)
@@ -133,7 +137,7 @@ def test_nobody_asks_for_what_all_ranks_have_put(tmp_path: Path):
 def test_a_version_of_which_a_rank_died_can_be_published_again(tmp_path: Path):
     """Rank 1 dies between two of its buckets: the version is not there, nor is half of it when it is tried again."""
     relay = DirectoryRelay(tmp_path)
-    trainer = Trainer(relay, SHAPES, meshes_of(SHAPES, 2), [], **NEVER)
+    trainer = trainer_of(relay)
     before, after = (randomly_patterned(SHAPES, version) for version in range(2))
     trainer.publish(0, before)
     first, second = trainer.publishers
@@ -150,7 +154,7 @@ def test_a_version_of_which_a_rank_died_can_be_published_again(tmp_path: Path):
         first.publish(1, local_tensors(after, trainer.layout[0]))
     assert now_s[0] > 0.9 * PART_TIMEOUT_S
     assert published_versions(relay) == [0]
-    resumed = Trainer(relay, SHAPES, meshes_of(SHAPES, 2), [], **NEVER)
+    resumed = trainer_of(relay)
     resumed.publish(1, after)
     assert_has(Puller(relay, TRUST, shard=EVERY), EVERY, 1, after)
     for each in (trainer, resumed):
@@ -159,7 +163,7 @@ def test_a_version_of_which_a_rank_died_can_be_published_again(tmp_path: Path):
 
 def test_rank_0_reports_the_whole_version(tmp_path: Path):
     relay = DirectoryRelay(tmp_path)
-    trainer = Trainer(relay, SHAPES, meshes_of(SHAPES, 2), [], float32=["c"], **NEVER)
+    trainer = trainer_of(relay, float32=["c"])
     full = randomly_patterned(SHAPES, 0, ["c"])
     trainer.publish(0, full)
     moved = {name: tensor.clone() for name, tensor in full.items()}
