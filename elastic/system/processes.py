@@ -7,6 +7,7 @@
 """
 
 import contextlib
+import ctypes
 import fnmatch
 import os
 import signal
@@ -27,6 +28,9 @@ INHERITED = (
     *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
 """Names of environment variables, and patterns of names, that every process of a run inherits."""
+
+_PR_SET_PDEATHSIG = 1
+"""`prctl`'s, of Linux."""
 
 _SECRETS = ("*KEY*", "*TOKEN*", "*SECRET*", "*PASSW*", "*CREDENTIAL*")
 """Variables that patterns never match; a secret must be named."""
@@ -103,6 +107,14 @@ def end_own_kin() -> None:
         if pid != own and carries(pid, MARK_VARIABLE, mark):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process as soon as the thread that started it is gone, also while it is stopped."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
 
 
 def pids() -> Iterator[int]:

@@ -1,19 +1,15 @@
-"""Any decoder-only checkpoint that transformers loads, trained on one device."""
+"""Any decoder-only checkpoint that transformers loads, trained on one device, or in shards on several."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from elastic.config import Config
-from elastic.worker.trainer.base import StoredPolicy
+from elastic.worker.trainer.base import PolicyTrainer, StoredPolicy
 from elastic.worker.trainer.transformers.settings import TransformersSettings
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-    from elastic.worker.trainer.transformers.model import CausalModel
-    from elastic.worker.trainer.transformers.trainer import TransformersTrainer
 
 __all__ = ["Transformers", "TransformersSettings"]
 
@@ -52,28 +48,27 @@ class Transformers:
         examine_checkpoint(config.model.checkpoint, checkpoint, settings.lora)
 
     @staticmethod
-    def create(config: Config, settings: TransformersSettings, device: str) -> "TransformersTrainer":
+    def create(config: Config, settings: TransformersSettings, device: str) -> PolicyTrainer:
         """Raises `CheckpointError` for a policy that does not load, and `ValueError` for settings that it does not
         take."""
-        import torch
-
         from elastic.engine.torch.runner import device_named
-        from elastic.worker.trainer.transformers.trainer import TransformersTrainer
 
-        torch.set_num_threads(config.trainer.threads)
-        model = _model(config, settings, device_named(device))
-        rollout = config.rollout
-        return TransformersTrainer(
-            config.trainer, settings, model, rollout.groups, rollout.temperature, config.run.steps
-        )
+        if config.trainer.gpus > 1:
+            from elastic.worker.trainer.transformers.ranked import ranked_trainer
+
+            return ranked_trainer(config, settings, device_named(device))
+        from elastic.worker.trainer.transformers.making import trainer_on
+
+        return trainer_on(config, settings, device_named(device))
 
     @staticmethod
     def exported(config: Config, settings: TransformersSettings, checkpoint: Path) -> "Iterator[tuple[str, Tensor]]":
         import torch
 
         from elastic.worker.trainer.checkpoint import masters
+        from elastic.worker.trainer.transformers.making import model_on
 
-        model, found = _model(config, settings, torch.device("cpu")), dict(masters(checkpoint))
+        model, found = model_on(config, settings, torch.device("cpu")), dict(masters(checkpoint))
         yield from model.merged(found).items()
 
     @staticmethod
@@ -85,14 +80,3 @@ class Transformers:
         from elastic.worker.trainer.checkpoint import masters
 
         return settings.lora.folded(dict(masters(checkpoint)))
-
-
-def _model(config: Config, settings: TransformersSettings, device: "torch.device") -> "CausalModel":
-    from elastic.worker.trainer.transformers.model import CausalModel
-
-    given = config.model.checkpoint, device, settings.attention, settings.activation_checkpointing
-    if settings.lora is None:
-        return CausalModel(*given)
-    from elastic.worker.trainer.transformers.lora import AdaptedModel
-
-    return AdaptedModel(*given, settings.lora, config.run.seed)

@@ -45,7 +45,7 @@ class AdaptedModel(CausalModel):
             torch.manual_seed(seed)
             adapt(self.model, lora)
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
+    def named_parameters(self) -> dict[str, Tensor]:
         return dict(adapters(self.model))
 
     def as_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

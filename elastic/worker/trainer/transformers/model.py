@@ -69,9 +69,22 @@ class CausalModel:
             named = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"
             getattr(self.model, f"{named}_checkpointing_enable")({"use_reentrant": False})
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained, tied parameters once, in the order of the model."""
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters here are shards of the model's, on this rank of several."""
+        return False
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """What is trained here, tied parameters once, in the order of the model."""
         return dict(self.model.named_parameters())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the whole parameters."""
+        return {name: tuple(parameter.shape) for name, parameter in self.named_parameters().items()}
+
+    def gradients(self, loss: Tensor) -> list[Tensor | None]:
+        """The loss's, one a parameter; None for what has no part in it."""
+        return list(torch.autograd.grad(loss, list(self.named_parameters().values()), allow_unused=True))
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Keep parameters in this type, except those that the model says it needs in float32."""
@@ -82,6 +95,10 @@ class CausalModel:
 
     def distribution(self, row: PackedRow, temperature: float | Tensor) -> TokenDistribution:
         """What the row's trained tokens were sampled from, as the model has it now."""
+        return self.local_distribution(row, temperature)
+
+    def local_distribution(self, row: PackedRow, temperature: float | Tensor) -> TokenDistribution:
+        """As `distribution`, by this process's modules."""
         return self._distribution(row, temperature, self._plain_head)
 
     def _distribution(self, row: PackedRow, temperature: float | Tensor, plain_head: bool) -> TokenDistribution:
@@ -160,7 +177,7 @@ class CausalModel:
         return torch.cat(list(found))
 
     def _together(self) -> Tensor:
-        return self.distribution(row_of_sequences(self._probes()), 1.0).logprobs
+        return self.local_distribution(row_of_sequences(self._probes()), 1.0).logprobs
 
 
 def names_on_disk(directory: Path, model: Any, stored: Mapping[str, StoredTensor]) -> list[str]:

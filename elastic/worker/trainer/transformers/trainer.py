@@ -25,6 +25,7 @@ from elastic.worker.trainer.batches import Batch, UnusableGroup, check_trajector
 from elastic.worker.trainer.distribution import TokenDistribution
 from elastic.worker.trainer.groups import GroupFigures, GroupTrainer
 from elastic.worker.trainer.packing import GroupPart, PackedTrajectory, Packer, row_of
+from elastic.worker.trainer.ranks import ALONE, Ranks
 from elastic.worker.trainer.transformers.model import CausalModel
 from elastic.worker.trainer.transformers.settings import TransformersSettings
 
@@ -54,38 +55,48 @@ class TransformersTrainer(GroupTrainer):
         groups: int,
         temperature: float,
         steps: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         in_order = own.order == "launch"
         super().__init__(settings, model.vocab_size, groups, temperature, steps, in_order_of_launch=in_order)
         self.model = model
         named = model.named_parameters()
-        self._names, self._parameters = list(named), list(named.values())
-        dtype = _computed_in(own, model.device)
-        keeps_masters = own.offload != "none" or dtype != torch.float32
+        self._names, self._parameters, self._shapes = list(named), list(named.values()), model.shapes()
+        self._ranks = ranks
+        dtype = computed_in(own, model.device)
+        keeps_masters = own.offload != "none" or (dtype != torch.float32 and not model.sharded)
         self._offload = own.offload
         home = torch.device("cpu") if own.offload != "none" else model.device
         self._masters = [
             parameter.detach().to(home, torch.float32, copy=True) if keeps_masters else parameter
             for parameter in self._parameters
         ]
-        model.compute_in(dtype)
+        if not model.sharded:
+            model.compute_in(dtype)
         self.optimizer = AdamW(self._masters, settings.betas, settings.adam_epsilon, settings.weight_decay)
         self._sums = [torch.zeros_like(one, dtype=torch.float32, requires_grad=False) for one in self._parameters]
         self._row_tokens = settings.micro_batch_tokens if model.packs else 1
         self._packer = Packer[_Taken](self._row_tokens)
+        self._rows: list[Sequence[GroupPart[_Taken]]] = []
+        """Full ones, until there is one for each rank."""
         self._trained: list[_Trained] = []
         self._sums_are_zero = True
         self._parked = ParkedTensors()
         self._proof = model.proof()
 
     def tensors(self) -> dict[str, Tensor]:
+        """As the contract says, on the first rank; the others, which give it their shards, return nothing."""
         float32 = self.model.float32
         # Rounded first where all of it is: that takes half the memory.
         dtype = torch.float32 if float32 else torch.bfloat16
-        found = {
-            name: self._parked.content(master.detach()).to(dtype, copy=True)
-            for name, master in zip(self._names, self._masters, strict=True)
-        }
+        found: dict[str, Tensor] = {}
+        for name, master in zip(self._names, self._masters, strict=True):
+            own = self._parked.content(master.detach()).to(dtype, copy=True)
+            whole = self._ranks.collect(own, self._rows_of(name))
+            if whole is not None:
+                found[name] = whole if self._ranks.size == 1 else whole.cpu()
+        if not found:
+            return {}
         return {
             name: tensor.to(torch.float32 if name in float32 else torch.bfloat16).contiguous()
             for name, tensor in self.model.as_stored(found).items()
@@ -144,31 +155,42 @@ class TransformersTrainer(GroupTrainer):
         taken = _Taken(group, figures)
         pieces = [PackedTrajectory(taken, *one) for one in zip(group.trajectories, advantages, strict=True)]
         for parts in self._packer.take(pieces):
-            self._train_row(parts)
+            self._hold(parts)
 
     def _settle(self) -> None:
         for parts in self._packer.rest():
-            self._train_row(parts)
+            self._hold(parts)
+        self._train_rows()
         if not self._trained:
             self._forget_sums()
 
-    def _train_row(self, parts: Sequence[GroupPart[_Taken]]) -> None:
-        """Add the row's gradient, of groups that have not turned out to be of no use."""
-        parts = [part for part in parts if part.of.group.group not in self._unusable]
-        if not parts:
+    def _hold(self, parts: Sequence[GroupPart[_Taken]]) -> None:
+        self._rows.append(parts)
+        if len(self._rows) == self._ranks.size:
+            self._train_rows()
+
+    def _train_rows(self) -> None:
+        """Add the gradients of the rows that are held, one a rank, of groups that have not turned out to be of no
+        use."""
+        held, self._rows = self._rows, []
+        rows = [[part for part in parts if part.of.group.group not in self._unusable] for parts in held]
+        rows = [parts for parts in rows if parts]
+        if not rows:
             return
         kept: list[_Trained] = []
         losses: list[Tensor] = []
-        for part, own in zip(parts, self._distribution([part.batch for part in parts]), strict=True):
-            batch = part.batch
-            keep = self._agreement.compare(batch, own.logprobs.cpu(), part.workers, part.of.group.bounds)
-            loss = self._part_loss(_Trained(part, keep), own, part.of.figures)
-            if loss is not None:
-                kept.append(_Trained(part, keep))
-                losses.append(loss)
-        if not losses:
+        found = self._distributions([[part.batch for part in parts] for parts in rows])
+        for place, (parts, row) in enumerate(zip(rows, found, strict=True)):
+            for part, now in zip(parts, _split(row, [part.batch for part in parts]), strict=True):
+                keep = self._agreement.compare(part.batch, now.logprobs.cpu(), part.workers, part.of.group.bounds)
+                loss = self._part_loss(_Trained(part, keep), now, part.of.figures)
+                if loss is not None:
+                    kept.append(_Trained(part, keep))
+                    if place == self._ranks.rank:
+                        losses.append(loss)
+        if not kept:
             return
-        if self._add(torch.stack(losses).sum()):
+        if self._add(torch.stack(losses).sum() if losses else _nothing(found[self._place(rows)])):
             self._trained += kept
             return
         for trained in kept:
@@ -189,10 +211,11 @@ class TransformersTrainer(GroupTrainer):
             self._add(-self._loss_again(one))
 
     def _loss_again(self, trained: _Trained) -> Tensor:
-        (own,) = self._distribution([trained.part.batch])
-        loss = self._part_loss(trained, own, GroupFigures([]))
+        """Every rank computes it, and it counts on the first."""
+        now = self._row_distribution([trained.part.batch])
+        loss = self._part_loss(trained, now, GroupFigures([]))
         assert loss is not None, "some of its tokens were kept"
-        return loss
+        return loss if self._ranks.rank == 0 else loss * 0.0
 
     def _part_loss(self, trained: _Trained, now: TokenDistribution, figures: GroupFigures) -> Tensor | None:
         batch, keep = trained.part.batch.to(self.model.device), trained.keep
@@ -200,11 +223,11 @@ class TransformersTrainer(GroupTrainer):
         return self._loss(batch, now, there, figures)
 
     def _add(self, loss: Tensor) -> bool:
-        """Add the loss's gradient to the sums, if it is finite; returns whether it was."""
-        gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        """Add the gradient of all ranks' losses to the sums, if it is finite; returns whether it was."""
+        gradients = self.model.gradients(loss)
         there = [gradient for gradient in gradients if gradient is not None]
         sizes = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in there])
-        if not bool(sizes.isfinite().all()):
+        if not self._ranks.all_of(bool(sizes.isfinite().all())):
             return False
         self._sums_are_zero = False
         for total, gradient in zip(self._sums, gradients, strict=True):
@@ -217,8 +240,23 @@ class TransformersTrainer(GroupTrainer):
             total.zero_()
         self._sums_are_zero = True
 
-    def _distribution(self, batches: Sequence[Batch]) -> Iterator[TokenDistribution]:
-        """Yield what the tokens of each batch were sampled from; all of them share a row."""
+    def _place(self, rows: Sequence[object]) -> int:
+        """The row that this rank computes; without one of its own, the last once more."""
+        return min(self._ranks.rank, len(rows) - 1)
+
+    def _distributions(self, rows: Sequence[Sequence[Batch]]) -> list[TokenDistribution]:
+        """What the tokens of each row were sampled from, of at most one row a rank; a gradient comes from the own."""
+        place = self._place(rows)
+        own = self._row_distribution(rows[place])
+        counts = [sum(len(batch.logprobs) for batch in row) for row in rows]
+        mine = torch.stack((own.logprobs.detach(), own.entropy), 1)
+        given = self._ranks.gather(mine, [counts[min(rank, len(rows) - 1)] for rank in range(self._ranks.size)])
+        found = [TokenDistribution(*columns.unbind(1)) for columns in given[: len(rows)]]
+        found[place] = own
+        return found
+
+    def _row_distribution(self, batches: Sequence[Batch]) -> TokenDistribution:
+        """What the tokens of a row were sampled from, which these batches share."""
         counts, temperature = [len(batch.logprobs) for batch in batches], self._temperature
         heats = [batch.heat(temperature) for batch in batches]
         heat: float | Tensor = temperature
@@ -226,9 +264,7 @@ class TransformersTrainer(GroupTrainer):
             each = zip(heats, counts, strict=True)
             columns = [one if isinstance(one, Tensor) else torch.full((count, 1), one) for one, count in each]
             heat = torch.cat(columns).to(self.model.device)
-        now = self.model.distribution(row_of(batches), heat)
-        for logprobs, entropy in zip(now.logprobs.split(counts), now.entropy.split(counts), strict=True):
-            yield TokenDistribution(logprobs, entropy)
+        return self.model.distribution(row_of(batches), heat)
 
     @torch.no_grad()
     def _compare(self, trajectories: Sequence[TrajectoryData]) -> None:
@@ -239,17 +275,20 @@ class TransformersTrainer(GroupTrainer):
             return
         packer = Packer[None](self._row_tokens)
         pieces = [PackedTrajectory(None, trajectory, 0.0) for trajectory in wanting]
-        for (part,) in (*packer.take(pieces), *packer.rest()):
-            (own,) = self._distribution([part.batch])
-            self._agreement.compare(part.batch, own.logprobs.cpu(), part.workers, {})
+        parts = [part for (part,) in (*packer.take(pieces), *packer.rest())]
+        for begin in range(0, len(parts), self._ranks.size):
+            together = parts[begin : begin + self._ranks.size]
+            for part, now in zip(together, self._distributions([[part.batch] for part in together]), strict=True):
+                self._agreement.compare(part.batch, now.logprobs.cpu(), part.workers, {})
 
     def _has_gradient(self) -> bool:
         return bool(self._trained)
 
     def _make_update(self, share: float) -> float:
         self._trained.clear()
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(total) for total in self._sums])).item()
-        norm /= share
+        norms = torch.stack([torch.linalg.vector_norm(total) for total in self._sums])
+        all_norms = torch.cat(self._ranks.gather(norms, [len(norms)] * self._ranks.size))
+        norm = torch.linalg.vector_norm(all_norms).item() / share
         scale = min(1.0, self._settings.gradient_clip / max(norm, 1e-12)) / share
         home = self._masters[0].device
         self.optimizer.step([total.mul_(scale).to(home) for total in self._sums], self._rate)
@@ -263,6 +302,11 @@ class TransformersTrainer(GroupTrainer):
             if parameter is not master:
                 parameter.copy_(master)
 
+    def _rows_of(self, name: str) -> list[int]:
+        """How many rows of a parameter each rank holds."""
+        shape = self._shapes[name]
+        return [len(share) for share in self._ranks.shares(shape[0] if shape else 1)]
+
     def _state(self) -> dict[str, Tensor]:
         """All that learning goes on from, as it stands in the checkpoint."""
         kinds = {"master": self._masters, "exp_avg": self.optimizer.exp_avg, "exp_avg_sq": self.optimizer.exp_avg_sq}
@@ -273,7 +317,20 @@ class TransformersTrainer(GroupTrainer):
         }
 
 
-def _computed_in(own: TransformersSettings, device: torch.device) -> torch.dtype:
+def computed_in(own: TransformersSettings, device: torch.device) -> torch.dtype:
+    """The type in which rows are computed."""
     if own.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return torch.bfloat16 if own.dtype == "bfloat16" else torch.float32
+
+
+def _split(row: TokenDistribution, batches: Sequence[Batch]) -> Iterator[TokenDistribution]:
+    """Yield each batch's own of a row's."""
+    counts = [len(batch.logprobs) for batch in batches]
+    for logprobs, entropy in zip(row.logprobs.split(counts), row.entropy.split(counts), strict=True):
+        yield TokenDistribution(logprobs, entropy)
+
+
+def _nothing(row: TokenDistribution) -> Tensor:
+    """A loss whose gradient is zero: of a rank that has no row of its own, or nothing to train in it."""
+    return row.logprobs.sum() * 0.0

@@ -1,0 +1,43 @@
+"""Makes the trainer of one rank, in the process that is to compute for it."""
+
+import torch
+
+from elastic.config import Config
+from elastic.worker.trainer.ranks import ALONE, Ranks
+from elastic.worker.trainer.transformers.model import CausalModel
+from elastic.worker.trainer.transformers.settings import TransformersSettings
+from elastic.worker.trainer.transformers.trainer import TransformersTrainer, computed_in
+
+
+def trainer_on(
+    config: Config, settings: TransformersSettings, device: torch.device, ranks: Ranks = ALONE
+) -> TransformersTrainer:
+    """Raises `CheckpointError` for a policy that does not load, and `ValueError` for settings that it does not take."""
+    torch.set_num_threads(config.trainer.threads)
+    rollout = config.rollout
+    model = model_on(config, settings, device) if ranks.size == 1 else _sharded(config, settings, device, ranks)
+    return TransformersTrainer(
+        config.trainer, settings, model, rollout.groups, rollout.temperature, config.run.steps, ranks
+    )
+
+
+def model_on(config: Config, settings: TransformersSettings, device: torch.device) -> CausalModel:
+    """The base policy, whole. Raises as `trainer_on` does."""
+    given = config.model.checkpoint, device, settings.attention, settings.activation_checkpointing
+    if settings.lora is None:
+        return CausalModel(*given)
+    from elastic.worker.trainer.transformers.lora import AdaptedModel
+
+    return AdaptedModel(*given, settings.lora, config.run.seed)
+
+
+def _sharded(config: Config, settings: TransformersSettings, device: torch.device, ranks: Ranks) -> CausalModel:
+    from elastic.worker.trainer.transformers.sharded import ShardedModel
+
+    if settings.lora is not None:
+        raise ValueError(
+            f"trainer.gpus: found {ranks.size} with trainer.transformers.lora, whose adapters are trained on one GPU; "
+            "allowed: 1"
+        )
+    given = config.model.checkpoint, device, settings.attention, settings.activation_checkpointing
+    return ranks.in_turns(lambda: ShardedModel(*given, computed_in(settings, device), ranks))

@@ -1,0 +1,150 @@
+"""A trainer of several ranks in a process of its own, which may be made to die, and the tests that ask it.
+
+`python -m tests.trainer.ranks` is that process: it is told one order a line, and answers each with one.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+GROUPS = 4
+STEPS = 4
+
+
+def config_of(model: Path, gpus: int, own: dict[str, object] | None = None, **settings: object) -> dict[str, Any]:
+    """A run's configuration, of CPU ranks."""
+    return {
+        "model": {"checkpoint": str(model)},
+        "run": {"steps": STEPS},
+        "environment": {"name": "frozenlake"},
+        "engine": {"device": "cpu"},
+        "rollout": {"groups": GROUPS, "group_size": 4},
+        "trainer": {
+            "kind": "transformers",
+            "gpus": gpus,
+            "updates_per_step": 2,
+            "warmup_updates": 0,
+            "mismatch_max": 1e9,
+            "learning_rate": 1e-2,
+            "adam_epsilon": 1e-4,
+            "micro_batch_tokens": 45,
+            "transformers": own or {},
+        }
+        | settings,
+    }
+
+
+class RankedProcess:
+    """The process; orders are the methods of `_Orders`."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer.ranks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.pids: list[int] = []
+        """Of the further ranks."""
+        try:
+            self.pids = self.ask("make", config)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, what: str, *arguments: object) -> Any:
+        """Raises `ConnectionError` where the process has ended, and `ValueError` where it refuses."""
+        given, said = self._process.stdin, self._process.stdout
+        assert given is not None
+        assert said is not None
+        given.write(json.dumps([what, *arguments]) + "\n")
+        given.flush()
+        for line in said:
+            if line.startswith("["):
+                how, found = json.loads(line)
+                if how == "refused":
+                    raise ValueError(found)
+                return found
+        raise ConnectionError(f"the first rank ended with status {self._process.wait()}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class _Orders:
+    def make(self, config: dict[str, Any]) -> list[int]:
+        from elastic.config import Config
+        from elastic.worker.trainer import create_trainer
+
+        self._trainer: Any = create_trainer(Config.model_validate(config))
+        return getattr(self._trainer, "pids", [])
+
+    def train(self, seed: int, spoilt: int | None = None) -> dict[str, Any]:
+        """A step of groups drawn by `seed`, of which one may have log-probabilities that are no numbers."""
+        from msgspec.structs import replace
+
+        from tests.trainer.conftest import random_group
+
+        rng = random.Random(seed)
+        for index in range(GROUPS):
+            group = random_group(index, rng, [1.0, 0.0, 0.0, 1.0])
+            if index == spoilt:
+                last = group.trajectories[-1]
+                odd = replace(last.sampled, logprobs=bytearray(b"\0\0\xc0\x7f" * last.sampled.tokens))
+                group = replace(group, trajectories=[*group.trajectories[:-1], replace(last, sampled=odd)])
+            self._trainer.train_group(group)
+        metrics = self._trainer.update()
+        checks = [[one.worker, one.tokens, one.log_ratio] for one in self._trainer.take_checks()]
+        return {"metrics": metrics, "unusable": dict(self._trainer.unusable), "checks": checks}
+
+    def weights(self, path: str) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self._trainer.tensors(), path)
+
+    def save(self, path: str) -> None:
+        self._trainer.save(Path(path))
+
+    def load(self, path: str) -> int:
+        self._trainer.load(Path(path))
+        return self._trainer.version
+
+    def park(self) -> list[float]:
+        return list(self._trainer.park())
+
+    def resume(self) -> list[float]:
+        return list(self._trainer.resume())
+
+    def signal_when(self, function: str, number: int, rank: int) -> None:
+        """Send a rank a signal as soon as this function begins here: ranks do the same at the same time."""
+
+        def look(frame: FrameType, event: str, _: object) -> None:
+            if event == "call" and frame.f_code.co_qualname == function:
+                sys.setprofile(None)
+                os.kill(self._trainer.pids[rank - 1], number)
+
+        sys.setprofile(look)
+
+
+def main() -> None:
+    from elastic.engine.model.stored import CheckpointError
+
+    orders = _Orders()
+    for line in sys.stdin:
+        what, *arguments = json.loads(line)
+        order: Callable[..., Any] = getattr(orders, what)
+        try:
+            answer = ["done", order(*arguments)]
+        except (CheckpointError, ValueError) as error:
+            answer = ["refused", str(error)]
+        print(json.dumps(answer), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
