@@ -8,7 +8,11 @@ under `cpu` by CPU time, which other work on the machine leaves as it is.
 `loss_difference` is between the losses of the first pass. `peak_bytes` is what log-probabilities and entropy of one
 row add to a process at a vocabulary of 150,000, with their gradient, by chunks and from the whole matrix of logits.
 
-TRL needs `make .cache/trl/installed`; without it its figures are null. Neither side recomputes activations.
+`lora` is ours with adapters of rank 8 to all linear layers, and its state beside the whole model's as checkpoints have
+them.
+
+TRL needs `make .cache/trl/installed`, adapters `make .cache/trainers/installed`; without them their figures are null.
+Neither side recomputes activations.
 """
 
 import json
@@ -44,6 +48,9 @@ THREADS = 1
 """Two wait for each other where cores are shared."""
 HEAD = {"tokens": 512, "hidden": 64, "vocabulary": 150_000}
 TRL_PYTHON = ROOT / ".cache" / "trl" / "bin" / "python"
+TRAINERS_PYTHON = ROOT / ".cache" / "trainers" / "bin" / "python"
+LORA = {"r": 8, "lora_alpha": 16}
+WITHOUT_PEFT = "peft is not installed in .cache/trainers: `make .cache/trainers/installed`"
 WITHOUT_TRL = "TRL is not installed in .cache/trl: `make .cache/trl/installed`"
 ONE_RANK = "the trainer is one process on one device"
 
@@ -64,10 +71,10 @@ def batch_of(sequences: int) -> list[dict[str, Any]]:
 class Side:
     """A process that answers one order a line."""
 
-    def __init__(self, python: Path | str, script: Path, model: Path) -> None:
+    def __init__(self, python: Path | str, script: Path, model: Path, *options: str) -> None:
         command = [str(python), str(script), *(["--child"] if script == Path(__file__) else [])]
         self._process = subprocess.Popen(
-            [*command, str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, str(model), *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def ask(self, size: int) -> dict[str, float]:
@@ -85,8 +92,8 @@ class Side:
         self._process.wait()
 
 
-def child(model: Path) -> None:
-    """Our side."""
+def child(model: Path, *, adapts: bool) -> None:
+    """Our side: the whole model, or an adapter to it."""
     import torch
 
     from elastic.config import TrainerConfig
@@ -97,11 +104,17 @@ def child(model: Path) -> None:
     from elastic.worker.trainer.transformers.trainer import TransformersTrainer
 
     torch.set_num_threads(THREADS)
-    own = TransformersSettings.model_validate({"activation_checkpointing": False})
+    own = TransformersSettings.model_validate({"activation_checkpointing": False, "lora": LORA if adapts else None})
     settings = TrainerConfig.model_validate(
         {"updates_per_step": 1, "micro_batch_tokens": ROW_TOKENS, "learning_rate": 1e-12, "mismatch_max": 1e9}
     )
-    loaded = CausalModel(model, torch.device("cpu"), own.attention, own.activation_checkpointing)
+    given = model, torch.device("cpu"), own.attention, own.activation_checkpointing
+    if own.lora is None:
+        loaded = CausalModel(*given)
+    else:
+        from elastic.worker.trainer.transformers.lora import AdaptedModel
+
+        loaded = AdaptedModel(*given, own.lora, seed=0)
     trainer = TransformersTrainer(settings, own, loaded, 1, 1.0)
     trajectories = [
         PlainTrajectory(
@@ -119,7 +132,10 @@ def child(model: Path) -> None:
         trainer.train_group(TrainGroupFrame(step, "g", 0, trajectories))
         loss = trainer.update()["loss"]
         took = {"seconds": time.perf_counter() - begun_s, "cpu_s": time.process_time() - cpu_s}
-        print(json.dumps({**took, "loss": loss}), flush=True)
+        saved = model / f"state-{adapts}.safetensors"
+        if not step:
+            trainer.save(saved)
+        print(json.dumps({**took, "loss": loss, "state_bytes": saved.stat().st_size}), flush=True)
 
 
 def head_peak_bytes(how: str) -> int:
@@ -167,20 +183,38 @@ def measured(model: Path, sequences: int, rounds: int, *, with_trl: bool) -> dic
     given = {"batch": batch_of(sequences), "prompt_tokens": PROMPT_TOKENS, "threads": THREADS}
     (model / "batch.json").write_text(json.dumps(given))
     ours = Side(sys.executable, Path(__file__), model)
+    adapting = Side(TRAINERS_PYTHON, Path(__file__), model, "--lora") if TRAINERS_PYTHON.exists() else None
     theirs = Side(TRL_PYTHON, Path(__file__).with_name("_trl_loss.py"), model) if with_trl else None
     our_passes: list[dict[str, float]] = []
+    adapter_passes: list[dict[str, float]] = []
     their_passes: dict[int, list[dict[str, float]]] = {size: [] for size in SIZES}
     for _ in range(rounds):
         our_passes.append(ours.ask(0))
+        adapter_passes += [] if adapting is None else [adapting.ask(0)]
         for size in SIZES if theirs is not None else ():
             assert theirs is not None
             their_passes[size].append(theirs.ask(size))
     ours.close()
     our_s = _column(our_passes, "seconds")
-    figures: dict[str, Any] = {"tokens": tokens, "ours_tokens_per_s": tokens / statistics.median(our_s)}
+    figures: dict[str, Any] = {
+        "tokens": tokens,
+        "ours_tokens_per_s": tokens / statistics.median(our_s),
+        "lora": None,
+        "skipped_because": {},
+    }
+    if adapting is None:
+        figures["skipped_because"]["lora"] = WITHOUT_PEFT
+    else:
+        adapting.close()
+        figures["lora"] = {
+            "tokens_per_s": tokens / statistics.median(_column(adapter_passes, "seconds")),
+            "state_bytes": adapter_passes[0]["state_bytes"],
+            "state_over_full": adapter_passes[0]["state_bytes"] / our_passes[0]["state_bytes"],
+        }
     if theirs is None:
         absent = dict.fromkeys(("trl_tokens_per_s", "ratio", "ratio_best", "loss_difference"))
-        return {**figures, **absent, "skipped_because": {"trl": WITHOUT_TRL}}
+        figures["skipped_because"]["trl"] = WITHOUT_TRL
+        return {**figures, **absent}
     theirs.close()
     their_s = {size: _column(passes, "seconds") for size, passes in their_passes.items()}
     first, first_theirs = our_passes[0]["loss"], their_passes[SIZES[0]][0]["loss"]
@@ -226,7 +260,7 @@ def main(*, quick: bool) -> dict[str, Any]:
         figures = measured(model, sequences, rounds, with_trl=TRL_PYTHON.exists() and not quick)
     figures["peak_bytes"] = {how: head_peak_bytes(how) for how in ("ours", "full_logits")}
     figures["ranks"] = None
-    figures.setdefault("skipped_because", {})["ranks"] = ONE_RANK
+    figures["skipped_because"]["ranks"] = ONE_RANK
     if quick and TRL_PYTHON.exists():
         figures["skipped_because"]["trl"] = "beside it takes minutes"
     return figures
@@ -234,7 +268,7 @@ def main(*, quick: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child(Path(sys.argv[2]))
+        child(Path(sys.argv[2]), adapts="--lora" in sys.argv)
     elif sys.argv[1:2] == ["--head"]:
         head(sys.argv[2])
     else:
