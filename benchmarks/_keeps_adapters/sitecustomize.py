@@ -25,7 +25,7 @@ def _keep_the_first(extension: Any) -> None:
     extension.RankWeights._write_adapter = written
 
 
-class _Faulty(Loader):
+class _FaultyLoader(Loader):
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
@@ -37,13 +37,13 @@ class _Faulty(Loader):
         _keep_the_first(module)
 
 
-class _Finder(MetaPathFinder):
+class _ImportFault(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != MODULE:
             return None
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Faulty(spec.loader)
+            spec.loader = _FaultyLoader(spec.loader)
         return spec
 
 
@@ -57,4 +57,4 @@ def _of_a_dedicated_worker() -> bool:
 
 
 if _of_a_dedicated_worker():
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _ImportFault())
