@@ -165,6 +165,12 @@ class RolloutConfig(_Section):
         description="the run fails if a larger share of its trajectories has failed over ten steps, or in all there "
         "were; 1 never",
     )
+    refill: bool = Field(
+        True,
+        description="a member of a group that infrastructure has failed is replaced by a further one, while others of "
+        "the step are under way",
+    )
+    refill_most: int = Field(2, ge=1, description="times that a member may be replaced so")
     dynamic_sampling: bool = Field(
         False, description="launch groups until as many as are wanted have rewards that differ (DAPO)"
     )
