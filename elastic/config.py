@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
 from elastic.protocol.proxies import without_password
 from elastic.system.given import expanded, read_text
-from elastic.system.named_code import placed
+from elastic.system.named_code import ALLOWED, parsed, placed
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -321,11 +321,59 @@ class OverlongBufferConfig(_Section):
         return self
 
 
+DISTILLATION = "distillation"
+LOSSES = ("grpo", "gspo", "cispo", DISTILLATION)
+
+
+def _loss(name: str) -> str:
+    if name not in LOSSES:
+        try:
+            parsed(name)
+        except ValueError:
+            raise ValueError(f"must be one of {', '.join(LOSSES)}, or code: {ALLOWED}") from None
+    return name
+
+
+def low_high(text: str) -> tuple[float, float]:
+    """The bounds of an importance weight or a ratio, given as "low_high". Raises `ValueError`."""
+    try:
+        low, high = map(float, text.split("_"))
+    except ValueError:
+        low, high = math.nan, math.nan
+    if not 0 <= low < 1 < high < math.inf:
+        raise ValueError('must be a number, or "low_high" with low below 1 and high above it, such as "0.5_5"')
+    return low, high
+
+
+def _threshold(found: float | str) -> float | str:
+    if isinstance(found, str):
+        low_high(found)
+    elif not 1 <= found < math.inf:
+        raise ValueError('must be at least 1, or "low_high", such as "0.5_5"')
+    return found
+
+
+def _rs_threshold(found: float | str | None) -> float | str | None:
+    if isinstance(found, str):
+        low_high(found)
+    elif found is not None and not 0 < found < math.inf:
+        raise ValueError('must be above 0, or "low_high", such as "0.5_5"')
+    return found
+
+
+RejectionStatistic: TypeAlias = Literal[
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
+
+
 class LossConfig(_Section):
     """What every kind of trainer minimises. Keys are verl's, where it has them."""
 
-    loss: Literal["grpo", "gspo", "cispo"] = Field(
-        "grpo", description="grpo; gspo: a ratio a sequence; cispo: clipped weights that leave no token out"
+    loss: Annotated[str, AfterValidator(_loss)] = Field(
+        "grpo",
+        description="grpo; gspo: a ratio a sequence; cispo: clipped weights that leave no token out; distillation: "
+        "towards `reference`; or code of one's own, FILE.py:NAME or MODULE:NAME, which the trainer alone loads",
     )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         Field("token-mean", description="how the losses of a mini-batch's tokens become one")
@@ -352,9 +400,36 @@ class LossConfig(_Section):
     mask_truncated: bool = Field(
         False, description="give no gradient for trajectories that a limit of turns or tokens has ended"
     )
-    rollout_is_threshold: float = Field(
-        2.0, ge=1, description="largest importance weight of tokens more than one version old"
+    bypass_mode: bool = Field(
+        True,
+        description="take the log-probabilities with which tokens were sampled for those that ratios are to; false: "
+        "the trainer's own, with the weights at the step's beginning",
     )
+    rollout_is: Literal["token", "sequence"] | None = Field(
+        None,
+        description="with bypass_mode = false: weigh tokens by the trainer's probability over the engine's, each by "
+        "its own or by its sequence's",
+    )
+    rollout_is_threshold: Annotated[float | str, AfterValidator(_threshold)] = Field(
+        2.0,
+        description="largest importance weight of tokens more than one version old; with `rollout_is` of all, or "
+        '"low_high": tokens outside are masked',
+    )
+    rollout_rs: RejectionStatistic | None = Field(
+        None,
+        description="with bypass_mode = false: mask tokens or sequences whose divergence between trainer and engine is "
+        "beyond `rollout_rs_threshold`",
+    )
+    rollout_rs_threshold: Annotated[float | str | None, AfterValidator(_rs_threshold)] = Field(
+        None, description='most of it; of k1 a ratio\'s bounds, "low_high", or a number for 1 over it and it'
+    )
+    reference: GivenPath | None = Field(
+        None,
+        description="frozen policy, as `model.checkpoint`, that `kl_coefficient` and `distillation` look at; unset: "
+        "for the former `model.checkpoint` itself",
+    )
+    kl_coefficient: float = Field(0.0, ge=0, description="times the KL to `reference` (k3) in the loss of each token")
+    entropy_coefficient: float = Field(0.0, ge=0, description="times the entropy, taken from the loss of each token")
     overlong_buffer: OverlongBufferConfig | None = Field(
         None, description="take from the rewards of long trajectories before they are compared (DAPO)"
     )
@@ -366,12 +441,45 @@ class LossConfig(_Section):
                 "loss_scale_factor and loss_agg_mode = 'seq-mean-token-sum-norm' belong together (found "
                 f"{self.loss_scale_factor} and {self.loss_agg_mode!r})"
             )
+        for key in ("rollout_is", "rollout_rs"):
+            if self.bypass_mode and (found := getattr(self, key)) is not None:
+                raise ValueError(
+                    f"{key} needs bypass_mode = false: with it both of the policies that {key} compares are the "
+                    f"engine's (found {found!r})"
+                )
+        if self.rollout_is is None and isinstance(self.rollout_is_threshold, str):
+            raise ValueError(
+                f'rollout_is_threshold = "low_high" needs rollout_is, of which these are the bounds (found '
+                f"{self.rollout_is_threshold!r}; without it a number of at least 1)"
+            )
+        if (self.rollout_rs is None) != (self.rollout_rs_threshold is None):
+            raise ValueError(
+                f"rollout_rs and rollout_rs_threshold belong together (found {self.rollout_rs!r} and "
+                f"{self.rollout_rs_threshold!r})"
+            )
+        one_sided = self.rollout_rs is not None and not self.rollout_rs.endswith("k1")
+        if one_sided and isinstance(self.rollout_rs_threshold, str):
+            raise ValueError(
+                f"rollout_rs_threshold must be a number for {self.rollout_rs}, which is never below 0 (found "
+                f"{self.rollout_rs_threshold!r})"
+            )
+        if self.loss == DISTILLATION and self.reference is None:
+            raise ValueError("loss = 'distillation' needs reference, the policy that is distilled")
+        if self.reference is not None and not self.has_reference:
+            raise ValueError(
+                f"reference needs kl_coefficient above 0, or loss = 'distillation': nothing looks at it otherwise "
+                f"(found {str(self.reference)!r})"
+            )
         return self
+
+    @property
+    def has_reference(self) -> bool:
+        return self.kl_coefficient > 0 or self.loss == DISTILLATION
 
     @property
     def learns_from_equal_rewards(self) -> bool:
         """Whether a group can have a gradient where its members' rewards do not differ."""
-        return self.overlong_buffer is not None
+        return self.has_reference or self.entropy_coefficient > 0 or self.overlong_buffer is not None
 
 
 class TrainerConfig(LossConfig):
@@ -784,6 +892,11 @@ class Config(_Section):
         return own or self.model.checkpoint.name
 
     @property
+    def reference(self) -> Path | None:
+        """The frozen policy that the trainer compares its own with, if it does."""
+        return (self.trainer.reference or self.model.checkpoint) if self.trainer.has_reference else None
+
+    @property
     def resume_timeout_s(self) -> float:
         """How long a disconnected worker may come back."""
         least_s = FAR_RESUME_TIMEOUT_S if self.run.beyond_loopback else 0.0
@@ -812,6 +925,11 @@ class Config(_Section):
             raise ValueError(
                 f"front.policies must be other names than the model's own, which stands for the trajectory as a whole "
                 f"(found {name!r}, as front.model_name says it, or the checkpoint's directory)"
+            )
+        if self.trainer.loss == DISTILLATION and self.rollout.dynamic_sampling:
+            raise ValueError(
+                "rollout.dynamic_sampling drops groups whose rewards are equal, and trainer.loss = 'distillation' "
+                "looks at no rewards: leave one of them out"
             )
         if self.trainer.updates_per_step > self.rollout.groups:
             raise ValueError(

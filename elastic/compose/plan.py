@@ -120,17 +120,24 @@ def _in_turns(config: Config) -> Config:
 
 
 def _from_hub(config: Config) -> Config:
-    """With the directory of a base policy that is in the Hugging Face Hub's cache on this machine."""
-    checkpoint = config.model.checkpoint
+    """With the directories of policies that are in the Hugging Face Hub's cache on this machine."""
+    model, trainer = config.model, config.trainer
+    if (found := _in_hub(model.checkpoint)) is not None:
+        model = model.model_copy(update={"checkpoint": found})
+    if trainer.reference is not None and (found := _in_hub(trainer.reference)) is not None:
+        trainer = trainer.model_copy(update={"reference": found})
+    return config.model_copy(update={"model": model, "trainer": trainer})
+
+
+def _in_hub(checkpoint: Path) -> Path | None:
     if checkpoint.exists() or not HUB_ID.fullmatch(str(checkpoint)):
-        return config
+        return None
     try:
         from huggingface_hub import snapshot_download
 
-        directory = Path(snapshot_download(str(checkpoint), local_files_only=True))
+        return Path(snapshot_download(str(checkpoint), local_files_only=True))
     except (ImportError, OSError):
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"checkpoint": directory})})
+        return None
 
 
 def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPlan:
@@ -332,6 +339,7 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
             f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {policy.vocab_size} tokens; "
             f"environment {config.environment.name!r} needs at least {words}"
         )
+    _check_reference(config, policy.vocab_size)
     _check_pulls(config, BFLOAT16_BYTES * policy.parameters)
     if resumed is not None and checkpoints(resumed):
         _check_checkpoint(config, resumed)
@@ -351,6 +359,24 @@ def _check_engines(
             raise ConfigError(ConfigProblem(f"{problem}; allowed: 'vllm'", (*place, "engine", "kind")))
         if unserved is not None and (why := unserved(plan.config, trains, own)):
             raise ConfigError(ConfigProblem(f"found {config.kind!r}, and {why}", (*place, "engine", "kind")))
+
+
+def _check_reference(config: Config, vocab_size: int) -> None:
+    """The trainer's kind can load the reference, whose tokens are the policy's."""
+    reference = config.trainer.reference
+    if reference is None:
+        return
+    as_policy = config.model_copy(update={"model": config.model.model_copy(update={"checkpoint": reference})})
+    kind, settings = resolve_trainer(config.trainer, "")
+    try:
+        read_model_config(as_policy)
+        found = kind.examine(as_policy, settings).vocab_size
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.checkpoint", "trainer.reference")) from error
+    if found != vocab_size:
+        raise ConfigError(
+            f"trainer.reference: {reference} has a vocabulary of {found} tokens; allowed: the policy's, of {vocab_size}"
+        )
 
 
 def _check_checkpoint(config: Config, resumed: Path) -> None:

@@ -60,7 +60,10 @@ def group() -> Callable[..., TrainGroupFrame]:
 def trainer() -> Callable[..., GRPOTrainer]:
     """Makes trainers of equal fresh models."""
 
-    def make(groups: int = 6, temperature: float = 1.0, seed: int = 0, **settings: object) -> GRPOTrainer:
-        return GRPOTrainer(TrainerConfig.model_validate(settings), tiny_model(seed), groups, temperature)
+    def make(
+        groups: int = 6, temperature: float = 1.0, seed: int = 0, frozen: Qwen3 | None = None, **settings: object
+    ) -> GRPOTrainer:
+        keys = TrainerConfig.model_validate(settings)
+        return GRPOTrainer(keys, tiny_model(seed), groups, temperature, reference=frozen)
 
     return make

@@ -29,13 +29,13 @@ def test_it_is_that_of_all_logits(
     bias = drawn(seed + 2, VOCABULARY) if biased else None
     token_ids = torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(seed))
     temperature = temperatures or drawn(seed + 3, TOKENS, 1).abs() + 0.5
-    upstream = drawn(seed + 4, TOKENS)
+    upstream, of_entropy = drawn(seed + 4, TOKENS), drawn(seed + 5, TOKENS)
     inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     for tensor in inputs:
         tensor.requires_grad_()
 
     found = token_distribution(hidden, Head(weight, bias, softcap, scale), token_ids, temperature, chunk_elements)
-    gradients = torch.autograd.grad((found.logprobs * upstream).sum(), inputs)
+    gradients = torch.autograd.grad((found.logprobs * upstream).sum(), inputs, retain_graph=True)
 
     logits = scale * torch.nn.functional.linear(hidden, weight, bias)
     if softcap:
@@ -43,9 +43,13 @@ def test_it_is_that_of_all_logits(
     expected = torch.distributions.Categorical(logits=logits / temperature)
     torch.testing.assert_close(found.logprobs, expected.log_prob(token_ids), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.entropy, expected.entropy(), atol=1e-5, rtol=1e-5)
-    assert not found.entropy.requires_grad
-    references = torch.autograd.grad((expected.log_prob(token_ids) * upstream).sum(), inputs)
+    entropy_gradients = torch.autograd.grad((found.logprobs * upstream + found.entropy * of_entropy).sum(), inputs)
+    objective = (expected.log_prob(token_ids) * upstream).sum()
+    references = torch.autograd.grad(objective, inputs, retain_graph=True)
     for gradient, reference in zip(gradients, references, strict=True):
+        torch.testing.assert_close(gradient, reference, atol=1e-4, rtol=1e-4)
+    references = torch.autograd.grad(objective + (expected.entropy() * of_entropy).sum(), inputs)
+    for gradient, reference in zip(entropy_gradients, references, strict=True):
         torch.testing.assert_close(gradient, reference, atol=1e-4, rtol=1e-4)
 
 

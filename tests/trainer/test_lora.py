@@ -17,7 +17,7 @@ pytestmark = pytest.mark.trainers
 
 from elastic.worker.trainer.transformers import Transformers, TransformersSettings  # noqa: E402
 from elastic.worker.trainer.transformers.examination import examine  # noqa: E402
-from elastic.worker.trainer.transformers.lora import AdaptedModel  # noqa: E402
+from elastic.worker.trainer.transformers.lora import AdaptedModel, Unadapted  # noqa: E402
 from elastic.worker.trainer.transformers.model import CausalModel  # noqa: E402
 from elastic.worker.trainer.transformers.trainer import TransformersTrainer  # noqa: E402
 
@@ -181,3 +181,24 @@ def test_every_engine_serves_the_base_with_adapters_of_that_rank(tmp_path: Path)
     )
     assert "no adapters" in Transformers.unserved(config, TransformersSettings(), VllmSettings(base=tmp_path))
     assert json.loads(own.model_dump_json())["lora"]["r"] == 4
+
+
+def test_the_base_is_a_reference_that_takes_no_memory(tmp_path: Path) -> None:
+    """The same KL as to a copy of it, and adapters are trained on as they were."""
+    directory = write_model(tmp_path / "llama", "llama")
+    kept = CausalModel(directory, torch.device("cpu"), "auto", False)
+    own = settings_of(ATTENTION)
+    assert own.lora is not None
+    keys = TrainerConfig.model_validate(PLAIN | {"kl_coefficient": 0.1, "learning_rate": 1e-2})
+
+    def trained(copy: bool) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        assert own.lora is not None
+        model = AdaptedModel(directory, torch.device("cpu"), "auto", True, own.lora, seed=3)
+        made = TransformersTrainer(keys, own, model, GROUPS, 1.0, reference=kept if copy else Unadapted(model))
+        metrics = [step(made, groups_of(seed)) for seed in range(2)]
+        return metrics[-1], made.tensors()
+
+    (found, tensors), (expected, others) = trained(copy=False), trained(copy=True)
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert found["kl"] > 1e-4
+    assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from elastic.engine.model.checkpoint import CheckpointError
 from elastic.protocol.sampled import pack_ids
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
+from elastic.testing.trainers import step_of
 from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer import checkpoint
 from elastic.worker.trainer.embedded.trainer import GRPOTrainer
@@ -50,14 +52,22 @@ def groups_of(make, seed: int, count: int = GROUPS) -> list[TrainGroupFrame]:
     order=st.permutations(range(GROUPS)),
     skipped=st.sets(st.integers(0, GROUPS - 1)),
     updates=st.sampled_from([1, 2, 4]),
+    corrected=st.sampled_from([{}, {"bypass_mode": False, "rollout_is": "token", "loss": "gspo"}]),
 )
 def test_the_order_of_arrival_changes_no_bit(
-    trainer, group, tmp_path_factory, seed: int, order: list[int], skipped: set[int], updates: int
+    trainer,
+    group,
+    tmp_path_factory,
+    seed: int,
+    order: list[int],
+    skipped: set[int],
+    updates: int,
+    corrected: dict[str, object],
 ):
     directory = tmp_path_factory.mktemp("order")
 
     def train(arrivals: list[int]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        made = trainer(GROUPS, updates_per_step=updates)
+        made = trainer(GROUPS, updates_per_step=updates, **corrected)
         for index in arrivals:
             if index in skipped:
                 made.skip_group(index)
@@ -70,6 +80,98 @@ def test_the_order_of_arrival_changes_no_bit(
     (state, metrics), (other_state, other_metrics) = train(list(range(GROUPS))), train(order)
     assert metrics == other_metrics
     assert equal(state, other_state)
+
+
+CORRECTED = {"bypass_mode": False, "warmup_updates": 0, "learning_rate": 1e-2, "mismatch_max": 1e9}
+
+
+def test_ratios_of_a_later_mini_batch_are_to_the_weights_at_the_steps_beginning(trainer, group):
+    """And engines are compared with these, however many updates the step has made."""
+    groups = groups_of(group, 3)
+    one, two, bypassed = (
+        step(trainer(GROUPS, **(CORRECTED | keys)), groups)
+        for keys in ({"updates_per_step": 1}, {"updates_per_step": 2}, {"updates_per_step": 2, "bypass_mode": True})
+    )
+    assert one["ratio_mean"] == one["ratio_max"] == 1.0
+    assert 1.0 != two["ratio_mean"] == pytest.approx(1.0, abs=0.3)
+    assert two["log_ratio_mean"] == one["log_ratio_mean"] != bypassed["log_ratio_mean"]
+
+
+@pytest.mark.parametrize("keys", [{}, {"loss": "distillation", "reference": "teacher"}], ids=str)
+def test_a_park_within_a_step_changes_no_bit_of_kept_weights_or_the_reference(trainer, model, group, keys):
+    def train(parks: bool) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        settings = CORRECTED | {"updates_per_step": 2, "kl_coefficient": 0.1} | keys
+        made = trainer(2, frozen=model(7), **settings)
+        for each in groups_of(group, 4, 2):
+            made.train_group(each)
+            if parks:
+                made.park()
+                with torch.no_grad():
+                    for tensor in (*made.model.parameters(), *made.reference.parameters()):
+                        tensor.fill_(113)
+                made.resume()
+        return made.update(), made.tensors()
+
+    (metrics, tensors), (parked_metrics, parked_tensors) = train(parks=False), train(parks=True)
+    assert metrics == parked_metrics
+    assert metrics["kl"] > 0
+    assert equal(tensors, parked_tensors)
+
+
+def test_a_reference_that_is_the_policy_itself_holds_nothing_back_at_first_and_then_does(trainer, model, group):
+    free, held = trainer(GROUPS, **CORRECTED), trainer(GROUPS, frozen=model(), kl_coefficient=5.0, **CORRECTED)
+    apart: list[float] = []
+    for seed in range(3):
+        groups = groups_of(group, seed)
+        free_metrics, held_metrics = step(free, groups), step(held, groups)
+        if not seed:
+            assert held_metrics["kl"] == pytest.approx(0.0, abs=1e-2)
+        apart.append(held_metrics["kl"])
+    assert apart[-1] > 0
+    start = model().state_dict()
+
+    def moved(made: GRPOTrainer) -> float:
+        return math.fsum((one - start[name]).norm().item() for name, one in made.model.state_dict().items())
+
+    assert moved(held) < moved(free)
+    assert "kl" not in free_metrics
+
+
+def test_groups_of_equal_rewards_are_trained_on_where_rewards_are_not_all(trainer, model, group):
+    rng = random.Random(0)
+    equal_rewards = [group(0, rng, [1.0] * 4)]
+    alone = CORRECTED | {"updates_per_step": 1}
+    assert step(trainer(1, **alone), equal_rewards)["updates"] == 0
+    distilled = {"loss": "distillation", "reference": "teacher"}
+    for keys in ({"kl_coefficient": 0.1}, {"entropy_coefficient": 0.1}, distilled):
+        assert step(trainer(1, frozen=model(3), **alone, **keys), equal_rewards)["updates"] == 1
+
+
+def test_figures_tell_one_bad_source_from_the_others(trainer):
+    """By provider, with the engine that it has."""
+    rng = random.Random(1)
+    groups = step_of(0)
+    for each in groups:
+        for one in each.trajectories:
+            tokens = dict(one.sampled.origins)
+            logprobs = np.frombuffer(one.sampled.logprobs, np.float32)
+            logprobs = np.array(logprobs)
+            logprobs[tokens.get("reserved-1/w", 0) :] = -15.0 - rng.random()
+            one.sampled.logprobs[:] = logprobs.astype(np.float32).tobytes()
+    made = trainer(
+        len(groups), mismatch_max=1e9, bypass_mode=False, rollout_is="token", rollout_is_threshold="0.5_20000"
+    )
+    metrics = step(made, groups)
+    good, bad = "reserved", "spot"
+    assert metrics[f"tokens_seen/{good}"] + metrics[f"tokens_seen/{bad}"] == metrics["tokens_seen"] == metrics["tokens"]
+    assert metrics[f"log_ratio_mean/{good}"] < 2 < 8 < metrics[f"log_ratio_mean/{bad}"]
+    assert metrics[f"log_ratio_max/{bad}"] == metrics["log_ratio_max"] > 10
+    assert metrics[f"mismatch_kl/{bad}"] == pytest.approx(10.0), "each token's estimate is bounded"
+    assert metrics[f"masked_fraction/{good}"] < 0.7 < metrics[f"masked_fraction/{bad}"] <= 1
+    names = {name.partition("/")[0] for name in metrics if name.endswith(f"/{bad}")}
+    assert names == {
+        "tokens_seen", "log_ratio_mean", "log_ratio_max", "mismatch_kl", "masked_fraction", "clip_fraction",
+    }  # fmt: skip
 
 
 undisturbed: dict[tuple[int, int], list[dict[str, torch.Tensor]]] = {}

@@ -160,16 +160,44 @@ def test_a_step_is_the_embedded_trainers(tmp_path: Path) -> None:
         torch.testing.assert_close(ours.tensors()[name], tensor, atol=2e-2, rtol=2e-2, msg=name)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({"loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"}, marks=pytest.mark.trainers),
+        {"bypass_mode": False, "rollout_is": "sequence", "updates_per_step": 2, "kl_coefficient": 0.1},
+        pytest.param(
+            {"loss": "distillation", "reference": "teacher", "entropy_coefficient": 0.01}, marks=pytest.mark.trainers
+        ),
+    ],
+    ids=["gspo", "corrected", "distilled"],
+)
+def test_every_loss_is_the_embedded_trainers(tmp_path: Path, keys: dict[str, object]) -> None:
+    """With the same weights kept from the step's beginning, and the same reference."""
+    directory, teacher = write_model(tmp_path / "qwen3", "qwen3"), write_model(tmp_path / "teacher", "qwen3", seed=5)
+    settings = TrainerConfig.model_validate(PLAIN | {"learning_rate": 1e-2, "adam_epsilon": 1e-4} | keys)
+    embedded = GRPOTrainer(settings, load_model(directory), GROUPS, 1.0, reference=load_model(teacher))
+    chosen = TransformersSettings()
+    settings = settings.model_copy(update={"micro_batch_tokens": 60})
+    ours = TransformersTrainer(settings, chosen, loaded(directory), GROUPS, 1.0, reference=loaded(teacher))
+    for seed in range(2):
+        expected, found = step(embedded, groups_of(seed)), step(ours, groups_of(seed))
+        assert found == pytest.approx(expected, rel=5e-3, abs=1e-4)
+    for name, tensor in embedded.tensors().items():
+        torch.testing.assert_close(ours.tensors()[name], tensor, atol=2e-2, rtol=2e-2, msg=name)
+
+
 def test_how_rows_are_filled_changes_no_gradient(stored) -> None:
     metrics = [step(trainer_of(stored("llama"), micro_batch_tokens=tokens), groups_of(3)) for tokens in (1, 45, 10_000)]
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-4)
     assert metrics[2] == pytest.approx(metrics[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("order", ["launch", "arrival"])
-def test_the_order_of_arrival_changes_no_bit_where_launches_count(stored, order: str) -> None:
+@pytest.mark.parametrize(("order", "bypass_mode"), [("launch", True), ("launch", False), ("arrival", True)])
+def test_the_order_of_arrival_changes_no_bit_where_launches_count(stored, order: str, bypass_mode: bool) -> None:
     def train(places: Sequence[int]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        made = trainer_of(stored("llama"), {"order": order}, micro_batch_tokens=60, updates_per_step=2)
+        made = trainer_of(
+            stored("llama"), {"order": order}, micro_batch_tokens=60, updates_per_step=2, bypass_mode=bypass_mode
+        )
         groups = groups_of(6)
         for place in places:
             if place == 1:

@@ -34,7 +34,7 @@ class TokenDistribution(NamedTuple):
     logprobs: Tensor
     """[N], of the tokens that were sampled."""
     entropy: Tensor
-    """[N], detached, in nats."""
+    """[N], in nats."""
 
 
 def token_distribution(
@@ -55,9 +55,7 @@ def logits_distribution(logits: Tensor, token_ids: Tensor, temperature: float | 
     """The same from logits [N, V] that are there already, of heads that are no single layer."""
     log_softmax = torch.log_softmax(logits.float() / temperature, dim=-1)
     logprobs = log_softmax.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
-    with torch.no_grad():
-        entropy = -torch.linalg.vecdot(log_softmax.exp(), log_softmax)
-    return TokenDistribution(logprobs, entropy)
+    return TokenDistribution(logprobs, -torch.linalg.vecdot(log_softmax.exp(), log_softmax))
 
 
 class _Distribution(torch.autograd.Function):
@@ -82,14 +80,17 @@ class _Distribution(torch.autograd.Function):
             logits -= normalizers[part, None]
             logprobs[part] = logits.gather(-1, token_ids[part, None]).squeeze(-1)
             entropy[part] = -torch.linalg.vecdot(logits.exp(), logits)
-        ctx.save_for_backward(hidden, weight, bias, token_ids, normalizers)
+        ctx.save_for_backward(hidden, weight, bias, token_ids, normalizers, entropy)
         ctx.shape = temperature, softcap, scale, chunk
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, token_ids, normalizers = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, token_ids, normalizers, entropy = ctx.saved_tensors
+        of_logprobs, of_entropy = gradients
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(normalizers)
         temperature, softcap, scale, chunk = ctx.shape
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         hidden_gradient = torch.empty_like(hidden) if of_hidden else None
@@ -102,9 +103,15 @@ class _Distribution(torch.autograd.Function):
             capped = torch.tanh(plain / softcap).mul_(softcap) if softcap else plain
             # From here on in the place of the logits: minus their probabilities, and then their gradient.
             slope = capped.div(heat) if softcap else capped.div_(heat)
-            slope = slope.sub_(normalizers[part, None]).exp_().neg_()
+            slope = slope.sub_(normalizers[part, None])
+            uncertain = None
+            if of_entropy is not None:
+                uncertain = (slope + entropy[part, None]).mul_(slope.exp()).mul_(-of_entropy[part, None])
+            slope = slope.exp_().neg_()
             slope.scatter_add_(-1, token_ids[part, None], torch.ones_like(normalizers[part, None]))
-            slope.mul_(gradients[0][part, None] * scale / heat)
+            slope.mul_(of_logprobs[part, None] * scale / heat)
+            if uncertain is not None:
+                slope.add_(uncertain.mul_(scale / heat))
             if softcap:
                 slope.mul_(capped.div_(softcap).square_().neg_().add_(1.0))
             if bias_gradient is not None:

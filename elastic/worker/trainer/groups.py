@@ -19,16 +19,24 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from elastic.config import TrainerConfig
+from elastic.core.ids import provider_of
 from elastic.core.types import LogprobCheck
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.worker.trainer.agreement import StepAgreement
 from elastic.worker.trainer.batches import Batch, UnusableGroup, advantages_of, by_member, check_group, policy_tokens
 from elastic.worker.trainer.distribution import TokenDistribution
-from elastic.worker.trainer.objective import BatchLoss, Objective
+from elastic.worker.trainer.first_weights import FirstWeights
+from elastic.worker.trainer.losses import k3
+from elastic.worker.trainer.objective import BatchLoss, Beside, Objective
 from elastic.worker.trainer.schedules import learning_rate
+from elastic.worker.trainer.sources import SourceOf
+
+UNKNOWN = "unknown"
+"""The source of tokens of which nobody says who sampled them."""
 
 
 class SkippedGroup(NamedTuple):
@@ -38,8 +46,16 @@ class SkippedGroup(NamedTuple):
     trajectories: Sequence[TrajectoryData]
 
 
+class SourceFigures:
+    """Sums over the tokens of a group that come from one source."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {"tokens": 0.0, "log_ratio": 0.0, "kl": 0.0, "masked": 0.0, "clipped": 0.0}
+        self.log_ratio_max = 0.0
+
+
 class GroupFigures:
-    """Sums over a group's tokens that give a gradient."""
+    """Sums over a group's tokens that give a gradient, and by source over all that were looked at for one."""
 
     def __init__(self, rewards: list[float]) -> None:
         self.rewards = rewards
@@ -47,14 +63,20 @@ class GroupFigures:
         self.left_out = 0
         """Tokens of workers that disagree."""
         self.sums = defaultdict[str, float](float)
+        self.sources = defaultdict[str, SourceFigures](SourceFigures)
 
-    def note(self, found: BatchLoss) -> None:
+    def note(self, found: BatchLoss, origins: Tensor, sources: Sequence[str]) -> None:
+        """`origins`, [N], are places in `sources`, or -1."""
+        self._note_sources(found, origins, sources)
+        if found.loss is None:
+            return
         tokens = found.tokens
         self.ratio_max = max(self.ratio_max, tokens.ratio.max().item())
         sums = {
             "tokens": len(tokens.ratio),
             "loss": found.loss.item(),
             "entropy": found.entropy.sum().item(),
+            "kl": found.kl.sum().item(),
             "ratio": tokens.ratio.sum().item(),
             "clipped": tokens.clipped.sum().item(),
             "truncated": tokens.truncated.sum().item(),
@@ -62,6 +84,18 @@ class GroupFigures:
         }
         for name, value in sums.items():
             self.sums[name] += value
+
+    def _note_sources(self, found: BatchLoss, origins: Tensor, sources: Sequence[str]) -> None:
+        apart = found.log_ratio.abs()
+        columns = (torch.ones_like(apart), apart, k3(found.log_ratio), found.masked, found.clipped)
+        rows = torch.stack([column.double() for column in columns], 1)
+        names = {-1: UNKNOWN, **dict(enumerate(sources))}
+        for place in origins.unique().tolist():
+            own, source = origins == place, self.sources[names[place]]
+            *sums, most = torch.cat((rows[own].sum(0), apart[own].max().double()[None])).tolist()
+            source.log_ratio_max = max(source.log_ratio_max, most)
+            for name, value in zip(source.sums, sums, strict=True):
+                source.sums[name] += value
 
 
 class GroupTrainer(ABC):
@@ -81,10 +115,12 @@ class GroupTrainer(ABC):
         steps: int | None = None,
         *,
         in_order_of_launch: bool = False,
+        source_of: SourceOf = provider_of,
     ) -> None:
         """Tokens are below `vocabulary`; a step has so many `groups`, and the run `steps`, if that is known.
 
-        `in_order_of_launch` holds a group until those before it in its mini-batch are here.
+        `in_order_of_launch` holds a group until those before it in its mini-batch are here; `source_of` says under what
+        a worker's figures are told.
         """
         if settings.updates_per_step > groups:
             raise ValueError(f"updates_per_step: at most one a group, {groups} (found {settings.updates_per_step})")
@@ -95,6 +131,8 @@ class GroupTrainer(ABC):
         self._in_order_of_launch = in_order_of_launch
         self._last_update = None if steps is None else steps * settings.updates_per_step
         self._objective = Objective(settings)
+        self._source_of = source_of
+        self._first_weights = FirstWeights()
         self._rate = 0.0
         self.version = 0
         self.updates = 0
@@ -121,6 +159,10 @@ class GroupTrainer(ABC):
     @abstractmethod
     def _has_gradient(self) -> bool:
         """Whether any token of the mini-batch has given one."""
+
+    @abstractmethod
+    def _keep_first_weights(self) -> None:
+        """Have `self._first_weights` keep the weights."""
 
     @abstractmethod
     def _make_update(self, share: float) -> float:
@@ -184,6 +226,7 @@ class GroupTrainer(ABC):
         self._share_of_step = 0.0
         self._figures: dict[int, GroupFigures] = {}
         self._gradient_norms: list[float] = []
+        self._first_weights.forget()
 
     def _members(self, minibatch: int) -> set[int]:
         updates = self._settings.updates_per_step
@@ -243,22 +286,31 @@ class GroupTrainer(ABC):
         advantages = advantages_of(group.trajectories, self._settings)
         figures = self._figures[group.index] = GroupFigures(rewards)
         self._shares[group.index] = self._objective.share(policy_tokens(group), len(group.trajectories))
-        if any(advantages):
+        if any(advantages) or self._settings.learns_from_equal_rewards:
             self._learn(group, advantages, figures)
         else:
             self._compare(group.trajectories)
 
+    @property
+    def _asks_first_weights(self) -> bool:
+        """Whether log-probabilities of the weights at the step's beginning are wanted, which are others by now."""
+        return not self._settings.bypass_mode and bool(self._gradient_norms)
+
     def _loss(
-        self, batch: Batch, now: TokenDistribution, allowed: Tensor | None, figures: GroupFigures
+        self,
+        batch: Batch,
+        now: TokenDistribution,
+        beside: Beside,
+        allowed: Tensor | None,
+        figures: GroupFigures,
+        workers: Sequence[str],
     ) -> Tensor | None:
         """The loss of a batch of one group, a sum over the tokens that are `allowed` (None: all), whose figures are
-        noted; None where none of them gives a gradient. All is on one device."""
+        noted; None where none of them gives a gradient. All is on one device; `workers` are those of its origins."""
         if allowed is not None:
             figures.left_out += int((~allowed).sum())
-        found = self._objective.of(batch, now, self.version, allowed)
-        if found is None:
-            return None
-        figures.note(found)
+        found = self._objective.of(batch, now, self.version, allowed, beside)
+        figures.note(found, batch.origins, [self._source_of(worker) for worker in workers])
         return found.loss
 
     def _step_optimizer(self) -> None:
@@ -267,6 +319,11 @@ class GroupTrainer(ABC):
         self._share_of_step += share
         if not self._has_gradient():
             return
+        if (
+            not (self._settings.bypass_mode or self._gradient_norms)
+            and self._minibatch + 1 < self._settings.updates_per_step
+        ):
+            self._keep_first_weights()
         self._rate = learning_rate(self._settings, self.updates, self._last_update)
         self._gradient_norms.append(self._make_update(share))
         self.updates += 1
@@ -300,8 +357,37 @@ class GroupTrainer(ABC):
             "reward_mean": math.fsum(reward / max(1, len(rewards)) for reward in rewards),
             "learning_rate": self._rate if self._gradient_norms else 0.0,
             "updates": float(len(self._gradient_norms)),
+            **({"kl": per_token("kl")} if self._settings.has_reference else {}),
+            **_mismatch(groups),
         }
 
     def _check_between_steps(self, action: str) -> None:
         if self._seen:
             raise ValueError(f"{action}: a step is under way ({len(self._seen)} of {self._groups} groups are here)")
+
+
+def _mismatch(groups: Sequence[GroupFigures]) -> dict[str, float]:
+    """How far engines' log-probabilities were from the trainer's, and what came of it, in all and by source."""
+    names = sorted({name for group in groups for name in group.sources})
+    own = {name: [group.sources[name] for group in groups if name in group.sources] for name in names}
+    metrics = _mismatch_of([one for found in own.values() for one in found], "")
+    for name, found in own.items():
+        metrics |= _mismatch_of(found, f"/{name}")
+    return metrics
+
+
+def _mismatch_of(figures: Sequence[SourceFigures], suffix: str) -> dict[str, float]:
+    def total(name: str) -> float:
+        return math.fsum(one.sums[name] for one in figures)
+
+    tokens = total("tokens")
+    shown = {
+        "tokens_seen": tokens,
+        "log_ratio_mean": total("log_ratio") / max(1.0, tokens),
+        "log_ratio_max": max((one.log_ratio_max for one in figures), default=0.0),
+        "mismatch_kl": total("kl") / max(1.0, tokens),
+        "masked_fraction": total("masked") / max(1.0, tokens),
+    }
+    if suffix:
+        shown["clip_fraction"] = total("clipped") / max(1.0, tokens)
+    return {f"{name}{suffix}": value for name, value in shown.items()}

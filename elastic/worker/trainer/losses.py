@@ -8,6 +8,8 @@ loss for each token; how these are averaged is `loss_agg_mode`, and no matter of
   tokens: V-trace (arXiv 1802.01561), §4.1; `rollout_is_threshold`.
 - `gspo`: the same of one ratio a sequence, the geometric mean of its tokens': GSPO (arXiv 2507.18071), §4.
 - `cispo`: every token teaches, with a clipped weight: MiniMax-M1 (arXiv 2506.13585), §3.1.
+- `distillation`: `grpo` of another advantage, the log-ratio of a reference to the policy, token by token: the gradient
+  of the reverse KL on what the policy samples: GKD (arXiv 2306.13649), §3.
 
 No token's weight in the gradient exceeds the largest of 1 + `clip_ratio_high`, `clip_ratio_c` and the cap of old
 tokens, whatever its log-probabilities are.
@@ -15,17 +17,25 @@ tokens, whatever its log-probabilities are.
 Shapes: N tokens that the policy sampled, S sequences.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from elastic.config import LossConfig
+from elastic.system.named_code import CodeUnusable, load
+from elastic.system.plain_values import told
+
 LOG_RATIO_MAX = 20.0
 """Log-ratios are clamped to ± this, as in verl: their exponential stays finite in float32."""
 
 MOST_VERSIONS_APART = 1
 """Tokens more versions older than the trainer's have a truncated weight."""
+
+KL_MAX = 10.0
+"""A token's estimate of a KL is at most this, as in verl, and gives no gradient there."""
 
 
 class LossTokens(NamedTuple):
@@ -34,7 +44,7 @@ class LossTokens(NamedTuple):
     logprobs: Tensor
     """As the policy has them now, with their gradient."""
     proximal: Tensor
-    """Those that ratios are to, recorded where the tokens were sampled."""
+    """Those that ratios are to: recorded where the tokens were sampled, or of the weights at the step's beginning."""
     advantages: Tensor
     ages: Tensor
     """How many versions older than the trainer's the weights were that sampled the token."""
@@ -96,7 +106,40 @@ def cispo(tokens: LossTokens, clip: Clip) -> TokenLosses:
     return TokenLosses(-weight * tokens.advantages * tokens.logprobs, ratio, within != ratio, truncated)
 
 
-LOSSES: Mapping[str, Loss] = {"grpo": grpo, "gspo": gspo, "cispo": cispo}
+LOSSES: Mapping[str, Loss] = {"grpo": grpo, "gspo": gspo, "cispo": cispo, "distillation": grpo}
+
+
+def own_loss(name: str, settings: LossConfig) -> Loss:
+    """Load and try code of one's own: a function of `LossTokens` and a `LossConfig` that returns a loss for each token.
+
+    Raises `ValueError` for what cannot be loaded or called, and for what it returns.
+    """
+    try:
+        function = load(name)
+    except CodeUnusable as error:
+        raise ValueError(f"trainer.loss: {error}") from error
+
+    def loss(tokens: LossTokens, clip: Clip) -> TokenLosses:
+        found = function(tokens, settings)
+        shape = tuple(tokens.logprobs.shape)
+        if not isinstance(found, Tensor) or tuple(found.shape) != shape:
+            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+            raise ValueError(f"trainer.loss: {name} returned {what}; allowed: a loss for each token, of shape {shape}")
+        none = torch.zeros_like(tokens.ages, dtype=torch.bool)
+        return TokenLosses(found, torch.exp(_log_ratio(tokens)), none, none)
+
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    plain = torch.tensor([-1.5, -1.5, -1.5])
+    tokens = LossTokens(logprobs, plain, torch.ones(3), torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1]))
+    try:
+        tried = loss(tokens, Clip(0.2, 0.2, 3.0, math.inf)).loss
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"trainer.loss: {name} cannot be called: {told(error)}") from error
+    if not tried.requires_grad:
+        raise ValueError(f"trainer.loss: {name} returned a loss without a gradient of `logprobs`")
+    return loss
 
 
 def _surrogate(tokens: LossTokens, ratio: Tensor, clip: Clip) -> TokenLosses:
@@ -120,7 +163,18 @@ def _is_old(tokens: LossTokens) -> Tensor:
 
 
 def _log_ratio(tokens: LossTokens) -> Tensor:
-    return (tokens.logprobs.detach() - tokens.proximal).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+    return clamped(tokens.logprobs.detach() - tokens.proximal)
+
+
+def clamped(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Schulman's low-variance estimate of the KL from p to q, of samples of p and `log_ratio` = log q − log p. It is 0
+    or more for each token, [N]."""
+    near = clamped(log_ratio)
+    return (torch.exp(near) - near - 1).clamp(max=KL_MAX)
 
 
 def over_sequences(of: Callable[[Tensor], Tensor], values: Tensor, sequences: Tensor) -> Tensor:

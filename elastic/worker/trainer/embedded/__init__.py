@@ -44,11 +44,22 @@ class Embedded:
         from elastic.engine.model.stored import float32_names, stored_tensors
         from elastic.engine.torch.runner import device_named
         from elastic.worker.trainer.embedded.trainer import GRPOTrainer
+        from elastic.worker.trainer.sources import sources_of
 
         torch.set_num_threads(config.trainer.threads)
         model = load_model(config.model.checkpoint, device_named(device))
         rollout, float32 = config.rollout, float32_names(stored_tensors(config.model.checkpoint))
-        return GRPOTrainer(config.trainer, model, rollout.groups, rollout.temperature, config.run.steps, float32)
+        reference = None if config.reference is None else load_model(config.reference, device_named(device))
+        return GRPOTrainer(
+            config.trainer,
+            model,
+            rollout.groups,
+            rollout.temperature,
+            config.run.steps,
+            float32,
+            reference,
+            sources_of(config),
+        )
 
     @staticmethod
     def exported(config: Config, settings: TrainerSettings, checkpoint: Path) -> "Iterator[tuple[str, Tensor]]":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from elastic.config import TrainerConfig
+from elastic.core.ids import provider_of
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData, finite
 from elastic.system.parking import Switch
@@ -22,6 +23,8 @@ from elastic.worker.trainer.batches import Batch, UnusableGroup, check_trajector
 from elastic.worker.trainer.distribution import Head, TokenDistribution, token_distribution
 from elastic.worker.trainer.embedded.accumulator import GradientAccumulator, GradientOverflow
 from elastic.worker.trainer.groups import GroupFigures, GroupTrainer
+from elastic.worker.trainer.objective import Beside
+from elastic.worker.trainer.sources import SourceOf
 
 
 class GRPOTrainer(GroupTrainer):
@@ -35,9 +38,12 @@ class GRPOTrainer(GroupTrainer):
         temperature: float,
         steps: int | None = None,
         float32: Collection[str] = (),
+        reference: Qwen3 | None = None,
+        source_of: SourceOf = provider_of,
     ) -> None:
-        super().__init__(settings, model.config.vocab_size, groups, temperature, steps)
+        super().__init__(settings, model.config.vocab_size, groups, temperature, steps, source_of=source_of)
         self.model = model.float().train()
+        self.reference = None if reference is None else reference.float().requires_grad_(False)
         self._types = {
             name: torch.float32 if name in float32 else torch.bfloat16 for name, _ in model.named_parameters()
         }
@@ -79,11 +85,13 @@ class GRPOTrainer(GroupTrainer):
         """Take masters, moments and the gradients of the step under way off the device; `save` may still be called."""
         begun_s = time.monotonic()
         moments = (*self.optimizer.exp_avg, *self.optimizer.exp_avg_sq)
+        frozen = () if self.reference is None else self.reference.parameters()
+        state = (*self._parameters, *moments, *self._first_weights.copies, *frozen)
         sums = self.accumulator.sums
         if self.accumulator.is_zero:
-            size_bytes = self._parked.park((*self._parameters, *moments), zeros=sums)
+            size_bytes = self._parked.park(state, zeros=sums)
         else:
-            size_bytes = self._parked.park((*self._parameters, *moments, *sums))
+            size_bytes = self._parked.park((*state, *sums))
         return Switch(time.monotonic() - begun_s, size_bytes, held_bytes(self._device))
 
     def resume(self) -> Switch:
@@ -117,15 +125,29 @@ class GRPOTrainer(GroupTrainer):
     def _batch_gradient(
         self, batch: Batch, workers: Sequence[str], bounds: Mapping[str, float | None], figures: GroupFigures
     ) -> Sequence[Tensor]:
+        beside = self._beside(batch)
         now = self._distribution(batch)
         keep = self._agreement.compare(batch, now.logprobs, workers, bounds)
-        loss = self._loss(batch, now, keep, figures)
+        loss = self._loss(batch, now, beside, keep, figures, workers)
         return () if loss is None else torch.autograd.grad(loss, self._parameters)
 
-    def _distribution(self, batch: Batch) -> TokenDistribution:
-        """What the batch's tokens were sampled from, as the model has it now."""
-        states = self.model.states(batch.token_ids, batch.lengths)[batch.predicting()]
-        head = Head(self.model.lm_head.weight)
+    @torch.no_grad()
+    def _beside(self, batch: Batch) -> Beside:
+        first = None
+        if self._asks_first_weights:
+            with self._first_weights.there(self._parameters):
+                first = self._distribution(batch).logprobs
+        reference = None if self.reference is None else self._distribution(batch, self.reference).logprobs
+        return Beside(first, reference)
+
+    def _keep_first_weights(self) -> None:
+        self._first_weights.keep(self._parameters)
+
+    def _distribution(self, batch: Batch, by: Qwen3 | None = None) -> TokenDistribution:
+        """What the batch's tokens were sampled from, as the model has it now, or another one."""
+        model = by or self.model
+        states = model.states(batch.token_ids, batch.lengths)[batch.predicting()]
+        head = Head(model.lm_head.weight)
         return token_distribution(states, head, batch.token_ids[batch.trained], batch.heat(self._temperature))
 
     @torch.no_grad()

@@ -17,6 +17,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from elastic.engine.base import proof_text
+from elastic.worker.trainer.distribution import TokenDistribution
+from elastic.worker.trainer.packing import PackedRow
 from elastic.worker.trainer.transformers.model import Attention, CausalModel, row_of_sequences
 from elastic.worker.trainer.transformers.settings import LoraSettings
 
@@ -68,6 +70,26 @@ class AdaptedModel(CausalModel):
         """The log-probabilities that the adapted model gives to the fixed text, but for its first token."""
         row = row_of_sequences([torch.tensor(proof_text(self.vocab_size))])
         return self.distribution(row, 1.0).logprobs.float().tolist()
+
+
+class Unadapted:
+    """The base of an adapted model, as a reference that takes no memory of its own."""
+
+    def __init__(self, adapted: AdaptedModel) -> None:
+        self._adapted = adapted
+        self._layers = [module for module in adapted.model.modules() if isinstance(module, LoraLayer)]
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        return {}
+
+    def distribution(self, row: PackedRow, temperature: float | Tensor) -> TokenDistribution:
+        for layer in self._layers:
+            layer.enable_adapters(False)
+        try:
+            return self._adapted.distribution(row, temperature)
+        finally:
+            for layer in self._layers:
+                layer.enable_adapters(True)
 
 
 def adapt(model: Any, lora: LoraSettings, *, empty: bool = False) -> None:

@@ -4,7 +4,8 @@ import torch
 
 from elastic.config import Config
 from elastic.worker.trainer.ranks import ALONE, Ranks
-from elastic.worker.trainer.transformers.model import CausalModel
+from elastic.worker.trainer.sources import sources_of
+from elastic.worker.trainer.transformers.model import CausalModel, Reference
 from elastic.worker.trainer.transformers.settings import TransformersSettings
 from elastic.worker.trainer.transformers.trainer import TransformersTrainer, computed_in
 
@@ -17,7 +18,15 @@ def trainer_on(
     rollout = config.rollout
     model = model_on(config, settings, device) if ranks.size == 1 else _sharded(config, settings, device, ranks)
     return TransformersTrainer(
-        config.trainer, settings, model, rollout.groups, rollout.temperature, config.run.steps, ranks
+        config.trainer,
+        settings,
+        model,
+        rollout.groups,
+        rollout.temperature,
+        config.run.steps,
+        ranks,
+        _reference(config, settings, model, ranks),
+        sources_of(config),
     )
 
 
@@ -29,6 +38,28 @@ def model_on(config: Config, settings: TransformersSettings, device: torch.devic
     from elastic.worker.trainer.transformers.lora import AdaptedModel
 
     return AdaptedModel(*given, settings.lora, config.run.seed)
+
+
+def _reference(config: Config, settings: TransformersSettings, model: CausalModel, ranks: Ranks) -> Reference | None:
+    """The policy that `model` is compared with, if it is, sharded as that is; the base of adapters is there already."""
+    directory = config.reference
+    if directory is None:
+        return None
+    if settings.lora is not None and directory.resolve() == config.model.checkpoint.resolve():
+        from elastic.worker.trainer.transformers.lora import AdaptedModel, Unadapted
+
+        assert isinstance(model, AdaptedModel), "adapters are trained"
+        return Unadapted(model)
+    dtype = computed_in(settings, model.device)
+    if ranks.size > 1:
+        from elastic.worker.trainer.transformers.sharded import ShardedModel
+
+        given = directory, model.device, settings.attention, False, dtype, ranks
+        return ranks.in_turns(lambda: ShardedModel(*given))
+    reference = CausalModel(directory, model.device, settings.attention, activation_checkpointing=False)
+    reference.model.requires_grad_(False)
+    reference.compute_in(dtype)
+    return reference
 
 
 def _sharded(config: Config, settings: TransformersSettings, device: torch.device, ranks: Ranks) -> CausalModel:

@@ -8,7 +8,7 @@ alone. Where the first does not hold its own logits are used, and where the seco
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import structlog
 import torch
@@ -33,6 +33,16 @@ PROBE_TOLERANCE = 1e-4
 is a thousand times that."""
 OF_MASKS_ALONE = ("chunked_attention",)
 """Kinds of layers whose reach stands in their masks alone."""
+
+
+class Reference(Protocol):
+    """A frozen policy that another one is compared with."""
+
+    def named_parameters(self) -> Mapping[str, Tensor]:
+        """Those that are its own."""
+        ...
+
+    def distribution(self, row: PackedRow, temperature: float | Tensor) -> TokenDistribution: ...
 
 
 class CausalModel:

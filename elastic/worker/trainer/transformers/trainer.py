@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from elastic.config import TrainerConfig
+from elastic.core.ids import provider_of
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData, finite
 from elastic.system.parking import Switch
 from elastic.system.parking.tensors import ParkedTensors, held_bytes
@@ -24,9 +25,11 @@ from elastic.worker.trainer.adamw import AdamW
 from elastic.worker.trainer.batches import Batch, UnusableGroup, check_trajectories
 from elastic.worker.trainer.distribution import TokenDistribution
 from elastic.worker.trainer.groups import GroupFigures, GroupTrainer
+from elastic.worker.trainer.objective import Beside
 from elastic.worker.trainer.packing import GroupPart, PackedTrajectory, Packer, row_of
 from elastic.worker.trainer.ranks import ALONE, Ranks
-from elastic.worker.trainer.transformers.model import CausalModel
+from elastic.worker.trainer.sources import SourceOf
+from elastic.worker.trainer.transformers.model import CausalModel, Reference
 from elastic.worker.trainer.transformers.settings import TransformersSettings
 
 
@@ -56,10 +59,15 @@ class TransformersTrainer(GroupTrainer):
         temperature: float,
         steps: int | None = None,
         ranks: Ranks = ALONE,
+        reference: Reference | None = None,
+        source_of: SourceOf = provider_of,
     ) -> None:
         in_order = own.order == "launch"
-        super().__init__(settings, model.vocab_size, groups, temperature, steps, in_order_of_launch=in_order)
+        super().__init__(
+            settings, model.vocab_size, groups, temperature, steps, in_order_of_launch=in_order, source_of=source_of
+        )
         self.model = model
+        self.reference = reference
         named = model.named_parameters()
         self._names, self._parameters, self._shapes = list(named), list(named.values()), model.shapes()
         self._ranks = ranks
@@ -125,9 +133,12 @@ class TransformersTrainer(GroupTrainer):
         self._begin_step()
 
     def park(self) -> Switch:
-        """Take weights, masters, moments and sums off the device; `save` and `tensors` may still be called."""
+        """Take all weights, the reference's, too, masters, moments and sums off the device; `save` and `tensors` may
+        still be called."""
         begun_s = time.monotonic()
-        state = (*self._parameters, *self._masters, *self.optimizer.exp_avg, *self.optimizer.exp_avg_sq)
+        frozen = () if self.reference is None else self.reference.named_parameters().values()
+        moments = (*self.optimizer.exp_avg, *self.optimizer.exp_avg_sq)
+        state = (*self._parameters, *self._masters, *moments, *self._first_weights.copies, *frozen)
         there = [tensor for tensor in state if tensor.device == self.model.device]
         if self._sums_are_zero:
             size_bytes = self._parked.park(there, zeros=self._sums)
@@ -179,11 +190,13 @@ class TransformersTrainer(GroupTrainer):
             return
         kept: list[_Trained] = []
         losses: list[Tensor] = []
-        found = self._distributions([[part.batch for part in parts] for parts in rows])
+        batches = [[part.batch for part in parts] for parts in rows]
+        beside = self._beside(batches)
+        found = self._distributions(batches)
         for place, (parts, row) in enumerate(zip(rows, found, strict=True)):
-            for part, now in zip(parts, _split(row, [part.batch for part in parts]), strict=True):
+            for part, now, others in zip(parts, _split(row, batches[place]), beside[place], strict=True):
                 keep = self._agreement.compare(part.batch, now.logprobs.cpu(), part.workers, part.of.group.bounds)
-                loss = self._part_loss(_Trained(part, keep), now, part.of.figures)
+                loss = self._part_loss(_Trained(part, keep), now, others, part.of.figures)
                 if loss is not None:
                     kept.append(_Trained(part, keep))
                     if place == self._ranks.rank:
@@ -212,15 +225,18 @@ class TransformersTrainer(GroupTrainer):
 
     def _loss_again(self, trained: _Trained) -> Tensor:
         """Every rank computes it, and it counts on the first."""
+        ((beside,),) = self._beside([[trained.part.batch]])
         now = self._row_distribution([trained.part.batch])
-        loss = self._part_loss(trained, now, GroupFigures([]))
+        loss = self._part_loss(trained, now, beside, GroupFigures([]))
         assert loss is not None, "some of its tokens were kept"
         return loss if self._ranks.rank == 0 else loss * 0.0
 
-    def _part_loss(self, trained: _Trained, now: TokenDistribution, figures: GroupFigures) -> Tensor | None:
+    def _part_loss(
+        self, trained: _Trained, now: TokenDistribution, beside: Beside, figures: GroupFigures
+    ) -> Tensor | None:
         batch, keep = trained.part.batch.to(self.model.device), trained.keep
         there = None if keep is None else keep.to(self.model.device)
-        return self._loss(batch, now, there, figures)
+        return self._loss(batch, now, beside, there, figures, trained.part.workers)
 
     def _add(self, loss: Tensor) -> bool:
         """Add the gradient of all ranks' losses to the sums, if it is finite; returns whether it was."""
@@ -240,22 +256,39 @@ class TransformersTrainer(GroupTrainer):
             total.zero_()
         self._sums_are_zero = True
 
+    @torch.no_grad()
+    def _beside(self, rows: Sequence[Sequence[Batch]]) -> list[list[Beside]]:
+        """Log-probabilities by other weights of the tokens of each batch of each row, of at most one row a rank."""
+        first: list[Tensor | None] = [None] * len(rows)
+        reference = first
+        if self._asks_first_weights:
+            with self._first_weights.there(self._parameters):
+                first = [row.logprobs for row in self._distributions(rows)]
+        if self.reference is not None:
+            reference = [row.logprobs for row in self._distributions(rows, self.reference)]
+        each = zip(first, reference, rows, strict=True)
+        return [_split_beside(Beside(own, other), row) for own, other, row in each]
+
+    def _keep_first_weights(self) -> None:
+        self._first_weights.keep(self._parameters, torch.device("cpu") if self._offload != "none" else None)
+
     def _place(self, rows: Sequence[object]) -> int:
         """The row that this rank computes; without one of its own, the last once more."""
         return min(self._ranks.rank, len(rows) - 1)
 
-    def _distributions(self, rows: Sequence[Sequence[Batch]]) -> list[TokenDistribution]:
-        """What the tokens of each row were sampled from, of at most one row a rank; a gradient comes from the own."""
+    def _distributions(self, rows: Sequence[Sequence[Batch]], by: Reference | None = None) -> list[TokenDistribution]:
+        """What the tokens of each row were sampled from, of at most one row a rank, as the model has it now, or another
+        one; a gradient comes from the own."""
         place = self._place(rows)
-        own = self._row_distribution(rows[place])
+        own = self._row_distribution(rows[place], by)
         counts = [sum(len(batch.logprobs) for batch in row) for row in rows]
-        mine = torch.stack((own.logprobs.detach(), own.entropy), 1)
+        mine = torch.stack((own.logprobs, own.entropy), 1).detach()
         given = self._ranks.gather(mine, [counts[min(rank, len(rows) - 1)] for rank in range(self._ranks.size)])
         found = [TokenDistribution(*columns.unbind(1)) for columns in given[: len(rows)]]
         found[place] = own
         return found
 
-    def _row_distribution(self, batches: Sequence[Batch]) -> TokenDistribution:
+    def _row_distribution(self, batches: Sequence[Batch], by: Reference | None = None) -> TokenDistribution:
         """What the tokens of a row were sampled from, which these batches share."""
         counts, temperature = [len(batch.logprobs) for batch in batches], self._temperature
         heats = [batch.heat(temperature) for batch in batches]
@@ -264,7 +297,7 @@ class TransformersTrainer(GroupTrainer):
             each = zip(heats, counts, strict=True)
             columns = [one if isinstance(one, Tensor) else torch.full((count, 1), one) for one, count in each]
             heat = torch.cat(columns).to(self.model.device)
-        return self.model.distribution(row_of(batches), heat)
+        return (by or self.model).distribution(row_of(batches), heat)
 
     @torch.no_grad()
     def _compare(self, trajectories: Sequence[TrajectoryData]) -> None:
@@ -329,6 +362,13 @@ def _split(row: TokenDistribution, batches: Sequence[Batch]) -> Iterator[TokenDi
     counts = [len(batch.logprobs) for batch in batches]
     for logprobs, entropy in zip(row.logprobs.split(counts), row.entropy.split(counts), strict=True):
         yield TokenDistribution(logprobs, entropy)
+
+
+def _split_beside(row: Beside, batches: Sequence[Batch]) -> list[Beside]:
+    """Each batch's own of a row's."""
+    counts = [len(batch.logprobs) for batch in batches]
+    columns = [[None] * len(counts) if column is None else column.split(counts) for column in row]
+    return [Beside(*each) for each in zip(*columns, strict=True)]
 
 
 def _nothing(row: TokenDistribution) -> Tensor:
