@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.config import ConfigError, TrainerConfig, validate
-from elastic.worker.trainer.corrections import Bounds, importance_weights, rejected
+from elastic.worker.trainer.corrections import WeightBounds, importance_weights, rejected
 
 SEQUENCES = torch.tensor([0, 0, 1, 1, 1])
 LOG_RATIO = torch.tensor([0.1, 1.0, -0.2, 0.0, 0.4])
@@ -27,7 +27,7 @@ SUMS = (1.1, 1.1, 0.2, 0.2, 0.2)
 def test_weights_are_truncated_at_a_number_and_masked_outside_of_bounds(
     level: str, threshold: float | str, expected: list[float]
 ):
-    found = importance_weights(LOG_RATIO, SEQUENCES, level, Bounds.of(threshold))
+    found = importance_weights(LOG_RATIO, SEQUENCES, level, WeightBounds.of(threshold))
     torch.testing.assert_close(found, torch.tensor(expected))
 
 
@@ -68,7 +68,7 @@ def test_what_becomes_of_a_sequence_is_its_own_matter(rows: list[list[float]], d
     def judged(places: list[int]) -> dict[int, list[tuple[float, bool]]]:
         values = torch.tensor([value for place in places for value in rows[place]])
         numbers = torch.tensor([number for number, place in enumerate(places) for _ in rows[place]])
-        weights = importance_weights(values, numbers, level, Bounds.of("0.5_2"))
+        weights = importance_weights(values, numbers, level, WeightBounds.of("0.5_2"))
         out = rejected(values, numbers, statistic, 1.5)
         lengths = [len(rows[place]) for place in places]
         parts = zip(weights.split(lengths), out.split(lengths), strict=True)

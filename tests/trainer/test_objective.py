@@ -15,7 +15,7 @@ from elastic.protocol.wire import TrajectoryData
 from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer.batches import Batch, collate
 from elastic.worker.trainer.distribution import TokenDistribution
-from elastic.worker.trainer.objective import BatchLoss, Beside, Objective
+from elastic.worker.trainer.objective import BatchLoss, Objective, OtherLogprobs
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 MOVED = 0.1
@@ -122,7 +122,7 @@ def test_ratios_are_to_the_weights_at_the_steps_beginning_and_the_correction_to_
     now = TokenDistribution(logprobs, torch.zeros(3))
     for threshold, weights in ((2.0, [math.exp(0.2), 2.0, math.exp(-2)]), ("0.5_5", [math.exp(0.2), math.exp(1), 0])):
         objective = Objective(settings_of("token-mean", **CORRECTED, rollout_is_threshold=threshold))
-        found = objective.of(batch, now, 9, None, Beside(first))
+        found = objective.of(batch, now, 9, None, OtherLogprobs(first))
         assert found.loss is not None
         (gradient,) = torch.autograd.grad(found.loss, logprobs)
         torch.testing.assert_close(gradient, -math.exp(MOVED) * torch.tensor(weights, dtype=torch.float32))
@@ -154,7 +154,7 @@ def test_a_rejected_sequence_is_masked_and_counts_in_no_other_statistic():
 def test_the_kl_to_a_reference_and_the_entropy_are_in_each_tokens_loss():
     batch = batch_of([trajectory(0, 2)], [0.0])
     logprobs, entropy = batch.logprobs.clone().requires_grad_(), torch.tensor([0.5, 1.5], requires_grad=True)
-    beside = Beside(reference=batch.logprobs + torch.tensor([0.3, -0.3]))
+    beside = OtherLogprobs(reference=batch.logprobs + torch.tensor([0.3, -0.3]))
     keys = {"kl_coefficient": 0.5, "entropy_coefficient": 0.25}
     found = Objective(settings_of("token-mean", **keys)).of(
         batch, TokenDistribution(logprobs, entropy), 0, None, beside
@@ -174,7 +174,7 @@ def test_distillation_follows_the_reference_token_by_token_whatever_the_rewards(
     far = torch.tensor([0.5, -1.0, 0.0])
     objective = Objective(settings_of("token-mean", loss="distillation", reference="teacher"))
     found = objective.of(
-        batch, TokenDistribution(logprobs, torch.zeros(3)), 0, None, Beside(None, batch.logprobs + far)
+        batch, TokenDistribution(logprobs, torch.zeros(3)), 0, None, OtherLogprobs(None, batch.logprobs + far)
     )
     assert found.loss is not None
     torch.testing.assert_close(torch.autograd.grad(found.loss, logprobs)[0], -far)

@@ -21,19 +21,19 @@ from elastic.worker.trainer.losses import clamped, over_sequences
 _LEVELS = {"seq_sum": torch.sum, "seq_mean": torch.mean, "seq_max": torch.amax}
 
 
-class Bounds(NamedTuple):
+class WeightBounds(NamedTuple):
     """Of an importance weight; `low` is None where weights are truncated at `high` instead of masked outside."""
 
     low: float | None
     high: float
 
     @classmethod
-    def of(cls, threshold: float | str) -> "Bounds":
+    def of(cls, threshold: float | str) -> "WeightBounds":
         """As `[trainer] rollout_is_threshold` has it."""
         return cls(*low_high(threshold)) if isinstance(threshold, str) else cls(None, threshold)
 
 
-def importance_weights(log_ratio: Tensor, sequences: Tensor, level: str, bounds: Bounds) -> Tensor:
+def importance_weights(log_ratio: Tensor, sequences: Tensor, level: str, bounds: WeightBounds) -> Tensor:
     """What each token's loss is multiplied by, [N]; the level is "token", or "sequence", of the product over each."""
     weights = torch.exp(clamped(over_sequences(torch.sum, log_ratio, sequences) if level == "sequence" else log_ratio))
     if bounds.low is None:

@@ -31,7 +31,7 @@ from elastic.worker.trainer.batches import Batch, UnusableGroup, advantages_of, 
 from elastic.worker.trainer.distribution import TokenDistribution
 from elastic.worker.trainer.first_weights import FirstWeights
 from elastic.worker.trainer.losses import k3
-from elastic.worker.trainer.objective import BatchLoss, Beside, Objective
+from elastic.worker.trainer.objective import BatchLoss, Objective, OtherLogprobs
 from elastic.worker.trainer.schedules import learning_rate
 from elastic.worker.trainer.sources import SourceOf
 
@@ -300,7 +300,7 @@ class GroupTrainer(ABC):
         self,
         batch: Batch,
         now: TokenDistribution,
-        beside: Beside,
+        beside: OtherLogprobs,
         allowed: Tensor | None,
         figures: GroupFigures,
         workers: Sequence[str],

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from elastic.config import DISTILLATION, LossConfig
 from elastic.worker.trainer.batches import Batch
-from elastic.worker.trainer.corrections import Bounds, importance_weights, rejected
+from elastic.worker.trainer.corrections import WeightBounds, importance_weights, rejected
 from elastic.worker.trainer.distribution import TokenDistribution
 from elastic.worker.trainer.losses import LOSSES, Clip, LossTokens, TokenLosses, clamped, k3, own_loss
 
 
-class Beside(NamedTuple):
+class OtherLogprobs(NamedTuple):
     """Log-probabilities of a batch's tokens by other weights than the present ones, [N] each, without a gradient."""
 
     first: Tensor | None = None
@@ -56,7 +56,7 @@ class Objective:
         self._settings = settings
         self._loss = LOSSES.get(settings.loss) or own_loss(settings.loss, settings)
         threshold = settings.rollout_is_threshold
-        self._importance = None if settings.rollout_is is None else (settings.rollout_is, Bounds.of(threshold))
+        self._importance = None if settings.rollout_is is None else (settings.rollout_is, WeightBounds.of(threshold))
         cap = float(threshold) if settings.rollout_is is None else math.inf
         self._clip = Clip(settings.clip_ratio_low, settings.clip_ratio_high, settings.clip_ratio_c, cap)
 
@@ -67,13 +67,18 @@ class Objective:
         return sequences * (self._settings.loss_scale_factor or 1.0)
 
     def of(
-        self, batch: Batch, now: TokenDistribution, version: int, allowed: Tensor | None, beside: Beside | None = None
+        self,
+        batch: Batch,
+        now: TokenDistribution,
+        version: int,
+        allowed: Tensor | None,
+        beside: OtherLogprobs | None = None,
     ) -> BatchLoss:
         """The loss of a batch of whole sequences, by a trainer at `version`.
 
         `allowed`, [N], says which tokens may be trained on (None: all).
         """
-        settings, beside = self._settings, beside or Beside()
+        settings, beside = self._settings, beside or OtherLogprobs()
         first = now.logprobs.detach() if beside.first is None else beside.first
         log_ratio = clamped(first - batch.logprobs)
         kept = self._kept(batch, log_ratio, allowed)

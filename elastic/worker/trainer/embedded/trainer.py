@@ -23,7 +23,7 @@ from elastic.worker.trainer.batches import Batch, UnusableGroup, check_trajector
 from elastic.worker.trainer.distribution import Head, TokenDistribution, token_distribution
 from elastic.worker.trainer.embedded.accumulator import GradientAccumulator, GradientOverflow
 from elastic.worker.trainer.groups import GroupFigures, GroupTrainer
-from elastic.worker.trainer.objective import Beside
+from elastic.worker.trainer.objective import OtherLogprobs
 from elastic.worker.trainer.sources import SourceOf
 
 
@@ -132,13 +132,13 @@ class GRPOTrainer(GroupTrainer):
         return () if loss is None else torch.autograd.grad(loss, self._parameters)
 
     @torch.no_grad()
-    def _beside(self, batch: Batch) -> Beside:
+    def _beside(self, batch: Batch) -> OtherLogprobs:
         first = None
         if self._asks_first_weights:
             with self._first_weights.there(self._parameters):
                 first = self._distribution(batch).logprobs
         reference = None if self.reference is None else self._distribution(batch, self.reference).logprobs
-        return Beside(first, reference)
+        return OtherLogprobs(first, reference)
 
     def _keep_first_weights(self) -> None:
         self._first_weights.keep(self._parameters)

@@ -25,7 +25,7 @@ from elastic.worker.trainer.adamw import AdamW
 from elastic.worker.trainer.batches import Batch, UnusableGroup, check_trajectories
 from elastic.worker.trainer.distribution import TokenDistribution
 from elastic.worker.trainer.groups import GroupFigures, GroupTrainer
-from elastic.worker.trainer.objective import Beside
+from elastic.worker.trainer.objective import OtherLogprobs
 from elastic.worker.trainer.packing import GroupPart, PackedTrajectory, Packer, row_of
 from elastic.worker.trainer.ranks import ALONE, Ranks
 from elastic.worker.trainer.sources import SourceOf
@@ -232,7 +232,7 @@ class TransformersTrainer(GroupTrainer):
         return loss if self._ranks.rank == 0 else loss * 0.0
 
     def _part_loss(
-        self, trained: _Trained, now: TokenDistribution, beside: Beside, figures: GroupFigures
+        self, trained: _Trained, now: TokenDistribution, beside: OtherLogprobs, figures: GroupFigures
     ) -> Tensor | None:
         batch, keep = trained.part.batch.to(self.model.device), trained.keep
         there = None if keep is None else keep.to(self.model.device)
@@ -257,7 +257,7 @@ class TransformersTrainer(GroupTrainer):
         self._sums_are_zero = True
 
     @torch.no_grad()
-    def _beside(self, rows: Sequence[Sequence[Batch]]) -> list[list[Beside]]:
+    def _beside(self, rows: Sequence[Sequence[Batch]]) -> list[list[OtherLogprobs]]:
         """Log-probabilities by other weights of the tokens of each batch of each row, of at most one row a rank."""
         first: list[Tensor | None] = [None] * len(rows)
         reference = first
@@ -267,7 +267,7 @@ class TransformersTrainer(GroupTrainer):
         if self.reference is not None:
             reference = [row.logprobs for row in self._distributions(rows, self.reference)]
         each = zip(first, reference, rows, strict=True)
-        return [_split_beside(Beside(own, other), row) for own, other, row in each]
+        return [_split_beside(OtherLogprobs(own, other), row) for own, other, row in each]
 
     def _keep_first_weights(self) -> None:
         self._first_weights.keep(self._parameters, torch.device("cpu") if self._offload != "none" else None)
@@ -364,11 +364,11 @@ def _split(row: TokenDistribution, batches: Sequence[Batch]) -> Iterator[TokenDi
         yield TokenDistribution(logprobs, entropy)
 
 
-def _split_beside(row: Beside, batches: Sequence[Batch]) -> list[Beside]:
+def _split_beside(row: OtherLogprobs, batches: Sequence[Batch]) -> list[OtherLogprobs]:
     """Each batch's own of a row's."""
     counts = [len(batch.logprobs) for batch in batches]
     columns = [[None] * len(counts) if column is None else column.split(counts) for column in row]
-    return [Beside(*each) for each in zip(*columns, strict=True)]
+    return [OtherLogprobs(*each) for each in zip(*columns, strict=True)]
 
 
 def _nothing(row: TokenDistribution) -> Tensor:
