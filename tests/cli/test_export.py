@@ -68,6 +68,7 @@ def test_it_may_have_several_files(run: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_exported(elastic, refused, run: Path, config: Path, tmp_path: Path) -> None:
     refused(elastic("export", run, "-o", tmp_path / "policy", "--step", 7), "--step: found 7", "of steps 1, 2")
+    refused(elastic("export", run, "-o", tmp_path / "policy", "--merge"), "--merge", "trains whole models")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     refused(elastic("export", run, "-o", tmp_path / "full"), str(tmp_path / "full"), "not empty")

@@ -173,7 +173,7 @@ def test_transformers_and_vllm_load_what_is_exported(exported: Path) -> None:
 
     ours = said(exported)
     assert (ours - said(MODEL)).abs().max() > 0
-    model = vllm.LLM(str(exported), dtype="bfloat16", enforce_eager=True, max_model_len=256, max_num_seqs=4)
+    model = vllm.LLM(str(exported), dtype="bfloat16", enforce_eager=True, max_model_len=256, gpu_memory_utilization=0.2)
     wanted = vllm.SamplingParams(max_tokens=12, temperature=0.0, prompt_logprobs=0)
     (found,) = model.generate([{"prompt_token_ids": ids}], wanted, use_tqdm=False)
     theirs = [place[token].logprob for place, token in zip(found.prompt_logprobs[1:], ids[1:], strict=True)]

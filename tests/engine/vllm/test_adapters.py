@@ -7,7 +7,7 @@ pytest.importorskip("vllm")
 import torch
 
 from elastic.core.types import SamplingParameters, WeightMode
-from elastic.engine.base import GenerateRequest, WeightsMismatch
+from elastic.engine.base import GenerateRequest, WeightsMismatch, proof_text
 from elastic.engine.model.checkpoint import load_tensors, write_checkpoint
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
@@ -68,6 +68,13 @@ def assert_said_by(model: Qwen3, recorder, request: GenerateRequest) -> None:
     torch.testing.assert_close(torch.tensor(recorder.logprobs(request.request_id)), expected, atol=5e-4, rtol=0)
 
 
+def proof(model: Qwen3) -> torch.Tensor:
+    """What a version is known by, as the model has it."""
+    text = torch.tensor([proof_text(VOCABULARY)])
+    with torch.no_grad():
+        return model(text)[0, :-1].log_softmax(-1).gather(-1, text[0, 1:, None]).squeeze(-1)
+
+
 def test_each_version_is_the_base_with_its_adapter(adapting):
     adapting.engine.submit([turn("waits for a version")])
     for version in (1, 2):
@@ -77,6 +84,7 @@ def test_each_version_is_the_base_with_its_adapter(adapting):
         adapting.run(request)
         assert_said_by(reference(changed), adapting, request)
         assert set(adapting.versions(request.request_id)) == {version}
+        torch.testing.assert_close(torch.tensor(adapting.engine.proof), proof(reference(changed)), atol=5e-4, rtol=0)
     adapting.finish("waits for a version")
     assert set(adapting.versions("waits for a version")) == {1}
     assert adapting.tokens("policy 1") != adapting.tokens("policy 2")

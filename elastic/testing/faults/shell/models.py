@@ -62,12 +62,20 @@ def turn_tokens(noise_seed: int, longest: int) -> list[int]:
     return [1 + drawn(noise_seed, place) % (VOCABULARY - 1) for place in range(longest)]
 
 
+PROOF_TOKENS = 8
+
+
 def logprob_of(version: int, token: int, place: int) -> float:
     """Return the log-probability that the weights of a version give the token at this place of its trajectory.
 
     Those of different versions are about a nat apart in the mean.
     """
     return -3.0 * (drawn(version, token, place) % 1000) / 1000
+
+
+def proof_of(version: int, logprob: Callable[[int, int, int], float] = logprob_of) -> list[float]:
+    """The log-probabilities by which a version is known, as a device gives them."""
+    return [logprob(version, place, place) for place in range(PROOF_TOKENS)]
 
 
 SKIPPED = "skipped"
@@ -210,6 +218,8 @@ class ModelEngine:
         """Each with its tokens and how far it has come; the first `max_batch` run."""
         self._fresh: set[str] = set()
         self._version: int | None = None
+        self.proof: Sequence[float] = ()
+        """`elastic.engine.base.Provable`."""
         self._asleep = False
         self._iterating: asyncio.TimerHandle | None = None
         self._iterations = self._decoded = self._prompt = 0
@@ -264,7 +274,7 @@ class ModelEngine:
         except Exception:
             self._failed(source)
             raise
-        self._version = source.version
+        self._version, self.proof = source.version, proof_of(source.version, self._device.logprob)
         return 0.0
 
     def _failed(self, source: WeightsSource) -> None:
@@ -412,6 +422,7 @@ class ModelTrainer:
         has: Callable[[int, bytes], None],
         seen: Callable[[str, TrainedGroup], None] = lambda *_: None,
         mismatch_max: float = 0.2,
+        proves: bool = False,
     ) -> None:
         self.metrics: dict[str, float] = {}
         self.unusable: Mapping[str, str] = {}
@@ -420,6 +431,7 @@ class ModelTrainer:
         self._skipped: list[wire.TrajectoryData] = []
         self._seen = seen
         self._mismatch_max = mismatch_max
+        self._proves = proves
         self._stepped = stepped
         self._has = has
 
@@ -449,7 +461,7 @@ class ModelTrainer:
         self._skipped += trajectories
 
     def proof(self) -> list[float]:
-        return []
+        return proof_of(self.version) if self._proves else []
 
     def take_checks(self) -> list[LogprobCheck]:
         checks, self._checks = self._checks, []

@@ -17,7 +17,8 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     `drift` is the most by which a machine's clock runs faster than the world's. With `lying_disk` the disk loses synced
     data with its power. With `scored` functions compute the rewards. `machines` machines join with tickets. With `far`
     workers may be on other machines. With `life_s` the cloud's leases expire after that. With
-    `agents` these drive its trajectories, which end after `deadline_s`, or `idle_s` without a call.
+    `agents` these drive its trajectories, which end after `deadline_s`, or `idle_s` without a call. With `proves`
+    workers prove which version they serve.
     """
 
     seed: int
@@ -44,6 +45,7 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     agents: bool = False
     deadline_s: float = 60.0
     idle_s: float = 8.0
+    proves: bool = False
     faults: tuple[Fault, ...] = ()
     end_s: float = 0.0
     only: tuple[FaultKind, ...] = ()
@@ -60,6 +62,7 @@ AGENTS_SHARE = 1 / 12
 """Share of worlds of all kinds of faults whose trajectories agents drive. Fronts are killed in those, too."""
 LONG_IDLE_SHARE = 1 / 8
 """Share of those in which a trajectory is idle for longer than a turn goes on without a client."""
+PROVING_SHARE = 1 / 3
 LIFE_S = 4.0, 20.0
 SPAN_S = 30.0
 LONG_SHARE = 1 / 50
@@ -115,6 +118,7 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
         agents=agents,
         deadline_s=driven.choice((15.0, 15.0, 45.0)),
         idle_s=40.0 if driven.random() < LONG_IDLE_SHARE else 4.0,
+        proves=Random(f"{seed}/proofs").random() < PROVING_SHARE,
         faults=(*faults, calm),
         end_s=span_s,
         only=tuple(only),

@@ -546,7 +546,7 @@ class World:
 
         def trainer(config: Config) -> ModelTrainer:
             self._building[worker] = None
-            return make(self._learnt, has, self.seen.__setitem__, self.config.trainer.mismatch_max)
+            return make(self._learnt, has, self.seen.__setitem__, self.config.trainer.mismatch_max, self.plan.proves)
 
         poll_s = max(1.0, self.rare_s)
         host = TrainerHost(self.config, self.run.path, True, trainer, engine, shares_device, poll_s)
