@@ -433,7 +433,6 @@ MAY_DIFFER = frozenset(
         "balancing",
         "provisioning",
         "journal",
-        "logging",
         "simulation",
     }
 )

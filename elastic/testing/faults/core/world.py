@@ -43,7 +43,6 @@ from elastic.testing.faults.core.settings import (
     SimulatedProviderSettings,
     WorldSettings,
     draw_large_settings,
-    draw_refills,
     draw_settings,
     draw_sharing,
 )
@@ -101,9 +100,7 @@ def simulate(
     rng = Random(seed)
     draw = draw_large_settings if seed % LARGE_EVERY == LARGE_EVERY - 1 else draw_settings
     digests = digests or (settings is None and seed % REPLAYED_EVERY == REPLAYED_EVERY // 2)
-    if settings is None:
-        settings = draw_sharing(Random(f"{seed}/sharing"), draw(rng))
-        settings = draw_refills(Random(f"{seed}/refills"), settings)
+    settings = settings or draw_sharing(Random(f"{seed}/sharing"), draw(rng))
     faults = faults or draw_faults(rng, settings.fault_span_ns)
     commands: Sequence[TimedCommand] = ()
     if commanded:
