@@ -1,4 +1,4 @@
-.PHONY: run run-clouds jobs serve test test-shared test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-clients test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run run-clouds jobs serve test test-shared test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-loggers test-clients test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -30,7 +30,7 @@ serve: setup
 
 # Most tests share the cores, with the checks as well; those that fill the cores, or are judged by the clock, come after
 # them, one by one.
-ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres and not trl and not clients and not trainers
+ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres and not trl and not clients and not trainers and not loggers
 
 test: setup
 	$(MAKE) --no-print-directory --jobs=2 check test-shared
@@ -120,6 +120,19 @@ test-trainer: setup chat-model .cache/trainers/installed .cache/vllm-venv/instal
 	$(TRAINERS)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-trainers.txt
 	for site in .cache/trainers/lib/python3*/site-packages; do \
 		echo $(CURDIR)/.venv/$${site#.cache/trainers/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	touch $@
+
+# trackio, TensorBoard, W&B offline and MLflow themselves, in an environment of their own, which borrows everything else.
+LOGGERS := .cache/loggers/bin
+
+test-loggers: setup .cache/loggers/installed
+	$(LOGGERS)/python -m pytest -m loggers tests/loggers
+
+.cache/loggers/installed: requirements-loggers.txt
+	$(PYTHON) -m venv .cache/loggers
+	$(LOGGERS)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-loggers.txt
+	for site in .cache/loggers/lib/python3*/site-packages; do \
+		echo $(CURDIR)/.venv/$${site#.cache/loggers/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
 	touch $@
 
 # What agents bring, in environments of their own, which borrow everything else: renderers with the real chat model, and

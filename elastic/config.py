@@ -165,6 +165,12 @@ class RolloutConfig(_Section):
         description="the run fails if a larger share of its trajectories has failed over ten steps, or in all there "
         "were; 1 never",
     )
+    refill: bool = Field(
+        True,
+        description="a member of a group that infrastructure has failed is replaced by a further one, while others of "
+        "the step are under way",
+    )
+    refill_most: int = Field(2, ge=1, description="times that a member may be replaced so")
     dynamic_sampling: bool = Field(
         False, description="launch groups until as many as are wanted have rewards that differ (DAPO)"
     )
@@ -785,6 +791,22 @@ class JournalConfig(_Section):
     pending_mb: float = Field(64.0, gt=0, description="what may wait to be written, in MiB; beyond it workers wait")
 
 
+class LoggingConfig(_Section):
+    """Other people's loggers that get what the journal says of each step, by a process beside the run."""
+
+    to: tuple[Literal["trackio", "tensorboard", "wandb", "mlflow"], ...] = Field(
+        (), description="which loggers; their keys are variables that `run.pass_env` names: WANDB_API_KEY"
+    )
+    project: str = Field(
+        "elastic",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="the project, or experiment, in which the run has its own name",
+    )
+    samples: int = Field(4, ge=0, le=64, description="trajectories a step whose messages and rewards go along")
+    sample_bytes: int = Field(16_384, ge=256, le=1_048_576, description="most bytes of a trajectory's messages")
+    every_s: float = Field(2.0, ge=0.05, le=3600, description="time between two looks at the journal")
+
+
 class SimulationConfig(_Section):
     """What `elastic simulate` takes where its options do not say; live runs do not look at it."""
 
@@ -855,6 +877,7 @@ class Config(_Section):
     weights: WeightsConfig = Field(default_factory=WeightsConfig)  # type: ignore[arg-type]
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)  # type: ignore[arg-type]
     journal: JournalConfig = Field(default_factory=JournalConfig)  # type: ignore[arg-type]
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)  # type: ignore[arg-type]
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)  # type: ignore[arg-type]
     job: JobConfig = Field(default_factory=JobConfig)  # type: ignore[arg-type]
     front: FrontConfig | None = Field(None, description="fronts for agents; an environment that needs them has them")

@@ -45,6 +45,7 @@ COMMANDS = {
     ),
     "prepare": ("run", "Make an example's base policy by a short supervised warm-up, once."),
     "report": ("report", "Write a run's report: what it cost, what it gained, where every GPU-second went."),
+    "track": ("track", "Bring what a run's journal says of each step to loggers: while it goes on, or afterwards."),
     "export": ("export", "Write a run's policy as a Hugging Face directory, with its tokenizer and a model card."),
     "cap": (
         "control",

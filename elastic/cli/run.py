@@ -24,6 +24,7 @@ from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_
 from elastic.cli.progress import ProgressDisplay, bar
 from elastic.cli.supervise import supervise_run
 from elastic.cli.tables import show_listing
+from elastic.cli.track import check_logging
 from elastic.compose.agents import check_front
 from elastic.compose.execution import CANNOT_BEGIN, RunOutcome, execute
 from elastic.compose.incarnations import PastIncarnations, past_incarnations
@@ -178,6 +179,7 @@ def _show_dry_run(config: Config, names: list[str], where: str, *, as_json: bool
     plan = resolve(config, names, where)
     check_live(plan)
     check_policy(plan)
+    check_logging(config)
     asked_usd, unpriced = vendor_prices(plan)
     rows, calls = acquisitions(plan, asked_usd), reward_calls(plan)
     warnings = [*short_limits(config), *unpriced]
@@ -237,6 +239,7 @@ def _run(config: Config, names: list[str], where: str, resumed: Path | None, *, 
         # A pool's job does not have seconds at its start, where its trainer says the same.
         check_policy(plan, None if plan.in_turns else resumed)
         check_front(plan)
+    check_logging(config)
     run_dir = resumed or new_run_dir(config)
     progress = ProgressDisplay(console(stderr=True))
     go_on = f"go on with: {program()} run --resume {run_dir}"

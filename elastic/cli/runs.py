@@ -21,7 +21,7 @@ from elastic.protocol.api_client import Client
 from elastic.report import as_json as report_as_json
 from elastic.report import closing_table, summarise
 from elastic.runtime.journal import RUNNING, UNEXPECTED, DirectoryStore, JournalError, RunDirectory, SampleRow
-from elastic.runtime.status import RunStatus, core_words, tokens_at_risk, upstream_words
+from elastic.runtime.status import RunStatus, core_words, refilled_words, tokens_at_risk, upstream_words
 
 runs = typer.Typer(cls=WholeHelp, name="runs", rich_markup_mode=None)
 HostedName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id on the server, or `latest` there.")]
@@ -144,6 +144,8 @@ def show(
         shown.print(core_words(now.core_share, now.flush_interval_s, now.tokens_per_s), highlight=False)
     if now is not None and now.upstream is not None and now.upstream.calls:
         shown.print(upstream_words(now.upstream), highlight=False)
+    if summary.refilled:
+        shown.print(refilled_words(summary.refilled), highlight=False)
     shown.print(closing_table(summary))
 
 

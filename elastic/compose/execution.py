@@ -24,6 +24,7 @@ from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, read_model_config, r
 from elastic.compose.relay import weights_relay
 from elastic.compose.runs import claimed, load_run_config
 from elastic.compose.scheduling import limits, policies, run_plan, short_limits
+from elastic.compose.tracking import tracked
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
 from elastic.pool.client import PoolClient, PoolUnavailable, membership_here
@@ -89,6 +90,7 @@ async def execute(
         former = previous_incarnation(run, config) if resume else PreviousIncarnation(told=configured_budget(config))
         past = claims.enter_context(next_incarnation(run, config, scheduler)) if resume else PastIncarnations()
         (run_dir / "logs").mkdir(exist_ok=True)
+        await claims.enter_async_context(tracked(config, run_dir))
         notes = notes_of(plan, run_dir) | former.notes_to_keep()
         journal = run.begin_journal(config.journal, notes=notes)
         secrets = RunSecrets.of(run_dir)

@@ -433,6 +433,7 @@ MAY_DIFFER = frozenset(
         "balancing",
         "provisioning",
         "journal",
+        "logging",
         "simulation",
     }
 )

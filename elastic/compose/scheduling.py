@@ -41,6 +41,7 @@ def run_plan(plan: RunPlan) -> Plan:
         mismatch_max=plan.config.trainer.mismatch_max,
         max_failed_share=plan.config.rollout.max_failed_share,
         driven_outside=plan.driven_outside,
+        refill_most=plan.config.rollout.refill_most if plan.config.rollout.refill else 0,
     )
 
 

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from elastic.core.types import LeaseId, TrajectoryId, TurnId, WorkerId
+from elastic.core.types import InfrastructureCause, LeaseId, TrajectoryId, TurnId, WorkerId
 
 
 class _Command(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
@@ -131,6 +131,15 @@ class StartGroup(_Command, frozen=True):
     number: int = 0
 
 
+class RefillMember(_Command, frozen=True):
+    """Start `trajectory` as a further member of its group, from the group's initial state, in the place of the member
+    that it `replaces`. That one has failed for `cause`."""
+
+    trajectory: TrajectoryId
+    replaces: TrajectoryId
+    cause: InfrastructureCause
+
+
 class CancelTrajectory(_Command, frozen=True):
     trajectory: TrajectoryId
     cause: str
@@ -237,6 +246,7 @@ Command: TypeAlias = (
     | BlameWorker
     | BarLease
     | StartGroup
+    | RefillMember
     | CancelTrajectory
     | ScoreTrajectory
     | RecordReward

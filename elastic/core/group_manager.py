@@ -15,7 +15,7 @@ from elastic.core.reward_manager import RewardManager
 from elastic.core.run_state import Changed, RunState
 from elastic.core.steps import BatchRule, Group, Step
 from elastic.core.turn_manager import TurnManager
-from elastic.core.types import GroupState, TrajectoryId
+from elastic.core.types import GroupState, InfrastructureCause, TrajectoryId
 
 INFRASTRUCTURE = "infrastructure"
 """How the reason begins for dropping a group too few of whose members came to a reward."""
@@ -62,7 +62,8 @@ class GroupManager:
         self._end_trajectory(event.trajectory, reward if math.isfinite(reward) else f"reward was {reward}")
 
     def _on_trajectory_failed(self, event: e.TrajectoryFailed) -> None:
-        self._end_trajectory(event.trajectory, event.cause or "unknown cause")
+        infrastructure = self._run.turns.given_up(event.trajectory)
+        self._end_trajectory(event.trajectory, event.cause or "unknown cause", infrastructure)
 
     def _on_reward_requested(self, event: e.RewardRequested) -> None:
         member = self._member(event.trajectory)
@@ -72,20 +73,42 @@ class GroupManager:
 
     def take_rewards(self) -> None:
         """End the trajectories of which it is known by now what scoring them has come to."""
-        for trajectory, outcome in self._rewards.take_outcomes():
-            self._end_trajectory(trajectory, outcome)
+        for scored in self._rewards.take_outcomes():
+            self._end_trajectory(*scored)
 
-    def _end_trajectory(self, trajectory: TrajectoryId, outcome: float | str) -> None:
+    def _end_trajectory(
+        self, trajectory: TrajectoryId, outcome: float | str, infrastructure: InfrastructureCause | None = None
+    ) -> None:
         member = self._member(trajectory)
         if member is None:
             return
         step, group = member
-        self._end_turns(group, trajectory, "the trajectory ended")
+        refilled = infrastructure is not None and self._may_refill(step, group, trajectory)
+        if refilled:
+            self._turns.cancel(trajectory, "the trajectory is replaced")
+        else:
+            self._end_turns(group, trajectory, "the trajectory ended")
         self._rewards.forget((trajectory,))
         step.end(group, trajectory, outcome)
         self._run.outcomes.now.note(outcome)
-        if not group.unfinished:
+        if infrastructure is not None and refilled:
+            self._refill(step, group, trajectory, infrastructure)
+        elif not group.unfinished:
             self._complete(step, group)
+
+    def _may_refill(self, step: Step, group: Group, trajectory: TrajectoryId) -> bool:
+        """Whether another member may come in this one's place: while others of the step are under way, and the group
+        does not already have to be trained on in this one of several steps."""
+        run = self._run
+        if not run.active or step.unended == 1 or group.times_refilled(trajectory) >= run.plan.refill_most:
+            return False
+        oldest = group.oldest_token
+        return run.plan.staleness_bound == 0 or oldest is None or oldest > run.oldest_version
+
+    def _refill(self, step: Step, group: Group, trajectory: TrajectoryId, cause: InfrastructureCause) -> None:
+        further = step.refill(group, trajectory, cause)
+        self._run.outcomes.note_refill(cause)
+        self._run.out.append(c.RefillMember(trajectory=further, replaces=trajectory, cause=cause))
 
     def _end_turns(self, group: Group, trajectory: TrajectoryId, cause: str) -> None:
         group.note_token(self._run.turns.oldest_token(trajectory))

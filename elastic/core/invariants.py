@@ -334,7 +334,7 @@ def _check_step(s: Scheduler) -> None:
     if s.phase is Phase.RUNNING and training != ([s.training] if s.training else []):
         raise InvariantViolated(3, f"step {s.step.number}", f"{training} are training, the trainer is at {s.training}")
     for group in s.step.groups.values():
-        _check_group(group)
+        _check_group(s, group)
         _check_staleness(s, group, s.step.version)
     slots = [group.slot for group in s.step.groups.values() if group.slot is not None]
     if sorted([*slots, *s.step.free_slots]) != list(range(s.plan.groups)):
@@ -344,7 +344,7 @@ def _check_step(s: Scheduler) -> None:
         raise InvariantViolated(9, f"step {s.step.number}", f"counts {s.step.unended} unended, has {unended}")
 
 
-def _check_group(group: Group) -> None:
+def _check_group(s: Scheduler, group: Group) -> None:
     def require(number: int, holds: bool, found: Found) -> None:
         if not holds:
             raise InvariantViolated(number, f"group {group.id} ({group.state})", _told(found), group.story)
@@ -355,6 +355,14 @@ def _check_group(group: Group) -> None:
     require(3, (group.state is GroupState.DROPPED) is bool(group.drop_reason), lambda: f"reason {group.drop_reason!r}")
     scored = all(reward - reward == 0 for reward in group.members.values() if isinstance(reward, float))
     require(11, scored, lambda: f"rewards {group.finished}")
+    size = len(group.members) - len(group.refills)
+    require(3, size == s.plan.group_size, lambda: f"is of {size} members, but for those in the place of others")
+    replaced = [refill.replaces for refill in group.refills.values()]
+    require(3, len(set(replaced)) == len(replaced), lambda: f"one member is replaced twice: {replaced}")
+    failed = all(isinstance(group.members[trajectory], str) for trajectory in replaced)
+    require(11, failed, lambda: f"of {group.members} are replaced {replaced}")
+    often = max(map(group.times_refilled, group.refills), default=0)
+    require(12, often <= s.plan.refill_most, lambda: f"a place was refilled {often} times")
 
 
 def _check_staleness(s: Scheduler, group: Group, trained_at: int) -> None:

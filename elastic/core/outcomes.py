@@ -1,4 +1,4 @@
-"""What the trajectories of the last steps came to: how many have failed, and why.
+"""What the trajectories of the last steps came to: how many have failed, and why; and how many were replaced.
 
 Source: docs/design.md, invariant 11.
 """
@@ -6,6 +6,7 @@ Source: docs/design.md, invariant 11.
 from dataclasses import dataclass, field
 
 from elastic.core.agreement import JUDGED_STEPS
+from elastic.core.types import InfrastructureCause
 
 MOST_CAUSES = 100
 """Different causes that are told apart in a step."""
@@ -33,6 +34,8 @@ class Outcomes:
     """What became of the trajectories of the last `JUDGED_STEPS` steps, the last of which is still under way."""
 
     steps: list[StepOutcomes] = field(default_factory=lambda: [StepOutcomes()])
+    refilled: dict[InfrastructureCause, int] = field(default_factory=dict[InfrastructureCause, int])
+    """In whose place another trajectory came, in the whole run, by cause."""
 
     @property
     def now(self) -> StepOutcomes:
@@ -42,6 +45,9 @@ class Outcomes:
     def enough(self) -> bool:
         """Whether there are as many steps as a run is judged by before its end."""
         return len(self.steps) == JUDGED_STEPS
+
+    def note_refill(self, cause: InfrastructureCause) -> None:
+        self.refilled[cause] = self.refilled.get(cause, 0) + 1
 
     def begin_step(self) -> None:
         self.steps = [*self.steps, StepOutcomes()][-JUDGED_STEPS:]

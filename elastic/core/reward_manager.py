@@ -8,13 +8,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.run_state import Changed, RunState
 from elastic.core.transitions import Story, take_transition
-from elastic.core.types import ScoringState, TrajectoryId
+from elastic.core.types import InfrastructureCause, ScoringState, TrajectoryId
 
 
 @dataclass(slots=True)
@@ -27,6 +27,15 @@ class Scoring:
     story: Story = field(default_factory=Story)
 
 
+class Scored(NamedTuple):
+    """What scoring a trajectory has come to: its reward, or why it has none. `infrastructure` is set where another
+    attempt could have helped."""
+
+    trajectory: TrajectoryId
+    outcome: float | str
+    infrastructure: InfrastructureCause | None = None
+
+
 class RewardManager:
     """Runs at most `Limits.scorings_max` scoring attempts at once. Further attempts are queued."""
 
@@ -34,7 +43,7 @@ class RewardManager:
         self._run = run
         self._queue: deque[TrajectoryId] = deque()
         self._running = 0
-        self._outcomes: list[tuple[TrajectoryId, float | str]] = []
+        self._outcomes: list[Scored] = []
         self.scorings: dict[TrajectoryId, Scoring] = {}
         self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.RewardScored: self._on_scored,
@@ -52,8 +61,8 @@ class RewardManager:
             self._queue.append(trajectory)
             self._fill()
 
-    def take_outcomes(self) -> list[tuple[TrajectoryId, float | str]]:
-        """Return the results since the last call: each trajectory's reward, or why there is none."""
+    def take_outcomes(self) -> list[Scored]:
+        """Return the results since the last call."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -95,7 +104,7 @@ class RewardManager:
         if math.isfinite(event.reward):
             self._conclude(scoring, ScoringState.SCORED, float(event.reward))
         else:
-            self._give_up(scoring, f"the reward was {event.reward}")
+            self._give_up(scoring, f"the reward was {event.reward}", None)
 
     def _on_failed(self, event: e.RewardFailed) -> None:
         scoring = self._answered(event)
@@ -108,7 +117,7 @@ class RewardManager:
     def _failed(self, scoring: Scoring, cause: str, *, retry_helps: bool) -> None:
         limits = self._run.limits
         if not retry_helps or scoring.attempt >= limits.score_attempts_max:
-            self._give_up(scoring, cause)
+            self._give_up(scoring, cause, InfrastructureCause.REWARD if retry_helps else None)
             return
         self._move(scoring, ScoringState.BACKING_OFF, cause)
         delay_ns = min(limits.score_retry_ns << (scoring.attempt - 1), limits.retry_max_ns)
@@ -120,16 +129,23 @@ class RewardManager:
         self._queue.append(trajectory)
         self._fill()
 
-    def _give_up(self, scoring: Scoring, cause: str) -> None:
+    def _give_up(self, scoring: Scoring, cause: str, infrastructure: InfrastructureCause | None) -> None:
         attempts = f"{scoring.attempt} attempt{'s' if scoring.attempt > 1 else ''}"
-        self._conclude(scoring, ScoringState.UNAVAILABLE, f"reward unavailable after {attempts}: {cause}")
+        told = f"{InfrastructureCause.REWARD} after {attempts}: {cause}"
+        self._conclude(scoring, ScoringState.UNAVAILABLE, told, infrastructure)
 
-    def _conclude(self, scoring: Scoring, state: ScoringState, outcome: float | str) -> None:
+    def _conclude(
+        self,
+        scoring: Scoring,
+        state: ScoringState,
+        outcome: float | str,
+        infrastructure: InfrastructureCause | None = None,
+    ) -> None:
         trajectory, cause = scoring.trajectory, outcome if isinstance(outcome, str) else ""
         reward = outcome if isinstance(outcome, float) else None
         self._close(scoring, state, cause or "scored")
         self._fill()
-        self._outcomes.append((trajectory, outcome))
+        self._outcomes.append(Scored(trajectory, outcome, infrastructure))
         self._run.out.append(c.RecordReward(trajectory=trajectory, reward=reward, cause=cause))
 
     def _close(self, scoring: Scoring, state: ScoringState, cause: str) -> None:

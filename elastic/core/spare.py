@@ -17,19 +17,28 @@ from dataclasses import dataclass, field
 from elastic.core import commands as c
 from elastic.core.fleet import Worker
 from elastic.core.scheduler import Phase, Scheduler
-from elastic.core.turn_manager import NO_CAPACITY, NO_PROGRESS
-from elastic.core.types import NS_PER_S, TURN_ENDS, Chunk, FinishReason, Nanoseconds, TurnId, WorkerId, WorkerState
+from elastic.core.types import (
+    NS_PER_S,
+    TURN_ENDS,
+    Chunk,
+    FinishReason,
+    InfrastructureCause,
+    Nanoseconds,
+    TurnId,
+    WorkerId,
+    WorkerState,
+)
 
 FIRST_SLOT = 1 << 40
 """Slots from here on are of turns on spare credit: the scheduler counts its own from 0 in each epoch."""
-NO_SPARE = f"{NO_CAPACITY}: rollouts have left no place on any worker"
+NO_SPARE = f"{InfrastructureCause.CAPACITY}: rollouts have left no place on any worker"
 ERRORS_MAX = 3
 """A turn with which engines fail so often is given up."""
 REST_NS = NS_PER_S // 4
 """For a turn that a worker has given back; twice as long each next time, up to half of `wait_ns`."""
-ENDING = f"{NO_CAPACITY}: the run is over"
-SILENT = f"{NO_PROGRESS}: its worker has brought no token in time"
-STUCK = f"{NO_PROGRESS}: workers that had it have brought no token in time"
+ENDING = f"{InfrastructureCause.CAPACITY}: the run is over"
+SILENT = f"{InfrastructureCause.PROGRESS}: its worker has brought no token in time"
+STUCK = f"{InfrastructureCause.PROGRESS}: workers that had it have brought no token in time"
 
 
 @dataclass(slots=True)
@@ -146,7 +155,7 @@ class SpareCredit:
         if chunk.finish is FinishReason.ERROR:
             turn.errors += 1
             if turn.errors == ERRORS_MAX:
-                self._give_up(turn, f"engine error: {chunk.detail}", now_ns)
+                self._give_up(turn, f"{InfrastructureCause.ENGINE}: {chunk.detail}", now_ns)
         return (turn, over) if fits else (None, False)
 
     def holds(self, name: WorkerId) -> int:

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from elastic.core.ids import group_id, trajectory_id
 from elastic.core.step_meter import StepMeter
 from elastic.core.transitions import Story, take_transition
-from elastic.core.types import GroupState, Nanoseconds, TrajectoryId
+from elastic.core.types import GroupState, InfrastructureCause, Nanoseconds, TrajectoryId
 
 
 class BatchRule(Enum):
@@ -23,6 +23,14 @@ class BatchRule(Enum):
     """Whichever finish, so that a slow one holds nothing up (asynchronous)."""
     FIRST_OF_USE = auto()
     """The first in launch order that are worth training on, so that short ones are not preferred (DAPO)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refill:
+    """A member came in the place of another, which had failed for `cause`."""
+
+    replaces: TrajectoryId
+    cause: InfrastructureCause
 
 
 @dataclass(slots=True)
@@ -46,6 +54,8 @@ class Group:
     story: Story = field(default_factory=Story)
     by_policy: dict[TrajectoryId, dict[str, float]] = field(default_factory=dict[TrajectoryId, dict[str, float]])
     """The rewards of members whose agents name several policies, by policy."""
+    refills: dict[TrajectoryId, Refill] = field(default_factory=dict[TrajectoryId, Refill])
+    """By member, how it came into the place of another one."""
 
     @property
     def unfinished(self) -> list[TrajectoryId]:
@@ -72,6 +82,13 @@ class Group:
     def failures(self) -> list[str]:
         """Why members ended without a reward, each cause once."""
         return sorted({outcome for outcome in self.members.values() if isinstance(outcome, str)})
+
+    def times_refilled(self, trajectory: TrajectoryId) -> int:
+        """How often the place of this member has been refilled."""
+        times = 0
+        while (refill := self.refills.get(trajectory)) is not None:
+            trajectory, times = refill.replaces, times + 1
+        return times
 
     def note_token(self, version: int | None) -> None:
         """A member has accepted tokens of `version`, or none at all."""
@@ -142,6 +159,15 @@ class Step:
         """The trajectory has come to a reward, or has none for this cause."""
         group.members[trajectory] = outcome
         self.unended -= 1
+
+    def refill(self, group: Group, replaces: TrajectoryId, cause: InfrastructureCause) -> TrajectoryId:
+        """One more member for the group, in the place of one that has failed for this cause."""
+        trajectory = trajectory_id(group.step, group.index, len(group.members))
+        group.members[trajectory] = None
+        group.refills[trajectory] = Refill(replaces, cause)
+        self._group_of[trajectory] = group
+        self.unended += 1
+        return trajectory
 
     def move(self, group: Group, state: GroupState, now_ns: Nanoseconds, cause: str) -> None:
         """Change a group's state; raises `IllegalTransition` where the table forbids it."""

@@ -19,6 +19,7 @@ from elastic.core.types import (
     TURN_ENDS,
     Chunk,
     FinishReason,
+    InfrastructureCause,
     Nanoseconds,
     TrajectoryId,
     TurnId,
@@ -29,8 +30,6 @@ from elastic.core.types import (
 
 QUEUE_WAITS = ("capacity", "place")
 """Waits of the queue: for a worker that could ever take a turn (capacity), and for room on one (place)."""
-NO_CAPACITY, NO_PROGRESS = "no capacity", "no progress"
-"""How the cause begins for which a turn, or a run, is given up that waited for a worker."""
 STRUCK_LOOK_NS = NS_PER_S // 20
 """Pause after a look at the turns of workers with strikes that has led to nothing: these may be many, and events come
 by thousands a second."""
@@ -203,23 +202,32 @@ class TurnManager:
         )
 
     def _capacity_due(self, _: str) -> None:
-        self._waited_too_long(f"{NO_CAPACITY}: there was no worker that could take a queued turn, for too long")
+        self._waited_too_long(
+            InfrastructureCause.CAPACITY, "there was no worker that could take a queued turn, for too long"
+        )
 
     def _place_due(self, _: str) -> None:
         self._waited_too_long(
-            f"{NO_PROGRESS}: no worker that could take a queued turn has made a place, nor got on with others"
+            InfrastructureCause.PROGRESS,
+            "no worker that could take a queued turn has made a place, nor got on with others",
         )
 
-    def _waited_too_long(self, cause: str) -> None:
+    def _waited_too_long(self, cause: InfrastructureCause, detail: str) -> None:
         """Fail the run; where agents wait outside of it, their turns."""
         run = self._run
         if not run.plan.driven_outside:
-            run.fail(cause)
+            run.fail(f"{cause}: {detail}")
             return
         for turn in [turn for turn in run.turns.live.values() if turn.state is TurnState.QUEUED]:
-            self._close(turn, TurnState.FAILED, cause)
-            run.out.append(c.FailTurn(turn=turn.id, cause=cause))
+            self._give_up(turn, cause, detail)
         self._clear_queue_waits()
+
+    def _give_up(self, turn: Turn, cause: InfrastructureCause, detail: str) -> None:
+        """Fail a turn for good."""
+        run = self._run
+        run.turns.trajectories[turn.trajectory].given_up = cause
+        self._close(turn, TurnState.FAILED, detail)
+        run.out.append(c.FailTurn(turn=turn.id, cause=f"{cause}: {detail}"))
 
     # Tokens in
 
@@ -391,10 +399,9 @@ class TurnManager:
             self._strike(self._run.fleet.workers[turn.worker], turn.sent_ns, "its engine failed")
         if turn.engine_errors < self._run.limits.max_engine_errors:
             self._prefer_others(turn, declined=False)
-            self._requeue(turn, f"engine error: {detail}")
+            self._requeue(turn, f"{InfrastructureCause.ENGINE}: {detail}")
         else:
-            self._close(turn, TurnState.FAILED, detail)
-            self._run.out.append(c.FailTurn(turn=turn.id, cause=f"engine error: {detail}"))
+            self._give_up(turn, InfrastructureCause.ENGINE, detail)
 
     def note_waiting(self, worker: Worker, pending: int, *, excused: bool) -> None:
         """A worker reports that `pending` of its turns wait in its engine's queue.

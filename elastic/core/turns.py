@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from elastic.core.demand import Demand
 from elastic.core.transitions import Story, take_transition
 from elastic.core.turn_queue import Needs, TurnQueue
-from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
+from elastic.core.types import InfrastructureCause, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
 
 OVER = (TurnState.FINISHED, TurnState.CANCELLED, TurnState.FAILED)
 
@@ -91,6 +91,8 @@ class TrajectoryState:
     affine_tokens: int = 0
     oldest_token: int | None = None
     """The oldest weights version among its accepted tokens."""
+    given_up: InfrastructureCause | None = None
+    """Why a turn was given up since the last one that was finished, where one was."""
 
     def note_token(self, version: int) -> None:
         if self.oldest_token is None or version < self.oldest_token:
@@ -152,6 +154,8 @@ class Turns:
         state = self.trajectories[turn.trajectory]
         state.affine_worker = worker
         state.affine_tokens = turn.context_tokens
+        if turn.accepted:
+            state.given_up = None
         turn.demand.note(turn.prefilled, turn.accepted)
 
     def note_given_back(self, turn: Turn, worker: WorkerId, until_ns: Nanoseconds) -> None:
@@ -178,6 +182,11 @@ class Turns:
         """The oldest weights version among the accepted tokens of a trajectory that is not forgotten."""
         state = self.trajectories.get(trajectory)
         return state.oldest_token if state else None
+
+    def given_up(self, trajectory: TrajectoryId) -> InfrastructureCause | None:
+        """Why a turn of the trajectory was given up since the last one that was finished."""
+        state = self.trajectories.get(trajectory)
+        return state.given_up if state else None
 
     def forget(self, trajectory: TrajectoryId) -> None:
         """The trajectory has ended and none of its turns is live."""

@@ -121,6 +121,23 @@ class ScoringState(StrEnum):
     UNAVAILABLE = "unavailable"
 
 
+class InfrastructureCause(StrEnum):
+    """Why a trajectory came to no reward through no doing of its own; every other cause is the episode's.
+
+    An episode's own causes are those of its environment, of its agent and of what it said: an environment that raises,
+    hangs or breaks its contract, a prompt without room for a turn, a reward that is no number.
+    """
+
+    ENGINE = "engine error"
+    """Engines of several workers have failed with the same turn."""
+    CAPACITY = "no capacity"
+    """There was no worker that could take a turn, for too long."""
+    PROGRESS = "no progress"
+    """No worker that could take a turn has made a place for it, for too long."""
+    REWARD = "reward unavailable"
+    """Every attempt at its reward has failed in a way in which another one could have helped."""
+
+
 class WorkerRole(StrEnum):
     """TRAINER is the trainer's own device, which generates only inside a seeding window."""
 
@@ -447,6 +464,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A run fails of whose trajectories a larger share has failed in the last steps."""
     driven_outside: bool = False
     """Agents outside of the run ask for turns: what waits too long for capacity is a turn given up, not the run."""
+    refill_most: int = 0
+    """How many further members may come, one after the other, in the place of one that failed for an
+    `InfrastructureCause`."""
 
 
 class BudgetForecast(msgspec.Struct, frozen=True, kw_only=True):

@@ -149,6 +149,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trajectories_finished: int
     trajectories_truncated: int
     trajectories_failed: dict[str, int]
+    refilled: dict[str, int]
+    """Trajectories in whose place another one came, by what had failed them."""
     groups_trained: int
     groups_dropped: dict[str, int]
     total: Usage
@@ -284,6 +286,7 @@ def _summary(history: History) -> Summary:
         trajectories_finished=sum(_scored(row) for row in trajectories),
         trajectories_truncated=sum(_scored(row) and row.truncated for row in trajectories),
         trajectories_failed=_counts(row.cause or "no finite reward" for row in trajectories if not _scored(row)),
+        refilled=status.refilled if status else {},
         groups_trained=groups.pop(TRAINED, 0) if groups else len(trained),
         groups_dropped=groups,
         total=total,

@@ -549,6 +549,7 @@ def _trajectories(summary: Summary) -> Table:
         "trajectories finished": summary.trajectories_finished,
         "… of them truncated": summary.trajectories_truncated,
         **{f"trajectories failed: {cause}": n for cause, n in summary.trajectories_failed.items()},
+        **{f"… of the failed replaced: {cause}": n for cause, n in summary.refilled.items()},
         "groups trained": summary.groups_trained,
         **{f"groups dropped: {reason}": n for reason, n in summary.groups_dropped.items()},
     }

@@ -93,6 +93,8 @@ class Trajectories(Stateful, Protocol):
 
     def start(self, group: c.StartGroup) -> None: ...
 
+    def refill(self, member: c.RefillMember) -> None: ...
+
     def recalled(self, event: e.Event, command: c.Command | None) -> None:
         """Takes an event of a former incarnation, with each command that it caused except `AcceptTokens`; None for
         no command. Acts on nothing before `resume`."""

@@ -159,10 +159,16 @@ class Rollouts:
             self._running[trajectory] = []
         self._begin_all(group.trajectories)
 
+    def refill(self, member: c.RefillMember) -> None:
+        self._running[member.trajectory] = []
+        self._begin_all((member.trajectory,))
+
     def recalled(self, event: e.Event, command: c.Command | None) -> None:
         match command:
             case c.StartGroup():
                 self._running |= {trajectory: [] for trajectory in command.trajectories}
+            case c.RefillMember():
+                self._running[command.trajectory] = []
             case c.FinishTurn():
                 self.finish_turn(command.turn)
             case c.FailTurn():

@@ -161,6 +161,7 @@ class Run:
             c.BlameWorker: lambda k: workers.blame(k.worker, k.reason),
             c.BarLease: lambda k: ports.leases.bar(k.lease, k.provider),
             c.StartGroup: trajectories.start,
+            c.RefillMember: trajectories.refill,
             c.CancelTrajectory: lambda k: trajectories.cancel(k.trajectory),
             c.ScoreTrajectory: self._score,
             c.RecordReward: lambda k: trajectories.record_reward(k.trajectory, k.reward, k.cause),

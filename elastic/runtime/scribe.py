@@ -171,6 +171,7 @@ class Scribe:
             c.FinishTurn: self._finish_turn,
             c.FailTurn: lambda _, k: self._forget_turn(k.turn),
             c.StartGroup: self._start_group,
+            c.RefillMember: self._refill,
             c.CancelTrajectory: self._cancel,
             c.RecordReward: self._record_reward,
             c.TrainGroup: lambda t, k: self._group_over(t, k, ""),
@@ -420,6 +421,10 @@ class Scribe:
         self._members[command.group] = command.trajectories
         for trajectory in command.trajectories:
             self._trajectories[trajectory] = _Trajectory()
+
+    def _refill(self, _: Nanoseconds, command: c.RefillMember) -> None:
+        self._members[group_of(command.trajectory)] += (command.trajectory,)
+        self._trajectories[command.trajectory] = _Trajectory()
 
     def _cancel(self, _: Nanoseconds, command: c.CancelTrajectory) -> None:
         trajectory = self._trajectories.get(command.trajectory)

@@ -69,6 +69,7 @@ def run_status(
         conditions=conditions(scheduler, now_ns, load),
         mismatches=list(scheduler.agreement.mismatches),
         upstream=upstream,
+        refilled={str(cause): count for cause, count in scheduler.pieces[0].outcomes.refilled.items()},
     )
 
 

@@ -107,6 +107,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     """Those since the sample before."""
     upstream: UpstreamStatus | None = None
     """None where agents can call no models elsewhere."""
+    refilled: dict[str, int] = {}
+    """Trajectories in whose place another one came, in the whole run, by what had failed them."""
 
 
 def tokens_at_risk(tokens_per_s: float, flush_interval_s: float) -> int:
@@ -130,6 +132,12 @@ def upstream_words(upstream: UpstreamStatus) -> str:
         f"models elsewhere: {upstream.calls} of {upstream.calls_max} calls, {upstream.open} open, "
         f"${upstream.usd:.4f}{most} spent and up to ${upstream.held_usd:.4f} held{models and f' ({models})'}"
     )
+
+
+def refilled_words(refilled: Mapping[str, int]) -> str:
+    """How many trajectories were replaced by further ones, and why."""
+    causes = ", ".join(f"{cause} {count}" for cause, count in refilled.items())
+    return f"trajectories replaced within their groups: {sum(refilled.values())} ({causes})"
 
 
 PROVIDER_STOPPED = "ProviderStopped"

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fnmatch
 import os
+import select
 import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ import msgspec
 
 from elastic.system.host import here
 
+END_S = 5.0
+"""For a process that was killed to be gone."""
 RUN_VARIABLE, MARK_VARIABLE = "ELASTIC_RUN", "ELASTIC_MARK"
 
 INHERITED = (
@@ -115,6 +118,20 @@ def end_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
+
+
+def end_marked(variable: str, value: str) -> None:
+    """SIGKILL whatever of this user was started with this environment variable, and wait until it is dead."""
+    while (found := marked(variable, value, os.getuid())) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(found.pid)
+            try:
+                # Only now: before, the id could have passed to another one in between.
+                if identity(found.pid) == found:
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                    select.select([descriptor], [], [], END_S)
+            finally:
+                os.close(descriptor)
 
 
 def pids() -> Iterator[int]:

@@ -10,7 +10,6 @@ from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.invariants import check
 from elastic.core.scheduler import Phase, Scheduler
-from elastic.core.turn_manager import NO_CAPACITY, NO_PROGRESS
 from elastic.core.types import (
     Account,
     Capabilities,
@@ -19,6 +18,7 @@ from elastic.core.types import (
     Chunks,
     EndCause,
     FinishReason,
+    InfrastructureCause,
     Offer,
     Plan,
     WorkerRole,
@@ -28,6 +28,7 @@ from elastic.testing.faults.core.settings import MS, SMALL_LIMITS, WorldSettings
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=64, device="none")
 EVENTS = 250
+WAITED = (InfrastructureCause.CAPACITY, InfrastructureCause.PROGRESS)
 TRAINERS = (c.SleepWorker, c.WakeWorker, c.TrainGroup, c.UpdateWeights)
 
 
@@ -249,8 +250,8 @@ class Outside(Monkey):
         known = len(self.orders)
         super().tell(event)
         told = self.orders[known:]
-        waited = [o for o in told if isinstance(o, c.FailTurn) and o.cause.startswith((NO_CAPACITY, NO_PROGRESS))]
-        assert not self.scheduler.failed.startswith((NO_CAPACITY, NO_PROGRESS))
+        waited = [o for o in told if isinstance(o, c.FailTurn) and o.cause.startswith(WAITED)]
+        assert not self.scheduler.failed.startswith(WAITED)
         assert not any(order.turn in self.scheduler.turns.live for order in waited)
         assert not any(isinstance(order, c.StartTurn) and order.turn in self.cut_turns for order in told)
 

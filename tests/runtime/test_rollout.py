@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.types import SamplingParameters
+from elastic.core.types import InfrastructureCause, SamplingParameters
 from elastic.environments.base import StepResult
 from elastic.protocol.sampled import ids_of
 from elastic.runtime.episodes import RolloutLimits, RolloutTrajectory
@@ -335,6 +335,43 @@ async def test_of_many_trajectories_few_begin_before_the_loop_comes_to_others() 
         rollouts.cancel_all()
     assert len(made) == len(names) - 1
     assert rollouts.saved() == ({}, [])
+
+
+@pytest.mark.parametrize("recalled", [False, True])
+async def test_a_further_member_begins_where_its_group_did_and_samples_with_noise_of_its_own(recalled: bool) -> None:
+    seeds: list[int] = []
+    asked: dict[str, int] = {}
+
+    class Seeded(OneTurn):
+        async def reset(self, seed: int) -> list[int]:
+            seeds.append(seed)
+            return await super().reset(seed)
+
+    def feed(event: e.Event, payload: Any = None) -> None:
+        if isinstance(event, e.TurnRequested):
+            turn = rollouts.prompt(event.turn)
+            assert turn is not None
+            assert turn.sampling is not None
+            asked[event.trajectory] = turn.sampling.noise_seed
+            asyncio.get_running_loop().call_soon(rollouts.finish_turn, event.turn)
+
+    group = c.StartGroup(step=0, group="0/0", index=0, trajectories=("0/0/0",))
+    further = c.RefillMember(trajectory="0/0/1", replaces="0/0/0", cause=InfrastructureCause.ENGINE)
+    async with asyncio.TaskGroup() as tasks:
+        rollouts = Rollouts(
+            *(1, LIMITS, lambda: Seeded(1.0), feed, lambda: 0),
+            lambda work, name: tasks.create_task(work, name=name),
+        )
+        if recalled:
+            for command in (group, further):
+                rollouts.recalled(e.Tick(), command)
+            rollouts.resume()
+        else:
+            rollouts.start(group)
+            rollouts.refill(further)
+    assert len(seeds) == 2
+    assert len(set(seeds)) == 1
+    assert len(set(asked.values())) == len(asked) == 2
 
 
 class Unspeakable(Exception):

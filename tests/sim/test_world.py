@@ -11,22 +11,24 @@ import pytest
 
 from elastic.core import events as e
 from elastic.core.fleet import Fleet
+from elastic.core.group_manager import GroupManager
 from elastic.core.ids import lease_of
 from elastic.core.lease_manager import LeaseManager
 from elastic.core.ledger import Ledger
 from elastic.core.reward_manager import RewardManager
 from elastic.core.run_state import Phase, RunState
 from elastic.core.step_controller import StepController
-from elastic.core.steps import Group
+from elastic.core.steps import Group, Step
 from elastic.core.trainer_device import TrainerDevice
 from elastic.core.turn_manager import TurnManager
-from elastic.core.types import NS_PER_S, EndCause, FinishReason, Plan, WorkerState
+from elastic.core.types import NS_PER_S, EndCause, FinishReason, InfrastructureCause, Plan, WorkerState
 from elastic.core.worker_manager import WorkerManager
 from elastic.runtime.run import Run
 from elastic.testing.faults.core.faults import NO_FAULTS, FaultPlan, FaultRates, RunEnding
 from elastic.testing.faults.core.incarnation import TrainerOrders
 from elastic.testing.faults.core.provider import SimulatedProvider
 from elastic.testing.faults.core.record import RunRecord
+from elastic.testing.faults.core.rollouts import SimulatedRollouts
 from elastic.testing.faults.core.settings import (
     SimulatedProviderSettings,
     WorldSettings,
@@ -414,6 +416,53 @@ def test_weights_that_do_not_match_their_manifest_are_never_served(
         live_through(range(8), SETTINGS, faults)
 
 
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+REPLACING = msgspec.structs.replace(
+    SETTINGS, plan=Plan(steps=1, groups=2, group_size=3, refill_most=1), rewards_on_functions=True
+)
+UNSCORED = FaultPlan(
+    end_ns=30 * NS_PER_S,
+    fault_rates=FaultRates(reward_refused=0.9, event_repeated=0.1),
+    faults=tuple(Fault(kind=FaultKind.KILL_ORCHESTRATOR, at_s=at_s, duration_s=0.2) for at_s in (4.0, 7.0)),
+)
+
+
+def test_what_replaces_members_is_replayed_and_outlives_the_orchestrator() -> None:
+    for seed in range(3):
+        assert simulate(seed, REPLACING, UNSCORED, digests=True).record.replaced
+
+
+def _refill_always(*_: object) -> bool:
+    return True
+
+
+def _refill_the_same(step: Step, group: Group, replaces: str, cause: InfrastructureCause) -> str:
+    """Have a member that was replaced end once more."""
+    step.unended += 1
+    group.members[replaces] = None
+    return replaces
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "found"),
+    [
+        (GroupManager, "_may_refill", _refill_always, "time 2"),
+        (Group, "times_refilled", lambda group, trajectory: 0, "time 2"),
+        (Step, "refill", _refill_the_same, "is started twice"),
+        pytest.param(SimulatedRollouts, "refill", _nothing, "for ever", marks=pytest.mark.nightly),
+    ],
+)
+def test_worlds_notice_members_that_are_replaced_wrongly(
+    owner: type[Any], name: str, broken: Callable[..., object], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(WorldFailed, match=found):
+        live_through(range(8), REPLACING, UNSCORED)
+
+
 def _send_beyond_credit(fleet: Fleet, worker: Any) -> bool:
     return worker.state is WorkerState.READY and worker.version is not None and worker.capacity > 0
 
@@ -452,10 +501,6 @@ def _raise(*_: object) -> None:
 def _believe_everybody(run: RunState, worker: str, epoch: int) -> object:
     run.timers.set("heartbeat", worker, run.now_ns, run.limits.heartbeat_timeout_ns)
     return run.fleet.workers.get(worker)
-
-
-def _nothing(*_: object, **__: object) -> None:
-    return None
 
 
 BREAKAGES: list[tuple[type[Any], str, object]] = [

@@ -16,12 +16,26 @@ ENDED_KEPT = 4096
 
 @dataclass(slots=True)
 class AgentGroup:
-    """A launched group, and which of its members are not given out. Its driver's name for it is set at first use."""
+    """A launched group, and which of its members are not given out. Its driver's name for it is set at first use.
+
+    `offered_ns` has the further members that came in the place of others, and since when nobody has asked for them.
+    """
 
     members: list[TrajectoryId]
     driver: str = ""
     name: str = ""
     since_ns: Nanoseconds | None = None
+    offered_ns: dict[TrajectoryId, Nanoseconds] = field(default_factory=dict[TrajectoryId, Nanoseconds])
+
+    def offer(self, trajectory: TrajectoryId, now_ns: Nanoseconds) -> None:
+        """A further member comes in the place of one that has failed."""
+        self.members.append(trajectory)
+        self.offered_ns[trajectory] = now_ns
+
+    def take(self, trajectory: TrajectoryId) -> None:
+        """The member is given out, or nobody is to have it any more."""
+        self.members.remove(trajectory)
+        self.offered_ns.pop(trajectory, None)
 
 
 @dataclass(slots=True)
@@ -61,7 +75,7 @@ class AgentClaims:
     def give(self, begun: notes.Begun) -> None:
         """A driver has a member of a group from now on."""
         group = self.groups[group_of(begun.trajectory)]
-        group.members.remove(begun.trajectory)
+        group.take(begun.trajectory)
         group.driver, group.name = begun.driver, begun.name
         group.since_ns = begun.at_ns if group.since_ns is None else group.since_ns
         self.trajectories[begun.trajectory] = AgentTrajectory(
@@ -119,7 +133,7 @@ class AgentClaims:
         """Nobody is given it any more."""
         group = self.groups.get(group_of(trajectory))
         if group is not None and trajectory in group.members:
-            group.members.remove(trajectory)
+            group.take(trajectory)
 
 
 def _trajectory(named: str) -> TrajectoryId:

@@ -1,6 +1,6 @@
 """What fronts are told of what is not done, for their clients."""
 
-from elastic.core.turn_manager import NO_CAPACITY, NO_PROGRESS
+from elastic.core.types import InfrastructureCause
 
 TOO_MANY_TURNS = "too_many_turns"
 """The code of calls that are refused since too many turns are open."""
@@ -26,6 +26,6 @@ class CallRefused(Exception):
 
 def refused_turn(cause: str) -> CallRefused:
     """What a client is told of a turn that was given up."""
-    if cause.startswith((NO_CAPACITY, NO_PROGRESS)):
+    if cause.startswith((InfrastructureCause.CAPACITY, InfrastructureCause.PROGRESS)):
         return CallRefused(503, "no_capacity", cause, retry_after_s=1.0)
     return CallRefused(500, "turn_failed", cause)

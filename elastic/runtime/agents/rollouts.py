@@ -47,7 +47,8 @@ from functions.rewards import FinishedTrajectory
 
 REWARD_MAX = 1e9
 ALONE_S = 30.0
-"""How long a turn goes on whose client has vanished, so that it can ask again."""
+"""How long a turn goes on whose client has vanished, so that it can ask again; and how long a member that comes in the
+place of another waits for a driver that asks for it."""
 
 
 class Watcher(Protocol):
@@ -401,13 +402,15 @@ class AgentRollouts:
         self._give_back(now_ns)
 
     def _give_back(self, now_ns: Nanoseconds) -> None:
-        """Members of a group beyond its deadline that nobody has asked for have failed."""
+        """Members that nobody has asked for have failed: those of a group beyond its deadline, and sooner those that
+        came in the place of others, of which a driver need not know."""
         for group in list(self._claims.groups.values()):
-            if group.since_ns is None or now_ns - group.since_ns <= self._limits.deadline_s * NS_PER_S:
-                continue
-            members, group.members = group.members, []
-            for member in members:
-                cause = f"nobody asked for it in {self._limits.deadline_s:g} s"
+            limit_s, late = ALONE_S, [m for m, t in group.offered_ns.items() if now_ns - t > ALONE_S * NS_PER_S]
+            if group.since_ns is not None and now_ns - group.since_ns > self._limits.deadline_s * NS_PER_S:
+                limit_s, late = self._limits.deadline_s, list(group.members)
+            for member in late:
+                group.take(member)
+                cause = f"nobody asked for it in {limit_s:g} s"
                 self._feed(e.TrajectoryFailed(trajectory=member, cause=cause), RolloutTrajectory(member, now_ns, 0))
 
     def _give_up(self, turn: AgentTurn) -> None:
@@ -451,6 +454,12 @@ class AgentRollouts:
 
     def start(self, group: c.StartGroup) -> None:
         self._claims.groups[group.group] = AgentGroup(list(group.trajectories))
+
+    def refill(self, member: c.RefillMember) -> None:
+        self._offer(member, self._clock_ns())
+
+    def _offer(self, member: c.RefillMember, now_ns: Nanoseconds) -> None:
+        self._claims.groups[group_of(member.trajectory)].offer(member.trajectory, now_ns)
 
     def cancel(self, trajectory: TrajectoryId) -> None:
         self._drop(trajectory, "the run has dropped its group")
@@ -514,6 +523,8 @@ class AgentRollouts:
         match command:
             case c.StartGroup():
                 self.start(command)
+            case c.RefillMember():
+                self._offer(command, 0)
             case c.FinishTurn():
                 self.finish_turn(command.turn)
             case c.FailTurn():
@@ -573,6 +584,8 @@ class AgentRollouts:
             trajectory.heard_ns = now_ns
             for turn in trajectory.turns.values():
                 turn.alone_ns = now_ns
+        for group in self._claims.groups.values():
+            group.offered_ns = dict.fromkeys(group.offered_ns, now_ns)
         for turn in list(self._turns):
             self._prompted(turn)
 

@@ -123,6 +123,23 @@ class JournalReader:
         with self._reading():
             return TABLES[kind].last(self._connection)
 
+    def since(self, kind: type[R], key: int) -> list[R]:
+        """The records of a kind whose key, a whole number, is at least this, in its order."""
+        table = TABLES[kind]
+        with self._reading():
+            return list(table.read_where(self._connection, f'"{kind.KEY}" >= ? ORDER BY "{kind.KEY}"', (key,)))
+
+    def last_until(self, kind: type[R], key: int) -> R | None:
+        """The record of a kind with the largest key, a whole number, up to this one."""
+        clause = f'"{kind.KEY}" <= ? ORDER BY "{kind.KEY}" DESC LIMIT 1'
+        with self._reading():
+            return next(TABLES[kind].read_where(self._connection, clause, (key,)), None)
+
+    def of_step(self, kind: type[R], step: int) -> list[R]:
+        """The records of a training step, of a kind that has steps."""
+        with self._reading():
+            return list(TABLES[kind].read_where(self._connection, '"step" = ? ORDER BY rowid', (step,)))
+
     def thinned(self, kind: type[R], most: int) -> list[R]:
         """Return at most `most` evenly spaced records of a kind, with the last one. Reads only these."""
         table = TABLES[kind]

@@ -86,6 +86,11 @@ class JournalTable(Generic[R]):
         for row in connection.execute(f"{self._select} ORDER BY rowid"):
             yield self._record(row)
 
+    def read_where(self, connection: sqlite3.Connection, clause: str, values: Sequence[float]) -> Iterator[R]:
+        """The records that a condition, and an order, in SQL say. Raises as `read` does."""
+        for row in connection.execute(f"{self._select} WHERE {clause}", values):
+            yield self._record(row)
+
     def last(self, connection: sqlite3.Connection) -> R | None:
         """The record that was written last. Raises as `read` does."""
         row = connection.execute(f"{self._select} ORDER BY rowid DESC LIMIT 1").fetchone()

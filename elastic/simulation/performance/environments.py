@@ -6,7 +6,7 @@ from functools import partial
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.ids import turn_id
+from elastic.core.ids import group_of, turn_id
 from elastic.core.types import NS_PER_S, Nanoseconds, TrajectoryId, TurnId
 from elastic.runtime.ports import Feed, OneIncarnation
 from elastic.simulation.loop import EventLoop
@@ -117,8 +117,14 @@ class Environments(OneIncarnation):
 
     def start(self, group: c.StartGroup) -> None:
         for name in group.trajectories:
-            self._running[name] = Trajectory(name, self.episodes.episode(name), group.group, self._loop.now_ns)
-            self._work(self._reset_ns, name)
+            self._begin(name)
+
+    def refill(self, member: c.RefillMember) -> None:
+        self._begin(member.trajectory)
+
+    def _begin(self, name: TrajectoryId) -> None:
+        self._running[name] = Trajectory(name, self.episodes.episode(name), group_of(name), self._loop.now_ns)
+        self._work(self._reset_ns, name)
 
     def cancel(self, trajectory: TrajectoryId) -> None:
         running = self._running.pop(trajectory, None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core import saved_state
-from elastic.core.types import Chunk, Chunks, SamplingParameters
+from elastic.core.types import NS_PER_S, Chunk, Chunks, InfrastructureCause, SamplingParameters
 from elastic.protocol import wire
 from elastic.protocol.front_messages import (
     HISTORY_BYTES_MAX,
@@ -149,6 +149,46 @@ class Bench:
                 else:
                     other.rollouts.recalled(event, command)
         return other
+
+
+def refill(bench: Bench, trajectory: str, replaces: str) -> None:
+    """The run has a further member for the group of one that has failed."""
+    order = c.RefillMember(trajectory=trajectory, replaces=replaces, cause=InfrastructureCause.CAPACITY)
+    bench.told.append((e.Tick(), [order], None))
+    bench.rollouts.refill(order)
+
+
+def test_a_driver_that_asks_again_gets_the_member_that_replaces_one() -> None:
+    bench = Bench()
+    assert [bench.begin(), bench.begin()] == [*MEMBERS]
+    with pytest.raises(CallRefused, match="all of its members"):
+        bench.begin()
+    bench.rollouts.end(AGENT, "no capacity")
+    refill(bench, "0/0/2", MEMBERS[0])
+    assert bench.recalled().begin() == "0/0/2"
+    assert bench.begin() == "0/0/2"
+    bench.now_ns += 40 * NS_PER_S
+    bench.rollouts.look_after()
+    assert "0/0/2" not in bench.ended
+
+
+def test_a_member_that_replaces_one_and_that_nobody_asks_for_has_soon_failed() -> None:
+    bench = Bench()
+    assert [bench.begin(), bench.begin()] == [*MEMBERS]
+    refill(bench, "0/0/2", MEMBERS[0])
+    other = bench.recalled()
+    for one in (bench, other):
+        one.rollouts.resume()
+        one.now_ns += 29 * NS_PER_S
+        one.rollouts.look_after()
+        assert not one.ended
+        one.now_ns += 2 * NS_PER_S
+        one.rollouts.look_after()
+        event, _ = one.ended["0/0/2"]
+        assert isinstance(event, e.TrajectoryFailed)
+        assert event.cause == "nobody asked for it in 30 s"
+        with pytest.raises(CallRefused, match="all of its members"):
+            one.begin()
 
 
 def trained(episode: RolloutTrajectory) -> Counter[tuple[int, str]]:

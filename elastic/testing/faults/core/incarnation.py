@@ -213,7 +213,7 @@ class Incarnation:
         self.first_version = self.checkpoint if former is None else former.first_version
         trained = outside.learner.saved_trajectories
         self.record = RunRecord(
-            settings.plan.staleness_bound,
+            settings.plan,
             self.first_version,
             {t: step for t, step in trained.items() if step < self.first_version},
             settings.limits.retry_base_ns,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Worker
-from elastic.core.ids import parse_turn
-from elastic.core.types import FinishReason, LeaseId, Nanoseconds, TrajectoryId, TurnId, WorkerId, WorkerRole
+from elastic.core.ids import group_of, parse_turn
+from elastic.core.types import FinishReason, LeaseId, Nanoseconds, Plan, TrajectoryId, TurnId, WorkerId, WorkerRole
 
 
 class RecordViolated(AssertionError):
@@ -34,10 +34,10 @@ class RunRecord:
     """
 
     def __init__(
-        self, staleness_bound: int, version: int, trained: Mapping[TrajectoryId, int], back_off_ns: Nanoseconds = 0
+        self, plan: Plan, version: int, trained: Mapping[TrajectoryId, int], back_off_ns: Nanoseconds = 0
     ) -> None:
         """`back_off_ns`: how long a worker is at least left alone with a turn that it has given back."""
-        self.staleness_bound = staleness_bound
+        self.plan = plan
         self.back_off_ns = back_off_ns
         self.version = version
         self._order: c.TrainGroup | c.UpdateWeights | None = None
@@ -46,6 +46,16 @@ class RunRecord:
         self.finished: set[TurnId] = set()
         self.failed: dict[TrajectoryId, str] = {}
         """Trajectories of which a turn has failed for good, and why."""
+        self.unscored: dict[TrajectoryId, str] = {}
+        """Trajectories that no function could score, and why."""
+        self.replaced: dict[TrajectoryId, TrajectoryId] = {}
+        """Trajectories in whose place another one came, with that one."""
+        self._times_refilled: dict[TrajectoryId, int] = {}
+        """By member, how often its place has been refilled."""
+        self._sizes: dict[str, int] = {}
+        """With how many members each group was launched."""
+        self._members: set[TrajectoryId] = set()
+        """All that were ever started."""
         self.granted: dict[LeaseId, Nanoseconds | None] = {}
         self.ended: set[LeaseId] = set()
         self.refused: set[WorkerId] = set()
@@ -148,6 +158,13 @@ class RunRecord:
                 self.finished.add(command.turn)
             case c.FailTurn():
                 self.failed[parse_turn(command.turn)[0]] = command.cause
+            case c.RecordReward() if command.reward is None:
+                self.unscored[command.trajectory] = command.cause
+            case c.StartGroup():
+                self._sizes[command.group] = len(command.trajectories)
+                self._members.update(command.trajectories)
+            case c.RefillMember():
+                self._refilled(command)
             case c.TrainGroup() | c.UpdateWeights():
                 self._to_the_trainer(command, again=isinstance(event, e.WorkerSlept | e.PermitGranted))
             case c.FenceWorker():
@@ -203,6 +220,19 @@ class RunRecord:
                 trajectory = parse_turn(turn)[0]
                 self.oldest[trajectory] = min(chunk.version, self.oldest.get(trajectory, chunk.version))
 
+    def _refilled(self, command: c.RefillMember) -> None:
+        """A member is replaced once, by a new one of its group, and only if what is said to have failed it has."""
+        failed, further = command.replaces, command.trajectory
+        self.require(failed in self._members and group_of(failed) == group_of(further), f"{further} is no {failed}")
+        self.require(further not in self._members, f"{further} is started twice")
+        self.require(failed not in self.replaced, f"{failed} is replaced twice")
+        told = self.failed.get(failed, ""), self.unscored.get(failed, "")
+        self.require(any(cause.startswith(command.cause) for cause in told), f"{failed}: {command.cause}, not {told}")
+        times = self._times_refilled[further] = 1 + self._times_refilled.get(failed, 0)
+        self.require(times <= self.plan.refill_most, f"{further} comes into its place at time {times}")
+        self.replaced[failed] = further
+        self._members.add(further)
+
     def _to_the_trainer(self, command: c.TrainGroup | c.UpdateWeights, *, again: bool) -> None:
         """Checks orders to the trainer. One that has come back, or has its device again, gets its last order again."""
         if again and command == self._order:
@@ -216,9 +246,13 @@ class RunRecord:
 
     def _trained(self, command: c.TrainGroup) -> None:
         self.require(command.step == self.version, f"{command.group} is trained in step {command.step}")
+        members = len(command.trajectories)
+        self.require(members <= self._sizes[command.group], f"{command.group} is trained with {members} members")
         for trajectory in command.trajectories:
+            self.require(trajectory in self._members, f"{trajectory} was never started")
+            self.require(trajectory not in self.replaced, f"{trajectory} is trained, and so is who replaces it")
             self.require(trajectory not in self.trained, f"{trajectory} is trained twice")
             staleness = self.version - self.oldest.get(trajectory, self.version)
-            self.require(staleness <= self.staleness_bound, f"{trajectory} is trained {staleness} versions late")
+            self.require(staleness <= self.plan.staleness_bound, f"{trajectory} is trained {staleness} versions late")
             self.require(math.isfinite(self.rewards.get(trajectory, math.nan)), f"{trajectory} has no reward")
             self.trained[trajectory] = command.step

@@ -71,6 +71,10 @@ class SimulatedRollouts:
         assert group.number == self._groups, f"group {group.group} has number {group.number}, not {self._groups}"
         self._groups += 1
 
+    def refill(self, member: c.RefillMember) -> None:
+        self._create(member.trajectory)
+        self._think(member.trajectory)
+
     def _create(self, trajectory: TrajectoryId) -> None:
         chance = self._chance[trajectory] = Random(f"{self._world.seed}/{trajectory}")
         self._episodes[trajectory] = SimulatedEpisode(trajectory, chance.randint(1, self._world.settings.max_turns))
@@ -81,6 +85,8 @@ class SimulatedRollouts:
                 self._count(command)
                 for trajectory in command.trajectories:
                     self._create(trajectory)
+            case c.RefillMember():
+                self._create(command.trajectory)
             case c.CancelTrajectory():
                 self.cancel(command.trajectory)
             case c.DropGroup():

@@ -154,6 +154,12 @@ def draw_sharing(rng: Random, settings: WorldSettings) -> WorldSettings:
     )
 
 
+def draw_refills(rng: Random, settings: WorldSettings) -> WorldSettings:
+    """Draw whether members that infrastructure has failed are replaced, and how often."""
+    plan = msgspec.structs.replace(settings.plan, refill_most=rng.choice((0, 1, 2)))
+    return msgspec.structs.replace(settings, plan=plan)
+
+
 def draw_large_settings(rng: Random) -> WorldSettings:
     """Tens of workers and hundreds of turns, with whatever else a small world may have."""
     life_ns = rng.choice((None, rng.randint(5, 20) * NS_PER_S))

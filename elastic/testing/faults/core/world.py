@@ -43,6 +43,7 @@ from elastic.testing.faults.core.settings import (
     SimulatedProviderSettings,
     WorldSettings,
     draw_large_settings,
+    draw_refills,
     draw_settings,
     draw_sharing,
 )
@@ -100,7 +101,9 @@ def simulate(
     rng = Random(seed)
     draw = draw_large_settings if seed % LARGE_EVERY == LARGE_EVERY - 1 else draw_settings
     digests = digests or (settings is None and seed % REPLAYED_EVERY == REPLAYED_EVERY // 2)
-    settings = settings or draw_sharing(Random(f"{seed}/sharing"), draw(rng))
+    if settings is None:
+        settings = draw_sharing(Random(f"{seed}/sharing"), draw(rng))
+        settings = draw_refills(Random(f"{seed}/refills"), settings)
     faults = faults or draw_faults(rng, settings.fault_span_ns)
     commands: Sequence[TimedCommand] = ()
     if commanded:

@@ -1,0 +1,70 @@
+"""MLflow: a tracking server (`MLFLOW_TRACKING_URI`), else a database below the run's directory.
+
+A row's figures go in one request, with the time of the row and the figure `elastic/step`; a server's database makes one
+transaction of it, and takes the same figure of the same step, time and value once. A store of files has no
+transactions: there a process that dies amid a row may leave a part of it. What is there is asked of the store by
+`elastic/step`, which is the row's last figure.
+"""
+# It is installed beside elastic by those who use it.
+# pyright: reportMissingImports=false
+
+import json
+import os
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric
+
+from elastic.report.tracking.delivery import TrackedRow, TrackedRun
+
+MARK = "elastic/step"
+RUN_TAG = "elastic.run"
+PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+"""A request that fails is made again by whoever delivers rows, who says so."""
+
+
+class MlflowLogger:
+    def __init__(self, run: TrackedRun) -> None:
+        self._tracked = run
+        self._run_id = ""
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
+        self._own_artifacts: str | None = None
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            run.directory.mkdir(parents=True, exist_ok=True)
+            os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{run.directory.absolute() / 'mlflow.db'}"
+            self._own_artifacts = (run.directory.absolute() / "artifacts").as_uri()
+
+    def open(self) -> set[int]:
+        run, client = self._tracked, MlflowClient()
+        self._client = client
+        experiment = client.get_experiment_by_name(run.project)
+        number = (
+            client.create_experiment(run.project, artifact_location=self._own_artifacts)
+            if experiment is None
+            else experiment.experiment_id
+        )
+        # The tag is there from the run's first moment on: whoever dies behind that finds the run again.
+        found = client.search_runs([number], filter_string=f"tags.`{RUN_TAG}` = '{run.name}'", max_results=1)
+        made = found[0] if found else client.create_run(number, run_name=run.name, tags={RUN_TAG: run.name})
+        self._run_id = made.info.run_id
+        if not found:
+            for key, value in run.settings.items():
+                client.log_param(self._run_id, key, value)
+        if made.info.status != "RUNNING":
+            client.update_run(self._run_id, status="RUNNING")
+        return {metric.step for metric in client.get_metric_history(self._run_id, MARK)}
+
+    def write(self, row: TrackedRow) -> None:
+        at_ms = round(row.at_s * 1000)
+        figures = [*row.figures.items(), (MARK, float(row.step))]
+        metrics = [Metric(name, value, at_ms, row.step) for name, value in figures]
+        if row.samples:  # Before the figures: a file that is written again is the same.
+            lines = [
+                json.dumps({"trajectory": one.trajectory, "reward": one.reward, "messages": one.messages})
+                for one in row.samples
+            ]
+            self._client.log_text(self._run_id, "\n".join(lines) + "\n", f"samples/step-{row.step:06}.jsonl")
+        self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
