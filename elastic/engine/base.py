@@ -166,6 +166,11 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks a model is split, each of which pulls its part of the weights."""
+        return 1
+
 
 class DeviceShare(Protocol):
     """A device that a rollout engine borrows from a serving engine, which always goes first.

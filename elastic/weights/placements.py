@@ -19,6 +19,9 @@ SPLIT_DIMENSION = {
 }
 """Column-parallel modules and the vocabulary are split by rows of their weight, row-parallel ones by columns."""
 
+VOCABULARY, VOCABULARY_MULTIPLE = ("embed_tokens", "lm_head"), 64
+"""Modules whose rows vLLM pads to such a multiple before it splits them."""
+
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
@@ -66,6 +69,36 @@ def from_dtensors(tensors: Mapping[str, "Tensor"]) -> Shard:
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return declared(shapes, {name: _placement_of(name, tensor) for name, tensor in tensors.items()})
+
+
+def tensor_parallel(shapes: Mapping[str, Shape], size: int) -> list[Shard]:
+    """The shards of tensor-parallel ranks, under the model's own names: for who publishes to such.
+
+    Of what is split each rank has an equal part, of all else everything. Where ranks turn out to host something else,
+    they pull what overlaps that.
+    """
+    return [
+        {
+            name: LocalTensor(box.shape, (box,))
+            for name, shape in shapes.items()
+            for box in (_even(name, shape, at, size),)
+        }
+        for at in range(size)
+    ]
+
+
+def _even(name: str, shape: Shape, rank: int, size: int) -> Box:
+    module = _module(name)
+    dimension = SPLIT_DIMENSION.get(module)
+    if dimension is None or dimension >= len(shape):
+        return whole_box(name, shape)
+    of = shape[dimension]
+    if module in VOCABULARY:
+        of = -(-of // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    step = -(-of // size)
+    begin, end = [0] * len(shape), list(shape)
+    begin[dimension], end[dimension] = (min(at * step, shape[dimension]) for at in (rank, rank + 1))
+    return Box(name, tuple(begin), tuple(end))
 
 
 def _placement_of(name: str, tensor: "Tensor") -> Placement:

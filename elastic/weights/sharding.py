@@ -70,7 +70,7 @@ Shard = Mapping[str, LocalTensor]
 """A rank's own tensors, by the names it has for them."""
 
 ShardOf = Callable[[Mapping[str, Shape]], Shard]
-"""Makes a rank's shard of the shapes of the model's tensors."""
+"""Makes a rank's shard of the shapes of the model's tensors, once."""
 
 
 class Cell(NamedTuple):

@@ -4,7 +4,7 @@ One of them uses the device at a time. The orchestrator alternates Sleep, traini
 thread takes orders one by one, and the engine sleeps through every one of the trainer's, so they never overlap.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import assert_never
@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from elastic.config import Config, TrainerPacingConfig, WeightsConfig
 from elastic.core.types import LogprobCheck, WeightMode
+from elastic.engine import resolve_engine
 from elastic.engine.base import RolloutEngine
 from elastic.protocol import wire
 from elastic.system.host import here
@@ -22,8 +23,10 @@ from elastic.system.logs import PaceLog
 from elastic.system.parking import Parkable, Switch
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.codecs import warm_up
-from elastic.weights.publisher import Publisher, PublishSettings
+from elastic.weights.placements import tensor_parallel
+from elastic.weights.publisher import Publisher, PublishSettings, TrainerRank
 from elastic.weights.relay import Relay, open_relay
+from elastic.weights.sharding import whole
 from elastic.weights.shared_memory import kept_in_memory
 from elastic.weights.signing import SigningKey
 from elastic.weights.source import TensorSource
@@ -131,8 +134,11 @@ class TrainerHost:
         discard_all(self._relay)
         warm_up()
         settings = _publish_settings(self._config.weights)
-        self._publisher = Publisher(self._relay, self._run, welcome.model, settings, key=self._key)
-        self._publication.set_result(self._publish(self._trainer.version, (), self._tensors()))
+        tensors = self._tensors()
+        share = _share(self._config, tensors)
+        self._publisher = Publisher(self._relay, self._run, welcome.model, settings, share, self._key)
+        self._publication.set_result(self._publish(self._trainer.version, (), tensors))
+        del tensors  # As large as the model.
         here().thread(target=self._answer_requests, name="requests").start()
         return self._make_engine(welcome)
 
@@ -334,6 +340,17 @@ def _both(switches: Iterable[Switch]) -> Switch:
         sum(part.state_bytes for part in parts),
         max((part.rest_bytes for part in parts), default=0),
     )
+
+
+def _share(config: Config, tensors: Mapping[str, torch.Tensor]) -> TrainerRank | None:
+    """How versions are cut for workers whose engine has several ranks, so that each pulls its part; else None."""
+    _, engine = resolve_engine(config.engine, "")
+    if engine.ranks == 1:
+        return None
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    float32 = [name for name, tensor in tensors.items() if tensor.dtype == torch.float32]
+    (share,) = TrainerRank.of_all([whole(shapes)], tensor_parallel(shapes, engine.ranks), float32)
+    return share
 
 
 def _publish_settings(config: WeightsConfig) -> PublishSettings:

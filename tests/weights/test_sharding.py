@@ -23,69 +23,27 @@ from elastic.system.host import Host, on
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.encoder import PART_TIMEOUT_S
 from elastic.weights.errors import WeightsCorrupted
-from elastic.weights.placements import FUSED, Placement, declared, from_dtensors, inferred
+from elastic.weights.placements import Placement, declared, from_dtensors, inferred
 from elastic.weights.publisher import Publisher, TrainerRank
 from elastic.weights.puller import Puller
 from elastic.weights.records import NOTHING, SCHEMA_VERSION, DeltaPart, part_key
 from elastic.weights.sharding import Box, LocalTensor, Shard, breaks, cells, needed, owned, whole
 from elastic.weights.versions import published_updates, published_versions
-from tests.weights.ranks import Trainer, assert_has, local_tensors, meshes_of, randomly_patterned
+from tests.weights.ranks import (
+    HEAD,
+    HIDDEN,
+    Trainer,
+    assert_has,
+    local_shapes,
+    local_tensors,
+    meshes_of,
+    qwen3_layout,
+    qwen3_shapes,
+    randomly_patterned,
+)
 from tests.weights.signed import KEY, TRUST, assert_same, overwrite
 
 many = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-HEAD, HEADS, KV_HEADS, HIDDEN, FFN, VOCABULARY, LAYERS = 2, 8, 2, 6, 12, 13, 3
-
-
-def qwen3_shapes(tied: bool = False) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    for layer in range(LAYERS):
-        shapes |= {
-            f"model.layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "input_layernorm": (HIDDEN,),
-                "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
-                "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
-                "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
-                "self_attn.q_norm": (HEAD,),
-                "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
-                "mlp.gate_proj": (FFN, HIDDEN),
-                "mlp.up_proj": (FFN, HIDDEN),
-                "mlp.down_proj": (HIDDEN, FFN),
-            }.items()
-        }
-    shapes["model.norm.weight"] = (HIDDEN,)
-    return shapes if tied else shapes | {"lm_head.weight": (VOCABULARY, HIDDEN)}
-
-
-def local_shapes(shapes: dict[str, tuple[int, ...]], tp: int, stages: int, stage: int, fused: bool):
-    """What an engine's rank has: the shapes its modules are built with, not where they come from."""
-    local: dict[str, tuple[int, ...]] = {}
-    for name, (first, *rest) in shapes.items():
-        if "layers." in name and int(name.split(".")[2]) * stages // LAYERS != stage:
-            continue
-        if ("embed" in name and stage != 0) or (name in ("model.norm.weight", "lm_head.weight") and stage < stages - 1):
-            continue
-        module = name.split(".")[-2]
-        if module in ("k_proj", "v_proj"):
-            first = max(first // HEAD // tp, 1) * HEAD
-        elif module in ("q_proj", "gate_proj", "up_proj"):
-            first //= tp
-        elif module in ("embed_tokens", "lm_head"):
-            first = math.ceil(first / tp)
-        elif module in ("o_proj", "down_proj"):
-            rest = [rest[0] // tp]
-        whole_name = next((name.replace(module, f) for f, parts in FUSED.items() if fused and module in parts), name)
-        local[whole_name] = (first + local.get(whole_name, (0,))[0], *rest)
-    return local
-
-
-def qwen3_layout(shapes: dict[str, tuple[int, ...]], tp: int, stages: int, fused: bool) -> list[Shard]:
-    return [
-        inferred(shapes, local_shapes(shapes, tp, stages, stage, fused), rank, tp)
-        for stage in range(stages)
-        for rank in range(tp)
-    ]
 
 
 @st.composite

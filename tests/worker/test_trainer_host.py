@@ -20,10 +20,12 @@ from elastic.protocol import wire
 from elastic.protocol.sampled import pack_logprobs
 from elastic.weights import directory
 from elastic.weights.errors import RelayError, RelayUnavailable
+from elastic.weights.placements import tensor_parallel
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.puller import Puller
 from elastic.weights.records import version_of
 from elastic.weights.relay import Buffer, Relay
+from elastic.weights.sharding import LocalTensor
 from elastic.weights.shared_memory import SHARED_MEMORY, in_memory
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import published_versions
@@ -400,6 +402,28 @@ async def test_a_resumed_host_goes_on_from_its_checkpoint(empty_house: TrainerHo
     assert stepped.metrics["groups"] == GROUPS
     published = await empty_house.first(wire.PublishedFrame, after=begin)
     assert published.version == 2
+
+
+async def test_for_an_engine_of_two_ranks_versions_are_cut_so_that_each_pulls_its_part(
+    base: Path, tmp_path: Path
+) -> None:
+    split = config_of(base, engine={"vllm": {"tensor_parallel": 2}, "kind": "vllm"})
+    own = config_of(base).engine.model_dump(mode="json")
+    async with TrainerHouse(split, tmp_path, engine=own) as house:  # type: ignore[arg-type]
+        await house.ready()
+        everything = house.weights(0)
+        shapes = {name: tuple(tensor.shape) for name, tensor in everything.items()}
+        total_bytes = sum(tensor.nbytes for tensor in everything.values())
+        for shard in tensor_parallel(shapes, 2):
+            puller = Puller(house.relay, house.trust, shard=shard)
+            staged = puller.stage(0)
+            assert staged.report.full_bytes < 0.6 * total_bytes
+            assert equal(puller.apply(staged), {n: everything[n][_part(local)] for n, local in shard.items()})
+
+
+def _part(local: LocalTensor) -> tuple[slice, ...]:
+    (box,) = local.boxes
+    return tuple(slice(begin, end) for begin, end in zip(box.begin, box.end, strict=True))
 
 
 async def test_a_resumed_host_without_a_checkpoint_begins_anew(empty_house: TrainerHouse) -> None:

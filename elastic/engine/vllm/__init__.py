@@ -43,6 +43,10 @@ class VllmSettings(EngineSettings):
         default_factory=dict, description="further arguments of vLLM's engine, by their names in Python"
     )
 
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel
+
     @model_validator(mode="after")
     def _keeps_the_base(self) -> "VllmSettings":
         if self.base is not None and self.sleep_level:

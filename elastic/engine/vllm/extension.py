@@ -6,7 +6,7 @@ leaves the model alone runs on a thread beside the model: `begin` starts it, `po
 
 # pyright: reportMissingImports=false
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from json import dumps
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from elastic.engine.base import WeightsMismatch
 from elastic.engine.model.stored import misfit
+from elastic.engine.vllm.parts import RankParts, parts_of, without_value
 from elastic.weights.client import WeightsClient
 from elastic.weights.source import PullReport, RelaySource
 
@@ -49,10 +50,14 @@ class RankWeights:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._client = WeightsClient()
-        self._shapes: dict[str, torch.Size] | None = None
+        adapts = worker.vllm_config.lora_config is not None
+        self._parts = None if adapts else parts_of(worker.model_runner.get_model())
+        """What this rank pulls of each tensor; None for all of it."""
+        self._client = WeightsClient(None if self._parts is None else self._parts.shard)
+        self._shapes: Mapping[str, Sequence[int]] | None = None
         """Of the tensors that a model of this kind has, from the first that it took."""
-        self._written: Mapping[str, Any] | None = None
+        self._written: tuple[Mapping[str, Any], RankParts | None] | None = None
+        """What was written last, and of which parts it is."""
         self._jobs: dict[int, Future[Any]] = {}
         self._threads = ThreadPoolExecutor(JOBS_AT_ONCE, thread_name_prefix="weights")
 
@@ -79,17 +84,17 @@ class RankWeights:
         return self._client.audit()
 
     def put_in_force(self, source: RelaySource) -> None:
-        self._write(self._client.apply(source).tensors)
+        self._write(self._client.apply(source).tensors, self._parts)
 
     def put_file_in_force(self, path: str) -> None:
         from safetensors.torch import load_file
 
-        self._write(load_file(path))
+        self._write(load_file(path), None)
 
     def rewrite(self) -> None:
         """Writes the held weights again, into a model whose weights were freed."""
         if self._written is not None:
-            self._write(self._written)
+            self._write(*self._written)
 
     def read_back(self, path: str) -> None:
         """Writes the live parameters to a file of this rank's own, by vLLM's names, with further tensors where the
@@ -100,8 +105,9 @@ class RankWeights:
         model, own = self._worker.model_runner.get_model(), f"{path}.{getattr(self._worker, 'rank', 0)}"
         save_file({name: p.detach().cpu().contiguous().clone() for name, p in model.named_parameters()}, own)
 
-    def _write(self, tensors: Mapping[str, Any]) -> None:
-        """Into the live model, by vLLM's own loaders: they fuse, split and pack as they do when it starts.
+    def _write(self, tensors: Mapping[str, Any], parts: RankParts | None) -> None:
+        """Into the live model, by vLLM's own loaders: they fuse, split and pack as they do when it starts. With `parts`
+        the tensors are these.
 
         Raises `WeightsMismatch`, also for whatever the loaders warn of: a layer that goes on computing with former
         weights is worse than none. From then on the model is as it was only if it has had weights before.
@@ -110,10 +116,11 @@ class RankWeights:
 
         from elastic.engine.vllm.reload import LoaderWarnings, layers_left_out, make_kernels_anew, pack_again
 
-        self._verify(tensors)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()} if parts is None else parts.shapes
+        self._verify(tensors, shapes)
         if self._worker.vllm_config.lora_config is not None:
             self._write_adapter(tensors)
-            self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            self._shapes = shapes
             return
         runner = self._worker.model_runner
         model = runner.get_model()
@@ -122,7 +129,7 @@ class RankWeights:
             make_kernels_anew(model)
             initialize_layerwise_reload(model)
             try:
-                loaded = model.load_weights(iter(tensors.items()))
+                loaded = model.load_weights(iter(tensors.items() if parts is None else parts.spread(tensors)))
             except (KeyError, ValueError, AssertionError, RuntimeError) as error:
                 raise WeightsMismatch(f"vLLM's {type(model).__name__} does not take them: {error!r}") from error
             finally:
@@ -135,8 +142,14 @@ class RankWeights:
             raise WeightsMismatch(f"{left_out.unloaded[0]} took no weights" + _and_more(left_out.unloaded))
         if unexpected := warnings.beside(left_out):
             raise WeightsMismatch(f"vLLM's loader warns: {unexpected[0]}" + _and_more(unexpected))
-        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        self._written = tensors
+        if parts is not None and not parts.proven:
+            if (wanting := without_value(model)) is not None:
+                self._client.close()
+                self._parts, self._client = None, WeightsClient()
+                raise WeightsMismatch(f"{wanting} takes more than this rank's part; the next load is of everything")
+            parts.proven = True
+        self._shapes = shapes
+        self._written = tensors, parts
 
     def _write_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         """As a directory in memory, in the form of PEFT: vLLM reads adapters from disks. Their scale is 1."""
@@ -157,12 +170,11 @@ class RankWeights:
             except (KeyError, ValueError, AssertionError, RuntimeError) as error:
                 raise WeightsMismatch(f"vLLM does not take the adapter: {error!r}") from error
 
-    def _verify(self, tensors: Mapping[str, Tensor]) -> None:
+    def _verify(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
         for name, tensor in tensors.items():
             if tensor.dtype not in (torch.bfloat16, torch.float32):
                 raise WeightsMismatch(f"{name}: expected bfloat16 or float32, found {tensor.dtype}")
-        found = {name: tensor.shape for name, tensor in tensors.items()}
-        if self._shapes is not None and (why := misfit(found, self._shapes)) is not None:
+        if self._shapes is not None and (why := misfit(shapes, self._shapes)) is not None:
             raise WeightsMismatch(why)
 
 

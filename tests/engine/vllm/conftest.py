@@ -13,7 +13,9 @@ from elastic.engine import create_engine
 from elastic.testing.models import TINY_MODELS
 from elastic.testing.recorder import Recorder
 from elastic.weights.directory import DirectoryRelay
-from elastic.weights.publisher import Publisher, PublishSettings
+from elastic.weights.placements import tensor_parallel
+from elastic.weights.publisher import Publisher, PublishSettings, TrainerRank
+from elastic.weights.sharding import whole
 from elastic.weights.signing import SigningKey
 from elastic.weights.source import RelaySource
 
@@ -42,14 +44,17 @@ def start() -> Iterator[Callable[..., Recorder]]:
 
 
 class Trainer:
-    """Publishes versions of a tiny model in a directory."""
+    """Publishes versions of a tiny model in a directory, for engines of so many ranks."""
 
-    def __init__(self, directory: Path, architecture: str) -> None:
+    def __init__(self, directory: Path, architecture: str, ranks: int = 1) -> None:
         self.model = TINY_MODELS[architecture]
         self.directory = directory
         self._key = SigningKey()
         settings = PublishSettings(keyframe_every=100, merge_every=1)
-        self._publisher = Publisher(DirectoryRelay(directory), "run", self.model.config, settings, key=self._key)
+        shapes = {name: tuple(shape) for name, shape in self.model.shapes.items()}
+        (share,) = TrainerRank.of_all([whole(shapes)], tensor_parallel(shapes, ranks))
+        relay, share = DirectoryRelay(directory), share if ranks > 1 else None
+        self._publisher = Publisher(relay, "run", self.model.config, settings, share, self._key)
 
     def publish(self, version: int, tensors: dict[str, Tensor]) -> RelaySource:
         self._publisher.publish(version, tensors, [version - 1] if version else [])
@@ -58,4 +63,4 @@ class Trainer:
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Callable[..., Trainer]:
-    return lambda architecture="qwen3": Trainer(tmp_path / "relay", architecture)
+    return lambda architecture="qwen3", ranks=1: Trainer(tmp_path / "relay", architecture, ranks)

@@ -37,14 +37,14 @@ def _prompts(tag: str) -> list[GenerateRequest]:
     ]
 
 
-def _said(recorder, tag: str) -> list[tuple[list[int], list[int], list[float]]]:
+def said_by(recorder, tag: str) -> list[tuple[list[int], list[int], list[float]]]:
     """Of each prompt: its ids, and the tokens and log-probabilities that follow."""
     requests = _prompts(tag)
     recorder.run(*requests)
     return [(r.token_ids, recorder.tokens(r.request_id), recorder.logprobs(r.request_id)) for r in requests]
 
 
-def _apart(said: list[tuple[list[int], list[int], list[float]]], reference: "Reference | _Embedded") -> float:
+def apart(said: list[tuple[list[int], list[int], list[float]]], reference: "Reference | _Embedded") -> float:
     """The mean distance of an engine's log-probabilities from a reference's."""
     distances = [
         abs(ours - theirs)
@@ -105,9 +105,9 @@ def test_what_is_served_is_what_the_model_s_own_library_computes(start, trainer,
     other = Reference(tmp_path / "other", model, model.drifted(versions[0], 2))
 
     def check(when: str, version: int, former: Reference) -> None:
-        said = _said(recorder, f"{when}/")
-        assert _apart(said, says[version]) <= recorder.engine.capabilities.logprob_noise, when
-        assert _apart(said, former) > 4 * recorder.engine.capabilities.logprob_noise, when
+        said = said_by(recorder, f"{when}/")
+        assert apart(said, says[version]) <= recorder.engine.capabilities.logprob_noise, when
+        assert apart(said, former) > 4 * recorder.engine.capabilities.logprob_noise, when
 
     recorder.load(publishes.publish(0, versions[0]))
     check("keyframe", 0, other)
@@ -128,6 +128,6 @@ def test_what_is_served_is_what_the_model_s_own_library_computes(start, trainer,
         config = Qwen3Config.from_dict(model.config)
         embedded = Qwen3(config)
         load_tensors(embedded, versions[1])
-        said = _said(recorder, "embedded/")
-        assert _apart(said, _Embedded(embedded)) <= recorder.engine.capabilities.logprob_noise
+        said = said_by(recorder, "embedded/")
+        assert apart(said, _Embedded(embedded)) <= recorder.engine.capabilities.logprob_noise
     recorder.close()
