@@ -1,4 +1,4 @@
-.PHONY: run run-clouds jobs serve test test-shared test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-loggers test-clients test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run run-clouds jobs serve test test-shared test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-loggers test-clients test-environments test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -30,7 +30,7 @@ serve: setup
 
 # Most tests share the cores, with the checks as well; those that fill the cores, or are judged by the clock, come after
 # them, one by one.
-ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres and not trl and not clients and not trainers and not loggers
+ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres and not trl and not clients and not trainers and not loggers and not environments
 
 test: setup
 	$(MAKE) --no-print-directory --jobs=2 check test-shared
@@ -134,6 +134,10 @@ test-loggers: setup .cache/loggers/installed
 	for site in .cache/loggers/lib/python3*/site-packages; do \
 		echo $(CURDIR)/.venv/$${site#.cache/loggers/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
 	touch $@
+
+# Environments in processes of their own.
+test-environments: setup
+	$(BIN)/python -m pytest -m environments tests/envs
 
 # What agents bring, in environments of their own, which borrow everything else: renderers with the real chat model, and
 # against live runs OpenAI's client, of both majors in use, Anthropic's, LiteLLM and the Agents SDK.

@@ -132,6 +132,10 @@ class ModelConfig(_Section):
 
 OUTSIDE = "outside"
 """The environment that is none: agents outside of the run drive its trajectories."""
+AGENT = "agent"
+"""The environment whose episodes are a function of the user's, in env workers."""
+DRIVEN = (OUTSIDE, AGENT)
+"""Environments whose trajectories are played through fronts."""
 PINNED = ("temperature", "top_p", "top_k")
 """Settings of sampling that a run can keep from agents."""
 NO_LIMIT_TURNS = 1_000_000
@@ -140,7 +144,18 @@ NO_LIMIT_TURNS = 1_000_000
 
 class EnvironmentConfig(_Section):
     name: str = Field("frozenlake", description="which environment, of those installed")
-    step_timeout_s: float = Field(30.0, gt=0, description="an environment that takes longer is given up")
+    step_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="an environment that takes longer is given up; an env worker that says nothing for longer is ended",
+    )
+    processes: int = Field(1, ge=1, le=256, description="env workers: processes that play episodes of kind `agent`")
+    python: GivenPath | None = Field(
+        None, description="interpreter of env workers, with Elastic in its environment; else the run's own"
+    )
+    max_restarts: int = Field(
+        3, ge=0, description="deaths of an env worker in a row, without a finished trajectory, that a run survives"
+    )
     settings: dict[str, Any] = Field(default_factory=dict, description="the environment's own keys")
 
 
@@ -997,7 +1012,7 @@ def _with_fronts(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     environment, engine, rollout = (raw.get(name, {}) for name in ("environment", "engine", "rollout"))
     if not all(isinstance(section, Mapping) for section in (environment, engine, rollout)):
         return raw
-    front = raw.get("front", {} if environment.get("name") == OUTSIDE else None)
+    front = raw.get("front", {} if environment.get("name") in DRIVEN else None)
     if front is None:
         return raw
     context = engine.get("max_context_tokens", EngineConfig.model_fields["max_context_tokens"].default)

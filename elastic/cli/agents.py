@@ -120,6 +120,19 @@ def base_url(run: RunDirectory) -> str:
     return agents_url(load_run_config(run.path), Address.parse(served))
 
 
+def env_worker(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")],
+    environment: Annotated[str, typer.Option(metavar="NAME", help="The environment whose episodes are played.")],
+) -> None:
+    """Be an env worker of a run: play its episodes by users' code.
+
+    Example: elastic env-worker runs/one --environment agent
+    """
+    from elastic.compose.processes import run_env_worker
+
+    run_env_worker(run_dir, environment)
+
+
 def front(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")],
     descriptor: Annotated[int, typer.Option("--fd", metavar="N", help="The socket on which agents are served.")],

@@ -9,14 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from elastic.compose.plan import RunPlan, read_model_config
-from elastic.config import OUTSIDE, Config, ConfigError, ConfigProblem, FrontConfig, validate
+from elastic.config import AGENT, DRIVEN, OUTSIDE, Config, ConfigError, ConfigProblem, FrontConfig, validate
 from elastic.core.types import INTEGER_MAX, SamplingParameters
+from elastic.environments.agent import AgentSettings
+from elastic.environments.env_worker import KEY_VARIABLE
 from elastic.environments.outside import OutsideSettings
 from elastic.front.addresses import agents_url
-from elastic.protocol.endpoint import Address
+from elastic.protocol.endpoint import Address, is_loopback
 from elastic.protocol.proxies import VARIABLES as PROXIES
 from elastic.protocol.proxies import HttpSettingsError, proxy_for
-from elastic.runtime.agents import AgentLimits, AgentsWiring, ChatLimits, ServingFronts, UpstreamBounds
+from elastic.protocol.run_secrets import RunSecrets
+from elastic.protocol.tls import own_authority
+from elastic.runtime.agents import (
+    AgentLimits,
+    AgentsWiring,
+    ChatLimits,
+    EnvWorkersOrder,
+    ServingFronts,
+    UpstreamBounds,
+)
 from elastic.runtime.journal import AGENTS
 from elastic.runtime.validation import vocabulary
 from elastic.system.given import read_text
@@ -29,9 +40,10 @@ GENERATION_CONFIG = "generation_config.json"
 
 def agent_limits(config: Config) -> AgentLimits | None:
     """What agents may ask for; None where no agents drive the run. Raises `ConfigError`."""
-    if config.environment.name != OUTSIDE or config.front is None:
+    if config.environment.name not in DRIVEN or config.front is None:
         return None
-    settings = validate(OutsideSettings, config.environment.settings, "", "environment", "settings")
+    kind = AgentSettings if config.environment.name == AGENT else OutsideSettings
+    settings = validate(kind, config.environment.settings, "", "environment", "settings")
     model = read_model_config(config)
     return AgentLimits(
         sampling=SamplingParameters(
@@ -89,7 +101,29 @@ def agents_wiring(
             _environment(front),
             notes.get(AGENTS, ""),
         ),
-        ready=lambda served: ready(agents_url(config, Address.parse(served))),
+        base_url=lambda served: agents_url(config, Address.parse(served)),
+        ready=ready,
+        env_workers=_env_workers(config, run_dir) if config.environment.name == AGENT else None,
+    )
+
+
+def _env_workers(config: Config, run_dir: Path) -> EnvWorkersOrder:
+    """How the run's env workers are started. Each is the driver of its own trajectories."""
+    environment, secrets = config.environment, RunSecrets.of(run_dir)
+    names = [f"{environment.name}_{number}" for number in range(environment.processes)]
+    keys = {name: secrets.driver_key(name) for name in names}
+    place = (str(run_dir.resolve()), "--environment", environment.name)
+    command = (str(environment.python or sys.executable), "-m", "elastic.cli", "env-worker", *place)
+    authority = own_authority(run_dir) if config.front and not is_loopback(config.front.host) else None
+    trusted = {} if authority is None else {"SSL_CERT_FILE": str(authority.resolve())}
+    common = {**inherited(*config.run.pass_env), **trusted}
+    return EnvWorkersOrder(
+        run_dir=run_dir,
+        commands=dict.fromkeys(names, command),
+        environments={name: {**common, KEY_VARIABLE: key} for name, key in keys.items()},
+        step_timeout_s=environment.step_timeout_s,
+        max_restarts=environment.max_restarts,
+        secrets=tuple(keys.values()),
     )
 
 

@@ -402,6 +402,9 @@ def scheduler_of(journal: JournalReader) -> tuple[Config, Scheduler]:
 
 MAY_DIFFER = frozenset(
     {
+        "environment.processes",
+        "environment.python",
+        "environment.max_restarts",
         "run.name",
         "run.directory",
         "run.steps",

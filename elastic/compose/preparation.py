@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 
 from elastic.compose.plan import RunPlan
-from elastic.config import OUTSIDE, ConfigError
+from elastic.config import DRIVEN, OUTSIDE, ConfigError
 
 RECIPE_FILE = "recipe"
 """Beside a base policy that was made here: the name of what it was made from."""
@@ -33,7 +33,7 @@ def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force
     """
     checkpoint, environment = plan.config.model.checkpoint, plan.config.environment.name
     keep = _holds_policy(checkpoint) and not force
-    if environment not in (WARMED_UP, OUTSIDE):
+    if environment not in (WARMED_UP, *DRIVEN):
         if keep:
             return Prepared.THERE
         raise ConfigError(
@@ -44,7 +44,7 @@ def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force
 
     from elastic.engine.model.checkpoint import CheckpointError
 
-    key, make = _chat_model() if environment == OUTSIDE else _warmed_up(plan, progress)
+    key, make = _chat_model() if environment in DRIVEN else _warmed_up(plan, progress)
     recipe = checkpoint / RECIPE_FILE
     try:
         if keep:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from elastic.compose.runs import load_run_config
-from elastic.config import ConfigError
+from elastic.config import AGENT, ConfigError, validate
 from elastic.pool.messages import KEEPER_VARIABLE, QUIET_VARIABLE
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.tickets import TicketRefused, read_ticket
 from elastic.system.logs import STANDARD_ERROR, log_to
 from elastic.system.machine import collect_between_decisions, defer_full_collections, quietly
+from elastic.system.named_code import CodeUnusable
 from elastic.system.processes import end_own_kin
 from providers.serving_messages import LendOrder
 
@@ -112,6 +113,31 @@ def run_front(run_dir: Path, descriptor: int) -> None:
     from elastic.front.process import serve_front
 
     run_loop(serve_front(run_dir, descriptor))
+
+
+def run_env_worker(run_dir: Path, environment: str) -> None:
+    """Be an env worker of the run in this directory, until the run is over or a signal.
+
+    Raises `ConfigError` for another environment than the run's, and for code that cannot be loaded.
+    """
+    from elastic.environments.agent import AgentSettings
+    from elastic.environments.env_worker import EnvWork, serve_env_worker
+
+    config = load_run_config(run_dir)
+    if config.environment.name != environment or environment != AGENT:
+        known = config.environment.name if config.environment.name == AGENT else "none with env workers"
+        raise ConfigError(f"--environment: found {environment!r}; the run has {known!r}")
+    work = EnvWork(
+        run_dir=run_dir,
+        settings=validate(AgentSettings, config.environment.settings, str(run_dir), "environment", "settings"),
+        model=config.served_name,
+        seed=config.run.seed,
+        away_s=config.run.orchestrator_timeout_s,
+    )
+    try:
+        run_loop(serve_env_worker(work))
+    except CodeUnusable as error:
+        raise ConfigError(str(error)) from error
 
 
 def _load_resident() -> None:

@@ -11,6 +11,9 @@ asks for that first (`RecallHistory`).
 Calls of models elsewhere are the front's alone. It asks leave for each (`AskUpstream`), and says what it came to
 (`UpstreamOver`), or that nobody waits for leave any more (`UpstreamWaived`).
 
+An env worker dials the same socket, with a driver's key (`DriverHello`). It opens trajectories and says what became of
+them, and nothing else.
+
 Each message with a `request` is answered under the same number, or by `Declined`.
 """
 
@@ -81,6 +84,19 @@ class AgentCall(msgspec.Struct, frozen=True, array_like=True):
 class FrontHello(_FrontMessage, frozen=True):
     version: Count
     pid: Count
+
+
+class DriverHello(_FrontMessage, frozen=True):
+    """An env worker with this driver's key, which still plays these trajectories. Others that the driver had begin
+    again, with it or elsewhere."""
+
+    version: Count
+    key: Name
+    holds: Annotated[list[Name], msgspec.Meta(max_length=65_536)] = []
+
+
+class DriverBeat(_FrontMessage, frozen=True):
+    """The env worker is there, and not held up."""
 
 
 class LookUp(_FrontMessage, frozen=True):
@@ -172,7 +188,7 @@ class RecallHistory(_FrontMessage, frozen=True):
 
 class BeginTrajectory(_FrontMessage, frozen=True):
     """Give the driver a trajectory in its group of this name. `TrajectoryBegun` answers. `task` is JSON of the driver's
-    own."""
+    own. An env worker names no group: it is given whichever is due, once one is."""
 
     request: Count
     caller: AgentCaller
@@ -200,11 +216,13 @@ class GiveReward(_FrontMessage, frozen=True):
 
 
 class EndTrajectory(_FrontMessage, frozen=True):
-    """The agent is done. With a `cause` the trajectory has failed, for that. `TrajectoryShown` answers."""
+    """The agent is done. With a `cause` the trajectory has failed, for that. `TrajectoryShown` answers. It is
+    `truncated` where a limit of its environment's has ended it."""
 
     request: Count
     caller: AgentCaller
     cause: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    truncated: bool = False
 
 
 class AskUpstream(_FrontMessage, frozen=True):
@@ -336,12 +354,18 @@ class TurnSettled(_FrontMessage, frozen=True):
 
 
 class TrajectoryBegun(_FrontMessage, frozen=True):
-    """`again` says that the same call, by its key, had been answered before."""
+    """`again` says that the same call, by its key, had been answered before.
+
+    An env worker is also told its group's `number` in the whole run, and the `key` and `base_url` for its calls.
+    """
 
     request: Count
     trajectory: Name
     restart: Count = 0
     again: bool = False
+    number: Count = 0
+    key: Name = ""
+    base_url: Name = ""
 
 
 class PolicyStanding(msgspec.Struct, frozen=True, kw_only=True):
@@ -426,6 +450,8 @@ class Declined(_FrontMessage, frozen=True):
 
 FromFront: TypeAlias = (
     FrontHello
+    | DriverHello
+    | DriverBeat
     | LookUp
     | OpenTurns
     | CutTurn

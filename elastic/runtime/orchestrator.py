@@ -235,6 +235,8 @@ class Orchestrator:
                 agents,
                 RunMetrics(lambda: self._sampler.status(self.now_ns()), meters, self._chats),
                 self._chats,
+                wiring.secrets,
+                run.stop,
             )
         self._permits = None if wiring.pool is None else PoolPermits(wiring.pool, run.feed, self.now_ns)
         pool = self._pool = make_pool(self._called) if make_pool else None

@@ -22,6 +22,8 @@ class AgentGroup:
     """
 
     members: list[TrajectoryId]
+    number: int = 0
+    """In the whole run."""
     driver: str = ""
     name: str = ""
     since_ns: Nanoseconds | None = None
@@ -48,6 +50,17 @@ class EndedTrajectory:
     """Those that it was given, by policy; empty is the name of the trajectory's own."""
 
 
+@dataclass(frozen=True, slots=True)
+class FormerPlays:
+    """How often a trajectory has been begun again, and how many turns it had had by then."""
+
+    restart: int = 0
+    asked: int = 0
+
+
+NEVER_PLAYED = FormerPlays()
+
+
 @dataclass(slots=True)
 class AgentClaims:
     groups: dict[str, AgentGroup] = field(default_factory=dict[str, AgentGroup])
@@ -58,6 +71,8 @@ class AgentClaims:
     """By driver and session."""
     begun: dict[tuple[str, str], notes.Begun] = field(default_factory=dict[tuple[str, str], notes.Begun])
     """By driver and idempotency key."""
+    former: dict[TrajectoryId, FormerPlays] = field(default_factory=dict[TrajectoryId, FormerPlays])
+    """Of trajectories that were begun again."""
 
     def group(self, driver: str, name: str) -> AgentGroup:
         """The driver's group of this name, or one that nobody has named yet. Raises `CallRefused`."""
@@ -78,11 +93,35 @@ class AgentClaims:
         group.take(begun.trajectory)
         group.driver, group.name = begun.driver, begun.name
         group.since_ns = begun.at_ns if group.since_ns is None else group.since_ns
+        asked = self.former.get(begun.trajectory, NEVER_PLAYED).asked
         self.trajectories[begun.trajectory] = AgentTrajectory(
-            begun.trajectory, begun.at_ns, begun.driver, begun.name, begun.task, begun.at_ns
+            begun.trajectory,
+            begun.at_ns,
+            begun.driver,
+            begun.name,
+            begun.task,
+            begun.at_ns,
+            asked=asked,
+            asked_before=asked,
         )
         if begun.key:
             self.begun[begun.driver, begun.key] = begun
+
+    def due(self) -> AgentGroup | None:
+        """The group whose members are to be played next, whoever plays them."""
+        return next((group for group in self.groups.values() if group.members), None)
+
+    def restart(self, trajectory: TrajectoryId) -> int:
+        """How often it has been begun again."""
+        return self.former.get(trajectory, NEVER_PLAYED).restart
+
+    def begin_again(self, trajectory: TrajectoryId) -> None:
+        """Nobody plays it, and it may be given out once more. What was said of it so far is void."""
+        left = self.trajectories.pop(trajectory)
+        self.former[trajectory] = FormerPlays(self.restart(trajectory) + 1, left.asked)
+        self.sessions = {key: of for key, of in self.sessions.items() if of != trajectory}
+        if (group := self.groups.get(group_of(trajectory))) is not None:
+            group.members.insert(0, trajectory)
 
     def is_free(self, driver: str, session: str, trajectory: TrajectoryId = "") -> bool:
         """Whether the session is bound to no other trajectory. Raises `CallRefused` if it is, or names a trajectory."""
@@ -99,6 +138,8 @@ class AgentClaims:
         """The open trajectory that is meant. Raises `CallRefused`."""
         if (ended := self.over(caller)) is not None:
             raise gone(ended)
+        if caller.trajectory and caller.restart != self.restart(caller.trajectory):
+            raise CallRefused(410, "trajectory_over", "the trajectory was begun again with another key", retry=False)
         trajectory = self.trajectories.get(self._meant(caller))
         if trajectory is None or (caller.driver and caller.driver != trajectory.driver):
             named = caller.trajectory or caller.named

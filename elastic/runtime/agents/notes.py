@@ -80,6 +80,14 @@ class Truncated(_Note, frozen=True):
     trajectory: TrajectoryId
 
 
+class BegunAgain(_Note, frozen=True):
+    """Whoever played the trajectory is gone: it begins again, and the `tokens` that it had sampled are lost."""
+
+    trajectory: TrajectoryId
+    cause: str
+    tokens: int
+
+
 class UpstreamAsked(_Note, frozen=True):
     """A front may make a call of a model elsewhere, which is open from now on.
 
@@ -128,6 +136,7 @@ AgentNote: TypeAlias = (
     | Abandoned
     | Rewarded
     | Truncated
+    | BegunAgain
     | UpstreamAsked
     | UpstreamTold
     | UpstreamCarried

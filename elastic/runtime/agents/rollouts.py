@@ -7,7 +7,7 @@ knows all of it: a trajectory is not played again after a restart, its agent goe
 
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -27,6 +27,7 @@ from elastic.protocol.front_messages import (
     OpenTurns,
     PolicyStanding,
     RecallHistory,
+    TrajectoryBegun,
     TrajectoryStanding,
     UpstreamOver,
 )
@@ -46,6 +47,8 @@ from functions.base import Call
 from functions.rewards import FinishedTrajectory
 
 REWARD_MAX = 1e9
+RESTARTS_MAX = 3
+"""How often a trajectory begins again whose env worker is gone; then it has failed."""
 ALONE_S = 30.0
 """How long a turn goes on whose client has vanished, so that it can ask again; and how long a member that comes in the
 place of another waits for a driver that asks for it."""
@@ -66,6 +69,10 @@ class Watcher(Protocol):
 
     def freed(self) -> None:
         """A call of a model elsewhere is over: another one may have leave now."""
+        ...
+
+    def offered(self) -> None:
+        """There are trajectories that nobody plays."""
         ...
 
 
@@ -121,6 +128,31 @@ class AgentRollouts:
             self._note(notes.Bound(begun.trajectory, session))
         return begun.trajectory, False
 
+    def begin_due(self, driver: str) -> TrajectoryBegun | None:
+        """Give an env worker the trajectory that is due; None while none is. Its request, key and URL are not set."""
+        if (group := self._claims.due()) is None:
+            return None
+        begun = notes.Begun(group.members[0], driver, str(group.number), b"", "", self._clock_ns())
+        self._note(begun)
+        return TrajectoryBegun(0, begun.trajectory, self._claims.restart(begun.trajectory), number=group.number)
+
+    def hold(self, driver: str, holds: Collection[TrajectoryId], cause: str) -> None:
+        """An env worker plays these trajectories, and no others that it was given: those begin again."""
+        for name, trajectory in list(self._claims.trajectories.items()):
+            if trajectory.driver != driver or name in holds:
+                continue
+            if (times := self._claims.restart(name)) >= RESTARTS_MAX:
+                self._end(trajectory, f"it was begun {times + 1} times: {cause}")
+                continue
+            turns = list(trajectory.turns)
+            for turn in [turn for turn in trajectory.turns.values() if turn.kept is None]:
+                self._give_up(turn)
+            self._note(notes.BegunAgain(name, cause, trajectory.branches.tokens))
+            if self.watcher is not None:
+                self.watcher.left(turns)
+        if self.watcher is not None:
+            self.watcher.offered()
+
     def bind(self, caller: AgentCaller, session: str) -> TrajectoryStanding:
         trajectory = self._claims.open(caller)
         if self._claims.is_free(trajectory.driver, session, trajectory.trajectory):
@@ -149,11 +181,13 @@ class AgentRollouts:
             self._note(notes.Rewarded(trajectory.trajectory, reward, policy))
         return self._standing(trajectory)
 
-    def end(self, caller: AgentCaller, cause: str) -> TrajectoryStanding:
+    def end(self, caller: AgentCaller, cause: str, *, truncated: bool = False) -> TrajectoryStanding:
         """End the trajectory with the reward that it has; as failed, where there is none, or with a cause."""
         if (ended := self._claims.over(caller)) is not None:
             return ended.standing
         trajectory = self._claims.open(caller)
+        if truncated and not trajectory.truncated:
+            self._note(notes.Truncated(trajectory.trajectory))
         self._end(trajectory, cause)
         return self._claims.ended[trajectory.trajectory].standing
 
@@ -201,7 +235,7 @@ class AgentRollouts:
         choices = range(ask.first_choice, ask.first_choice + ask.choices)
         if joined := self._joined(trajectory, ask.call, choices):
             return joined, True
-        left = limits.max_turns - trajectory.asked
+        left = limits.max_turns - trajectory.played
         if trajectory.truncated or left <= 0:
             if not trajectory.truncated:
                 self._note(notes.Truncated(trajectory.trajectory))
@@ -453,7 +487,9 @@ class AgentRollouts:
         yield
 
     def start(self, group: c.StartGroup) -> None:
-        self._claims.groups[group.group] = AgentGroup(list(group.trajectories))
+        self._claims.groups[group.group] = AgentGroup(list(group.trajectories), group.number)
+        if self.watcher is not None:
+            self.watcher.offered()
 
     def refill(self, member: c.RefillMember) -> None:
         self._offer(member, self._clock_ns())
@@ -620,6 +656,8 @@ class AgentRollouts:
                 trajectories[note.trajectory].take_reward(note.policy, note.reward)
             case notes.Truncated():
                 trajectories[note.trajectory].truncated = True
+            case notes.BegunAgain():
+                self._claims.begin_again(note.trajectory)
             case notes.UpstreamAsked() | notes.UpstreamTold() | notes.UpstreamCarried():
                 self._upstream.apply(note)
             case notes.TurnAsked():
@@ -647,6 +685,8 @@ class AgentRollouts:
 
     def _forget_group(self, trajectories: Sequence[TrajectoryId]) -> None:
         """The group is trained or dropped: its name means nothing any more."""
+        for trajectory in trajectories:
+            self._claims.former.pop(trajectory, None)
         for group in {group_of(trajectory) for trajectory in trajectories}:
             self._claims.groups.pop(group, None)
 
@@ -655,7 +695,7 @@ class AgentRollouts:
             trajectory=trajectory.trajectory,
             group=trajectory.name,
             state="truncated" if trajectory.truncated else "open",
-            turns=trajectory.asked,
+            turns=trajectory.played,
             tokens=trajectory.branches.tokens,
             branches=len(trajectory.branches.trained()),
             reward=trajectory.worth,

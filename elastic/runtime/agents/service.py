@@ -8,7 +8,9 @@ from typing import Protocol
 
 from elastic.config import FrontConfig
 from elastic.protocol.endpoint import Address
+from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.agents.chats import ChatLimits, Chats
+from elastic.runtime.agents.env_workers import EnvWorkers, EnvWorkersOrder
 from elastic.runtime.agents.hub import FrontHub
 from elastic.runtime.agents.limits import AgentLimits
 from elastic.runtime.agents.metrics import RunMetrics
@@ -32,14 +34,17 @@ class Fronts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentsWiring:
-    """What agents may ask for, and who serves them. `ready` is told where. Chats, if there are any, wait for spare
-    credit for `chat_wait_s`."""
+    """What agents may ask for, and who serves them. `base_url` makes agents' URL of where that is, and `ready` is told
+    it. Chats, if there are any, wait for spare credit for `chat_wait_s`. `env_workers` play the trajectories, where
+    nobody elsewhere does."""
 
     limits: AgentLimits
     make_fronts: Callable[[FrontStreams], Fronts]
     chats: ChatLimits | None = None
     chat_wait_s: float = 60.0
+    base_url: Callable[[str], str] = lambda served: served
     ready: Callable[[str], None] = lambda _: None
+    env_workers: EnvWorkersOrder | None = None
 
 
 class AgentService:
@@ -52,16 +57,25 @@ class AgentService:
         wiring: AgentsWiring,
         metrics: RunMetrics | None = None,
         chats: Chats | None = None,
+        secrets: RunSecrets | None = None,
+        fail: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._rollouts = rollouts
         self._chats = chats
-        self._ready = wiring.ready
-        self._fronts = wiring.make_fronts(FrontStreams(run_name, rollouts, durable, stopped, metrics, chats))
+        self._wiring = wiring
+        self._streams = FrontStreams(run_name, rollouts, durable, stopped, metrics, chats, secrets)
+        self._fronts = wiring.make_fronts(self._streams)
+        order = wiring.env_workers
+        self._env_workers = None if order is None else EnvWorkers(order, self._streams, fail)
 
     async def start(self) -> str:
-        """Start the fronts; returns where they serve agents. Raises `GatewayError`, if that is not to be had."""
+        """Start the fronts, and env workers; returns where agents are served. Raises `GatewayError`, if that is not to
+        be had."""
         served = await self._fronts.start()
-        self._ready(served)
+        self._streams.base_url = self._wiring.base_url(served)
+        self._wiring.ready(self._streams.base_url)
+        if self._env_workers is not None:
+            await self._env_workers.start()
         return served
 
     async def look_after(self) -> None:
@@ -74,6 +88,8 @@ class AgentService:
                 self._rollouts.look_after()
 
     async def aclose(self) -> None:
+        if self._env_workers is not None:
+            await self._env_workers.aclose()
         await self._fronts.aclose()
 
 

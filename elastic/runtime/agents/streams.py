@@ -5,14 +5,17 @@ process. Whoever listens for fronts (`elastic.runtime.agents.hub`) hands their c
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import msgspec
 
 from elastic.core.ids import parse_turn
-from elastic.core.types import TurnId
+from elastic.core.types import TrajectoryId, TurnId
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection
 from elastic.protocol.frames import RefusedFrame, WireError
+from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import TOKEN_BYTES, last_of
 from elastic.runtime.agents.chats import CHATS, Chats
 from elastic.runtime.agents.metrics import RunMetrics
@@ -26,10 +29,11 @@ STOPPING = RefusedFrame("the run is stopping", retry=True)
 
 
 class _Front:
-    """A connected front, and the turns that its clients wait for."""
+    """A connected front, and the turns that its clients wait for; or an env worker, then with a `driver`'s name."""
 
-    def __init__(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
+    def __init__(self, connection: Connection[m.FromRun, m.FromFront], driver: str = "") -> None:
         self.connection = connection
+        self.driver = driver
         self.streams: dict[int, AgentTurn] = {}
         self.calls: set[int] = set()
         """Its calls of models elsewhere."""
@@ -42,7 +46,8 @@ class _Front:
 
 
 class FrontStreams:
-    """`durable` is the journal's; `run_name` is said to fronts.
+    """`durable` is the journal's; `run_name` is said to fronts. With `secrets` env workers are let in; `base_url` is
+    where their calls go.
 
     Once the run is `stopped` nothing is heard any more: whoever resumes it takes up from before the stop.
     """
@@ -55,7 +60,14 @@ class FrontStreams:
         stopped: Callable[[], bool],
         metrics: RunMetrics | None = None,
         chats: Chats | None = None,
+        secrets: RunSecrets | None = None,
     ) -> None:
+        self.base_url = ""
+        self._secrets = secrets
+        self._begins: deque[tuple[_Front, m.BeginTrajectory]] = deque()
+        """Env workers that wait for a trajectory."""
+        self._heard_s: dict[str, float] = {}
+        self._finished = Counter[str]()
         self._run_name = run_name
         self._metrics = metrics
         self._rejections = 0
@@ -80,16 +92,29 @@ class FrontStreams:
         """Serve a front that has connected, once it has said hello. Raises `TimeoutError` and `ConnectionLost`."""
         async with asyncio.timeout(HELLO_S):
             hello = await connection.receive()
-        if not isinstance(hello, m.FrontHello) or hello.version != m.FRONT_VERSION:
+        driver = self._driver(hello)
+        known = isinstance(hello, m.FrontHello) or (isinstance(hello, m.DriverHello) and bool(driver))
+        if not known or getattr(hello, "version", 0) != m.FRONT_VERSION:
             connection.close(RefusedFrame(f"the run speaks version {m.FRONT_VERSION} with its fronts", retry=False))
             return
         if self._stopped():
             connection.close(STOPPING)
             return
-        front = _Front(connection)
+        front = _Front(connection, driver)
         self._fronts.add(front)
+        if isinstance(hello, m.DriverHello):
+            self._note_heard(driver)
+            self._rollouts.hold(driver, hello.holds, "its env worker is another one")
         connection.send(m.FrontWelcome(m.FRONT_VERSION, self._run_name))
-        connection.take_over(f"front {hello.pid}", lambda said: self._hear(front, said), lambda _: self._lost(front))
+        who = f"env worker {driver}" if driver else "front"
+        connection.take_over(who, lambda said: self._hear(front, said), lambda _: self._lost(front))
+
+    def _driver(self, hello: m.FromFront) -> str:
+        """The driver whose key an env worker shows; empty for whoever shows none."""
+        if not isinstance(hello, m.DriverHello) or self._secrets is None:
+            return ""
+        caller = self._secrets.caller_of(hello.key)
+        return "" if caller is None else caller.driver
 
     def close(self) -> None:
         for front in list(self._fronts):
@@ -100,6 +125,7 @@ class FrontStreams:
         for stream in list(front.streams):
             self._detach(front, stream, gone=True)
         self._leaves = deque(waiting for waiting in self._leaves if waiting[0] is not front)
+        self._begins = deque(waiting for waiting in self._begins if waiting[0] is not front)
         if not self._stopped():
             for call in front.calls:
                 self._rollouts.lost_call(call)
@@ -113,7 +139,10 @@ class FrontStreams:
                 front.connection.close(STOPPING)
                 return
             try:
-                self._answer(front, message)
+                if front.driver:
+                    self._answer_driver(front, message)
+                else:
+                    self._answer(front, message)
             except CallRefused as refused:
                 self._rejections += refused.code == TOO_MANY_TURNS
                 request = getattr(message, "request", None)
@@ -153,7 +182,8 @@ class FrontStreams:
                 standing = rollouts.reward(message.caller, message.reward, message.policy)
                 self._reply(front, m.TrajectoryShown(message.request, standing))
             case m.EndTrajectory():
-                self._reply(front, m.TrajectoryShown(message.request, rollouts.end(message.caller, message.cause)))
+                standing = rollouts.end(message.caller, message.cause, truncated=message.truncated)
+                self._reply(front, m.TrajectoryShown(message.request, standing))
             case m.ShowTrajectory():
                 front.connection.send(m.TrajectoryShown(message.request, rollouts.show(message.caller)))
             case m.AskMetrics():
@@ -171,8 +201,64 @@ class FrontStreams:
             case m.UpstreamOver():
                 front.calls.discard(message.call)
                 rollouts.called(message)
-            case m.FrontHello():
+            case m.FrontHello() | m.DriverHello() | m.DriverBeat():
                 raise WireError("a second hello")
+
+    def _answer_driver(self, front: _Front, message: m.FromFront) -> None:
+        """An env worker speaks for its own trajectories, and asks for no turns here."""
+        rollouts, driver = self._rollouts, front.driver
+        self._note_heard(driver)
+        match message:
+            case m.DriverBeat():
+                pass
+            case m.BeginTrajectory():
+                self._begins.append((front, message))
+                self.offered()
+            case m.GiveReward():
+                own = m.AgentCaller(driver=driver, named=message.caller.named)
+                standing = rollouts.reward(own, message.reward, message.policy)
+                self._reply(front, m.TrajectoryShown(message.request, standing))
+            case m.EndTrajectory():
+                own = m.AgentCaller(driver=driver, named=message.caller.named)
+                standing = rollouts.end(own, message.cause, truncated=message.truncated)
+                self._finished[driver] += standing.state in ("finished", "truncated")
+                self._reply(front, m.TrajectoryShown(message.request, standing))
+            case _:
+                raise WireError(f"{type(message).__name__} is nothing that an env worker may say")
+
+    def _note_heard(self, driver: str) -> None:
+        self._heard_s[driver] = asyncio.get_running_loop().time()
+
+    def offered(self) -> None:
+        if (
+            self._begins
+        ):  # Not now: the core may be told of something else at this moment, and its events have an order.
+            asyncio.get_running_loop().call_soon(self._give_out)
+
+    def _give_out(self) -> None:
+        """Give out trajectories that are due to the env workers that have waited for longest."""
+        while self._begins and not self._stopped():
+            front, ask = self._begins[0]
+            begun = self._rollouts.begin_due(front.driver)
+            if begun is None:
+                return
+            self._begins.popleft()
+            assert self._secrets is not None
+            key = self._secrets.agent_key(begun.trajectory, begun.restart)
+            answer = msgspec.structs.replace(begun, request=ask.request, key=key, base_url=self.base_url)
+            self._reply(front, answer)
+
+    # What is known of env workers (`elastic.runtime.agents.env_workers.Drivers`)
+
+    def heard_s(self, driver: str) -> float | None:
+        return self._heard_s.get(driver)
+
+    def finished(self, driver: str) -> int:
+        return self._finished[driver]
+
+    def lost(self, driver: str, holds: Collection[TrajectoryId], cause: str) -> None:
+        if not self._stopped():
+            self._rollouts.hold(driver, holds, cause)
 
     def _reply(self, front: _Front, answer: m.FromRun) -> None:
         """Answer once all that was said so far is durable."""

@@ -95,7 +95,9 @@ class AgentTrajectory:
     histories: dict[bytes, HistoryPiece] = field(default_factory=dict[bytes, HistoryPiece])
     """By the digest of the messages up to an answer, of answers that clients may go on from by their names."""
     asked: int = 0
-    """How many turns there have been."""
+    """How many turns there have been, whoever played it."""
+    asked_before: int = 0
+    """By those who played it before, and are gone."""
     reward: float | None = None
     policy_rewards: dict[str, float] = field(default_factory=dict[str, float])
     """Of policies that have rewards of their own."""
@@ -105,6 +107,11 @@ class AgentTrajectory:
     def awaited(self) -> bool:
         """Whether a client waits for a turn of it."""
         return any(turn.alone_ns is None and not turn.given for turn in self.turns.values())
+
+    @property
+    def played(self) -> int:
+        """How many turns there have been by who plays it now."""
+        return self.asked - self.asked_before
 
     @property
     def policies(self) -> list[str]:
@@ -206,7 +213,7 @@ class AgentTrajectory:
     def episode(self) -> RolloutTrajectory:
         """What it has come to: its first branch in which anything was sampled, and the others."""
         episode = RolloutTrajectory(self.trajectory, self.started_ns, 0)
-        episode.turns, episode.truncated = self.asked, self.truncated
+        episode.turns, episode.truncated = self.played, self.truncated
         for place, (_, branch) in enumerate(self.branches.trained()):
             branch.sampled.policy = branch.policy
             branch.sampled.policy_reward = self.policy_rewards.get(branch.policy)

@@ -26,7 +26,7 @@ from elastic.system.named_code import in_file
 _WHERE = "config"
 _SERVERS_OWN = (
     *("run.directory", "run.host", "run.port", "run.advertise", "run.certificate", "run.certificate_key"),
-    *("run.pass_env", "weights.port", "weights.relay", "front.host", "front.port"),
+    *("environment.python", "run.pass_env", "weights.port", "weights.relay", "front.host", "front.port"),
     *("front.upstream", "front.upstream_key_env"),
 )
 """Keys that the server sets itself: where a run listens, what it inherits, where it is kept."""

@@ -1,0 +1,92 @@
+"""The kind `agent`: an episode is a function of one's own, which asks the policy by OpenAI's API.
+
+    async def rollout(task: EpisodeTask, client: AsyncOpenAI, trajectory: PlayedTrajectory) -> float | Outcome: ...
+
+It runs in env workers, processes of the run (`elastic.environments.env_worker`), and never in the orchestrator.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NoReturn
+
+import msgspec
+from pydantic import BaseModel, Field
+
+from elastic.environments.outside import Outside, OutsideSettings
+from elastic.system.named_code import GivenCode
+from elastic.system.plain_values import number, shown
+
+
+class AgentSettings(OutsideSettings):
+    rollout: GivenCode = Field(description="the function that plays an episode: FILE.py:NAME or MODULE:NAME")
+    concurrency: int = Field(32, ge=1, le=4096, description="episodes at once in each of the environment's processes")
+    client: Literal["openai", "none"] = Field(
+        "openai", description="what the function gets as its client: OpenAI's of the trajectory, or none (it has a URL)"
+    )
+
+
+class FunctionAgent(Outside):
+    """Stands for the episodes, which env workers play. The run opens their trajectories as it does for agents
+    elsewhere."""
+
+    Settings: ClassVar[type[BaseModel]] = AgentSettings
+    in_workers: ClassVar[bool] = True
+
+
+class EpisodeTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What an episode is about. All members of a group have the same `number`, the group's in the whole run, and the
+    same `seed`."""
+
+    number: int
+    seed: int
+
+
+class PlayedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the episode's calls go. `base_url` is OpenAI's, with its `/v1`; the `key` is good for this trajectory, and
+    for this time that it is played."""
+
+    id: str
+    base_url: str
+    key: str
+    model: str
+    member: int
+    """Its number in its group."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What an episode has come to: a reward, or why it has `failed`, which is never a reward of 0."""
+
+    reward: float | None = None
+    failed: str = ""
+    truncated: bool = False
+    """Whether a limit of the environment's own has ended it."""
+    rewards: Mapping[str, float] = {}
+    """By policy, where several have rewards of their own (`front.policies`)."""
+
+
+class BadOutcome(Exception):
+    """A function has returned what is no outcome. The message has what was found and what is allowed."""
+
+
+def outcome_of(answer: Any) -> Outcome:
+    """Return what a function's answer means. Raises `BadOutcome`."""
+    if isinstance(answer, Outcome):
+        rewards = {str(policy): _reward(reward) for policy, reward in answer.rewards.items()}
+        if answer.failed or rewards:
+            return Outcome(
+                reward=None if answer.reward is None else _reward(answer.reward),
+                failed=str(answer.failed),
+                truncated=bool(answer.truncated),
+                rewards=rewards,
+            )
+        return Outcome(reward=_reward(answer.reward), truncated=bool(answer.truncated))
+    return Outcome(reward=_reward(answer))
+
+
+def _reward(answer: Any) -> float:
+    if (found := number(answer)) is None:
+        _refuse(answer)
+    return found
+
+
+def _refuse(answer: Any) -> NoReturn:
+    raise BadOutcome(f"found {shown(answer)}; allowed: a finite number, or an Outcome")

@@ -1,0 +1,166 @@
+"""An env worker: a process of a run that plays its episodes by users' code.
+
+It dials the run, asks for trajectories, as many as it may play at once, has the function of each play it, and says what
+came of it. Model calls go to the run's fronts by HTTP. What the function raises, or returns that is no outcome, fails
+its trajectory; what holds up this process the run notices, since it hears nothing more.
+"""
+
+import asyncio
+import importlib
+import inspect
+import os
+import random
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import structlog
+
+from elastic.core.ids import agent_id, parse_trajectory
+from elastic.environments.agent import AgentSettings, BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, outcome_of
+from elastic.environments.run_link import EnvRunLink, RunGone
+from elastic.protocol.front_messages import (
+    AgentCaller,
+    BeginTrajectory,
+    Declined,
+    EndTrajectory,
+    GiveReward,
+    TrajectoryBegun,
+)
+from elastic.system.named_code import CodeUnusable, load
+from elastic.system.plain_values import told
+from elastic.system.signals import TERMINATION, act_on
+
+log = structlog.get_logger(__name__)
+
+KEY_VARIABLE = "ELASTIC_ENV_WORKER_KEY"
+"""Environment variable with the driver's key that an env worker shows to its run."""
+CAUSE_CHARACTERS = 2000
+TRACE_CHARACTERS = 4000
+REFUSED_WAIT_S = 1.0
+
+Rollout: TypeAlias = Callable[[EpisodeTask, Any, PlayedTrajectory], Awaitable[float | Outcome]]
+MakeClient: TypeAlias = Callable[[PlayedTrajectory], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvWork:
+    """What an env worker is to do: for which run, with which settings. `away_s` is how long it goes on without a
+    process at the run."""
+
+    run_dir: Path
+    settings: AgentSettings
+    model: str
+    seed: int
+    away_s: float
+
+
+async def serve_env_worker(work: EnvWork) -> None:
+    """Play episodes until the run is over, or a signal. Raises `CodeUnusable` for a function that cannot be loaded."""
+    key = os.environ.pop(KEY_VARIABLE, "")
+    link = EnvRunLink(work.run_dir, key, work.away_s)
+    rollout, make_client = load_rollout(work.settings.rollout), load_client(work.settings)
+    ended = asyncio.Event()
+    heed_no_more = act_on(TERMINATION, ended.set)
+    player = FunctionPlayer(link, rollout, make_client, work)
+    linking = asyncio.create_task(link.run(), name="run")
+    slots = [asyncio.create_task(player.play_on(), name=f"slot {n}") for n in range(work.settings.concurrency)]
+    waiting = asyncio.create_task(ended.wait(), name="signal")
+    try:
+        await asyncio.wait({linking, waiting, *slots}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (linking, *slots):
+            if task.done() and isinstance(error := task.exception(), Exception):
+                if not isinstance(error, RunGone):
+                    raise error
+                log.info("the run wants no env worker", reason=str(error))
+    finally:
+        heed_no_more()
+        for task in (linking, waiting, *slots):
+            task.cancel()
+        await asyncio.wait({linking, waiting, *slots}, timeout=1.0)
+
+
+def load_rollout(named: str) -> Rollout:
+    """Raises `CodeUnusable`."""
+    found = load(named)
+    if not callable(found):
+        raise CodeUnusable(
+            f"{named}: found {type(found).__name__}; allowed: an async function of a task, a client and a trajectory"
+        )
+    return cast("Rollout", found)
+
+
+def load_client(settings: AgentSettings) -> MakeClient:
+    """What makes the client of a trajectory. Raises `CodeUnusable` where the package is not installed."""
+    if settings.client == "none":
+        return lambda trajectory: None
+    try:
+        openai = importlib.import_module("openai")
+    except ImportError as error:
+        problem = f"found 'openai', but {told(error)}; allowed: pip install 'elastic-rl[agents]', or 'none'"
+        raise CodeUnusable(f"environment.settings.client: {problem}") from error
+    shared: dict[str, Any] = {}
+
+    def make(trajectory: PlayedTrajectory) -> Any:
+        # Connections are shared; what differs is the key.
+        if trajectory.base_url not in shared:
+            shared[trajectory.base_url] = openai.AsyncOpenAI(api_key="none", base_url=trajectory.base_url)
+        return shared[trajectory.base_url].with_options(api_key=trajectory.key)
+
+    return make
+
+
+class FunctionPlayer:
+    """Plays one trajectory after the other in each of its slots."""
+
+    def __init__(self, link: EnvRunLink, rollout: Rollout, make_client: MakeClient, work: EnvWork) -> None:
+        self._link = link
+        self._rollout = rollout
+        self._make_client = make_client
+        self._work = work
+
+    async def play_on(self) -> None:
+        while True:
+            begun = await self._link.ask(lambda n: BeginTrajectory(n, AgentCaller(), b"null", ""))
+            if not isinstance(begun, TrajectoryBegun):
+                await asyncio.sleep(REFUSED_WAIT_S)
+                continue
+            try:
+                await self._tell(begun, await self._played(begun))
+            finally:
+                self._link.holds.discard(begun.trajectory)
+
+    async def _played(self, begun: TrajectoryBegun) -> Outcome:
+        task = EpisodeTask(number=begun.number, seed=random.Random(f"{self._work.seed}/{begun.number}").getrandbits(63))
+        trajectory = PlayedTrajectory(
+            id=agent_id(begun.trajectory),
+            base_url=begun.base_url,
+            key=begun.key,
+            model=self._work.model,
+            member=parse_trajectory(begun.trajectory).member,
+        )
+        try:
+            answer = self._rollout(task, self._make_client(trajectory), trajectory)
+            return outcome_of(await answer if inspect.isawaitable(answer) else answer)
+        except BadOutcome as error:
+            return Outcome(failed=f"{self._work.settings.rollout}: {error}")
+        except (Exception, SystemExit) as error:
+            trace = "".join(traceback.format_exception(error))[-TRACE_CHARACTERS:]  # Without values: a key may be one.
+            log.warning("the environment raised", trajectory=trajectory.id, trace=trace)
+            return Outcome(failed=f"the environment raised {told(error)}")
+
+    async def _tell(self, begun: TrajectoryBegun, outcome: Outcome) -> None:
+        """Say what a trajectory has come to. One that is over already, or is played elsewhere, is let be."""
+        caller = AgentCaller(named=agent_id(begun.trajectory))
+        cause = outcome.failed[:CAUSE_CHARACTERS]
+        if not cause:
+            given: Mapping[str, float] = outcome.rewards
+            given = given if outcome.reward is None else {"": outcome.reward, **given}
+            for policy, reward in given.items():
+                answer = await self._link.ask(lambda n, r=reward, p=policy: GiveReward(n, caller, r, p))
+                if isinstance(answer, Declined):
+                    cause = f"its reward was refused: {answer.message}"
+                    break
+        await self._link.ask(lambda n: EndTrajectory(n, caller, cause, outcome.truncated and not cause))

@@ -1,0 +1,147 @@
+"""A run's env workers: processes that play its episodes by users' code. One that dies, or is held up, is started again,
+and what it was playing begins again elsewhere.
+"""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from elastic.core.types import TrajectoryId
+from elastic.system.last_words import last_words
+from elastic.system.outages import backoff
+from elastic.system.supervision import RecordedProcesses, WatchedProcess, how_ended, records
+
+log = structlog.get_logger(__name__)
+
+ENV_WORKERS = "env workers"
+"""Their owner in a run's records."""
+START_S = 120.0
+"""For a process to import its code and to dial, at least."""
+LOOK_S = 0.5
+BACK_OFF_S, BACK_OFF_MAX_S = 0.2, 30.0
+DRAIN_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvWorkersOrder:
+    """`commands` start them, by name; each gets its own driver's key by `environments`. A name is the driver's, too.
+
+    One that says nothing for `step_timeout_s` is ended; one that dies `max_restarts` times without a finished
+    trajectory fails the run.
+    """
+
+    run_dir: Path
+    commands: Mapping[str, Sequence[str]]
+    environments: Mapping[str, Mapping[str, str]]
+    step_timeout_s: float
+    max_restarts: int
+    secrets: Collection[str]
+    """That nobody is to read in what they said last."""
+
+
+class Drivers(Protocol):
+    """What is known of programs that play trajectories."""
+
+    def heard_s(self, driver: str) -> float | None:
+        """When it last said anything (the loop's time); None before it has."""
+        ...
+
+    def finished(self, driver: str) -> int:
+        """How many trajectories it has finished, in this process's time."""
+        ...
+
+    def lost(self, driver: str, holds: Collection[TrajectoryId], cause: str) -> None:
+        """It plays these trajectories and no others any more; the others begin again."""
+        ...
+
+
+class EnvWorkers:
+    """`fail` ends the run for a cause."""
+
+    def __init__(self, order: EnvWorkersOrder, drivers: Drivers, fail: Callable[[str], None]) -> None:
+        self._order = order
+        self._drivers = drivers
+        self._fail = fail
+        self._recorded: dict[str, RecordedProcesses] = {}
+        self._watched: dict[str, WatchedProcess] = {}
+        self._keeping: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Take over those that a former process has left, and start the others."""
+        run_dir = self._order.run_dir
+        for recorded in RecordedProcesses.found(records(run_dir), run_dir.name, ENV_WORKERS):
+            living = [one for one in recorded.adopted().values() if not one.over]
+            if recorded.name in self._order.commands and living:
+                self._recorded[recorded.name], self._watched[recorded.name] = recorded, living[0]
+            else:
+                await recorded.end()
+        self._keeping = [asyncio.create_task(self._keep(name), name=name) for name in self._order.commands]
+
+    async def aclose(self) -> None:
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        for watched in self._watched.values():
+            watched.send(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await asyncio.gather(*(watched.wait() for watched in self._watched.values()))
+        for watched in self._watched.values():
+            watched.close()
+        for recorded in self._recorded.values():
+            await recorded.end()
+
+    async def _keep(self, name: str) -> None:
+        deaths = 0
+        while True:
+            before = self._drivers.finished(name)
+            try:
+                watched = self._watched.get(name) or self._start(name)
+                cause = await self._ended(name, watched)
+                del self._watched[name]
+                await self._recorded.pop(name).end()  # What it has started, too: nobody plays on for it.
+            except OSError as error:
+                cause = f"it does not start: {error}"
+            deaths = 1 if self._drivers.finished(name) > before else deaths + 1
+            words = last_words(self._log(name), self._order.secrets)
+            log.warning("an env worker has ended; another one is started", worker=name, how=cause, last=words)
+            self._drivers.lost(name, (), f"its env worker has ended: {cause}")
+            if deaths > self._order.max_restarts:
+                times = f"{deaths} times without a finished trajectory"
+                self._fail(f"env worker {name} has ended {times} (environment.max_restarts): {cause}; it said: {words}")
+                return
+            await asyncio.sleep(backoff(deaths - 1, BACK_OFF_S, BACK_OFF_MAX_S))
+
+    async def _ended(self, name: str, watched: WatchedProcess) -> str:
+        """Wait for its end, and bring that about if it says nothing; returns how it ended."""
+        loop, limit_s = asyncio.get_running_loop(), self._order.step_timeout_s
+        since_s = loop.time()
+        while not watched.over:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await watched.wait()
+            heard_s = self._drivers.heard_s(name)
+            has_come = heard_s is not None and heard_s >= since_s
+            until_s = heard_s + limit_s if heard_s is not None and has_come else since_s + max(START_S, limit_s)
+            if not watched.over and loop.time() > until_s:
+                watched.kill()
+                await watched.wait()
+                return f"it said nothing for {limit_s:g} s" if has_come else "it did not come"
+        return how_ended(watched.status)
+
+    def _start(self, name: str) -> WatchedProcess:
+        order = self._order
+        of_run = records(order.run_dir), order.run_dir.name
+        recorded = self._recorded[name] = RecordedProcesses(*of_run, ENV_WORKERS, name)
+        with self._log(name).open("ab") as output:
+            watched = self._watched[name] = recorded.start(name, order.commands[name], order.environments[name], output)
+        return watched
+
+    def _log(self, name: str) -> Path:
+        return self._order.run_dir / "logs" / f"{name}.log"

@@ -1,0 +1,114 @@
+"""What an env worker makes of users' functions: an outcome, or a cause; nothing else ends it."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.environments.agent import AgentSettings, BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, outcome_of
+from elastic.environments.env_worker import EnvWork, FunctionPlayer, load_client, load_rollout
+from elastic.protocol import front_messages as m
+from elastic.system.named_code import CodeUnusable
+
+SETTINGS = AgentSettings.model_validate({"rollout": "mine.py:rollout", "client": "none"})
+
+
+class Told:
+    """The run's side of a link: it gives one trajectory, and remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.holds: set[str] = set()
+        self.said: list[m.FromFront] = []
+        self.over = asyncio.Event()
+
+    async def ask(self, request: Callable[[int], m.FromFront]) -> Any:
+        said = request(1)
+        if isinstance(said, m.BeginTrajectory):
+            if self.said:
+                await asyncio.Event().wait()
+            return m.TrajectoryBegun(1, "3/1/2", 1, number=25, key="key", base_url="http://here/v1")
+        self.said.append(said)
+        if isinstance(said, m.EndTrajectory):
+            self.over.set()
+        standing = m.TrajectoryStanding(trajectory="3/1/2", group="25", state="open", turns=0, tokens=0, branches=0)
+        return m.TrajectoryShown(1, standing)
+
+
+async def played(rollout: Any) -> list[m.FromFront]:
+    link = Told()
+    work = EnvWork(run_dir=Path(), settings=SETTINGS, model="tiny", seed=7, away_s=1.0)
+    player = FunctionPlayer(link, rollout, load_client(SETTINGS), work)  # type: ignore[arg-type]
+    playing = asyncio.create_task(player.play_on())
+    async with asyncio.timeout(5):
+        await link.over.wait()
+    playing.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await playing
+    return link.said
+
+
+async def test_a_function_gets_its_task_and_its_reward_is_told() -> None:
+    got: list[tuple[EpisodeTask, Any, PlayedTrajectory]] = []
+
+    async def rollout(task: EpisodeTask, client: Any, trajectory: PlayedTrajectory) -> Outcome:
+        got.append((task, client, trajectory))
+        return Outcome(reward=0.5, truncated=True, rewards={"solver": 1})
+
+    own = m.AgentCaller(named="3-1-2")
+    assert await played(rollout) == [
+        m.GiveReward(1, own, 0.5),
+        m.GiveReward(1, own, 1.0, "solver"),
+        m.EndTrajectory(1, own, "", True),
+    ]
+    await played(rollout)
+    (task, client, trajectory), (same, _, _) = got
+    assert task == same, "members of a group, and whoever plays one again, have the same task"
+    assert (task.number, client) == (25, None)
+    where = {"id": "3-1-2", "base_url": "http://here/v1", "key": "key", "model": "tiny", "member": 2}
+    assert trajectory == PlayedTrajectory(**where)
+
+
+def raises(error: BaseException) -> Any:
+    async def rollout(task: EpisodeTask, client: Any, trajectory: PlayedTrajectory) -> float:
+        raise error
+
+    return rollout
+
+
+@pytest.mark.parametrize(
+    ("rollout", "cause"),
+    [
+        (raises(ValueError("no such tool")), "the environment raised ValueError: no such tool"),
+        (raises(SystemExit(0)), "the environment raised SystemExit: 0"),
+        (raises(TimeoutError()), "the environment raised TimeoutError"),
+        (lambda *_: math.nan, "found nan"),
+        (lambda *_: "1.0", "found '1.0'"),
+        (lambda *_: 10**400, "allowed: a finite number, or an Outcome"),
+        (lambda *_: None, "found None"),
+        (lambda *_: Outcome(), "found None"),
+        (lambda *_: Outcome(reward=1.0, failed="the sandbox is gone"), "the sandbox is gone"),
+        (lambda *_: Outcome(failed="x" * 10_000), "x" * 1000),
+        (lambda: 1.0, "the environment raised TypeError"),
+    ],
+)
+async def test_what_is_no_outcome_fails_its_trajectory_and_is_never_a_reward(rollout: Any, cause: str) -> None:
+    (ended,) = await played(rollout)
+    assert isinstance(ended, m.EndTrajectory)
+    assert cause in ended.cause
+    assert len(ended.cause) <= 2000
+
+
+def test_rewards_are_numbers() -> None:
+    assert outcome_of(True).reward == 1.0
+    with pytest.raises(BadOutcome):
+        outcome_of(Outcome(reward=1.0, rewards={"solver": math.inf}))
+
+
+def test_what_is_no_function_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("rollout = 3")
+    with pytest.raises(CodeUnusable, match="found int; allowed: an async function"):
+        load_rollout(f"{tmp_path}/mine.py:rollout")
