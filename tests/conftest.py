@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 import signal
@@ -49,6 +50,11 @@ def _changed() -> str:
         for what in sorted(BEFORE.keys() | now.keys())
         if BEFORE.get(what) != now.get(what)
     )
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays to the end: nobody looks through it for garbage again and again."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

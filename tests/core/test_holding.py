@@ -193,7 +193,7 @@ def test_what_a_run_remembers_does_not_grow_with_the_leases_that_have_ended() ->
     core.request("0/0/0", max_new_tokens=10**9)
     sizes: dict[int, int] = {}
     (turn,) = core.scheduler.turns.live.values()
-    most = 4 * CLOSED_KEPT
+    most = 2 * CLOSED_KEPT + 8
     for number in range(2, most + 2):
         core.now_s += 0.01
         core.lease_ended(f"spot-{number - 1}", EndCause.EXPIRED)

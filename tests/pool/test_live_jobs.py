@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 WITHIN_S = 160.0
 """A third of it is enough where nothing else runs on the machine."""
-STEPS = 5
+STEPS = 3
 POOL = """
 [pool]
 name = "lab"

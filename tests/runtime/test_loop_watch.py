@@ -14,7 +14,6 @@ import pytest
 import structlog
 import uvloop
 
-from elastic.compose import execution
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import SamplingParameters
@@ -28,6 +27,8 @@ from elastic.runtime.rollout import Rollouts
 from elastic.system.signals import TERMINATION, act_on
 
 HELD_S = 0.4
+EXECUTION = str(Path(__file__).parents[2] / "elastic" / "compose" / "execution.py")
+"""Not imported for its path alone, by processes that start often."""
 
 
 class Sleeping:
@@ -133,7 +134,7 @@ def test_who_holds_the_loop_is_named_and_its_trajectory_fails_once_the_loop_is_b
     [
         (["/home/me/game.py"], "environment called_0 (/home/me/game.py:1)"),
         (["/home/me/game.py", json.__file__], f"environment called_0 ({json.__file__}:1 in called_1)"),
-        ([execution.__file__, "/home/me/game.py"], "environment called_1 (/home/me/game.py:1)"),
+        ([EXECUTION, "/home/me/game.py"], "environment called_1 (/home/me/game.py:1)"),
         ([frozenlake.__file__], f"environment called_0 ({frozenlake.__file__}:1)"),
         ([answers.__file__, wire.__file__], ""),
         ([scribe.__file__, sqlite3.__file__], ""),
