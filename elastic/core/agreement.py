@@ -3,6 +3,7 @@
 Source: docs/design.md, invariant 10.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -22,8 +23,8 @@ JUDGED_STEPS = 10
 REMEMBERED_VERSIONS = 8
 """Versions whose proofs are remembered, to say which of them a worker serves: the first one, and the last ones."""
 TOLD_APART = 10.0
-"""Two versions' proofs are told apart where their distance is so many times a worker's noise: then an honest one is
-five standard deviations from the middle between them."""
+"""Two versions' proofs are told apart where their distance is so many standard deviations of a worker's noise: then an
+honest one is half as many from the middle between them."""
 DEVIATION_OF_MEAN = 1.25
 """The standard deviation of normal noise, over the mean of its absolute values."""
 
@@ -134,13 +135,19 @@ class Agreement:
         return found
 
     def _served_instead(self, version: int, off: list[float], noise: float) -> int | None:
-        """The version to whose proof an answer is nearer than to this one's, from which it is `off`."""
-        least = (TOLD_APART * DEVIATION_OF_MEAN * noise) ** 2
+        """The version to whose proof an answer is nearer than to this one's, from which it is `off`.
+
+        Its noise is what its engine declares, or what is left of `off` beside the line between the two if that is more.
+        """
         for other, proof in self.proofs.items():
             between = [theirs - ours for theirs, ours in zip(proof, self.proofs[version], strict=True)]
             distance = sum(part * part for part in between)
-            towards = sum(part * moved for part, moved in zip(between, off, strict=True))
-            if distance > least and 2 * towards > distance:
+            if not distance:
+                continue
+            share = sum(part * moved for part, moved in zip(between, off, strict=True)) / distance
+            beside = sum((moved - share * part) ** 2 for part, moved in zip(between, off, strict=True))
+            deviation = max(DEVIATION_OF_MEAN * noise, math.sqrt(beside / len(off)))
+            if share > 0.5 and math.sqrt(distance) > TOLD_APART * deviation:
                 return other
         return None
 
