@@ -142,6 +142,17 @@ NO_LIMIT_TURNS = 1_000_000
 """The turns of a trajectory that is driven from outside, where nothing else is said."""
 
 
+class DataConfig(_Section):
+    """Rows that the episodes of kind `agent` are about: one for each group, by its number in the whole run."""
+
+    source: GivenPath = Field(description="file of rows: FILE.jsonl or FILE.parquet")
+    prompt: str = Field("prompt", min_length=1, description="column with the prompt; may be dotted")
+    answer: str = Field("", description="column with the answer, if there is one; may be dotted")
+    order: Literal["shuffled", "in_order"] = Field(
+        "shuffled", description="in which rows come: each pass has every row once"
+    )
+
+
 class EnvironmentConfig(_Section):
     name: str = Field("frozenlake", description="which environment, of those installed")
     step_timeout_s: float = Field(
@@ -157,6 +168,13 @@ class EnvironmentConfig(_Section):
         3, ge=0, description="deaths of an env worker in a row, without a finished trajectory, that a run survives"
     )
     settings: dict[str, Any] = Field(default_factory=dict, description="the environment's own keys")
+    data: DataConfig | None = Field(None, description="rows that its episodes are about; for kind `agent`")
+
+    @model_validator(mode="after")
+    def _played_by_rows(self) -> "EnvironmentConfig":
+        if self.data is not None and self.name != AGENT:
+            raise ValueError(f"environment.data is for environment.name = {AGENT!r} (found {self.name!r})")
+        return self
 
 
 class RolloutConfig(_Section):

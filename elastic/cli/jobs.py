@@ -213,9 +213,14 @@ def _of_run(config: Path | None, overrides: Sequence[str], providers: list[str],
 
 
 def _from_anywhere(config: Config) -> Config:
-    """The same wherever the pool's processes are: with the base policy's place in full."""
-    model = config.model.model_copy(update={"checkpoint": config.model.checkpoint.resolve()})
-    return config.model_copy(update={"model": model})
+    """The same wherever the pool's processes are: with the places of the base policy and of data in full."""
+    changed: dict[str, Any] = {
+        "model": config.model.model_copy(update={"checkpoint": config.model.checkpoint.resolve()})
+    }
+    if (data := config.environment.data) is not None:
+        rows = data.model_copy(update={"source": data.source.resolve()})
+        changed["environment"] = config.environment.model_copy(update={"data": rows})
+    return config.model_copy(update=changed)
 
 
 def _of_script(config: Path | None, overrides: Sequence[str], providers: list[str]) -> ScriptConfig:

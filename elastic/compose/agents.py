@@ -14,6 +14,7 @@ from elastic.core.types import INTEGER_MAX, SamplingParameters
 from elastic.environments.agent import AgentSettings
 from elastic.environments.env_worker import KEY_VARIABLE
 from elastic.environments.outside import OutsideSettings
+from elastic.environments.rows import BadData, DataSource, check_first_row
 from elastic.front.addresses import agents_url
 from elastic.protocol.endpoint import Address, is_loopback
 from elastic.protocol.proxies import VARIABLES as PROXIES
@@ -132,6 +133,16 @@ def _environment(front: FrontConfig) -> dict[str, str]:
     return inherited(*((front.upstream_key_env, *PROXIES) if front.upstream else ()))
 
 
+def data_source(config: Config) -> DataSource | None:
+    """The rows that episodes are about, if they are about any."""
+    data = config.environment.data
+    if data is None:
+        return None
+    return DataSource(
+        source=data.source, prompt=data.prompt, answer=data.answer, order=data.order, seed=config.run.seed
+    )
+
+
 def _check_upstream(front: FrontConfig) -> None:
     key = front.upstream_key_env
     if key and not os.environ.get(key, "").strip():
@@ -161,6 +172,11 @@ def check_front(plan: RunPlan) -> None:
         return
     assert front is not None
     _check_upstream(front)
+    if (source := data_source(config)) is not None:
+        try:
+            check_first_row(source)
+        except BadData as error:
+            raise ConfigError(ConfigProblem(str(error), ("environment", "data"))) from error
     from elastic.front.rendering.renderer import make_renderer
     from elastic.front.rendering.tokenizer import Tokenizer
 

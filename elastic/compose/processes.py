@@ -120,8 +120,10 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
 
     Raises `ConfigError` for another environment than the run's, and for code that cannot be loaded.
     """
+    from elastic.compose.agents import data_source
     from elastic.environments.agent import AgentSettings
     from elastic.environments.env_worker import EnvWork, serve_env_worker
+    from elastic.environments.rows import BadData
 
     config = load_run_config(run_dir)
     if config.environment.name != environment or environment != AGENT:
@@ -133,10 +135,11 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
         model=config.served_name,
         seed=config.run.seed,
         away_s=config.run.orchestrator_timeout_s,
+        data=data_source(config),
     )
     try:
         run_loop(serve_env_worker(work))
-    except CodeUnusable as error:
+    except (CodeUnusable, BadData) as error:
         raise ConfigError(str(error)) from error
 
 

@@ -38,6 +38,10 @@ class EpisodeTask(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     seed: int
+    row: Mapping[str, Any] = {}
+    """Of the data set, where there is one; `prompt` and `answer` are its columns of these names."""
+    prompt: Any = None
+    answer: Any = None
 
 
 class PlayedTrajectory(msgspec.Struct, frozen=True, kw_only=True):

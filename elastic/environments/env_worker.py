@@ -20,6 +20,7 @@ import structlog
 
 from elastic.core.ids import agent_id, parse_trajectory
 from elastic.environments.agent import AgentSettings, BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, outcome_of
+from elastic.environments.rows import DataSource, Rows, read_rows
 from elastic.environments.run_link import EnvRunLink, RunGone
 from elastic.protocol.front_messages import (
     AgentCaller,
@@ -47,24 +48,27 @@ MakeClient: TypeAlias = Callable[[PlayedTrajectory], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class EnvWork:
-    """What an env worker is to do: for which run, with which settings. `away_s` is how long it goes on without a
-    process at the run."""
+    """What an env worker is to do: for which run, with which settings, on which data. `away_s` is how long it goes on
+    without a process at the run."""
 
     run_dir: Path
     settings: AgentSettings
     model: str
     seed: int
     away_s: float
+    data: DataSource | None = None
 
 
 async def serve_env_worker(work: EnvWork) -> None:
-    """Play episodes until the run is over, or a signal. Raises `CodeUnusable` for a function that cannot be loaded."""
+    """Play episodes until the run is over, or a signal. Raises `CodeUnusable` for a function that cannot be loaded, and
+    `BadData`."""
     key = os.environ.pop(KEY_VARIABLE, "")
     link = EnvRunLink(work.run_dir, key, work.away_s)
     rollout, make_client = load_rollout(work.settings.rollout), load_client(work.settings)
+    rows = None if work.data is None else read_rows(work.data)
     ended = asyncio.Event()
     heed_no_more = act_on(TERMINATION, ended.set)
-    player = FunctionPlayer(link, rollout, make_client, work)
+    player = FunctionPlayer(link, rollout, make_client, work, rows)
     linking = asyncio.create_task(link.run(), name="run")
     slots = [asyncio.create_task(player.play_on(), name=f"slot {n}") for n in range(work.settings.concurrency)]
     waiting = asyncio.create_task(ended.wait(), name="signal")
@@ -115,11 +119,14 @@ def load_client(settings: AgentSettings) -> MakeClient:
 class FunctionPlayer:
     """Plays one trajectory after the other in each of its slots."""
 
-    def __init__(self, link: EnvRunLink, rollout: Rollout, make_client: MakeClient, work: EnvWork) -> None:
+    def __init__(
+        self, link: EnvRunLink, rollout: Rollout, make_client: MakeClient, work: EnvWork, rows: Rows | None = None
+    ) -> None:
         self._link = link
         self._rollout = rollout
         self._make_client = make_client
         self._work = work
+        self._rows = rows
 
     async def play_on(self) -> None:
         while True:
@@ -133,7 +140,7 @@ class FunctionPlayer:
                 self._link.holds.discard(begun.trajectory)
 
     async def _played(self, begun: TrajectoryBegun) -> Outcome:
-        task = EpisodeTask(number=begun.number, seed=random.Random(f"{self._work.seed}/{begun.number}").getrandbits(63))
+        task = self._task(begun.number)
         trajectory = PlayedTrajectory(
             id=agent_id(begun.trajectory),
             base_url=begun.base_url,
@@ -150,6 +157,13 @@ class FunctionPlayer:
             trace = "".join(traceback.format_exception(error))[-TRACE_CHARACTERS:]  # Without values: a key may be one.
             log.warning("the environment raised", trajectory=trajectory.id, trace=trace)
             return Outcome(failed=f"the environment raised {told(error)}")
+
+    def _task(self, number: int) -> EpisodeTask:
+        seed = random.Random(f"{self._work.seed}/{number}").getrandbits(63)
+        if (rows := self._rows) is None:
+            return EpisodeTask(number=number, seed=seed)
+        row = rows.of_group(number)
+        return EpisodeTask(number=number, seed=seed, row=row, prompt=rows.prompt(row), answer=rows.answer(row))
 
     async def _tell(self, begun: TrajectoryBegun, outcome: Outcome) -> None:
         """Say what a trajectory has come to. One that is over already, or is played elsewhere, is let be."""

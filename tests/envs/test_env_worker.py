@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from elastic.environments.agent import AgentSettings, BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, outcome_of
 from elastic.environments.env_worker import EnvWork, FunctionPlayer, load_client, load_rollout
+from elastic.environments.rows import DataSource, Rows, read_rows
 from elastic.protocol import front_messages as m
 from elastic.system.named_code import CodeUnusable
 
@@ -38,10 +40,10 @@ class Told:
         return m.TrajectoryShown(1, standing)
 
 
-async def played(rollout: Any) -> list[m.FromFront]:
+async def played(rollout: Any, rows: Rows | None = None) -> list[m.FromFront]:
     link = Told()
     work = EnvWork(run_dir=Path(), settings=SETTINGS, model="tiny", seed=7, away_s=1.0)
-    player = FunctionPlayer(link, rollout, load_client(SETTINGS), work)  # type: ignore[arg-type]
+    player = FunctionPlayer(link, rollout, load_client(SETTINGS), work, rows)  # type: ignore[arg-type]
     playing = asyncio.create_task(player.play_on())
     async with asyncio.timeout(5):
         await link.over.wait()
@@ -70,6 +72,21 @@ async def test_a_function_gets_its_task_and_its_reward_is_told() -> None:
     assert (task.number, client) == (25, None)
     where = {"id": "3-1-2", "base_url": "http://here/v1", "key": "key", "model": "tiny", "member": 2}
     assert trajectory == PlayedTrajectory(**where)
+
+
+async def test_the_row_of_a_task_follows_from_its_groups_number(tmp_path: Path) -> None:
+    got: list[EpisodeTask] = []
+
+    async def rollout(task: EpisodeTask, client: Any, trajectory: PlayedTrajectory) -> float:
+        got.append(task)
+        return 0.0
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"q": f"{n}?", "a": {"b": n}}) + "\n" for n in range(10)))
+    source = DataSource(source=file, prompt="q", answer="a.b", order="in_order", seed=7)
+    await played(rollout, read_rows(source))
+    (task,) = got
+    assert (task.prompt, task.answer, task.row) == ("5?", 5, {"q": "5?", "a": {"b": 5}})
 
 
 def raises(error: BaseException) -> Any:

@@ -1,0 +1,77 @@
+"""Rows of data sets: which group has which, and what cannot be read is told by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.environments.rows import BadData, DataSource, check_first_row, column, read_rows
+from policies.curriculum import CURRICULA, in_order, shuffled
+
+
+@given(rows=st.integers(1, 400), seed=st.integers(0, 2**63), passes=st.integers(0, 10**6))
+def test_each_pass_has_every_row_once(rows: int, seed: int, passes: int) -> None:
+    for curriculum in CURRICULA.values():
+        found = [curriculum(passes * rows + place, rows, seed) for place in range(rows)]
+        assert sorted(found) == list(range(rows))
+
+
+@given(st.lists(st.integers(0, 30), max_size=6), st.integers(0, 1000))
+def test_whatever_is_resumed_repeats_and_skips_no_row(kills: list[int], seed: int) -> None:
+    """A process goes on with the number that comes next, whatever the one before it had drawn."""
+    taken: list[int] = []
+    for groups in kills:
+        taken += [shuffled(number, 17, seed) for number in range(len(taken), len(taken) + groups)]
+    for start in range(0, len(taken), 17):
+        of_pass = taken[start : start + 17]
+        assert len(set(of_pass)) == len(of_pass)
+
+
+def test_a_shuffled_order_is_another_one_in_each_pass_and_for_each_seed() -> None:
+    orders = [[shuffled(first + place, 50, seed) for place in range(50)] for first, seed in ((0, 1), (50, 1), (0, 2))]
+    assert len({tuple(order) for order in orders}) == 3
+    assert [in_order(number, 3, 0) for number in range(5)] == [0, 1, 2, 0, 1]
+
+
+def source(file: Path, prompt: str = "q", answer: str = "") -> DataSource:
+    return DataSource(source=file, prompt=prompt, answer=answer, order="in_order", seed=0)
+
+
+def test_columns_may_be_dotted() -> None:
+    row = {"a": {"b": {"c": 1}}, "a.b": 2}
+    assert column(row, "a.b.c") == 1
+    assert column(row, "a.b") == 2
+    for missing in ("a.x", "a.b.c.d", "x"):
+        with pytest.raises(KeyError):
+            column(row, missing)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("rows.jsonl", "", "has no rows; allowed: at least one"),
+        ("rows.jsonl", '{"p": 1}\n', "row 0 has no column 'q'; it has p"),
+        ("rows.jsonl", "[1]\n", "line 1: found list; allowed: an object of columns"),
+        ("rows.jsonl", "{q: 1}\n", "line 1 is no JSON"),
+        ("rows.csv", "q\n1\n", "found '.csv'; allowed: FILE.jsonl, FILE.parquet"),
+    ],
+)
+def test_what_cannot_be_used_is_told_by_its_first_row(tmp_path: Path, name: str, content: str, told: str) -> None:
+    (tmp_path / name).write_text(content)
+    for look in (check_first_row, read_rows):
+        with pytest.raises(BadData) as bad:
+            look(source(tmp_path / name))
+        assert str(bad.value).startswith(str(tmp_path / name))
+        assert told in str(bad.value)
+
+
+def test_a_later_row_is_told_as_all_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"q": 1}) + "\n\n" + json.dumps({"p": 1}) + "\n")
+    check_first_row(source(file))
+    with pytest.raises(BadData, match="row 1 has no column 'q'; it has p"):
+        read_rows(source(file))
+    with pytest.raises(BadData, match="cannot be read"):
+        check_first_row(source(tmp_path / "none.jsonl"))
