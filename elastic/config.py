@@ -566,7 +566,9 @@ class TrainerConfig(LossConfig):
     max_restarts: int = Field(
         3, ge=0, description="losses of the trainer's device that a run survives: another one begins at its checkpoint"
     )
-    gpus: int = Field(1, ge=1, description="of the trainer's device; live runs have one, simulations any number")
+    gpus: int = Field(
+        1, ge=1, description="of the trainer's device; in live runs one, or with kind `transformers` a rank on each"
+    )
     step_timeout_s: float = Field(300.0, gt=0, description="longest time from a step's last group to its weights")
     engine: dict[str, Any] = Field(
         default_factory=dict, description="settings of the engine that seeds on its device that differ from [engine]"

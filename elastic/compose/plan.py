@@ -20,7 +20,7 @@ from elastic.protocol.endpoint import is_loopback
 from elastic.system.given import read_text
 from elastic.system.installed import installed
 from elastic.system.named_code import missing
-from elastic.worker.trainer import resolve_trainer
+from elastic.worker.trainer import resolve_trainer, trainer_device
 from elastic.worker.trainer.base import TrainerKind, TrainerSettings
 from providers.base import Provider, ProviderSettings
 
@@ -167,6 +167,8 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
     _check_pool(config.rewards, where)
     resolve_engine(config.engine, where)
     resolve_trainer(config.trainer, where)
+    if has_ranks(config) and config.seeding.policy == "auto":
+        config = config.model_copy(update={"seeding": config.seeding.model_copy(update={"policy": "none"})})
     _check_engine(config, config.trainer.engine, where, "trainer", "engine")
     for name, chosen in settings.items():
         _check_engine(config, chosen.engine, where, "providers", name, "engine")
@@ -291,16 +293,53 @@ def check_live(plan: RunPlan, listening: str = "--listen HOST:PORT, and --advert
             raise ConfigError(str(error)) from error
         if membership is None:
             raise ConfigError(ConfigProblem(NOT_A_JOB, where=f"{PROVIDERS_OPTION} {name}"))
-    gpus = plan.config.trainer.gpus
-    if gpus != 1:
-        problem = (
-            f"found {gpus}, but the trainer is one process on one GPU, and the others would be billed for nothing; "
-            "allowed in live runs: 1 (`elastic simulate` takes any number)"
-        )
-        raise ConfigError(ConfigProblem(problem, ("trainer", "gpus")))
+    _check_ranks(plan.config)
     if gone := list(missing(plan.config.model_dump(mode="json"))):
         raise ConfigError(*(ConfigProblem(f"found {str(code)!r}, but no such file", key) for key, code in gone))
     _check_reach(plan, listening)
+
+
+def _check_ranks(config: Config) -> None:
+    """A trainer of several GPUs is of a kind that has ranks, and leaves generating to others."""
+    gpus, kind = config.trainer.gpus, config.trainer.kind
+    if gpus == 1:
+        return
+    if not has_ranks(config):
+        problem = (
+            f"found {gpus}, but trainers of kind {kind!r} are one process on one GPU, and the others would be billed "
+            "for nothing; allowed in live runs: 1 (`elastic simulate` takes any number), or trainer.kind = "
+            "'transformers'"
+        )
+        raise ConfigError(ConfigProblem(problem, ("trainer", "gpus")))
+    if config.seeding.policy != "none":
+        problem = (
+            f"found {config.seeding.policy!r} with trainer.gpus = {gpus}, whose devices do not generate; "
+            "allowed: 'none', 'auto'"
+        )
+        raise ConfigError(ConfigProblem(problem, ("seeding", "policy")))
+
+
+def has_ranks(config: Config) -> bool:
+    """Whether the run's trainer is several processes, each with a GPU."""
+    kind, _ = resolve_trainer(config.trainer, "")
+    return config.trainer.gpus > 1 and getattr(kind, "ranks", False)
+
+
+def _check_devices(config: Config) -> None:
+    """The devices that the configuration names are here. Raises `ConfigError`."""
+    gpus, device = config.trainer.gpus, trainer_device(config)
+    if config.engine.device != "cuda" and (gpus == 1 or device == "cpu"):
+        return
+    import torch
+
+    there = torch.cuda.device_count()
+    if config.engine.device == "cuda" and not there:
+        raise ConfigError("engine.device: found 'cuda', but no CUDA device is here; allowed: 'auto', 'cpu'")
+    if 1 < gpus > there and device != "cpu":
+        raise ConfigError(
+            f"trainer.gpus: found {gpus}, but {there} CUDA devices are here; allowed: up to {max(1, there)}, or any "
+            "number of ranks on CPUs with trainer.engine.device = 'cpu'"
+        )
 
 
 def _check_reach(plan: RunPlan, listening: str) -> None:
@@ -325,11 +364,7 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
     no such device.
     """
     config, words = plan.config, len(plan.environment.vocabulary)
-    if config.engine.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ConfigError("engine.device: found 'cuda', but no CUDA device is here; allowed: 'auto', 'cpu'")
+    _check_devices(config)
     model = read_model_config(config)
     kind, settings = resolve_trainer(config.trainer, "")
     policy = kind.examine(config, settings)
@@ -350,7 +385,8 @@ def _check_engines(
 ) -> None:
     """Every engine of the run can serve the model, and what is trained of it; kinds of third parties need not say."""
     unserved = getattr(trainer, "unserved", None)
-    for provider in (TRAINER_PROVIDER, *plan.providers):
+    # The devices of a trainer of several ranks have no engine.
+    for provider in (*(() if has_ranks(plan.config) else (TRAINER_PROVIDER,)), *plan.providers):
         config, place = plan.engine(provider), ("trainer",) if provider == TRAINER_PROVIDER else ("providers", provider)
         kind, own = resolve_engine(config, "")
         unfit = getattr(kind, "unfit", None)

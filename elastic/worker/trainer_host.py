@@ -34,8 +34,9 @@ from elastic.weights.versions import discard_all
 from elastic.weights.waiting import PatientRelay
 from elastic.worker.agent import AgentExit, BuildEngine, Ticket, build_engine, run_agent
 from elastic.worker.device_permit import DevicePermit
+from elastic.worker.idle_engine import idle_engine
 from elastic.worker.trainer import checkpoint, create_trainer
-from elastic.worker.trainer.base import PolicyTrainer, saved
+from elastic.worker.trainer.base import PolicyTrainer, checkpoint_path, saved
 from elastic.worker.trainer.layers import changed_shares
 from elastic.worker.training import Standing, TrainerOrder, TrainerReply
 
@@ -91,7 +92,7 @@ class TrainerHost:
         run_dir: Path,
         resume: bool,
         make_trainer: MakeTrainer = create_trainer,
-        make_engine: BuildEngine = build_engine,
+        make_engine: BuildEngine | None = None,
         shares_device: bool = False,
         request_poll_s: float = REQUEST_POLL_S,
         open_relay: OpenRelay = open_relay,
@@ -100,7 +101,7 @@ class TrainerHost:
         self.timeout_s = config.trainer.step_timeout_s + config.run.orchestrator_timeout_s
         self._config = config
         self._make_trainer = make_trainer
-        self._make_engine = make_engine
+        self._make_engine = make_engine or (build_engine if config.trainer.gpus == 1 else idle_engine)
         self._open_relay = open_relay
         self._run = run_dir.name
         self._paces = PaceLog("training")
@@ -302,12 +303,12 @@ class TrainerHost:
 
     @property
     def _checkpoint_path(self) -> Path:
-        return self._checkpoints / f"{self._trainer.version:08d}.safetensors"
+        return checkpoint_path(self._checkpoints, self._trainer.version, self._config.trainer.gpus)
 
     def _save(self) -> None:
         self._trainer.save(self._checkpoint_path)
         for old in saved(self._checkpoints)[:-KEEP_CHECKPOINTS]:
-            old.unlink(missing_ok=True)
+            checkpoint.remove(old)
 
     def _restore(self) -> None:
         checkpoint.sweep(self._checkpoints)

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -46,22 +47,26 @@ class RankedProcess:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.ranks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.trainer.ranks", json.dumps(config)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.pids: list[int] = []
         """Of the further ranks."""
         try:
-            self.pids = self.ask("make", config)
+            self.pids = self.ask("pids")
         except BaseException:
             self.close()
             raise
 
-    def ask(self, what: str, *arguments: object) -> Any:
-        """Raises `ConnectionError` where the process has ended, and `ValueError` where it refuses."""
+    def ask(self, what: str, *arguments: object, one: bool = False) -> Any:
+        """`one` asks a trainer of one rank in the same process. Raises `ConnectionError` where the process has ended,
+        and `ValueError` where it refuses."""
         given, said = self._process.stdin, self._process.stdout
         assert given is not None
         assert said is not None
-        given.write(json.dumps([what, *arguments]) + "\n")
+        given.write(json.dumps([what, one, *arguments]) + "\n")
         given.flush()
         for line in said:
             if line.startswith("["):
@@ -77,12 +82,16 @@ class RankedProcess:
 
 
 class _Orders:
-    def make(self, config: dict[str, Any]) -> list[int]:
+    """What a trainer is told. It is made as it is first needed."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
         from elastic.config import Config
         from elastic.worker.trainer import create_trainer
 
         self._trainer: Any = create_trainer(Config.model_validate(config))
-        return getattr(self._trainer, "pids", [])
+
+    def pids(self) -> list[int]:
+        return self._trainer.pids
 
     def train(self, seed: int, spoilt: int | None = None) -> dict[str, Any]:
         """A step of groups drawn by `seed`, of which one may have log-probabilities that are no numbers."""
@@ -120,24 +129,29 @@ class _Orders:
     def resume(self) -> list[float]:
         return list(self._trainer.resume())
 
-    def signal_when(self, function: str, number: int, rank: int) -> None:
-        """Send a rank a signal as soon as this function begins here: ranks do the same at the same time."""
+    def signal_when(self, function: str, number: int, rank: int, path: str) -> None:
+        """Send a rank a signal as soon as this function begins here: ranks do the same at the same time. When that was
+        stands in a file then."""
 
         def look(frame: FrameType, event: str, _: object) -> None:
             if event == "call" and frame.f_code.co_qualname == function:
                 sys.setprofile(None)
+                Path(path).write_text(str(time.time()))
                 os.kill(self._trainer.pids[rank - 1], number)
 
         sys.setprofile(look)
 
 
-def main() -> None:
+def main(config: dict[str, Any]) -> None:
     from elastic.engine.model.stored import CheckpointError
 
-    orders = _Orders()
+    of_one = config | {"trainer": config["trainer"] | {"gpus": 1}}
+    made: dict[bool, _Orders] = {}
     for line in sys.stdin:
-        what, *arguments = json.loads(line)
-        order: Callable[..., Any] = getattr(orders, what)
+        what, one, *arguments = json.loads(line)
+        if one not in made:
+            made[one] = _Orders(of_one if one else config)
+        order: Callable[..., Any] = getattr(made[one], what)
         try:
             answer = ["done", order(*arguments)]
         except (CheckpointError, ValueError) as error:
@@ -147,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))

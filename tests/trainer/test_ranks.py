@@ -1,5 +1,7 @@
 """A trainer of several ranks learns what one does; when a rank dies or hangs, its process ends, and nothing is lost."""
 
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from elastic.system.processes import lives
+from elastic.worker.trainer import checkpoint
+from elastic.worker.trainer.base import saved
 from tests.trainer.hugging_face import MODELS, write_model
 from tests.trainer.ranks import RankedProcess, config_of
 
@@ -45,8 +50,8 @@ def start(stored: Callable[[str], Path]) -> Iterator[Start]:
         process.close()
 
 
-def weights(made: RankedProcess, path: Path) -> dict[str, Tensor]:
-    made.ask("weights", str(path))
+def weights(made: RankedProcess, path: Path, *, one: bool = False) -> dict[str, Tensor]:
+    made.ask("weights", str(path), one=one)
     return load_file(path)
 
 
@@ -61,14 +66,18 @@ def as_of_one(found: dict[str, Any], one: dict[str, Any]) -> None:
     assert [check[:2] for check in found["checks"]] == [check[:2] for check in one["checks"]]
 
 
+def about_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], atol=2e-3, rtol=2e-2, msg=name)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_two_ranks_learn_what_one_does(start: Start, tmp_path: Path, kind: str) -> None:
-    one, two = start(1, kind), start(2, kind)
+    made = start(2, kind)
     for seed in range(2):
-        as_of_one(two.ask("train", seed), one.ask("train", seed))
-    expected = weights(one, tmp_path / "one")
-    for name, tensor in weights(two, tmp_path / "two").items():
-        torch.testing.assert_close(tensor, expected[name], atol=2e-3, rtol=2e-2, msg=name)
+        as_of_one(made.ask("train", seed), made.ask("train", seed, one=True))
+    about_equal(weights(made, tmp_path / "two"), weights(made, tmp_path / "one", one=True))
 
 
 def test_two_ranks_keep_first_weights_and_compare_with_a_reference_as_one_does(start: Start, tmp_path: Path) -> None:
@@ -85,29 +94,111 @@ def test_two_ranks_keep_first_weights_and_compare_with_a_reference_as_one_does(s
 
 def test_four_ranks_leave_out_what_one_does(start: Start, tmp_path: Path) -> None:
     """Whatever rank the odd group's trajectories are on; and the same orders come to the same bits."""
-    one, four, again = start(1), start(4), start(4)
+    made = start(4)
+    made.ask("save", str(tmp_path / "00000000.shards"))
+    steps: list[dict[str, Any]] = []
     for seed in range(2):
-        expected, found = one.ask("train", seed, 1), four.ask("train", seed, 1)
-        assert found["unusable"] == {"g1": "its gradient is not finite"}
-        as_of_one(found, expected)
-        assert again.ask("train", seed, 1) == found
-    assert same_bits(weights(four, tmp_path / "four"), weights(again, tmp_path / "again"))
-    expected_weights = weights(one, tmp_path / "one")
-    for name, tensor in weights(four, tmp_path / "four").items():
-        torch.testing.assert_close(tensor, expected_weights[name], atol=2e-3, rtol=2e-2, msg=name)
+        steps.append(made.ask("train", seed, 1))
+        assert steps[-1]["unusable"] == {"g1": "its gradient is not finite"}
+        as_of_one(steps[-1], made.ask("train", seed, 1, one=True))
+    held = weights(made, tmp_path / "four")
+    about_equal(held, weights(made, tmp_path / "one", one=True))
+    assert made.ask("load", str(tmp_path / "00000000.shards")) == 0
+    assert [made.ask("train", seed, 1) for seed in range(2)] == steps
+    assert same_bits(weights(made, tmp_path / "again"), held)
 
 
 def test_ranks_park_and_resume_together(start: Start, tmp_path: Path) -> None:
-    own = {"dtype": "bfloat16", "offload": "optimizer"}
-    through, parked, one = start(2, own=own), start(2, own=own), start(1, own=own)
-    for seed in range(2):
-        found = through.ask("train", seed)
-        parked.ask("park")
-        parked.ask("resume")
-        assert parked.ask("train", seed) == found
-        assert found["metrics"]["loss"] == pytest.approx(one.ask("train", seed)["metrics"]["loss"], rel=0.05)
-    _, state_bytes, _ = parked.ask("park")
-    held = weights(parked, tmp_path / "parked")
-    assert same_bits(held, weights(through, tmp_path / "through"))
-    # A weight's shard and its sum, of which the latter is zero and not copied.
+    made = start(2, own={"dtype": "bfloat16", "offload": "optimizer"})
+    made.ask("save", str(tmp_path / "00000000.shards"))
+    steps = [made.ask("train", seed) for seed in range(2)]
+    held = weights(made, tmp_path / "through")
+    for found, seed in zip(steps, range(2), strict=True):
+        loss = made.ask("train", seed, one=True)["metrics"]["loss"]
+        assert found["metrics"]["loss"] == pytest.approx(loss, rel=0.05)
+    made.ask("load", str(tmp_path / "00000000.shards"))
+    for found, seed in zip(steps, range(2), strict=True):
+        made.ask("park")
+        made.ask("resume")
+        assert made.ask("train", seed) == found
+    _, state_bytes, _ = made.ask("park")
+    assert same_bits(weights(made, tmp_path / "parked"), held)
+    # The weights' shards; masters and moments are in host memory.
     assert state_bytes >= sum(4 * tensor.numel() for tensor in held.values())
+
+
+def test_any_number_of_ranks_reads_what_another_wrote(start: Start, tmp_path: Path) -> None:
+    """A directory of two ranks by one and by four, a file of one by two; each goes on as the others do."""
+    two = start(2)
+    two.ask("train", 0)
+    directory, file = tmp_path / "00000001.shards", tmp_path / "00000002.safetensors"
+    two.ask("save", str(directory))
+    held = weights(two, tmp_path / "two")
+    assert [path.name for path in saved(tmp_path)] == [directory.name]
+    assert two.ask("load", str(directory), one=True) == 1
+    two.ask("save", str(file), one=True)
+    two.ask("load", str(file))
+    four = start(4)
+    four.ask("load", str(directory))
+    assert same_bits(weights(two, tmp_path / "read"), held)
+    assert same_bits(weights(two, tmp_path / "one", one=True), held)
+    assert same_bits(weights(four, tmp_path / "four"), held)
+    expected = two.ask("train", 1, one=True)
+    for process in (two, four):
+        as_of_one(process.ask("train", 1), expected)
+
+    assert dict(checkpoint.masters(directory)).keys() == held.keys()
+    damaged = next(directory.glob("__1_*"))
+    content = bytearray(damaged.read_bytes())
+    content[-100] ^= 1
+    damaged.write_bytes(content)
+    for process, one in ((two, False), (two, True), (four, False)):
+        with pytest.raises(ValueError, match=rf"damaged: {damaged.name} is not as it was written"):
+            process.ask("load", str(directory), one=one)
+    checkpoint.remove(directory)
+    assert [path.name for path in saved(tmp_path)] == [file.name]
+    assert not list(tmp_path.glob(".checkpoint-*"))
+
+
+HELD_UP = {
+    "forward": ("CausalModel.local_distribution", signal.SIGKILL),
+    "backward": ("ShardedModel.gradients", signal.SIGKILL),
+    "optimiser step": ("AdamW.step", signal.SIGKILL),
+    "publish": ("ProcessRanks.collect", signal.SIGKILL),
+    "checkpoint": ("save_shards", signal.SIGKILL),
+    "stopped": ("ShardedModel.gradients", signal.SIGSTOP),
+}
+"""A function in which a rank is struck, and how."""
+ENDS_WITHIN_S = 2.0
+STEP_TIMEOUT_S = 20.0
+
+
+@pytest.mark.timeout(3000)
+def test_a_rank_that_dies_or_hangs_ends_all_and_nothing_is_lost(start: Start, tmp_path: Path) -> None:
+    """Each time a successor goes on from the last checkpoint; in the end the weights are those of a run without."""
+
+    def last_step(made: RankedProcess) -> dict[str, Tensor]:
+        made.ask("train", 1)
+        found = weights(made, tmp_path / "weights")
+        made.ask("save", str(tmp_path / "00000002.shards"))
+        return found
+
+    made = start(2, step_timeout_s=STEP_TIMEOUT_S)
+    made.ask("train", 0)
+    made.ask("save", str(tmp_path / "00000001.shards"))
+    undisturbed = last_step(made)
+    checkpoint.remove(tmp_path / "00000002.shards")
+    made.ask("load", str(tmp_path / "00000001.shards"))
+    for what, (function, number) in HELD_UP.items():
+        made.ask("signal_when", function, number, 1, str(tmp_path / "struck"))
+        with pytest.raises(ConnectionError, match="status 1"):
+            last_step(made)
+        struck_s = float((tmp_path / "struck").read_text())
+        longest_s = ENDS_WITHIN_S if number == signal.SIGKILL else STEP_TIMEOUT_S + ENDS_WITHIN_S
+        assert time.time() - struck_s < longest_s, what
+        assert not any(lives(pid) for pid in made.pids), what
+        checkpoint.sweep(tmp_path)
+        assert [path.name for path in saved(tmp_path)] == ["00000001.shards"], what
+        made = start(2, step_timeout_s=STEP_TIMEOUT_S)
+        assert made.ask("load", str(tmp_path / "00000001.shards")) == 1
+    assert same_bits(last_step(made), undisturbed)

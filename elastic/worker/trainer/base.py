@@ -114,6 +114,8 @@ class TrainerKind(Protocol):
     """
 
     Settings: ClassVar[type[TrainerSettings]]
+    ranks: ClassVar[bool]
+    """Whether `trainer.gpus` may be more than one: then its device does not generate."""
 
     @staticmethod
     def examine(config: Config, settings: Any) -> StoredPolicy:
@@ -150,6 +152,15 @@ class TrainerKind(Protocol):
         ...
 
 
+SUFFIXES = (".safetensors", ".shards")
+"""Of checkpoints: files of one rank, and directories of several."""
+
+
 def saved(directory: Path) -> list[Path]:
     """The checkpoints in a directory, oldest first."""
-    return sorted(directory.glob("*.safetensors"))
+    return sorted((path for suffix in SUFFIXES for path in directory.glob(f"[!.]*{suffix}")), key=lambda one: one.stem)
+
+
+def checkpoint_path(directory: Path, version: int, ranks: int) -> Path:
+    """Where a trainer of so many ranks saves this version."""
+    return directory / f"{version:08d}{SUFFIXES[ranks > 1]}"

@@ -1,14 +1,17 @@
-"""The trainer's checkpoint: one safetensors file, its counters and a digest of everything as JSON in the header.
+"""The trainer's checkpoint: its tensors, its counters, and a digest of everything.
 
+That of one rank is a safetensors file, with counters and digests as JSON in its header; that of several ranks a
+directory (`checkpoint_shards`). Either is there complete or not at all, and any number of ranks reads either.
 What is read is what was written, bit for bit, or it is refused by name.
 """
 
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
@@ -19,6 +22,9 @@ from torch import Tensor
 from elastic.engine.model.stored import CheckpointError, check_shapes
 from elastic.system.cores import cores
 from elastic.system.files import replace_durably, sync
+from elastic.worker.trainer.ranks import ALONE, Ranks
+
+T = TypeVar("T")
 
 SCHEMA_VERSION = 2
 
@@ -41,21 +47,128 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], counters: Counters) -> None:
-    """Replace `path` in one move, durably: a crash leaves the old file or the new one. Raises `CheckpointError`."""
+class StoredState(Protocol):
+    """What lies at a checkpoint's path, with nothing of it checked. Methods raise `OSError` and `SafetensorError`."""
+
+    @property
+    def header(self) -> Mapping[str, str]: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of its tensors, whole."""
+        ...
+
+    def parts(self) -> Sequence[str]:
+        """What has a digest each, by name."""
+        ...
+
+    def digest(self, part: str) -> str: ...
+
+    def load(self, names: Sequence[str], ranks: Ranks) -> dict[str, Tensor]:
+        """Each rank's rows of these tensors, on the CPU; all ranks call this."""
+        ...
+
+
+class _StoredFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._opened() as file:
+            self.header: Mapping[str, str] = file.metadata() or {}
+            names: list[str] = file.keys()
+            self.shapes: Mapping[str, tuple[int, ...]] = {
+                name: tuple(file.get_slice(name).get_shape()) for name in names
+            }
+
+    def _opened(self) -> safe_open:
+        return safe_open(self._path, framework="pt")
+
+    def parts(self) -> Sequence[str]:
+        return sorted(self.shapes)
+
+    def digest(self, part: str) -> str:
+        with self._opened() as file:
+            return digest_of(file.get_tensor(part))
+
+    def load(self, names: Sequence[str], ranks: Ranks) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        with self._opened() as file:
+            for name in names:
+                if ranks.size == 1 or not self.shapes[name]:
+                    found[name] = file.get_tensor(name)
+                else:
+                    share = ranks.shares(self.shapes[name][0])[ranks.rank]
+                    found[name] = file.get_slice(name)[share.start : share.stop]
+        return found
+
+
+def write(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    counters: Counters,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ranks: Ranks = ALONE,
+) -> None:
+    """Replace `path`, durably: a crash leaves no half of it. Raises `CheckpointError`.
+
+    Several ranks call this together, each with its own rows of tensors of these `shapes`.
+    """
+    if ranks.size == 1:
+        _write_file(path, tensors, counters)
+        return
+    from elastic.worker.trainer.checkpoint_shards import HEADER_FILE, save_shards
+
+    unfinished = path.with_name(f"{_UNFINISHED_PREFIX}{path.name}")
+
+    def begin() -> None:
+        if ranks.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+
+    def own_digests() -> str:
+        files = sorted(unfinished.iterdir())
+        return msgspec.json.encode({file.name: digest_of(file) for file in files[ranks.rank :: ranks.size]}).decode()
+
+    def end() -> None:
+        if ranks.rank == 0:
+            header = unfinished / HEADER_FILE
+            header.write_bytes(msgspec.json.encode(_header(counters, digests)))
+            sync(header)
+            sync(unfinished)
+            remove(path)
+            replace_durably(unfinished, path)
+
+    _on_all(path, "written", ranks, begin)
+    _on_all(path, "written", ranks, lambda: save_shards(unfinished, tensors, shapes or {}, ranks))
+    said = ranks.texts(_on_all(path, "written", ranks, own_digests))
+    digests = {name: one for each in said for name, one in msgspec.json.decode(each, type=dict[str, str]).items()}
+    _on_all(path, "written", ranks, end)
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor], counters: Counters) -> None:
     contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    encoded = msgspec.json.encode(counters)
-    digests = _digests(contiguous) | {_HEADER_KEY: _digest(encoded)}
-    header = {_HEADER_KEY: encoded.decode(), _DIGESTS_KEY: msgspec.json.encode(digests).decode()}
-    try:
+    with ThreadPoolExecutor(cores()) as executor:
+        digests = dict(zip(contiguous, executor.map(digest_of, contiguous.values()), strict=True))
+
+    def replace() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED_PREFIX) as directory:
             unfinished = Path(directory, path.name)
-            save_file(contiguous, unfinished, metadata=header)
+            save_file(contiguous, unfinished, metadata=_header(counters, digests))
             sync(unfinished)
             replace_durably(unfinished, path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be written ({error})") from error
+
+    _on_all(path, "written", ALONE, replace)
+
+
+def remove(path: Path) -> None:
+    """Have no checkpoint at `path`, nor half of one. Raises `OSError`."""
+    if path.is_dir():
+        gone = path.with_name(f"{_UNFINISHED_PREFIX}former-{path.name}")
+        shutil.rmtree(gone, ignore_errors=True)
+        path.replace(gone)
+        shutil.rmtree(gone)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sweep(directory: Path) -> None:
@@ -66,10 +179,14 @@ def sweep(directory: Path) -> None:
 
 def masters(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield a checkpoint's weights by name, as they were written. Raises `CheckpointError`."""
-    tensors, _ = _read(path)
-    for name, tensor in tensors.items():
-        if name.startswith(MASTER):
-            yield name.removeprefix(MASTER), tensor
+
+    def found() -> dict[str, Tensor]:
+        state = _opened(path)
+        _check_digests(path, state, state.parts())
+        return state.load([name for name in state.shapes if name.startswith(MASTER)], ALONE)
+
+    for name, tensor in _on_all(path, "read", ALONE, found).items():
+        yield name.removeprefix(MASTER), tensor
 
 
 def check_header(path: Path, weights: Mapping[str, tuple[int, ...]]) -> None:
@@ -77,35 +194,61 @@ def check_header(path: Path, weights: Mapping[str, tuple[int, ...]]) -> None:
 
     Reads no tensor. Raises `CheckpointError`.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            _counters(path, file.metadata() or {})
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    check_shapes(path, found, {f"{kind}{name}": shape for kind in KINDS for name, shape in weights.items()})
+    expected = {f"{kind}{name}": shape for kind in KINDS for name, shape in weights.items()}
+    _on_all(path, "read", ALONE, lambda: _fitting(path, expected))
 
 
-def read(path: Path, expected: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], Counters]:
+def read(
+    path: Path, expected: Mapping[str, tuple[int, ...]], ranks: Ranks = ALONE
+) -> tuple[dict[str, Tensor], Counters]:
     """CPU tensors, exactly those of `expected` by name and shape, and the counters, all as they were written.
 
-    Raises `CheckpointError`.
+    Several ranks call this together, and each has its own rows. Raises `CheckpointError`, then on all of them.
     """
-    return _read(path, expected)
+
+    def verified() -> tuple[StoredState, Counters]:
+        state, counters = _fitting(path, expected)
+        _check_digests(path, state, state.parts()[ranks.rank :: ranks.size])
+        return state, counters
+
+    state, counters = _on_all(path, "read", ranks, verified)
+    return _on_all(path, "read", ranks, lambda: state.load(list(expected), ranks)), counters
 
 
-def _read(path: Path, expected: Mapping[str, tuple[int, ...]] | None = None) -> tuple[dict[str, Tensor], Counters]:
+def _on_all(path: Path, what: str, ranks: Ranks, work: Callable[[], T]) -> T:
+    """Do this on each rank. Where it fails on one, it raises `CheckpointError` on all of them."""
+    found: list[T] = []
+    why = ""
     try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    counters = _counters(path, header)
-    if expected is not None:
-        check_shapes(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected)
-    _check_digests(path, header, tensors)
-    return tensors, counters
+        found.append(work())
+    except CheckpointError as error:
+        why = str(error)
+    except (OSError, SafetensorError, msgspec.DecodeError) as error:
+        why = f"{path}: cannot be {what} ({error})"
+    if why := next((one for one in ranks.texts(why) if one), ""):
+        raise CheckpointError(why)
+    return found[0]
+
+
+def _fitting(path: Path, expected: Mapping[str, tuple[int, ...]]) -> tuple[StoredState, Counters]:
+    state = _opened(path)
+    counters = _counters(path, state.header)
+    check_shapes(path, state.shapes, expected)
+    return state, counters
+
+
+def _opened(path: Path) -> StoredState:
+    if path.is_dir():
+        from elastic.worker.trainer.checkpoint_shards import StoredDirectory
+
+        return StoredDirectory(path)
+    return _StoredFile(path)
+
+
+def _header(counters: Counters, digests: Mapping[str, str]) -> dict[str, str]:
+    encoded = msgspec.json.encode(counters)
+    every = {**digests, _HEADER_KEY: digest_of(encoded)}
+    return {_HEADER_KEY: encoded.decode(), _DIGESTS_KEY: msgspec.json.encode(every).decode()}
 
 
 def _counters(path: Path, header: Mapping[str, str]) -> Counters:
@@ -119,22 +262,26 @@ def _counters(path: Path, header: Mapping[str, str]) -> Counters:
     return counters
 
 
-def _check_digests(path: Path, header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+def _check_digests(path: Path, state: StoredState, parts: Sequence[str]) -> None:
+    """These parts are as they were written, and there are no others than there were."""
+    header = state.header
     try:
         written = msgspec.json.decode(header[_DIGESTS_KEY], type=dict[str, str])
     except (KeyError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{path}: damaged: it has no digests ({error})") from error
-    found = _digests(tensors) | {_HEADER_KEY: _digest(header[_HEADER_KEY].encode())}
-    if damaged := sorted(name for name in found.keys() | written.keys() if found.get(name) != written.get(name)):
-        raise CheckpointError(f"{path}: damaged: {damaged[0]} is not as it was written")
-
-
-def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """By name, of the CPU tensors' bytes; on all cores, since hashing releases the interpreter."""
     with ThreadPoolExecutor(cores()) as executor:
-        views = (tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors.values())
-        return dict(zip(tensors, executor.map(_digest, views), strict=True))
+        found = dict(zip(parts, executor.map(state.digest, parts), strict=True))
+    found[_HEADER_KEY] = digest_of(header.get(_HEADER_KEY, "").encode())
+    odd = {name for name, one in found.items() if written.get(name) != one}
+    odd |= written.keys() ^ {*state.parts(), _HEADER_KEY}
+    if odd:
+        raise CheckpointError(f"{path}: damaged: {min(odd)} is not as it was written")
 
 
-def _digest(data: bytes | memoryview) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+def digest_of(data: bytes | Tensor | Path) -> str:
+    """Of bytes, of a CPU tensor's, or of a file's. Hashing releases the interpreter."""
+    if isinstance(data, Path):
+        with data.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    content = data if isinstance(data, bytes) else data.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

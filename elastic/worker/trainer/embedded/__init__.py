@@ -19,6 +19,7 @@ class Embedded:
     """The entry point (`elastic.worker.trainer.base.TrainerKind`). It has no settings beside those of `[trainer]`."""
 
     Settings: ClassVar = TrainerSettings
+    ranks: ClassVar = False
 
     @staticmethod
     def examine(config: Config, settings: TrainerSettings) -> StoredPolicy:

@@ -6,7 +6,6 @@ and what is left out of them: `elastic.worker.trainer.groups`.
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,21 +13,21 @@ from torch import Tensor
 from elastic.config import TrainerConfig
 from elastic.core.ids import provider_of
 from elastic.engine.model.qwen3 import Qwen3
-from elastic.protocol.wire import TrainGroupFrame, TrajectoryData, finite
+from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.system.parking import Switch
 from elastic.system.parking.tensors import ParkedTensors, held_bytes
-from elastic.worker.trainer import checkpoint
 from elastic.worker.trainer.adamw import AdamW
 from elastic.worker.trainer.batches import Batch, UnusableGroup, check_trajectories, micro_batches, workers_of
 from elastic.worker.trainer.distribution import Head, TokenDistribution, token_distribution
 from elastic.worker.trainer.embedded.accumulator import GradientAccumulator, GradientOverflow
-from elastic.worker.trainer.groups import GroupFigures, GroupTrainer
+from elastic.worker.trainer.groups import GroupFigures
 from elastic.worker.trainer.objective import OtherLogprobs
+from elastic.worker.trainer.resumable import ResumableTrainer
 from elastic.worker.trainer.sources import SourceOf
 
 
-class GRPOTrainer(GroupTrainer):
-    """Trains `model` in place; its float32 parameters are the masters. See `GroupTrainer`."""
+class GRPOTrainer(ResumableTrainer):
+    """Trains `model` in place; its float32 parameters are the masters. See `ResumableTrainer`."""
 
     def __init__(
         self,
@@ -47,7 +46,8 @@ class GRPOTrainer(GroupTrainer):
         self._types = {
             name: torch.float32 if name in float32 else torch.bfloat16 for name, _ in model.named_parameters()
         }
-        self._parameters = list(model.parameters())
+        self._names = list(self._types)
+        self._parameters = self._masters = list(model.parameters())
         self._device = self._parameters[0].device
         self.accumulator = GradientAccumulator(self._parameters)
         """Sums up the gradients of the minibatch that is under way."""
@@ -62,24 +62,6 @@ class GRPOTrainer(GroupTrainer):
             name: parameter.detach().to(dtype, copy=True).contiguous()
             for (name, dtype), parameter in zip(self._types.items(), self._parameters, strict=True)
         }
-
-    def save(self, path: Path) -> None:
-        """Write masters, optimiser state and counters to the file `path`, all or nothing; between steps only."""
-        self._check_between_steps("save")
-        counters = checkpoint.Counters(version=self.version, updates=self.updates, metrics=finite(self.metrics))
-        checkpoint.write(path, self._state(), counters)
-
-    def load(self, path: Path) -> None:
-        """Go on from a checkpoint. Raises `CheckpointError`, and changes nothing, if it does not fit the model."""
-        self._check_between_steps("load")
-        self.resume()
-        state = self._state()
-        tensors, counters = checkpoint.read(path, {name: tensor.shape for name, tensor in state.items()})
-        for name, tensor in state.items():
-            tensor.copy_(tensors[name])
-        self.optimizer.begin_at(counters.updates)
-        self.version, self.updates, self.metrics = counters.version, counters.updates, counters.metrics
-        self._begin_step()
 
     def park(self) -> Switch:
         """Take masters, moments and the gradients of the step under way off the device; `save` may still be called."""
@@ -176,15 +158,5 @@ class GRPOTrainer(GroupTrainer):
         self.optimizer.step([gradient * scale for gradient in gradients], self._rate)
         return norm.item()
 
-    def _state(self) -> dict[str, Tensor]:
-        """All that learning goes on from, as it stands in the checkpoint."""
-        kinds = {
-            "master": self._parameters,
-            "exp_avg": self.optimizer.exp_avg,
-            "exp_avg_sq": self.optimizer.exp_avg_sq,
-        }
-        return {
-            f"{kind}.{name}": self._parked.content(tensor.detach())
-            for kind, tensors in kinds.items()
-            for name, tensor in zip(self._types, tensors, strict=True)
-        }
+    def _take_masters(self) -> None:
+        """They are what is computed with."""

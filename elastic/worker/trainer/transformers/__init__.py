@@ -18,11 +18,14 @@ class Transformers:
     """The entry point (`elastic.worker.trainer.base.TrainerKind`)."""
 
     Settings: ClassVar = TransformersSettings
+    ranks: ClassVar = True
 
     @staticmethod
     def examine(config: Config, settings: TransformersSettings) -> StoredPolicy:
         from elastic.worker.trainer.transformers.examination import examine
 
+        if config.trainer.gpus > 1:
+            settings.check_ranks(config.trainer.gpus)
         return examine(config.model.checkpoint, settings.lora)
 
     @staticmethod

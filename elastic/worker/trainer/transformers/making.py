@@ -65,10 +65,6 @@ def _reference(config: Config, settings: TransformersSettings, model: CausalMode
 def _sharded(config: Config, settings: TransformersSettings, device: torch.device, ranks: Ranks) -> CausalModel:
     from elastic.worker.trainer.transformers.sharded import ShardedModel
 
-    if settings.lora is not None:
-        raise ValueError(
-            f"trainer.gpus: found {ranks.size} with trainer.transformers.lora, whose adapters are trained on one GPU; "
-            "allowed: 1"
-        )
+    settings.check_ranks(ranks.size)
     given = config.model.checkpoint, device, settings.attention, settings.activation_checkpointing
     return ranks.in_turns(lambda: ShardedModel(*given, computed_in(settings, device), ranks))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
+from elastic.config import ConfigError
 from elastic.worker.trainer.base import TrainerSettings
 
 if TYPE_CHECKING:
@@ -92,3 +93,16 @@ class TransformersSettings(TrainerSettings):
     lora: LoraSettings | None = Field(
         None, description="train low-rank adapters to the base policy, which alone travel and are kept"
     )
+
+    def check_ranks(self, gpus: int) -> None:
+        """Raises `ConfigError` for what a trainer of so many GPUs, several ones, does not do."""
+        if self.lora is not None:
+            raise ConfigError(
+                f"trainer.gpus: found {gpus} with trainer.transformers.lora, whose adapters are trained on one GPU; "
+                "allowed: 1"
+            )
+        if self.attention == "flash_attention_2":
+            raise ConfigError(
+                f"trainer.transformers.attention: found {self.attention!r} with trainer.gpus = {gpus}, where models "
+                "are looked at on a CPU first, which does not have it; allowed: 'auto', 'sdpa', 'eager'"
+            )

@@ -33,11 +33,6 @@ class ShardedModel(CausalModel):
         ranks: Ranks,
     ) -> None:
         """As `CausalModel`, looked at in host memory; it computes in `dtype`."""
-        if wanted == "flash_attention_2":
-            raise ValueError(
-                f"trainer.transformers.attention: found {wanted!r} with trainer.gpus = {ranks.size}, where models are "
-                "looked at on a CPU first, which does not have it; allowed: 'auto', 'sdpa', 'eager'"
-            )
         super().__init__(directory, torch.device("cpu"), wanted, activation_checkpointing)
         self.device = device
         self._shapes = {name: tuple(one.shape) for name, one in self.model.named_parameters()}

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from elastic.config import TrainerConfig
 from elastic.core.ids import provider_of
-from elastic.protocol.wire import TrainGroupFrame, TrajectoryData, finite
+from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.system.parking import Switch
 from elastic.system.parking.tensors import ParkedTensors, held_bytes
-from elastic.worker.trainer import checkpoint
 from elastic.worker.trainer.adamw import AdamW
 from elastic.worker.trainer.batches import Batch, UnusableGroup, check_trajectories
 from elastic.worker.trainer.distribution import TokenDistribution
-from elastic.worker.trainer.groups import GroupFigures, GroupTrainer
+from elastic.worker.trainer.groups import GroupFigures
 from elastic.worker.trainer.objective import OtherLogprobs
 from elastic.worker.trainer.packing import GroupPart, PackedTrajectory, Packer, row_of
 from elastic.worker.trainer.ranks import ALONE, Ranks
+from elastic.worker.trainer.resumable import ResumableTrainer
 from elastic.worker.trainer.sources import SourceOf
 from elastic.worker.trainer.transformers.model import CausalModel, Reference
 from elastic.worker.trainer.transformers.settings import TransformersSettings
@@ -47,8 +47,8 @@ class _Trained(NamedTuple):
     keep: Tensor | None
 
 
-class TransformersTrainer(GroupTrainer):
-    """See `GroupTrainer`. Masters and moments are float32, whatever is computed in."""
+class TransformersTrainer(ResumableTrainer):
+    """See `ResumableTrainer`. Masters and moments are float32, whatever is computed in."""
 
     def __init__(
         self,
@@ -113,24 +113,9 @@ class TransformersTrainer(GroupTrainer):
     def proof(self) -> list[float]:
         return self._proof
 
-    def save(self, path: Path) -> None:
-        """Write masters, moments and counters to the file `path`, all or nothing; between steps only."""
-        self._check_between_steps("save")
-        counters = checkpoint.Counters(version=self.version, updates=self.updates, metrics=finite(self.metrics))
-        checkpoint.write(path, self._state(), counters)
-
     def load(self, path: Path) -> None:
-        self._check_between_steps("load")
-        self.resume()
-        state = self._state()
-        tensors, counters = checkpoint.read(path, {name: tuple(tensor.shape) for name, tensor in state.items()})
-        for name, tensor in state.items():
-            tensor.copy_(tensors[name])
-        self._take_masters()
-        self.optimizer.begin_at(counters.updates)
-        self.version, self.updates, self.metrics = counters.version, counters.updates, counters.metrics
+        super().load(path)
         self._proof = self.model.proof()
-        self._begin_step()
 
     def park(self) -> Switch:
         """Take all weights, the reference's, too, masters, moments and sums off the device; `save` and `tensors` may
@@ -340,14 +325,8 @@ class TransformersTrainer(GroupTrainer):
         shape = self._shapes[name]
         return [len(share) for share in self._ranks.shares(shape[0] if shape else 1)]
 
-    def _state(self) -> dict[str, Tensor]:
-        """All that learning goes on from, as it stands in the checkpoint."""
-        kinds = {"master": self._masters, "exp_avg": self.optimizer.exp_avg, "exp_avg_sq": self.optimizer.exp_avg_sq}
-        return {
-            f"{kind}.{name}": self._parked.content(tensor.detach())
-            for kind, tensors in kinds.items()
-            for name, tensor in zip(self._names, tensors, strict=True)
-        }
+    def _shape(self, place: int) -> tuple[int, ...]:
+        return self._shapes[self._names[place]]
 
 
 def computed_in(own: TransformersSettings, device: torch.device) -> torch.dtype:

@@ -1,0 +1,92 @@
+"""A checkpoint of several ranks: a directory as `torch.distributed.checkpoint` writes it.
+
+Each rank's rows are in a file of its own; beside them lie the counters and digests (`checkpoint`).
+"""
+
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from elastic.engine.model.stored import CheckpointError
+from elastic.worker.trainer.checkpoint import digest_of
+from elastic.worker.trainer.ranks import Ranks
+
+HEADER_FILE = "elastic.json"
+
+
+class StoredDirectory:
+    """`elastic.worker.trainer.checkpoint.StoredState`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.header: Mapping[str, str] = msgspec.json.decode((path / HEADER_FILE).read_bytes(), type=dict[str, str])
+        try:
+            stored: Any = FileSystemReader(path).read_metadata().state_dict_metadata
+            self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(one.size) for name, one in stored.items()}
+        except (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError) as error:
+            raise CheckpointError(f"{path}: damaged: .metadata is not as it was written ({error})") from error
+
+    def parts(self) -> Sequence[str]:
+        return sorted(file.name for file in self._path.iterdir() if file.name != HEADER_FILE)
+
+    def digest(self, part: str) -> str:
+        return digest_of(self._path / part)
+
+    def load(self, names: Sequence[str], ranks: Ranks) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name in names:
+            shape = self.shapes[name]
+            rows = len(ranks.shares(shape[0])[ranks.rank]) if shape else 1
+            found[name] = torch.empty((rows, *shape[1:]) if shape else ())
+        state: dict[str, Any] = dict(found) if ranks.size == 1 else _placed(found, self.shapes, ranks)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # It wonders that one rank reads without the others.
+                load(state, storage_reader=FileSystemReader(self._path), no_dist=ranks.size == 1)
+        except CheckpointException as error:
+            raise CheckpointError(f"{self._path}: cannot be read ({_cause(error)})") from error
+        return found
+
+
+def save_shards(
+    directory: Path, shards: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], ranks: Ranks
+) -> None:
+    """Write this rank's rows into the `directory`, durably, while all others write theirs. Raises `CheckpointError`."""
+    mine = {name: shard.cpu().contiguous() for name, shard in shards.items()}
+    try:
+        save(_placed(mine, shapes, ranks), storage_writer=FileSystemWriter(directory))
+    except CheckpointException as error:
+        raise CheckpointError(f"{directory}: cannot be written ({_cause(error)})") from error
+
+
+def _placed(shards: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], ranks: Ranks) -> dict[str, Any]:
+    """The same tensors as rows of whole ones."""
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    return {
+        name: DTensor.from_local(
+            shard,
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size(shapes[name]),
+            stride=torch.empty(shapes[name], device="meta").stride(),
+        )
+        for name, shard in shards.items()
+    }
+
+
+def _cause(error: CheckpointException) -> str:
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {cause}"
