@@ -15,6 +15,10 @@ settings.register_profile("elastic", deadline=None, max_examples=25)
 settings.load_profile("elastic")
 
 
+# Models of tests are so small that a second thread of torch's costs more than it computes, here and in processes that
+# tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Whoever starts the tests in the background may have switched these off, and what a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -50,6 +54,23 @@ def _changed() -> str:
         for what in sorted(BEFORE.keys() | now.keys())
         if BEFORE.get(what) != now.get(what)
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests come first, in each process's share where several share the tests: none is begun when all others end.
+
+    Shares are of equal length, one behind the other (xdist's `worksteal`)."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes > 1:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        quick = [item for item in items if not item.get_closest_marker("slow")]
+        shares = [slow[number::processes] for number in range(processes)]
+        for number, share in enumerate(shares):
+            room = len(items) * (number + 1) // processes - len(items) * number // processes - len(share)
+            share += quick[:room] if number < processes - 1 else quick
+            del quick[:room]
+        items[:] = [item for share in shares for item in share]
 
 
 def pytest_collection_finish() -> None:

@@ -18,7 +18,7 @@ import pytest
 from elastic.runtime.journal import RunDirectory
 from tests.front.live import Agent, Answer, agents_run, benchmark
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 SETTINGS = (
     "run.steps=1",

@@ -20,7 +20,7 @@ from elastic.protocol.run_control import ControlError
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 WITHIN_S = 160.0
 """A third of it is enough where nothing else runs on the machine."""

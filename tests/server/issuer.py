@@ -1,6 +1,7 @@
 """An identity provider on this machine: it signs what tests tell it to, as a provider that is honest or is not."""
 
 import base64
+import functools
 import hashlib
 import hmac
 import html
@@ -20,6 +21,12 @@ from joserfc.jwk import KeySet, RSAKey
 CLIENT_ID, CLIENT_SECRET = "elastic-tests", "s3cr3t of the client's"
 
 
+@functools.cache
+def _first_key() -> Any:
+    """Of every issuer, since making one takes a while."""
+    return RSAKey.generate_key(2048, {"kid": "first"}, auto_kid=False)
+
+
 class Issuer:
     """Its `claims` replace those that an honest one would give; None takes one away."""
 
@@ -27,7 +34,7 @@ class Issuer:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.server.daemon_threads = True
         self.url = f"http://{host}:{self.server.server_address[1]}"
-        self.keys: list[Any] = [RSAKey.generate_key(2048, {"kid": "first"}, auto_kid=False)]
+        self.keys: list[Any] = [_first_key()]
         self.subject, self.email = "ada", "ada@example.com"
         self.claims: dict[str, Any] = {}
         self.sign_with: Any = None
