@@ -191,6 +191,11 @@ class RolloutConfig(_Section):
         ge=0,
         description="versions that a trained token may be older than the trainer: 0 is synchronous, 1 one step off",
     )
+    staleness_drop: Literal["group", "token"] = Field(
+        "group",
+        description="what is not trained on of a group with tokens beyond that bound: the whole `group`, or each such "
+        "`token`",
+    )
     max_failed_share: float = Field(
         0.5,
         ge=0,

@@ -13,7 +13,7 @@ from elastic.core.policy import (
     SeedingPolicy,
     SelectionPolicy,
 )
-from elastic.core.types import NS_PER_S, Limits, Plan
+from elastic.core.types import NS_PER_S, Limits, Plan, StalenessDrop
 from policies.balancing import ContinuousBalancing
 from policies.departure import UseNotice
 from policies.provisioning import HoldForRollouts, MarginalValue, TakeWhatIsOffered
@@ -36,6 +36,7 @@ def run_plan(plan: RunPlan) -> Plan:
         groups=plan.config.rollout.groups,
         group_size=plan.config.rollout.group_size,
         staleness_bound=plan.config.rollout.staleness_bound,
+        staleness_drop=StalenessDrop(plan.config.rollout.staleness_drop),
         minibatches=plan.config.trainer.updates_per_step,
         trainer_provider=TRAINER_PROVIDER,
         mismatch_max=plan.config.trainer.mismatch_max,

@@ -164,7 +164,7 @@ class TrainGroup(_Command, frozen=True, omit_defaults=True):
     """Train step `step` on these members of the group, as its batch's `slot`.
 
     `bounds` says how far workers' log-probabilities may be from the trainer's, where that is not the run's bound: None
-    for a worker of whose tokens none is to be trained on.
+    for a worker of whose tokens none is to be trained on. No token of a version before `oldest_version` is trained on.
     """
 
     group: str
@@ -172,6 +172,7 @@ class TrainGroup(_Command, frozen=True, omit_defaults=True):
     step: int
     slot: int
     bounds: tuple[tuple[WorkerId, float | None], ...] = ()
+    oldest_version: int = 0
 
 
 class DropGroup(_Command, frozen=True):

@@ -103,7 +103,8 @@ class GroupManager:
         if not run.active or step.unended == 1 or group.times_refilled(trajectory) >= run.plan.refill_most:
             return False
         oldest = group.oldest_token
-        return run.plan.staleness_bound == 0 or oldest is None or oldest > run.oldest_version
+        lasts = run.plan.staleness_bound == 0 or run.drops_tokens
+        return lasts or oldest is None or oldest > run.oldest_version
 
     def _refill(self, step: Step, group: Group, trajectory: TrajectoryId, cause: InfrastructureCause) -> None:
         further = step.refill(group, trajectory, cause)
@@ -111,7 +112,8 @@ class GroupManager:
         self._run.out.append(c.RefillMember(trajectory=further, replaces=trajectory, cause=cause))
 
     def _end_turns(self, group: Group, trajectory: TrajectoryId, cause: str) -> None:
-        group.note_token(self._run.turns.oldest_token(trajectory))
+        turns = self._run.turns
+        group.note_tokens(trajectory, turns.oldest_token(trajectory), turns.newest_token(trajectory))
         self._turns.cancel(trajectory, cause)
 
     # Groups
@@ -160,7 +162,9 @@ class GroupManager:
     def _complete(self, step: Step, group: Group) -> None:
         """All its members have ended: it is worth training on, or others may have to make up for it."""
         reason = self._why_of_no_use(group)
-        if reason is not None:
+        if reason is None and group.overtaken(self._run.oldest_version):
+            self.drop_all(step, [group], self._stale(step, group.oldest_token))
+        elif reason is not None:
             step.reject(group, self._run.now_ns, reason)
             self._tell_dropped(step, group)
         else:
@@ -174,13 +178,19 @@ class GroupManager:
         return None if None in reasons else reasons[0]
 
     def drop_stale(self, step: Step) -> None:
-        """Drop what can no longer be trained on within the bound, whatever version it began with (invariant 4)."""
+        """Drop what can no longer be trained on within the bound, whatever version it began with (invariant 4). A group
+        that lasts may have tokens which the trainer is told to leave out."""
         oldest_version = self._run.oldest_version
         self._run.turns.require(oldest_version)
         for group in step.in_play():
             oldest = self._oldest_token(group)
-            if oldest is not None and oldest < oldest_version:
-                self.drop_all(step, [group], f"stale: tokens of version {oldest}, the trainer is at {step.version}")
+            if oldest is None or oldest >= oldest_version:
+                continue
+            if not self._run.drops_tokens or (not group.unfinished and group.overtaken(oldest_version)):
+                self.drop_all(step, [group], self._stale(step, oldest))
+
+    def _stale(self, step: Step, oldest: int | None) -> str:
+        return f"stale: tokens of version {oldest}, the trainer is at {step.version}"
 
     def _oldest_token(self, group: Group) -> int | None:
         tokens = [self._run.turns.oldest_token(trajectory) for trajectory in group.unfinished]

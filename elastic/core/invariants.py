@@ -24,6 +24,7 @@ from elastic.core.types import (
     GroupState,
     LeaseState,
     ScoringState,
+    StalenessDrop,
     TurnState,
     WorkerRole,
     WorkerState,
@@ -368,6 +369,11 @@ def _check_group(s: Scheduler, group: Group) -> None:
 def _check_staleness(s: Scheduler, group: Group, trained_at: int) -> None:
     """Everything that is or may be trained on is within the staleness bound. Everything else was dropped."""
     if group.state is GroupState.DROPPED:
+        return
+    if s.plan.staleness_drop is StalenessDrop.TOKEN:
+        if not group.unfinished and group.overtaken(trained_at - s.plan.staleness_bound):
+            found = f"has no token within the bound, is trained on at {trained_at} at the earliest"
+            raise InvariantViolated(4, f"group {group.id} ({group.state})", found, group.story)
         return
     tokens = [group.oldest_token, *(s.turns.oldest_token(trajectory) for trajectory in group.unfinished)]
     oldest = min((version for version in tokens if version is not None), default=trained_at)

@@ -33,6 +33,7 @@ from elastic.core.types import (
     Nanoseconds,
     Plan,
     RunWarning,
+    StalenessDrop,
     TurnState,
     WorkerId,
     WorkerKind,
@@ -123,6 +124,11 @@ class RunState:
     def oldest_version(self) -> int:
         """The oldest weights version that new tokens may come from (invariant 4)."""
         return (self.version or 0) - self.plan.staleness_bound
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether of a group with tokens that are too old these are left out, and not the group."""
+        return self.plan.staleness_drop is StalenessDrop.TOKEN
 
     @property
     def active(self) -> bool:

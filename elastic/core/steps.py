@@ -54,6 +54,8 @@ class Group:
     story: Story = field(default_factory=Story)
     by_policy: dict[TrajectoryId, dict[str, float]] = field(default_factory=dict[TrajectoryId, dict[str, float]])
     """The rewards of members whose agents name several policies, by policy."""
+    newest_tokens: dict[TrajectoryId, int] = field(default_factory=dict[TrajectoryId, int])
+    """By ended member, the newest version among its accepted tokens."""
     refills: dict[TrajectoryId, Refill] = field(default_factory=dict[TrajectoryId, Refill])
     """By member, how it came into the place of another one."""
 
@@ -90,10 +92,16 @@ class Group:
             trajectory, times = refill.replaces, times + 1
         return times
 
-    def note_token(self, version: int | None) -> None:
-        """A member has accepted tokens of `version`, or none at all."""
-        if version is not None:
-            self.oldest_token = version if self.oldest_token is None else min(self.oldest_token, version)
+    def note_tokens(self, trajectory: TrajectoryId, oldest: int | None, newest: int | None) -> None:
+        """A member has accepted tokens from version `oldest` to `newest`, or none at all."""
+        if oldest is not None and newest is not None:
+            self.oldest_token = oldest if self.oldest_token is None else min(self.oldest_token, oldest)
+            self.newest_tokens[trajectory] = newest
+
+    def overtaken(self, oldest_version: int) -> bool:
+        """Whether all tokens of the members that came to a reward are of versions before this one."""
+        newest = [self.newest_tokens[member] for member in self.finished if member in self.newest_tokens]
+        return bool(newest) and max(newest) < oldest_version
 
 
 class Step:

@@ -148,9 +148,17 @@ class TrainerDevice:
         self._run.out.append(c.WakeWorker(worker=trainer.id, epoch=trainer.epoch))
 
     def train(self, step: int, group: Group, slot: int) -> None:
-        bounds = self._run.agreement.terms
+        run = self._run
+        overtaken = group.oldest_token is not None and group.oldest_token < run.oldest_version
         self._tell(
-            c.TrainGroup(group=group.id, trajectories=tuple(group.finished), step=step, slot=slot, bounds=bounds)
+            c.TrainGroup(
+                group=group.id,
+                trajectories=tuple(group.finished),
+                step=step,
+                slot=slot,
+                bounds=run.agreement.terms,
+                oldest_version=run.oldest_version if overtaken else 0,
+            )
         )
 
     def update(self, step: int, version: int, empty_slots: tuple[int, ...]) -> None:

@@ -91,12 +91,15 @@ class TrajectoryState:
     affine_tokens: int = 0
     oldest_token: int | None = None
     """The oldest weights version among its accepted tokens."""
+    newest_token: int | None = None
     given_up: InfrastructureCause | None = None
     """Why a turn was given up since the last one that was finished, where one was."""
 
     def note_token(self, version: int) -> None:
         if self.oldest_token is None or version < self.oldest_token:
             self.oldest_token = version
+        if self.newest_token is None or version > self.newest_token:
+            self.newest_token = version
 
 
 class Turns:
@@ -182,6 +185,11 @@ class Turns:
         """The oldest weights version among the accepted tokens of a trajectory that is not forgotten."""
         state = self.trajectories.get(trajectory)
         return state.oldest_token if state else None
+
+    def newest_token(self, trajectory: TrajectoryId) -> int | None:
+        """As `oldest_token`, of the newest."""
+        state = self.trajectories.get(trajectory)
+        return state.newest_token if state else None
 
     def given_up(self, trajectory: TrajectoryId) -> InfrastructureCause | None:
         """Why a turn of the trajectory was given up since the last one that was finished."""

@@ -138,6 +138,14 @@ class InfrastructureCause(StrEnum):
     """Every attempt at its reward has failed in a way in which another one could have helped."""
 
 
+class StalenessDrop(StrEnum):
+    """What is not trained on of a group with tokens that the trainer has left behind by more than the bound."""
+
+    GROUP = "group"
+    TOKEN = "token"
+    """These tokens; the group itself only once all of its tokens are."""
+
+
 class WorkerRole(StrEnum):
     """TRAINER is the trainer's own device, which generates only inside a seeding window."""
 
@@ -455,6 +463,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     groups: int
     group_size: int
     staleness_bound: int = 0
+    staleness_drop: StalenessDrop = StalenessDrop.GROUP
     minibatches: int = 1
     trainer_provider: str = "trainer"
     mismatch_max: float = 0.2

@@ -91,6 +91,22 @@ class Sampled(msgspec.Struct, array_like=True):
             _extend(self.versions, run.version, run.tokens)
             _extend(self.origins, run.worker, run.tokens)
 
+    def since(self, version: int) -> "Sampled":
+        """What of it was sampled with weights of this version or later; itself, where that is all."""
+        kept = self.token_versions() >= version
+        if kept.all():
+            return self
+        places = np.flatnonzero(self.trained(max(start + count for start, count in self.spans)))[kept]
+        stretches = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+        return msgspec.structs.replace(
+            self,
+            spans=[(int(stretch[0]), len(stretch)) for stretch in stretches if len(stretch)],
+            logprobs=bytearray(self.token_logprobs()[kept].tobytes()),
+            versions=_kept(self.versions, kept),
+            origins=_kept(self.origins, kept),
+            temperatures=_kept(self.temperatures, kept),
+        )
+
     def trained(self, tokens: int) -> npt.NDArray[np.bool_]:
         """Of each of the episode's `tokens`, whether the policy sampled it."""
         marks = np.zeros(tokens, np.bool_)
@@ -129,3 +145,12 @@ def _extend(runs: list[tuple[_What, int]], what: _What, tokens: int) -> None:
         tokens += runs.pop()[1]
     if tokens:
         runs.append((what, tokens))
+
+
+def _kept(runs: Iterable[tuple[_What, int]], kept: npt.NDArray[np.bool_]) -> list[tuple[_What, int]]:
+    """The runs of those tokens that are kept."""
+    found, start = list[tuple[_What, int]](), 0
+    for what, tokens in runs:
+        _extend(found, what, int(kept[start : start + tokens].sum()))
+        start += tokens
+    return found

@@ -433,7 +433,8 @@ class TrajectoriesFrame(_Message, frozen=True, tag="Trajectories"):
 class TrainGroupFrame(_Message, frozen=True, tag="TrainGroup"):
     """An order that the trainer has carried out already, this one or another, it only answers again.
 
-    `bounds` as in `elastic.core.commands.TrainGroup`, of the workers that have sampled its tokens.
+    `bounds` as in `elastic.core.commands.TrainGroup`, of the workers that have sampled its tokens; `oldest_version` as
+    there.
     """
 
     step: int
@@ -441,6 +442,7 @@ class TrainGroupFrame(_Message, frozen=True, tag="TrainGroup"):
     index: int
     trajectories: list[TrajectoryData]
     bounds: dict[str, float | None] = {}
+    oldest_version: int = 0
 
 
 class SkipGroup(_Message, frozen=True):

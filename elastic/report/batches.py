@@ -1,9 +1,14 @@
 """What became of groups: ages of trained tokens, and lengths of dropped groups beside those of trained ones.
 
-Dropping slow groups prefers short ones; the two lengths show by how much (invariant 4).
+Dropping slow groups prefers short ones; the two lengths show by how much (invariant 4). They *part* where trajectories
+that were dropped for what has nothing to do with their rewards were longer than those that were trained on, by a share
+that matters (`PARTS_BY`), and by more than chance explains (`PARTS_ERRORS` standard errors of the difference of means,
+of groups, whose members are alike in length). Only longer ones count: a trajectory that was dropped may not have come
+to its end, so that a short length tells nothing.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -12,6 +17,13 @@ from elastic.report.history import History
 from elastic.runtime.journal import GroupRow
 
 TRAINED = "trained"
+IN_VAIN = ("stale", "infrastructure")
+"""Reasons for dropping a group that are neither its rewards' nor its place in the order's."""
+PARTS_BY = 0.2
+PARTS_ERRORS = 3.0
+"""Of many runs without a preference, about one in a thousand parts by so much."""
+PARTS_AT_LEAST = 8
+"""Groups of either kind below which nothing is said."""
 
 
 class Fate(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,12 +38,32 @@ class Fate(msgspec.Struct, frozen=True, kw_only=True):
     tokens_p95: float | None
 
 
+class StepLengths(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean policy tokens of a step's trajectories that were trained on, and of those that were dropped in vain."""
+
+    step: int
+    trained: float | None
+    dropped: float | None
+
+
+class Parted(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean lengths that part, over the whole run."""
+
+    trained: float
+    dropped: float
+
+
 class Batches(msgspec.Struct, frozen=True, kw_only=True):
-    """`trained_tokens_by_age`: policy tokens by how many versions older than the trainer they were."""
+    """`trained_tokens_by_age`: policy tokens by how many versions older than the trainer they were. `masked_tokens` of
+    trained groups were left out since they were older than the bound."""
 
     fates: list[Fate]
     trained_tokens: int
     trained_tokens_by_age: dict[int, int]
+    masked_tokens: int
+    lengths: list[StepLengths]
+    parted: Parted | None
+    """Set where lengths part."""
 
 
 def batches_of(history: History) -> Batches:
@@ -48,7 +80,46 @@ def batches_of(history: History) -> Batches:
         fates=sorted(fates, key=lambda fate: (fate.fate != TRAINED, -fate.groups, fate.fate)),
         trained_tokens=sum(ages.values()),
         trained_tokens_by_age=dict(sorted(ages.items())),
+        masked_tokens=sum(row.masked_tokens for row in by_fate.get(TRAINED, [])),
+        lengths=_by_step(history.rows(GroupRow)),
+        parted=parted(
+            _means(by_fate.get(TRAINED, [])), _means(row for reason in IN_VAIN for row in by_fate.get(reason, []))
+        ),
     )
+
+
+def _means(rows: Iterable[GroupRow]) -> list[float]:
+    return [sum(row.lengths) / len(row.lengths) for row in rows if row.lengths]
+
+
+def parted(trained: Sequence[float], dropped: Sequence[float]) -> Parted | None:
+    """The mean lengths, where they part: of groups' mean lengths."""
+    if min(len(trained), len(dropped)) < PARTS_AT_LEAST:
+        return None
+    means = float(np.mean(trained)), float(np.mean(dropped))
+    error = math.sqrt(sum(float(np.var(of, ddof=1)) / len(of) for of in (trained, dropped)))
+    longer = means[1] - means[0]
+    if longer <= PARTS_BY * means[0] or longer <= PARTS_ERRORS * error:
+        return None
+    return Parted(trained=means[0], dropped=means[1])
+
+
+def _by_step(rows: Iterable[GroupRow]) -> list[StepLengths]:
+    """Of the steps in which groups were dropped in vain, or trained on; empty where none was dropped so."""
+    trained: dict[int, list[int]] = {}
+    dropped: dict[int, list[int]] = {}
+    for row in rows:
+        reason = row.dropped.partition(":")[0]
+        if not reason or reason in IN_VAIN:
+            (dropped if reason else trained).setdefault(row.step, []).extend(row.lengths)
+    steps = sorted(trained.keys() | dropped.keys()) if dropped else []
+    return [
+        StepLengths(step=step, trained=_mean(trained.get(step)), dropped=_mean(dropped.get(step))) for step in steps
+    ]
+
+
+def _mean(lengths: Sequence[int] | None) -> float | None:
+    return sum(lengths) / len(lengths) if lengths else None
 
 
 def _fate(name: str, rows: Sequence[GroupRow]) -> Fate:

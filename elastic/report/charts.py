@@ -306,6 +306,31 @@ def staleness(summary: Summary) -> svg.Picture | None:
     )
 
 
+def lengths(summary: Summary) -> svg.Picture | None:
+    """Mean lengths by step of trajectories that were trained on, and of those that were dropped in vain."""
+    steps = summary.batches.lengths
+    lines = {
+        "trained": ("line", [(step.step, step.trained) for step in steps if step.trained is not None]),
+        "dropped": ("line faint", [(step.step, step.dropped) for step in steps if step.dropped is not None]),
+    }
+    if not all(points for _, points in lines.values()):
+        return None
+    first, last = steps[0].step, steps[-1].step
+    levels = svg.ticks_to(max(length for _, points in lines.values() for _, length in points), units.si)
+    x, y = _half_scales(first, last, levels[-1][0], right=76)
+    plot = svg.Plot(
+        x=x,
+        y=y,
+        levels=levels,
+        title="mean tokens",
+        paths=[(f"M{svg.path(x, y, points)}", class_) for class_, points in lines.values()],
+        dots=[point for _, points in lines.values() for point in points],
+        labels=[svg.Label(x(points[-1][0]) + 8, y(points[-1][1]) + 4, name) for name, (_, points) in lines.items()],
+    )
+    ticks = svg.whole_ticks(first, last, 6)
+    return svg.Plots(label="Lengths by step", width=HALF_WIDTH, plots=[plot], ticks=ticks, title="training step")
+
+
 def weight_times(summary: Summary) -> svg.Picture | None:
     """Where a version's time goes until workers serve it, above its size relative to all weights."""
     versions = summary.weights.versions

@@ -80,6 +80,11 @@ def _charts(summary: Summary) -> list[Chart]:
             caption="Versions between a token and the trainer using it.",
         ),
         Chart(
+            title="Lengths of what was trained and dropped",
+            picture=charts.lengths(summary),
+            caption="Mean policy tokens of trajectories: trained on; dashed: dropped as stale or for infrastructure.",
+        ),
+        Chart(
             title="Weight updates",
             picture=charts.weight_times(summary),
             caption="From a version's encoding to its being served: means over the workers that held an earlier one. "

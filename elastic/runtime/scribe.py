@@ -448,10 +448,14 @@ class Scribe:
             if (turn := self._turns.get(trajectory.turn or "")) is not None:
                 turn.count(turn.tokens)
         members = [trajectory.accepted for trajectory in known]
-        ages = Counter[int]()
+        oldest = command.oldest_version if isinstance(command, c.TrainGroup) else 0
+        ages, masked = Counter[int](), 0
         for tokens in members:
             for of_version, count in tokens.items():
-                ages[version - of_version] += count
+                if of_version < oldest:
+                    masked += count
+                else:
+                    ages[version - of_version] += count
         row = GroupRow(
             group=command.group,
             t_ns=now_ns,
@@ -460,6 +464,7 @@ class Scribe:
             dropped=dropped,
             lengths=[tokens.total() for tokens in members],
             tokens_by_age=dict(ages),
+            masked_tokens=masked,
         )
         self._rows.append(row)
         if not dropped:

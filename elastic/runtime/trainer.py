@@ -209,7 +209,8 @@ def _train(order: c.TrainGroup, batch: Sequence[RolloutTrajectory]) -> list[wire
     workers = {worker for episode in batch for worker in episode.workers}
     bounds = {worker: bound for worker, bound in order.bounds if worker in workers}
     data = [row for episode in batch for row in episode.data()]
-    return [*wire.in_parts(wire.TrainGroupFrame(order.step, order.group, order.slot, data, bounds))]
+    frame = wire.TrainGroupFrame(order.step, order.group, order.slot, data, bounds, order.oldest_version)
+    return [*wire.in_parts(frame)]
 
 
 def _skip(order: c.DropGroup, dropped: Sequence[RolloutTrajectory]) -> list[wire.FromOrchestrator]:

@@ -5,7 +5,7 @@ import pytest
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Phase, TrainerMode
-from elastic.core.types import FinishReason, GroupState
+from elastic.core.types import FinishReason, GroupState, StalenessDrop
 
 
 def finish(core, group: str, *rewards: float) -> list[c.Command]:
@@ -101,6 +101,45 @@ class TestStaleness:
         assert dropped(out) == {"0/0": "stale"}
         assert {k.trajectory for k in out if isinstance(k, c.CancelTrajectory)} == {"0/0/0", "0/0/1"}
         assert launched(out) == ["2/0", "2/1"]
+
+    def test_by_token_a_group_is_kept_and_trained_without_its_overtaken_tokens(self, make_core) -> None:
+        core = make_core(steps=5, groups=1, staleness_bound=1, staleness_drop=StalenessDrop.TOKEN)
+        core.trainer()
+        core.request("0/0/0")
+        core.tokens(core.one(c.StartTurn), 3)
+        for group in ("0/1", "1/0"):
+            finish(core, group)
+            train(core)
+            assert dropped(publish(core)) == {}
+        worker = core.worker()
+        core.tell(e.WeightsApplied(worker=worker, epoch=1, version=2))
+        core.tokens(core.one(c.StartTurn), 2, version=2, finish=FinishReason.STOP)
+        out = finish(core, "0/0")
+        rest(core)
+        order = next(k for k in [*out, *core.out] if isinstance(k, c.TrainGroup))
+        assert (order.group, order.oldest_version) == ("0/0", 1)
+
+    @pytest.mark.parametrize("ended", [False, True], ids=["as it is scored", "as it ends"])
+    def test_by_token_a_group_is_dropped_once_no_token_is_left(self, make_core, ended) -> None:
+        core = make_core(steps=5, groups=1, staleness_bound=1, staleness_drop=StalenessDrop.TOKEN)
+        core.trainer()
+        core.request("0/0/0")
+        core.tokens(core.one(c.StartTurn), 3, finish=FinishReason.STOP)
+        if not ended:
+            core.tell(e.RewardRequested(trajectory="0/0/0", tokens=3))
+        out: list[c.Command] = []
+        for group in ("0/1", "1/0"):
+            finish(core, group)
+            train(core)
+            out += publish(core)
+        assert dropped(out) == {}
+        if not ended:
+            core.tell(e.RewardScored(trajectory="0/0/0", attempt=1, reward=0.0))
+            assert dropped(core.tell(e.TrajectoryFinished(trajectory="0/0/1", reward=1.0, tokens=1))) == {
+                "0/0": "stale"
+            }
+        else:
+            assert dropped(finish(core, "0/0")) == {"0/0": "stale"}
 
     def test_a_group_without_tokens_is_never_too_old(self, make_core) -> None:
         core = make_core(steps=5, groups=1, staleness_bound=1)

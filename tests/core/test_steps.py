@@ -128,5 +128,5 @@ def test_finished_and_failed_members() -> None:
     group = Group("0/0", 0, 0, {"a": 1.0, "b": None, "c": "it broke", "d": "it broke"})
     assert (group.unfinished, group.finished, group.failures) == (["b"], {"a": 1.0}, ["it broke"])
     for version in (None, 5, 3, 4, None):
-        group.note_token(version)
+        group.note_tokens("0/0/0", version, version)
     assert group.oldest_token == 3

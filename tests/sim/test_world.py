@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Fleet
 from elastic.core.group_manager import GroupManager
@@ -21,7 +22,7 @@ from elastic.core.step_controller import StepController
 from elastic.core.steps import Group, Step
 from elastic.core.trainer_device import TrainerDevice
 from elastic.core.turn_manager import TurnManager
-from elastic.core.types import NS_PER_S, EndCause, FinishReason, InfrastructureCause, Plan, WorkerState
+from elastic.core.types import NS_PER_S, EndCause, FinishReason, InfrastructureCause, Plan, StalenessDrop, WorkerState
 from elastic.core.worker_manager import WorkerManager
 from elastic.runtime.run import Run
 from elastic.testing.faults.core.faults import NO_FAULTS, FaultPlan, FaultRates, RunEnding
@@ -461,6 +462,39 @@ def test_worlds_notice_members_that_are_replaced_wrongly(
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(WorldFailed, match=found):
         live_through(range(8), REPLACING, UNSCORED)
+
+
+BY_TOKEN = msgspec.structs.replace(
+    SETTINGS,
+    plan=Plan(steps=5, groups=2, group_size=2, staleness_bound=1, staleness_drop=StalenessDrop.TOKEN),
+    think_ns=NS_PER_S,
+)
+
+
+def test_overtaken_tokens_alone_are_dropped_by_token_and_replayed_alike() -> None:
+    assert simulate(0, BY_TOKEN, NO_FAULTS, digests=True).record.masked
+
+
+def _train_on_all(device: TrainerDevice, step: int, group: Group, slot: int) -> None:
+    """Without a word of which tokens are too old."""
+    device._tell(c.TrainGroup(group=group.id, trajectories=tuple(group.finished), step=step, slot=slot))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "found"),
+    [
+        (TrainerDevice, "train", _train_on_all, "is trained 2 versions late"),
+        pytest.param(
+            *(Group, "overtaken", lambda group, oldest_version: False, "nothing is left of"), marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_worlds_notice_tokens_that_are_trained_too_late(
+    owner: type[Any], name: str, broken: Callable[..., object], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(WorldFailed, match=found):
+        live_through(range(12), BY_TOKEN, NO_FAULTS)
 
 
 def _send_beyond_credit(fleet: Fleet, worker: Any) -> bool:

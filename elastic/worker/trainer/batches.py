@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -189,6 +190,21 @@ def check_trajectories(trajectories: Iterable[TrajectoryData], vocabulary: int) 
         odd = ids[ids.view(np.uint32) >= vocabulary]
         if len(odd):
             raise UnusableGroup(f"{where}: token {odd[0]} is not in the vocabulary of {vocabulary}")
+
+
+def without_overtaken(group: TrainGroupFrame, advantages: Sequence[float]) -> tuple[TrainGroupFrame, Sequence[float]]:
+    """The group as if tokens of versions before its `oldest_version` were no longer the policy's; rows without any
+    token left are left out. Each keeps its advantage."""
+    if not group.oldest_version:
+        return group, advantages
+    rows: list[TrajectoryData] = []
+    kept: list[float] = []
+    for row, advantage in zip(group.trajectories, advantages, strict=True):
+        sampled = row.sampled.since(group.oldest_version)
+        if sampled.tokens:
+            rows.append(msgspec.structs.replace(row, sampled=sampled))
+            kept.append(advantage)
+    return msgspec.structs.replace(group, trajectories=rows), kept
 
 
 def policy_tokens(group: TrainGroupFrame) -> int:

@@ -27,7 +27,15 @@ from elastic.core.ids import provider_of
 from elastic.core.types import LogprobCheck
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.worker.trainer.agreement import StepAgreement
-from elastic.worker.trainer.batches import Batch, UnusableGroup, advantages_of, by_member, check_group, policy_tokens
+from elastic.worker.trainer.batches import (
+    Batch,
+    UnusableGroup,
+    advantages_of,
+    by_member,
+    check_group,
+    policy_tokens,
+    without_overtaken,
+)
 from elastic.worker.trainer.distribution import TokenDistribution
 from elastic.worker.trainer.first_weights import FirstWeights
 from elastic.worker.trainer.losses import k3
@@ -283,7 +291,7 @@ class GroupTrainer(ABC):
     def _accumulate(self, group: TrainGroupFrame) -> None:
         """Take the group's gradient. Raises `UnusableGroup`."""
         rewards = list(by_member(group.trajectories).values())
-        advantages = advantages_of(group.trajectories, self._settings)
+        group, advantages = without_overtaken(group, advantages_of(group.trajectories, self._settings))
         figures = self._figures[group.index] = GroupFigures(rewards)
         self._shares[group.index] = self._objective.share(policy_tokens(group), len(group.trajectories))
         if any(advantages) or self._settings.learns_from_equal_rewards:

@@ -42,6 +42,9 @@ class RunRecord:
         self.version = version
         self._order: c.TrainGroup | c.UpdateWeights | None = None
         self.oldest: dict[TrajectoryId, int] = {}
+        self.newest: dict[TrajectoryId, int] = {}
+        self.masked: set[TrajectoryId] = set()
+        """Trajectories that were trained without their oldest tokens."""
         self.accepted: dict[TurnId, int] = {}
         self.finished: set[TurnId] = set()
         self.failed: dict[TrajectoryId, str] = {}
@@ -219,6 +222,7 @@ class RunRecord:
             if chunk.count:
                 trajectory = parse_turn(turn)[0]
                 self.oldest[trajectory] = min(chunk.version, self.oldest.get(trajectory, chunk.version))
+                self.newest[trajectory] = max(chunk.version, self.newest.get(trajectory, chunk.version))
 
     def _refilled(self, command: c.RefillMember) -> None:
         """A member is replaced once, by a new one of its group, and only if what is said to have failed it has."""
@@ -246,13 +250,20 @@ class RunRecord:
 
     def _trained(self, command: c.TrainGroup) -> None:
         self.require(command.step == self.version, f"{command.group} is trained in step {command.step}")
+        allowed = {0, self.version - self.plan.staleness_bound} if self.plan.staleness_drop == "token" else {0}
+        self.require(command.oldest_version in allowed, f"{command.group} without {command.oldest_version}")
+        newest = [self.newest.get(trajectory, self.version) for trajectory in command.trajectories]
+        self.require(max(newest) >= command.oldest_version, f"nothing is left of {command.group}")
         members = len(command.trajectories)
         self.require(members <= self._sizes[command.group], f"{command.group} is trained with {members} members")
         for trajectory in command.trajectories:
             self.require(trajectory in self._members, f"{trajectory} was never started")
             self.require(trajectory not in self.replaced, f"{trajectory} is trained, and so is who replaces it")
             self.require(trajectory not in self.trained, f"{trajectory} is trained twice")
-            staleness = self.version - self.oldest.get(trajectory, self.version)
-            self.require(staleness <= self.plan.staleness_bound, f"{trajectory} is trained {staleness} versions late")
+            oldest = self.oldest.get(trajectory, self.version)
+            if oldest < command.oldest_version:
+                self.masked.add(trajectory)
+            late = self.version - max(oldest, command.oldest_version)
+            self.require(late <= self.plan.staleness_bound, f"{trajectory} is trained {late} versions late")
             self.require(math.isfinite(self.rewards.get(trajectory, math.nan)), f"{trajectory} has no reward")
             self.trained[trajectory] = command.step

@@ -58,7 +58,7 @@ class SimulatedRollouts:
         self._episodes: dict[TrajectoryId, SimulatedEpisode] = {}
         self._chance: dict[TrajectoryId, Random] = {}
         self._dropped: set[TrajectoryId] = set()
-        self._groups = 0
+        self._groups = record.version * world.settings.plan.groups
 
     def start(self, group: c.StartGroup) -> None:
         self._count(group)

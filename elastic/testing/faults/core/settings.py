@@ -4,7 +4,7 @@ from random import Random
 
 import msgspec
 
-from elastic.core.types import NS_PER_S, Limits, Nanoseconds, Plan, WeightMode, WorkerRole
+from elastic.core.types import NS_PER_S, Limits, Nanoseconds, Plan, StalenessDrop, WeightMode, WorkerRole
 
 MS = NS_PER_S // 1000
 
@@ -154,9 +154,11 @@ def draw_sharing(rng: Random, settings: WorldSettings) -> WorldSettings:
     )
 
 
-def draw_refills(rng: Random, settings: WorldSettings) -> WorldSettings:
-    """Draw whether members that infrastructure has failed are replaced, and how often."""
-    plan = msgspec.structs.replace(settings.plan, refill_most=rng.choice((0, 1, 2)))
+def draw_groups(rng: Random, settings: WorldSettings) -> WorldSettings:
+    """Draw how often members that infrastructure has failed are replaced, and what is dropped of groups that are
+    overtaken."""
+    refill_most, drop = rng.choice((0, 1, 2)), rng.choice(list(StalenessDrop))
+    plan = msgspec.structs.replace(settings.plan, refill_most=refill_most, staleness_drop=drop)
     return msgspec.structs.replace(settings, plan=plan)
 
 

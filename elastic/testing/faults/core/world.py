@@ -42,8 +42,8 @@ from elastic.testing.faults.core.settings import (
     MS,
     SimulatedProviderSettings,
     WorldSettings,
+    draw_groups,
     draw_large_settings,
-    draw_refills,
     draw_settings,
     draw_sharing,
 )
@@ -103,7 +103,7 @@ def simulate(
     digests = digests or (settings is None and seed % REPLAYED_EVERY == REPLAYED_EVERY // 2)
     if settings is None:
         settings = draw_sharing(Random(f"{seed}/sharing"), draw(rng))
-        settings = draw_refills(Random(f"{seed}/refills"), settings)
+        settings = draw_groups(Random(f"{seed}/groups"), settings)
     faults = faults or draw_faults(rng, settings.fault_span_ns)
     commands: Sequence[TimedCommand] = ()
     if commanded:

@@ -78,7 +78,9 @@ def judge(world: World) -> None:
                 require(_totals(taken) <= _totals(truth), f"{trajectory} is of {truth}, not of {taken}")
                 continue
             require(taken == truth, f"{trajectory} is of {truth}, and the trainer was told that it is of {taken}")
-    for _, group, what in world.weights.learnt:
+    for step, group, what in world.weights.learnt:
+        late = step - min(world.seen[group].versions, default=step)
+        require(late <= plan.staleness_bound, f"{group} was trained on tokens that are {late} versions old")
         rewards = {row.trajectory: row.reward for row in rows.values() if row.group == group and row.reward is not None}
         require(world.seen[group].members == rewards, f"{group} has {rewards}, taken as {world.seen[group].members}")
         members = sorted((r for r in rows.values() if r.group == group), key=lambda r: r.trajectory)

@@ -38,7 +38,7 @@ from elastic.system.parking import Switch
 from elastic.weights.client import WeightsClient
 from elastic.weights.errors import VersionSuperseded
 from elastic.weights.source import PullReport, RelaySource, WeightsSource
-from elastic.worker.trainer.batches import by_member
+from elastic.worker.trainer.batches import by_member, without_overtaken
 from functions.base import Call, CallOutcome, FunctionRaised, FunctionTimedOut, Meter
 
 STOP = 0
@@ -84,12 +84,14 @@ SKIPPED = "skipped"
 
 class TrainedGroup(NamedTuple):
     """What a trainer has made of a group: what it found of each worker's tokens, the workers of whose tokens it has
-    trained on some, whose tokens it took each trajectory's to be, and its members with their rewards."""
+    trained on some, whose tokens it took each trajectory's to be, its members with their rewards, and the versions of
+    the tokens that it has trained on."""
 
     checks: Mapping[WorkerId, LogprobCheck]
     trained_on: frozenset[WorkerId] = frozenset()
     origins: Mapping[TrajectoryId, list[tuple[WorkerId, int]]] = {}
     members: Mapping[TrajectoryId, float] = {}
+    versions: frozenset[int] = frozenset()
 
 
 class Impostor(Enum):
@@ -455,7 +457,9 @@ class ModelTrainer:
             if bound is not None and (worker not in found or found[worker].mean <= bound):
                 used.add(worker)
         members = by_member(group.trajectories)
-        self._seen(group.group, TrainedGroup(found, frozenset(used), origins, members))
+        taken = without_overtaken(group, [0.0] * len(group.trajectories))[0].trajectories
+        versions = frozenset(version for data in taken for version, _ in data.sampled.versions)
+        self._seen(group.group, TrainedGroup(found, frozenset(used), origins, members, versions))
 
     def skip_group(self, index: int, tokens: int, trajectories: Sequence[wire.TrajectoryData]) -> None:
         self._skipped += trajectories

@@ -15,10 +15,10 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a run, and its faults in order. No fault begins after `end_s`.
 
     `drift` is the most by which a machine's clock runs faster than the world's. With `lying_disk` the disk loses synced
-    data with its power. With `scored` functions compute the rewards. `machines` machines join with tickets. With `far`
-    workers may be on other machines. With `life_s` the cloud's leases expire after that. With
-    `agents` these drive its trajectories, which end after `deadline_s`, or `idle_s` without a call. With `proves`
-    workers prove which version they serve.
+    data with its power. With `scored` functions compute the rewards, and each is tried again `reward_retries` times.
+    `machines` machines join with tickets. With `far` workers may be on other machines. With `life_s` the cloud's leases
+    expire after that. With `agents` these drive its trajectories, which end after `deadline_s`, or `idle_s` without a
+    call. With `proves` workers prove which version they serve.
     """
 
     seed: int
@@ -36,6 +36,9 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     lying_disk: bool = False
     pending_mb: float = 64.0
     scored: bool = False
+    reward_retries: int = 8
+    refill_most: int = 2
+    staleness_drop: str = "group"
     machines: int = 0
     far: bool = False
     max_turns: int = 4
@@ -95,6 +98,7 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
     faults.sort(key=lambda fault: fault.at_s)
     calm = Fault(kind=FaultKind.WEATHER, at_s=span_s)
     one_slot = rng.random() < 1 / 10
+    grouped = Random(f"{seed}/groups")
     plan = WorldPlan(
         seed=seed,
         steps=rng.randint(2, 8),
@@ -109,6 +113,9 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
         lying_disk=rng.random() < 1 / 8,
         pending_mb=rng.choice((64.0, 64.0, 0.01)),
         scored=rng.random() < 1 / 3,
+        reward_retries=grouped.choice((8, 8, 1)),
+        refill_most=grouped.randint(1, 2),
+        staleness_drop=grouped.choice(("group", "token")),
         keyframe_every=rng.choice((2, 16)),
         merge_every=rng.choice((1, 2, 3)),
         machines=rng.choice((0, 0, 2)),

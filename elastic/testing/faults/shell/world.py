@@ -133,6 +133,8 @@ def config_of(plan: WorldPlan, checkpoint: str = "none") -> Config:
                 "max_turns": 1 if long else AGENT_TURNS * plan.max_turns if plan.agents else plan.max_turns,
                 "max_tokens_per_turn": plan.max_tokens,
                 "staleness_bound": plan.staleness_bound,
+                "staleness_drop": plan.staleness_drop,
+                "refill_most": plan.refill_most,
                 # Environments may be down for as long as a short run takes.
                 "max_failed_share": 1,
             },
@@ -156,7 +158,7 @@ def config_of(plan: WorldPlan, checkpoint: str = "none") -> Config:
             },
             # Of turns that take hours, a second tells nothing.
             **({"balancing": {"interval_s": 10}} if long else {}),
-            "rewards": {"timeout_s": 2, "max_retries": 8},
+            "rewards": {"timeout_s": 2, "max_retries": plan.reward_retries},
             "environment": {"step_timeout_s": 3, **(outside if plan.agents else {})},
             **({"front": {"policies": POLICIES}} if plan.agents else {}),
             "weights": {
