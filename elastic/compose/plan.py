@@ -375,7 +375,7 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
             f"environment {config.environment.name!r} needs at least {words}"
         )
     _check_reference(config, policy.vocab_size)
-    _check_pulls(config, BFLOAT16_BYTES * policy.parameters)
+    _check_pulls(config, BFLOAT16_BYTES * (policy.parameters + policy.float32))
     if resumed is not None and checkpoints(resumed):
         _check_checkpoint(config, resumed)
 

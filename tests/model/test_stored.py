@@ -13,7 +13,14 @@ from safetensors.torch import save_file
 from elastic.engine.model.checkpoint import CheckpointError, model_tensors, read_tensors
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
-from elastic.engine.model.stored import check_stored, parameter_shapes, read_config
+from elastic.engine.model.stored import (
+    check_stored,
+    count_float32,
+    float32_names,
+    parameter_shapes,
+    read_config,
+    stored_tensors,
+)
 from tests.model.test_checkpoint import misshapen, missing, unexpected
 
 
@@ -35,6 +42,14 @@ def test_shapes_are_those_of_the_model(config):
     with torch.device("meta"):
         model = Qwen3(config)
     assert list(parameter_shapes(config).items()) == [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+
+
+def test_what_is_float32_in_the_files_travels_so(tmp_path):
+    tensors = {"a": torch.zeros(3, 4), "b": torch.zeros(5).bfloat16(), "c": torch.zeros(2).half(), "d": torch.zeros(())}
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored = stored_tensors(tmp_path)
+    assert float32_names(stored) == {"a", "d"}
+    assert count_float32(stored) == 13
 
 
 def _whole(tensors):

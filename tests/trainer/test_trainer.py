@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+from elastic.config import TrainerConfig
 from elastic.engine.model.checkpoint import CheckpointError
 from elastic.protocol.sampled import pack_ids
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
@@ -589,3 +590,13 @@ def test_published_tensors_are_rounded_copies(trainer, group):
     step(made, groups_of(group, 25))
     assert equal(published, copies)
     assert not equal(published, made.tensors())
+
+
+def test_what_is_float32_in_the_files_is_published_exactly(model):
+    exact = ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"]
+    made = GRPOTrainer(TrainerConfig(), model(), 6, 1.0, float32=exact)  # type: ignore[call-arg]
+    masters = dict(made.model.named_parameters())
+    for name, tensor in made.tensors().items():
+        assert tensor.dtype is (torch.float32 if name in exact else torch.bfloat16)
+        assert torch.equal(tensor, masters[name].detach().to(tensor.dtype))
+        assert tensor.data_ptr() != masters[name].data_ptr()

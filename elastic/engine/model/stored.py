@@ -131,6 +131,11 @@ def float32_names(stored: Mapping[str, StoredTensor]) -> frozenset[str]:
     return frozenset(name for name, tensor in stored.items() if tensor.type == "F32")
 
 
+def count_float32(stored: Mapping[str, StoredTensor]) -> int:
+    """The elements of the tensors that travel in float32."""
+    return sum(prod(stored[name].shape) for name in float32_names(stored))
+
+
 def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
     if (one.type, one.shape, one.end - one.begin) != (other.type, other.shape, other.end - other.begin):
         return False

@@ -104,6 +104,8 @@ class StoredPolicy(NamedTuple):
     vocab_size: int
     """Tokens are below it."""
     parameters: int
+    float32: int = 0
+    """Of the parameters, those that travel as float32."""
 
 
 class TrainerKind(Protocol):

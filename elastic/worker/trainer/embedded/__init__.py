@@ -23,13 +23,14 @@ class Embedded:
 
     @staticmethod
     def examine(config: Config, settings: TrainerSettings) -> StoredPolicy:
-        from elastic.engine.model.stored import CheckpointError, check_stored
+        from elastic.engine.model.stored import CheckpointError, check_stored, count_float32, stored_tensors
 
         try:
             shape, parameters = check_stored(config.model.checkpoint)
+            stored = stored_tensors(config.model.checkpoint)
         except CheckpointError as error:
             raise ConfigError(f"model.checkpoint: {error}") from error
-        return StoredPolicy(shape.vocab_size, parameters)
+        return StoredPolicy(shape.vocab_size, parameters, count_float32(stored))
 
     @staticmethod
     def check_checkpoint(config: Config, settings: TrainerSettings, checkpoint: Path) -> None:

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from elastic.config import ConfigError
-from elastic.engine.model.stored import CONFIG_FILE, CheckpointError, StoredTensor, check_values, stored_tensors
+from elastic.engine.model.stored import (
+    CONFIG_FILE,
+    CheckpointError,
+    StoredTensor,
+    check_values,
+    count_float32,
+    stored_tensors,
+)
 from elastic.system.given import read_text
 from elastic.worker.trainer.base import StoredPolicy
 from elastic.worker.trainer.transformers.settings import LoraSettings
@@ -46,7 +53,9 @@ def examine(directory: Path, lora: LoraSettings | None = None) -> StoredPolicy:
         stored = stored_tensors(directory)
         check_values(directory, stored, tied=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings"))))
         found = _aside(directory, lora=lora)
-        return StoredPolicy(int(found["vocab_size"]), int(found["adapters"]) or _parameters(stored))
+        if adapters := int(found["adapters"]):
+            return StoredPolicy(int(found["vocab_size"]), adapters)
+        return StoredPolicy(int(found["vocab_size"]), _parameters(stored), count_float32(stored))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.checkpoint: {directory / CONFIG_FILE} cannot be read: {error}") from error
     except CheckpointError as error:
