@@ -132,9 +132,10 @@ class ModelConfig(_Section):
 
 OUTSIDE = "outside"
 """The environment that is none: agents outside of the run drive its trajectories."""
-AGENT = "agent"
-"""The environment whose episodes are a function of the user's, in env workers."""
-DRIVEN = (OUTSIDE, AGENT)
+AGENT, CHAT = "agent", "chat"
+PLAYED = (AGENT, CHAT)
+"""Environments whose episodes are users' code, in env workers."""
+DRIVEN = (OUTSIDE, *PLAYED)
 """Environments whose trajectories are played through fronts."""
 PINNED = ("temperature", "top_p", "top_k")
 """Settings of sampling that a run can keep from agents."""
@@ -143,7 +144,7 @@ NO_LIMIT_TURNS = 1_000_000
 
 
 class DataConfig(_Section):
-    """Rows that the episodes of kind `agent` are about: one for each group, by its number in the whole run."""
+    """Rows that episodes of kinds `agent` and `chat` are about: one for each group, by its number in the whole run."""
 
     source: GivenPath = Field(description="file of rows: FILE.jsonl or FILE.parquet")
     prompt: str = Field("prompt", min_length=1, description="column with the prompt; may be dotted")
@@ -160,7 +161,9 @@ class EnvironmentConfig(_Section):
         gt=0,
         description="an environment that takes longer is given up; an env worker that says nothing for longer is ended",
     )
-    processes: int = Field(1, ge=1, le=256, description="env workers: processes that play episodes of kind `agent`")
+    processes: int = Field(
+        1, ge=1, le=256, description="env workers: processes that play episodes of kinds `agent` and `chat`"
+    )
     python: GivenPath | None = Field(
         None, description="interpreter of env workers, with Elastic in its environment; else the run's own"
     )
@@ -168,12 +171,15 @@ class EnvironmentConfig(_Section):
         3, ge=0, description="deaths of an env worker in a row, without a finished trajectory, that a run survives"
     )
     settings: dict[str, Any] = Field(default_factory=dict, description="the environment's own keys")
-    data: DataConfig | None = Field(None, description="rows that its episodes are about; for kind `agent`")
+    data: DataConfig | None = Field(None, description="rows that its episodes are about; for kinds `agent` and `chat`")
 
     @model_validator(mode="after")
     def _played_by_rows(self) -> "EnvironmentConfig":
-        if self.data is not None and self.name != AGENT:
-            raise ValueError(f"environment.data is for environment.name = {AGENT!r} (found {self.name!r})")
+        if self.data is not None and self.name not in PLAYED:
+            allowed = ", ".join(map(repr, PLAYED))
+            raise ValueError(f"environment.data is for environment.name = {allowed} (found {self.name!r})")
+        if self.data is None and self.name == CHAT:
+            raise ValueError(f"environment.data is missing, which has the prompts of environment.name = {CHAT!r}")
         return self
 
 

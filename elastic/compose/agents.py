@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic.compose.plan import RunPlan, read_model_config
-from elastic.config import AGENT, DRIVEN, OUTSIDE, Config, ConfigError, ConfigProblem, FrontConfig, validate
+from elastic.config import DRIVEN, OUTSIDE, PLAYED, Config, ConfigError, ConfigProblem, FrontConfig, validate
 from elastic.core.types import INTEGER_MAX, SamplingParameters
-from elastic.environments.agent import AgentSettings
-from elastic.environments.env_worker import KEY_VARIABLE
+from elastic.environments.env_worker import KEY_VARIABLE, PLAYED_SETTINGS
 from elastic.environments.outside import OutsideSettings
 from elastic.environments.rows import BadData, DataSource, check_first_row
 from elastic.front.addresses import agents_url
@@ -43,7 +42,7 @@ def agent_limits(config: Config) -> AgentLimits | None:
     """What agents may ask for; None where no agents drive the run. Raises `ConfigError`."""
     if config.environment.name not in DRIVEN or config.front is None:
         return None
-    kind = AgentSettings if config.environment.name == AGENT else OutsideSettings
+    kind = PLAYED_SETTINGS.get(config.environment.name, OutsideSettings)
     settings = validate(kind, config.environment.settings, "", "environment", "settings")
     model = read_model_config(config)
     return AgentLimits(
@@ -104,7 +103,7 @@ def agents_wiring(
         ),
         base_url=lambda served: agents_url(config, Address.parse(served)),
         ready=ready,
-        env_workers=_env_workers(config, run_dir) if config.environment.name == AGENT else None,
+        env_workers=_env_workers(config, run_dir) if config.environment.name in PLAYED else None,
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from elastic.compose.runs import load_run_config
-from elastic.config import AGENT, ConfigError, validate
+from elastic.config import ConfigError, validate
 from elastic.pool.messages import KEEPER_VARIABLE, QUIET_VARIABLE
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.tickets import TicketRefused, read_ticket
@@ -121,17 +121,18 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     Raises `ConfigError` for another environment than the run's, and for code that cannot be loaded.
     """
     from elastic.compose.agents import data_source
-    from elastic.environments.agent import AgentSettings
-    from elastic.environments.env_worker import EnvWork, serve_env_worker
+    from elastic.environments.env_worker import PLAYED_SETTINGS, EnvWork, serve_env_worker
     from elastic.environments.rows import BadData
 
     config = load_run_config(run_dir)
-    if config.environment.name != environment or environment != AGENT:
-        known = config.environment.name if config.environment.name == AGENT else "none with env workers"
+    if config.environment.name != environment or environment not in PLAYED_SETTINGS:
+        known = config.environment.name if config.environment.name in PLAYED_SETTINGS else "none with env workers"
         raise ConfigError(f"--environment: found {environment!r}; the run has {known!r}")
     work = EnvWork(
         run_dir=run_dir,
-        settings=validate(AgentSettings, config.environment.settings, str(run_dir), "environment", "settings"),
+        settings=validate(
+            PLAYED_SETTINGS[environment], config.environment.settings, str(run_dir), "environment", "settings"
+        ),
         model=config.served_name,
         seed=config.run.seed,
         away_s=config.run.orchestrator_timeout_s,

@@ -5,8 +5,8 @@
 It runs in env workers, processes of the run (`elastic.environments.env_worker`), and never in the orchestrator.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NoReturn
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, ClassVar, Literal, NoReturn, TypeAlias
 
 import msgspec
 from pydantic import BaseModel, Field
@@ -65,6 +65,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a limit of the environment's own has ended it."""
     rewards: Mapping[str, float] = {}
     """By policy, where several have rewards of their own (`front.policies`)."""
+
+
+Rollout: TypeAlias = Callable[[EpisodeTask, Any, PlayedTrajectory], Awaitable[float | Outcome]]
 
 
 class BadOutcome(Exception):

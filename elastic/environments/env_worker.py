@@ -11,15 +11,25 @@ import inspect
 import os
 import random
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import httpx
 import structlog
 
 from elastic.core.ids import agent_id, parse_trajectory
-from elastic.environments.agent import AgentSettings, BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, outcome_of
+from elastic.environments.agent import (
+    AgentSettings,
+    BadOutcome,
+    EpisodeTask,
+    Outcome,
+    PlayedTrajectory,
+    Rollout,
+    outcome_of,
+)
+from elastic.environments.chat import RowChatSettings, load_chat
 from elastic.environments.rows import DataSource, Rows, read_rows
 from elastic.environments.run_link import EnvRunLink, RunGone
 from elastic.protocol.front_messages import (
@@ -36,13 +46,17 @@ from elastic.system.signals import TERMINATION, act_on
 
 log = structlog.get_logger(__name__)
 
+PLAYED_SETTINGS: Mapping[str, type[AgentSettings] | type[RowChatSettings]] = {
+    "agent": AgentSettings,
+    "chat": RowChatSettings,
+}
+"""By the names of the environments."""
 KEY_VARIABLE = "ELASTIC_ENV_WORKER_KEY"
 """Environment variable with the driver's key that an env worker shows to its run."""
 CAUSE_CHARACTERS = 2000
 TRACE_CHARACTERS = 4000
 REFUSED_WAIT_S = 1.0
 
-Rollout: TypeAlias = Callable[[EpisodeTask, Any, PlayedTrajectory], Awaitable[float | Outcome]]
 MakeClient: TypeAlias = Callable[[PlayedTrajectory], Any]
 
 
@@ -52,7 +66,7 @@ class EnvWork:
     without a process at the run."""
 
     run_dir: Path
-    settings: AgentSettings
+    settings: AgentSettings | RowChatSettings
     model: str
     seed: int
     away_s: float
@@ -64,7 +78,8 @@ async def serve_env_worker(work: EnvWork) -> None:
     `BadData`."""
     key = os.environ.pop(KEY_VARIABLE, "")
     link = EnvRunLink(work.run_dir, key, work.away_s)
-    rollout, make_client = load_rollout(work.settings.rollout), load_client(work.settings)
+    http = httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None))
+    rollout, make_client = load_episode(work.settings, http)
     rows = None if work.data is None else read_rows(work.data)
     ended = asyncio.Event()
     heed_no_more = act_on(TERMINATION, ended.set)
@@ -84,6 +99,18 @@ async def serve_env_worker(work: EnvWork) -> None:
         for task in (linking, waiting, *slots):
             task.cancel()
         await asyncio.wait({linking, waiting, *slots}, timeout=1.0)
+        await http.aclose()
+
+
+def load_episode(settings: AgentSettings | RowChatSettings, http: httpx.AsyncClient) -> tuple[Rollout, MakeClient]:
+    """What plays an episode, and what makes its client. Raises `CodeUnusable`."""
+    if isinstance(settings, RowChatSettings):
+        return load_chat(settings, http), _no_client
+    return load_rollout(settings.rollout), load_client(settings)
+
+
+def _no_client(_: PlayedTrajectory) -> None:
+    return None
 
 
 def load_rollout(named: str) -> Rollout:
@@ -99,7 +126,7 @@ def load_rollout(named: str) -> Rollout:
 def load_client(settings: AgentSettings) -> MakeClient:
     """What makes the client of a trajectory. Raises `CodeUnusable` where the package is not installed."""
     if settings.client == "none":
-        return lambda trajectory: None
+        return _no_client
     try:
         openai = importlib.import_module("openai")
     except ImportError as error:
@@ -152,7 +179,7 @@ class FunctionPlayer:
             answer = self._rollout(task, self._make_client(trajectory), trajectory)
             return outcome_of(await answer if inspect.isawaitable(answer) else answer)
         except BadOutcome as error:
-            return Outcome(failed=f"{self._work.settings.rollout}: {error}")
+            return Outcome(failed=f"the environment is at fault: {error}")
         except (Exception, SystemExit) as error:
             trace = "".join(traceback.format_exception(error))[-TRACE_CHARACTERS:]  # Without values: a key may be one.
             log.warning("the environment raised", trajectory=trajectory.id, trace=trace)
