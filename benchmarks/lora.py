@@ -163,8 +163,8 @@ def wrong_adapter(directory: Path) -> dict[str, Any]:
     from elastic.runtime.journal import RunDirectory
 
     example = ROOT / "examples" / "frozenlake-vllm.toml"
-    base = directory / "base"
-    elastic("prepare", str(example), "--set", f"model.checkpoint={base}")
+    base = ROOT / ".cache" / "frozenlake-base"
+    elastic("prepare", str(example))
     settings = (
         f"model.checkpoint={base}",
         f"engine.vllm.base={base}",
