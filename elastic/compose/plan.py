@@ -393,7 +393,7 @@ def _check_engines(
         if unfit is not None and (why := unfit(model)):
             problem = f"found {config.kind!r}, which cannot serve {plan.config.model.checkpoint}: {why}"
             raise ConfigError(ConfigProblem(f"{problem}; allowed: 'vllm'", (*place, "engine", "kind")))
-        if unserved is not None and (why := unserved(plan.config, trains, own)):
+        if unserved is not None and (why := unserved(plan.config, trains, config, own)):
             raise ConfigError(ConfigProblem(f"found {config.kind!r}, and {why}", (*place, "engine", "kind")))
 
 

@@ -1,6 +1,5 @@
 """Adapters: they alone are trained, published and kept; what travels counts once, and merges into the base."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.trainers
 
 from elastic.worker.trainer.transformers import Transformers, TransformersSettings  # noqa: E402
 from elastic.worker.trainer.transformers.examination import examine  # noqa: E402
-from elastic.worker.trainer.transformers.lora import AdaptedModel, Unadapted  # noqa: E402
+from elastic.worker.trainer.transformers.lora import AdaptedModel  # noqa: E402
 from elastic.worker.trainer.transformers.model import CausalModel  # noqa: E402
 from elastic.worker.trainer.transformers.trainer import TransformersTrainer  # noqa: E402
 
@@ -172,33 +171,23 @@ def test_modules_that_a_model_does_not_have_are_named(tmp_path: Path) -> None:
 def test_every_engine_serves_the_base_with_adapters_of_that_rank(tmp_path: Path) -> None:
     from elastic.engine.vllm import VllmSettings
 
-    config, own = config_of(tmp_path, LORA), settings_of(LORA)
-    assert Transformers.unserved(config, own, VllmSettings(base=tmp_path)) == ""
-    assert "base = " in Transformers.unserved(config, own, VllmSettings())
-    assert "base = " in Transformers.unserved(config, own, VllmSettings(base=tmp_path / "other"))
-    assert "adapter_rank" in Transformers.unserved(
-        config, settings_of({"r": 32, "lora_alpha": 32}), VllmSettings(base=tmp_path)
-    )
-    assert "no adapters" in Transformers.unserved(config, TransformersSettings(), VllmSettings(base=tmp_path))
-    assert json.loads(own.model_dump_json())["lora"]["r"] == 4
+    config = config_of(tmp_path, LORA)
+
+    def unserved(lora: dict[str, object] | None, context: int = PROOF_TOKENS + 1, **own: Path) -> str:
+        engine = config.engine.model_copy(update={"max_context_tokens": context})
+        settings = TransformersSettings() if lora is None else settings_of(lora)
+        return Transformers.unserved(config, settings, engine, VllmSettings.model_validate(own))
+
+    assert unserved(LORA, base=tmp_path) == ""
+    assert "base = " in unserved(LORA)
+    assert "base = " in unserved(LORA, base=tmp_path / "other")
+    assert "adapter_rank" in unserved({"r": 32, "lora_alpha": 32}, base=tmp_path)
+    assert "max_context_tokens" in unserved(LORA, PROOF_TOKENS, base=tmp_path)
+    assert "no adapters" in unserved(None, base=tmp_path)
 
 
-def test_the_base_is_a_reference_that_takes_no_memory(tmp_path: Path) -> None:
-    """The same KL as to a copy of it, and adapters are trained on as they were."""
-    directory = write_model(tmp_path / "llama", "llama")
-    kept = CausalModel(directory, torch.device("cpu"), "auto", False)
-    own = settings_of(ATTENTION)
-    assert own.lora is not None
-    keys = TrainerConfig.model_validate(PLAIN | {"kl_coefficient": 0.1, "learning_rate": 1e-2})
-
-    def trained(copy: bool) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        assert own.lora is not None
-        model = AdaptedModel(directory, torch.device("cpu"), "auto", True, own.lora, seed=3)
-        made = TransformersTrainer(keys, own, model, GROUPS, 1.0, reference=kept if copy else Unadapted(model))
-        metrics = [step(made, groups_of(seed)) for seed in range(2)]
-        return metrics[-1], made.tensors()
-
-    (found, tensors), (expected, others) = trained(copy=False), trained(copy=True)
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert found["kl"] > 1e-4
-    assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+def test_adapters_are_trained_on_one_gpu(tmp_path: Path) -> None:
+    config = config_of(tmp_path, LORA)
+    two = config.model_copy(update={"trainer": config.trainer.model_copy(update={"gpus": 2})})
+    with pytest.raises(ConfigError, match=r"trainer\.gpus: found 2 with trainer\.transformers\.lora.*allowed: 1"):
+        Transformers.examine(two, settings_of(LORA))

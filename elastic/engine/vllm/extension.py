@@ -171,9 +171,11 @@ class RankWeights:
                 raise WeightsMismatch(f"vLLM does not take the adapter: {error!r}") from error
 
     def _verify(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
+        adapts = self._worker.vllm_config.lora_config is not None
         for name, tensor in tensors.items():
-            if tensor.dtype not in (torch.bfloat16, torch.float32):
-                raise WeightsMismatch(f"{name}: expected bfloat16 or float32, found {tensor.dtype}")
+            if tensor.dtype is not torch.bfloat16 and (adapts or tensor.dtype is not torch.float32):
+                allowed = "bfloat16" if adapts else "bfloat16 or float32"
+                raise WeightsMismatch(f"{name}: expected {allowed}, found {tensor.dtype}")
         if self._shapes is not None and (why := misfit(shapes, self._shapes)) is not None:
             raise WeightsMismatch(why)
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from elastic.config import Config
+from elastic.config import Config, EngineConfig
+from elastic.engine.base import PROOF_TOKENS
 from elastic.worker.trainer.base import PolicyTrainer, StoredPolicy
 from elastic.worker.trainer.transformers.settings import TransformersSettings
 
@@ -29,18 +30,23 @@ class Transformers:
         return examine(config.model.checkpoint, settings.lora)
 
     @staticmethod
-    def unserved(config: Config, settings: TransformersSettings, engine: Any) -> str:
-        """Why an engine with these settings of its own cannot serve what is trained; empty where it can."""
+    def unserved(config: Config, settings: TransformersSettings, engine: EngineConfig, own: Any) -> str:
+        """Why an engine with its `own` settings cannot serve what is trained; empty where it can."""
         lora, policy = settings.lora, config.model.checkpoint
-        base: Path | None = getattr(engine, "base", None)
+        base: Path | None = getattr(own, "base", None)
         if lora is None:
             return "" if base is None else f"base = '{base}': without trainer.transformers.lora no adapters are trained"
         if base is None or base.resolve() != policy.resolve():
             return (
                 f"trainer.transformers.lora trains adapters, which alone travel; allowed: 'vllm' with base = '{policy}'"
             )
-        if engine.adapter_rank < lora.r:
+        if own.adapter_rank < lora.r:
             return f"adapters have rank trainer.transformers.lora.r = {lora.r}; allowed: an adapter_rank from that on"
+        if engine.max_context_tokens <= PROOF_TOKENS:
+            found = engine.max_context_tokens
+            return (
+                f"engine.max_context_tokens is {found}; with adapters allowed: above {PROOF_TOKENS}, for their proofs"
+            )
         return ""
 
     @staticmethod
