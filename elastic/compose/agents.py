@@ -177,10 +177,15 @@ def check_front(plan: RunPlan) -> None:
         except BadData as error:
             raise ConfigError(ConfigProblem(str(error), ("environment", "data"))) from error
     from elastic.front.rendering.renderer import make_renderer
-    from elastic.front.rendering.tokenizer import Tokenizer
+    from elastic.front.rendering.tokenizer import Tokenizer, TokenizerError
 
+    try:
+        tokenizer = Tokenizer(config.model.checkpoint)
+    except TokenizerError as error:
+        problem = f"{error}; agents need the policy's tokenizer: allowed is a checkpoint that has one"
+        raise ConfigError(ConfigProblem(problem, ("model", "checkpoint"))) from error
     make_renderer(
-        Tokenizer(config.model.checkpoint),
+        tokenizer,
         renderer=front.renderer,
         tool_parser=front.tool_parser,
         reasoning_parser=front.reasoning_parser,

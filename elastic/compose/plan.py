@@ -365,6 +365,7 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
     """
     config, words = plan.config, len(plan.environment.vocabulary)
     _check_devices(config)
+    _check_words(config)
     model = read_model_config(config)
     kind, settings = resolve_trainer(config.trainer, "")
     policy = kind.examine(config, settings)
@@ -413,6 +414,16 @@ def _check_reference(config: Config, vocab_size: int) -> None:
         raise ConfigError(
             f"trainer.reference: {reference} has a vocabulary of {found} tokens; allowed: the policy's, of {vocab_size}"
         )
+
+
+def _check_words(config: Config) -> None:
+    """What stands beside the base policy's weights is there."""
+    from elastic.engine.model.stored import CheckpointError, check_words
+
+    try:
+        check_words(config.model.checkpoint)
+    except CheckpointError as error:
+        raise ConfigError(f"model.checkpoint: {error}") from error
 
 
 def _check_checkpoint(config: Config, resumed: Path) -> None:

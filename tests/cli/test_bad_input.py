@@ -75,6 +75,8 @@ from elastic.worker.trainer.embedded.trainer import GRPOTrainer
         ("environment.settings.hole_probability=nan", ("environment.settings.hole_probability", "found nan")),
         ("trainer.gpus=8", ("trainer.gpus", "found 8", "allowed in live runs: 1", "elastic simulate")),
         ("model.checkpoint=nosuch", ("model.checkpoint", "nosuch", "elastic prepare")),
+        ("logging.to=['nosuch']", ("logging.to.0", "'trackio', 'tensorboard', 'wandb' or 'mlflow'", "'nosuch'")),
+        ("logging.to=['wandb']", ("logging.to: found 'wandb'", "not installed", "pip install wandb")),
         ("run.directory=/proc/nosuch", ("run.directory", "/proc/nosuch", "cannot be made")),
         ("run.directory=/dev/null", ("run.directory", "/dev/null", "Not a directory")),
     ],
@@ -82,6 +84,30 @@ from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 def test_keys_and_values(refused, elastic, config: Path, override: str, words: tuple[str, ...]) -> None:
     refused(elastic("run", config, "--set", override), *words)
     assert not (config.parent / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"])
+def test_a_link_beside_the_weights_that_leads_nowhere(refused, elastic, config: Path, name: str) -> None:
+    policy = shutil.copytree(load_config(config).model.checkpoint, config.parent / "policy")
+    (policy / name).unlink(missing_ok=True)
+    (policy / name).symlink_to("../../blobs/gone")
+    ended = elastic("run", config, "--set", f"model.checkpoint={policy}")
+    refused(ended, f"model.checkpoint: {policy / name}: a link to ../../blobs/gone", "`hf download` fetches it")
+
+
+def test_a_model_of_another_kind_names_its_config_and_the_trainer_for_it(refused, elastic, config: Path) -> None:
+    policy = shutil.copytree(load_config(config).model.checkpoint, config.parent / "policy")
+    raw = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps({**raw, "model_type": "warp"}))
+    (policy / "generation_config.json").write_text("{}")
+    ended = elastic("run", config, "--set", f"model.checkpoint={policy}")
+    refused(ended, f"{policy / 'config.json'}: model_type: only 'qwen3'", "found 'warp'", "'transformers' trains other")
+
+
+def test_agents_without_a_tokenizer(refused, elastic, config: Path) -> None:
+    outside = ("--set", "environment.name=outside", "--set", "front={}", "--set", "environment.settings={}")
+    ended = elastic("run", config, *outside)
+    refused(ended, "model.checkpoint: ", "tokenizer.json: cannot be read", "agents need the policy's tokenizer")
 
 
 def test_a_dry_run_promises_nothing_that_a_run_refuses(refused, elastic, config: Path) -> None:

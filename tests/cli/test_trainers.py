@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from elastic.runtime.journal import DirectoryStore
-from tests.trainer.hugging_face import write_model
+from tests.trainer.hugging_face import change_config, write_model
 
 pytestmark = [pytest.mark.trainers, pytest.mark.alone]
 
@@ -30,6 +30,28 @@ def test_a_run_trains_what_transformers_loads_and_exports_it(elastic, refused, c
     saved = run.path / "checkpoints" / "00000003.safetensors"
     saved.write_bytes(saved.read_bytes()[:1000])
     refused(elastic("run", config, "--resume", run.path, "--set", "run.steps=4"), str(saved), "cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "warp"}, ("model_type: found 'warp', which transformers", "does not load")),
+        ({"model_type": "t5"}, ("model_type: found 't5', which transformers", "does not load")),
+        ({"num_attention_heads": 0}, ("model_type: found 'llama'", "ZeroDivisionError")),
+        ({"quantization_config": {"quant_method": "fp8"}}, ("found a quantization_config (fp8)", "made of")),
+        ({"hidden_size": 64}, ("embed_tokens.weight: expected shape [32, 64], found [32, 32]",)),
+        ({"num_hidden_layers": 3}, ("model.layers.2.", "missing; expected shape")),
+    ],
+)
+def test_a_policy_that_cannot_be_trained_is_named(
+    elastic, refused, config: Path, tmp_path: Path, changes: dict[str, object], words: tuple[str, ...]
+) -> None:
+    pytest.importorskip("transformers")
+    directory = write_model(tmp_path / "llama", "llama")
+    change_config(directory, **changes)
+    kinds = ("trainer.kind=transformers", f"model.checkpoint={directory}", "engine.kind=vllm", "trainer.engine={}")
+    ended = elastic("run", config, "--dry-run", *(word for kind in kinds for word in ("--set", kind)))
+    refused(ended, f"model.checkpoint: {directory}", *words)
 
 
 def test_an_engine_that_cannot_serve_the_model_is_named(elastic, refused, config: Path, tmp_path: Path) -> None:

@@ -142,6 +142,21 @@ def test_an_odd_generation_config_is_named(make_model, tmp_path, content):
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize("gone", ["link", "file"])
+def test_a_shard_that_the_index_names_and_is_not_there_is_named(make_model, tmp_path, gone):
+    model = make_model()
+    stored(tmp_path, model, _whole)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    names = enumerate(parameter_shapes(model.config))
+    weight_map = {name: f"model-{1 + place % 2}.safetensors" for place, name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    if gone == "link":
+        (tmp_path / "model-2.safetensors").symlink_to("../../blobs/gone")
+    said = r"a link to \.\./\.\./blobs/gone" if gone == "link" else "is not there, and model.safetensors.index.json"
+    with pytest.raises(CheckpointError, match=rf"model-2\.safetensors: {said}"):
+        check_stored(tmp_path)
+
+
 def test_a_run_is_checked_without_the_models_library():
     program = (
         "import sys, elastic.cli.run, elastic.cli.jobs, elastic.engine.model.stored; sys.exit('torch' in sys.modules)"

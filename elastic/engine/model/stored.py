@@ -22,6 +22,8 @@ INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING, TIED = "model.embed_tokens.weight", "lm_head.weight"
 PLAIN_TYPES = ("BF16", "F16", "F32", "F64")
 """Types of weights that are values by themselves; quantised ones are some only with their scales."""
+BESIDE_WEIGHTS = (".json", ".jinja", ".model", ".txt")
+"""How the files end that say what a model is and how it speaks."""
 COMPARED_BYTES = 16 * 1024 * 1024
 _LENGTH_BYTES = 8
 """Of the header's length, before the header of a safetensors file."""
@@ -44,11 +46,17 @@ class StoredTensor(NamedTuple):
 def read_config(directory: Path) -> Qwen3Config:
     """The model's shape, and the tokens at which it ends, also those of `generation_config.json`. Raises
     `CheckpointError`."""
-    path, raw = directory / CONFIG_FILE, _read_json(directory / CONFIG_FILE)
+    raw, more = _read_json(directory / CONFIG_FILE), directory / GENERATION_CONFIG_FILE
+    config = _read_shape(directory / CONFIG_FILE, raw)
+    if not more.exists():
+        return config
+    ends = with_ends(raw.get("eos_token_id"), _read_json(more).get("eos_token_id"))
+    return _read_shape(more, {**raw, "eos_token_id": ends})
+
+
+def _read_shape(path: Path, raw: Mapping[str, Any]) -> Qwen3Config:
+    """The model that a config describes, whose part from `path` was not looked at yet."""
     try:
-        if (directory / GENERATION_CONFIG_FILE).exists():
-            path = directory / GENERATION_CONFIG_FILE
-            raw = {**raw, "eos_token_id": with_ends(raw.get("eos_token_id"), _read_json(path).get("eos_token_id"))}
         return Qwen3Config.from_dict(raw)
     except ModelConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -176,9 +184,7 @@ def misfit(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[i
 def weight_files(directory: Path) -> list[Path]:
     """The files with a checkpoint's tensors. Raises `CheckpointError`."""
     single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
-    for link in (single, index):
-        if link.is_symlink() and not link.exists():
-            raise CheckpointError(f"{link}: a link to {link.readlink()}, which is not there; `hf download` fetches it")
+    check_links(single, index)
     if single.exists():
         return [single]
     if not index.exists():
@@ -187,9 +193,23 @@ def weight_files(directory: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map must map tensor names to file names")
     files = [directory / name for name in sorted(set(weight_map.values()))]
+    check_links(*files)
     if (missing := next((file for file in files if not file.exists()), None)) is not None:
         raise CheckpointError(f"{missing}: is not there, and {INDEX_FILE} names it")
     return files
+
+
+def check_links(*paths: Path) -> None:
+    """Raises `CheckpointError` for a link that leads nowhere, as in a cache of the Hub that has lost files."""
+    for link in paths:
+        if link.is_symlink() and not link.exists():
+            raise CheckpointError(f"{link}: a link to {link.readlink()}, which is not there; `hf download` fetches it")
+
+
+def check_words(directory: Path) -> None:
+    """Raises `CheckpointError` where a file that stands beside the weights is a link that leads nowhere: a policy would
+    go on without its tokenizer, its template or the tokens that end its turns."""
+    check_links(*sorted(path for path in directory.glob("*") if path.suffix in BESIDE_WEIGHTS))
 
 
 def _headers(path: Path) -> Iterator[tuple[str, StoredTensor]]:

@@ -29,7 +29,8 @@ class Embedded:
             shape, parameters = check_stored(config.model.checkpoint)
             stored = stored_tensors(config.model.checkpoint)
         except CheckpointError as error:
-            raise ConfigError(f"model.checkpoint: {error}") from error
+            other = "; trainer.kind = 'transformers' trains other models" if "model_type" in str(error) else ""
+            raise ConfigError(f"model.checkpoint: {error}{other}") from error
         return StoredPolicy(shape.vocab_size, parameters, count_float32(stored))
 
     @staticmethod

@@ -109,14 +109,21 @@ def main(directory: Path, checkpoint: Path | None, lora: LoraSettings | None) ->
             check_header(checkpoint, {name: tuple(one.shape) for name, one in trained.items()})
     except CheckpointError as error:
         return {"error": str(error)}
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # Models raise what they like for a config that they cannot be made of.
         kind = json.loads(read_text(directory / CONFIG_FILE)).get("model_type")
         return {
             "error": f"{directory / CONFIG_FILE}: model_type: found {kind!r}, which transformers "
-            f"{transformers.__version__} does not load as a causal language model: {str(error).splitlines()[0]}"
+            f"{transformers.__version__} does not load as a causal language model: {_reason(error)}"
         }
     adapters = 0 if lora is None else sum(one.numel() for one in trained.values())
     return {"vocab_size": config.get_text_config().vocab_size, "adapters": adapters}
+
+
+def _reason(error: Exception) -> str:
+    """What an error says in one line; its kind, too, where that is not of those that are raised for bad input."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    expected = isinstance(error, OSError | ValueError | ImportError)
+    return ": ".join([*([] if expected and lines else [type(error).__name__]), *lines[:2]])
 
 
 def _adapters(model: Any, lora: LoraSettings) -> dict[str, Any]:
