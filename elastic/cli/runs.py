@@ -19,7 +19,7 @@ from elastic.compose.runs import is_claimed
 from elastic.protocol.api import ENDED, HostedRun, RunBudget
 from elastic.protocol.api_client import Client
 from elastic.report import as_json as report_as_json
-from elastic.report import closing_table, summarise
+from elastic.report import closing_table, source_words, sources_of, summarise
 from elastic.runtime.journal import RUNNING, UNEXPECTED, DirectoryStore, JournalError, RunDirectory, SampleRow
 from elastic.runtime.status import RunStatus, core_words, refilled_words, tokens_at_risk, upstream_words
 
@@ -146,6 +146,8 @@ def show(
         shown.print(upstream_words(now.upstream), highlight=False)
     if summary.refilled:
         shown.print(refilled_words(summary.refilled), highlight=False)
+    for source in sources_of(step.trainer for step in summary.steps[-1:]):
+        shown.print(f"last step, {source_words(source)}", highlight=False)
     shown.print(closing_table(summary))
 
 

@@ -1,5 +1,6 @@
 """What a run came to: its journal summarised, as a page, a terminal table, Markdown or JSON."""
 
+from elastic.report.agreement import source_words, sources_of
 from elastic.report.comparison import Comparison, compare
 from elastic.report.html import as_html, write_html
 from elastic.report.summary import Summary, summarise

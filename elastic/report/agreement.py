@@ -1,4 +1,7 @@
-"""How far workers' log-probabilities were from the trainer's at the same weights version."""
+"""How far workers' log-probabilities were from the trainer's: of each with the same weights, and by provider and engine
+of all that was trained on."""
+
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -31,3 +34,55 @@ def agreements_of(history: History) -> list[WorkerAgreement]:
         worst = max(far / max(1, n) for n, far in of.values())
         found.append(WorkerAgreement(worker=worker, tokens=tokens, mean=log_ratio / max(1, tokens), worst=worst))
     return sorted(found, key=lambda one: -one.worst)
+
+
+class SourceAgreement(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `tokens` that came from a provider's engines, such as "spot/vllm", and were looked at for a gradient, as in
+    docs/training.md; `log_ratio_max` is of all steps."""
+
+    source: str
+    tokens: float
+    log_ratio_mean: float
+    log_ratio_max: float
+    mismatch_kl: float
+    masked_fraction: float
+    clip_fraction: float
+
+
+_SEEN = "tokens_seen/"
+_MEANS = ("log_ratio_mean", "mismatch_kl", "masked_fraction", "clip_fraction")
+
+
+def sources_of(steps: Iterable[Mapping[str, float | None]]) -> list[SourceAgreement]:
+    """By source, from the trainer's figures of each step; the farthest first."""
+    tokens: dict[str, float] = {}
+    most: dict[str, float] = {}
+    sums: dict[str, dict[str, float]] = {}
+    for figures in steps:
+        for key, seen in figures.items():
+            if not key.startswith(_SEEN) or not seen:
+                continue
+            source = key.removeprefix(_SEEN)
+            tokens[source] = tokens.get(source, 0.0) + seen
+            most[source] = max(most.get(source, 0.0), figures.get(f"log_ratio_max/{source}") or 0.0)
+            own = sums.setdefault(source, dict.fromkeys(_MEANS, 0.0))
+            for name in _MEANS:
+                own[name] += seen * (figures.get(f"{name}/{source}") or 0.0)
+    found = [
+        SourceAgreement(
+            source=source,
+            tokens=seen,
+            log_ratio_max=most[source],
+            **{name: total / seen for name, total in sums[source].items()},
+        )
+        for source, seen in tokens.items()
+    ]
+    return sorted(found, key=lambda one: -one.mismatch_kl)
+
+
+def source_words(one: SourceAgreement) -> str:
+    return (
+        f"{one.source}: log-probabilities {one.log_ratio_mean:.2g} nats from the trainer's (at most "
+        f"{one.log_ratio_max:.2g}), mismatch KL {one.mismatch_kl:.2g}, {one.masked_fraction:.1%} masked, "
+        f"{one.clip_fraction:.1%} clipped"
+    )

@@ -8,6 +8,7 @@ import msgspec
 
 from elastic.core.types import DEATHS, Account, BudgetForecast
 from elastic.report import units
+from elastic.report.agreement import sources_of
 from elastic.report.batches import TRAINED
 from elastic.report.comparison import Comparison
 from elastic.report.document import Figure, Table
@@ -225,6 +226,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _weights_by_version(summary),
         _refused_weights(summary),
         _agreements(summary),
+        _sources(summary),
         _refused(summary),
         _refused_leases(summary),
         _remarks(summary),
@@ -683,6 +685,28 @@ def _agreements(summary: Summary) -> Table:
         note="The mean difference between a worker's and the trainer's log-probabilities of the same tokens with the "
         "same weights, in nats. Whoever is wrong does not generate with the weights that it names, and was fenced."
         + _more(summary.agreements, "workers are nearer, and in the JSON"),
+    )
+
+
+def _sources(summary: Summary) -> Table:
+    return Table(
+        title="Log-probabilities by provider and engine",
+        header=["source", "tokens", "mean", "largest", "mismatch KL", "masked", "clipped"],
+        rows=[
+            [
+                one.source,
+                units.count(round(one.tokens)),
+                f"{one.log_ratio_mean:.2g}",
+                f"{one.log_ratio_max:.2g}",
+                f"{one.mismatch_kl:.2g}",
+                f"{one.masked_fraction:.1%}",
+                f"{one.clip_fraction:.1%}",
+            ]
+            for one in sources_of(step.trainer for step in summary.steps)
+        ],
+        note="Of all tokens that were looked at for a gradient: how far the trainer's log-probabilities are from those "
+        "that the engine recorded, in nats, and what came of it. Older weights count as well; one source that is far "
+        "from the others computes otherwise.",
     )
 
 
