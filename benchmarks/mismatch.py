@@ -89,7 +89,7 @@ def run(arm: Mapping[str, object], seed: int, steps: int, outlier_nats: float) -
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     settings = TrainerConfig.model_validate(
-        {"learning_rate": 5e-3, "warmup_updates": 0, "mismatch_max": 1e9, "bypass_mode": False, **arm}
+        {"learning_rate": 1e-3, "warmup_updates": 0, "mismatch_max": 1e9, "bypass_mode": False, **arm}
     )
     trainer = GRPOTrainer(settings, Qwen3(POLICY), GROUPS, 1.0)
     norms: list[float] = []

@@ -11,6 +11,8 @@ row add to a process at a vocabulary of 150,000, with their gradient, by chunks 
 `lora` is ours with adapters of rank 8 to all linear layers, and its state beside the whole model's as checkpoints have
 them.
 
+`reference` is ours with a KL to a frozen policy: what it adds to a pass, by CPU time, beside a forward pass alone.
+
 TRL needs `make .cache/trl/installed`, adapters `make .cache/trainers/installed`; without them their figures are null.
 Neither side recomputes activations.
 """
@@ -24,9 +26,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from _common import ROOT, emit, parse_arguments
+
+if TYPE_CHECKING:
+    from elastic.protocol.wire import TrajectoryData
+    from elastic.worker.trainer.packing import PackedRow
 
 MODEL = {
     "vocab_size": 32_000,
@@ -92,8 +98,8 @@ class Side:
         self._process.wait()
 
 
-def child(model: Path, *, adapts: bool) -> None:
-    """Our side: the whole model, or an adapter to it."""
+def child(model: Path, *, adapts: bool, compares: bool) -> None:
+    """Our side: the whole model, or an adapter to it, or with a reference."""
     import torch
 
     from elastic.config import TrainerConfig
@@ -105,9 +111,8 @@ def child(model: Path, *, adapts: bool) -> None:
 
     torch.set_num_threads(THREADS)
     own = TransformersSettings.model_validate({"activation_checkpointing": False, "lora": LORA if adapts else None})
-    settings = TrainerConfig.model_validate(
-        {"updates_per_step": 1, "micro_batch_tokens": ROW_TOKENS, "learning_rate": 1e-12, "mismatch_max": 1e9}
-    )
+    keys = {"updates_per_step": 1, "micro_batch_tokens": ROW_TOKENS, "learning_rate": 1e-12, "mismatch_max": 1e9}
+    settings = TrainerConfig.model_validate(keys | ({"kl_coefficient": 0.1} if compares else {}))
     given = model, torch.device("cpu"), own.attention, own.activation_checkpointing
     if own.lora is None:
         loaded = CausalModel(*given)
@@ -115,7 +120,8 @@ def child(model: Path, *, adapts: bool) -> None:
         from elastic.worker.trainer.transformers.lora import AdaptedModel
 
         loaded = AdaptedModel(*given, own.lora, seed=0)
-    trainer = TransformersTrainer(settings, own, loaded, 1, 1.0)
+    reference = CausalModel(*given) if compares else None
+    trainer = TransformersTrainer(settings, own, loaded, 1, 1.0, reference=reference)
     trajectories = [
         PlainTrajectory(
             str(number),
@@ -135,7 +141,22 @@ def child(model: Path, *, adapts: bool) -> None:
         saved = model / f"state-{adapts}.safetensors"
         if not step:
             trainer.save(saved)
+        if reference is not None:
+            cpu_s = time.process_time()
+            with torch.no_grad():
+                for row in packed_rows(trajectories):
+                    loaded.distribution(row, 1.0)
+            took["forward_cpu_s"] = time.process_time() - cpu_s
         print(json.dumps({**took, "loss": loss, "state_bytes": saved.stat().st_size}), flush=True)
+
+
+def packed_rows(trajectories: "list[TrajectoryData]") -> "list[PackedRow]":
+    """As the trainer packs them."""
+    from elastic.worker.trainer.packing import PackedTrajectory, Packer, row_of
+
+    packer = Packer[None](ROW_TOKENS)
+    pieces = [PackedTrajectory(None, one, 0.0) for one in trajectories]
+    return [row_of([part.batch for part in parts]) for parts in (*packer.take(pieces), *packer.rest())]
 
 
 def head_peak_bytes(how: str) -> int:
@@ -185,20 +206,25 @@ def measured(model: Path, sequences: int, rounds: int, *, with_trl: bool) -> dic
     ours = Side(sys.executable, Path(__file__), model)
     adapting = Side(TRAINERS_PYTHON, Path(__file__), model, "--lora") if TRAINERS_PYTHON.exists() else None
     theirs = Side(TRL_PYTHON, Path(__file__).with_name("_trl_loss.py"), model) if with_trl else None
+    comparing = Side(sys.executable, Path(__file__), model, "--reference")
     our_passes: list[dict[str, float]] = []
+    reference_passes: list[dict[str, float]] = []
     adapter_passes: list[dict[str, float]] = []
     their_passes: dict[int, list[dict[str, float]]] = {size: [] for size in SIZES}
     for _ in range(rounds):
         our_passes.append(ours.ask(0))
+        reference_passes.append(comparing.ask(0))
         adapter_passes += [] if adapting is None else [adapting.ask(0)]
         for size in SIZES if theirs is not None else ():
             assert theirs is not None
             their_passes[size].append(theirs.ask(size))
     ours.close()
+    comparing.close()
     our_s = _column(our_passes, "seconds")
     figures: dict[str, Any] = {
         "tokens": tokens,
         "ours_tokens_per_s": tokens / statistics.median(our_s),
+        "reference": _reference(our_passes, reference_passes),
         "lora": None,
         "skipped_because": {},
     }
@@ -228,6 +254,12 @@ def measured(model: Path, sequences: int, rounds: int, *, with_trl: bool) -> dic
         "loss_difference": abs(first - first_theirs),
         "losses": {"ours": first, "trl": first_theirs},
     }
+
+
+def _reference(ours: list[dict[str, float]], passes: list[dict[str, float]]) -> dict[str, float]:
+    with_it, forward = statistics.median(_column(passes, "cpu_s")), statistics.median(_column(passes, "forward_cpu_s"))
+    extra = with_it - statistics.median(_column(ours, "cpu_s"))
+    return {"extra_cpu_s": extra, "forward_cpu_s": forward, "extra_over_forward": extra / forward}
 
 
 def _column(passes: list[dict[str, float]], name: str) -> list[float]:
@@ -268,7 +300,7 @@ def main(*, quick: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child(Path(sys.argv[2]), adapts="--lora" in sys.argv)
+        child(Path(sys.argv[2]), adapts="--lora" in sys.argv, compares="--reference" in sys.argv)
     elif sys.argv[1:2] == ["--head"]:
         head(sys.argv[2])
     else:

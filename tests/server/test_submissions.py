@@ -213,9 +213,10 @@ def test_the_example_is_submitted_as_it_runs_on_disk(site: Site, tmp_path: Path)
     def checked(**model: str) -> Config:
         config = tomllib.loads(EXAMPLE.read_text())
         config["model"] |= model
+        config["trainer"] |= {"reference": config["model"]["checkpoint"], "kl_coefficient": 0.1}
         return submissions.check(settings, Body(config=config, providers=["spot"]), site.projects["ours"])[0].config
 
-    assert checked().model.checkpoint == base.resolve()
+    assert checked().model.checkpoint == checked().trainer.reference == base.resolve()
     for name in (".cache", ".cache/", ".cache/../server", "cache/frozenlake-base"):
         with pytest.raises(ApiProblem, match="no base policy"):
             checked(checkpoint=name)

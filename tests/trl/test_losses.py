@@ -157,7 +157,7 @@ def trainer_of(directory: Path, work: Path, keys: Mapping[str, Any]) -> Any:
             {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.06},
         ),
         ({"loss": "cispo", "clip_ratio_low": 1.0}, {"loss_type": "cispo", "epsilon_high": 1.28}),
-        ({"kl_coefficient": 0.3}, {"beta": 0.3}),
+        ({"kl_coefficient": 0.3}, {"beta": 0.3, "use_bias_correction_kl": False}),
         ({"entropy_coefficient": 0.2}, {"entropy_coef": 0.2}),
         ({**CORRECTED, "rollout_is_threshold": 1.5}, {}),
         ({**CORRECTED, "rollout_is_threshold": "0.7_1.4"}, {}),

@@ -38,7 +38,8 @@ _PATH_LIKE = re.compile(r"[/\\\0]|^~|^\.\.?$")
 _LISTENING = "elastic serve --runs-listen HOST, and --runs-advertise HOST"
 _NO_PATHS_IN = ("simulation",)
 """Sections that live runs ignore."""
-CHECKPOINT = "model.checkpoint"
+CHECKPOINTS = ("model.checkpoint", "trainer.reference")
+"""Keys that name a policy, which may be one of the server's models."""
 
 
 def check(settings: ServerSettings, submission: Submission, project: str) -> tuple[NewRun, RunPlan]:
@@ -149,7 +150,7 @@ def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -
     """Put what lies in the project's storage, or for checkpoints in `models`, in the place of its name."""
     storage = settings.storage(project).resolve()
     for path, value in list(_leaves({k: v for k, v in raw.items() if k not in _NO_PATHS_IN}, ())):
-        is_checkpoint = ".".join(path) == CHECKPOINT
+        is_checkpoint = ".".join(path) in CHECKPOINTS
         code = in_file(value)
         if code is not None:
             is_file, value, name = True, code.place, f":{code.name}"
