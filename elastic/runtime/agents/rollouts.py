@@ -493,6 +493,8 @@ class AgentRollouts:
 
     def refill(self, member: c.RefillMember) -> None:
         self._offer(member, self._clock_ns())
+        if self.watcher is not None:
+            self.watcher.offered()
 
     def _offer(self, member: c.RefillMember, now_ns: Nanoseconds) -> None:
         self._claims.groups[group_of(member.trajectory)].offer(member.trajectory, now_ns)

@@ -11,6 +11,7 @@ import pytest
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.types import InfrastructureCause
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection, ConnectionLost, over_socket
 from elastic.protocol.frames import RefusedFrame
@@ -148,6 +149,22 @@ async def test_an_env_worker_waits_for_what_is_due_and_says_what_came_of_it() ->
         assert isinstance(shown, m.TrajectoryShown)
         assert shown.standing.state == "failed"
     assert run.ended == [e.TrajectoryFailed(trajectory="1/0/0", cause="the environment raised")]
+
+
+async def test_who_comes_in_the_place_of_a_failed_member_is_given_to_who_waits() -> None:
+    run = Run()
+    run.start(3, "0/0/0")
+    async with run.worker(SECRETS.driver_key("one")) as far:
+        assert isinstance(await heard(far), m.FrontWelcome)
+        for number in (1, 2):
+            far.send(m.BeginTrajectory(number, m.AgentCaller(), b"null", ""))
+        first = await heard(far)
+        assert isinstance(first, m.TrajectoryBegun)
+        cause = InfrastructureCause.ENGINE
+        run.rollouts.refill(c.RefillMember(trajectory="0/0/1", replaces="0/0/0", cause=cause))
+        second = await heard(far)
+        assert isinstance(second, m.TrajectoryBegun)
+        assert (second.trajectory, second.number) == ("0/0/1", 3)
 
 
 async def test_an_env_worker_that_comes_anew_gives_up_what_it_does_not_hold() -> None:
