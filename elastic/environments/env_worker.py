@@ -130,7 +130,8 @@ def load_client(settings: AgentSettings) -> MakeClient:
     try:
         openai = importlib.import_module("openai")
     except ImportError as error:
-        problem = f"found 'openai', but {told(error)}; allowed: pip install 'elastic-rl[agents]', or 'none'"
+        there = "`pip install -e '.[agents]'` in a clone of elastic"
+        problem = f"found 'openai', but {told(error)}; allowed: {there}, or 'none'"
         raise CodeUnusable(f"environment.settings.client: {problem}") from error
     shared: dict[str, Any] = {}
 

@@ -113,7 +113,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise BadData(
-            f"{path}: {told(error)}; allowed: pip install 'elastic-rl[parquet]', or FILE{JSON_LINES}"
+            f"{path}: {told(error)}; allowed: `pip install -e '.[parquet]'` in a clone of elastic, or FILE{JSON_LINES}"
         ) from error
     try:
         with parquet.ParquetFile(path) as file:
