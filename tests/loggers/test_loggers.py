@@ -99,6 +99,7 @@ def test_what_a_logger_has_is_a_beginning_of_what_was_written(name: str, tmp_pat
 def test_a_row_that_mlflow_and_trackio_are_given_twice_is_there_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # MLflow keeps artifacts below the folder that it is used in.
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     for name in ("mlflow", "trackio"):
