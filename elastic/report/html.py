@@ -79,11 +79,7 @@ def _charts(summary: Summary) -> list[Chart]:
             picture=charts.staleness(summary),
             caption="Versions between a token and the trainer using it.",
         ),
-        Chart(
-            title="Lengths of what was trained and dropped",
-            picture=charts.lengths(summary),
-            caption="Mean policy tokens of trajectories: trained on; dashed: dropped as stale or for infrastructure.",
-        ),
+        *_lengths(summary),
         Chart(
             title="Weight updates",
             picture=charts.weight_times(summary),
@@ -102,3 +98,11 @@ def _charts(summary: Summary) -> list[Chart]:
             caption="Mean over versions; band: from the least to the most changed version (ROSE Fig. 6).",
         ),
     ]
+
+
+def _lengths(summary: Summary) -> list[Chart]:
+    """None where nothing was dropped in vain."""
+    picture = charts.lengths(summary)
+    caption = "Mean policy tokens of trajectories: trained on; dashed: dropped as stale or for infrastructure."
+    title = "Lengths of what was trained and dropped"
+    return [] if picture is None else [Chart(title=title, picture=picture, caption=caption)]
