@@ -66,7 +66,7 @@ def cut(text: str, most_bytes: int) -> str:
     if len(data) <= most_bytes:
         return text
     word = _CUT.format(left_out=len(data))
-    half = (most_bytes - len(word)) // 2
+    half = (most_bytes - len(word.encode())) // 2
     if half <= 0:
         return data[:most_bytes].decode(errors="ignore")
     left_out = len(data) - 2 * half
