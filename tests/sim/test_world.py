@@ -447,23 +447,6 @@ def _refill_the_same(step: Step, group: Group, replaces: str, cause: Infrastruct
     return replaces
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "broken", "found"),
-    [
-        (GroupManager, "_may_refill", _refill_always, "time 2"),
-        (Group, "times_refilled", lambda group, trajectory: 0, "time 2"),
-        (Step, "refill", _refill_the_same, "is started twice"),
-        pytest.param(SimulatedRollouts, "refill", _nothing, "for ever", marks=pytest.mark.nightly),
-    ],
-)
-def test_worlds_notice_members_that_are_replaced_wrongly(
-    owner: type[Any], name: str, broken: Callable[..., object], found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(WorldFailed, match=found):
-        live_through(range(8), REPLACING, UNSCORED)
-
-
 BY_TOKEN = msgspec.structs.replace(
     SETTINGS,
     plan=Plan(steps=5, groups=2, group_size=2, staleness_bound=1, staleness_drop=StalenessDrop.TOKEN),
@@ -481,20 +464,31 @@ def _train_on_all(device: TrainerDevice, step: int, group: Group, slot: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "broken", "found"),
+    ("settings", "faults", "owner", "name", "broken", "found"),
     [
-        (TrainerDevice, "train", _train_on_all, "is trained 2 versions late"),
+        (REPLACING, UNSCORED, GroupManager, "_may_refill", _refill_always, "time 2"),
+        (REPLACING, UNSCORED, Group, "times_refilled", lambda group, trajectory: 0, "time 2"),
+        (REPLACING, UNSCORED, Step, "refill", _refill_the_same, "is started twice"),
+        pytest.param(REPLACING, UNSCORED, SimulatedRollouts, "refill", _nothing, "for ever", marks=pytest.mark.nightly),
+        (BY_TOKEN, NO_FAULTS, TrainerDevice, "train", _train_on_all, "is trained 2 versions late"),
         pytest.param(
-            *(Group, "overtaken", lambda group, oldest_version: False, "nothing is left of"), marks=pytest.mark.nightly
+            *(BY_TOKEN, NO_FAULTS, Group, "overtaken", lambda group, oldest_version: False, "nothing is left of"),
+            marks=pytest.mark.nightly,
         ),
     ],
 )
-def test_worlds_notice_tokens_that_are_trained_too_late(
-    owner: type[Any], name: str, broken: Callable[..., object], found: str, monkeypatch: pytest.MonkeyPatch
+def test_worlds_notice_members_replaced_wrongly_and_tokens_trained_too_late(
+    settings: WorldSettings,
+    faults: FaultPlan,
+    owner: type[Any],
+    name: str,
+    broken: Callable[..., object],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(WorldFailed, match=found):
-        live_through(range(12), BY_TOKEN, NO_FAULTS)
+        live_through(range(12), settings, faults)
 
 
 def _send_beyond_credit(fleet: Fleet, worker: Any) -> bool:
