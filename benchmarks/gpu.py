@@ -1,4 +1,4 @@
-"""All of Elastic that has a GPU to compute on, in one command and one table, within twenty minutes on an H100 or H200.
+"""All of Elastic that has a GPU to compute on, in one command and one table, within 25 minutes on an H100 or H200.
 
 Every part runs in a process of its own with a time limit, so that one that fails does not hide the rest. Weights are
 random, in the shapes of Qwen3. The parts:
@@ -11,6 +11,8 @@ random, in the shapes of Qwen3. The parts:
 - deltas: comparing an 8B model's weights with the version before on the device, over a copy of the same bytes there,
   and encoding what changed on the host;
 - trainer: a step of GRPO;
+- trainer_ranks: the same by the trainer of transformers' models, in bfloat16 with float32 masters, a rank on each GPU
+  that there is: 1.7B with all of its state on the devices, 8B with masters and moments in host memory;
 - activation: weights from host memory into the device, over a bare copy of the same bytes.
 
     python benchmarks/gpu.py [--json] [--parts PART …] [--cpu]
@@ -23,13 +25,14 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from _common import emit, parser
 from _episodes import EpisodePlayer, PlayedEpisode, episode
@@ -41,6 +44,9 @@ from elastic.environments.base import Environment, StepResult
 from elastic.system.cores import cores
 from elastic.testing.faults.shell.models import ModelEnvironment, NoSettings
 from elastic.weights.source import TensorSource
+
+if TYPE_CHECKING:
+    from elastic.worker.trainer.base import PolicyTrainer
 
 REPETITIONS = 5
 CONTEXT = 1024
@@ -330,8 +336,6 @@ def trainer(scale: GpuExtent) -> dict[str, Any]:
     from elastic.config import TrainerConfig
     from elastic.engine.model.config import Qwen3Config
     from elastic.engine.model.qwen3 import Qwen3
-    from elastic.protocol.wire import TrainGroupFrame
-    from elastic.testing.trajectories import PlainTrajectory
     from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 
     config = Qwen3Config(**SHAPES[scale.small])
@@ -339,16 +343,27 @@ def trainer(scale: GpuExtent) -> dict[str, Any]:
     with torch.device(scale.device):
         model = Qwen3(config)
     settings = TrainerConfig.model_validate({"micro_batch_tokens": 4096, "updates_per_step": 1})
-    groups, members, tokens = 2, 4, scale.prompt_tokens + scale.new_tokens
+    groups = 2
     made = GRPOTrainer(settings, model, groups, 1.0)
+    return {"model": scale.small, **_steps(made, scale, groups, config.vocab_size)}
+
+
+def _steps(made: "PolicyTrainer", scale: GpuExtent, groups: int, vocabulary: int) -> dict[str, Any]:
+    """What a step of so many groups takes, and this process's memory on its device."""
+    import torch
+
+    from elastic.protocol.wire import TrainGroupFrame
+    from elastic.testing.trajectories import PlainTrajectory
+
+    members, tokens = 4, scale.prompt_tokens + scale.new_tokens
 
     def step() -> dict[str, float]:
         for index in range(groups):
             trajectories = []
             for member in range(members):
-                ids = [(index + 3 * member + i) % config.vocab_size for i in range(tokens)]
+                ids = [(index + 3 * member + i) % vocabulary for i in range(tokens)]
                 ours = [int(i >= scale.prompt_tokens) for i in range(tokens)]
-                logprobs = [mine * -math.log(config.vocab_size) for mine in ours]
+                logprobs = [mine * -math.log(vocabulary) for mine in ours]
                 versions = [mine * made.version for mine in ours]
                 trajectories.append(
                     PlainTrajectory(f"{index}/{member}", ids, ours, logprobs, versions, float(member % 2)).packed()
@@ -359,12 +374,66 @@ def trainer(scale: GpuExtent) -> dict[str, Any]:
     step_s = _median_s(step, scale.device)
     metrics = step()
     return {
-        "model": scale.small,
         "step_s": step_s,
         "tokens_per_s": groups * members * tokens / step_s,
         "groups_unusable": metrics["groups_unusable"],
+        "tokens_left_out": metrics["tokens_left_out"],
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if scale.device == "cuda" else None,
     }
+
+
+def trainer_ranks(scale: GpuExtent) -> dict[str, Any]:
+    """Each on as many ranks as there are devices; on CPUs two."""
+    import gc
+    import importlib.util
+
+    import torch
+
+    from elastic.config import Config
+    from elastic.worker.trainer import create_trainer
+
+    if importlib.util.find_spec("transformers") is None:
+        return {"skipped_because": "transformers is not installed here"}
+    gpus, groups = (torch.cuda.device_count() if scale.device == "cuda" else 2), 4
+    shapes = {"qwen3-1.7b": "none", "qwen3-8b": "optimizer"} if scale.device == "cuda" else {scale.large: "none"}
+    found: dict[str, Any] = {"gpus": gpus}
+    for shape, offload in shapes.items():
+        with tempfile.TemporaryDirectory() as directory:
+            _write_model(Path(directory), shape, scale.device)
+            given = {
+                "model": {"checkpoint": directory},
+                "run": {"steps": 100},
+                "engine": {"device": scale.device},
+                "rollout": {"groups": groups, "group_size": 4},
+                "trainer": {
+                    "kind": "transformers",
+                    "gpus": gpus,
+                    "updates_per_step": 1,
+                    "micro_batch_tokens": 4096,
+                    "mismatch_max": 1e9,
+                    "transformers": {"dtype": "bfloat16", "offload": offload},
+                },
+            }
+            made = create_trainer(Config.model_validate(given))
+            if scale.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            found[shape] = {"offload": offload, **_steps(made, scale, groups, SHAPES[shape]["vocab_size"])}
+            del made
+            gc.collect()
+            if scale.device == "cuda":
+                torch.cuda.empty_cache()
+    return found
+
+
+def _write_model(directory: Path, shape: str, device: str) -> None:
+    """The model as transformers has it, with random weights in bfloat16."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape])).bfloat16()
+    model.save_pretrained(directory)
 
 
 def activation(scale: GpuExtent) -> dict[str, Any]:
@@ -410,6 +479,7 @@ PARTS = {
     "pages": GpuPart(pages, 60),
     "deltas": GpuPart(deltas, 150),
     "trainer": GpuPart(trainer, 120),
+    "trainer_ranks": GpuPart(trainer_ranks, 400),
     "activation": GpuPart(activation, 120),
     "coserving_small": GpuPart(coserving_small, 300),
     "coserving_large": GpuPart(coserving_large, 300),
