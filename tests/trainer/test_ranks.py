@@ -195,7 +195,9 @@ def test_a_rank_that_dies_or_hangs_ends_all_and_nothing_is_lost(start: Start, tm
         struck_s = float((tmp_path / "struck").read_text())
         longest_s = ENDS_WITHIN_S if number == signal.SIGKILL else STEP_TIMEOUT_S + ENDS_WITHIN_S
         assert time.time() - struck_s < longest_s, what
-        assert not any(lives(pid) for pid in made.pids), what
+        while any(lives(pid) for pid in made.pids):
+            assert time.time() - struck_s < longest_s, what
+            time.sleep(0.01)
         checkpoint.sweep(tmp_path)
         assert [path.name for path in saved(tmp_path)] == ["00000001.shards"], what
         made = start(2, step_timeout_s=STEP_TIMEOUT_S)
