@@ -145,7 +145,8 @@ class Agreement:
             if not distance:
                 continue
             share = sum(part * moved for part, moved in zip(between, off, strict=True)) / distance
-            beside = sum((moved - share * part) ** 2 for part, moved in zip(between, off, strict=True))
+            left = [moved - share * part for part, moved in zip(between, off, strict=True)]
+            beside = sum(one * one for one in left)  # Of whatever a worker says: a power would raise `OverflowError`.
             deviation = max(DEVIATION_OF_MEAN * noise, math.sqrt(beside / len(off)))
             if share > 0.5 and math.sqrt(distance) > TOLD_APART * deviation:
                 return other

@@ -72,13 +72,15 @@ ENTRIES_MAX = 4096
 """Most entries of one table in a message, such as a step's metrics or the layers of a model."""
 REFUSALS_MAX = 256
 PROOF_MAX = 1024
+FLOAT32_MAX = 3.4028234663852886e38
 
 Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 PublicKey: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$", max_length=64)]
 """An Ed25519 one, in hexadecimal; empty where there is none."""
 LogprobChecks: TypeAlias = Annotated[list[LogprobCheck], msgspec.Meta(max_length=ENTRIES_MAX)]
-Proof: TypeAlias = Annotated[list[Finite], msgspec.Meta(max_length=PROOF_MAX)]
+Finite32: TypeAlias = Annotated[float, msgspec.Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
+Proof: TypeAlias = Annotated[list[Finite32], msgspec.Meta(max_length=PROOF_MAX)]
 """Log-probabilities of the text by which a version is known (`elastic.engine.base.proof_text`), or none."""
 Metrics: TypeAlias = Annotated[dict[Text, Finite], msgspec.Meta(max_length=ENTRIES_MAX)]
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+import sys
 from collections.abc import Callable
 
 import msgspec
@@ -105,6 +106,15 @@ def test_a_worker_is_found_wrong_by_the_version_whose_proof_it_gives(
         assert found.mean > BOUND or found.serves is not None
         assert dict(agreement.terms) == {"w": None}
         assert agreement.prove("w", served, proof(served, far), BOUND) is None, "it is found wrong once"
+
+
+@pytest.mark.parametrize("said", [1e38, -1e300, -sys.float_info.max])
+def test_a_worker_whose_proof_is_out_of_all_bounds_is_found_wrong(said: float) -> None:
+    agreement = Agreement()
+    for number in range(3):
+        agreement.expect(number, proof(number))
+    assert agreement.prove("w", 2, (said,) * len(proof(2)), BOUND) is not None
+    assert dict(agreement.terms) == {"w": None}
 
 
 def test_the_first_version_and_the_last_ones_are_remembered() -> None:
