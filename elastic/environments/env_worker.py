@@ -181,7 +181,9 @@ class FunctionPlayer:
             return outcome_of(await answer if inspect.isawaitable(answer) else answer)
         except BadOutcome as error:
             return Outcome(failed=f"the environment is at fault: {error}")
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and (own := asyncio.current_task()) and own.cancelling():
+                raise  # This process ends; any other is of a task that the function has cancelled itself.
             trace = "".join(traceback.format_exception(error))[-TRACE_CHARACTERS:]  # Without values: a key may be one.
             log.warning("the environment raised", trajectory=trajectory.id, trace=trace)
             return Outcome(failed=f"the environment raised {told(error)}")

@@ -102,6 +102,7 @@ def raises(error: BaseException) -> Any:
         (raises(ValueError("no such tool")), "the environment raised ValueError: no such tool"),
         (raises(SystemExit(0)), "the environment raised SystemExit: 0"),
         (raises(TimeoutError()), "the environment raised TimeoutError"),
+        (raises(asyncio.CancelledError()), "the environment raised CancelledError"),
         (lambda *_: math.nan, "found nan"),
         (lambda *_: "1.0", "found '1.0'"),
         (lambda *_: 10**400, "allowed: a finite number, or an Outcome"),
