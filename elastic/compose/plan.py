@@ -263,7 +263,7 @@ def read_model_config(config: Config) -> dict[str, Any]:
     """The base policy's `config.json`. Raises `ConfigError` where there is none."""
     path = config.model.checkpoint / "config.json"
     try:
-        return json.loads(read_text(path))
+        found = json.loads(read_text(path))
     except OSError as error:
         checkpoint = config.model.checkpoint
         if not checkpoint.exists() and HUB_ID.fullmatch(str(checkpoint)):
@@ -278,6 +278,11 @@ def read_model_config(config: Config) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ConfigError(f"model.checkpoint: {path} is not JSON: {error}") from error
+    parts = {"": found, "text_config: ": found.get("text_config") or {}} if isinstance(found, dict) else {"": found}
+    for key, part in parts.items():
+        if not isinstance(part, dict):
+            raise ConfigError(f"model.checkpoint: {path}: {key}expected a JSON object (found {type(part).__name__})")
+    return found
 
 
 def check_live(plan: RunPlan, listening: str = "--listen HOST:PORT, and --advertise HOST") -> None:

@@ -41,6 +41,11 @@ def test_a_run_trains_what_transformers_loads_and_exports_it(elastic, refused, c
         ({"quantization_config": {"quant_method": "fp8"}}, ("found a quantization_config (fp8)", "made of")),
         ({"hidden_size": 64}, ("embed_tokens.weight: expected shape [32, 64], found [32, 32]",)),
         ({"num_hidden_layers": 3}, ("model.layers.2.", "missing; expected shape")),
+        ({"text_config": [1]}, ("text_config: expected a JSON object (found list)",)),
+        (
+            {"model_type": "warp", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}},
+            ("model_type: found 'warp'", "custom code"),
+        ),
     ],
 )
 def test_a_policy_that_cannot_be_trained_is_named(

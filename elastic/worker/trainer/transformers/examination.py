@@ -81,7 +81,10 @@ def _aside(directory: Path, checkpoint: Path | None = None, lora: LoraSettings |
     )
     command = [sys.executable, "-m", __name__, *given]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        # Nobody is asked whether a checkpoint's own code may run: it never does.
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
         answer = json.loads(ended.stdout.splitlines()[-1]) if ended.stdout else {"error": ended.stderr[-1000:]}
     except subprocess.TimeoutExpired as error:
         raise CheckpointError(f"{directory}: looking at it took longer than {TIMEOUT_S:g} s") from error
@@ -98,9 +101,9 @@ def main(directory: Path, checkpoint: Path | None, lora: LoraSettings | None) ->
     from elastic.worker.trainer.transformers.model import names_on_disk
 
     try:
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         names_on_disk(directory, model, stored_tensors(directory))
         trained = dict(model.named_parameters())
         if lora is not None:

@@ -230,6 +230,7 @@ def _loaded(directory: Path, stored: Mapping[str, StoredTensor], device: torch.d
             dtype=torch.float32,
             attn_implementation=None if wanted == "auto" else wanted,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
     except (ImportError, OSError, RuntimeError, ValueError, KeyError) as error:
