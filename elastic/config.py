@@ -507,6 +507,12 @@ class LossConfig(_Section):
                 f"rollout_rs_threshold must be a number for {self.rollout_rs}, which is never below 0 (found "
                 f"{self.rollout_rs_threshold!r})"
             )
+        two_sided = self.rollout_rs is not None and not one_sided
+        if two_sided and isinstance(self.rollout_rs_threshold, float) and self.rollout_rs_threshold <= 1:
+            raise ValueError(
+                f"rollout_rs_threshold must be above 1 for {self.rollout_rs}, whose ratio is kept between one over it "
+                f"and it (found {self.rollout_rs_threshold})"
+            )
         if self.loss == DISTILLATION and self.reference is None:
             raise ValueError("loss = 'distillation' needs reference, the policy that is distilled")
         if self.reference is not None and not self.has_reference:

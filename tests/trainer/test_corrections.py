@@ -91,6 +91,10 @@ def test_what_becomes_of_a_sequence_is_its_own_matter(rows: list[list[float]], d
             {"bypass_mode": False, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.5_5"},
             "must be a number for seq_mean_k3",
         ),
+        (
+            {"bypass_mode": False, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 0.5},
+            "must be above 1 for seq_mean_k1",
+        ),
         ({"rollout_is_threshold": 0.5}, "must be at least 1"),
         ({"rollout_is_threshold": "5_0.5"}, "low below 1 and high above it"),
         ({"rollout_is_threshold": "0.5-5"}, '"low_high"'),

@@ -199,6 +199,7 @@ class TestCodeOfOnesOwn:
             ("1.0", "returned 1.0; allowed"),
             ("tokens.advantages", "without a gradient"),
             ("tokens.nonesuch", "cannot be called: AttributeError"),
+            ("tokens.logprobs * float('nan')", r"returned \[nan, nan, nan\]; allowed: finite numbers"),
         ],
     )
     def test_is_tried_before_anything_is_trained(self, tmp_path: Path, body: str, words: str):

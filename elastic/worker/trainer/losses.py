@@ -139,6 +139,8 @@ def own_loss(name: str, settings: LossConfig) -> Loss:
         raise ValueError(f"trainer.loss: {name} cannot be called: {told(error)}") from error
     if not tried.requires_grad:
         raise ValueError(f"trainer.loss: {name} returned a loss without a gradient of `logprobs`")
+    if not bool(tried.isfinite().all()):
+        raise ValueError(f"trainer.loss: {name} returned {tried.tolist()}; allowed: finite numbers")
     return loss
 
 
